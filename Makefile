@@ -1,0 +1,80 @@
+# Every target works on a machine that has only Python 3.11, make and git: what it needs is installed into .venv once.
+#
+#   make demo    simulate every schedule side by side and draw it
+#   make test    run the tests; the pure rooms must be covered to 95 %
+#   make lint    ruff, and mypy --strict on the pure rooms
+#   make bench   run the benchmarks, which print ratios
+#   make docs    build the documentation, warnings are errors
+#   make clean   remove .venv and everything built
+
+# The first of python3.11 and python3 that runs and is new enough; `make PYTHON=...` overrides.
+PYTHON ?= $(shell for python in python3.11 python3; do \
+    $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+# Installed first and by its exact version, so that no later requirement picks another build.
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --quiet
+comma := ,
+
+# The rooms without torch; those that are not built yet are left out.
+PURE_ROOMS := errors.py ir partitioners schedules passes views simulate planner
+PURE := $(wildcard $(addprefix penstock/,$(PURE_ROOMS)))
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test lint bench docs clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   make/make/p' Makefile
+
+# A stamp is written last, and only when everything before it has succeeded.
+$(VENV)/.torch:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer was found; try: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "creating $(VENV) with $(TORCH) (once)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) "$(TORCH)"
+	@touch $@
+
+# An install that was cut off may leave half a package that pip takes for a whole one: then begin with an empty .venv.
+define install
+	@if test -e $(VENV)/.unfinished; then rm -rf $(VENV); $(MAKE) --no-print-directory $(VENV)/.torch; fi
+	@rm -f $(VENV)/.demo $(VENV)/.dev
+	@touch $(VENV)/.unfinished
+	@echo "installing penstock[$(1)]"
+	@$(PIP) --editable ".[$(1)]"
+	@rm $(VENV)/.unfinished
+endef
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	$(call install,plot)
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	$(call install,plot$(comma)dev)
+	@touch $(VENV)/.demo $@
+
+demo: $(VENV)/.demo
+	$(BIN)/penstock demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term
+
+lint: $(VENV)/.dev
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy $(PURE)
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks
+
+docs: $(VENV)/.dev
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+clean:
+	rm -rf $(VENV) docs/_build build dist .coverage .coverage.* htmlcov .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The doors for Python users, thin: each calls one room."""

@@ -1,0 +1,69 @@
+"""The doors to the planning half: schedule, lower, verify, simulate. They need no torch, no processes and no device."""
+
+from collections.abc import Sequence
+
+from penstock import schedules
+from penstock.errors import ScheduleError
+from penstock.ir.cluster import Cluster, parse_bytes
+from penstock.ir.costs import StageCosts
+from penstock.ir.cuts import Cuts
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.ir.trace import Trace
+from penstock.passes import DEFAULT_PASSES
+from penstock.passes import lower as lower_schedule
+from penstock.passes import verify as verify_orders
+from penstock.passes.base import Pass
+from penstock.simulate import simulate as simulate_program
+
+
+def schedule(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    *,
+    stages_per_rank: int | None = None,
+    costs: StageCosts | None = None,
+    memory: int | str | None = None,
+) -> Schedule:
+    """A schedule of the table, such as "1f1b" or "zbv".
+
+    With costs, zero-bubble and V schedules put their weight gradients where they fill gaps. With memory, a limit in
+    bytes per rank ("24GiB" also), a schedule that would hold more is refused; that needs the bytes of the costs.
+    """
+    built = schedules.build(name, ranks, microbatches, stages_per_rank, costs)
+    if memory is not None:
+        _check_memory(built, costs, parse_bytes(memory))
+    return built
+
+
+def _check_memory(built: Schedule, costs: StageCosts | None, limit: int) -> None:
+    if costs is None:
+        raise ScheduleError(
+            "a memory limit needs costs to compare with", hint="costs=StageCosts(..., activation_bytes=...)"
+        )
+    trace = simulate_program(lower_schedule(built), costs)
+    peaks = [trace.peak_bytes(rank) for rank in range(trace.num_ranks)]
+    if max(peaks) > limit:
+        raise ScheduleError(
+            "the schedule does not fit in memory",
+            rank=peaks.index(max(peaks)),
+            peak_bytes=max(peaks),
+            limit=limit,
+            hint="v_half or v_min, which hold fewer activations, or more microbatches of smaller size",
+        )
+
+
+def lower(schedule: Schedule, *, cuts: Cuts | None = None, passes: Sequence[str | Pass] = DEFAULT_PASSES) -> Program:
+    """Spell out messages, reductions and frees. Without cuts every stage reads the one before it."""
+    return lower_schedule(schedule, cuts=cuts, passes=passes)
+
+
+def verify(schedule_or_program: Schedule | Program, *, in_flight: int | None = None) -> None:
+    """Raise a ScheduleError that names the actions, unless the orders are complete, lawful and free of deadlock."""
+    verify_orders(schedule_or_program, in_flight=in_flight)
+
+
+def simulate(program: Program | Schedule, costs: StageCosts | None = None, cluster: Cluster | None = None) -> Trace:
+    """Predict when everything happens; a Schedule is lowered first."""
+    return simulate_program(lower_schedule(program) if isinstance(program, Schedule) else program, costs, cluster)

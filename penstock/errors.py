@@ -1,0 +1,45 @@
+"""Every exception that penstock raises on purpose, one class per station of the way from model to trace."""
+
+
+class PenstockError(ValueError):
+    """What is wrong in the user's words, the values that show it, and what to try.
+
+    `PenstockError("rank out of range", rank=7, ranks=4, hint="a rank below 4")` reads
+    `rank out of range (rank: 7, ranks: 4)`, newline, `try: a rank below 4`.
+    """
+
+    def __init__(self, problem: str, /, *, hint: str = "", **values: object) -> None:
+        self.problem = problem
+        self.hint = hint
+        self.values = values
+        shown = ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in values.items())
+        text = f"{problem} ({shown})" if shown else problem
+        super().__init__(f"{text}\ntry: {hint}" if hint else text)
+
+
+class FormatError(PenstockError):
+    """A text, CSV or JSON document that does not say a noun."""
+
+
+class GraphError(PenstockError):
+    """A Graph or Profile that contradicts itself."""
+
+
+class PartitionError(PenstockError):
+    """A cut of the model that cannot be made."""
+
+
+class CostError(PenstockError):
+    """Costs, links or memory figures that make no sense."""
+
+
+class ScheduleError(PenstockError):
+    """An order of actions that is incomplete, unlawful or would deadlock."""
+
+
+class PlanError(PenstockError):
+    """Choices that do not fit together."""
+
+
+class ViewError(PenstockError):
+    """A picture that cannot be drawn as asked."""

@@ -1,0 +1,1 @@
+"""The nouns: frozen records that the stations hand to each other, each with its own invariants."""

@@ -1,0 +1,114 @@
+"""StageCosts: seconds and bytes per stage, a Profile folded over a Partition."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import CostError
+from penstock.ir.action import MAX_STAGES
+
+
+@dataclass(frozen=True)
+class MessageCost:
+    """Bytes that cross from one stage to another for one microbatch, and the bytes of the gradients that return."""
+
+    producer: int
+    consumer: int
+    forward_bytes: int
+    backward_bytes: int
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that a stage holds during the whole step."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+
+    @property
+    def total(self) -> int:
+        """Parameters, gradients and optimizer state together."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds of every kind of pass and bytes of everything held, per stage and for one microbatch.
+
+    Left out: `backward` is input_grad + weight_grad, bytes are 0, and the weight gradient still needs all activations.
+    """
+
+    forward: tuple[float, ...]
+    input_grad: tuple[float, ...]
+    weight_grad: tuple[float, ...]
+    backward: tuple[float, ...] = ()
+    """seconds of a full backward"""
+    activation_bytes: tuple[int, ...] = ()
+    """kept from the forward until the backward, received inputs included"""
+    weight_grad_bytes: tuple[int, ...] = ()
+    """the part of activation_bytes that stays between an input gradient and its weight gradient"""
+    messages: tuple[MessageCost, ...] = ()
+    state: tuple[StateBytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
+        sums = tuple(i + w for i, w in zip(self.input_grad, self.weight_grad, strict=False))
+        defaults = {
+            "backward": sums,
+            "activation_bytes": (0,) * self.num_stages,
+            "weight_grad_bytes": self.activation_bytes or (0,) * self.num_stages,
+            "state": (StateBytes(),) * self.num_stages,
+        }
+        for name, value in defaults.items():
+            object.__setattr__(self, name, getattr(self, name) or value)
+        self._check()
+
+    def _check(self) -> None:
+        if not 1 <= self.num_stages <= MAX_STAGES:
+            raise CostError("number of stages out of range", stages=self.num_stages, limit=MAX_STAGES)
+        for name in ("forward", "input_grad", "weight_grad", "backward", "activation_bytes", "weight_grad_bytes"):
+            values: Sequence[float] = getattr(self, name)
+            if len(values) != self.num_stages:
+                raise CostError(f"{name} needs one figure per stage", figures=len(values), stages=self.num_stages)
+            for stage, value in enumerate(values):
+                if not (math.isfinite(value) and value >= 0):
+                    raise CostError(f"{name} must be a finite number, 0 or more", stage=stage, value=value)
+        if len(self.state) != self.num_stages:
+            raise CostError("state needs one entry per stage", entries=len(self.state), stages=self.num_stages)
+        for message in self.messages:
+            if not 0 <= message.producer < message.consumer < self.num_stages:
+                raise CostError("a message must lead from a stage to a later one", message=message)
+            if min(message.forward_bytes, message.backward_bytes) < 0:
+                raise CostError("a message needs bytes of 0 or more", message=message)
+        for stage, state in enumerate(self.state):
+            if min(state.parameters, state.gradients, state.optimizer) < 0:
+                raise CostError("state needs bytes of 0 or more", stage=stage, state=state)
+
+    @classmethod
+    def uniform(
+        cls, num_stages: int, forward: float = 1.0, input_grad: float = 1.0, weight_grad: float = 1.0
+    ) -> "StageCosts":
+        """Equal stages; by default each pass takes one second and a full backward two."""
+        return cls((forward,) * num_stages, (input_grad,) * num_stages, (weight_grad,) * num_stages)
+
+    def message_bytes(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Bytes of each message from a source stage to a target stage; 0 where no message cost is named."""
+        sizes: dict[tuple[int, int], int] = {}
+        for message in self.messages:
+            sizes[message.producer, message.consumer] = message.forward_bytes
+            sizes[message.consumer, message.producer] = message.backward_bytes
+        if not sizes:
+            return np.zeros(len(source))
+        pairs, which = np.unique(source * self.num_stages + target, return_inverse=True)
+        found = [sizes.get(divmod(int(pair), self.num_stages), 0) for pair in pairs]
+        return np.asarray(found, dtype=np.float64)[which]
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.forward)

@@ -1,0 +1,168 @@
+"""Partition: which stage owns each node, and which values cross each cut."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from itertools import chain
+
+from penstock.errors import PartitionError
+from penstock.ir.cuts import Cuts
+from penstock.ir.graph import Graph, Node, StorageGroup, Value
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The values that one stage hands to another for one microbatch, as one message."""
+
+    producer: int
+    consumer: int
+    values: tuple[Value, ...]
+
+    @property
+    def forward_bytes(self) -> int:
+        """Bytes of the values."""
+        return sum(value.spec.bytes for value in self.values)
+
+    @property
+    def backward_bytes(self) -> int:
+        """Bytes of the gradients that return: those of the values that need one."""
+        return sum(value.spec.bytes for value in self.values if value.spec.requires_grad)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The names of the nodes of every stage, each node in exactly one.
+
+    The inputs of the model are on every stage, so they never cross. A node that depends on inputs only is run again by
+    every stage that reads it, so its values never cross either. The last stage returns the outputs of the model: an
+    output that an earlier stage makes crosses to it.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise PartitionError("a partition without stages")
+        for stage, nodes in enumerate(self.stages):
+            if not nodes:
+                raise PartitionError("an empty stage", stage=stage, stages=self.num_stages)
+        for node, times in Counter(chain.from_iterable(self.stages)).items():
+            if times > 1:
+                raise PartitionError("a node in two places", node=repr(node), times=times)
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.stages)
+
+    def stage_of(self, node: str) -> int:
+        """The stage that owns the node."""
+        if node not in self._stage_of:
+            raise PartitionError("no stage owns this node", node=repr(node), hint=_nearest(node, self._stage_of))
+        return self._stage_of[node]
+
+    def check(self, graph: Graph) -> None:
+        """Refuse a graph that cannot be cut like this; the error names the nodes and values."""
+        names = {node.name for node in graph.nodes}
+        for node, stage in self._stage_of.items():
+            if node not in names:
+                raise PartitionError("no such node", node=repr(node), stage=stage, hint=_nearest(node, names))
+        if missing := [node.name for node in graph.nodes if node.name not in self._stage_of]:
+            raise PartitionError("nodes in no stage", nodes=len(missing), first=repr(missing[0]))
+        for producer, consumer, value in _sent_edges(graph):
+            if self._stage_of[producer] > self._stage_of[consumer]:
+                raise PartitionError(
+                    "a stage reads a value of a later stage",
+                    value=repr(value),
+                    made_by=f"{producer!r} in stage {self._stage_of[producer]}",
+                    read_by=f"{consumer!r} in stage {self._stage_of[consumer]}",
+                )
+        self._check_storage(graph)
+
+    def _check_storage(self, graph: Graph) -> None:
+        """Memory that is written in place stays within one stage, and leaves it only as it is after the last write."""
+        position = {node.name: place for place, node in enumerate(graph.nodes)}
+        overwritten: dict[str, str] = {}
+        for group in graph.storage:
+            if group.writers:
+                self._check_group(graph, group)
+                last = max(group.writers, key=lambda name: position[name])
+                makers = {value: graph.makers[value].name for value in group.values if value in graph.makers}
+                overwritten |= {value: last for value, maker in makers.items() if position[maker] < position[last]}
+        for value, reader in self._read_values(graph):
+            owner = self._stage_of[graph.makers[value].name]
+            if value in overwritten and owner != reader:
+                raise PartitionError(
+                    "a value that is later overwritten in place crosses a cut",
+                    value=repr(value),
+                    overwritten_by=repr(overwritten[value]),
+                    made_in_stage=owner,
+                    read_in_stage=reader,
+                )
+
+    def _check_group(self, graph: Graph, group: StorageGroup) -> None:
+        makers = [graph.makers[value] for value in group.values if value in graph.makers]
+        nodes = (*makers, *(graph[name] for name in group.writers))
+        stages = {node.name: self._stage_of[node.name] for node in nodes if not node.from_inputs}
+        if len(set(stages.values())) > 1:
+            raise PartitionError("a cut between nodes that share memory", stages=stages, values=group.values)
+
+    def crossings(self, graph: Graph) -> tuple[Crossing, ...]:
+        """What every stage hands to every other, by producer and consumer; a skip goes straight to its reader."""
+        self.check(graph)
+        values: dict[tuple[int, int], dict[str, Value]] = {}
+        for value, reader in self._read_values(graph):
+            owner = self._stage_of[graph.makers[value].name]
+            if owner != reader:
+                values.setdefault((owner, reader), {})[value] = Value(value, graph.spec(value))
+        return tuple(Crossing(*edge, tuple(found.values())) for edge, found in sorted(values.items()))
+
+    def cuts(self, graph: Graph) -> Cuts:
+        """The edges between stages; one without a value that needs a gradient returns none."""
+        crossings = self.crossings(graph)
+        silent = [c for c in crossings if not any(value.spec.requires_grad for value in c.values)]
+        return Cuts.of(self.num_stages, _edges(crossings), _edges(silent))
+
+    def _read_values(self, graph: Graph) -> Iterator[tuple[str, int]]:
+        """Every value that is sent or stays, with the stage that reads it."""
+        for _, consumer, value in _sent_edges(graph):
+            yield value, self._stage_of[consumer]
+        for value in graph.outputs:
+            if value in graph.makers and not graph.makers[value].from_inputs:
+                yield value, self.num_stages - 1
+
+    def runs(self, graph: Graph) -> tuple[tuple[Node, ...], ...]:
+        """The nodes that every stage runs, in the graph's order: its own, and again those from inputs that it needs."""
+        chosen = [set(nodes) for nodes in self.stages]
+        chosen[-1] |= _from_inputs(graph, graph.outputs)
+        for node in reversed(graph.nodes):
+            sources = _from_inputs(graph, node.reads)
+            for names in chosen if sources else ():
+                if node.name in names:
+                    names |= sources
+        return tuple(tuple(node for node in graph.nodes if node.name in names) for names in chosen)
+
+    @cached_property
+    def _stage_of(self) -> dict[str, int]:
+        return {node: stage for stage, nodes in enumerate(self.stages) for node in nodes}
+
+
+def _sent_edges(graph: Graph) -> Iterator[tuple[str, str, str]]:
+    return (edge for edge in graph.edges if not graph[edge.producer].from_inputs)
+
+
+def _from_inputs(graph: Graph, values: Iterable[str]) -> set[str]:
+    """The nodes that make the values and depend on inputs only."""
+    makers = (graph.makers[value] for value in values if value in graph.makers)
+    return {node.name for node in makers if node.from_inputs}
+
+
+def _edges(crossings: Iterable[Crossing]) -> list[tuple[int, int]]:
+    return [(crossing.producer, crossing.consumer) for crossing in crossings]
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    found = get_close_matches(name, list(known), n=1)
+    return f"did you mean {found[0]!r}" if found else ""

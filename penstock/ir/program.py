@@ -1,0 +1,87 @@
+"""Program: a Schedule with messages, reductions, shard moves and frees spelled out."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from penstock.errors import ScheduleError
+from penstock.ir import text
+from penstock.ir.action import Action, Kind
+from penstock.ir.code import decode, peer_of
+from penstock.ir.cuts import Cuts
+from penstock.ir.orders import Orders
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import check_homes, check_sizes
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything each rank does in one step, in order; ready to be proven, simulated and run.
+
+    `table` holds the orders compactly; `orders` shows them as tuples of actions.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    cuts: Cuts
+    table: Orders
+
+    def __post_init__(self) -> None:
+        check_sizes(self.placement, self.num_microbatches, self.table)
+        check_homes(self.placement, self.num_microbatches, self.table)
+        self._check_peers()
+        if self.cuts.num_stages != self.placement.num_stages:
+            raise ScheduleError(
+                "cuts and placement differ in the number of stages",
+                cuts=self.cuts.num_stages,
+                placement=self.placement.num_stages,
+            )
+
+    def _check_peers(self) -> None:
+        codes = self.table.codes[np.isin(self.table.kinds, (Kind.SEND, Kind.RECV))]
+        astray = codes[peer_of(codes) >= self.num_stages]
+        if len(astray):
+            action = decode(astray[:1])[0]
+            raise ScheduleError("a message names a stage that does not exist", action=action, stages=self.num_stages)
+
+    @classmethod
+    def of(
+        cls, placement: Placement, num_microbatches: int, cuts: Cuts, orders: Iterable[Iterable[Action]]
+    ) -> "Program":
+        """A program from action objects."""
+        return cls(placement, num_microbatches, cuts, Orders.of(orders))
+
+    def with_table(self, table: Orders) -> "Program":
+        """The same program with other orders."""
+        return Program(self.placement, self.num_microbatches, self.cuts, table)
+
+    @property
+    def orders(self) -> tuple[tuple[Action, ...], ...]:
+        """The orders as tuples of actions, one per rank."""
+        return self.table.actions
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return self.placement.num_stages
+
+    @classmethod
+    def from_csv(cls, source: str | Path, cuts: Cuts | None = None) -> "Program":
+        """A program from a CSV file or its text. Without cuts: a chain, plus the edges that messages name."""
+        table = text.parse(text.read(source))
+        placement, num_microbatches = text.infer(table)
+        return cls(placement, num_microbatches, cuts or text.infer_cuts(table, placement), table)
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """The CSV text; also written to the path when one is given."""
+        return text.write(self.table, path)
+
+    def __str__(self) -> str:
+        return text.lines(self.table)

@@ -1,0 +1,51 @@
+"""FAMILY: lowering, one step per file, in the order of the table; `verify` proves a Program legal."""
+
+from collections.abc import Sequence
+from typing import cast
+
+from penstock.errors import ScheduleError
+from penstock.ir.cuts import Cuts
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.passes.add_frees import AddFrees
+from penstock.passes.add_reductions import AddReductions
+from penstock.passes.add_shard_moves import AddShardMoves
+from penstock.passes.add_transfers import AddTransfers
+from penstock.passes.base import Pass, ProgramToProgram, ScheduleToProgram, ScheduleToSchedule
+from penstock.passes.hoist_receives import HoistReceives
+from penstock.passes.merge_backward import MergeBackward
+from penstock.passes.verify import verify
+
+PASSES: dict[str, type[Pass]] = {
+    "merge_backward": MergeBackward,
+    "add_transfers": AddTransfers,
+    "hoist_receives": HoistReceives,
+    "add_reductions": AddReductions,
+    "add_shard_moves": AddShardMoves,
+    "add_frees": AddFrees,
+}
+DEFAULT_PASSES = ("add_transfers", "hoist_receives", "add_reductions", "add_frees")
+
+__all__ = ["DEFAULT_PASSES", "PASSES", "lower", "verify"]
+
+
+def lower(schedule: Schedule, *, cuts: Cuts | None = None, passes: Sequence[str | Pass] = DEFAULT_PASSES) -> Program:
+    """Run the passes, given by name or as records with options, in the order of the table."""
+    chosen = sorted((_pass(entry, cuts) for entry in passes), key=lambda step: list(PASSES).index(step.name))
+    if AddTransfers.name not in {step.name for step in chosen}:
+        raise ScheduleError("lowering needs add_transfers", passes=[step.name for step in chosen])
+    subject: Schedule | Program = schedule
+    for step in chosen:
+        if isinstance(step, ProgramToProgram):
+            subject = step(cast(Program, subject))
+        else:
+            subject = cast(ScheduleToSchedule | ScheduleToProgram, step)(cast(Schedule, subject))
+    return cast(Program, subject)
+
+
+def _pass(entry: str | Pass, cuts: Cuts | None) -> Pass:
+    if isinstance(entry, Pass):
+        return entry
+    if entry not in PASSES:
+        raise ScheduleError("unknown pass", name=repr(entry), hint=f"one of {', '.join(PASSES)}")
+    return AddTransfers(cuts) if entry == AddTransfers.name else PASSES[entry]()

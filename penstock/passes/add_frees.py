@@ -1,0 +1,30 @@
+"""add_frees: says when everything that a stage holds for a microbatch can be dropped."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.ir.action import Kind
+from penstock.ir.code import pack
+from penstock.ir.program import Program
+from penstock.passes.base import ProgramToProgram
+
+_USERS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.SEND)
+
+
+@dataclass(frozen=True)
+class AddFrees(ProgramToProgram):
+    """Free(stage, microbatch) after its last pass and its last Send."""
+
+    name = "add_frees"
+
+    def __call__(self, program: Program) -> Program:
+        passes = program.table.passes
+        uses = np.isin(passes.kind, _USERS)
+        last = np.full((program.num_stages, program.num_microbatches), -1, dtype=np.int64)
+        np.maximum.at(last, (passes.stage[uses], passes.microbatch[uses]), passes.index[uses])
+        stage, microbatch = np.nonzero(last >= 0)
+        ranks = np.asarray(program.placement.ranks)[stage]
+        return program.with_table(
+            program.table.insert(last[stage, microbatch] + 1, ranks, pack(Kind.FREE, stage, microbatch))
+        )

@@ -1,0 +1,61 @@
+"""add_shard_moves: gathers a stage's sharded parameters before they are needed and drops them when others need room.
+
+At any time the next few distinct stages that a rank will compute are gathered, so that gathering overlaps with compute.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.errors import ScheduleError
+from penstock.ir.action import Kind
+from penstock.ir.code import Codes, pack
+from penstock.ir.program import Program
+from penstock.passes.base import ProgramToProgram
+
+
+@dataclass(frozen=True)
+class AddShardMoves(ProgramToProgram):
+    """Unshard a stage before use, Reshard it when it is not among the next `ahead` stages."""
+
+    ahead: int = 3
+    """how many distinct stages of a rank may be gathered at once, the one that computes included"""
+    name = "add_shard_moves"
+
+    def __post_init__(self) -> None:
+        if self.ahead < 1:
+            raise ScheduleError("ahead must be 1 or more", ahead=self.ahead)
+
+    def __call__(self, program: Program) -> Program:
+        uses = _uses(program)
+        moves = [_moves(program, uses, rank, self.ahead) for rank in range(program.num_ranks)]
+        before, codes = (np.concatenate(column) for column in zip(*moves, strict=True))
+        ranks = np.repeat(np.arange(program.num_ranks), [len(own) for own, _ in moves])
+        return program.with_table(program.table.insert(before, ranks, codes))
+
+
+def _uses(program: Program) -> list[Codes]:
+    """Per stage the indices of the compute actions that use it, ascending."""
+    passes = program.table.passes
+    chosen = np.flatnonzero(passes.kind <= Kind.WEIGHT_GRAD)
+    chosen = chosen[np.argsort(passes.stage[chosen] * len(program.table.codes) + passes.index[chosen])]
+    sizes = np.bincount(passes.stage[chosen], minlength=program.num_stages)
+    return np.split(passes.index[chosen], np.cumsum(sizes)[:-1])
+
+
+def _moves(program: Program, uses: list[Codes], rank: int, ahead: int) -> tuple[Codes, Codes]:
+    """Where one rank gathers and drops its stages: (index before which, action)."""
+    first, end = (int(place) for place in program.table.starts[rank : rank + 2])
+    stages = np.asarray(program.placement.stages[rank])
+    steps = first + np.flatnonzero(program.table.kinds[first:end] <= Kind.OVERLAP)
+    # Per stage and step the index of the stage's next use, there or later; `end` if there is none.
+    next_use = np.stack([np.append(uses[stage], end)[np.searchsorted(uses[stage], steps)] for stage in stages])
+    # An overlapped pair counts as one step: both its stages tie, and both may be gathered.
+    sooner = (next_use[None, :, :] < next_use[:, None, :]).sum(axis=1)
+    gathered = (sooner < ahead) & (next_use < end)
+    edges = np.diff(np.pad(gathered.astype(np.int8), ((0, 0), (1, 1))), axis=1)
+    step, is_gather, stage = np.nonzero(np.stack((edges.T == -1, edges.T == 1), axis=1))
+    urgency = np.where(is_gather, next_use[stage, np.minimum(step, len(steps) - 1)], 0)
+    sequence = np.lexsort((urgency, is_gather, step))
+    kind = np.where(is_gather, Kind.UNSHARD, Kind.RESHARD)
+    return np.append(steps, end)[step][sequence], pack(kind, stages[stage])[sequence]

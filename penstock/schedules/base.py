@@ -1,0 +1,96 @@
+"""The contract of a schedule, and the two ways in which most schedules are written down."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ScheduleError
+from penstock.ir.action import MAX_MICROBATCHES, MAX_STAGES, Kind
+from penstock.ir.code import Codes, kind_of, pack
+from penstock.ir.costs import StageCosts
+from penstock.ir.schedule import Schedule
+from penstock.schedules.weights import refill
+
+
+@dataclass(frozen=True)
+class Scheduler(ABC):
+    """A recipe for the orders of all ranks; its fields are its options."""
+
+    name: ClassVar[str]
+    splits_backward: ClassVar[bool] = False
+    """whether weight gradients are passes of their own, which measured costs may then move into gaps"""
+    choices: ClassVar[tuple[int, ...]] = ()
+    """the allowed stages per rank; empty: any"""
+    stages_per_rank: int = 1
+
+    def __call__(self, ranks: int, microbatches: int, costs: StageCosts | None = None) -> Schedule:
+        """The schedule; with costs and a split backward, weight gradients fill the gaps, where that is faster."""
+        self._check(ranks, microbatches)
+        schedule = self.build(ranks, microbatches)
+        if costs is None or not self.splits_backward:
+            return schedule
+        return refill(schedule, costs)
+
+    @abstractmethod
+    def build(self, ranks: int, microbatches: int) -> Schedule:
+        """The schedule for passes of equal length, for any ranks >= 1 and microbatches >= 1."""
+
+    def _check(self, ranks: int, microbatches: int) -> None:
+        for name, value in (
+            ("ranks", ranks),
+            ("microbatches", microbatches),
+            ("stages_per_rank", self.stages_per_rank),
+        ):
+            if not _is_count(value):
+                raise ScheduleError(
+                    f"{name} must be a whole number, 1 or more", schedule=self.name, **{name: repr(value)}
+                )
+        if self.choices and self.stages_per_rank not in self.choices:
+            raise ScheduleError(
+                "the schedule does not work with so many stages per rank",
+                schedule=self.name,
+                stages_per_rank=self.stages_per_rank,
+                hint=f"stages_per_rank={self.choices[0]}, or interleaved, looped_bfs or interleaved_zb, which take any",
+            )
+        if ranks * self.stages_per_rank > MAX_STAGES or microbatches > MAX_MICROBATCHES:
+            raise ScheduleError(
+                "sizes out of range",
+                stages=ranks * self.stages_per_rank,
+                microbatches=microbatches,
+                limits=(MAX_STAGES, MAX_MICROBATCHES),
+            )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def staggered(*columns: tuple[Codes, int]) -> Codes:
+    """Sequences run side by side, each beginning at its own step; a step does one action of each, left first."""
+    steps = max(len(codes) + delay for codes, delay in columns)
+    grid = np.full((steps, len(columns)), -1, dtype=np.int64)
+    for column, (codes, delay) in enumerate(columns):
+        grid[delay : delay + len(codes), column] = codes
+    return grid[grid >= 0]
+
+
+def numbered(codes: Codes) -> Codes:
+    """Actions without microbatches get them by counting: when an action occurs for the k-th time, it is k."""
+    microbatch = np.zeros(len(codes), dtype=np.int64)
+    for code in np.unique(codes):
+        chosen = codes == code
+        microbatch[chosen] = np.arange(int(chosen.sum()))
+    return codes + pack(0, 0, microbatch)
+
+
+def passes(kind: Kind, stages: int | NDArray[np.int64], microbatches: int | NDArray[np.int64]) -> Codes:
+    """Passes of one kind; a whole number of microbatches stands for all of them in ascending order."""
+    return pack(kind, stages, np.arange(microbatches) if isinstance(microbatches, int) else microbatches)
+
+
+def weights_of(input_grads: Codes) -> Codes:
+    """The weight gradients that belong to input gradients."""
+    return input_grads - kind_of(input_grads) + Kind.WEIGHT_GRAD

@@ -1,0 +1,91 @@
+"""dualpipe_v: a V schedule whose steady state runs a forward and a backward together.
+
+DeepSeek-AI 2024, "DeepSeek-V3 Technical Report" (DualPipe), folded to a V so that no parameter is held twice. Choose it
+when a forward's communication can hide behind a backward's compute, as in models with expert parallelism.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.ir.action import Kind
+from penstock.ir.code import Codes, kind_of, microbatch_of, pack, peer_microbatch_of, peer_of, stage_of
+from penstock.ir.orders import Orders
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
+from penstock.schedules.base import Scheduler
+
+
+@dataclass(frozen=True)
+class DualPipeV(Scheduler):
+    """Exactly two stages per rank."""
+
+    stages_per_rank: int = 2
+    name = "dualpipe_v"
+    choices = (2,)
+
+    def build(self, ranks: int, microbatches: int) -> Schedule:
+        # The phases need 2 ranks microbatches; the surplus of a longer schedule is struck out.
+        planned = max(2 * ranks, microbatches)
+        orders = [_struck(_order(rank, ranks, planned), microbatches) for rank in range(ranks)]
+        return Schedule(Placement.vee(ranks), microbatches, Orders(orders))
+
+
+def _order(rank: int, ranks: int, microbatches: int) -> Codes:
+    first, second = rank, 2 * ranks - 1 - rank
+    f0, b0, i0 = (pack(kind, first) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD))
+    f1, b1, i1 = (pack(kind, second) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD))
+    w = pack(Kind.WEIGHT_GRAD, 0)
+    down, up = pack(Kind.OVERLAP, first, 0, second), pack(Kind.OVERLAP, second, 0, first)
+    below = ranks - 1 - rank
+    steady = microbatches - 2 * ranks + rank + 1
+    # The last rank does not overlap its first pair: its backward starts earlier without.
+    opening = (f0, b1, up) if below == 0 else (down, up)
+    phases = (
+        ((f0,), 2 * below),
+        ((f0, f1), rank + 1),
+        ((i1, w, f1), below),
+        (opening, 1),
+        ((down, up), steady - 1),
+        ((b1, up), below),
+        ((b1, b0), (rank + 1) // 2),
+        ((b1, i0) if rank % 2 == 0 else (i1, i0), 1),
+        ((i1, i0), rank - (rank + 1) // 2),
+        ((w, i0), below),
+        ((w,), rank + 1),
+    )
+    return _numbered(np.concatenate([np.tile(np.concatenate(phase), times) for phase, times in phases]))
+
+
+def _numbered(codes: Codes) -> Codes:
+    """Microbatches by counting, forwards and backwards apart; weight gradients follow the input gradients."""
+    kind, stage = kind_of(codes), stage_of(codes)
+    is_pair = kind == Kind.OVERLAP
+    back_stage = np.where(is_pair, peer_of(codes), stage)
+    forward = _count(stage, is_pair | (kind == Kind.FORWARD))
+    backward = _count(back_stage, is_pair | (kind == Kind.BACKWARD) | (kind == Kind.INPUT_GRAD))
+    microbatch = np.where(is_pair | (kind == Kind.FORWARD), forward, backward)
+    result = codes + pack(0, 0, microbatch, 0, np.where(is_pair, backward, 0))
+    split = result[kind == Kind.INPUT_GRAD]
+    result[kind == Kind.WEIGHT_GRAD] = split - Kind.INPUT_GRAD + Kind.WEIGHT_GRAD
+    return result
+
+
+def _count(stage: Codes, chosen: "np.ndarray") -> Codes:
+    """Per place how many chosen ones of the same stage came before it."""
+    count = np.zeros(len(stage), dtype=np.int64)
+    for one in np.unique(stage[chosen]):
+        places = chosen & (stage == one)
+        count[places] = np.arange(int(places.sum()))
+    return count
+
+
+def _struck(codes: Codes, microbatches: int) -> Codes:
+    """The same without microbatches beyond those wanted; of a pair the wanted half stays."""
+    is_pair = kind_of(codes) == Kind.OVERLAP
+    no_forward = microbatch_of(codes) >= microbatches
+    no_backward = is_pair & (peer_microbatch_of(codes) >= microbatches)
+    backward = pack(Kind.BACKWARD, peer_of(codes), peer_microbatch_of(codes))
+    forward = pack(Kind.FORWARD, stage_of(codes), microbatch_of(codes))
+    halved = np.where(is_pair & no_forward, backward, np.where(no_backward, forward, codes))
+    return halved[~np.where(is_pair, no_forward & no_backward, no_forward)]

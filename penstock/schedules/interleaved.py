@@ -1,0 +1,36 @@
+"""interleaved: 1f1b with several stages per rank, which divides the bubble by their number.
+
+Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM". Choose it when
+links are fast and one more fraction of activations is affordable; any number of microbatches works, a multiple of the
+ranks works best.
+"""
+
+from dataclasses import dataclass
+
+from penstock.ir.action import Kind
+from penstock.ir.orders import Orders
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
+from penstock.schedules.base import Scheduler, passes, staggered
+from penstock.schedules.rounds import Rounds
+
+
+@dataclass(frozen=True)
+class Interleaved(Scheduler):
+    """Any number of stages per rank, placed round and round."""
+
+    stages_per_rank: int = 2
+    name = "interleaved"
+
+    def build(self, ranks: int, microbatches: int) -> Schedule:
+        rounds = Rounds(ranks, microbatches, self.stages_per_rank)
+        local, each = rounds.sequence()
+        last = self.stages_per_rank - 1
+        orders = [
+            staggered(
+                (passes(Kind.FORWARD, local * ranks + rank, each), 0),
+                (passes(Kind.BACKWARD, (last - local) * ranks + rank, each), rounds.lead + 2 * (ranks - 1 - rank)),
+            )
+            for rank in range(ranks)
+        ]
+        return Schedule(Placement.loop(ranks, self.stages_per_rank), microbatches, Orders(orders))

@@ -1,0 +1,31 @@
+"""1f1b: after a short warm-up, one forward and one backward in turn.
+
+Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", in its synchronous form. Choose
+it as the default with one stage per rank: rank r holds at most ranks - r microbatches.
+"""
+
+from dataclasses import dataclass
+
+from penstock.ir.action import Kind
+from penstock.ir.orders import Orders
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
+from penstock.schedules.base import Scheduler, passes, staggered
+
+
+@dataclass(frozen=True)
+class OneFOneB(Scheduler):
+    """One stage per rank; rank r runs ranks - 1 - r forwards ahead."""
+
+    name = "1f1b"
+    choices = (1,)
+
+    def build(self, ranks: int, microbatches: int) -> Schedule:
+        orders = [
+            staggered(
+                (passes(Kind.FORWARD, rank, microbatches), 0),
+                (passes(Kind.BACKWARD, rank, microbatches), ranks - 1 - rank),
+            )
+            for rank in range(ranks)
+        ]
+        return Schedule(Placement.loop(ranks), microbatches, Orders(orders))

@@ -1,0 +1,23 @@
+"""zb_h1: 1f1b with the backward split; weight gradients fill most of the bubble at the memory of 1f1b.
+
+Qi et al. 2023, "Zero Bubble Pipeline Parallelism". Choose it over 1f1b whenever the backward can be split cheaply: the
+bubble shrinks from (ranks - 1)(F + I + W) to (ranks - 1)(F + I - W).
+"""
+
+from dataclasses import dataclass
+
+from penstock.ir.schedule import Schedule
+from penstock.schedules.base import Scheduler
+from penstock.schedules.split_1f1b import split_1f1b
+
+
+@dataclass(frozen=True)
+class ZBH1(Scheduler):
+    """One stage per rank; rank r delays its weight gradients by r."""
+
+    name = "zb_h1"
+    choices = (1,)
+    splits_backward = True
+
+    def build(self, ranks: int, microbatches: int) -> Schedule:
+        return split_1f1b(ranks, microbatches, pace=1)

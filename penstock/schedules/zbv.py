@@ -1,0 +1,53 @@
+"""zbv: two stages per rank placed as a V; no bubble between a rank's first and last pass at F = I = W.
+
+Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 6. Choose it when the three passes take about equal time:
+the first and the last stage share rank 0, so the loss is near the start, and memory is that of 1f1b on every rank.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.ir.action import Kind
+from penstock.ir.code import Codes, microbatch_of, pack
+from penstock.ir.orders import Orders
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
+from penstock.schedules.base import Scheduler, numbered
+
+
+@dataclass(frozen=True)
+class ZBV(Scheduler):
+    """Exactly two stages per rank."""
+
+    stages_per_rank: int = 2
+    name = "zbv"
+    choices = (2,)
+    splits_backward = True
+
+    def build(self, ranks: int, microbatches: int) -> Schedule:
+        # The phases need 2 ranks - 1 microbatches; of a longer schedule the surplus can be struck out, as
+        # microbatches do not depend on each other.
+        planned = max(2 * ranks - 1, microbatches)
+        orders = [_order(rank, ranks, planned) for rank in range(ranks)]
+        kept = [codes[microbatch_of(codes) < microbatches] for codes in orders]
+        return Schedule(Placement.vee(ranks), microbatches, Orders(kept))
+
+
+def _order(rank: int, ranks: int, microbatches: int) -> Codes:
+    """One rank: stage 0 of it goes down the V, stage 1 comes back up."""
+    f0, i0, w0 = (pack(kind, rank) for kind in (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))
+    f1, i1, w1 = (pack(kind, 2 * ranks - 1 - rank) for kind in (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))
+    ahead = 2 * ranks - 1 - rank
+    phases = (
+        ((f0,), ahead - rank),
+        ((f1, f0), rank),
+        ((f1, i1, w1), ranks - rank),
+        ((f0, i0, w0, f1, i1, w1), microbatches - ahead),
+        ((i0, w0, f1, i1, w1), ahead - ranks),
+        ((i0, i1), rank),
+        ((i0, w0), ranks - rank),
+        ((w1,), rank),
+        ((w0,), rank),
+    )
+    return numbered(np.concatenate([np.tile(np.concatenate(phase), times) for phase, times in phases]))

@@ -1,0 +1,136 @@
+"""simulate: predicts when every action and every message of a Program happens.
+
+Ranks and links are lines that do one thing at a time: a rank its passes in order, a link (one direction between two
+ranks) its messages in the order of their Sends. A message leaves when its rank gets to the Send and the link is free,
+occupies the link for bytes / bandwidth and has arrived one latency later; receives are posted ahead, so it does not
+wait for them. Sends, receives and the like take no time of their rank. Every order being fixed, one walk settles all
+times.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import CostError, ScheduleError
+from penstock.ir.action import COMPUTE_KINDS, Fact, Kind
+from penstock.ir.cluster import Cluster
+from penstock.ir.code import Codes, microbatch_of, peer_of, stage_of
+from penstock.ir.costs import StageCosts
+from penstock.ir.dependence import Makers
+from penstock.ir.program import Program
+from penstock.ir.series import Series
+from penstock.ir.timing import pass_seconds
+from penstock.ir.trace import Trace
+from penstock.ir.walk import Needs, walk
+from penstock.simulate.memory import curves
+
+Indices = NDArray[np.int64]
+Seconds = NDArray[np.float64]
+
+
+def simulate(program: Program, costs: StageCosts | None = None, cluster: Cluster | None = None) -> Trace:
+    """The predicted Trace. Without costs every pass takes one second; without a cluster messages take no time."""
+    costs = costs or StageCosts.uniform(program.num_stages)
+    cluster = cluster or Cluster(program.num_ranks)
+    _check_fit(program, costs, cluster)
+    wires = _wires(program, costs, cluster)
+    computes = np.flatnonzero(np.isin(program.table.kinds, COMPUTE_KINDS))
+    durations = pass_seconds(program.table, costs, cluster.overlap)[computes]
+    ends = _walk(program, computes, durations, wires)
+    action_ends = _spread(program, computes, ends[: len(computes)])
+    starts = action_ends.copy()
+    starts[computes] = ends[: len(computes)] - durations
+    arrived = ends[len(computes) :]
+    by_send = np.argsort(wires.send)
+    return Trace(
+        program,
+        Series(starts),
+        Series(action_ends),
+        Series((arrived - wires.seconds - wires.latency)[by_send]),
+        Series(arrived[by_send]),
+        curves(program, costs, starts, action_ends),
+    )
+
+
+def _check_fit(program: Program, costs: StageCosts, cluster: Cluster) -> None:
+    if costs.num_stages != program.num_stages:
+        raise CostError("costs are for another number of stages", costs=costs.num_stages, program=program.num_stages)
+    if cluster.ranks != program.num_ranks:
+        raise CostError("the cluster has another number of ranks", cluster=cluster.ranks, program=program.num_ranks)
+
+
+class Wires(NamedTuple):
+    """The messages of a program, link by link in the order of their Sends."""
+
+    send: Indices
+    """index of the Send"""
+    user: Indices
+    """index of the pass that uses the values"""
+    line_starts: Indices
+    """where each link's messages begin"""
+    seconds: Seconds
+    latency: Seconds
+
+
+def _wires(program: Program, costs: StageCosts, cluster: Cluster) -> Wires:
+    table, ranks = program.table, np.asarray(program.placement.ranks)
+    send = np.flatnonzero(table.kinds == Kind.SEND)
+    source, target = stage_of(table.codes[send]), peer_of(table.codes[send])
+    link = ranks[source] * program.num_ranks + ranks[target]
+    by_link = np.argsort(link, kind="stable")
+    send, source, target, link = send[by_link], source[by_link], target[by_link], link[by_link]
+    names, line_starts, which = np.unique(link, return_index=True, return_inverse=True)
+    links = [cluster.link(int(name) // program.num_ranks, int(name) % program.num_ranks) for name in names]
+    latency = np.array([link.latency for link in links], dtype=np.float64)
+    pace = np.array([0.0 if link.bandwidth is None else 1.0 / link.bandwidth for link in links], dtype=np.float64)
+    return Wires(
+        send,
+        _users(program, source, target, microbatch_of(table.codes[send])),
+        line_starts,
+        costs.message_bytes(source, target) * pace[which],
+        latency[which],
+    )
+
+
+def _users(program: Program, source: Codes, target: Codes, microbatch: Codes) -> Indices:
+    makers = Makers(program.table.passes, program.num_stages, program.num_microbatches)
+    users = np.where(
+        target > source, makers[Fact.OUTPUT][target, microbatch], makers[Fact.INPUT_GRADIENT][target, microbatch]
+    )
+    if (users < 0).any():
+        row = int(np.argmax(users < 0))
+        raise ScheduleError("a message that no action uses", source=int(source[row]), target=int(target[row]))
+    return users
+
+
+def _walk(program: Program, computes: Indices, durations: Seconds, wires: Wires) -> Seconds:
+    """When every pass ends and, after those, when every message arrives."""
+    table, num_passes, num_messages = program.table, len(computes), len(wires.send)
+    item = np.full(len(table.codes), -1, dtype=np.int64)
+    item[computes] = np.arange(num_passes)
+    pass_starts = np.searchsorted(computes, table.starts)
+    # A message leaves once its rank has finished the last pass above the Send.
+    above = np.searchsorted(computes, wires.send) - 1
+    has_above = above >= pass_starts[table.rank_of[wires.send]]
+    message_items = num_passes + np.arange(num_messages)
+    needs = Needs.of(
+        num_passes + num_messages,
+        np.concatenate((message_items[has_above], item[wires.user])),
+        np.concatenate((above[has_above], message_items)),
+    )
+    lines = (*pass_starts[:-1], *(num_passes + wires.line_starts), num_passes + num_messages)
+    seconds = np.concatenate((durations, wires.seconds))
+    tails = np.concatenate((np.zeros(num_passes), wires.latency))
+    result = walk([int(start) for start in lines], needs, seconds.tolist(), tails.tolist())
+    if not result.finished:
+        raise ScheduleError("the program cannot run to its end", hint="penstock.verify(program) says where it blocks")
+    return result.ends
+
+
+def _spread(program: Program, computes: Indices, ends: Seconds) -> Seconds:
+    """Per action when it has happened: passes at their end, all else when the pass above it on its rank has ended."""
+    table = program.table
+    above = np.searchsorted(computes, np.arange(len(table.codes)), side="right") - 1
+    first = np.searchsorted(computes, table.starts[table.rank_of])
+    return np.where(above >= first, ends[np.maximum(above, 0)], 0.0)

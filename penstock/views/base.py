@@ -1,0 +1,68 @@
+"""The contract of a view: a frozen record of its options that turns one trace, or several named ones, into a document."""
+
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, Generic, TypeAlias, TypeVar
+
+from rich.console import Console, RenderableType
+
+from penstock.errors import ViewError
+from penstock.ir.trace import Trace
+
+Document = TypeVar("Document", str, bytes)
+Traces: TypeAlias = "Trace | Mapping[str, Trace]"
+MAX_NAME = 80
+
+
+class View(ABC, Generic[Document]):
+    """Something to look at: `Svg(width=900)(trace)` or `Svg()({"gpipe": one, "1f1b": other})` gives the document."""
+
+    name: ClassVar[str]
+    suffix: ClassVar[str]
+    """how the name of a file with the document ends"""
+
+    @abstractmethod
+    def __call__(self, traces: Traces) -> Document: ...
+
+
+class RichView(View[str]):
+    """A view that also prints itself on a rich console, in colour and as wide as the console is."""
+
+    @abstractmethod
+    def renderable(self, traces: Traces) -> RenderableType:
+        """What `rich.print` or `Console.print` shows."""
+
+
+def named(traces: Traces) -> dict[str, Trace]:
+    """The traces by printable names; a single trace has the empty name."""
+    if isinstance(traces, Trace):
+        return {"": traces}
+    if not isinstance(traces, Mapping) or not traces or not all(isinstance(t, Trace) for t in traces.values()):
+        raise ViewError("a view needs a trace, or several by name", got=type(traces).__name__, hint="simulate first")
+    shown = {_printable(str(name)): trace for name, trace in traces.items()}
+    if len(shown) < len(traces):
+        raise ViewError("two traces have the same name once it is printed", names=sorted(shown))
+    return shown
+
+
+def _printable(name: str) -> str:
+    """The name without control characters, which would change a terminal or break a document."""
+    clean = "".join(char if char.isprintable() else "?" for char in name)
+    return clean if len(clean) <= MAX_NAME else clean[: MAX_NAME - 3] + "..."
+
+
+def printed(renderable: RenderableType, width: int, color: bool = False) -> str:
+    """What a console of that width shows, without trailing blanks unless they are coloured."""
+    system = "truecolor" if color else None
+    console = Console(file=io.StringIO(), width=width, color_system=system, force_terminal=color, highlight=False)
+    with console.capture() as capture:
+        console.print(renderable, soft_wrap=False)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def check_positive(**values: float) -> None:
+    """Refuse options that are not above 0."""
+    for name, value in values.items():
+        if not value > 0:
+            raise ViewError(f"{name} must be above 0", **{name: value})

@@ -1,0 +1,129 @@
+"""chrome: a trace as JSON for ui.perfetto.dev and chrome://tracing.
+
+Choose it to zoom, search and measure, above all in recorded traces. A rank is a process: its passes are one track, what
+else took its time another, and the messages that it sends one track per receiving rank. Where spans of one track would
+partly overlap (a message leaves before the last one has arrived), the later one goes to a further lane. Memory is a counter.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.ir.action import COMPUTE_KINDS, Action, ComputeAction, Fact, Kind, Message, Overlap
+from penstock.ir.dependence import Makers
+from penstock.ir.trace import Span, Trace, Transfer
+from penstock.views.base import Traces, View, named
+
+Event = dict[str, Any]
+_PASSES, _OTHER, _MESSAGES = "passes", "other", "to rank"
+_FIRST_TRACK, _LANES = 1, 1000
+
+
+@dataclass(frozen=True)
+class Chrome(View[str]):
+    """JSON text in the trace event format, times in microseconds."""
+
+    flows: bool = False
+    """whether an arrow leads from the pass that made a message to the one that used it"""
+    name = "chrome"
+    suffix = ".json"
+
+    def __call__(self, traces: Traces) -> str:
+        events: list[Event] = []
+        process = 0
+        for name, trace in named(traces).items():
+            prefix = f"{name}: " if name else ""
+            events += _process_names(trace, process, prefix)
+            events += _spans(trace, process)
+            events += _memory(trace, process)
+            events += _flows(trace, process) if self.flows else ()
+            process += trace.num_ranks
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"), allow_nan=False)
+
+
+def _process_names(trace: Trace, process: int, prefix: str) -> Iterator[Event]:
+    for rank, stages in enumerate(trace.program.placement.stages):
+        held = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        yield _metadata("process_name", process + rank, 0, name=f"{prefix}rank {rank} ({held})")
+        yield _metadata("process_sort_index", process + rank, 0, sort_index=process + rank)
+
+
+def _metadata(what: str, process: int, thread: int, **arguments: object) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": arguments}
+
+
+def _spans(trace: Trace, process: int) -> Iterator[Event]:
+    """All spans, each on a track on which it overlaps none in part; and the names of the tracks."""
+    ends: dict[tuple[int, str], list[int]] = {}
+    tracks = {(rank, _PASSES, 0): _FIRST_TRACK for rank in range(trace.num_ranks)}
+    for item in sorted(_shown(trace), key=lambda item: item.start):
+        rank, group = _group(item)
+        lanes = ends.setdefault((rank, group), [])
+        start, end = _nanoseconds(item.start), _nanoseconds(item.end)
+        lane = next((number for number, busy in enumerate(lanes) if busy <= start), len(lanes))
+        lanes[lane : lane + 1] = [end]
+        track = tracks.setdefault((rank, group, lane), len(tracks) + 1)
+        times = {"ts": start / 1000, "dur": (end - start) / 1000}
+        args = _arguments(item.action)
+        yield {"ph": "X", "name": args["text"], "cat": args["kind"], "pid": process + rank, "tid": track, **times, "args": args}
+    for (rank, group, lane), track in tracks.items():
+        yield _metadata("thread_name", process + rank, track, name=f"{group}, lane {lane + 1}" if lane else group)
+        yield _metadata("thread_sort_index", process + rank, track, sort_index=_order(group, lane))
+
+
+def _shown(trace: Trace) -> Iterable[Span | Transfer]:
+    yield from (span for span in trace.spans if span.action.kind in COMPUTE_KINDS or span.end > span.start)
+    yield from trace.transfers
+
+
+def _group(item: Span | Transfer) -> tuple[int, str]:
+    if isinstance(item, Transfer):
+        return item.source, f"{_MESSAGES} {item.target}"
+    return item.rank, _PASSES if item.action.kind in COMPUTE_KINDS else _OTHER
+
+
+def _order(group: str, lane: int) -> int:
+    place = (_PASSES, _OTHER).index(group) if group in (_PASSES, _OTHER) else 2 + int(group.split()[-1])
+    return _LANES * place + min(lane, _LANES - 1)
+
+
+def _arguments(action: Action) -> Event:
+    arguments: Event = {"kind": action.kind.name.lower(), "stage": action.stage, "text": str(action)}
+    if isinstance(action, ComputeAction | Message):
+        arguments["microbatch"] = action.microbatch
+    if isinstance(action, Message):
+        arguments["peer"] = action.peer
+    if isinstance(action, Overlap):
+        arguments["microbatch"] = action.forward.microbatch
+        arguments["backward"] = {"stage": action.backward.stage, "microbatch": action.backward.microbatch}
+    return arguments
+
+
+def _memory(trace: Trace, process: int) -> Iterator[Event]:
+    for rank, curve in enumerate(trace.memory):
+        for seconds, held in zip(curve.seconds, curve.held, strict=True):
+            times = {"ts": _nanoseconds(seconds) / 1000, "args": {"bytes": int(held)}}
+            yield {"ph": "C", "name": "memory", "pid": process + rank, "tid": 0, **times}
+
+
+def _flows(trace: Trace, process: int) -> Iterator[Event]:
+    program = trace.program
+    makers = Makers(program.table.passes, program.num_stages, program.num_microbatches)
+    for number, transfer in enumerate(trace.transfers):
+        message = transfer.action
+        assert isinstance(message, Message)
+        fact = Fact.INPUT_GRADIENT if message.is_gradient else Fact.OUTPUT
+        maker, user = (int(makers[fact][stage, message.microbatch]) for stage in (message.stage, message.peer))
+        if maker < 0 or user < 0:
+            continue
+        # The arrow is tied to the span around its moment: the last nanosecond of the maker, the start of the user.
+        leaves = max(_nanoseconds(trace.starts[maker]), _nanoseconds(trace.ends[maker]) - 1)
+        for phase, rank, moment in (("s", transfer.source, leaves), ("f", transfer.target, _nanoseconds(trace.starts[user]))):
+            event = {"ph": phase, "name": str(message), "cat": "message", "id": f"{process}.{number}", "ts": moment / 1000}
+            yield event | {"pid": process + rank, "tid": _FIRST_TRACK} | ({"bp": "e"} if phase == "f" else {})
+
+
+def _nanoseconds(seconds: float) -> int:
+    # Whole numbers, so that the end of one span and the start of the next cannot be pushed across each other.
+    return round(seconds * 1e9)

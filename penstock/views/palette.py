@@ -1,0 +1,58 @@
+"""Palette: a colour per kind and a shade per stage of a rank, told apart by colour-blind readers and in greyscale.
+
+Hues follow Okabe and Ito's set; kinds differ in lightness as well. The later stages of a rank are lighter.
+"""
+
+from penstock.ir.action import Kind
+
+KINDS = {
+    Kind.FORWARD: "#1f5fa8",
+    Kind.BACKWARD: "#e69f00",
+    Kind.INPUT_GRAD: "#d55e00",
+    Kind.WEIGHT_GRAD: "#9fd8c0",
+    Kind.REDUCE: "#8a6fb0",
+    Kind.UNSHARD: "#8a6fb0",
+    Kind.RESHARD: "#8a6fb0",
+}
+IDLE = "#e9ebee"
+INK = "#1b1f24"
+FAINT = "#6b7280"
+RULE = "#c3c8cf"
+PAPER = "#ffffff"
+MARK = "#000000"
+ALARM = "#b00020"
+LIGHTEST = 0.5
+
+
+def fill(kind: int, chunk: int, num_chunks: int) -> str:
+    """The colour of a pass of the given stage of its rank, out of so many."""
+    share = LIGHTEST * chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
+    return mix(KINDS[Kind(kind)], PAPER, share)
+
+
+def mix(one: str, other: str, share: float) -> str:
+    """The first colour with the given share of the other."""
+    pairs = zip(channels(one), channels(other), strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
+
+
+def text_on(color: str) -> str:
+    """Black or white, whichever stands out more from the colour."""
+    return max((MARK, PAPER), key=lambda ink: contrast(ink, color))
+
+
+def contrast(one: str, other: str) -> float:
+    """How well one colour is read on the other, as defined for the web: 1 to 21, good from 4.5."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(color: str) -> float:
+    """Relative luminance as defined for web contrast, 0 to 1."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in channels(color))]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def channels(color: str) -> tuple[int, int, int]:
+    """Red, green and blue of `#rrggbb`, 0 to 255."""
+    return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)

@@ -1,0 +1,121 @@
+"""Panel: where one trace stands in a picture, and the title, rank labels and time axis around it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.ir.trace import Trace
+from penstock.views.drawing import Box, Drawing, Label, Line, shortened, text_width
+from penstock.views.palette import FAINT, IDLE, INK, RULE
+from penstock.views.units import figure, percent_text, round_step, seconds_text, seconds_unit
+
+MARGIN = 14.0
+TITLE = 42.0
+AXIS = 26.0
+SIZE = 11.0
+LEAST_LABEL = 7.0
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A plot with one row per rank: its left and top edge, its width, the seconds it spans, and the height of a row."""
+
+    x: float
+    y: float
+    width: float
+    seconds: float
+    row: float
+    num_ranks: int
+
+    def at(self, seconds: float) -> float:
+        """The x of a moment."""
+        return self.x + (self.width * seconds / self.seconds if self.seconds else 0.0)
+
+    def top(self, rank: int) -> float:
+        """The y of the upper edge of a rank's row."""
+        return self.y + self.row * rank
+
+    @property
+    def gap(self) -> float:
+        """Pixels between two rows; a row's boxes stand in the middle of its height."""
+        return min(4.0, 0.15 * self.row)
+
+    @property
+    def bottom(self) -> float:
+        """The y below the last row."""
+        return self.top(self.num_ranks)
+
+
+def panels(traces: Sequence[Trace], size: tuple[float, int], row: float, right: float = 0.0) -> tuple[list[Panel], float]:
+    """One panel per trace, in `size` = (pixels of width, columns), all on one scale of time; and the height they take.
+
+    `right` pixels stay free at the right of every panel.
+    """
+    width, columns = size
+    columns = min(columns, len(traces))
+    left = max(text_width(rank_label(trace, trace.num_ranks - 1), SIZE) for trace in traces) + 8
+    outer = (width - MARGIN * (columns + 1)) / columns
+    seconds = max(trace.makespan for trace in traces)
+    placed, y = [], MARGIN
+    for first in range(0, len(traces), columns):
+        line = traces[first : first + columns]
+        for column, trace in enumerate(line):
+            x = round(MARGIN + column * (outer + MARGIN) + left)
+            placed.append(Panel(x, y + TITLE, max(10.0, outer - left - right - 10), seconds, row, trace.num_ranks))
+        y += TITLE + row * max(trace.num_ranks for trace in line) + AXIS + MARGIN
+    return placed, y
+
+
+def rank_label(trace: Trace, rank: int) -> str:
+    """The rank, and its stages where it holds several."""
+    stages = trace.program.placement.stages[rank]
+    if max(map(len, trace.program.placement.stages)) == 1:
+        return f"rank {rank}"
+    shown = ",".join(map(str, stages[:3])) + (",.." if len(stages) > 3 else "")
+    return f"rank {rank}: {shown}"
+
+
+def surroundings(panel: Panel, name: str, trace: Trace) -> Drawing:
+    """Title, rank labels and time axis of a panel, and the ground of every row as far as the step lasts."""
+    end, height = panel.at(trace.makespan) - panel.x, panel.row - panel.gap
+    rows = tuple(Box(panel.x, panel.top(rank) + panel.gap / 2, end, height, IDLE) for rank in range(panel.num_ranks))
+    labels = (*_titles(panel, name, trace), *_rank_labels(panel, trace))
+    return Drawing(0, 0, rows, labels=labels).with_parts(_axis(panel))
+
+
+def _titles(panel: Panel, name: str, trace: Trace) -> tuple[Label, ...]:
+    program = trace.program
+    counts = f"{program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} microbatches"
+    figures = f"makespan {seconds_text(trace.makespan)}, bubble {percent_text(trace.bubble)}"
+    if panel.width > text_width(f"{figures}; {counts}", SIZE):
+        figures = f"{figures}; {counts}"
+    title = shortened(name or "timeline", 14, panel.width)
+    return (
+        Label(panel.x, panel.y - 31, title, INK, 14),
+        Label(panel.x, panel.y - 13, shortened(figures, SIZE, panel.width), FAINT, SIZE),
+    )
+
+
+def _rank_labels(panel: Panel, trace: Trace) -> tuple[Label, ...]:
+    every = max(1, int(np.ceil((LEAST_LABEL + 2) / panel.row)))
+    size = min(SIZE, max(LEAST_LABEL, 0.8 * panel.row * every))
+    return tuple(
+        Label(panel.x - 6, panel.top(rank) + panel.row / 2, rank_label(trace, rank), INK, size, "end")
+        for rank in range(0, panel.num_ranks, every)
+    )
+
+
+def _axis(panel: Panel) -> Drawing:
+    scale, unit = seconds_unit(panel.seconds)
+    step = round_step(panel.seconds / scale, panel.width / 70)
+    ticks = np.arange(0, panel.seconds / scale * (1 + 1e-9), step).tolist()
+    y = panel.bottom + 3
+    lines = [Line(((panel.x, y), (panel.x + panel.width, y)), RULE)]
+    labels = []
+    for tick in ticks:
+        x = panel.at(tick * scale)
+        lines.append(Line(((x, y), (x, y + 4)), RULE))
+        text = f"{figure(tick, 4)} {unit}" if tick in (ticks[0], ticks[-1]) else figure(tick, 4)
+        labels.append(Label(x, y + 13, text, FAINT, 10, "middle"))
+    return Drawing(0, 0, lines=tuple(lines), labels=tuple(labels))

@@ -1,0 +1,53 @@
+"""Units: seconds, bytes and shares as short readable text, and round steps for an axis."""
+
+import math
+
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+_BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def seconds_text(seconds: float, digits: int = 4) -> str:
+    """`12.5 ms`; the unit is the largest in which the figure is 1 or more."""
+    scale, unit = seconds_unit(abs(seconds))
+    return f"{figure(seconds / scale, digits)} {unit}"
+
+
+def seconds_unit(largest: float) -> tuple[float, str]:
+    """The unit, in seconds and by name, that suits figures up to the largest."""
+    if largest == 0:
+        return _SECONDS[0]
+    return next((entry for entry in _SECONDS if largest >= entry[0]), _SECONDS[-1])
+
+
+def bytes_text(size: float) -> str:
+    """`3.25 GiB`."""
+    scale, unit = bytes_unit(abs(size))
+    return f"{figure(size / scale, 3)} {unit}"
+
+
+def bytes_unit(largest: float) -> tuple[int, str]:
+    """The unit, in bytes and by name, that suits figures up to the largest."""
+    return next((entry for entry in _BYTES if largest >= entry[0]), (1, "B"))
+
+
+def percent_text(share: float) -> str:
+    """`27.3 %`."""
+    return f"{0.0 if abs(share) < 5e-4 else 100 * share:.1f} %"
+
+
+def figure(value: float, digits: int) -> str:
+    """The value with that many significant digits, without an exponent where it is of ordinary size."""
+    if value and not 1e-6 < abs(value) < 1e9:
+        return f"{value:.{digits - 1}e}"
+    decimals = digits - 1 - (math.floor(math.log10(abs(value))) if value else 0)
+    text = f"{value:.{max(0, decimals)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def round_step(largest: float, count: float) -> float:
+    """The smallest of 1, 2 and 5 times a power of ten that divides up to the largest into at most `count` parts."""
+    if largest <= 0:
+        return 1.0
+    rough = largest / max(1.0, count)
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next((factor * power for factor in (1, 2, 5) if factor * power >= rough * (1 - 1e-9)), 10 * power)
