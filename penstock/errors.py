@@ -43,3 +43,7 @@ class PlanError(PenstockError):
 
 class ViewError(PenstockError):
     """A picture that cannot be drawn as asked."""
+
+
+class CaptureError(PenstockError):
+    """A model that cannot be recorded as calls on values, or a batch for which a record does not hold."""

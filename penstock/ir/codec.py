@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -110,15 +111,15 @@ def from_json(text: str, noun: type | None = None) -> Any:
 
 def save(noun: object, path: str | Path) -> None:
     """Write the document of a noun; a file that was there before stays whole until the new one is."""
-    text, target = to_json(noun), Path(path)
-    draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
+    text, draft = to_json(noun), Path(f"{path}.{os.getpid()}.draft")
     try:
         draft.write_text(text, encoding="ascii")
-        draft.replace(target)
+        draft.replace(path)
     except OSError as error:
         raise FormatError("cannot write the file", file=path, reason=error) from None
     finally:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink()
 
 
 @overload
@@ -128,9 +129,9 @@ def load(path: str | Path, noun: None = None) -> Any: ...
 def load(path: str | Path, noun: type | None = None) -> Any:
     """Read the noun that a file says."""
     try:
-        _check_size(os.stat(path).st_size)
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
         raise FormatError("cannot read the file", file=path, reason=error) from None
     try:
         return from_json(text, noun)

@@ -1,4 +1,4 @@
-"""critical_path: the chain of passes and messages that the length of a step hangs on, of predicted and recorded traces."""
+"""critical_path: the chain of passes and messages on which the length of a step hangs, predicted or recorded."""
 
 from collections.abc import Iterator
 
@@ -83,8 +83,10 @@ class _Path:
         action, program = self._action(index), self.trace.program
         for part in action.parts if isinstance(action, ComputeAction | Overlap) else ():
             for fact, stage, microbatch in needs(part, program.cuts):
-                is_here = program.placement[stage] == program.placement[part.stage]
-                yield int(self.makers[fact][stage, microbatch]) if is_here else self._message(stage, microbatch, part.stage)
+                if program.placement[stage] == program.placement[part.stage]:
+                    yield int(self.makers[fact][stage, microbatch])
+                else:
+                    yield self._message(stage, microbatch, part.stage)
 
     def _message(self, source: int, microbatch: int, target: int) -> int:
         code = int(pack(Kind.SEND, source, microbatch, target)[0])

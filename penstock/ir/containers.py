@@ -1,0 +1,72 @@
+"""Containers: how Python structures that hold values are taken apart and put together again.
+
+Known are lists, tuples (named ones and torch.Size also), dicts and their subclasses, dataclasses and slices. What is
+none of these is a leaf. Nothing here knows tensors.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Parts(NamedTuple):
+    """A container taken apart: its class, and its items under their keys."""
+
+    kind: type
+    keys: tuple[Any, ...]
+    items: tuple[Any, ...]
+
+
+def take_apart(thing: object) -> Parts | None:
+    """The parts of a container; None for anything else."""
+    if isinstance(thing, list | tuple):
+        return Parts(type(thing), tuple(range(len(thing))), tuple(thing))
+    if isinstance(thing, Mapping):
+        return Parts(type(thing), tuple(thing.keys()), tuple(thing.values()))
+    if isinstance(thing, slice):
+        return Parts(slice, ("start", "stop", "step"), (thing.start, thing.stop, thing.step))
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        names = tuple(field.name for field in dataclasses.fields(thing) if field.init)
+        return Parts(type(thing), names, tuple(getattr(thing, name) for name in names))
+    return None
+
+
+def put_together(kind: type, keys: Sequence[Any], items: Sequence[Any]) -> Any:
+    """The container of these parts."""
+    if kind in (list, tuple, slice):
+        return kind(items) if kind is not slice else slice(*items)
+    if issubclass(kind, tuple):
+        return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    if issubclass(kind, list):
+        return kind(items)
+    if dataclasses.is_dataclass(kind):
+        return kind(**dict(zip(keys, items, strict=True)))
+    return kind(zip(keys, items, strict=True))
+
+
+def leaves(thing: object) -> list[object]:
+    """All leaves of a structure, left to right."""
+    parts = take_apart(thing)
+    if parts is None:
+        return [thing]
+    return [leaf for item in parts.items for leaf in leaves(item)]
+
+
+def transform(thing: object, change: Callable[[object], Any]) -> Any:
+    """The same structure with every leaf changed."""
+    parts = take_apart(thing)
+    if parts is None:
+        return change(thing)
+    return put_together(parts.kind, parts.keys, [transform(item, change) for item in parts.items])
+
+
+def named_leaves(thing: object, name: str) -> list[tuple[str, object]]:
+    """All leaves with names that say where they are: `batch`, `batch.0`, `batch.0.mask`."""
+    parts = take_apart(thing)
+    if parts is None:
+        return [(name, thing)]
+    return [
+        found
+        for key, item in zip(parts.keys, parts.items, strict=True)
+        for found in named_leaves(item, f"{name}.{key}" if name else str(key))
+    ]

@@ -1,0 +1,113 @@
+"""Record: one forward of a model as a list of calls on named values.
+
+A record holds no tensor, module or function. Modules and parameters go by their original names; functions, classes and
+constants that text cannot hold go by keys into a *live* table that travels beside the record.
+"""
+
+from dataclasses import dataclass, field
+from typing import TypeAlias, Union
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A value: an input of the model, or what an earlier call made."""
+
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A parameter or buffer, by its original name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Something kept in the live table."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """A container: the key of its class in the live table, its keys, its items."""
+
+    kind: str
+    keys: tuple["Tree", ...]
+    items: tuple["Tree", ...]
+
+
+Tree: TypeAlias = Union[Ref, State, Live, Pack, None, bool, int, float, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Mood:
+    """How a call differs from the model's surroundings: None where it does not.
+
+    `grad` is whether gradients were recorded; `autocast` the (device type, enabled, dtype name) in force.
+    """
+
+    grad: bool | None = None
+    autocast: tuple[str, bool, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a module or function.
+
+    `results` names the tensors in what it returns, in the order of its leaves; `writes` are pairs (new name, old name)
+    of values that it changed in place: the tensor is the same, what it holds is not.
+    """
+
+    name: str
+    target: str
+    is_module: bool
+    args: Tree
+    kwargs: Tree
+    results: tuple[str, ...]
+    writes: tuple[tuple[str, str], ...] = ()
+    mood: Mood = Mood()
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A Python value that the model read from a tensor: the record holds only while it comes out the same."""
+
+    name: str
+    target: str
+    args: Tree
+    kwargs: Tree
+    expected: str
+    """key of the expected result in the live table"""
+    scope: str
+    """the module in whose forward it was read"""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A forward: what came in, what was called, what went out."""
+
+    inputs: tuple[str, ...]
+    steps: tuple[Call | Guard, ...]
+    outputs: Tree
+    constants: tuple[str, ...] = field(default=())
+    """keys of constants whose value matters to the record: two recordings of one model must agree on them"""
+
+
+def refs(tree: Tree) -> tuple[str, ...]:
+    """The values that a tree mentions."""
+    if isinstance(tree, Ref):
+        return (tree.value,)
+    if isinstance(tree, Pack):
+        return tuple(name for item in (*tree.keys, *tree.items) for name in refs(item))
+    return ()
+
+
+def states(tree: Tree) -> tuple[str, ...]:
+    """The parameters and buffers that a tree mentions."""
+    if isinstance(tree, State):
+        return (tree.name,)
+    if isinstance(tree, Pack):
+        return tuple(name for item in tree.items for name in states(item))
+    return ()

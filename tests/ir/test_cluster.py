@@ -1,0 +1,69 @@
+"""Cluster: memory in words, links that differ, and figures that make no sense."""
+
+import math
+
+import pytest
+
+from penstock.errors import CostError
+from penstock.ir.cluster import MAX_RANKS, Cluster, Link, parse_bytes
+
+
+def test_one_figure_of_memory_holds_for_every_rank():
+    assert Cluster(2, memory="24GiB").memory == (24 * 2**30, 24 * 2**30)
+    assert Cluster(2, memory=1024).memory == (1024, 1024)
+
+
+def test_memory_may_differ_per_rank():
+    assert Cluster(2, memory=[1024, "1KB"]).memory == (1024, 1000)
+
+
+def test_without_memory_there_is_no_limit():
+    assert Cluster(2).memory is None
+
+
+def test_a_link_that_is_not_named_has_the_common_figures():
+    cluster = Cluster(3, latency=1e-3, bandwidth=1e9, links=(Link(0, 1, 5e-3, 1e6),))
+    assert cluster.link(0, 1) == Link(0, 1, 5e-3, 1e6)
+    assert cluster.link(1, 0) == Link(1, 0, 1e-3, 1e9)
+
+
+def test_clusters_are_keys():
+    assert len({Cluster(2, memory=[5, 5]), Cluster(2, memory=5)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [(7, 7), ("7", 7), ("7B", 7), ("1.5 MB", 1_500_000), (" 2kib ", 2048), ("1TiB", 2**40)]
+)
+def test_sizes_are_read_in_common_units(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1 XB", "-1", "0", "1GiB!", 0, -5, True, 1.5, None])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(CostError, match="not a size in bytes"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"ranks": 0}, "ranks out of range"),
+        ({"ranks": MAX_RANKS + 1}, "ranks out of range"),
+        ({"latency": -1.0}, "latency must be finite"),
+        ({"latency": math.nan}, "latency must be finite"),
+        ({"bandwidth": 0.0}, "bandwidth must be finite"),
+        ({"bandwidth": math.inf}, "bandwidth must be finite"),
+        ({"overlap": 1.1}, "overlap is a share"),
+        ({"memory": (1, 2, 3)}, "one figure, or one per rank"),
+        ({"memory": (1, -2)}, "not a size in bytes"),
+        ({"links": (Link(0, 2),)}, "ranks that do not exist"),
+    ],
+)
+def test_figures_that_make_no_sense_are_refused(wrong, problem):
+    with pytest.raises(CostError, match=problem):
+        Cluster(**{"ranks": 2, **wrong})
+
+
+def test_a_link_checks_itself():
+    with pytest.raises(CostError, match="latency"):
+        Link(0, 1, latency=math.inf)

@@ -1,0 +1,395 @@
+"""The codec: round trips of every noun, and documents that are refused with the path of the key."""
+
+import json
+from copy import deepcopy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import FormatError
+from penstock.ir import codec
+from penstock.ir.action import Backward, Forward, Free, Overlap, Recv, Send
+from penstock.ir.cluster import Cluster, Link
+from penstock.ir.codec import NOUNS, from_json, load, save, to_json
+from penstock.ir.costs import MessageCost, StageCosts, StateBytes
+from penstock.ir.cuts import Cuts
+from penstock.ir.graph import Graph, Node, StorageGroup, TensorSpec, Value
+from penstock.ir.partition import Crossing, Partition
+from penstock.ir.placement import Placement
+from penstock.ir.plan import Choices, Plan, Prediction
+from penstock.ir.profile import NodeBytes, NodeCost, Profile
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.ir.series import Series
+from penstock.ir.trace import Curve, Trace
+
+SPEC = TensorSpec((2, 3), "bfloat16", True)
+VALUE = Value("layers.0", SPEC)
+NODE = Node("layers.0", ("x",), (VALUE,), ("layers.0.w", "tied"), ("layers.0.b",), False, "layers.0", "Block")
+STORAGE = StorageGroup(("layers.0",), ("layers.0",))
+PARAMETERS = (Value("layers.0.w", SPEC), Value("tied", SPEC))
+GRAPH = Graph(
+    nodes=(NODE, Node("mask", ("x",), (), from_inputs=True)),
+    inputs=(Value("x", TensorSpec((), "int64")),),
+    outputs=("layers.0", "x"),
+    parameters=PARAMETERS,
+    buffers=(Value("layers.0.b", SPEC),),
+    tied=(("layers.0.w", "tied"),),
+    storage=(STORAGE,),
+)
+COST = NodeCost("layers.0", 0.1, 0.2, 0.1, 0.125, NodeBytes(7, 6, 5, 4, 3, 2, 1))
+CURVE = Curve(Series([0, 0.5]), Series([10, 20]))
+CUTS = Cuts.of(3, [(0, 1), (0, 2), (1, 2)], without_gradient=[(0, 2)])
+PLACEMENT = Placement((0, 1, 0))
+SCHEDULE = Schedule.of(PLACEMENT, 2, [[Forward(0, 0), Overlap(Forward(2, 1), Backward(2, 0))], [Backward(1, 1)]])
+PROGRAM = Program.of(
+    PLACEMENT, 2, CUTS, [[Forward(0, 0), Send(0, 0, 1), Recv(2, 0, 0), Free(0, 1)], [Send(1, 1, 0), Recv(1, 0, 2)]]
+)
+STAGE_COSTS = StageCosts(
+    forward=(0.1, 0.2, 0.3),
+    input_grad=(0.1, 0.2, 0.3),
+    weight_grad=(0.1, 0.2, 0.3),
+    activation_bytes=(1, 2, 3),
+    messages=(MessageCost(0, 1, 2, 3),),
+    state=(StateBytes(1, 2, 3), StateBytes(), StateBytes()),
+)
+LINK = Link(0, 1, 1e-5, 1e9)
+CLUSTER = Cluster(2, (5, 6), 1e-3, None, (LINK, Link(1, 0)), 0.5)
+PARTITION = Partition((("a", "b"), ("c",), ("ü\n\u2028",)))
+CHOICES = Choices("linear", "zb_h1", (False, True, False))
+PREDICTION = Prediction(4.5, 0.25, 4.0, 0.2, (10, 20), 4.25)
+SAMPLES = (
+    *(SPEC, VALUE, NODE, STORAGE, GRAPH, COST.memory, COST),
+    Profile((COST,), 0.3, GRAPH.fingerprint, "cpu", (("torch", "2.13.0"),)),
+    *(Crossing(0, 1, (VALUE,)), PARTITION, CUTS, STAGE_COSTS.messages[0], STAGE_COSTS.state[0], STAGE_COSTS),
+    *(LINK, CLUSTER, PLACEMENT, SCHEDULE, PROGRAM, CURVE),
+    Trace(PROGRAM, Series(range(6)), Series(range(6)), Series([1, 2]), Series([3, 4]), (CURVE, CURVE)),
+    *(CHOICES, PREDICTION, Plan("f" * 64, PARTITION, CUTS, SCHEDULE, CHOICES, STAGE_COSTS, CLUSTER, PREDICTION)),
+)
+by_noun = pytest.mark.parametrize("noun", SAMPLES, ids=lambda noun: type(noun).__name__)
+
+
+def document(noun, /, **changed):
+    return json.dumps({**json.loads(to_json(noun)), **changed})
+
+
+def refusal(text, noun=None):
+    with pytest.raises(FormatError) as refused:
+        from_json(text, noun)
+    return refused.value
+
+
+# -------------------------------------------------------------------------------------------------------- round trips
+
+
+def test_there_is_a_sample_of_every_noun():
+    assert {type(noun).__name__ for noun in SAMPLES} == set(NOUNS)
+
+
+@by_noun
+def test_reading_undoes_writing(noun):
+    assert from_json(to_json(noun)) == noun
+    assert from_json(to_json(noun), type(noun)) == noun
+
+
+@by_noun
+def test_writing_undoes_reading(noun):
+    assert to_json(from_json(to_json(noun))) == to_json(noun)
+
+
+@by_noun
+def test_a_file_holds_the_whole_noun(noun, tmp_path):
+    save(noun, tmp_path / "noun.json")
+    assert load(tmp_path / "noun.json", type(noun)) == noun
+    assert [path.name for path in tmp_path.iterdir()] == ["noun.json"]
+
+
+def test_a_document_looks_like_this():
+    assert to_json(SCHEDULE).splitlines() == [
+        '{"penstock": 1, "noun": "Schedule", "value": {',
+        '  "placement": {"ranks": [0, 1, 0]},',
+        '  "num_microbatches": 2,',
+        '  "table": ["0F0 (2F1;2B0)OVERLAP_F_B", "1B1"]',
+        "}}",
+    ]
+
+
+def test_a_rank_without_actions_is_an_empty_text():
+    empty = Schedule.of(Placement((0, 1)), 1, [[Forward(0, 0)], []])
+    assert json.loads(to_json(empty))["value"]["table"] == ["0F0", ""]
+    assert from_json(to_json(empty)) == empty
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False)))
+def test_every_finite_number_survives(numbers):
+    curve = Curve(Series(numbers), Series(numbers))
+    assert from_json(to_json(curve)).held.values.tobytes() == curve.held.values.tobytes()
+
+
+@given(st.text(max_size=20))
+def test_every_name_survives(name):
+    assert from_json(to_json(Value(name, SPEC))).name == name
+
+
+def test_a_whole_number_stands_for_a_float():
+    assert from_json(document(CURVE, value={"seconds": [0, 1], "held": [3, 4.5]})) == Curve(
+        Series([0, 1]), Series([3, 4.5])
+    )
+    assert type(from_json(document(LINK).replace("1e-05", "1")).latency) is float
+
+
+def test_figures_of_numpy_are_figures():
+    assert from_json(to_json(Placement((np.int64(0), np.int64(1))))) == Placement((0, 1))
+
+
+def test_memory_may_be_written_in_words():
+    cluster = json.loads(to_json(CLUSTER))["value"]
+    assert from_json(document(CLUSTER, value={**cluster, "memory": "1KiB"})).memory == (1024, 1024)
+
+
+# ---------------------------------------------------------------------------------------- what is refused when written
+
+
+def test_what_is_no_noun_is_not_written():
+    for thing in ({"ranks": [0]}, Forward(0, 0), "Placement", None):
+        with pytest.raises(FormatError, match="not a noun that can be saved"):
+            to_json(thing)
+
+
+def test_a_noun_with_a_figure_of_the_wrong_type_is_not_written():
+    costs = StageCosts((1.0,), (1.0,), (1.0,), activation_bytes=(1.5,))
+    with pytest.raises(FormatError, match=r"wrong type \(path: value.activation_bytes\[0\], expected: a whole number"):
+        to_json(costs)
+
+
+def test_a_number_that_is_not_finite_is_not_written():
+    with pytest.raises(FormatError, match=r"not a finite number \(path: value.held\[1\], value: nan\)"):
+        to_json(Curve(Series([0, 1]), Series([0, np.nan])))
+
+
+def test_a_noun_that_would_be_read_as_another_is_not_written():
+    class Loose(tuple):
+        def __eq__(self, other):
+            return False
+
+        __hash__ = None
+
+    with pytest.raises(FormatError, match="would not be read back as the same"):
+        to_json(replace(PREDICTION, peaks=Loose((1, 2))))
+
+
+def test_an_old_file_survives_a_write_that_fails(tmp_path, monkeypatch):
+    path = tmp_path / "noun.json"
+    save(PLACEMENT, path)
+    monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(FormatError, match=r"cannot write the file \(file: .*noun.json, reason: disk full\)"):
+        save(CUTS, path)
+    assert load(path) == PLACEMENT
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["", ".", "none/noun.json", "file/noun.json"])
+def test_a_place_that_cannot_be_written_is_named(name, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FormatError, match="cannot write the file"):
+        save(PLACEMENT, tmp_path / name)
+
+
+# ------------------------------------------------------------------------------------------- what is refused when read
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "problem"),
+    [
+        ("", "document", "not JSON"),
+        ("{", "document", "not JSON"),
+        (document(PLACEMENT) + "x", "document", "not JSON"),
+        ("[" * 100_000, "document", "nested too deeply"),
+        ('{"penstock": ' + "[" * 17 + "]" * 17 + "}", "document", "nested too deeply"),
+        ("[]", "penstock", "not a penstock document"),
+        ('{"noun": "Placement"}', "penstock", "not a penstock document"),
+        (document(PLACEMENT, penstock=2), "penstock", "another format version"),
+        (document(PLACEMENT, penstock=0), "penstock", "another format version"),
+        (document(PLACEMENT, penstock=True), "penstock", "wrong type"),
+        (document(PLACEMENT, penstock="1"), "penstock", "wrong type"),
+        (document(PLACEMENT, noun="Pickle"), "noun", "no such noun"),
+        (document(PLACEMENT, noun=3), "noun", "wrong type"),
+        (document(PLACEMENT, extra=3), "extra", "an unknown key"),
+        ('{"penstock": 1, "noun": "Placement"}', "value", "a key is missing"),
+        (document(PLACEMENT, value=[]), "value", "wrong type"),
+        (document(PLACEMENT, value={"ranks": "01"}), "value.ranks", "wrong type"),
+        (document(PLACEMENT, value={"ranks": [0, "1"]}), "value.ranks[1]", "wrong type"),
+        (document(PLACEMENT, value={"ranks": [0, True]}), "value.ranks[1]", "wrong type"),
+        (document(PLACEMENT, value={"ranks": [0, 1.0]}), "value.ranks[1]", "wrong type"),
+        (document(PLACEMENT, value={"ranks": [0, None]}), "value.ranks[1]", "wrong type"),
+        (document(PLACEMENT, value={"ranks": [2**63]}), "value.ranks[0]", "an absurdly large number"),
+        (
+            document(PLACEMENT, value={"ranks": ["?"]}).replace('"?"', "9" * 5000),
+            "value.ranks[0]",
+            "an absurdly large number",
+        ),
+        (document(PLACEMENT, value={"ranks": [0, 2**62]}), "value", "ranks without a stage"),
+        (document(PLACEMENT, value={"ranks": [0], "a b": 1}), "value['a b']", "an unknown key"),
+        (document(PLACEMENT).replace('{"ranks"', '{"ranks": [0], "ranks"'), "value", "a key given twice: 'ranks'"),
+        (document(CURVE, value={"seconds": [0], "held": [float("nan")]}), "value.held[0]", "NaN is no number"),
+        (document(CURVE, value={"seconds": [0], "held": [-float("inf")]}), "value.held[0]", "-Infinity is no number"),
+        (document(CURVE).replace("0.5", "1e999"), "value.seconds[1]", "not a finite number"),
+        (document(CURVE).replace("0.5", "true"), "value.seconds[1]", "wrong type"),
+        (document(LINK).replace("1e-05", '"1e-05"'), "value.latency", "wrong type"),
+        (document(LINK).replace("1e-05", "null"), "value.latency", "wrong type"),
+        (document(LINK).replace("1e-05", "-1"), "value", "latency must be finite seconds, 0 or more"),
+        (document(CUTS).replace("[0, 1]", "[0, 1, 2]"), "value.edges[0]", "wrong number of items"),
+        (document(VALUE).replace("layers.0", "x" * 5000), "value.name", "too long a text"),
+        (document(VALUE).replace("bfloat16", "float17"), "value.spec", "unknown dtype"),
+        (document(CHOICES).replace("true", "1"), "value.recompute[1]", "wrong type"),
+        (document(SCHEDULE).replace("1B1", "1B1 1X0"), "value.table[1]", "not an action"),
+        (document(SCHEDULE).replace("1B1", "1B9"), "value", "does not hold"),
+        (document(SCHEDULE).replace('"1B1"', "7"), "value.table[1]", "wrong type"),
+        (document(SCHEDULE).replace('"1B1"', "[]"), "value.table[1]", "wrong type"),
+    ],
+)
+def test_a_bad_document_is_refused_with_the_path_of_the_key(text, path, problem):
+    error = refusal(text)
+    assert error.values["path"] == path
+    assert problem in error.problem
+
+
+def test_a_bad_cell_is_refused_with_its_column_too():
+    error = refusal(document(SCHEDULE).replace("1B1", "1B1 1X0"))
+    assert (error.values["column"], error.values["cell"]) == (2, "'1X0'")
+
+
+def test_the_error_says_what_was_expected_and_what_was_found():
+    error = refusal(document(CLUSTER, value={**json.loads(to_json(CLUSTER))["value"], "memory": 1.5}))
+    assert error.values["expected"] == "a whole number or a text or a list or null"
+    assert error.values["found"] == "a number"
+
+
+def test_a_newer_document_asks_for_a_newer_penstock():
+    assert refusal(document(PLACEMENT, penstock=2, value={"new": "things"})).hint == "a newer penstock"
+
+
+def test_another_noun_than_the_expected_one_is_refused():
+    error = refusal(to_json(PLACEMENT), Cuts)
+    assert error.values == {"path": "noun", "noun": "Placement", "expected": "Cuts"}
+
+
+def test_a_document_that_is_too_large_is_refused(monkeypatch, tmp_path):
+    save(PLACEMENT, tmp_path / "noun.json")
+    monkeypatch.setattr(codec, "MAX_BYTES", 20)
+    for attempt in (lambda: to_json(PLACEMENT), lambda: from_json(" " * 21), lambda: load(tmp_path / "noun.json")):
+        with pytest.raises(FormatError, match="the document is too large"):
+            attempt()
+
+
+def test_a_list_that_is_too_long_is_refused(monkeypatch):
+    text = document(PLACEMENT, value={"ranks": [0, 1, 2]})
+    monkeypatch.setattr(codec, "MAX_LENGTH", 2)
+    error = refusal(text)
+    assert (error.problem, error.values["path"]) == ("too long a list", "value.ranks")
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_file_that_cannot_be_read_is_named(content, tmp_path):
+    if content:
+        (tmp_path / "noun.json").write_bytes(content)
+    with pytest.raises(FormatError, match=r"cannot read the file \(file: .*noun.json"):
+        load(tmp_path / "noun.json")
+
+
+def test_a_bad_file_is_named_together_with_the_path_of_the_key(tmp_path):
+    (tmp_path / "noun.json").write_text(document(PLACEMENT, value={"ranks": ["0"]}))
+    with pytest.raises(FormatError, match=r"wrong type \(file: .*noun.json, path: value.ranks\[0\]"):
+        load(tmp_path / "noun.json")
+
+
+@pytest.mark.parametrize("tail", ["\\", '\\"' * 200_000, '\\"' * 200_000 + "\\", "[" * 10])
+def test_an_endless_text_is_refused_in_no_time(tail):
+    assert refusal('"' + tail).problem == "not JSON"
+
+
+# --------------------------------------------------------------------------------------------------------------- fuzz
+
+ODD = (None, True, 0, -1, 1.5, -0.0, 10**30, 1e308, float("nan"), "", "x", "0F0", [], [[]], [0, 1], {}, {"ranks": [0]})
+
+
+def places(tree, path=()):
+    """The path of every key and item of a tree."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from places(item, (*path, key))
+
+
+def mutations(tree, path):
+    """Copies of the tree with the place changed: another value, nothing, twice, or a neighbour that is unknown."""
+    for odd in ODD:
+        yield changed(tree, path, lambda parent, key, odd=odd: parent.__setitem__(key, odd))
+    yield changed(tree, path, lambda parent, key: parent.pop(key))
+    yield changed(tree, path, lambda parent, key: duplicate(parent, key))
+
+
+def changed(tree, path, change):
+    copy = deepcopy(tree)
+    parent = copy
+    for key in path[:-1]:
+        parent = parent[key]
+    change(parent, path[-1])
+    return copy
+
+
+def duplicate(parent, key):
+    if isinstance(parent, list):
+        parent.insert(key, deepcopy(parent[key]))
+    else:
+        parent[f"{key}_"] = parent[key]
+
+
+def path_of_refusal(text):
+    """Empty if the document is read, and then it is written and read again the same."""
+    try:
+        noun = from_json(text)
+    except FormatError as error:
+        return error.values["path"] or "no path"
+    again = to_json(noun)
+    assert from_json(again) == noun
+    assert to_json(from_json(again)) == again
+    return ""
+
+
+# Left empty they mean something, and are written out.
+FILLED_IN = ("backward", "activation_bytes", "weight_grad_bytes", "state", "memory")
+
+
+@by_noun
+def test_every_mutation_is_refused_near_its_place_or_read_as_what_it_says(noun):
+    tree = json.loads(to_json(noun))
+    for place in places(tree["value"], ("value",)):
+        spelled = codec._spelled(place)
+        for mutant in mutations(tree, place):
+            refused = path_of_refusal(json.dumps(mutant))
+            assert spelled.startswith(refused) or refused.startswith(spelled)
+            if not refused and place[-1] not in FILLED_IN:
+                assert json.loads(to_json(from_json(json.dumps(mutant)))) == mutant
+
+
+@by_noun
+def test_every_mutation_of_the_frame_is_refused_or_read_as_what_it_says(noun):
+    tree = json.loads(to_json(noun))
+    for place in (("penstock",), ("noun",), ("value",)):
+        for mutant in mutations(tree, place):
+            path_of_refusal(json.dumps(mutant))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_change_of_characters_is_refused_or_read_as_what_it_says(data):
+    text = to_json(data.draw(st.sampled_from(SAMPLES)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(text)))
+        stop = data.draw(st.integers(start, min(start + 8, len(text))))
+        text = text[:start] + data.draw(st.text('{}[]",:\\0159-.eEnultrasf NI', max_size=4)) + text[stop:]
+    path_of_refusal(text)

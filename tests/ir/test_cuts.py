@@ -1,0 +1,58 @@
+"""Cuts: chains, skips and branches, and edges that are none."""
+
+import pytest
+
+from penstock.errors import PartitionError
+from penstock.ir.cuts import Cuts
+
+
+def test_in_a_chain_every_stage_reads_the_one_before():
+    cuts = Cuts.chain(3)
+    assert cuts.edges == ((0, 1), (1, 2))
+    assert [cuts.producers(stage) for stage in range(3)] == [(), (0,), (1,)]
+    assert [cuts.gradient_consumers(stage) for stage in range(3)] == [(1,), (2,), ()]
+
+
+def test_one_stage_has_no_edges():
+    assert Cuts.chain(1) == Cuts(1, ())
+
+
+def test_edges_may_be_given_in_any_order_and_twice():
+    assert Cuts.of(3, [(1, 2), (0, 2), (1, 2)]) == Cuts(3, ((0, 2), (1, 2)))
+
+
+def test_a_skip_has_several_producers_and_consumers():
+    cuts = Cuts.of(3, [(0, 1), (0, 2), (1, 2)])
+    assert cuts.producers(2) == (0, 1)
+    assert cuts.gradient_consumers(0) == (1, 2)
+
+
+def test_an_edge_without_gradient_is_read_but_returns_nothing():
+    cuts = Cuts.of(3, [(0, 1), (0, 2)], without_gradient=[(0, 2)])
+    assert cuts.producers(2) == (0,)
+    assert cuts.gradient_edges == ((0, 1),)
+    assert cuts.gradient_consumers(0) == (1,)
+
+
+@pytest.mark.parametrize("edge", [(1, 0), (1, 1), (0, 3), (-1, 1)])
+def test_an_edge_leads_to_a_later_stage(edge):
+    with pytest.raises(PartitionError, match="to a later stage"):
+        Cuts.of(3, [edge])
+
+
+@pytest.mark.parametrize("edges", [((1, 2), (0, 1)), ((0, 1), (0, 1))])
+def test_equal_cuts_have_one_form(edges):
+    with pytest.raises(PartitionError, match="sorted and distinct"):
+        Cuts(3, edges)
+    with pytest.raises(PartitionError, match="sorted and distinct"):
+        Cuts(3, ((0, 1), (1, 2)), edges)
+
+
+def test_only_an_edge_can_be_without_gradient():
+    with pytest.raises(PartitionError, match=r"no edge of the cuts \(edges: \[\(0, 2\)\]\)"):
+        Cuts.of(3, [(0, 1)], without_gradient=[(0, 2)])
+
+
+def test_cuts_need_a_stage():
+    with pytest.raises(PartitionError, match="at least one stage"):
+        Cuts(0, ())

@@ -1,0 +1,117 @@
+"""Plan: choices that fit together, printed, saved and loaded."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from penstock.errors import FormatError, PlanError
+from penstock.ir.action import Backward, Forward
+from penstock.ir.cluster import Cluster
+from penstock.ir.costs import StageCosts, StateBytes
+from penstock.ir.cuts import Cuts
+from penstock.ir.partition import Partition
+from penstock.ir.placement import Placement
+from penstock.ir.plan import Choices, Plan, Prediction
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.ir.series import Series
+from penstock.ir.trace import Curve, Trace
+
+COSTS = StageCosts(
+    forward=(0.25, 0.5),
+    input_grad=(0.5, 0.5),
+    weight_grad=(0.5, 1.0),
+    activation_bytes=(3 * 2**20, 100),
+    state=(StateBytes(parameters=5 * 2**30), StateBytes(parameters=2**41)),
+)
+SCHEDULE = Schedule.of(Placement((0, 1)), 1, [[Forward(0, 0), Backward(0, 0)], [Forward(1, 0), Backward(1, 0)]])
+PREDICTED = Prediction(makespan=3.25, bubble=0.5, span=3.25, span_bubble=0.5, peaks=(2048, 100), lower_bound=3.0)
+PLAN = Plan(
+    model="f" * 64,
+    partition=Partition((("embed", "block.0"), ("head",))),
+    cuts=Cuts.chain(2),
+    schedule=SCHEDULE,
+    choices=Choices("linear", "gpipe", (False, True)),
+    costs=COSTS,
+    cluster=Cluster(2),
+    predicted=PREDICTED,
+)
+
+
+def test_a_plan_answers_with_its_sizes_and_its_bound():
+    assert (PLAN.num_ranks, PLAN.num_stages, PLAN.num_microbatches) == (2, 2, 1)
+    assert PLAN.lower_bound == 3.0
+
+
+def test_a_plan_prints_as_a_table():
+    assert str(PLAN).splitlines() == [
+        "2 stages (linear) on 2 ranks, schedule gpipe, 1 microbatches, 1 stages recomputed",
+        "step 3.25 s, bubble 50.0%, at best 3 s",
+        "peak per rank: 2 KiB, 100 B",
+        "",
+        "stage  rank  nodes  forward  backward  activations  parameters  first node",
+        "    0     0      2   250 ms       1 s        3 MiB       5 GiB  embed",
+        "    1     1      1   500 ms     1.5 s        100 B       2 TiB  head",
+    ]
+
+
+def test_a_plan_is_saved_and_loaded(tmp_path):
+    PLAN.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == PLAN
+    assert hash(Plan.load(str(tmp_path / "plan.json"))) == hash(PLAN)
+
+
+def test_a_file_of_another_noun_is_no_plan(tmp_path):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    path.write_text(path.read_text().replace('"noun": "Plan"', '"noun": "Schedule"'))
+    with pytest.raises(FormatError, match=r"another noun than expected \(file: .*plan.json, path: noun"):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"partition": Partition((("embed",),))},
+        {"cuts": Cuts.chain(3)},
+        {"costs": StageCosts.uniform(3)},
+        {"choices": Choices("linear", "gpipe", (False,))},
+        {"schedule": Schedule.of(Placement((0,)), 1, [[Forward(0, 0)]])},
+    ],
+)
+def test_the_parts_agree_on_the_stages(changed):
+    with pytest.raises(PlanError, match="differ in the number of stages"):
+        replace(PLAN, **changed)
+
+
+@pytest.mark.parametrize("changed", [{"cluster": Cluster(3)}, {"predicted": replace(PREDICTED, peaks=(1, 2, 3))}])
+def test_the_parts_agree_on_the_ranks(changed):
+    with pytest.raises(PlanError, match="differ in the number of ranks"):
+        replace(PLAN, **changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"makespan": math.nan}, "makespan must be finite seconds"),
+        ({"lower_bound": -1.0}, "lower bound must be finite seconds"),
+        ({"lower_bound": 3.5}, "can exceed the makespan"),
+        ({"span": 3.5}, "can exceed the makespan"),
+        ({"bubble": 1.5}, "a bubble is a share"),
+        ({"span_bubble": math.nan}, "a bubble is a share"),
+        ({"peaks": (1, -1)}, "peak bytes must be 0 or more"),
+    ],
+)
+def test_a_prediction_that_makes_no_sense_is_refused(changed, problem):
+    with pytest.raises(PlanError, match=problem):
+        replace(PREDICTED, **changed)
+
+
+def test_a_prediction_sums_up_a_trace():
+    program = Program(SCHEDULE.placement, 1, Cuts.chain(2), SCHEDULE.table)
+    curves = (Curve(Series([0.0]), Series([8.0])), Curve(Series([0.0]), Series([9.0])))
+    trace = Trace(program, Series([0, 3, 1, 2]), Series([1, 5, 2, 3]), Series([]), Series([]), curves)
+    predicted = Prediction.of(trace, lower_bound=4.5)
+    assert predicted == Prediction(5.0, trace.bubble, 5.0, trace.span_bubble, (8, 9), 4.5)
+    assert predicted.peak_bytes(1) == trace.peak_bytes(1)
