@@ -247,7 +247,10 @@ class Reshard(StageAction):
 
 @dataclass(frozen=True, slots=True)
 class Free(Action):
-    """Before: the microbatch's weight gradient exists and all its messages are sent. After: nothing is held for it."""
+    """Before: the microbatch's weight gradient exists and all its messages are sent. After: nothing is held for it.
+
+    What a stage made for another stage of its rank is that stage's as soon as it is made, and stays.
+    """
 
     stage: int
     microbatch: int

@@ -5,8 +5,11 @@ none of these is a leaf. Nothing here knows tensors.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from penstock.errors import CaptureError
 
 
 class Parts(NamedTuple):
@@ -70,3 +73,17 @@ def named_leaves(thing: object, name: str) -> list[tuple[str, object]]:
         for key, item in zip(parts.keys, parts.items, strict=True)
         for found in named_leaves(item, f"{name}.{key}" if name else str(key))
     ]
+
+
+def named_inputs(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every leaf of the arguments of a call, by the names that the signature gives them."""
+    try:
+        bound = inspect.signature(forward).bind(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise CaptureError("the model cannot be called with this batch", reason=error) from None
+    kinds = {name: parameter.kind for name, parameter in bound.signature.parameters.items()}
+    found: list[tuple[str, Any]] = []
+    for name, value in bound.arguments.items():
+        prefix = "" if kinds[name] is inspect.Parameter.VAR_KEYWORD else name
+        found += named_leaves(value, prefix)
+    return dict(found)

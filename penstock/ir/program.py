@@ -4,8 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from penstock.errors import ScheduleError
 from penstock.ir import text
 from penstock.ir.action import Action, Kind
@@ -40,8 +38,8 @@ class Program:
             )
 
     def _check_peers(self) -> None:
-        codes = self.table.codes[np.isin(self.table.kinds, (Kind.SEND, Kind.RECV))]
-        astray = codes[peer_of(codes) >= self.num_stages]
+        kinds, codes = self.table.kinds, self.table.codes
+        astray = codes[((kinds == Kind.SEND) | (kinds == Kind.RECV)) & (peer_of(codes) >= self.num_stages)]
         if len(astray):
             action = decode(astray[:1])[0]
             raise ScheduleError("a message names a stage that does not exist", action=action, stages=self.num_stages)

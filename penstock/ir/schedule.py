@@ -81,10 +81,10 @@ def check_sizes(placement: Placement, num_microbatches: int, table: Orders) -> N
 def check_homes(placement: Placement, num_microbatches: int, table: Orders) -> None:
     """Refuse an action of a stage that is not on its rank, or of a microbatch that does not exist."""
     passes = table.passes
-    known = passes.stage < placement.num_stages
-    home = np.asarray(placement.ranks)[np.where(known, passes.stage, 0)]
+    home = np.full(MAX_STAGES, -1)
+    home[: placement.num_stages] = placement.ranks
     rank = table.rank_of[passes.index]
-    wrong = ~known | (home != rank) | (passes.microbatch >= num_microbatches)
+    wrong = (home[passes.stage] != rank) | (passes.microbatch >= num_microbatches)
     if not wrong.any():
         return
     first = int(np.argmax(wrong))

@@ -7,6 +7,7 @@ are lines of messages. Every item is looked at once, plus once for each time its
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -45,11 +46,12 @@ class Needs(NamedTuple):
         one = np.full(num_items, -1, dtype=np.int64)
         one[waiter] = needed
         one[crowded] = -2
-        groups: dict[int, list[int]] = {}
-        rows = crowded[waiter]
-        for item, need in zip(waiter[rows].tolist(), needed[rows].tolist(), strict=True):
-            groups.setdefault(item, []).append(need)
-        return cls(one.tolist(), {item: tuple(group) for item, group in groups.items()})
+        rows = np.flatnonzero(crowded[waiter])
+        rows = rows[np.argsort(waiter[rows], kind="stable")]
+        items, first = np.unique(waiter[rows], return_index=True)
+        groups, edges = needed[rows].tolist(), pairwise([*first.tolist(), len(rows)])
+        several = {item: tuple(groups[low:high]) for item, (low, high) in zip(items.tolist(), edges, strict=True)}
+        return cls(one.tolist(), several)
 
 
 def walk(

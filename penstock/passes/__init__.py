@@ -44,6 +44,8 @@ def lower(schedule: Schedule, *, cuts: Cuts | None = None, passes: Sequence[str 
 
 
 def _pass(entry: str | Pass, cuts: Cuts | None) -> Pass:
+    if isinstance(entry, AddTransfers) and cuts not in (None, entry.cuts):
+        raise ScheduleError("cuts are given twice, to lower and to AddTransfers", hint="give them to one of the two")
     if isinstance(entry, Pass):
         return entry
     if entry not in PASSES:

@@ -23,13 +23,13 @@ class AddReductions(ProgramToProgram):
         last = makers[Fact.WEIGHT_GRADIENT].max(axis=1)
         stage = np.flatnonzero(last >= 0)
         ranks = np.asarray(program.placement.ranks)[stage]
-        return program.with_table(table.insert(after_sends(program, last[stage]), ranks, pack(Kind.REDUCE, stage)))
+        return program.with_table(table.insert(after_messages(program, last[stage]), ranks, pack(Kind.REDUCE, stage)))
 
 
-def after_sends(program: Program, index: Codes) -> Codes:
-    """The index after each action and the Sends that directly follow it: what others wait for goes first."""
+def after_messages(program: Program, index: Codes) -> Codes:
+    """The index after each action and the messages that directly follow it: what others wait for goes first."""
     table = program.table
-    stops = np.flatnonzero(table.kinds != Kind.SEND)
+    stops = np.flatnonzero(~np.isin(table.kinds, (Kind.SEND, Kind.RECV)))
     ends = table.starts[table.rank_of[index] + 1]
     place = np.searchsorted(stops, index + 1)
     following = stops[np.minimum(place, len(stops) - 1)]

@@ -53,7 +53,7 @@ def _moves(program: Program, uses: list[Codes], rank: int, ahead: int) -> tuple[
     # An overlapped pair counts as one step: both its stages tie, and both may be gathered.
     sooner = (next_use[None, :, :] < next_use[:, None, :]).sum(axis=1)
     gathered = (sooner < ahead) & (next_use < end)
-    edges = np.diff(np.pad(gathered.astype(np.int8), ((0, 0), (1, 1))), axis=1)
+    edges = np.diff(gathered.astype(np.int8), axis=1, prepend=0, append=0)
     step, is_gather, stage = np.nonzero(np.stack((edges.T == -1, edges.T == 1), axis=1))
     urgency = np.where(is_gather, next_use[stage, np.minimum(step, len(steps) - 1)], 0)
     sequence = np.lexsort((urgency, is_gather, step))

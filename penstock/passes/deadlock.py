@@ -41,4 +41,6 @@ def _stand(program: Program, rank: int, at: int, waits_for: int) -> str:
     needed = action_at(program, waits_for)
     other = int(table.rank_of[waits_for])
     where = f"{needed} of rank {other}" if other != rank else f"{needed}, which it does itself later"
+    if waits_for == at:
+        where = "its own other half"
     return f"  rank {rank} stands at {order[here]} (position {position}), which needs {where}\n      ... {shown} ..."

@@ -46,8 +46,6 @@ class Messages:
         found = self._key(source, target, microbatch_of(codes))
         place = np.minimum(np.searchsorted(self.keys, found), max(len(self.keys) - 1, 0))
         known = self.keys[place] == found if len(self.keys) else np.zeros(len(found), dtype=np.bool_)
-        # A stage that does not exist would give the number of another message.
-        known &= peer_of(codes) < program.num_stages
         if not known.all():
             _refuse("a message that no stage on another rank needs", program, int(index[np.argmin(known)]))
         times = np.bincount(place, minlength=len(self.keys))

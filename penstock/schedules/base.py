@@ -11,6 +11,7 @@ from penstock.errors import ScheduleError
 from penstock.ir.action import MAX_MICROBATCHES, MAX_STAGES, Kind
 from penstock.ir.code import Codes, kind_of, pack
 from penstock.ir.costs import StageCosts
+from penstock.ir.orders import MAX_ACTIONS
 from penstock.ir.schedule import Schedule
 from penstock.schedules.weights import refill
 
@@ -55,12 +56,14 @@ class Scheduler(ABC):
                 stages_per_rank=self.stages_per_rank,
                 hint=f"stages_per_rank={self.choices[0]}, or interleaved, looped_bfs or interleaved_zb, which take any",
             )
-        if ranks * self.stages_per_rank > MAX_STAGES or microbatches > MAX_MICROBATCHES:
+        stages, kinds = ranks * self.stages_per_rank, 3 if self.splits_backward else 2
+        if stages > MAX_STAGES or microbatches > MAX_MICROBATCHES or kinds * stages * microbatches > MAX_ACTIONS:
             raise ScheduleError(
                 "sizes out of range",
-                stages=ranks * self.stages_per_rank,
+                stages=stages,
                 microbatches=microbatches,
-                limits=(MAX_STAGES, MAX_MICROBATCHES),
+                passes=kinds * stages * microbatches,
+                limits=(MAX_STAGES, MAX_MICROBATCHES, MAX_ACTIONS),
             )
 
 

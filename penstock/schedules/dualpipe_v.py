@@ -2,6 +2,13 @@
 
 DeepSeek-AI 2024, "DeepSeek-V3 Technical Report" (DualPipe), folded to a V so that no parameter is held twice. Choose it
 when a forward's communication can hide behind a backward's compute, as in models with expert parallelism.
+
+For 2 ranks and 4 microbatches:
+
+    rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 0F3 0F3 .   3F2 3F2 3F2 3B2 3B2 .   3F3 3F3 3F3 3B3 3B3 0I2 0W2 0I3 0W3
+           |                             3B1 3B1 3B1     0B0 0B0 0B0             0B1 0B1 0B1
+    rank 1 | .   1F0 2F0 1F1 2F1 1F2 2B0 2B0 2F2 2F2 2F2 1F3 1F3 1F3 2F3 2F3 2F3 2B2 2B2 1B2 1B2 .   2I3 1I3 2W3 1W3
+           |                                 1B0 1B0 1B0 2B1 2B1 2B1 1B1 1B1 1B1
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,12 @@
 Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism". Choose it when
 memory is no concern, as the simplest order; 1f1b takes the same time with less memory.
 
+For 4 ranks and 4 microbatches:
+
     rank 0 | F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B0 B0 B1 B1 B2 B2 B3 B3
+    rank 1 | .  F0 F1 F2 F3 .  .  .  .  .  .  B0 B0 B1 B1 B2 B2 B3 B3 .  .
+    rank 2 | .  .  F0 F1 F2 F3 .  .  .  B0 B0 B1 B1 B2 B2 B3 B3 .  .  .  .
+    rank 3 | .  .  .  F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 .  .  .  .  .  .
 """
 
 from dataclasses import dataclass

@@ -3,6 +3,11 @@
 Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM". Choose it when
 links are fast and one more fraction of activations is affordable; any number of microbatches works, a multiple of the
 ranks works best.
+
+For 2 ranks and 4 microbatches:
+
+    rank 0 | 0F0 0F1 2F0 2F1 0F2 .   2B0 2B0 0F3 2B1 2B1 2F2 0B0 0B0 2F3 0B1 0B1 .   2B2 2B2 .   2B3 2B3 0B2 0B2 0B3 0B3
+    rank 1 | .   1F0 1F1 3F0 3B0 3B0 3F1 3B1 3B1 1F2 1B0 1B0 1F3 1B1 1B1 3F2 3B2 3B2 3F3 3B3 3B3 1B2 1B2 1B3 1B3 .   .
 """
 
 from dataclasses import dataclass

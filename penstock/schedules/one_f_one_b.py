@@ -2,6 +2,13 @@
 
 Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", in its synchronous form. Choose
 it as the default with one stage per rank: rank r holds at most ranks - r microbatches.
+
+For 4 ranks and 4 microbatches:
+
+    rank 0 | F0 F1 F2 F3 .  .  .  .  .  .  B0 B0 .  B1 B1 .  B2 B2 .  B3 B3
+    rank 1 | .  F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3 .  .
+    rank 2 | .  .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3 .  .  .  .
+    rank 3 | .  .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .  .  .  .  .
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,14 @@
 """Weights: moves weight gradients into the gaps that measured costs leave, if the step gets shorter by it.
 
 Forwards and input gradients keep their order. A rank that would wait for its next pass runs a pending weight gradient
-instead; one that has no room for the next forward runs weight gradients first. No rank ever holds more than before.
+instead; one that has no room for the next forward runs weight gradients first. No rank ever holds more activations than before.
 """
 
 import heapq
 from collections import deque
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +28,39 @@ def refill(schedule: Schedule, costs: StageCosts) -> Schedule:
     """The fastest of the schedule and its variants with weight gradients moved."""
     if costs.num_stages != schedule.num_stages:
         raise CostError("costs are for another number of stages", costs=costs.num_stages, schedule=schedule.num_stages)
-    variants = (schedule, *(_Filling(schedule, costs, patience).run() for patience in _PATIENCE))
+    facts = _facts(schedule, costs)
+    variants = (schedule, *(_Filling(schedule, facts, patience).run() for patience in _PATIENCE))
     return min(variants, key=lambda variant: makespan(variant, costs))
+
+
+class _Facts(NamedTuple):
+    """What is known of every action, by index; `weight_...` is about the weight gradient of its stage."""
+
+    kinds: list[int]
+    needs: list[int]
+    seconds: list[float]
+    weight_seconds: list[float]
+    taken: list[float]
+    """bytes taken, or below 0 given back"""
+    weight_taken: list[float]
+
+
+def _facts(schedule: Schedule, costs: StageCosts) -> _Facts:
+    table = schedule.table
+    stages = stage_of(table.codes)
+    known = any(costs.activation_bytes)
+    kept = np.asarray(costs.activation_bytes if known else (1,) * costs.num_stages, dtype=float)
+    late = np.asarray(costs.weight_grad_bytes if known else (1,) * costs.num_stages, dtype=float)
+    taken = np.zeros((len(Kind), costs.num_stages))
+    taken[Kind.FORWARD], taken[Kind.INPUT_GRAD], taken[Kind.WEIGHT_GRAD] = kept, late - kept, -late
+    return _Facts(
+        table.kinds.tolist(),
+        waits(table, chain_links(schedule)).one,
+        pass_seconds(table, costs).tolist(),
+        np.asarray(costs.weight_grad)[stages].tolist(),
+        taken[table.kinds, stages].tolist(),
+        (-late[stages]).tolist(),
+    )
 
 
 @dataclass
@@ -46,26 +78,18 @@ class _Rank:
 class _Filling:
     """One greedy run over all ranks in the order of their clocks."""
 
-    def __init__(self, schedule: Schedule, costs: StageCosts, patience: float) -> None:
-        table = schedule.table
-        stages = stage_of(table.codes)
-        sizes = costs.activation_bytes if any(costs.activation_bytes) else (1,) * costs.num_stages
-        self.schedule, self.patience = schedule, patience
-        self.needs = waits(table, chain_links(schedule)).one
-        self.seconds = pass_seconds(table, costs).tolist()
-        self.weight_seconds = np.asarray(costs.weight_grad)[stages].tolist()
-        self.sizes = np.where(table.kinds == Kind.FORWARD, 1.0, -1.0) * np.asarray(sizes, dtype=float)[stages]
-        self.ends = [inf] * len(table.codes)
+    def __init__(self, schedule: Schedule, facts: _Facts, patience: float) -> None:
+        self.schedule, self.facts, self.patience = schedule, facts, patience
+        self.ends = [inf] * len(schedule.table.codes)
         self.waiting: dict[int, int] = {}
         self.ranks = [self._rank(rank) for rank in range(schedule.num_ranks)]
         self.queue = [(0.0, rank) for rank in range(schedule.num_ranks)]
 
     def _rank(self, rank: int) -> _Rank:
         table = self.schedule.table
-        index = np.arange(*table.starts[rank : rank + 2])
-        kinds = table.kinds[index]
-        changes = np.where(kinds == Kind.INPUT_GRAD, 0.0, self.sizes[index])
-        return _Rank(deque(index[kinds != Kind.WEIGHT_GRAD].tolist()), float(np.cumsum(changes).max()))
+        first, end = table.starts[rank : rank + 2].tolist()
+        fixed = first + np.flatnonzero(table.kinds[first:end] != Kind.WEIGHT_GRAD)
+        return _Rank(deque(fixed.tolist()), float(np.cumsum(self.facts.taken[first:end]).max()))
 
     def run(self) -> Schedule:
         """The schedule that the run ends with."""
@@ -85,9 +109,9 @@ class _Filling:
             rank.done += [-1 - index for index in rank.pending]
             return
         index = rank.fixed[0]
-        need = self.needs[index]
+        need, taken = self.facts.needs[index], self.facts.taken[index]
         ready = 0.0 if need == -1 else self.ends[need]
-        is_full = self.sizes[index] > 0 and rank.held + self.sizes[index] > rank.limit
+        is_full = taken > 0 and rank.held + taken > rank.limit
         if rank.pending and (is_full or self._is_worth_a_weight(rank, ready)):
             self._run_weight(number, rank)
         elif ready < inf:
@@ -96,22 +120,21 @@ class _Filling:
             self.waiting[need] = number
 
     def _is_worth_a_weight(self, rank: _Rank, ready: float) -> bool:
-        return bool(ready - rank.clock > self.patience * self.weight_seconds[rank.pending[0]])
+        return ready - rank.clock > self.patience * self.facts.weight_seconds[rank.pending[0]]
 
     def _run_weight(self, number: int, rank: _Rank) -> None:
         index = rank.pending.popleft()
         rank.done.append(-1 - index)
-        rank.clock += self.weight_seconds[index]
-        rank.held += self.sizes[index]
+        rank.clock += self.facts.weight_seconds[index]
+        rank.held += self.facts.weight_taken[index]
         heapq.heappush(self.queue, (rank.clock, number))
 
     def _run_fixed(self, number: int, rank: _Rank, ready: float) -> None:
         index = rank.fixed.popleft()
         rank.done.append(index)
-        rank.clock = max(rank.clock, ready) + self.seconds[index]
-        if self.sizes[index] > 0:
-            rank.held += self.sizes[index]
-        else:
+        rank.clock = max(rank.clock, ready) + self.facts.seconds[index]
+        rank.held += self.facts.taken[index]
+        if self.facts.kinds[index] == Kind.INPUT_GRAD:
             rank.pending.append(index)
         self.ends[index] = rank.clock
         heapq.heappush(self.queue, (rank.clock, number))

@@ -2,6 +2,13 @@
 
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism". Choose it over 1f1b whenever the backward can be split cheaply: the
 bubble shrinks from (ranks - 1)(F + I + W) to (ranks - 1)(F + I - W).
+
+For 4 ranks and 4 microbatches:
+
+    rank 0 | F0 F1 F2 F3 .  .  .  I0 W0 I1 W1 I2 W2 I3 W3
+    rank 1 | .  F0 F1 F2 .  .  I0 F3 I1 W0 I2 W1 I3 W2 W3
+    rank 2 | .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3
+    rank 3 | .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
 """
 
 from dataclasses import dataclass

@@ -2,6 +2,11 @@
 
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 6. Choose it when the three passes take about equal time:
 the first and the last stage share rank 0, so the loss is near the start, and memory is that of 1f1b on every rank.
+
+For 2 ranks and 4 microbatches:
+
+    rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3 .
+    rank 1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
 """
 
 from dataclasses import dataclass
@@ -29,7 +34,7 @@ class ZBV(Scheduler):
         # The phases need 2 ranks - 1 microbatches; of a longer schedule the surplus can be struck out, as
         # microbatches do not depend on each other.
         planned = max(2 * ranks - 1, microbatches)
-        orders = [_order(rank, ranks, planned) for rank in range(ranks)]
+        orders = (_order(rank, ranks, planned) for rank in range(ranks))
         kept = [codes[microbatch_of(codes) < microbatches] for codes in orders]
         return Schedule(Placement.vee(ranks), microbatches, Orders(kept))
 

@@ -1,10 +1,11 @@
-"""The contract of a view: a frozen record of its options that turns one trace, or several named ones, into a document."""
+"""The contract of a view: a frozen record of its options that turns traces into a document."""
 
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, Generic, TypeAlias, TypeVar
+from typing import ClassVar, Generic, Literal, TypeAlias, TypeVar
 
+import numpy as np
 from rich.console import Console, RenderableType
 
 from penstock.errors import ViewError
@@ -37,13 +38,25 @@ class RichView(View[str]):
 def named(traces: Traces) -> dict[str, Trace]:
     """The traces by printable names; a single trace has the empty name."""
     if isinstance(traces, Trace):
+        _check(traces)
         return {"": traces}
-    if not isinstance(traces, Mapping) or not traces or not all(isinstance(t, Trace) for t in traces.values()):
+    entries: object = traces
+    if not isinstance(entries, Mapping) or not entries or not all(isinstance(t, Trace) for t in entries.values()):
         raise ViewError("a view needs a trace, or several by name", got=type(traces).__name__, hint="simulate first")
     shown = {_printable(str(name)): trace for name, trace in traces.items()}
     if len(shown) < len(traces):
         raise ViewError("two traces have the same name once it is printed", names=sorted(shown))
+    for trace in shown.values():
+        _check(trace)
     return shown
+
+
+def _check(trace: Trace) -> None:
+    if not len(trace.starts):
+        raise ViewError("a trace without actions", ranks=trace.num_ranks)
+    for series in (trace.starts, trace.ends, trace.sent, trace.arrived):
+        if not np.isfinite(series.values).all():
+            raise ViewError("a trace with times that are no numbers", ranks=trace.num_ranks)
 
 
 def _printable(name: str) -> str:
@@ -54,7 +67,7 @@ def _printable(name: str) -> str:
 
 def printed(renderable: RenderableType, width: int, color: bool = False) -> str:
     """What a console of that width shows, without trailing blanks unless they are coloured."""
-    system = "truecolor" if color else None
+    system: Literal["truecolor"] | None = "truecolor" if color else None
     console = Console(file=io.StringIO(), width=width, color_system=system, force_terminal=color, highlight=False)
     with console.capture() as capture:
         console.print(renderable, soft_wrap=False)
@@ -65,4 +78,4 @@ def check_positive(**values: float) -> None:
     """Refuse options that are not above 0."""
     for name, value in values.items():
         if not value > 0:
-            raise ViewError(f"{name} must be above 0", **{name: value})
+            raise ViewError(f"{name} must be above 0", value=value)

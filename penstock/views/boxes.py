@@ -23,7 +23,7 @@ def boxes(blocks: Blocks, panel: Panel) -> Drawing:
 
 
 def _texts(blocks: Blocks, placed: list[Box]) -> list[str]:
-    """Stage, kind and microbatch where three of four such texts fit; else no stage, and no kind where it is too long."""
+    """Stage, kind and microbatch where three of four such texts fit; else no stage, and the kind where it fits."""
     fitting = sum(_size_in(box, label) > 0 for box, label in zip(placed, blocks.labels, strict=True))
     if 4 * fitting >= 3 * len(placed):
         return list(blocks.labels)
@@ -52,5 +52,6 @@ def _box(blocks: Blocks, panel: Panel, block: int) -> Box:
 
 def _tip(blocks: Blocks, block: int) -> str:
     passes, start, end = blocks.passes, float(blocks.start[block]), float(blocks.end[block])
-    what = f"{WORDS[Kind(int(passes.kind[block]))]} of stage {passes.stage[block]}, microbatch {passes.microbatch[block]}"
-    return f"{what}, rank {blocks.rank[block]}: {seconds_text(start)} to {seconds_text(end)}"
+    what = f"{WORDS[Kind(int(passes.kind[block]))]} of stage {passes.stage[block]}"
+    where = f"microbatch {passes.microbatch[block]}, rank {blocks.rank[block]}"
+    return f"{what}, {where}: {seconds_text(start)} to {seconds_text(end)}"

@@ -39,8 +39,9 @@ def typical_step(blocks: Blocks) -> float:
 
 
 def num_steps(blocks: Blocks, step: float) -> int:
-    """How many steps the trace takes."""
-    return int(np.ceil(blocks.end.max(initial=0.0) / step - _TOLERANCE))
+    """How many steps the trace takes; one that it fills by less than half does not count, except the first."""
+    steps = float(blocks.end.max(initial=0.0)) / step
+    return max(int(steps + 0.5), 1 if steps else 0)
 
 
 def cells(blocks: Blocks, step: float, columns: int) -> NDArray[np.int64]:
@@ -56,7 +57,7 @@ def cells(blocks: Blocks, step: float, columns: int) -> NDArray[np.int64]:
     sequence = np.lexsort((-owner, filled))
     grid[place[sequence]] = owner[sequence]
     grid[total < step / 2] = IDLE
-    return grid.reshape(-1, columns)
+    return grid.reshape(2 * blocks.trace.num_ranks, columns)
 
 
 def proportional(blocks: Blocks, step: float, columns: int) -> NDArray[np.int64]:
@@ -86,7 +87,8 @@ def coverage(
     blocks: Blocks, step: float, columns: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """For every block and every step it touches: the block, its row, the step, and the seconds of the step it fills."""
-    first = np.floor(blocks.start / step + _TOLERANCE).astype(np.int64)
+    # A recorded clock may run a little ahead of the start of the step.
+    first = np.maximum(np.floor(blocks.start / step + _TOLERANCE).astype(np.int64), 0)
     last = np.minimum(np.ceil(blocks.end / step - _TOLERANCE).astype(np.int64), columns)
     counts = np.maximum(last - first, 0)
     owner = np.repeat(np.arange(len(blocks), dtype=np.int64), counts)

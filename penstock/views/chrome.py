@@ -2,7 +2,8 @@
 
 Choose it to zoom, search and measure, above all in recorded traces. A rank is a process: its passes are one track, what
 else took its time another, and the messages that it sends one track per receiving rank. Where spans of one track would
-partly overlap (a message leaves before the last one has arrived), the later one goes to a further lane. Memory is a counter.
+partly overlap (a message leaves before the last one has arrived), the later one goes to a further lane. Memory is a
+counter.
 """
 
 import json
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.ir.action import COMPUTE_KINDS, Action, ComputeAction, Fact, Kind, Message, Overlap
+from penstock.ir.action import COMPUTE_KINDS, Action, ComputeAction, Fact, Message, Overlap
 from penstock.ir.dependence import Makers
 from penstock.ir.trace import Span, Trace, Transfer
 from penstock.views.base import Traces, View, named
@@ -64,9 +65,9 @@ def _spans(trace: Trace, process: int) -> Iterator[Event]:
         lane = next((number for number, busy in enumerate(lanes) if busy <= start), len(lanes))
         lanes[lane : lane + 1] = [end]
         track = tracks.setdefault((rank, group, lane), len(tracks) + 1)
-        times = {"ts": start / 1000, "dur": (end - start) / 1000}
-        args = _arguments(item.action)
-        yield {"ph": "X", "name": args["text"], "cat": args["kind"], "pid": process + rank, "tid": track, **times, "args": args}
+        arguments = _arguments(item.action)
+        where = {"pid": process + rank, "tid": track, "ts": start / 1000, "dur": (end - start) / 1000}
+        yield {"ph": "X", "name": arguments["text"], "cat": arguments["kind"], **where, "args": arguments}
     for (rank, group, lane), track in tracks.items():
         yield _metadata("thread_name", process + rank, track, name=f"{group}, lane {lane + 1}" if lane else group)
         yield _metadata("thread_sort_index", process + rank, track, sort_index=_order(group, lane))
@@ -84,7 +85,7 @@ def _group(item: Span | Transfer) -> tuple[int, str]:
 
 
 def _order(group: str, lane: int) -> int:
-    place = (_PASSES, _OTHER).index(group) if group in (_PASSES, _OTHER) else 2 + int(group.split()[-1])
+    place = (_PASSES, _OTHER).index(group) if group in (_PASSES, _OTHER) else 2 + int(group.removeprefix(_MESSAGES))
     return _LANES * place + min(lane, _LANES - 1)
 
 
@@ -119,9 +120,10 @@ def _flows(trace: Trace, process: int) -> Iterator[Event]:
             continue
         # The arrow is tied to the span around its moment: the last nanosecond of the maker, the start of the user.
         leaves = max(_nanoseconds(trace.starts[maker]), _nanoseconds(trace.ends[maker]) - 1)
-        for phase, rank, moment in (("s", transfer.source, leaves), ("f", transfer.target, _nanoseconds(trace.starts[user]))):
-            event = {"ph": phase, "name": str(message), "cat": "message", "id": f"{process}.{number}", "ts": moment / 1000}
-            yield event | {"pid": process + rank, "tid": _FIRST_TRACK} | ({"bp": "e"} if phase == "f" else {})
+        enters = _nanoseconds(trace.starts[user])
+        arrow = {"name": str(message), "cat": "message", "id": f"{process}.{number}", "tid": _FIRST_TRACK}
+        yield {"ph": "s", "pid": process + transfer.source, "ts": leaves / 1000, **arrow}
+        yield {"ph": "f", "bp": "e", "pid": process + transfer.target, "ts": enters / 1000, **arrow}
 
 
 def _nanoseconds(seconds: float) -> int:

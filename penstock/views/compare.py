@@ -1,8 +1,8 @@
 """compare: two traces and the difference between them, figure by figure, rank by rank, action by action.
 
 Choose it for "how good was the prediction" (predicted against recorded) and "what would the other schedule cost". Where
-both traces run the same program, the actions whose starts differ most are listed. `Compare().svg(traces)` draws both, one
-above the other on one scale of time.
+both traces run the same program, the passes whose starts differ most are listed. `Compare().svg(traces)` draws both,
+one above the other on one scale of time.
 """
 
 from collections.abc import Callable, Iterable
@@ -65,7 +65,8 @@ class Compare(RichView):
 def _pair(traces: Traces) -> tuple[Names, Trace, Trace]:
     shown = named(traces)
     if len(shown) != 2:
-        raise ViewError("a comparison needs two traces", traces=len(shown), hint='{"predicted": one, "recorded": other}')
+        hint = '{"predicted": one, "recorded": other}'
+        raise ViewError("a comparison needs two traces", traces=len(shown), hint=hint)
     (one, first), (other, second) = shown.items()
     return (one, other), first, second
 
@@ -104,8 +105,8 @@ def _by_action(names: Names, first: Trace, second: Trace, count: int) -> Sheet:
     change = np.abs(second.starts.values - first.starts.values)[passes]
     chosen = passes[np.argsort(-change, kind="stable")[:count]].tolist()
     rows = [
-        _row(f"rank {table.rank_of[index]}: {decode(table.codes[[index]])[0]}", (first.starts[index], second.starts[index]), seconds_text)
-        for index in chosen
+        _row(f"rank {table.rank_of[place]}: {action}", (first.starts[place], second.starts[place]), seconds_text)
+        for place, action in zip(chosen, decode(table.codes[chosen]), strict=True)
     ]
     return Sheet(("starts that differ most", *names, "difference", "percent"), tuple(rows))
 

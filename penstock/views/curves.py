@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.ir.action import Kind
 from penstock.ir.cluster import parse_bytes
 from penstock.ir.trace import Curve, Trace
 from penstock.views.base import Document, Traces, View, check_positive, named
 from penstock.views.drawing import Area, Drawing, Label, Line, Point
-from penstock.views.palette import ALARM, FAINT, INK, KINDS, RULE, mix
+from penstock.views.palette import ALARM, FAINT, INK, KINDS, PAPER, RULE, mix
 from penstock.views.panel import AXIS, MARGIN, SIZE, Panel, panels, surroundings
 from penstock.views.units import bytes_text
 
@@ -16,7 +17,8 @@ ROW, LEAST_ROW, PANEL_HEIGHT = 52.0, 9.0, 900.0
 PEAKS = 78.0
 HEADROOM = 1.08
 SLICE = 2.0
-GROUND = mix(next(iter(KINDS.values())), "#ffffff", 0.45)
+LINE = KINDS[Kind.FORWARD]
+GROUND = mix(LINE, PAPER, 0.45)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Curves(View[Document]):
         limit = None if self.limit is None else parse_bytes(self.limit)
         row = max(LEAST_ROW, min(ROW, PANEL_HEIGHT / max(trace.num_ranks for trace in every)))
         placed, height = panels(every, (self.width, self.columns), row, right=PEAKS)
-        top = HEADROOM * max(limit or 0, *(trace.peak_bytes(rank) for trace in every for rank in range(trace.num_ranks)))
+        top = HEADROOM * max(limit or 0, *(curve.peak for trace in every for curve in trace.memory))
         parts = []
         for panel, (name, trace) in zip(placed, shown.items(), strict=True):
             parts += [surroundings(panel, name or "memory", trace)]
@@ -59,7 +61,7 @@ def _rank(panel: Panel, trace: Trace, rank: int, scale: tuple[float, int | None]
     pixels = (panel.row - panel.gap) / top
     outline = [(panel.at(x), floor - pixels * held) for x, held in _steps(trace.memory[rank], trace.makespan, panel)]
     ground = Area(((panel.x, floor), *outline, (panel.at(trace.makespan), floor)), GROUND)
-    lines, areas, color = [Line(tuple(outline), KINDS[0], 1.2)] if outline else [], [ground], INK
+    lines, areas, color = [Line(tuple(outline), LINE, 1.2)] if outline else [], [ground], INK
     if limit is not None:
         height = floor - pixels * limit
         lines.append(Line(((panel.x, height), (panel.x + panel.width, height)), ALARM, 1.0, dashed=True))

@@ -1,9 +1,9 @@
 """grid: a trace as plain text, one line per rank and one cell per step of time.
 
-Choose it for docstrings, tests, logs and issues: plain ASCII, the same on every machine, exact for small schedules. A cell
-is the kind and the microbatch, `F0`; where a rank holds several stages the stage stands before them, `4F0` (the text of
-the action in schedules and their CSV); `.` is idle. A pass that takes two steps fills two cells. Overlapped pairs put
-their backward pass on a second line below their forward pass.
+Choose it for docstrings, tests, logs and issues: plain ASCII, the same on every machine, exact for small schedules. A
+cell is the kind and the microbatch, `F0`; where a rank holds several stages the stage stands before them, `4F0` (the
+text of the action in schedules and their CSV); `.` is idle. A pass that takes two steps fills two cells. Overlapped
+pairs put their backward pass on a second line below their forward pass.
 
     rank 0 | F0 F1 .  B0 B0 B1 B1
     rank 1 | .  F0 B0 B0 F1 B1 B1

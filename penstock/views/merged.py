@@ -1,7 +1,7 @@
 """Merged: the blocks of a trace laid out in a panel where they are too many, or too narrow, for a box each.
 
-Time is cut into slices of whole pixels. In a slice the height of a colour is its share of the rank's time, and what stays
-empty is idle. That bounds a trace to about MAX_BOXES boxes (2 MB of SVG) however long it is.
+Time is cut into slices of whole pixels. In a slice the height of a colour is its share of the rank's time, and what
+stays empty is idle. That bounds a trace to about MAX_BOXES boxes (2 MB of SVG) however long it is.
 """
 
 import numpy as np
@@ -32,7 +32,8 @@ def merged(blocks: Blocks, panel: Panel) -> Drawing:
     pixels = int(np.ceil(max(SLICE, panel.width * len(colors) * panel.num_ranks / MAX_BOXES)))
     shares = _shares(blocks, panel, color_of, pixels)
     heights = np.round(2 * shares * (panel.row - panel.gap)) / 2
-    fills = [fill(int(color) // blocks.num_chunks, int(color) % blocks.num_chunks, blocks.num_chunks) for color in colors]
+    pairs = (divmod(color, blocks.num_chunks) for color in colors.tolist())
+    fills = [fill(kind, chunk, blocks.num_chunks) for kind, chunk in pairs]
     placed = []
     for rank in range(panel.num_ranks):
         for first, last in _runs(heights[rank]):

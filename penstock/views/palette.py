@@ -9,19 +9,19 @@ KINDS = {
     Kind.FORWARD: "#1f5fa8",
     Kind.BACKWARD: "#e69f00",
     Kind.INPUT_GRAD: "#d55e00",
-    Kind.WEIGHT_GRAD: "#9fd8c0",
+    Kind.WEIGHT_GRAD: "#8fd0b5",
     Kind.REDUCE: "#8a6fb0",
     Kind.UNSHARD: "#8a6fb0",
     Kind.RESHARD: "#8a6fb0",
 }
-IDLE = "#e9ebee"
+IDLE = "#eef0f3"
 INK = "#1b1f24"
 FAINT = "#6b7280"
 RULE = "#c3c8cf"
 PAPER = "#ffffff"
 MARK = "#000000"
 ALARM = "#b00020"
-LIGHTEST = 0.5
+LIGHTEST = 0.45
 
 
 def fill(kind: int, chunk: int, num_chunks: int) -> str:

@@ -47,7 +47,9 @@ class Panel:
         return self.top(self.num_ranks)
 
 
-def panels(traces: Sequence[Trace], size: tuple[float, int], row: float, right: float = 0.0) -> tuple[list[Panel], float]:
+def panels(
+    traces: Sequence[Trace], size: tuple[float, int], row: float, right: float = 0.0
+) -> tuple[list[Panel], float]:
     """One panel per trace, in `size` = (pixels of width, columns), all on one scale of time; and the height they take.
 
     `right` pixels stay free at the right of every panel.
@@ -72,7 +74,7 @@ def rank_label(trace: Trace, rank: int) -> str:
     stages = trace.program.placement.stages[rank]
     if max(map(len, trace.program.placement.stages)) == 1:
         return f"rank {rank}"
-    shown = ",".join(map(str, stages[:3])) + (",.." if len(stages) > 3 else "")
+    shown = ",".join(map(str, stages[:4])) + (",.." if len(stages) > 4 else "")
     return f"rank {rank}: {shown}"
 
 

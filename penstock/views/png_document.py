@@ -22,7 +22,8 @@ def png_document(drawing: Drawing, scale: float) -> bytes:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ViewError("a PNG is drawn by matplotlib, which is not installed", hint="pip install penstock[plot]") from None
+        hint = "pip install penstock[plot]"
+        raise ViewError("a PNG is drawn by matplotlib, which is not installed", hint=hint) from None
     if (longest := max(drawing.width, drawing.height) * scale) > MAX_PIXELS:
         raise ViewError("the image would be too large", pixels=round(longest), limit=MAX_PIXELS, hint="a smaller scale")
     figure = Figure(figsize=(drawing.width / _DPI, drawing.height / _DPI), dpi=_DPI * scale, facecolor=PAPER)

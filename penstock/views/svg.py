@@ -1,8 +1,8 @@
 """svg: a timeline as a self-contained SVG document, for one trace or several on one scale of time.
 
 Choose it for documents, reports and browsers: sharp at every size, and a pointer on a box shows its times. Colours are
-kinds, lighter shades are later stages of a rank, grey is idle. Several traces stand one above the other, or side by side
-with `columns`. From 20,000 boxes on, or below 1.5 pixels per pass, passes are merged (see `boxes.py`).
+kinds, lighter shades are later stages of a rank, grey is idle. Several traces stand one above the other, or side by
+side with `columns`. Beyond 20,000 passes, or below 1.5 pixels per pass, passes are merged (see `merged.py`).
 """
 
 from dataclasses import dataclass

@@ -18,8 +18,8 @@ from penstock.views.units import bytes_text, figure, percent_text, seconds_text
 class Table(RichView):
     """A line per trace: how long, how idle and why, and how much each holds and says.
 
-    `in flight` is the most microbatches held by a rank, `peak` the most bytes. The four causes share out the bubble: `warm-up`
-    before a rank's first pass, `wait` for data, `imbalance` of work, `drain` after its last pass.
+    `in flight` is the most microbatches held by a rank, `peak` the most bytes. The four causes share out the bubble:
+    `warm-up` before a rank's first pass, `wait` for data, `imbalance` of work, `drain` after its last pass.
     """
 
     name = "table"
@@ -40,7 +40,6 @@ class Table(RichView):
 
 _ALWAYS: dict[str, Callable[[Summary], str]] = {
     "makespan": lambda each: seconds_text(each.makespan),
-    "span": lambda each: seconds_text(each.span),
     "bubble": lambda each: percent_text(each.bubble),
     "span bubble": lambda each: percent_text(each.span_bubble),
     "in flight": lambda each: figure(each.in_flight, 3),

@@ -1,8 +1,8 @@
 """terminal: a trace as coloured text that fits the width of the terminal.
 
-Choose it to look at a trace where you are. Colours are kinds, lighter shades are later stages of a rank; a pass is named
-at its left end, as in `grid`, as far as there is room. A long trace is compressed, never cut: where passes are shorter
-than a character, letters stand in the proportion of time. Without colours a pass is continued by dashes.
+Choose it to look at a trace where you are. Colours are kinds, lighter shades are later stages of a rank; a pass is
+named at its left end, as in `grid`, as far as there is room. A long trace is compressed, never cut: where passes are
+shorter than a character, letters stand in the proportion of time. Without colours a pass is continued by dashes.
 """
 
 from collections.abc import Iterator
@@ -100,7 +100,9 @@ def _runs(blocks: Blocks, colored: bool, row: list[int], is_second: bool = False
         if block == IDLE:
             text.append_text(_idle(length, colored, is_second))
             continue
-        names = (blocks.labels[block], blocks.short_labels[block], blocks.short_labels[block][0])
+        short = blocks.short_labels[block]
+        # Colours show the kind, so that a single character can be the last digit of the microbatch.
+        names = (blocks.labels[block], short, short[-1] if colored else short[0])
         label = next(name for name in names if len(name) <= length or len(name) == 1)
         text.append(label.ljust(length, " " if colored else "-"), _style(blocks, block) if colored else None)
     return text

@@ -16,6 +16,7 @@ from penstock.views.panel import MARGIN, SIZE, Panel, panels, surroundings
 ROW, LEAST_ROW, PANEL_HEIGHT = 24.0, 3.0, 800.0
 PAIR = 1.4
 SWATCH = 13.0
+Entry = tuple[tuple[str, ...], str]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Timeline(View[Document]):
     def _legend(self, blocks: list[Blocks], y: float, is_merged: bool) -> tuple[Drawing, float]:
         kinds = [kind for kind in WORDS if any(kind in content.kinds for content in blocks)]
         chunks = max(content.num_chunks for content in blocks)
-        entries = [((fill(kind, 0, 1),), WORDS[kind]) for kind in kinds]
+        entries: list[Entry] = [((fill(kind, 0, 1),), WORDS[kind]) for kind in kinds]
         if chunks > 1:
             shades = tuple(fill(kinds[0] if kinds else Kind.FORWARD, c, chunks) for c in range(min(chunks, 8)))
             entries.append((shades, "first to last stage of a rank"))
@@ -63,7 +64,7 @@ class Timeline(View[Document]):
         return _legend_line(entries, self.width, y)
 
 
-def _legend_line(entries: list[tuple[tuple[str, ...], str]], width: float, y: float) -> tuple[Drawing, float]:
+def _legend_line(entries: list[Entry], width: float, y: float) -> tuple[Drawing, float]:
     placed: list[Box] = []
     lines: list[Line] = []
     labels: list[Label] = []

@@ -1,0 +1,30 @@
+"""lower: passes by name or with options, always in the order of the table."""
+
+import pytest
+
+from penstock.errors import ScheduleError
+from penstock.passes import PASSES, lower
+from penstock.passes.add_transfers import AddTransfers
+from penstock.passes.hoist_receives import HoistReceives
+from penstock.schedules import build
+
+
+def test_passes_run_in_the_order_of_the_table() -> None:
+    schedule = build("zb_h1", 2, 2)
+    assert lower(schedule, passes=list(reversed(PASSES))) == lower(schedule, passes=list(PASSES))
+
+
+def test_a_pass_can_be_given_with_its_options() -> None:
+    schedule = build("1f1b", 3, 4)
+    given = lower(schedule, passes=["add_transfers", HoistReceives(ahead=1)])
+    assert given == HoistReceives(ahead=1)(AddTransfers()(schedule))
+
+
+def test_an_unknown_pass_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ScheduleError, match=r"unknown pass \(name: 'add_transfer'\)\ntry: one of merge_backward, add"):
+        lower(build("gpipe", 2, 2), passes=["add_transfer"])
+
+
+def test_lowering_without_messages_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="needs add_transfers"):
+        lower(build("gpipe", 2, 2), passes=["merge_backward", "add_frees"])
