@@ -1,28 +1,76 @@
 """penstock: any PyTorch model as a pipeline over several ranks, with the numbers of the unsplit model."""
 
-from penstock.api.planning import lower, schedule, simulate, verify
-from penstock.errors import PenstockError
-from penstock.ir.cluster import Cluster, Link
-from penstock.ir.costs import MessageCost, StageCosts, StateBytes
-from penstock.ir.cuts import Cuts
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
-from penstock.ir.trace import Trace
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.api.modeling import capture, split
+    from penstock.api.planning import lower, schedule, simulate, verify
+    from penstock.errors import PenstockError
+    from penstock.ir.cluster import Cluster, Link
+    from penstock.ir.costs import MessageCost, StageCosts, StateBytes
+    from penstock.ir.cuts import Cuts
+    from penstock.ir.graph import Graph
+    from penstock.ir.partition import Partition
+    from penstock.ir.program import Program
+    from penstock.ir.schedule import Schedule
+    from penstock.ir.trace import Trace
 
 __version__ = "0.1.0"
 __all__ = [
     "Cluster",
     "Cuts",
+    "Graph",
     "Link",
     "MessageCost",
+    "Partition",
     "PenstockError",
     "Program",
     "Schedule",
     "StageCosts",
     "StateBytes",
     "Trace",
+    "capture",
     "lower",
     "schedule",
     "simulate",
+    "split",
     "verify",
 ]
+_HOMES = {
+    "penstock.api.modeling": ("capture", "split"),
+    "penstock.api.planning": ("lower", "schedule", "simulate", "verify"),
+    "penstock.errors": ("PenstockError",),
+    "penstock.ir.cluster": ("Cluster", "Link"),
+    "penstock.ir.costs": ("MessageCost", "StageCosts", "StateBytes"),
+    "penstock.ir.cuts": ("Cuts",),
+    "penstock.ir.graph": ("Graph",),
+    "penstock.ir.partition": ("Partition",),
+    "penstock.ir.program": ("Program",),
+    "penstock.ir.schedule": ("Schedule",),
+    "penstock.ir.trace": ("Trace",),
+}
+
+class _Package(ModuleType):
+    """Public names are loaded at first use: `penstock --help` needs no numpy, planning no torch."""
+
+    def __getattr__(self, name: str) -> Any:
+        home = next((home for home, names in _HOMES.items() if name in names), None)
+        if home is None:
+            raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+        value = vars(import_module(home))[name]
+        vars(self)[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Importing a room such as `simulate` would put it in the place of the function of the same name.
+        if name not in __all__ or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*vars(self), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,4 +1,4 @@
-"""The doors to the planning half: schedule, lower, verify, simulate. They need no torch, no processes and no device."""
+"""The doors to the planning half: schedule, lower, verify, simulate, without torch, processes or a device."""
 
 from collections.abc import Sequence
 

@@ -111,3 +111,14 @@ def states(tree: Tree) -> tuple[str, ...]:
     if isinstance(tree, Pack):
         return tuple(name for item in tree.items for name in states(item))
     return ()
+
+
+def leaf_names(tree: Tree) -> tuple[str, ...]:
+    """The names of the tensors among the leaves of a tree, in their order; a parameter or buffer has none, ""."""
+    if isinstance(tree, Ref):
+        return (tree.value,)
+    if isinstance(tree, State):
+        return ("",)
+    if isinstance(tree, Pack):
+        return tuple(name for item in tree.items for name in leaf_names(item))
+    return ()

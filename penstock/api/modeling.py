@@ -1,0 +1,37 @@
+"""The doors from a model to its stages: capture and split."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from penstock.capture import Captured
+from penstock.capture import capture as record_model
+from penstock.ir.partition import Partition
+from penstock.split import Stage
+from penstock.split import check as check_stages
+from penstock.split import split as split_captured
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    depth: int | None = None,
+    basic_blocks: Sequence[str | type] = (),
+) -> Captured:
+    """Record the model's forward on one example batch; `.graph` is its Graph. The model is left exactly as it was.
+
+    By default blocks, the elements of the outermost lists of modules, stay whole. `depth` opens modules so many levels
+    down; `basic_blocks`, names or classes, stay whole wherever they are.
+    """
+    return record_model(model, tuple(args), dict(kwargs or {}), depth=depth, basic_blocks=tuple(basic_blocks))
+
+
+def split(captured: Captured, partition: Partition, *, check: bool = True) -> tuple[Stage, ...]:
+    """The stages of a partition. Unless switched off, they are first run against the unsplit model on the example."""
+    stages = split_captured(captured, partition)
+    if check:
+        check_stages(captured, partition)
+    return stages

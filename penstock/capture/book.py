@@ -1,0 +1,71 @@
+"""Book: which tensor goes by which name while a forward is recorded, and which tensors share memory."""
+
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from penstock.ir.graph import TensorSpec
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """What is known of a tensor without holding it."""
+    return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number that tensors have in common exactly when they share memory."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except RuntimeError:
+        # Sparse and other tensors without plain storage share nothing.
+        return -id(tensor)
+
+
+class Book:
+    """Names of values and of state, by the identity of their tensors.
+
+    Values are held, so that no other tensor gets their identity; tensors made inside a leaf are only noted.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.state = {id(tensor): name for name, tensor in model.named_parameters()}
+        self.state |= {id(tensor): name for name, tensor in model.named_buffers()}
+        self.specs: dict[str, TensorSpec] = {}
+        self.memory: dict[str, int] = {}
+        self._named: dict[int, tuple[Tensor, str]] = {}
+        self._sharing: dict[int, list[Tensor]] = {}
+        self._inside: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+
+    def add(self, tensor: Tensor, name: str) -> None:
+        """From now on the tensor goes by this name."""
+        if id(tensor) not in self._named:
+            self._sharing.setdefault(memory_of(tensor), []).append(tensor)
+        self._named[id(tensor)] = (tensor, name)
+        self.specs[name] = spec_of(tensor)
+        self.memory[name] = memory_of(tensor)
+
+    def name(self, tensor: Tensor) -> str | None:
+        """The name of a value, if the tensor is one."""
+        found = self._named.get(id(tensor))
+        return found[1] if found else None
+
+    def sharing(self, tensor: Tensor) -> list[Tensor]:
+        """All values in the memory of a tensor, itself included if it is one."""
+        return self._sharing.get(memory_of(tensor), [])
+
+    def note_inside(self, tensor: Tensor, leaf: str) -> None:
+        """The tensor was made inside a leaf and is no value, unless the leaf returns it."""
+        self._inside[id(tensor)] = (weakref.ref(tensor), leaf)
+
+    def leaf_of(self, tensor: Tensor) -> str | None:
+        """The leaf inside which a tensor that is no value was made."""
+        reference, leaf = self._inside.get(id(tensor), (None, None))
+        return leaf if reference is not None and reference() is tensor else None
+
+
+def home_of(model: nn.Module) -> torch.device:
+    """The device of the model: that of its first parameter or buffer."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")

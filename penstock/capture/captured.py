@@ -1,0 +1,146 @@
+"""Captured: a model, its graph, and one recording for every form of batch met so far."""
+
+import inspect
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.capture.book import home_of
+from penstock.capture.leaves import Granularity
+from penstock.capture.recording import Recording, make_recording
+from penstock.capture.replay import Replay, Values, output_of
+from penstock.capture.surroundings import undisturbed
+from penstock.errors import CaptureError
+from penstock.ir.containers import named_inputs, transform
+from penstock.ir.graph import Graph
+from penstock.ir.record import leaf_names
+
+
+class Captured:
+    """A model that can be played call by call; `graph` is that of the example batch."""
+
+    def __init__(self, model: nn.Module, granularity: Granularity, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.model = model
+        self.example = (args, kwargs)
+        self._granularity = granularity
+        self._recordings: dict[tuple[Any, ...], list[Recording]] = {}
+        self._first: Recording | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the example batch."""
+        assert self._first is not None
+        return self._first.graph
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether the model has no numbers."""
+        return home_of(self.model).type == "meta"
+
+    def other_batch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The example with its samples in another order, if the record holds for that; else the example."""
+        other = transform(self.example, _rolled)
+        try:
+            found = self.recording(*other)
+        except CaptureError:
+            return self.example
+        return other if found is self._first else self.example
+
+    @property
+    def num_recordings(self) -> int:
+        """How many forms of batches have been recorded."""
+        return sum(map(len, self._recordings.values()))
+
+    def recording(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+        """The recording that holds for this batch; made now if there is none."""
+        kwargs = without_cache(self.model, kwargs)
+        found = self._recordings.setdefault(_form(self.model, args, kwargs), [])
+        for recording in found:
+            if self._holds(recording, args, kwargs):
+                return recording
+        made = make_recording(self.model, args, kwargs, self._granularity)
+        found.append(made)
+        self._first = self._first or made
+        self._granularity = made.granularity
+        return made
+
+    def _holds(self, recording: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether all that the record read from the inputs reads the same in this batch."""
+        free = [node.name for node in recording.graph.nodes if node.from_inputs]
+        try:
+            Replay(recording, free, self.model, ()).run(self.inputs(args, kwargs))
+        except CaptureError:
+            return False
+        return True
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
+        """The tensors of a batch by the names of the graph's inputs."""
+        found = named_inputs(self.model.forward, args, without_cache(self.model, kwargs))
+        return {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
+
+    def replay(self, recording: Recording, nodes: Collection[str], modules: nn.Module, wanted: Collection[str]) -> Replay:
+        """Some calls of a recording, prepared to run on modules that have the same names."""
+        return Replay(recording, nodes, modules, wanted)
+
+    def output_names(self, recording: Recording) -> tuple[str, ...]:
+        """The values among the leaves of what the model returns, in their order; "" for a parameter or buffer."""
+        return leaf_names(recording.record.outputs)
+
+    def whole(self, *args: Any, **kwargs: Any) -> Any:
+        """The unsplit model, called as it is recorded."""
+        return self.model(*args, **without_cache(self.model, kwargs))
+
+    @contextmanager
+    def undisturbed(self, seed: int | None = None) -> Iterator[None]:
+        """Whatever happens inside, the model's surroundings are left as they were."""
+        with undisturbed(self.model, seed):
+            yield
+
+    def output(self, recording: Recording, values: Values) -> Any:
+        """What the model returns, from the values that it mentions."""
+        return output_of(recording, values, self.model)
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    depth: int | None = None,
+    basic_blocks: tuple[str | type, ...] = (),
+) -> Captured:
+    """Record the model on one example batch. The model is left exactly as it was."""
+    captured = Captured(model, Granularity(depth, tuple(basic_blocks)), tuple(args), dict(kwargs or {}))
+    captured.recording(*captured.example)
+    return captured
+
+
+def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Hugging Face models keep keys and values for generation unless told not to; a training step has no use for them."""
+    uses_cache = getattr(getattr(model, "config", None), "use_cache", False)
+    if not uses_cache or kwargs.get("use_cache") is not None:
+        return kwargs
+    accepts = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepts.values())
+    return {**kwargs, "use_cache": False} if takes_any or "use_cache" in accepts else kwargs
+
+
+def _form(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What a recording depends on besides the content of tensors."""
+    leaves = named_inputs(model.forward, args, kwargs)
+    shapes = tuple((name, _leaf_form(leaf)) for name, leaf in leaves.items())
+    modes = tuple(module.training for module in model.modules())
+    return shapes, modes, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+
+def _leaf_form(leaf: object) -> object:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
+    return type(leaf), leaf if isinstance(leaf, bool | int | float | str) else repr(leaf)
+
+
+def _rolled(leaf: object) -> object:
+    return leaf.roll(1, 0) if isinstance(leaf, Tensor) and leaf.dim() else leaf

@@ -1,0 +1,285 @@
+"""Recorder: sees one forward happen and writes down every call between leaves."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from penstock.ir.containers import leaves, transform
+from penstock.ir.record import Call, Guard, Mood, Ref, State
+from penstock.capture.book import Book
+from penstock.capture.trees import Apply, Trees, short_name
+
+_METADATA = frozenset(
+    "shape dtype device ndim requires_grad is_cuda is_cpu is_meta layout is_leaf grad_fn is_sparse is_quantized is_nested "
+    "names itemsize nbytes is_mkldnn is_mps is_xpu is_xla is_ipu is_maia is_vulkan is_mtia output_nr _version grad".split()
+)
+_METADATA_CALLS = frozenset(
+    "size dim numel stride is_contiguous is_floating_point is_complex element_size get_device storage_offset ndimension "
+    "__len__ is_inference is_signed data_ptr nelement untyped_storage type is_conj is_neg is_same_size result_type "
+    "can_cast promote_types is_tensor __format__ __repr__ __hash__ is_pinned is_shared".split()
+)
+
+
+class OpenLeaf(Exception):  # noqa: N818
+    """A tensor entered or left a leaf other than by arguments and results: the leaf must be opened."""
+
+    def __init__(self, leaf: str) -> None:
+        super().__init__(leaf)
+        self.leaf = leaf
+
+
+@dataclass(frozen=True)
+class Note:
+    """What is known of a call besides the call itself."""
+
+    scope: str
+    kind: str
+    is_random: bool
+    writes_state: bool
+
+
+@dataclass
+class Leaf:
+    """The leaf that runs now: its name, and the tensors that it was given."""
+
+    name: str
+    given: set[int]
+
+
+_WRITING = Leaf("", set())
+"""in place of a leaf while the recorder itself uses torch"""
+
+
+@dataclass
+class Page:
+    """What a recorder has written so far."""
+
+    steps: list[Call | Guard] = field(default_factory=list)
+    notes: dict[str, Note] = field(default_factory=dict)
+    used: Counter[str] = field(default_factory=Counter)
+
+    def fresh(self, name: str) -> str:
+        """The name, or the name with a number if it was used before."""
+        self.used[name] += 1
+        return name if self.used[name] == 1 else f"{name}@{self.used[name]}"
+
+
+class Recorder(TorchFunctionMode):
+    """A mode that sees torch functions, and a handler that sees calls of modules."""
+
+    def __init__(self, model: nn.Module, leaf_names: set[str]) -> None:
+        super().__init__()
+        self.book = Book(model)
+        self.trees = Trees(self._named)
+        self.page = Page()
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.leaf_names = leaf_names
+        self.scopes: list[str] = []
+        self.leaf: Leaf | None = None
+        self.surroundings = _moods()
+
+    # What is seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.leaf is _WRITING:
+            return func(*args, **kwargs)
+        if self.leaf is not None:
+            return self._inside_leaf(func, args, kwargs)
+        if _is_metadata(func):
+            return func(*args, **kwargs)
+        return self._outside(func, func, args, kwargs)
+
+    def module_called(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A module is called: a leaf is one call, any other module is a scope."""
+        path = self.paths.get(id(module))
+        if self.leaf is not None or path is None or (self.scopes and self.scopes[-1] == path):
+            return original(module, *args, **kwargs)
+        if path not in self.leaf_names:
+            self.scopes.append(path)
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                self.scopes.pop()
+
+        def run(*given: Any, **named: Any) -> Any:
+            return original(module, *given, **named)
+
+        return self._outside(run, module, args, kwargs)
+
+    def apply_called(self, cls: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """An autograd function is applied: one call; a recomputation is only looked through."""
+        if self.leaf is not None:
+            return original(*args, **kwargs)
+        if cls.__name__ == "CheckpointFunction":
+            return args[0](*args[2:])
+        return self._outside(original, Apply(cls), args, kwargs)
+
+    def script_called(self, function: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A scripted function is called: one call."""
+        if self.leaf is not None:
+            return run(*args, **kwargs)
+        return self._outside(run, function, args, kwargs)
+
+    # What is written down
+
+    def _outside(self, run: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
+        self.leaf = _WRITING
+        try:
+            return self._written(run, target, args, kwargs)
+        finally:
+            self.leaf = None
+
+    def _written(self, run: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
+        is_module = isinstance(target, nn.Module)
+        name, scope = self._call_name(target), self.scopes[-1] if self.scopes else ""
+        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        where = self.paths[id(target)] if is_module else f"{scope}/{short_name(target)}"
+        tree = self.trees.write(tuple(args), where), self.trees.write(dict(kwargs), where)
+        versions, generator = [tensor._version for tensor in tensors], torch.get_rng_state()
+        buffers = [(tensor, tensor.clone()) for tensor in tensors if self._is_buffer(tensor) and not is_module]
+        result = self._run(run, where, _is_meta(target, tensors), args, kwargs)
+        made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        touched = [tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version]
+        if not made and not touched:
+            return self._nothing_made(target, tree, result, bool(tensors))
+        if not is_module and not touched and all(map(self._is_known, made)):
+            # Such as `to` and `contiguous` where there is nothing to do.
+            return result
+        name = self.page.fresh(name)
+        writes = self._rename_written(name, touched)
+        key = where if is_module else self.trees.key(target)
+        results = self._name_results(name, made)
+        self.page.steps.append(Call(name, key, is_module, *tree, results, writes, self._mood()))
+        kind = type(target).__name__ if is_module else short_name(target)
+        is_random = not torch.equal(generator, torch.get_rng_state())
+        # Some kernels write buffers without counting a version.
+        writes_state = any(not torch.equal(*pair) for pair in buffers if not pair[0].is_meta)
+        self.page.notes[name] = Note(where if is_module else scope, kind, is_random, writes_state)
+        return result
+
+    def _run(self, run: Callable[..., Any], where: str, is_meta: bool, args: Any, kwargs: Any) -> Any:
+        """Run the call; inside only what enters and leaves it is watched."""
+        given = leaves((args, kwargs))
+        # Without weights, what depends on the inputs only is still computed for real: the model may look at it.
+        change = _to_meta if is_meta else _off_meta
+        if is_meta or any(isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in given):
+            args, kwargs = transform(tuple(args), change), transform(dict(kwargs), change)
+            given += leaves((args, kwargs))
+        self.leaf = Leaf(where, {id(leaf) for leaf in given})
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self.leaf = _WRITING
+
+    def _nothing_made(self, target: Any, tree: Any, result: Any, has_tensors: bool) -> Any:
+        """A call that made no tensor: a Python value read from tensors is a guard."""
+        if not has_tensors or result is None or isinstance(target, nn.Module):
+            return result
+        scope = self.scopes[-1] if self.scopes else ""
+        expected = self.trees.key(Expected(result))
+        self.page.steps.append(Guard(short_name(target), self.trees.key(target), *tree, expected, scope))
+        return result
+
+    def _call_name(self, target: Any) -> str:
+        if isinstance(target, nn.Module):
+            return self.paths[id(target)]
+        return f"{self.scopes[-1] if self.scopes else ''}/{short_name(target)}"
+
+    def _rename_written(self, name: str, touched: list[Tensor]) -> tuple[tuple[str, str], ...]:
+        """What was written in place, and all that shares its memory, goes by new names from now on."""
+        writes: list[tuple[str, str]] = []
+        for tensor in {id(alias): alias for t in touched for alias in self.book.sharing(t)}.values():
+            old, new = self.book.name(tensor), f"{name}!{len(writes)}"
+            if old is not None:
+                self.book.add(tensor, new)
+                writes.append((new, old))
+        return tuple(writes)
+
+    def _name_results(self, name: str, made: list[Tensor]) -> tuple[str, ...]:
+        fresh = {id(tensor): tensor for tensor in made if not self._is_known(tensor)}
+        for place, tensor in enumerate(fresh.values()):
+            self.book.add(tensor, name if len(fresh) == 1 else f"{name}:{place}")
+        return tuple(self._label(tensor) for tensor in made)
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return self.book.name(tensor) is not None or id(tensor) in self.book.state
+
+    def _is_buffer(self, tensor: Tensor) -> bool:
+        return id(tensor) in self.book.state and not isinstance(tensor, nn.Parameter)
+
+    def _label(self, tensor: Tensor) -> str:
+        return self.book.name(tensor) or ""
+
+    def _named(self, tensor: Tensor) -> Ref | State | None:
+        name = self.book.name(tensor)
+        if name is not None:
+            return Ref(name)
+        if id(tensor) in self.book.state:
+            return State(self.book.state[id(tensor)])
+        if leaf := self.book.leaf_of(tensor):
+            raise OpenLeaf(leaf)
+        return None
+
+    def _inside_leaf(self, func: Any, args: Any, kwargs: Any) -> Any:
+        assert self.leaf is not None
+        for leaf in leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and id(leaf) not in self.leaf.given and self.book.name(leaf) is not None:
+                raise OpenLeaf(self.leaf.name)
+        result = func(*args, **kwargs)
+        for leaf in leaves(result):
+            if isinstance(leaf, Tensor) and self.book.name(leaf) is None:
+                self.book.note_inside(leaf, self.leaf.name)
+        return result
+
+    def _mood(self) -> Mood:
+        grad, autocast = _moods()
+        usual_grad, usual_autocast = self.surroundings
+        return Mood(None if grad == usual_grad else grad, None if autocast == usual_autocast else autocast)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a guard expects to read."""
+
+    value: Any
+
+    def agrees(self, found: Any) -> bool:
+        """Whether the same was read again."""
+        try:
+            return bool(type(found) is type(self.value) and found == self.value)
+        except ValueError:
+            # Arrays compare element by element.
+            return repr(found) == repr(self.value)
+
+
+def _is_metadata(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") in _METADATA
+    return name in _METADATA_CALLS
+
+
+def _moods() -> tuple[bool, tuple[str, bool, str]]:
+    kind = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
+    return torch.is_grad_enabled(), (kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)))
+
+
+def _is_meta(target: Any, tensors: list[Tensor]) -> bool:
+    """Whether a call has no real numbers: some tensor, or some state of the module, is on the meta device."""
+    state = (*target.parameters(), *target.buffers()) if isinstance(target, nn.Module) else ()
+    return any(tensor.is_meta for tensor in (*tensors, *state))
+
+
+def _off_meta(leaf: object) -> object:
+    return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
+
+
+def _to_meta(leaf: object) -> object:
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+

@@ -1,0 +1,112 @@
+"""Recording: a record with what it needs to be played, and how it is made."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.capture.book import home_of
+from penstock.capture.calls import watched_functions, watched_modules, watched_scripts
+from penstock.capture.graphing import graph_of
+from penstock.capture.leaves import Granularity
+from penstock.capture.recorder import OpenLeaf, Recorder
+from penstock.capture.surroundings import undisturbed
+from penstock.errors import CaptureError
+from penstock.ir.containers import named_inputs, transform
+from penstock.ir.graph import Graph
+from penstock.ir.record import Record
+
+_SEEDS = (1, 2)
+"""Recording twice from different seeds finds randomness and Python state that would be frozen into the record."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One forward of a model for batches of one form."""
+
+    record: Record
+    live: dict[str, Any]
+    graph: Graph
+    granularity: Granularity
+    home: str
+    """the device of the model when it was recorded"""
+
+
+def make_recording(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], granularity: Granularity) -> Recording:
+    """Run the model twice on the batch, from different seeds, and write down what happens."""
+    first = _record_opening(model, args, kwargs, granularity, _SEEDS[0])
+    second = _record_opening(model, args, kwargs, first.granularity, _SEEDS[1])
+    _check_same(first, second)
+    return first
+
+
+def _record_opening(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], granularity: Granularity, seed: int
+) -> Recording:
+    """Record; open leaves that tensors enter or leave by other ways than arguments and results, and record again."""
+    while True:
+        try:
+            return _record_once(model, args, kwargs, granularity, seed)
+        except OpenLeaf as leak:
+            if leak.leaf not in granularity.leaves(model):
+                raise CaptureError(
+                    "a tensor gets out of a function other than by its result", where=leak.leaf
+                ) from None
+            granularity = granularity.open_like(model, leak.leaf)
+
+
+def _record_once(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], granularity: Granularity, seed: int
+) -> Recording:
+    recorder = Recorder(model, set(granularity.leaves(model)))
+    # The same tensor given twice is two inputs: in another batch they may differ.
+    args, kwargs = transform(args, _own), transform(kwargs, _own)
+    inputs = [(name, leaf) for name, leaf in named_inputs(model.forward, args, kwargs).items() if isinstance(leaf, Tensor)]
+    for name, tensor in inputs:
+        recorder.book.add(tensor, name)
+    with undisturbed(model, seed):
+        with (
+            watched_modules(model, recorder.module_called),
+            watched_functions(recorder.apply_called),
+            watched_scripts(recorder.script_called),
+            recorder,
+        ):
+            output = model(*args, **kwargs)
+        outputs = recorder.trees.write(output, "the output of the model")
+    record = Record(tuple(name for name, _ in inputs), tuple(recorder.page.steps), outputs)
+    graph = graph_of(model, record, recorder.book, recorder.page.notes)
+    return Recording(record, recorder.trees.live, graph, granularity, str(home_of(model)))
+
+
+def _own(leaf: object) -> object:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _check_same(first: Recording, second: Recording) -> None:
+    """Refuse a forward that goes another way the second time."""
+    for one, other in zip(first.record.steps, second.record.steps, strict=False):
+        if one != other:
+            raise _changed(one.name, first.graph)
+    if len(first.record.steps) != len(second.record.steps):
+        longer = max(first.record.steps, second.record.steps, key=len)
+        raise _changed(longer[min(len(first.record.steps), len(second.record.steps))].name, first.graph)
+    for key, value in first.live.items():
+        if not _alike(value, second.live.get(key)):
+            raise _changed(key, first.graph)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    try:
+        return one is other or bool(one == other) or callable(one) or type(one).__eq__ is object.__eq__
+    except (ValueError, RuntimeError, TypeError):
+        return repr(one) == repr(other)
+
+
+def _changed(where: str, graph: Graph) -> CaptureError:
+    return CaptureError(
+        "the model does something else each time it runs: Python state or randomness between its blocks",
+        where=where,
+        hint="turn it off (LayerDrop, masking by numpy ...), or keep the module whole with basic_blocks",
+    )

@@ -1,0 +1,77 @@
+"""Surroundings: everything outside the record that a forward may change, put back as it was."""
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def undisturbed(model: nn.Module, seed: int | None = None) -> Iterator[None]:
+    """Whatever happens inside, random generators, buffers and the modules' own attributes are left as they were.
+
+    With a seed, all generators are seeded with it inside.
+    """
+    generators, buffers = _generators(), _buffers(model)
+    modules = [(module, dict(module.__dict__), _inner(module)) for module in model.modules()]
+    try:
+        if seed is not None:
+            _seed(seed)
+        yield
+    finally:
+        for module, attributes, inner in modules:
+            _restore(module, attributes, inner)
+        for tensor, content in buffers:
+            # Some kernels write buffers without counting a version, so content decides.
+            if content is not None and not torch.equal(tensor, content):
+                tensor.data.copy_(content)
+        _set_generators(generators)
+
+
+def _inner(module: nn.Module) -> dict[str, dict[Any, Any]]:
+    """Copies of the dicts that a module keeps its parts and hooks in."""
+    return {name: dict(value) for name, value in module.__dict__.items() if isinstance(value, dict)}
+
+
+def _restore(module: nn.Module, attributes: dict[str, Any], inner: dict[str, dict[Any, Any]]) -> None:
+    for name, content in inner.items():
+        if attributes[name] != content:
+            attributes[name].clear()
+            attributes[name].update(content)
+    if module.__dict__ != attributes:
+        module.__dict__.clear()
+        module.__dict__.update(attributes)
+
+
+def _buffers(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    return [(buffer, None if buffer.is_meta else buffer.detach().clone()) for buffer in model.buffers()]
+
+
+def _generators() -> dict[str, Any]:
+    numpy = sys.modules.get("numpy")
+    return {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state() if numpy else None,
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
+    }
+
+
+def _set_generators(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    if states["numpy"] is not None:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    torch.set_rng_state(states["cpu"])
+    if states["cuda"] is not None:
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    torch.manual_seed(seed)

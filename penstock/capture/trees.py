@@ -1,0 +1,115 @@
+"""Trees: writes Python arguments down as plain trees; what text cannot hold goes into the live table."""
+
+import enum
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import resolve_name
+
+from penstock.errors import CaptureError
+from penstock.ir.containers import leaves, take_apart
+from penstock.ir.record import Live, Pack, Ref, State, Tree
+
+Naming = Callable[[Tensor], "Ref | State | None"]
+_TORCH_WORDS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator)
+
+
+@dataclass(frozen=True)
+class Apply:
+    """The `apply` of an autograd function, looked up when it is called."""
+
+    function: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
+class Trees:
+    """Trees of arguments and, in `live`, what they mention by key."""
+
+    def __init__(self, naming: Naming) -> None:
+        self.naming = naming
+        self.live: dict[str, Any] = {}
+
+    def write(self, thing: object, where: str) -> Tree:
+        """The tree of a Python structure; a tensor in it that has no name is refused."""
+        if thing is None or type(thing) in (bool, int, float, str):
+            return thing  # type: ignore[return-value]
+        if isinstance(thing, Tensor):
+            return self._tensor(thing, where)
+        if parts := take_apart(thing):
+            keys = tuple(self.write(key, where) for key in parts.keys)
+            return Pack(self.key(parts.kind), keys, tuple(self.write(item, where) for item in parts.items))
+        if holds_tensors(thing):
+            raise CaptureError(
+                "an object that holds tensors goes from one part of the model to another",
+                object=type(thing).__name__,
+                where=where,
+                hint="pass tensors in lists, tuples, dicts or dataclasses; for Hugging Face models use_cache=False",
+            )
+        return Live(self.key(thing))
+
+    def _tensor(self, tensor: Tensor, where: str) -> Tree:
+        found = self.naming(tensor)
+        if found is not None:
+            return found
+        raise CaptureError(
+            "a tensor of unknown origin is used", shape=tuple(tensor.shape), dtype=tensor.dtype, where=where,
+            hint="make it a buffer (register_buffer), or keep the module whole (basic_blocks)",
+        )
+
+    def key(self, thing: Any) -> str:
+        """The key under which something is kept in the live table."""
+        name = _name(thing)
+        if name in self.live and not _same(self.live[name], thing):
+            name = next(key for n in range(2, 1 << 30) if _same(self.live.get(key := f"{name}@{n}", thing), thing))
+        self.live.setdefault(name, thing)
+        return name
+
+
+def _name(thing: Any) -> str:
+    if isinstance(thing, _TORCH_WORDS):
+        return f"{type(thing).__name__}:{thing}" if not isinstance(thing, torch.Generator) else "generator"
+    if isinstance(thing, enum.Enum):
+        return f"{type(thing).__name__}.{thing.name}"
+    if callable(thing):
+        return _function_name(thing)
+    return f"constant:{type(thing).__name__}"
+
+
+def _function_name(function: Any) -> str:
+    if isinstance(function, Apply):
+        return f"{function.function.__module__}.{function.function.__qualname__}.apply"
+    name = resolve_name(function) or getattr(function, "__qualname__", None) or type(function).__name__
+    module = getattr(function, "__module__", None)
+    return name if name.startswith("torch.") or not module else f"{module}.{name}"
+
+
+def short_name(function: Any) -> str:
+    """The last word of a function's name, as nodes are called by it."""
+    words = [word for word in re.split(r"[^A-Za-z0-9_]+", _function_name(function)) if word not in ("__get__", "apply")]
+    return words[-1].strip("_") or "call"
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two things may share a key: equal, and not only equal numbers of different types."""
+    if one is other:
+        return True
+    try:
+        return bool(type(one) is type(other) and one == other)
+    except (ValueError, RuntimeError, TypeError):
+        return False
+
+
+def holds_tensors(thing: object, depth: int = 4) -> bool:
+    """Whether an object that is no known container has tensors somewhere inside."""
+    if isinstance(thing, Tensor):
+        return True
+    if isinstance(thing, type) or callable(thing) or depth == 0:
+        return False
+    inside = leaves(thing) if take_apart(thing) else list(getattr(thing, "__dict__", {}).values())
+    return any(holds_tensors(item, depth - 1) for item in inside)

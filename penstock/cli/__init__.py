@@ -1,0 +1,43 @@
+"""The command `penstock`: one file per verb, thin; a verb imports what it needs when it runs: help answers fast."""
+
+from typing import Annotated
+
+import typer
+
+from penstock import __version__
+from penstock.cli import check, demo, show, simulate, trace
+from penstock.cli.records import flat
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="penstock",
+    help="Plan, prove and predict pipeline-parallel training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help needs no rich and reads the same in a file
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+for verb in (demo.demo, simulate.simulate, show.show, check.check, trace.trace):
+    app.command()(flat(verb))
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Plan, prove and predict pipeline-parallel training."""
+
+
+def main() -> None:
+    """What the installed command runs."""
+    app(prog_name="penstock")

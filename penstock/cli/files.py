@@ -1,0 +1,65 @@
+"""Files: a noun read from whatever file says it; a document written whole or not at all."""
+
+import gzip
+import os
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import FormatError, PenstockError
+
+
+def read_noun(path: Path) -> Any:
+    """The noun of a JSON document, or the Schedule or Program of a CSV or plain text."""
+    from penstock.ir import codec
+
+    try:
+        if (size := path.stat().st_size) > codec.MAX_BYTES:
+            raise FormatError("the file is too large", file=path, bytes=size, limit=codec.MAX_BYTES)
+        with path.open("rb") as file:
+            is_json = file.read(64).lstrip()[:1] == b"{"
+    except OSError as error:
+        raise FormatError("cannot read the file", file=path, reason=(error.strerror or str(error)).lower()) from None
+    return codec.load(path) if is_json else _read_orders(path)
+
+
+def _read_orders(path: Path) -> Any:
+    from penstock.ir.action import COMPUTE_KINDS
+    from penstock.ir.program import Program
+    from penstock.ir.schedule import Schedule
+
+    try:
+        program = Program.from_csv(path)
+    except PenstockError as error:
+        raise FormatError(error.problem, hint=error.hint, **{"file": path, **error.values}) from None
+    if set(program.table.kinds.tolist()) <= set(COMPUTE_KINDS):
+        return Schedule(program.placement, program.num_microbatches, program.table)
+    return program
+
+
+def write(path: Path, document: str | bytes) -> None:
+    """Write a document, compressed if the name ends in `.gz`; a file of that name stays whole until the new one is."""
+    content = document.encode() if isinstance(document, str) else document
+    if path.suffix == ".gz":
+        # No time of writing inside: equal traces make equal files.
+        content = gzip.compress(content, mtime=0)
+    check_target(path)
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)  # a device or a pipe, which nothing can take the place of
+        return
+    target = path.resolve()
+    draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
+    try:
+        draft.write_bytes(content)
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def check_target(path: Path) -> None:
+    """Refuse a file that cannot be written, before work is spent on what it would hold."""
+    if path.is_dir():
+        raise PenstockError("a directory stands where the file should go", file=path, hint=f"{path / 'NAME'}")
+    if not path.parent.is_dir():
+        raise PenstockError("the directory of the file does not exist", file=path, hint=f"mkdir -p {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PenstockError("no permission to write the file", file=path)

@@ -1,0 +1,81 @@
+"""show: any noun from a file, in the terminal."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Argument
+
+from penstock.cli.files import read_noun
+from penstock.cli.options import AsJson
+from penstock.cli.screen import look
+from penstock.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from penstock.ir.program import Program
+    from penstock.ir.schedule import Schedule
+
+File = Annotated[Path, Argument(metavar="FILE", help="JSON of any noun, or the CSV or text of a schedule or program.")]
+MOST_SHOWN = 40
+"""items of a list"""
+
+
+def show(*, file: File, as_json: AsJson = False) -> None:
+    """Show what a file holds, in the terminal.
+
+    A schedule, program, trace, plan, graph, profile, costs, cluster, or any other noun. Orders are drawn as they run
+    when every pass takes one second. With --json the noun is printed as a document that penstock reads: a CSV becomes
+    JSON.
+    """
+    from penstock.ir import codec
+    from penstock.ir.plan import Plan
+    from penstock.ir.program import Program
+    from penstock.ir.schedule import Schedule
+    from penstock.ir.trace import Trace
+
+    noun = read_noun(file)
+    if as_json:
+        typer.echo(codec.to_json(noun), nl=False)
+    elif isinstance(noun, Schedule | Program):
+        _show_orders(noun)
+    elif isinstance(noun, Trace):
+        _show_trace(noun)
+    elif isinstance(noun, Plan):
+        typer.echo(str(noun))
+    else:
+        _show_record(noun)
+
+
+def _show_orders(orders: "Schedule | Program") -> None:
+    import penstock
+
+    typer.echo(described(orders))
+    try:
+        trace = penstock.simulate(orders)
+    except ScheduleError:
+        typer.echo(f"{orders}\n\nthese orders do not run to their end; penstock check says where they block")
+    else:
+        _show_trace(trace)
+
+
+def described(orders: "Schedule | Program") -> str:
+    """The noun and its sizes in one line."""
+    return (
+        f"{type(orders).__name__}: {orders.num_ranks} ranks, {orders.num_stages} stages, "
+        f"{orders.num_microbatches} microbatches, {len(orders.table.codes)} actions"
+    )
+
+
+def _show_trace(trace: Any) -> None:
+    from penstock.views.table import Table
+    from penstock.views.terminal import Terminal
+
+    look(Terminal(color=False), trace)
+    look(Table(), {"trace": trace})
+
+
+def _show_record(noun: Any) -> None:
+    from rich.console import Console
+    from rich.pretty import Pretty
+
+    Console().print(Pretty(noun, max_length=MOST_SHOWN, expand_all=True))

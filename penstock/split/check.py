@@ -1,0 +1,81 @@
+"""Check: the stages, run in sequence, against the unsplit model: outputs, gradients and buffers."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PartitionError
+from penstock.ir.containers import leaves
+from penstock.ir.partition import Partition
+from penstock.split.sequence import Sequence
+
+_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_SEED = 7
+
+
+class Outcome(NamedTuple):
+    """All numbers that a step leaves behind, by name."""
+
+    numbers: dict[str, Tensor | None]
+
+
+def check(captured: Any, partition: Partition) -> None:
+    """Raise a PartitionError that names the first number in which the stages differ from the model.
+
+    The batch is the example with its samples in another order: what was frozen by mistake shows.
+    """
+    if captured.is_meta:
+        return
+    args, kwargs = captured.other_batch()
+    expected = _step(captured, captured.whole, args, kwargs)
+    stages = Sequence(captured, partition)
+    found = _step(captured, stages, args, kwargs)
+    for name, number in expected.numbers.items():
+        _compare(name, number, found.numbers.get(name))
+
+
+def _step(captured: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
+    """One forward and backward from a fixed seed, with everything put back afterwards."""
+    model = captured.model
+    kept = {parameter: parameter.grad for parameter in model.parameters()}
+    try:
+        for parameter in model.parameters():
+            parameter.grad = None
+        with captured.undisturbed(_SEED):
+            output = run(*args, **kwargs)
+            tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
+            _backward(run, tensors)
+            numbers: dict[str, Tensor | None] = {f"output {n}": t.detach() for n, t in enumerate(tensors)}
+            numbers |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+            numbers |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+        return Outcome(numbers)
+    finally:
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
+
+
+def _backward(run: Callable[..., Any], tensors: list[Tensor]) -> None:
+    """From fixed random gradients of all outputs that have any."""
+    generator = torch.Generator().manual_seed(_SEED)
+    gradients = {
+        place: torch.randn(tensor.shape, generator=generator).to(tensor)
+        for place, tensor in enumerate(tensors)
+        if tensor.requires_grad
+    }
+    if isinstance(run, Sequence):
+        run.backward(gradients)
+    elif gradients:
+        torch.autograd.backward([tensors[place] for place in gradients], list(gradients.values()))
+
+
+def _compare(name: str, expected: Tensor | None, found: Tensor | None) -> None:
+    if expected is None and found is None:
+        return
+    if expected is None or found is None or expected.shape != found.shape:
+        raise PartitionError("the stages differ from the model", number=name, expected=expected, found=found)
+    difference = (expected.double() - found.double()).abs().max().item() if expected.numel() else 0.0
+    scale = expected.double().abs().max().item() if expected.numel() else 0.0
+    if difference > _TOLERANCE.get(expected.dtype, 0.0) * max(scale, 1e-12) or difference != difference:
+        raise PartitionError("the stages differ from the model", number=name, difference=difference, largest=scale)

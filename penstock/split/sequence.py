@@ -1,0 +1,65 @@
+"""Sequence: stages run one after another in one process, as the unsplit model would."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from penstock.ir.partition import Partition
+from penstock.split.stage import Passage, Stage, fitted
+
+
+def split(captured: Any, partition: Partition) -> tuple[Stage, ...]:
+    """All stages of a partition."""
+    partition.check(captured.graph)
+    return tuple(Stage(captured, partition, index) for index in range(partition.num_stages))
+
+
+class Sequence:
+    """The stages of a model, called like the model; `backward` after it accumulates the model's gradients."""
+
+    def __init__(self, captured: Any, partition: Partition) -> None:
+        self.stages = split(captured, partition)
+        self._captured, self._partition = captured, partition
+        self._passages: list[Passage] = []
+        self._recording: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for this batch."""
+        recording = self._captured.recording(args, kwargs)
+        inputs = self._captured.inputs(args, kwargs)
+        self._recording, self._passages = recording, []
+        values: dict[str, Any] = {}
+        for stage in self.stages:
+            names = self._incoming(stage.index)
+            passage = Passage(stage, recording, inputs, {name: values[name] for name in names})
+            values |= passage.left
+            self._passages.append(passage)
+        return self._captured.output(recording, {**inputs, **values})
+
+    def _incoming(self, stage: int) -> tuple[str, ...]:
+        graph = self._recording.graph
+        crossings = fitted(self._partition, graph).crossings(graph)
+        return tuple(dict.fromkeys(v.name for c in crossings if c.consumer == stage for v in c.values))
+
+    def backward(self, gradients: Mapping[int, Tensor | None], is_split: bool = False) -> None:
+        """Backward of all stages, last first, from gradients of the tensors in the output, by their place in it."""
+        names = self._captured.output_names(self._recording)
+        waiting: dict[str, Tensor | None] = {}
+        for place, gradient in gradients.items():
+            _add(waiting, names[place], gradient)
+        for passage in reversed(self._passages):
+            own = {name: waiting.pop(name) for name in list(waiting) if name in passage.left}
+            returned = passage.input_grad(own) if is_split else passage.backward(own)
+            if is_split:
+                passage.weight_grad()
+            for name, gradient in returned.items():
+                if gradient is not None:
+                    _add(waiting, name, gradient)
+        self._passages = []
+
+
+def _add(gradients: dict[str, Tensor | None], name: str, gradient: Tensor | None) -> None:
+    """A value that several stages read gets the sum of what they return."""
+    kept = gradients.get(name)
+    gradients[name] = gradient if kept is None or gradient is None else kept + gradient

@@ -1,0 +1,34 @@
+"""check: orders from a file, proven."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock import lower, schedule, simulate
+from penstock.ir import codec
+from penstock.schedules import SCHEDULES
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_proven_from_its_csv(name: str, call, written) -> None:
+    result = call("check", written("orders.csv", schedule(name, 3, 5).to_csv()))
+    assert result.output.startswith("proven\nSchedule: 3 ranks")
+    assert result.exit_code == 0
+
+
+def test_a_program_is_proven_from_its_csv(call, written) -> None:
+    answer = json.loads(call("check", "--json", written("p.csv", lower(schedule("zbv", 2, 2)).to_csv())).stdout)
+    assert answer["proven"]
+    assert (answer["noun"], answer["ranks"], answer["stages"], answer["microbatches"]) == ("Program", 2, 4, 2)
+
+
+def test_the_program_inside_a_trace_is_proven(call, tmp_path: Path) -> None:
+    codec.save(simulate(schedule("1f1b", 2, 2)), tmp_path / "trace.json")
+    assert "Program: 2 ranks" in call("check", "trace.json").output
+
+
+def test_a_limit_of_what_is_in_flight_is_part_of_the_proof(call, written) -> None:
+    file = written("gpipe.csv", schedule("gpipe", 2, 4).to_csv())
+    assert call("check", file, "--in-flight", 4).exit_code == 0
+    assert "more microbatches in flight than stated" in call("check", file, "--in-flight", 3).output

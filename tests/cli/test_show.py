@@ -1,0 +1,40 @@
+"""show: any noun of a file in the terminal, or as a document."""
+
+from pathlib import Path
+
+from penstock import StageCosts, lower, schedule, simulate
+from penstock.ir import codec
+
+
+def test_a_csv_is_drawn_and_measured(call, written) -> None:
+    output = call("show", written("1f1b.csv", schedule("1f1b", 2, 2).to_csv())).output
+    assert "Schedule: 2 ranks, 2 stages, 2 microbatches, 8 actions" in output
+    assert "rank 0 F0-F1-" in output
+    assert "33.3 %" in output
+
+
+def test_orders_with_messages_are_a_program(call, written) -> None:
+    program = lower(schedule("1f1b", 2, 2))
+    assert "Program: 2 ranks" in call("show", written("program.csv", program.to_csv())).output
+
+
+def test_orders_that_block_are_shown_as_they_are(call, written) -> None:
+    result = call("show", written("blocked.csv", "0F0,0B0\n1B0,1F0\n"))
+    assert "0F0 0B0\n1B0 1F0\n" in result.output
+    assert "penstock check says where they block" in result.output
+    assert result.exit_code == 0
+
+
+def test_a_trace_is_drawn(call, tmp_path: Path) -> None:
+    codec.save(simulate(schedule("zbv", 2, 4)), tmp_path / "trace.json")
+    assert "makespan 25 s" in call("show", "trace.json").output
+
+
+def test_any_other_noun_is_printed_by_its_fields(call, tmp_path: Path) -> None:
+    codec.save(StageCosts.uniform(2, forward=3.0), tmp_path / "costs.json")
+    assert "forward=(" in call("show", "costs.json").output
+
+
+def test_a_csv_becomes_a_document_that_is_read_back_as_the_same(call, written) -> None:
+    made = schedule("zbv", 2, 3)
+    assert codec.from_json(call("show", "--json", written("zbv.csv", made.to_csv())).stdout) == made

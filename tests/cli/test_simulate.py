@@ -1,0 +1,110 @@
+"""simulate: figures for people and programs, and files."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock import Schedule, schedule
+from penstock.schedules import SCHEDULES
+
+
+def figures(call, *arguments: str) -> dict[str, dict]:
+    return {row["schedule"]: row for row in json.loads(call("simulate", *arguments, "--json").stdout)}
+
+
+def test_without_a_name_all_schedules_stand_side_by_side(call) -> None:
+    output = call("simulate").output
+    assert [line.split()[1] for line in output.splitlines()[2:]] == list(SCHEDULES)
+
+
+def test_one_schedule_is_drawn_as_well(call) -> None:
+    output = call("simulate", "1f1b", "--ranks", 2, "--microbatches", 2).output
+    assert "rank 0 F0-F1-" in output
+    assert "| 1f1b " in output
+
+
+def test_a_name_is_found_whatever_its_case_and_punctuation(call) -> None:
+    assert list(figures(call, "ZB-H1")) == ["zb_h1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "bubble"),
+    {"gpipe": 27.3, "1f1b": 27.3, "looped_bfs": 15.8, "interleaved": 15.8, "zbv": 5.9, "dualpipe_v": 11.1}.items(),
+)
+def test_json_holds_the_bubble(name: str, bubble: float, call) -> None:
+    assert round(100 * figures(call, name)[name]["bubble"], 1) == bubble
+
+
+def test_json_holds_sizes_seconds_bytes_and_causes(call) -> None:
+    row = figures(call, "zbv", "--activation-bytes", "2MiB")["zbv"]
+    assert (row["ranks"], row["stages_per_rank"], row["microbatches"]) == (4, 2, 8)
+    assert (row["makespan"], row["span_bubble"], row["in_flight"], row["peak_bytes"]) == (25.5, 0.0, 4.0, 4 * 2 * 2**20)
+    assert row["idle"].keys() == {"warm_up", "wait", "imbalance", "drain"}
+
+
+def test_seconds_are_those_of_a_rank_however_many_stages_it_holds(call) -> None:
+    rows = figures(call, "all", "--ranks", "1", "--microbatches", "5")
+    assert {row["makespan"] for row in rows.values()} == {15.0}
+
+
+def test_unequal_seconds_move_weight_gradients_into_gaps(call) -> None:
+    options = ("--forward", "1", "--input-grad", "1", "--weight-grad", "0.4", "--microbatches", "6")
+    given = figures(call, "zb_h1", *options)["zb_h1"]["makespan"]
+    assert given <= (6 + 3) * 2.4
+
+
+def test_latency_makes_a_step_longer(call) -> None:
+    fast, slow = (figures(call, "gpipe", "--latency", latency)["gpipe"]["makespan"] for latency in ("0", "0.5"))
+    assert (fast, slow) == (33, 36)
+
+
+def test_overlap_hides_half_of_a_pair(call) -> None:
+    apart, together = (figures(call, "dualpipe_v", "--overlap", x)["dualpipe_v"]["makespan"] for x in ("0", "1"))
+    assert together < apart
+
+
+def test_a_sweep_shows_every_number_of_microbatches(call) -> None:
+    rows = json.loads(call("simulate", "1f1b", "--sweep", "4,8,16", "--json").stdout)
+    assert [row["microbatches"] for row in rows] == [4, 8, 16]
+    assert "1f1b, 16 microbatches" in call("simulate", "1f1b", "--sweep", "4,16").output
+
+
+def test_on_a_terminal_the_drawing_is_coloured(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[" in call("simulate", "1f1b").output
+
+
+def test_a_number_that_is_swept_twice_is_shown_once(call) -> None:
+    rows = json.loads(call("simulate", "1f1b", "--sweep", "4,8,4", "--json").stdout)
+    assert [row["microbatches"] for row in rows] == [4, 8]
+
+
+def test_schedules_that_want_other_stages_are_left_out_of_all_and_named(call) -> None:
+    output = call("simulate", "all", "--stages-per-rank", "3").output
+    assert "left out, as they want other stages per rank: gpipe, 1f1b, zb_h1, zb_h2, zbv, v_half, v_min" in output
+    assert "| interleaved " in output
+
+
+def test_the_csv_is_the_schedule(call, tmp_path: Path) -> None:
+    call("simulate", "zbv", "--csv", "zbv.csv")
+    assert Schedule.from_csv(tmp_path / "zbv.csv") == schedule("zbv", 4, 8)
+
+
+def test_pictures_and_traces_are_written(call, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    call("simulate", "gpipe", "--svg", "a.svg", "--png", "a.png", "--memory-svg", "m.svg", "--trace", "t.json.gz")
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+    assert (tmp_path / "m.svg").read_text().startswith("<svg")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes()))["traceEvents"]
+
+
+def test_what_is_written_is_told_beside_the_json(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", "from penstock.cli import main; main()", "simulate", "--json", "--svg", "a.svg"]
+    result = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
+    assert len(json.loads(result.stdout)) == len(SCHEDULES)
+    assert result.stderr == "wrote a.svg\n"

@@ -1,0 +1,91 @@
+"""Cuts by number, by lists of modules, and before or after modules."""
+
+import pytest
+
+from penstock.errors import PartitionError
+from penstock.ir.graph import Graph, Node, StorageGroup, TensorSpec, Value
+from penstock.partitioners import PARTITIONERS, by_modules, cut_after, cut_before, uniform
+
+SPEC = TensorSpec((2, 3), requires_grad=True)
+
+
+def chain(*names, storage=()):
+    """Nodes that read each other in turn; those with a point in their name have parameters."""
+    nodes, last = [], "x"
+    for name in names:
+        parameters = (f"{name}.weight",) if "." in name else ()
+        nodes.append(Node(name, (last,), (Value(name, SPEC),), parameters, module=name.partition("/")[0]))
+        last = name
+    parameters = tuple(Value(p, SPEC) for node in nodes for p in node.parameters)
+    return Graph(tuple(nodes), (Value("x", SPEC),), (last,), parameters, storage=storage)
+
+
+GRAPH = chain("m.a", "m.b", "/mul", "m.c", "m.d")
+
+
+def test_uniform_puts_equal_numbers_of_weighty_nodes_into_stages():
+    assert uniform(GRAPH, 2).stages == (("m.a", "m.b"), ("/mul", "m.c", "m.d")) or uniform(GRAPH, 2).stages == (
+        ("m.a", "m.b", "/mul"),
+        ("m.c", "m.d"),
+    )
+
+
+@pytest.mark.parametrize("name", PARTITIONERS)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
+def test_every_partitioner_makes_as_many_stages_as_asked(name, stages):
+    partition = PARTITIONERS[name](GRAPH, stages)
+    assert partition.num_stages == stages
+    partition.check(GRAPH)
+
+
+def test_more_stages_than_places_to_cut_are_refused():
+    with pytest.raises(PartitionError, match=r"fewer places to cut than asked for \(places: 4, stages: 6\)"):
+        uniform(GRAPH, 6)
+
+
+def test_no_stage_is_refused():
+    with pytest.raises(PartitionError, match="must be 1 or more"):
+        uniform(GRAPH, 0)
+
+
+def test_memory_that_is_written_later_is_not_cut():
+    graph = chain("m.a", "m.b", "/add_", "m.c", storage=(StorageGroup(("m.b", "/add_"), ("/add_",)),))
+    assert uniform(graph, 3).stages == (("m.a",), ("m.b", "/add_"), ("m.c",))
+
+
+def test_lists_of_modules_say_which_stage_each_is_in():
+    assert by_modules(GRAPH, [["m.a"], ["m.b", "m.c", "m.d"]]).stages == (("m.a",), ("m.b", "/mul", "m.c", "m.d"))
+
+
+def test_a_parent_stands_for_its_parts():
+    assert by_modules(GRAPH, [["m"]]).num_stages == 1
+
+
+@pytest.mark.parametrize(
+    ("stages", "problem"),
+    [
+        ([["m.a"], ["m.b", "m.c"]], r"a module with parameters is in no stage \(module: m.d"),
+        ([["m.a", "m.bb"], ["m.c", "m.d"]], r"no such module \(name: 'm.bb'\)\ntry: did you mean 'm.b'"),
+        ([["m.a", "m.b"], []], r"an empty stage \(stage: 1\)"),
+        ([["m.a", "m.b"], ["m.b", "m.c", "m.d"]], r"a module in two stages \(module: 'm.b', stages: \(0, 1\)\)"),
+    ],
+)
+def test_bad_lists_are_refused_with_the_names(stages, problem):
+    with pytest.raises(PartitionError, match=problem):
+        by_modules(GRAPH, stages)
+
+
+def test_a_stage_that_reads_a_later_one_is_refused():
+    partition = by_modules(GRAPH, [["m.b", "m.c", "m.d"], ["m.a"]])
+    with pytest.raises(PartitionError, match="reads a value of a later stage"):
+        partition.check(GRAPH)
+
+
+def test_cuts_before_and_after_modules():
+    assert cut_before(GRAPH, ["m.c"]).stages == (("m.a", "m.b", "/mul"), ("m.c", "m.d"))
+    assert cut_after(GRAPH, ["m.a", "m.c"]).stages == (("m.a",), ("m.b", "/mul", "m.c"), ("m.d",))
+
+
+def test_a_cut_at_the_very_end_is_refused():
+    with pytest.raises(PartitionError, match="an empty stage"):
+        cut_after(GRAPH, ["m.d"])

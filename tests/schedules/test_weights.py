@@ -1,0 +1,76 @@
+"""refill: weight gradients move into gaps, everything else stays in order."""
+
+from penstock.ir.action import Kind
+from penstock.ir.costs import StageCosts
+from penstock.ir.schedule import Schedule
+from penstock.ir.timing import makespan
+from penstock.passes import verify
+from penstock.schedules import build
+from penstock.schedules.weights import refill
+
+WAITING = """
+0F0 0F1 0I0 0I1 0W0 0W1
+1F0 1F1 1I0 1I1 1W0 1W1
+""".strip()
+
+
+def without_weights(schedule):
+    return [[str(action) for action in order if action.kind is not Kind.WEIGHT_GRAD] for order in schedule.orders]
+
+
+def test_a_rank_that_would_wait_runs_a_weight_gradient_instead():
+    # Rank 0 waits three seconds for the gradient of microbatch 1, with the weight gradient of microbatch 0 at hand.
+    costs = StageCosts(forward=(1, 1), input_grad=(1, 3), weight_grad=(2, 1))
+    filled = refill(Schedule.from_csv(WAITING), costs)
+    assert str(filled).splitlines()[0] == "0F0 0F1 0I0 0W0 0I1 0W1"
+    assert (makespan(Schedule.from_csv(WAITING), costs), makespan(filled, costs)) == (14.0, 12.0)
+
+
+def test_forwards_and_input_gradients_keep_their_order():
+    costs = StageCosts((1, 3, 2, 1), (2, 1, 1, 3), (3, 2, 1, 1))
+    plain = build("zb_h1", 4, 8)
+    assert without_weights(refill(plain, costs)) == without_weights(plain)
+
+
+def test_what_cannot_get_faster_is_the_same_schedule():
+    plain = build("zb_h2", 4, 8)
+    assert refill(plain, StageCosts.uniform(4)) == plain
+
+
+def test_a_full_rank_runs_weight_gradients_before_the_next_forward():
+    # Forwards cost nothing, so a rank without a limit would run them all at once.
+    costs = StageCosts((0, 0), (1, 1), (1, 1), activation_bytes=(1, 1))
+    verify(refill(build("zb_h1", 2, 6), costs), in_flight=2)
+
+
+def test_stages_that_hold_nothing_are_still_run_in_order():
+    costs = StageCosts((3, 3, 3, 3), (3, 1, 1, 3), (3, 2, 1, 1), activation_bytes=(1, 0, 0, 0))
+    verify(refill(build("zbv", 2, 2), costs))
+
+
+def test_what_an_input_gradient_gives_back_is_not_counted_as_held():
+    # Stage 3 keeps nothing for its weight gradients: putting them off makes no room for another forward.
+    costs = StageCosts(
+        forward=(2, 1, 2, 3),
+        input_grad=(2, 3, 1, 2),
+        weight_grad=(3, 1, 2, 1),
+        activation_bytes=(2, 1, 4, 4),
+        weight_grad_bytes=(1, 1, 4, 0),
+    )
+    plain = build("interleaved_zb", 2, 4)
+    assert [peak(plain, costs, rank) for rank in (0, 1)] == [12, 7]
+    assert [peak(refill(plain, costs), costs, rank) for rank in (0, 1)] == [12, 7]
+
+
+def peak(schedule, costs, rank):
+    kept, late = costs.activation_bytes, costs.weight_grad_bytes
+    change = {
+        Kind.FORWARD: lambda stage: kept[stage],
+        Kind.INPUT_GRAD: lambda stage: late[stage] - kept[stage],
+        Kind.WEIGHT_GRAD: lambda stage: -late[stage],
+    }
+    held, most = 0, 0
+    for action in schedule.orders[rank]:
+        held += change[action.kind](action.stage)
+        most = max(most, held)
+    return most

@@ -1,0 +1,249 @@
+"""The documents say what the code does: commands and Python blocks run, tables, grids and pictures are compared.
+
+A failing comparison shows what the document should say; copy it from there.
+"""
+
+import ast
+import inspect
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import penstock
+from penstock.cli import app
+from penstock.schedules import SCHEDULES
+from penstock.views.grid import Grid
+from penstock.views.summary import summary
+from penstock.views.units import figure, percent_text
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DOCS = REPOSITORY / "docs"
+README, CONTRIBUTING = REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"
+PAGES = sorted((*REPOSITORY.glob("*.md"), *DOCS.glob("*.md")))
+EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """The fenced blocks of that language in a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text_of(path), re.MULTILINE | re.DOTALL)
+
+
+def commands(path: Path) -> list[str]:
+    """The lines of the console blocks of a page, without comments."""
+    lines = "".join(blocks(path, "console")).splitlines()
+    return [line.split("#")[0].strip() for line in lines if line.split("#")[0].strip()]
+
+
+def call(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), prog_name="penstock", env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+# ---------------------------------------------------------------------------------------------------------- commands
+
+
+def test_every_command_in_the_documents_is_of_a_kind_that_is_checked() -> None:
+    found = {command.split()[0] for page in PAGES for command in commands(page)}
+    assert found == {"make", "penstock", ".venv/bin/python"}
+
+
+@pytest.mark.parametrize("page", [README, CONTRIBUTING, DOCS / "index.md"], ids=lambda page: page.name)
+def test_make_targets_exist(page: Path) -> None:
+    makefile = text_of(REPOSITORY / "Makefile")
+    targets = {word for command in commands(page) if command.startswith("make ") for word in command.split()[1:]}
+    assert targets
+    assert {target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)} == set()
+
+
+def test_the_commands_of_the_readme_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ours = [shlex.split(command)[1:] for command in commands(README) if command.startswith("penstock ")]
+    assert len(ours) > 4
+    for arguments in ours:
+        call(*arguments)
+
+
+def test_paths_in_the_commands_of_contributing_exist() -> None:
+    words = [word for command in commands(CONTRIBUTING) for word in command.split() if word.startswith("tests/")]
+    assert words
+    assert [word for word in words if not (REPOSITORY / word).exists()] == []
+
+
+# ------------------------------------------------------------------------------------------------ Python and examples
+
+
+def run_python(code: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the code prints."""
+    (directory / "block.py").write_text(code, encoding="utf-8")
+    runpy.run_path(str(directory / "block.py"), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_the_python_of_the_readme_prints_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,), (output,) = blocks(README, "python"), blocks(README, "text")
+    assert run_python(code, tmp_path, capsys) == output
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_python_block_runs(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for code in blocks(page, "python"):
+        run_python(code, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_runs_and_is_short(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(example), run_name="__main__")
+    assert capsys.readouterr().out
+    assert len(text_of(example).splitlines()) < 80
+
+
+def test_the_refusal_shown_in_semantics_is_a_real_one(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(REPOSITORY / "examples" / "own_schedule.py"), run_name="__main__")
+    (refusal,) = blocks(DOCS / "semantics.md", "text")
+    assert refusal in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------- grids and pictures
+
+
+def simulated(name: str, ranks: int, microbatches: int) -> "penstock.Trace":
+    return penstock.simulate(penstock.schedule(name, ranks, microbatches))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_grid_in_a_docstring_is_the_simulated_one(name: str) -> None:
+    docstring = ast.get_docstring(ast.parse(inspect.getsource(inspect.getmodule(SCHEDULES[name])))) or ""
+    found = re.search(r"^For (\d+) ranks and (\d+) microbatches:\n\n((?:    .*\n?)+)$", docstring, re.MULTILINE)
+    ranks, microbatches = (int(found[1]), int(found[2])) if found else (3, 4)
+    expected = Grid()(simulated(name, ranks, microbatches))
+    shown = textwrap.dedent(found[3]).strip() if found else f'add to the docstring: "For {ranks} ranks and ..."'
+    assert shown == expected
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_picture_of_a_schedule_is_the_simulated_one(name: str, tmp_path: Path) -> None:
+    call("simulate", name, "--svg", str(tmp_path / "new.svg"))
+    drawn = DOCS / "pictures" / f"{name}.svg"
+    is_same = drawn.exists() and text_of(drawn) == text_of(tmp_path / "new.svg")
+    assert is_same, f"penstock simulate {name} --svg docs/pictures/{name}.svg"
+
+
+def test_the_picture_of_memory_is_the_simulated_one(tmp_path: Path) -> None:
+    call("simulate", "zb_h2", "--memory-svg", str(tmp_path / "new.svg"))
+    is_same = text_of(DOCS / "pictures" / "memory.svg") == text_of(tmp_path / "new.svg")
+    assert is_same, "penstock simulate zb_h2 --memory-svg docs/pictures/memory.svg"
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+
+def rows(path: Path, first_header: str) -> list[dict[str, str]]:
+    """The rows of the Markdown table whose first header is given."""
+    lines = [line for line in text_of(path).splitlines() if line.startswith("|")]
+    start = next(number for number, line in enumerate(lines) if line.startswith(f"| {first_header} |"))
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:]]
+    names = cells[0]
+    return [dict(zip(names, row, strict=True)) for row in cells[2:] if len(row) == len(names)]
+
+
+def test_the_readme_lists_every_schedule_with_its_simulated_figures() -> None:
+    stated = {row["name"].strip("`"): (row["bubble"], row["in flight"]) for row in rows(README, "name")}
+    found = {name: summary(simulated(name, 4, 8)) for name in SCHEDULES}
+    assert stated == {name: (percent_text(each.bubble), figure(each.in_flight, 3)) for name, each in found.items()}
+
+
+@pytest.mark.parametrize(("name", "share"), [("v_half", 1 / 2), ("v_min", 2 / 3)])
+def test_the_idle_time_that_the_readme_gives_as_about_a_share_of_1f1b_is_about_that(name: str, share: float) -> None:
+    work, stages_per_rank = 3 * 64, 2
+    idle = {each: simulated(each, 16, 64).makespan for each in ("1f1b", name)}
+    ratio = (idle[name] / stages_per_rank - work) / (idle["1f1b"] - work)
+    assert ratio == pytest.approx(share, abs=0.05)
+
+
+def test_the_readme_states_the_stages_per_rank() -> None:
+    stated = {row["name"].strip("`"): row["v"] for row in rows(README, "name")}
+    assert stated == {name: "/".join(map(str, member.choices)) or "any" for name, member in SCHEDULES.items()}
+
+
+def test_the_page_of_schedules_has_a_section_for_each() -> None:
+    assert re.findall(r"^## (\S+)$", text_of(DOCS / "schedules.md"), re.MULTILINE) == list(SCHEDULES)
+
+
+def test_the_architecture_names_every_room() -> None:
+    named = {row["room"].strip("`") for row in rows(DOCS / "architecture.md", "room")}
+    rooms = {path.parent.name for path in (REPOSITORY / "penstock").glob("*/__init__.py")}
+    assert rooms - named == set()
+
+
+# ------------------------------------------------------------------------------------------------- help, links, words
+
+
+def plain(text: str) -> str:
+    """Words only: versions of typer differ in brackets, in the names of types and in where lines break."""
+    return " ".join(re.sub(r"<\w+>|[\[\]{}]", " ", text).split())
+
+
+@pytest.mark.parametrize("verb", ["", *(command.callback.__name__ for command in app.registered_commands)])
+def test_the_help_in_the_documents_is_the_real_one(verb: str) -> None:
+    real = call(*filter(None, (verb, "--help")))
+    shown = [plain(block) for block in blocks(DOCS / "cli.md", "text")]
+    assert plain(real) in shown, f"docs/cli.md should hold\n\n{real}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", text_of(page))
+    included = re.findall(r"^```\{include\} (\S+)", text_of(page), re.MULTILINE)
+    local = [target.split("#")[0] for target in (*links, *included) if not re.match(r"[a-z]+://|#", target)]
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    written = re.findall(r"`((?:penstock|tests|docs|examples)/[\w/]+\.\w+)`", text_of(page))
+    missing = {name for name in written if not (REPOSITORY / name).exists()}
+    assert missing <= {"penstock/schedules/flush.py", "penstock/cli/verb.py"}  # which the recipes tell to write
+
+
+# ---------------------------------------------------------------------------------------------------------- recipes
+
+
+def test_the_recipe_for_a_schedule_works_as_written(tmp_path: Path) -> None:
+    """Follow it in a copy, then run on the new schedule whatever tests run over the table."""
+    for part in ("penstock", "tests", "docs"):
+        shutil.copytree(REPOSITORY / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__", "_build"))
+    for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    (code,), (change,) = blocks(CONTRIBUTING, "python"), blocks(CONTRIBUTING, "diff")
+    new_import, new_line = (line.removeprefix("+") for line in change.splitlines())
+    (tmp_path / "penstock" / "schedules" / "flush.py").write_text(code, encoding="utf-8")
+    table = tmp_path / "penstock" / "schedules" / "__init__.py"
+    after = next(line for line in text_of(table).splitlines() if line.startswith("from penstock.schedules.gpipe"))
+    edited = text_of(table).replace(after, f"{new_import}\n{after}").replace("\n}", f"\n{new_line}\n}}", 1)
+    table.write_text(edited, encoding="utf-8")
+
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    picture = ["simulate", "flush", "--svg", "docs/pictures/flush.svg"]
+    drawn = subprocess.run([sys.executable, "-c", "from penstock.cli import main; main()", *picture], **options)
+    assert drawn.returncode == 0, drawn.stderr
+    linted = subprocess.run([sys.executable, "-m", "ruff", "check", table.parent / "flush.py", table], **options)
+    assert linted.returncode == 0, linted.stdout
+    checks = ["tests/test_documents.py", "tests/schedules", "tests/cli/test_check.py", "-k", "flush"]
+    tested = subprocess.run([sys.executable, "-m", "pytest", "-q", *checks], **options)
+    assert tested.returncode == 0, tested.stdout
+    assert int(re.search(r"(\d+) passed", tested.stdout)[1]) >= 3
