@@ -30,7 +30,7 @@ class Book:
 
     def __init__(self, model: nn.Module) -> None:
         self.state = {id(tensor): name for name, tensor in model.named_parameters()}
-        self.state |= {id(tensor): name for name, tensor in model.named_buffers()}
+        self.state |= {id(tensor): name for name, tensor in other_state(model).items()}
         self.specs: dict[str, TensorSpec] = {}
         self.memory: dict[str, int] = {}
         self._named: dict[int, tuple[Tensor, str]] = {}
@@ -62,6 +62,15 @@ class Book:
         """The leaf inside which a tensor that is no value was made."""
         reference, leaf = self._inside.get(id(tensor), (None, None))
         return leaf if reference is not None and reference() is tensor else None
+
+
+def other_state(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers, and tensors that modules hold as plain attributes."""
+    found = dict(model.named_buffers())
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        found |= {prefix + name: thing for name, thing in vars(module).items() if isinstance(thing, Tensor)}
+    return found
 
 
 def home_of(model: nn.Module) -> torch.device:

@@ -16,9 +16,9 @@ def watched_modules(model: nn.Module, handler: Handler) -> Iterator[None]:
 
     `__call__` is replaced on every class that defines it, as some override it, and put back at the end.
     """
-    owners = {
-        owner for module in model.modules() for owner in type(module).__mro__ if "__call__" in vars(owner)
-    } - {object}
+    owners = {owner for module in model.modules() for owner in type(module).__mro__ if "__call__" in vars(owner)} - {
+        object
+    }
     saved = {owner: vars(owner)["__call__"] for owner in owners}
     try:
         for owner, original in saved.items():

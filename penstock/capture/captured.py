@@ -1,7 +1,7 @@
 """Captured: a model, its graph, and one recording for every form of batch met so far."""
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,13 +16,15 @@ from penstock.capture.surroundings import undisturbed
 from penstock.errors import CaptureError
 from penstock.ir.containers import named_inputs, transform
 from penstock.ir.graph import Graph
-from penstock.ir.record import leaf_names
+from penstock.ir.record import Call, leaf_names
 
 
 class Captured:
     """A model that can be played call by call; `graph` is that of the example batch."""
 
-    def __init__(self, model: nn.Module, granularity: Granularity, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, granularity: Granularity, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.model = model
         self.example = (args, kwargs)
         self._granularity = granularity
@@ -71,7 +73,9 @@ class Captured:
         """Whether all that the record read from the inputs reads the same in this batch."""
         free = [node.name for node in recording.graph.nodes if node.from_inputs]
         try:
-            Replay(recording, free, self.model, ()).run(self.inputs(args, kwargs))
+            inputs = self.inputs(args, kwargs)
+            own = {name: leaf.clone() if name in recording.graph.written else leaf for name, leaf in inputs.items()}
+            Replay(recording, free, self.model, ()).run(own)
         except CaptureError:
             return False
         return True
@@ -81,9 +85,17 @@ class Captured:
         found = named_inputs(self.model.forward, args, without_cache(self.model, kwargs))
         return {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
 
-    def replay(self, recording: Recording, nodes: Collection[str], modules: nn.Module, wanted: Collection[str]) -> Replay:
+    def replay(
+        self, recording: Recording, nodes: Collection[str], modules: nn.Module, wanted: Collection[str]
+    ) -> Replay:
         """Some calls of a recording, prepared to run on modules that have the same names."""
         return Replay(recording, nodes, modules, wanted)
+
+    def leaf_modules(self, nodes: Iterable[str]) -> list[str]:
+        """The modules that some nodes are calls of."""
+        assert self._first is not None
+        calls = {step.name: step for step in self._first.record.steps if isinstance(step, Call)}
+        return [calls[name].target for name in nodes if calls[name].is_module]
 
     def output_names(self, recording: Recording) -> tuple[str, ...]:
         """The values among the leaves of what the model returns, in their order; "" for a parameter or buffer."""
@@ -119,7 +131,7 @@ def capture(
 
 
 def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Hugging Face models keep keys and values for generation unless told not to; a training step has no use for them."""
+    """Hugging Face models keep keys and values for generation unless told not to; training has no use for them."""
     uses_cache = getattr(getattr(model, "config", None), "use_cache", False)
     if not uses_cache or kwargs.get("use_cache") is not None:
         return kwargs

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from penstock.capture.book import Book, spec_of
+from penstock.capture.book import Book, other_state, spec_of
 from penstock.capture.recorder import Note
 from penstock.ir.graph import Graph, Node, StorageGroup, Value
 from penstock.ir.record import Call, Record, refs, states
@@ -13,7 +13,7 @@ from penstock.ir.record import Call, Record, refs, states
 def graph_of(model: nn.Module, record: Record, book: Book, notes: Mapping[str, Note]) -> Graph:
     """Nodes are the calls; values, parameters and buffers go by their names."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers())
+    buffers = other_state(model)
     calls = [step for step in record.steps if isinstance(step, Call)]
     free = set(record.inputs)
     nodes = []
@@ -30,7 +30,7 @@ def graph_of(model: nn.Module, record: Record, book: Book, notes: Mapping[str, N
         tuple(Value(name, spec_of(tensor)) for name, tensor in parameters.items()),
         tuple(Value(name, spec_of(tensor)) for name, tensor in buffers.items()),
         _tied(parameters),
-        _storage(calls, book, nodes),
+        _storage(calls, book, record.inputs, nodes),
     )
 
 
@@ -69,11 +69,12 @@ def _tied(parameters: Mapping[str, nn.Parameter]) -> tuple[tuple[str, ...], ...]
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
-def _storage(calls: Iterable[Call], book: Book, nodes: Iterable[Node]) -> tuple[StorageGroup, ...]:
+def _storage(
+    calls: Iterable[Call], book: Book, inputs: Iterable[str], nodes: Iterable[Node]
+) -> tuple[StorageGroup, ...]:
     groups: dict[int, list[str]] = {}
-    for node in nodes:
-        for value in node.makes:
-            groups.setdefault(book.memory[value.name], []).append(value.name)
+    for name in (*inputs, *(value.name for node in nodes for value in node.makes)):
+        groups.setdefault(book.memory[name], []).append(name)
     writers: dict[int, list[str]] = {}
     for call in calls:
         for memory in {book.memory[new] for new, _ in call.writes}:

@@ -1,4 +1,4 @@
-"""Leaves: which modules stay whole in a record, and which are opened so that what happens between their parts is seen."""
+"""Leaves: which modules stay whole in a record, and which are opened to see what happens between their parts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,8 +14,8 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 class Granularity:
     """How far modules are opened.
 
-    By default the elements of the outermost lists of modules are leaves, and so are torch's own modules and modules with
-    parameters but no parts. With `depth`, every module so many levels down is a leaf. `basic_blocks`, names or classes,
+    By default the elements of the outermost lists of modules are leaves, and so are torch's own modules and modules
+    with parameters but no parts. With `depth`, every module so many levels down is a leaf. `basic_blocks`, names or classes,
     are leaves wherever they are; `opened` never are.
     """
 
@@ -38,7 +38,9 @@ class Granularity:
         names, classes = dict(model.named_modules()), {type(module) for module in model.modules()}
         for block in self.basic_blocks:
             if block not in names and block not in classes and block not in {kind.__name__ for kind in classes}:
-                raise CaptureError("no module of this name or class", basic_block=block, hint="a name of named_modules()")
+                raise CaptureError(
+                    "no module of this name or class", basic_block=block, hint="a name of named_modules()"
+                )
         if self.depth is not None and self.depth < 1:
             raise CaptureError("depth must be 1 or more: the model itself is no part of it", depth=self.depth)
 
@@ -59,11 +61,11 @@ class Granularity:
             return True
         if self.depth is not None:
             return level >= self.depth
-        if not path or isinstance(module, _CONTAINERS) and not in_list:
+        if not path or (isinstance(module, _CONTAINERS) and not in_list):
             return False
         if in_list:
             return True
         has_parameters = any(True for _ in module.parameters(recurse=False))
         is_plain = not any(isinstance(part, _CONTAINERS) for part in module.modules())
         is_torchs = type(module).__module__.startswith("torch.nn") and is_plain
-        return is_torchs or has_parameters and not any(True for _ in module.children())
+        return is_torchs or (has_parameters and not any(True for _ in module.children()))

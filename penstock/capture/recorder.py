@@ -5,24 +5,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.ir.containers import leaves, transform
-from penstock.ir.record import Call, Guard, Mood, Ref, State
 from penstock.capture.book import Book
 from penstock.capture.trees import Apply, Trees, short_name
+from penstock.ir.containers import leaves, transform
+from penstock.ir.record import Call, Guard, Mood, Ref, State
 
 _METADATA = frozenset(
-    "shape dtype device ndim requires_grad is_cuda is_cpu is_meta layout is_leaf grad_fn is_sparse is_quantized is_nested "
-    "names itemsize nbytes is_mkldnn is_mps is_xpu is_xla is_ipu is_maia is_vulkan is_mtia output_nr _version grad".split()
+    """shape dtype device ndim requires_grad is_cuda is_cpu is_meta layout is_leaf grad_fn is_sparse is_quantized is_nested
+    names itemsize nbytes is_mkldnn is_mps is_xpu is_xla is_ipu is_maia is_vulkan is_mtia output_nr _version
+    grad""".split()
 )
 _METADATA_CALLS = frozenset(
-    "size dim numel stride is_contiguous is_floating_point is_complex element_size get_device storage_offset ndimension "
-    "__len__ is_inference is_signed data_ptr nelement untyped_storage type is_conj is_neg is_same_size result_type "
-    "can_cast promote_types is_tensor __format__ __repr__ __hash__ is_pinned is_shared".split()
+    """size dim numel stride is_contiguous is_floating_point is_complex element_size get_device storage_offset
+    ndimension __len__ is_inference is_signed data_ptr nelement untyped_storage type is_conj is_neg is_same_size
+    result_type can_cast promote_types is_tensor __format__ __repr__ __hash__ is_pinned is_shared""".split()
 )
+_EFFECTS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
+"""calls that make nothing and matter all the same"""
 
 
 class OpenLeaf(Exception):  # noqa: N818
@@ -179,6 +183,11 @@ class Recorder(TorchFunctionMode):
 
     def _nothing_made(self, target: Any, tree: Any, result: Any, has_tensors: bool) -> Any:
         """A call that made no tensor: a Python value read from tensors is a guard."""
+        if short_name(target) in _EFFECTS:
+            name = self.page.fresh(self._call_name(target))
+            self.page.steps.append(Call(name, self.trees.key(target), False, *tree, ()))
+            self.page.notes[name] = Note(self.scopes[-1] if self.scopes else "", short_name(target), False, True)
+            return result
         if not has_tensors or result is None or isinstance(target, nn.Module):
             return result
         scope = self.scopes[-1] if self.scopes else ""
@@ -251,11 +260,9 @@ class Expected:
 
     def agrees(self, found: Any) -> bool:
         """Whether the same was read again."""
-        try:
-            return bool(type(found) is type(self.value) and found == self.value)
-        except ValueError:
-            # Arrays compare element by element.
-            return repr(found) == repr(self.value)
+        if isinstance(self.value, np.ndarray):
+            return np.array_equal(found, self.value, equal_nan=True)
+        return type(found) is type(self.value) and bool(found == self.value)
 
 
 def _is_metadata(func: Any) -> bool:
@@ -282,4 +289,3 @@ def _off_meta(leaf: object) -> object:
 
 def _to_meta(leaf: object) -> object:
     return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
-

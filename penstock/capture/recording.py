@@ -32,7 +32,9 @@ class Recording:
     """the device of the model when it was recorded"""
 
 
-def make_recording(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], granularity: Granularity) -> Recording:
+def make_recording(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], granularity: Granularity
+) -> Recording:
     """Run the model twice on the batch, from different seeds, and write down what happens."""
     first = _record_opening(model, args, kwargs, granularity, _SEEDS[0])
     second = _record_opening(model, args, kwargs, first.granularity, _SEEDS[1])
@@ -61,7 +63,9 @@ def _record_once(
     recorder = Recorder(model, set(granularity.leaves(model)))
     # The same tensor given twice is two inputs: in another batch they may differ.
     args, kwargs = transform(args, _own), transform(kwargs, _own)
-    inputs = [(name, leaf) for name, leaf in named_inputs(model.forward, args, kwargs).items() if isinstance(leaf, Tensor)]
+    inputs = [
+        (name, leaf) for name, leaf in named_inputs(model.forward, args, kwargs).items() if isinstance(leaf, Tensor)
+    ]
     for name, tensor in inputs:
         recorder.book.add(tensor, name)
     with undisturbed(model, seed):
@@ -79,7 +83,8 @@ def _record_once(
 
 
 def _own(leaf: object) -> object:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+    """The model may write into its inputs; those of the user stay as they are."""
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _check_same(first: Recording, second: Recording) -> None:

@@ -20,7 +20,9 @@ Getter = Callable[[Values], Any]
 class Replay:
     """Steps that read and write values by name."""
 
-    def __init__(self, recording: Recording, nodes: Collection[str], modules: nn.Module, wanted: Collection[str]) -> None:
+    def __init__(
+        self, recording: Recording, nodes: Collection[str], modules: nn.Module, wanted: Collection[str]
+    ) -> None:
         self._recording, self._modules = recording, modules
         chosen = [step for step in recording.record.steps if self._belongs(step, set(nodes))]
         self._keep = set(wanted)
@@ -38,7 +40,7 @@ class Replay:
             return step.name in nodes
         makers = self._recording.graph.makers
         known = nodes | set(self._recording.record.inputs)
-        return all(value in known or value in makers and makers[value].name in nodes for value in _reads(step))
+        return all(value in known or (value in makers and makers[value].name in nodes) for value in _reads(step))
 
     def _prepared(self, steps: list[Call | Guard]) -> Iterator[Step]:
         last: dict[str, int] = {}
@@ -129,7 +131,7 @@ def output_of(recording: Recording, values: Values, modules: nn.Module) -> Any:
 
 
 def _varies(tree: Tree) -> bool:
-    return isinstance(tree, Ref | State | Live) or isinstance(tree, Pack) and any(map(_varies, tree.items))
+    return isinstance(tree, Ref | State | Live) or (isinstance(tree, Pack) and any(map(_varies, tree.items)))
 
 
 def _reads(step: Call | Guard) -> tuple[str, ...]:

@@ -58,7 +58,10 @@ class Trees:
         if found is not None:
             return found
         raise CaptureError(
-            "a tensor of unknown origin is used", shape=tuple(tensor.shape), dtype=tensor.dtype, where=where,
+            "a tensor of unknown origin is used",
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            where=where,
             hint="make it a buffer (register_buffer), or keep the module whole (basic_blocks)",
         )
 

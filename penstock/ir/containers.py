@@ -34,7 +34,7 @@ def take_apart(thing: object) -> Parts | None:
     return None
 
 
-def put_together(kind: type, keys: Sequence[Any], items: Sequence[Any]) -> Any:
+def put_together(kind: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:
     """The container of these parts."""
     if kind in (list, tuple, slice):
         return kind(items) if kind is not slice else slice(*items)

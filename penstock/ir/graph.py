@@ -162,6 +162,11 @@ class Graph:
         return {value.name: node for node in self.nodes for value in node.makes}
 
     @cached_property
+    def written(self) -> frozenset[str]:
+        """The values whose memory is written in place: whoever is given one needs a copy of its own."""
+        return frozenset(value for group in self.storage if group.writers for value in group.values)
+
+    @cached_property
     def edges(self) -> tuple[Edge, ...]:
         """Every value that goes from a node to a node, in the order of the readers; inputs are no edges."""
         return tuple(

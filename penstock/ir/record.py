@@ -5,7 +5,7 @@ constants that text cannot hold go by keys into a *live* table that travels besi
 """
 
 from dataclasses import dataclass, field
-from typing import TypeAlias, Union
+from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Pack:
     items: tuple["Tree", ...]
 
 
-Tree: TypeAlias = Union[Ref, State, Live, Pack, None, bool, int, float, str]
+Tree: TypeAlias = Ref | State | Live | Pack | bool | int | float | str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """Contiguous: stages as consecutive runs of nodes, cut only where the graph allows it."""
 
+from itertools import pairwise
+
 from penstock.errors import PartitionError
 from penstock.ir.graph import Graph
 from penstock.ir.partition import Partition
@@ -28,4 +30,4 @@ def cut_at(graph: Graph, places: list[int]) -> Partition:
     bounds = [0, *sorted(places), len(names)]
     if len(set(bounds)) < len(bounds):
         raise PartitionError("an empty stage", cuts=sorted(places), nodes=len(names))
-    return Partition(tuple(tuple(names[low:high]) for low, high in zip(bounds, bounds[1:], strict=False)))
+    return Partition(tuple(tuple(names[low:high]) for low, high in pairwise(bounds)))

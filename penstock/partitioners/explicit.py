@@ -24,12 +24,12 @@ def by_modules(graph: Graph, stages: Sequence[Sequence[str]]) -> Partition:
         read = [placed[graph.makers[value].name] for value in node.reads if value in graph.makers]
         if named is None and node.parameters:
             raise PartitionError(
-                "a module with parameters is in no stage", module=node.module or node.name, parameters=node.parameters[:3]
+                "a module with parameters is in no stage",
+                module=node.module or node.name,
+                parameters=node.parameters[:3],
             )
         placed[node.name] = named if named is not None else max(read, default=0)
-    return Partition(
-        tuple(tuple(name for name, at in placed.items() if at == stage) for stage in range(len(stages)))
-    )
+    return Partition(tuple(tuple(name for name, at in placed.items() if at == stage) for stage in range(len(stages))))
 
 
 def cut_before(graph: Graph, modules: Sequence[str]) -> Partition:
@@ -57,7 +57,7 @@ def _owners(graph: Graph, stages: Sequence[Sequence[str]]) -> dict[str, int]:
 
 def _named(node: Node, owner: dict[str, int]) -> int | None:
     """The stage of the innermost named module that the node is part of."""
-    words = node.name.partition("/")[0].partition("@")[0].split(".")
+    words = node.module.split(".")
     for length in range(len(words), 0, -1):
         if (name := ".".join(words[:length])) in owner:
             return owner[name]
@@ -74,12 +74,10 @@ def _last_place(graph: Graph, module: str) -> int:
 
 def _places(graph: Graph, module: str) -> list[int]:
     found = [
-        place
-        for place, node in enumerate(graph.nodes)
-        if node.name == module or node.name.startswith((f"{module}.", f"{module}/", f"{module}@"))
+        place for place, node in enumerate(graph.nodes) if node.module == module or node.module.startswith(f"{module}.")
     ]
     if not found:
-        names = {node.name.partition("/")[0] for node in graph.nodes}
+        names = {node.module for node in graph.nodes}
         close = get_close_matches(module, sorted(names), n=1)
         raise PartitionError("no such module", name=repr(module), hint=f"did you mean {close[0]!r}" if close else "")
     return found

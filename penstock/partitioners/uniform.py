@@ -24,7 +24,9 @@ def uniform(graph: Graph, num_stages: int) -> Partition:
         # Leave room for the cuts that are still to come.
         free = free[: len(free) - (num_stages - 1 - number)]
         if not free:
-            raise PartitionError("the graph has fewer places to cut than asked for", places=len(allowed), stages=num_stages)
+            raise PartitionError(
+                "the graph has fewer places to cut than asked for", places=len(allowed), stages=num_stages
+            )
         cuts.append(min(free, key=lambda place: abs(place - wish)))
     return cut_at(graph, cuts)
 

@@ -1,7 +1,8 @@
 """Weights: moves weight gradients into the gaps that measured costs leave, if the step gets shorter by it.
 
 Forwards and input gradients keep their order. A rank that would wait for its next pass runs a pending weight gradient
-instead; one that has no room for the next forward runs weight gradients first. No rank ever holds more activations than before.
+instead; one that has no room for the next forward runs weight gradients first. No rank ever holds more activations
+than before.
 """
 
 import heapq

@@ -1,7 +1,9 @@
 """MECHANISM: live Graph + Partition -> Stages, and their run one after another in one process."""
 
 from penstock.split.check import check
+from penstock.split.flat import Flat
+from penstock.split.materialise import materialise
 from penstock.split.sequence import Sequence, split
 from penstock.split.stage import Passage, Stage
 
-__all__ = ["Passage", "Sequence", "Stage", "check", "split"]
+__all__ = ["Flat", "Passage", "Sequence", "Stage", "check", "materialise", "split"]

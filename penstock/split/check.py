@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PartitionError
-from penstock.ir.containers import leaves
+from penstock.ir.containers import leaves, transform
 from penstock.ir.partition import Partition
 from penstock.split.sequence import Sequence
 
@@ -44,7 +44,7 @@ def _step(captured: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs:
         for parameter in model.parameters():
             parameter.grad = None
         with captured.undisturbed(_SEED):
-            output = run(*args, **kwargs)
+            output = run(*transform(args, _copied), **transform(kwargs, _copied))
             tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
             _backward(run, tensors)
             numbers: dict[str, Tensor | None] = {f"output {n}": t.detach() for n, t in enumerate(tensors)}
@@ -54,6 +54,11 @@ def _step(captured: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs:
     finally:
         for parameter, gradient in kept.items():
             parameter.grad = gradient
+
+
+def _copied(leaf: object) -> object:
+    """The model may write into its inputs."""
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _backward(run: Callable[..., Any], tensors: list[Tensor]) -> None:

@@ -17,6 +17,8 @@ def fill(tree: nn.Module, model: nn.Module, modules: Iterable[str], state: Itera
             continue
         if name in owner._parameters:
             branch.register_parameter(name, owner._parameters[name])
+        elif name not in owner._buffers:
+            setattr(branch, name, getattr(owner, name))
         else:
             branch.register_buffer(name, owner._buffers[name], persistent=name not in owner._non_persistent_buffers_set)
 

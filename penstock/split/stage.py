@@ -1,6 +1,6 @@
 """Stage: the part of a model that one rank runs, a module with the original names."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -13,17 +13,15 @@ from penstock.split.skeleton import fill
 Values = dict[str, Any]
 
 
-class Recording(Protocol):
-    """What a stage asks of a recording."""
-
-    @property
-    def graph(self) -> Graph: ...
-
-
 class Source(Protocol):
     """What a stage asks of a captured model: to prepare some calls of a recording."""
 
     model: nn.Module
+
+    @property
+    def graph(self) -> Graph: ...
+
+    def leaf_modules(self, nodes: Iterable[str]) -> list[str]: ...
 
     def replay(self, recording: Any, nodes: Any, modules: nn.Module, wanted: Any) -> Any: ...
 
@@ -31,8 +29,8 @@ class Source(Protocol):
 class Stage(nn.Module):
     """One stage of a partition. Its parts are the model's own modules; its state dict has the model's keys.
 
-    `forward(recording, inputs, incoming)` takes the inputs of the model and the values that cross to this stage, by name,
-    and returns the values that leave it. It holds no schedule and no microbatch: those are in a Passage.
+    `forward(recording, inputs, incoming)` takes the inputs of the model and the values that cross to this stage, by
+    name, and returns the values that leave it. It holds no schedule and no microbatch: those are in a Passage.
     """
 
     def __init__(self, source: Source, partition: Partition, index: int) -> None:
@@ -42,16 +40,29 @@ class Stage(nn.Module):
         self._source = (source,)  # in a tuple, so that the whole model is no part of this module
         self._partition = partition
         self._prepared: dict[int, tuple[Any, Any]] = {}
-        graph = source.graph  # type: ignore[attr-defined]
+        graph = source.graph
         nodes = partition.runs(graph)[index]
-        leaves = [_module_of(node.name) for node in nodes if "/" not in node.name]
+        leaves = source.leaf_modules(node.name for node in nodes)
         state = [name for node in nodes for name in (*node.parameters, *node.buffers)]
         fill(self, source.model, dict.fromkeys(leaves), dict.fromkeys(state))
         self.train(source.model.training)
 
+    @property
+    def model(self) -> nn.Module:
+        """The whole model that this is a stage of."""
+        return self._source[0].model
+
+    @property
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of names that are one parameter, of which this stage has at least one."""
+        own = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        return tuple(group for group in self._source[0].graph.tied if own & set(group))
+
     def forward(self, recording: Any, inputs: Mapping[str, Any], incoming: Mapping[str, Any]) -> Values:
         """The values that leave this stage, and those among the model's outputs if it is the last."""
-        return self._replay(recording).run({**inputs, **incoming})  # type: ignore[no-any-return]
+        # Several stages may rerun what writes into an input.
+        own = {name: value.clone() if name in recording.graph.written else value for name, value in inputs.items()}
+        return self._replay(recording).run({**own, **incoming})  # type: ignore[no-any-return]
 
     def _replay(self, recording: Any) -> Any:
         kept = self._prepared.get(id(recording))
@@ -62,10 +73,6 @@ class Stage(nn.Module):
             kept = recording, self._source[0].replay(recording, nodes, self, leaving(partition, graph, self.index))
             self._prepared[id(recording)] = kept
         return kept[1]
-
-
-def _module_of(node: str) -> str:
-    return node.partition("@")[0]
 
 
 def fitted(partition: Partition, graph: Graph) -> Partition:
@@ -81,8 +88,10 @@ def fitted(partition: Partition, graph: Graph) -> Partition:
 
 def leaving(partition: Partition, graph: Graph, stage: int) -> tuple[str, ...]:
     """The values that a stage hands on; the last one hands out the outputs of the model."""
-    found = [value.name for crossing in partition.crossings(graph) if crossing.producer == stage for value in crossing.values]
-    outputs = [value for value in graph.outputs] if stage == partition.num_stages - 1 else []
+    found = [
+        value.name for crossing in partition.crossings(graph) if crossing.producer == stage for value in crossing.values
+    ]
+    outputs = list(graph.outputs) if stage == partition.num_stages - 1 else []
     return tuple(dict.fromkeys((*found, *outputs)))
 
 
@@ -92,8 +101,10 @@ class Passage:
     def __init__(self, stage: Stage, recording: Any, inputs: Mapping[str, Any], incoming: Mapping[str, Any]) -> None:
         self.stage = stage
         self.entered = {name: _entered(value) for name, value in incoming.items()}
-        written = _written(recording.graph)
-        given = {name: value.clone() if name in written and isinstance(value, Tensor) else value for name, value in self.entered.items()}
+        # What is written in place must not be the start of a graph, nor shared with who sent it.
+        given = {
+            name: value.clone() if name in recording.graph.written else value for name, value in self.entered.items()
+        }
         self.left = stage(recording, inputs, given)
         self._roots: list[tuple[Tensor, Tensor | None]] = []
 
@@ -158,8 +169,3 @@ def _entered(value: Any) -> Any:
 
 def _wants_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def _written(graph: Graph) -> set[str]:
-    """The values that are written in place: they must not be the start of a graph, and not be shared."""
-    return {value for group in graph.storage if group.writers for value in group.values}

@@ -26,7 +26,11 @@ def state(model):
 
 def same(one, other):
     return all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+        torch.equal(a, b)
+        if isinstance(a, torch.Tensor)
+        else np.array_equal(a, b)
+        if isinstance(a, np.ndarray)
+        else a == b
         for a, b in zip(flat(one), flat(other), strict=True)
     )
 

@@ -38,7 +38,8 @@ def test_another_name_builds_the_same_schedule():
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"), [("gpip", "gpipe"), ("interleave", "interleaved"), ("zbvzerobuble", "zbv"), ("vhalf2", "v_half")]
+    ("typed", "meant"),
+    [("gpip", "gpipe"), ("interleave", "interleaved"), ("zbvzerobuble", "zbv"), ("vhalf2", "v_half")],
 )
 def test_a_misspelt_name_is_met_with_the_one_that_was_meant(typed, meant):
     with pytest.raises(ScheduleError) as refused:
