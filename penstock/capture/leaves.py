@@ -15,8 +15,8 @@ class Granularity:
     """How far modules are opened.
 
     By default the elements of the outermost lists of modules are leaves, and so are torch's own modules and modules
-    with parameters but no parts. With `depth`, every module so many levels down is a leaf. `basic_blocks`, names or classes,
-    are leaves wherever they are; `opened` never are.
+    with parameters but no parts. With `depth`, every module so many levels down is a leaf. `basic_blocks`, names or
+    classes, are leaves wherever they are; `opened` never are.
     """
 
     depth: int | None = None

@@ -11,20 +11,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.capture.book import Book
+from penstock.capture.metadata import is_metadata
 from penstock.capture.trees import Apply, Trees, short_name
 from penstock.ir.containers import leaves, transform
 from penstock.ir.record import Call, Guard, Mood, Ref, State
 
-_METADATA = frozenset(
-    """shape dtype device ndim requires_grad is_cuda is_cpu is_meta layout is_leaf grad_fn is_sparse is_quantized is_nested
-    names itemsize nbytes is_mkldnn is_mps is_xpu is_xla is_ipu is_maia is_vulkan is_mtia output_nr _version
-    grad""".split()
-)
-_METADATA_CALLS = frozenset(
-    """size dim numel stride is_contiguous is_floating_point is_complex element_size get_device storage_offset
-    ndimension __len__ is_inference is_signed data_ptr nelement untyped_storage type is_conj is_neg is_same_size
-    result_type can_cast promote_types is_tensor __format__ __repr__ __hash__ is_pinned is_shared""".split()
-)
 _EFFECTS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
 """calls that make nothing and matter all the same"""
 
@@ -95,7 +86,7 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.leaf is not None:
             return self._inside_leaf(func, args, kwargs)
-        if _is_metadata(func):
+        if is_metadata(func):
             return func(*args, **kwargs)
         return self._outside(func, func, args, kwargs)
 
@@ -263,13 +254,6 @@ class Expected:
         if isinstance(self.value, np.ndarray):
             return np.array_equal(found, self.value, equal_nan=True)
         return type(found) is type(self.value) and bool(found == self.value)
-
-
-def _is_metadata(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") in _METADATA
-    return name in _METADATA_CALLS
 
 
 def _moods() -> tuple[bool, tuple[str, bool, str]]:

@@ -42,7 +42,7 @@ def put_together(kind: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:
         return kind(*items) if hasattr(kind, "_fields") else kind(items)
     if issubclass(kind, list):
         return kind(items)
-    if dataclasses.is_dataclass(kind):
+    if hasattr(kind, "__dataclass_fields__"):
         return kind(**dict(zip(keys, items, strict=True)))
     return kind(zip(keys, items, strict=True))
 

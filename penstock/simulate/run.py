@@ -39,15 +39,17 @@ def simulate(program: Program, costs: StageCosts | None = None, cluster: Cluster
     durations = pass_seconds(program.table, costs, cluster.overlap)[computes]
     ends = _walk(program, computes, durations, wires)
     action_ends = _spread(program, computes, ends[: len(computes)])
+    # A difference may fall short, by rounding, of the moment that was waited for.
     starts = action_ends.copy()
-    starts[computes] = ends[: len(computes)] - durations
+    starts[computes] = np.maximum(ends[: len(computes)] - durations, _above(program, action_ends)[computes])
     arrived = ends[len(computes) :]
+    sent = np.maximum(arrived - wires.seconds - wires.latency, action_ends[wires.send])
     by_send = np.argsort(wires.send)
     return Trace(
         program,
         Series(starts),
         Series(action_ends),
-        Series((arrived - wires.seconds - wires.latency)[by_send]),
+        Series(sent[by_send]),
         Series(arrived[by_send]),
         curves(program, costs, starts, action_ends),
     )
@@ -134,3 +136,10 @@ def _spread(program: Program, computes: Indices, ends: Seconds) -> Seconds:
     above = np.searchsorted(computes, np.arange(len(table.codes)), side="right") - 1
     first = np.searchsorted(computes, table.starts[table.rank_of])
     return np.where(above >= first, ends[np.maximum(above, 0)], 0.0)
+
+
+def _above(program: Program, ends: Seconds) -> Seconds:
+    """Per action when the one above it on its rank has happened; 0 for the first."""
+    above = np.concatenate(([0.0], ends))
+    above[program.table.starts[:-1]] = 0.0
+    return above[:-1]

@@ -1,0 +1,29 @@
+"""Metadata: what torch functions tell about a tensor without looking at its numbers."""
+
+from typing import Any
+
+# fmt: off
+_GETTERS = frozenset(
+    {
+        "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta", "layout", "is_leaf",
+        "grad_fn", "is_sparse", "is_quantized", "is_nested", "names", "itemsize", "nbytes", "is_mkldnn", "is_mps",
+        "is_xpu", "is_xla", "is_ipu", "is_maia", "is_vulkan", "is_mtia", "output_nr", "_version", "grad",
+    }
+)
+_CALLS = frozenset(
+    {
+        "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "element_size",
+        "get_device", "storage_offset", "ndimension", "__len__", "is_inference", "is_signed", "data_ptr",
+        "nelement", "untyped_storage", "type", "is_conj", "is_neg", "is_same_size", "result_type", "can_cast",
+        "promote_types", "is_tensor", "__format__", "__repr__", "__hash__", "is_pinned", "is_shared",
+    }
+)
+# fmt: on
+
+
+def is_metadata(func: Any) -> bool:
+    """Whether the function says the same for every batch of one form."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") in _GETTERS
+    return name in _CALLS
