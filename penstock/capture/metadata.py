@@ -14,7 +14,7 @@ _CALLS = frozenset(
     {
         "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "element_size",
         "get_device", "storage_offset", "ndimension", "__len__", "is_inference", "is_signed", "data_ptr",
-        "nelement", "untyped_storage", "type", "is_conj", "is_neg", "is_same_size", "result_type", "can_cast",
+        "nelement", "untyped_storage", "is_conj", "is_neg", "is_same_size", "result_type", "can_cast",
         "promote_types", "is_tensor", "__format__", "__repr__", "__hash__", "is_pinned", "is_shared",
     }
 )

@@ -17,7 +17,7 @@ from penstock.ir.containers import leaves, transform
 from penstock.ir.record import Call, Guard, Mood, Ref, State
 
 _EFFECTS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
-"""calls that make nothing and matter all the same"""
+"""calls that make nothing and matter all the same: like a write, they belong to the tensor"""
 
 
 class OpenLeaf(Exception):  # noqa: N818
@@ -141,6 +141,8 @@ class Recorder(TorchFunctionMode):
         result = self._run(run, where, _is_meta(target, tensors), args, kwargs)
         made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         touched = [tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version]
+        if not is_module and short_name(target) in _EFFECTS:
+            touched = tensors[:1]
         if not made and not touched:
             return self._nothing_made(target, tree, result, bool(tensors))
         if not is_module and not touched and all(map(self._is_known, made)):
@@ -174,11 +176,6 @@ class Recorder(TorchFunctionMode):
 
     def _nothing_made(self, target: Any, tree: Any, result: Any, has_tensors: bool) -> Any:
         """A call that made no tensor: a Python value read from tensors is a guard."""
-        if short_name(target) in _EFFECTS:
-            name = self.page.fresh(self._call_name(target))
-            self.page.steps.append(Call(name, self.trees.key(target), False, *tree, ()))
-            self.page.notes[name] = Note(self.scopes[-1] if self.scopes else "", short_name(target), False, True)
-            return result
         if not has_tensors or result is None or isinstance(target, nn.Module):
             return result
         scope = self.scopes[-1] if self.scopes else ""

@@ -1,4 +1,4 @@
-"""The contract of a view: a frozen record of its options that turns traces into a document."""
+"""The contract of a view: a frozen record of its options that turns what it draws into a document."""
 
 import io
 from abc import ABC, abstractmethod
@@ -9,29 +9,39 @@ import numpy as np
 from rich.console import Console, RenderableType
 
 from penstock.errors import ViewError
+from penstock.ir.graph import Graph
+from penstock.ir.partition import Partition
 from penstock.ir.trace import Trace
 
 Document = TypeVar("Document", str, bytes)
+Subject = TypeVar("Subject", contravariant=True)
 Traces: TypeAlias = "Trace | Mapping[str, Trace]"
+Staged: TypeAlias = "Graph | tuple[Graph, Partition]"
 MAX_NAME = 80
 
 
-class View(ABC, Generic[Document]):
-    """Something to look at: `Svg(width=900)(trace)` or `Svg()({"gpipe": one, "1f1b": other})` gives the document."""
+class View(ABC, Generic[Subject, Document]):
+    """Something to look at: called with its subject, it gives the document.
+
+    Views of traces take one or several by name, `Svg(width=900)(trace)` or `Svg()({"gpipe": one, "1f1b": other})`; views
+    of graphs take a graph or one with its cut, `Model()(graph)` or `Model()((graph, partition))`.
+    """
 
     name: ClassVar[str]
+    noun: ClassVar[type]
+    """what it draws: Trace or Graph"""
     suffix: ClassVar[str]
     """how the name of a file with the document ends"""
 
     @abstractmethod
-    def __call__(self, traces: Traces) -> Document: ...
+    def __call__(self, subject: Subject, /) -> Document: ...
 
 
-class RichView(View[str]):
+class RichView(View[Subject, str]):
     """A view that also prints itself on a rich console, in colour and as wide as the console is."""
 
     @abstractmethod
-    def renderable(self, traces: Traces) -> RenderableType:
+    def renderable(self, subject: Subject, /) -> RenderableType:
         """What `rich.print` or `Console.print` shows."""
 
 
@@ -43,7 +53,7 @@ def named(traces: Traces) -> dict[str, Trace]:
     entries: object = traces
     if not isinstance(entries, Mapping) or not entries or not all(isinstance(t, Trace) for t in entries.values()):
         raise ViewError("a view needs a trace, or several by name", got=type(traces).__name__, hint="simulate first")
-    shown = {_printable(str(name)): trace for name, trace in traces.items()}
+    shown = {_shortened(printable(str(name))): trace for name, trace in traces.items()}
     if len(shown) < len(traces):
         raise ViewError("two traces have the same name once it is printed", names=sorted(shown))
     for trace in shown.values():
@@ -59,10 +69,25 @@ def _check(trace: Trace) -> None:
             raise ViewError("a trace with times that are no numbers", ranks=trace.num_ranks)
 
 
-def _printable(name: str) -> str:
+def staged(subject: Staged) -> tuple[Graph, Partition]:
+    """The graph and its cut; a graph that is not cut is one stage."""
+    if isinstance(subject, Graph):
+        return subject, Partition((tuple(node.name for node in subject.nodes),))
+    pair: object = subject
+    if isinstance(pair, tuple) and [type(item) for item in pair] == [Graph, Partition]:
+        subject[1].check(subject[0])
+        return subject
+    hint = "capture first, then (graph, partition)"
+    raise ViewError("a view needs a graph, or a graph and its partition", got=type(pair).__name__, hint=hint)
+
+
+def printable(name: str) -> str:
     """The name without control characters, which would change a terminal or break a document."""
-    clean = "".join(char if char.isprintable() else "?" for char in name)
-    return clean if len(clean) <= MAX_NAME else clean[: MAX_NAME - 3] + "..."
+    return "".join(char if char.isprintable() else "?" for char in name)
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= MAX_NAME else name[: MAX_NAME - 3] + "..."
 
 
 def printed(renderable: RenderableType, width: int, color: bool = False) -> str:

@@ -22,12 +22,13 @@ _FIRST_TRACK, _LANES = 1, 1000
 
 
 @dataclass(frozen=True)
-class Chrome(View[str]):
+class Chrome(View[Traces, str]):
     """JSON text in the trace event format, times in microseconds."""
 
     flows: bool = False
     """whether an arrow leads from the pass that made a message to the one that used it"""
     name = "chrome"
+    noun = Trace
     suffix = ".json"
 
     def __call__(self, traces: Traces) -> str:

@@ -30,12 +30,13 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Compare(RichView):
+class Compare(RichView[Traces]):
     """Tables of the second trace against the first; a percent is of the first."""
 
     actions: int = 8
     """how many of the actions whose starts differ most are listed"""
     name = "compare"
+    noun = Trace
     suffix = ".txt"
 
     def __post_init__(self) -> None:

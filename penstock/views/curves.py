@@ -22,7 +22,7 @@ GROUND = mix(LINE, PAPER, 0.45)
 
 
 @dataclass(frozen=True)
-class Curves(View[Document]):
+class Curves(View[Traces, Document]):
     """The options and the layout that the picture of the memory curves has in every file format."""
 
     width: int = 1000
@@ -31,6 +31,7 @@ class Curves(View[Document]):
     """how many traces stand side by side before the next line of them begins"""
     limit: int | str | None = None
     """bytes that a rank has, `"24GiB"` also: drawn as a line, and what exceeds it in red"""
+    noun = Trace
 
     def __post_init__(self) -> None:
         check_positive(width=self.width, columns=self.columns)

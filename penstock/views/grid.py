@@ -18,7 +18,7 @@ from penstock.views.cells import IDLE, cells, common_step, num_steps, typical_st
 
 
 @dataclass(frozen=True)
-class Grid(View[str]):
+class Grid(View[Traces, str]):
     """Text lines without trailing blanks."""
 
     step: float | None = None
@@ -26,6 +26,7 @@ class Grid(View[str]):
     width: int = 200
     """characters per line; what does not fit is cut off, and a last line says so"""
     name = "grid"
+    noun = Trace
     suffix = ".txt"
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ KINDS = {
     Kind.UNSHARD: "#8a6fb0",
     Kind.RESHARD: "#8a6fb0",
 }
+STAGES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800")
 IDLE = "#eef0f3"
 INK = "#1b1f24"
 FAINT = "#6b7280"
@@ -28,6 +29,11 @@ def fill(kind: int, chunk: int, num_chunks: int) -> str:
     """The colour of a pass of the given stage of its rank, out of so many."""
     share = LIGHTEST * chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
     return mix(KINDS[Kind(kind)], PAPER, share)
+
+
+def stage_color(stage: int, lightness: float) -> str:
+    """The hue of a stage, mixed with paper; neighbours differ, and hues come round again."""
+    return mix(STAGES[stage % len(STAGES)], PAPER, lightness)
 
 
 def mix(one: str, other: str, share: float) -> str:

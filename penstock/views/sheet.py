@@ -9,10 +9,12 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table of texts: names in the first column, figures in the others."""
+    """A table of texts: names in the first columns, figures in the others."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    names: int = 1
+    """how many columns hold names"""
 
     def markdown(self) -> str:
         """Lines of a Markdown table, readable as they are."""

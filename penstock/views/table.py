@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rich.table import Table as RichTable
 
+from penstock.ir.trace import Trace
 from penstock.views.base import RichView, Traces, named
 from penstock.views.sheet import Sheet
 from penstock.views.summary import Summary, summary
@@ -15,7 +16,7 @@ from penstock.views.units import bytes_text, figure, percent_text, seconds_text
 
 
 @dataclass(frozen=True)
-class Table(RichView):
+class Table(RichView[Traces]):
     """A line per trace: how long, how idle and why, and how much each holds and says.
 
     `in flight` is the most microbatches held by a rank, `peak` the most bytes. The four causes share out the bubble:
@@ -23,6 +24,7 @@ class Table(RichView):
     """
 
     name = "table"
+    noun = Trace
     suffix = ".txt"
 
     def __call__(self, traces: Traces) -> str:

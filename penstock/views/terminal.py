@@ -26,7 +26,7 @@ _IDLE_STYLE = Style(bgcolor="#3a3f46")
 
 
 @dataclass(frozen=True)
-class Terminal(RichView):
+class Terminal(RichView[Traces]):
     """Text with colours, as wide as asked; printed by rich, as wide as the console."""
 
     width: int = 120
@@ -34,6 +34,7 @@ class Terminal(RichView):
     color: bool = True
     """whether the text that the call gives holds the codes for colours"""
     name = "terminal"
+    noun = Trace
     suffix = ".ansi"
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from penstock.ir.action import Kind
 from penstock.ir.critical import critical_path
-from penstock.ir.trace import Span
+from penstock.ir.trace import Span, Trace
 from penstock.views.base import Document, Traces, View, check_positive, named
 from penstock.views.blocks import WORDS, Blocks
 from penstock.views.boxes import boxes
@@ -20,7 +20,7 @@ Entry = tuple[tuple[str, ...], str]
 
 
 @dataclass(frozen=True)
-class Timeline(View[Document]):
+class Timeline(View[Traces, Document]):
     """The options and the layout that the picture of a timeline has in every file format."""
 
     width: int = 1200
@@ -29,6 +29,7 @@ class Timeline(View[Document]):
     """how many traces stand side by side before the next line of them begins"""
     critical: bool = False
     """whether the critical path is marked"""
+    noun = Trace
 
     def __post_init__(self) -> None:
         check_positive(width=self.width, columns=self.columns)

@@ -3,6 +3,7 @@
 import math
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+_COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 _BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -23,6 +24,12 @@ def bytes_text(size: float) -> str:
     """`3.25 GiB`."""
     scale, unit = bytes_unit(abs(size))
     return f"{figure(size / scale, 3)} {unit}"
+
+
+def count_text(count: int) -> str:
+    """`8.03 B`: thousands, millions and (American) billions, as parameters are counted."""
+    scale, unit = next(((scale, unit) for scale, unit in _COUNTS if count >= scale), (1, ""))
+    return f"{figure(count / scale, 3)} {unit}".rstrip()
 
 
 def bytes_unit(largest: float) -> tuple[int, str]:

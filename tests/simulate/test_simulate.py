@@ -1,5 +1,6 @@
 """A Program, costs and a cluster become a Trace."""
 
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -75,6 +76,17 @@ def test_a_rank_with_less_work_than_the_busiest_is_out_of_balance_rather_than_wa
     first, second = simulate(PROGRAM, costs).idle
     assert (first.imbalance, first.wait) == (8, 2)
     assert (second.imbalance, second.wait) == (0, 0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_nothing_starts_before_what_stands_above_it_has_ended_not_even_by_rounding(name):
+    random = Random(name)
+    for _ in range(6):
+        program = lower(build(name, random.randint(1, 5), random.randint(1, 9)))
+        trace = simulate(program, unequal(program.num_stages, random), Cluster(program.num_ranks, latency=0.1))
+        for before, after in pairwise(trace.spans):
+            assert before.rank != after.rank or before.end <= after.start <= after.end
+        assert all(list(curve.seconds) == sorted(curve.seconds) for curve in trace.memory)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

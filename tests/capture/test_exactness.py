@@ -1,0 +1,136 @@
+"""What real models do between their blocks is played again exactly, or refused."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import CaptureError
+from penstock.partitioners import uniform
+from penstock.split import Sequence
+from tests.capture.models import Box, Stack
+
+BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Double(torch.autograd.Function):
+    """Twice the input, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * gradient
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x[:, 4:], x[:, :4]], dim=1)
+
+
+GLUE = {
+    "a plain attribute": lambda self, x: x * self.table,
+    "a buffer": lambda self, x: x * self.norm.running_var,
+    "a hook on a tensor": lambda self, x: (x.register_hook(lambda g: 2 * g), x)[1],
+    "an autograd function": lambda self, x: Double.apply(x),
+    "a scripted function": lambda self, x: scripted(x),
+    "random numbers of torch": lambda self, x: x + torch.randn(8),
+    "no gradient": lambda self, x: x + torch.no_grad()(lambda: self.embed(self.first))(),
+    "another type": lambda self, x: x.type(torch.float64).type(torch.float32),
+    "a write into a part": lambda self, x: part_written(x * 1),
+    "iteration over a tensor": lambda self, x: torch.stack(list(x)),
+    "a number read from the input": lambda self, x: x * float(np.mean(self.first.numpy() > 0)),
+    "autocast": lambda self, x: torch.autocast("cpu", dtype=torch.bfloat16)(lambda: (x @ x.T) @ x)().float(),
+}
+
+
+def part_written(x):
+    x[:, :2] += 1
+    view = x[:, 3]
+    view.mul_(2)
+    return x
+
+
+class Glued(Stack):
+    """Does one thing between its blocks."""
+
+    def __init__(self, glue):
+        super().__init__()
+        self.table = torch.arange(8.0)
+        self.glue = GLUE[glue]
+
+    def forward(self, x):
+        self.first = x
+        x = self.blocks[0](self.embed(x))
+        return self.head(self.blocks[2](self.glue(self, self.blocks[1](x))))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("depth", [None, 9])
+@pytest.mark.parametrize("glue", GLUE)
+def test_stages_give_the_numbers_of_the_model(glue, depth, stages):
+    captured = penstock.capture(Glued(glue), (BATCH,), depth=depth)
+    penstock.split(captured, uniform(captured.graph, stages))
+
+
+def global_tensor(self, x):
+    return x * ONES
+
+
+ONES = torch.ones(8)
+REFUSED = {
+    "a tensor from nowhere": (global_tensor, "a tensor of unknown origin is used"),
+    "random numbers of numpy": (lambda self, x: x * np.random.rand(), "something else each time"),
+    "an object that holds tensors": (lambda self, x: self.unbox(Box(x)), "an object that holds tensors goes from"),
+}
+
+
+class Unbox(nn.Linear):
+    """A module that takes an object."""
+
+    def forward(self, box):
+        return super().forward(box.content)
+
+
+@pytest.mark.parametrize("glue", REFUSED)
+def test_what_cannot_be_played_again_is_refused(glue, monkeypatch):
+    function, problem = REFUSED[glue]
+    monkeypatch.setitem(GLUE, glue, function)
+    model = Glued(glue)
+    model.unbox = Unbox(8, 8)
+    with pytest.raises(CaptureError, match=problem):
+        penstock.capture(model, (BATCH,))
+
+
+def test_a_model_that_writes_into_its_input_leaves_the_users_batch_alone():
+    class Writing(Stack):
+        def forward(self, x):
+            x.add_(1)
+            return super().forward(x)
+
+    batch = BATCH.clone()
+    captured = penstock.capture(Writing(), (batch,))
+    penstock.split(captured, uniform(captured.graph, 3))
+    assert torch.equal(batch, BATCH)
+
+
+def test_names_from_the_model_are_only_data():
+    model = nn.Sequential()
+    model.add_module("'); raise SystemExit  #", nn.Linear(4, 4))
+    model.add_module("b/c@2", nn.Linear(4, 4))
+    captured = penstock.capture(model, (BATCH,))
+    assert [list(stage.state_dict())[0] for stage in penstock.split(captured, uniform(captured.graph, 2))] == [
+        "'); raise SystemExit  #.weight",
+        "b/c@2.weight",
+    ]
+
+
+def test_compiled_blocks_stay_compiled():
+    model = Stack().eval()
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    captured = penstock.capture(model, (BATCH,))
+    run = Sequence(captured, uniform(captured.graph, 3))
+    assert torch.equal(run(BATCH), model(BATCH))
