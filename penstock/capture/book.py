@@ -30,7 +30,8 @@ class Book:
 
     def __init__(self, model: nn.Module) -> None:
         self.state = {id(tensor): name for name, tensor in model.named_parameters()}
-        self.state |= {id(tensor): name for name, tensor in other_state(model).items()}
+        self.others = other_state(model)
+        self.state |= {id(tensor): name for name, tensor in self.others.items()}
         self.specs: dict[str, TensorSpec] = {}
         self.memory: dict[str, int] = {}
         self._named: dict[int, tuple[Tensor, str]] = {}

@@ -97,6 +97,12 @@ class Captured:
         calls = {step.name: step for step in self._first.record.steps if isinstance(step, Call)}
         return [calls[name].target for name in nodes if calls[name].is_module]
 
+    def unused_leaves(self) -> list[str]:
+        """The modules that would be leaves and that the example never called."""
+        assert self._first is not None
+        called = {step.target for step in self._first.record.steps if isinstance(step, Call) and step.is_module}
+        return [name for name in self._first.granularity.leaves(self.model) if name not in called]
+
     def output_names(self, recording: Recording) -> tuple[str, ...]:
         """The values among the leaves of what the model returns, in their order; "" for a parameter or buffer."""
         return leaf_names(recording.record.outputs)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from penstock.capture.book import Book, other_state, spec_of
+from penstock.capture.book import Book, spec_of
 from penstock.capture.recorder import Note
 from penstock.ir.graph import Graph, Node, StorageGroup, Value
 from penstock.ir.record import Call, Record, refs, states
@@ -13,7 +13,7 @@ from penstock.ir.record import Call, Record, refs, states
 def graph_of(model: nn.Module, record: Record, book: Book, notes: Mapping[str, Note]) -> Graph:
     """Nodes are the calls; values, parameters and buffers go by their names."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = other_state(model)
+    buffers = book.others
     calls = [step for step in record.steps if isinstance(step, Call)]
     free = set(record.inputs)
     nodes = []
@@ -41,7 +41,7 @@ def _node(model: nn.Module, call: Call, book: Book, note: Note, parameters: set[
         prefix = f"{call.target}." if call.target else ""
         used += [prefix + name for name, _ in (*leaf.named_parameters(), *leaf.named_buffers())]
     reads = tuple(dict.fromkeys((*refs(call.args), *refs(call.kwargs), *(old for _, old in call.writes))))
-    made = dict.fromkeys((*(new for new, _ in call.writes), *call.results))
+    made = dict.fromkeys((*(new for new, _ in call.writes), *call.results.values))
     fresh = [name for name in made if name and name not in reads]
     return Node(
         call.name,

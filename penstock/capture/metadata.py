@@ -27,3 +27,11 @@ def is_metadata(func: Any) -> bool:
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", "") in _GETTERS
     return name in _CALLS
+
+
+def is_size(func: Any) -> bool:
+    """Whether the function tells a size, which may depend on the numbers of other tensors."""
+    name = getattr(func, "__name__", "")
+    return name in ("size", "numel", "nelement", "__len__") or (
+        name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "shape"
+    )

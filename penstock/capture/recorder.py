@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.capture.book import Book
-from penstock.capture.metadata import is_metadata
+from penstock.capture.metadata import is_metadata, is_size
 from penstock.capture.trees import Apply, Trees, short_name
 from penstock.ir.containers import leaves, transform
-from penstock.ir.record import Call, Guard, Mood, Ref, State
+from penstock.ir.record import Call, Guard, Mood, Ref, Results, State
 
 _EFFECTS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
 """calls that make nothing and matter all the same: like a write, they belong to the tensor"""
@@ -57,6 +57,7 @@ class Page:
     steps: list[Call | Guard] = field(default_factory=list)
     notes: dict[str, Note] = field(default_factory=dict)
     used: Counter[str] = field(default_factory=Counter)
+    sized: set[str] = field(default_factory=set)
 
     def fresh(self, name: str) -> str:
         """The name, or the name with a number if it was used before."""
@@ -87,8 +88,14 @@ class Recorder(TorchFunctionMode):
         if self.leaf is not None:
             return self._inside_leaf(func, args, kwargs)
         if is_metadata(func):
+            self._note_size(func, args)
             return func(*args, **kwargs)
         return self._outside(func, func, args, kwargs)
+
+    def _note_size(self, func: Any, args: Any) -> None:
+        name = self.book.name(args[0]) if args and isinstance(args[0], Tensor) and is_size(func) else None
+        if name is not None:
+            self.page.sized.add(name)
 
     def module_called(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module is called: a leaf is one call, any other module is a scope."""
@@ -151,8 +158,9 @@ class Recorder(TorchFunctionMode):
         name = self.page.fresh(name)
         writes = self._rename_written(name, touched)
         key = where if is_module else self.trees.key(target)
-        results = self._name_results(name, made)
-        self.page.steps.append(Call(name, key, is_module, *tree, results, writes, self._mood()))
+        values = self._name_results(name, made)
+        plain = tuple(leaf for leaf in leaves(result) if leaf is None or type(leaf) in (bool, int, float, str))
+        self.page.steps.append(Call(name, key, is_module, *tree, Results(values, plain), writes, self._mood()))
         kind = type(target).__name__ if is_module else short_name(target)
         is_random = not torch.equal(generator, torch.get_rng_state())
         # Some kernels write buffers without counting a version.

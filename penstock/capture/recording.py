@@ -10,7 +10,7 @@ from penstock.capture.calls import watched_functions, watched_modules, watched_s
 from penstock.capture.graphing import graph_of
 from penstock.capture.leaves import Granularity
 from penstock.capture.recorder import OpenLeaf, Recorder
-from penstock.capture.surroundings import undisturbed
+from penstock.capture.surroundings import seed_generators, undisturbed
 from penstock.errors import CaptureError
 from penstock.ir.containers import named_inputs, transform
 from penstock.ir.graph import Graph
@@ -36,8 +36,10 @@ def make_recording(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], granularity: Granularity
 ) -> Recording:
     """Run the model twice on the batch, from different seeds, and write down what happens."""
-    first = _record_opening(model, args, kwargs, granularity, _SEEDS[0])
-    second = _record_opening(model, args, kwargs, first.granularity, _SEEDS[1])
+    with undisturbed(model):
+        first = _record_opening(model, args, kwargs, granularity, _SEEDS[0])
+        # The second forward starts from what the first one left behind, so that a count that it keeps shows.
+        second = _record_opening(model, args, kwargs, first.granularity, _SEEDS[1])
     _check_same(first, second)
     return first
 
@@ -68,18 +70,31 @@ def _record_once(
     ]
     for name, tensor in inputs:
         recorder.book.add(tensor, name)
-    with undisturbed(model, seed):
-        with (
-            watched_modules(model, recorder.module_called),
-            watched_functions(recorder.apply_called),
-            watched_scripts(recorder.script_called),
-            recorder,
-        ):
-            output = model(*args, **kwargs)
-        outputs = recorder.trees.write(output, "the output of the model")
-    record = Record(tuple(name for name, _ in inputs), tuple(recorder.page.steps), outputs)
+    seed_generators(seed)
+    with (
+        watched_modules(model, recorder.module_called),
+        watched_functions(recorder.apply_called),
+        watched_scripts(recorder.script_called),
+        recorder,
+    ):
+        output = model(*args, **kwargs)
+    outputs = recorder.trees.write(output, "the output of the model")
+    _check_state(model, recorder)
+    names = tuple(name for name, _ in inputs)
+    record = Record(names, tuple(recorder.page.steps), outputs, frozenset(recorder.page.sized))
     graph = graph_of(model, record, recorder.book, recorder.page.notes)
     return Recording(record, recorder.trees.live, graph, granularity, str(home_of(model)))
+
+
+def _check_state(model: nn.Module, recorder: Recorder) -> None:
+    """Refuse a forward that puts another tensor in the place of a parameter or buffer between its blocks."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in recorder.book.state and recorder.book.name(tensor) is not None:
+            raise CaptureError(
+                "a parameter or buffer is replaced during the forward",
+                name=name,
+                hint="write into it in place (copy_, mul_ ...), or keep its module whole (basic_blocks)",
+            )
 
 
 def _own(leaf: object) -> object:

@@ -55,7 +55,9 @@ class Replay:
     def _call(self, call: Call) -> Step:
         function = self._modules.get_submodule(call.target) if call.is_module else self._recording.live[call.target]
         args, kwargs = self._getter(call.args), self._getter(call.kwargs)
-        results, writes = call.results, call.writes
+        results, plain, writes = call.results.values, call.results.plain, call.writes
+        record, graph = self._recording.record, self._recording.graph
+        sizes = [(name, graph.spec(name).shape) for name in dict.fromkeys(results) if name in record.sized]
 
         def run(values: Values) -> None:
             result = function(*args(values), **kwargs(values))
@@ -63,10 +65,16 @@ class Replay:
                 values[new] = values[old]
             if isinstance(result, Tensor):
                 values[results[0]] = result
-                return
-            made = (leaf for leaf in leaves(result) if isinstance(leaf, Tensor))
-            for name, tensor in zip(results, made, strict=True):
-                values[name] = tensor
+            else:
+                found = leaves(result)
+                made = (leaf for leaf in found if isinstance(leaf, Tensor))
+                for name, tensor in zip(results, made, strict=True):
+                    values[name] = tensor
+                if plain and plain != tuple(leaf for leaf in found if _is_plain(leaf)):
+                    raise _otherwise(call.name, plain, tuple(leaf for leaf in found if _is_plain(leaf)))
+            for name, size in sizes:
+                if values[name].shape != size:
+                    raise _otherwise(name, f"size {tuple(size)}", f"size {tuple(values[name].shape)}")
 
         return run if call.mood == Mood() else _in_mood(run, call.mood)
 
@@ -125,6 +133,20 @@ class Replay:
         return lambda values: put_together(kind, keys, [item(values) for item in items])
 
 
+def _is_plain(leaf: object) -> bool:
+    return leaf is None or type(leaf) in (bool, int, float, str)
+
+
+def _otherwise(where: str, recorded: object, found: object) -> CaptureError:
+    return CaptureError(
+        "the model goes by what a part of it returned, and that is another for this batch",
+        where=where,
+        recorded=recorded,
+        found=found,
+        hint="keep the module that uses it whole (basic_blocks), or record with a batch of this kind",
+    )
+
+
 def output_of(recording: Recording, values: Values, modules: nn.Module) -> Any:
     """What the model returns, from the values that it mentions."""
     return Replay(recording, (), modules, ())._getter(recording.record.outputs)(values)
@@ -140,7 +162,7 @@ def _reads(step: Call | Guard) -> tuple[str, ...]:
 
 
 def _makes(step: Call | Guard) -> tuple[str, ...]:
-    return (*step.results, *(new for new, _ in step.writes)) if isinstance(step, Call) else ()
+    return (*step.results.values, *(new for new, _ in step.writes)) if isinstance(step, Call) else ()
 
 
 def _then_drop(run: Step, names: list[str]) -> Step:

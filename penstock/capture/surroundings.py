@@ -20,7 +20,7 @@ def undisturbed(model: nn.Module, seed: int | None = None) -> Iterator[None]:
     modules = [(module, dict(module.__dict__), _inner(module)) for module in model.modules()]
     try:
         if seed is not None:
-            _seed(seed)
+            seed_generators(seed)
         yield
     finally:
         for module, attributes, inner in modules:
@@ -39,12 +39,17 @@ def _inner(module: nn.Module) -> dict[str, dict[Any, Any]]:
 
 def _restore(module: nn.Module, attributes: dict[str, Any], inner: dict[str, dict[Any, Any]]) -> None:
     for name, content in inner.items():
-        if attributes[name] != content:
+        if not _is_same(attributes[name], content):
             attributes[name].clear()
             attributes[name].update(content)
-    if module.__dict__ != attributes:
+    if not _is_same(module.__dict__, attributes):
         module.__dict__.clear()
         module.__dict__.update(attributes)
+
+
+def _is_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Whether two dicts hold the very same things in the same order; tensors in them cannot be compared by ==."""
+    return list(one) == list(other) and all(one[key] is other[key] for key in one)
 
 
 def _buffers(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -70,7 +75,8 @@ def _set_generators(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
-def _seed(seed: int) -> None:
+def seed_generators(seed: int) -> None:
+    """Seed all generators that a forward may use."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)

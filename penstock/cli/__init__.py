@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
-from penstock.cli import check, demo, show, simulate, trace
+from penstock.cli import capture, check, demo, show, simulate, trace
 from penstock.cli.records import flat
 
 __all__ = ["app", "main"]
@@ -19,7 +19,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help needs no rich and reads the same in a file
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for verb in (demo.demo, simulate.simulate, show.show, check.check, trace.trace):
+for verb in (demo.demo, capture.capture, simulate.simulate, show.show, check.check, trace.trace):
     app.command()(flat(verb))
 
 

@@ -5,10 +5,12 @@ from contextlib import contextmanager
 
 import typer
 
-from penstock.errors import PenstockError
+from penstock.errors import CaptureError, PartitionError, PenstockError
 
 BAD_INPUT = 2
 """wrong usage, or a file that does not say what it should"""
+CANNOT_CUT = 3
+"""the model cannot be captured or cut"""
 RUN_FAILED = 5
 """the work itself could not be done"""
 INTERRUPTED = 130
@@ -19,6 +21,8 @@ def explained() -> Iterator[None]:
     """The one place where errors of a command become a message and an exit code."""
     try:
         yield
+    except (CaptureError, PartitionError) as error:
+        raise failed(str(error), CANNOT_CUT) from None
     except PenstockError as error:
         raise failed(str(error), BAD_INPUT) from None
     except BrokenPipeError:

@@ -8,18 +8,18 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.views.base import RichView, Traces
+    from penstock.views.base import RichView, Subject
 
 
-def look(view: "RichView", traces: "Traces") -> None:
+def look(view: "RichView[Subject]", subject: "Subject") -> None:
     """Print a view as the reader can use it best."""
     from rich.console import Console
 
     console = Console()
     if console.is_terminal:
-        console.print(view.renderable(traces))
+        console.print(view.renderable(subject))
     else:
-        typer.echo(view(traces))
+        typer.echo(view(subject))
 
 
 def print_sheet(header: tuple[str, ...], rows: "Sequence[tuple[str, ...]]") -> None:

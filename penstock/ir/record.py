@@ -4,7 +4,7 @@ A record holds no tensor, module or function. Modules and parameters go by their
 constants that text cannot hold go by keys into a *live* table that travels beside the record.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 
@@ -53,11 +53,22 @@ class Mood:
 
 
 @dataclass(frozen=True, slots=True)
+class Results:
+    """What a call returns, leaf by leaf: the names of tensors, and the numbers, texts and None between them.
+
+    The record holds only while the latter come out the same.
+    """
+
+    values: tuple[str, ...]
+    plain: tuple[Tree, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One call of a module or function.
 
-    `results` names the tensors in what it returns, in the order of its leaves; `writes` are pairs (new name, old name)
-    of values that it changed in place: the tensor is the same, what it holds is not.
+    `writes` are pairs (new name, old name) of values that it changed in place: the tensor is the same, what it holds
+    is not.
     """
 
     name: str
@@ -65,7 +76,7 @@ class Call:
     is_module: bool
     args: Tree
     kwargs: Tree
-    results: tuple[str, ...]
+    results: Results
     writes: tuple[tuple[str, str], ...] = ()
     mood: Mood = Mood()
 
@@ -91,8 +102,8 @@ class Record:
     inputs: tuple[str, ...]
     steps: tuple[Call | Guard, ...]
     outputs: Tree
-    constants: tuple[str, ...] = field(default=())
-    """keys of constants whose value matters to the record: two recordings of one model must agree on them"""
+    sized: frozenset[str] = frozenset()
+    """values whose size the model looked at: the record holds only while they have the same"""
 
 
 def refs(tree: Tree) -> tuple[str, ...]:

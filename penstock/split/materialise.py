@@ -24,10 +24,10 @@ def materialise(stage: Stage, state: Mapping[str, Tensor], device: torch.device 
 
 
 def _number(stage: Stage, name: str, state: Mapping[str, Tensor]) -> Tensor:
-    names = next((group for group in stage.tied if name in group), (name,))
+    names = next((group for group in stage.tied_names if name in group), (name,))
     known = [state[other] for other in (name, *names) if other in state]
     if not known:
-        raise PartitionError("numbers are missing for a stage", stage=stage.index, name=name, tied_to=names)
+        raise PartitionError("numbers are missing for a stage", stage=stage.stage_index, name=name, tied_to=names)
     return known[0]
 
 
@@ -38,9 +38,9 @@ def _has_lost_buffers(module: nn.Module) -> bool:
 
 def _make_anew(stage: Stage, path: str, device: torch.device | str) -> None:
     """Let the model initialise one of its modules, and take over its buffers."""
-    owner = stage.model.get_submodule(path)
+    owner = stage.whole_model.get_submodule(path)
     owner.to_empty(device=device, recurse=False)
-    initialise = getattr(stage.model, "_init_weights", None)
+    initialise = getattr(stage.whole_model, "_init_weights", None)
     if callable(reset := getattr(owner, "reset_parameters", None)):
         reset()
     elif callable(initialise):

@@ -3,10 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from penstock.ir.containers import leaves
 from penstock.ir.partition import Partition
-from penstock.split.stage import Passage, Stage, fitted
+from penstock.split.ownership import Ownership
+from penstock.split.passage import Passage
+from penstock.split.stage import Stage
 
 
 def split(captured: Any, partition: Partition) -> tuple[Stage, ...]:
@@ -23,6 +27,7 @@ class Sequence:
         self._captured, self._partition = captured, partition
         self._passages: list[Passage] = []
         self._recording: Any = None
+        self._tensors: list[Tensor] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for this batch."""
@@ -31,15 +36,17 @@ class Sequence:
         self._recording, self._passages = recording, []
         values: dict[str, Any] = {}
         for stage in self.stages:
-            names = self._incoming(stage.index)
+            names = self._incoming(stage.stage_index)
             passage = Passage(stage, recording, inputs, {name: values[name] for name in names})
             values |= passage.left
             self._passages.append(passage)
-        return self._captured.output(recording, {**inputs, **values})
+        output = self._captured.output(recording, {**inputs, **values})
+        self._tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
+        return output
 
     def _incoming(self, stage: int) -> tuple[str, ...]:
         graph = self._recording.graph
-        crossings = fitted(self._partition, graph).crossings(graph)
+        crossings = Ownership(self._captured.graph, self._partition).fit(graph).crossings(graph)
         return tuple(dict.fromkeys(v.name for c in crossings if c.consumer == stage for v in c.values))
 
     def backward(self, gradients: Mapping[int, Tensor | None], is_split: bool = False) -> None:
@@ -47,7 +54,11 @@ class Sequence:
         names = self._captured.output_names(self._recording)
         waiting: dict[str, Tensor | None] = {}
         for place, gradient in gradients.items():
-            _add(waiting, names[place], gradient)
+            if names[place]:
+                _add(waiting, names[place], gradient)
+            else:
+                # The model returns a parameter: no stage makes it.
+                torch.autograd.backward(self._tensors[place], gradient)
         for passage in reversed(self._passages):
             own = {name: waiting.pop(name) for name in list(waiting) if name in passage.left}
             returned = passage.input_grad(own) if is_split else passage.backward(own)

@@ -1,20 +1,23 @@
-"""FAMILY: traces -> something to look at, one way of looking per file."""
+"""FAMILY: a noun -> something to look at, one way of looking per file; `noun` says which it draws."""
 
 from typing import Any
 
 from penstock.errors import ViewError
-from penstock.views.base import RichView, Traces, View
+from penstock.views.base import RichView, Staged, Traces, View
 from penstock.views.chrome import Chrome
 from penstock.views.compare import Compare
+from penstock.views.cuts import Cuts
 from penstock.views.grid import Grid
 from penstock.views.memory import Memory
 from penstock.views.memory_png import MemoryPng
+from penstock.views.model import Model
+from penstock.views.outline import Outline
 from penstock.views.png import Png
 from penstock.views.svg import Svg
 from penstock.views.table import Table
 from penstock.views.terminal import Terminal
 
-VIEWS: dict[str, type[View[Any]]] = {
+VIEWS: dict[str, type[View[Any, Any]]] = {
     "grid": Grid,
     "terminal": Terminal,
     "svg": Svg,
@@ -24,12 +27,15 @@ VIEWS: dict[str, type[View[Any]]] = {
     "memory_png": MemoryPng,
     "compare": Compare,
     "table": Table,
+    "model": Model,
+    "outline": Outline,
+    "cuts": Cuts,
 }
 
-__all__ = ["VIEWS", "RichView", "Traces", "View", "find"]
+__all__ = ["VIEWS", "RichView", "Staged", "Traces", "View", "find"]
 
 
-def find(name: str) -> type[View[Any]]:
+def find(name: str) -> type[View[Any, Any]]:
     """The member of that name; case and punctuation do not matter."""
     plain = str(name).lower().replace("-", "_").replace(" ", "_")
     if plain not in VIEWS:

@@ -14,7 +14,7 @@ from penstock.ir.partition import Partition
 from penstock.ir.trace import Trace
 
 Document = TypeVar("Document", str, bytes)
-Subject = TypeVar("Subject", contravariant=True)
+Subject = TypeVar("Subject")
 Traces: TypeAlias = "Trace | Mapping[str, Trace]"
 Staged: TypeAlias = "Graph | tuple[Graph, Partition]"
 MAX_NAME = 80
@@ -23,8 +23,8 @@ MAX_NAME = 80
 class View(ABC, Generic[Subject, Document]):
     """Something to look at: called with its subject, it gives the document.
 
-    Views of traces take one or several by name, `Svg(width=900)(trace)` or `Svg()({"gpipe": one, "1f1b": other})`; views
-    of graphs take a graph or one with its cut, `Model()(graph)` or `Model()((graph, partition))`.
+    Views of traces take one or several by name, `Svg(width=900)(trace)` or `Svg()({"gpipe": one, "1f1b": other})`.
+    Views of graphs take a graph, or one with its cut, `Model()(graph)` or `Model()((graph, partition))`.
     """
 
     name: ClassVar[str]

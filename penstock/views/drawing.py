@@ -84,3 +84,8 @@ def shortened(text: str, size: float, width: float) -> str:
     while kept and text_width(kept + "..", size) > width:
         kept = kept[:-1]
     return kept + ".." if kept else ""
+
+
+def ending(text: str, size: float, width: float) -> str:
+    """The text, cut off with dots at its beginning where it would be wider: of a dotted name the end tells most."""
+    return shortened(text[::-1], size, width)[::-1]

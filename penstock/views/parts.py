@@ -1,9 +1,11 @@
 """Parts: the nodes of a graph gathered into what a reader tells apart: blocks, glue between them, runs of like ones."""
 
+import math
 from collections.abc import Iterable, Mapping
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
+from penstock.errors import ViewError
 from penstock.ir.graph import Graph, Node, TensorSpec
 from penstock.ir.partition import Partition
 from penstock.views.base import MAX_NAME, printable
@@ -15,11 +17,12 @@ DOTS = " … "
 class Weight(NamedTuple):
     """The distinct parameters of some nodes."""
 
-    count: int
+    num_parameters: int
     bytes: int
 
     def __str__(self) -> str:
-        return f"{count_text(self.count)} parameters, {bytes_text(self.bytes)}"
+        word = "parameter" if self.num_parameters == 1 else "parameters"
+        return f"{count_text(self.num_parameters)} {word}, {bytes_text(self.bytes)}"
 
 
 class Part(NamedTuple):
@@ -55,8 +58,10 @@ class Part(NamedTuple):
         """The name, or the first and the last of several."""
         if self.times > 1:
             return f"{_label(self.first)}{DOTS}{_label(self.last)}"
-        names = [shown(node.name) for node in self.nodes]
-        return names[0] if len(names) == 1 else f"{names[0]}{DOTS}{names[-1]}"
+        first, last = self.nodes[0], self.nodes[-1]
+        if len(self.nodes) == 1:
+            return shown(first.name)
+        return f"{shown(first.name)}{DOTS}{shown(last.name.removeprefix(f'{last.module}/'))}"
 
     @property
     def kind(self) -> str:
@@ -67,6 +72,12 @@ class Part(NamedTuple):
         if is_block(self.nodes[0]):
             return _kind(self.nodes[0])
         return f"glue: {len(self.nodes)} functions" if len(self.nodes) > 1 else f"glue: {_kind(self.nodes[0])}"
+
+
+def check_alike(alike: int) -> None:
+    """Refuse a number of like parts that cannot be."""
+    if alike < 0 or alike == 1:
+        raise ViewError("like parts are two or more", alike=alike, hint="alike=0 for every node by itself")
 
 
 def is_block(node: Node) -> bool:
@@ -88,10 +99,18 @@ def gathered(graph: Graph, partition: Partition) -> tuple[list[Part], list[Part]
     return free, others
 
 
-def glued(parts: Iterable[Part]) -> list[Part]:
-    """The parts with neighbouring functions of one module made one."""
+def glued(parts: Iterable[Part], graph: Graph) -> list[Part]:
+    """The parts with the functions of one module made one as far as no block stands between them."""
+    blocks = list(accumulate(not node.from_inputs and is_block(node) for node in graph.nodes))
+    blocks_before = {node.name: count for node, count in zip(graph.nodes, blocks, strict=True)}
+
+    def key(part: Part) -> tuple[int, int, str, str]:
+        node = part.nodes[0]
+        stage = -1 if node.from_inputs else part.stage
+        return stage, blocks_before[node.name], node.module, node.name if is_block(node) else ""
+
     merged = []
-    for _, group in groupby(parts, key=_glue_key):
+    for _, group in groupby(parts, key=key):
         found = list(group)
         merged.append(Part(tuple(node for part in found for node in part.nodes), found[0].stage))
     return merged
@@ -100,13 +119,7 @@ def glued(parts: Iterable[Part]) -> list[Part]:
 def weight(nodes: Iterable[Node], graph: Graph, specs: Mapping[str, TensorSpec]) -> Weight:
     """The parameters of the nodes, a tied one once; `specs` are those of the graph's parameters."""
     names = {graph.tensor_of(name) for node in nodes for name in node.parameters}
-    return Weight(sum(specs[name].numel for name in names), sum(specs[name].bytes for name in names))
-
-
-def _glue_key(part: Part) -> tuple[int, str, str]:
-    node = part.nodes[0]
-    stage = -1 if node.from_inputs else part.stage
-    return stage, node.module, node.name if is_block(node) else ""
+    return Weight(sum(math.prod(specs[name].shape) for name in names), sum(specs[name].bytes for name in names))
 
 
 def _label(nodes: tuple[Node, ...]) -> str:

@@ -21,22 +21,25 @@ class Sheet:
         cells = [[text.replace("|", "\\|") for text in row] for row in (self.header, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         rules = ["-" * (width - 1) for width in widths]
-        lines = [_line(row, widths) for row in cells]
-        return "\n".join([lines[0], _line([f":{rules[0]}", *(f"{rule}:" for rule in rules[1:])], widths), *lines[1:]])
+        rule = [f":{line}" if place < self.names else f"{line}:" for place, line in enumerate(rules)]
+        lines = [self._line(row, widths) for row in (cells[0], rule, *cells[1:])]
+        return "\n".join(lines)
 
     def rich(self) -> RichTable:
         """The same for a console, where long headers may take two lines."""
         table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for place, text in enumerate(self.header):
-            if place:
+            if place >= self.names:
                 table.add_column(Text(text), justify="right", min_width=max(map(len, text.split()), default=1))
+            elif self.names > 1:
+                table.add_column(Text(text), overflow="fold", style="" if place else "bold")
             else:
                 table.add_column(Text(text), no_wrap=True, style="bold")
         for row in self.rows:
             table.add_row(*map(Text, row))
         return table
 
-
-def _line(row: list[str], widths: list[int]) -> str:
-    figures = (text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))
-    return f"| {' | '.join((row[0].ljust(widths[0]), *figures))} |"
+    def _line(self, row: list[str], widths: list[int]) -> str:
+        pairs = enumerate(zip(row, widths, strict=True))
+        texts = (text.ljust(width) if place < self.names else text.rjust(width) for place, (text, width) in pairs)
+        return f"| {' | '.join(texts)} |"

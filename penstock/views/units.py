@@ -32,6 +32,11 @@ def count_text(count: int) -> str:
     return f"{figure(count / scale, 3)} {unit}".rstrip()
 
 
+def counted(count: int, word: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
 def bytes_unit(largest: float) -> tuple[int, str]:
     """The unit, in bytes and by name, that suits figures up to the largest."""
     return next((entry for entry in _BYTES if largest >= entry[0]), (1, "B"))

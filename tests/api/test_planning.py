@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -179,5 +180,6 @@ def test_the_public_names_are_those_that_are_there():
 
 def test_planning_needs_no_torch():
     script = "import sys, penstock; penstock.simulate(penstock.schedule('zbv', 4, 8)); print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    repository = Path(penstock.__file__).parents[1]
+    result = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

@@ -122,7 +122,7 @@ def test_names_from_the_model_are_only_data():
     model.add_module("'); raise SystemExit  #", nn.Linear(4, 4))
     model.add_module("b/c@2", nn.Linear(4, 4))
     captured = penstock.capture(model, (BATCH,))
-    assert [list(stage.state_dict())[0] for stage in penstock.split(captured, uniform(captured.graph, 2))] == [
+    assert [next(iter(stage.state_dict())) for stage in penstock.split(captured, uniform(captured.graph, 2))] == [
         "'); raise SystemExit  #.weight",
         "b/c@2.weight",
     ]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.views.units import bytes_text, percent_text, round_step, seconds_text
+from penstock.views.units import bytes_text, count_text, counted, percent_text, round_step, seconds_text
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,12 @@ def test_shares_are_in_percent(share: float, text: str) -> None:
 @pytest.mark.parametrize(("largest", "count", "step"), [(33, 10, 5), (1, 10, 0.1), (0, 5, 1), (700, 7, 100)])
 def test_the_steps_of_an_axis_are_round(largest: float, count: int, step: float) -> None:
     assert round_step(largest, count) == pytest.approx(step)
+
+
+def test_parameters_are_counted_in_thousands_millions_and_billions() -> None:
+    counts = (0, 999, 1000, 12_345_678, 8_030_261_248)
+    assert [count_text(count) for count in counts] == ["0", "999", "1 K", "12.3 M", "8.03 B"]
+
+
+def test_one_is_singular() -> None:
+    assert [counted(count, "node") for count in (0, 1, 2)] == ["0 nodes", "1 node", "2 nodes"]

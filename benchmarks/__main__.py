@@ -1,0 +1,21 @@
+"""Runs the benchmarks, all or those named, and fails if a line misses its target: `python -m benchmarks [planning]`."""
+
+import sys
+
+from benchmarks import planning
+
+SCRIPTS = {"planning": planning.tables}
+
+
+def main(names: list[str]) -> int:
+    """Show the tables of the named scripts; 0 if every line passes, 1 if one fails, 2 for an unknown name."""
+    if unknown := [name for name in names if name not in SCRIPTS]:
+        print(f"unknown benchmark (name: {unknown[0]})\ntry: {', '.join(SCRIPTS)}", file=sys.stderr)
+        return 2
+    verdicts = [table.show() for name in names or SCRIPTS for table in SCRIPTS[name]()]
+    print(f"\n{'all targets are met' if all(verdicts) else 'a target is missed, see FAIL'}")
+    return 0 if all(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

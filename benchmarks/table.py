@@ -1,0 +1,48 @@
+"""Table: lines of figures, each held against its target."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Line:
+    """Figures to show and the one that counts; `at_least` says on which side of the target it must be."""
+
+    cells: tuple[str, ...]
+    value: float
+    target: float
+    at_least: bool = True
+
+    @property
+    def passes(self) -> bool:
+        """Whether the target is met."""
+        return self.value >= self.target if self.at_least else self.value <= self.target
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The cells, the target and the verdict."""
+        sign = ">=" if self.at_least else "<="
+        return (*self.cells, f"{sign} {self.target:,g}", "PASS" if self.passes else "FAIL")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, names of columns, and lines that are measured as they are asked for."""
+
+    title: str
+    columns: tuple[str, ...]
+    lines: Iterable[Line]
+
+    def show(self) -> bool:
+        """Print line after line as they come in; whether all of them pass."""
+        print(f"\n{self.title}\n{_text((*self.columns, 'target', ''))}", flush=True)
+        verdicts = []
+        for line in self.lines:
+            print(_text(line.row), flush=True)
+            verdicts.append(line.passes)
+        return all(verdicts)
+
+
+def _text(row: tuple[str, ...]) -> str:
+    figures = "".join(f"{cell:>12}" for cell in row[1:-1])
+    return f"  {row[0]:<16}{figures}  {row[-1]}".rstrip()

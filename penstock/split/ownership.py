@@ -1,0 +1,65 @@
+"""Ownership: which stage owns each module, parameter and buffer, also those that the example did not use."""
+
+from collections.abc import Iterable
+
+from penstock.errors import PartitionError
+from penstock.ir.graph import Graph, Node
+from penstock.ir.partition import Partition
+
+
+class Ownership:
+    """Stages by name. What no node of the example uses goes with its nearest kin."""
+
+    def __init__(self, graph: Graph, partition: Partition) -> None:
+        self._partition = partition
+        self._known: dict[str, int] = {}
+        for node in graph.nodes:
+            for name in (node.module, *node.parameters, *node.buffers):
+                if not node.from_inputs or name not in self._known:
+                    self._known[name] = partition.stage_of(node.name)
+        used = {name for node in graph.nodes for name in (*node.parameters, *node.buffers)}
+        used |= {name for group in graph.tied if used & set(group) for name in group}
+        self.unused = [value.name for value in (*graph.parameters, *graph.buffers) if value.name not in used]
+
+    def of(self, name: str) -> int:
+        """The stage of a module, parameter or buffer: its own, or that of the name most like it."""
+        return self._known[name] if name in self._known else self._known[max(self._known, key=_alike(name))]
+
+    def unused_of(self, stage: int, names: Iterable[str]) -> list[str]:
+        """Those among unused names that go to a stage."""
+        return [name for name in names if self.of(name) == stage]
+
+    def fit(self, graph: Graph) -> Partition:
+        """The partition for another graph of the same model: new nodes go where their state or their values are."""
+        owned = {name: stage for stage, names in enumerate(self._partition.stages) for name in names}
+        placed: dict[str, int] = {}
+        for node in graph.nodes:
+            read = [placed[graph.makers[value].name] for value in node.reads if value in graph.makers]
+            placed[node.name] = owned[node.name] if node.name in owned else self._place(node, max(read, default=0))
+        stages = range(self._partition.num_stages)
+        return Partition(tuple(tuple(name for name, at in placed.items() if at == stage) for stage in stages))
+
+    def _place(self, node: Node, earliest: int) -> int:
+        homes = {self.of(name) for name in node.parameters}
+        if not homes:
+            return earliest
+        if len(homes) > 1 or min(homes) < earliest:
+            raise PartitionError(
+                "this batch needs a part of the model in a stage that has already run",
+                node=node.name,
+                owned_by=sorted(homes),
+                earliest=earliest,
+                hint="split with a batch of this kind as the example",
+            )
+        return homes.pop()
+
+
+def _alike(name: str):  # type: ignore[no-untyped-def]
+    words = name.split(".")
+
+    def common(other: str) -> int:
+        others = other.split(".")
+        same = next((n for n, (a, b) in enumerate(zip(words, others, strict=False)) if a != b), None)
+        return min(len(words), len(others)) if same is None else same
+
+    return common

@@ -1,0 +1,8 @@
+"""Settings that every test shares, made before torch is loaded."""
+
+import os
+
+# The workers of the test run share the cores: more threads than one each only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Some processors lack instructions that bfloat16 kernels would use; asked before torch is loaded, they do without.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")

@@ -1,0 +1,51 @@
+"""The benchmarks run: all of them in tiny sizes, where only their shape is looked at."""
+
+import re
+
+import pytest
+
+from benchmarks import planning
+from benchmarks.__main__ import main
+from benchmarks.clock import cpu_seconds
+from benchmarks.table import Line, Table
+from penstock.schedules import SCHEDULES
+
+
+def test_a_line_is_held_against_its_target_from_the_right_side():
+    assert Line(("a", "12.0"), 12.0, 10.0).row == ("a", "12.0", ">= 10", "PASS")
+    assert Line(("a", "1.2"), 1.2, 1.1, at_least=False).row == ("a", "1.2", "<= 1.1", "FAIL")
+
+
+def test_a_table_says_whether_all_of_its_lines_pass(capsys):
+    good, bad = Line(("a", "300001"), 300_001.0, 300_000.0), Line(("b", "7"), 7.0, 300_000.0)
+    assert Table("speed", ("schedule", "rate"), [good]).show()
+    assert not Table("speed", ("schedule", "rate"), [bad, good]).show()
+    assert "  b                          7  >= 300,000  FAIL\n" in capsys.readouterr().out
+
+
+def test_the_run_fails_if_a_line_does(monkeypatch, capsys):
+    for value, code in ((1.0, 0), (0.0, 1)):
+        table = Table("one", ("what", "value"), [Line(("a", "1"), value, 1.0)])
+        monkeypatch.setattr("benchmarks.__main__.SCRIPTS", {"planning": lambda table=table: (table,)})
+        assert main([]) == main(["planning"]) == code
+    assert main(["cooking"]) == 2
+    assert "unknown benchmark (name: cooking)\ntry: planning" in capsys.readouterr().err
+
+
+def test_cpu_seconds_are_those_of_the_fastest_call():
+    sizes = iter([200_000, 1, 200_000])
+    assert cpu_seconds(lambda: sum(range(next(sizes))), times=3) < 0.001
+
+
+def test_growth_and_speed_are_measured_for_every_schedule(capsys):
+    planning.growth(ranks=2, microbatches=(4, 8), times=1).show()
+    planning.speed(ranks=2, microbatches=4, times=1).show()
+    shown = capsys.readouterr().out
+    assert all(len(re.findall(rf"^  {name} .*(PASS|FAIL)$", shown, re.MULTILINE)) == 2 for name in SCHEDULES)
+
+
+def test_every_schedule_that_torch_has_is_measured_beside_it():
+    pytest.importorskip("torch")
+    lines = list(planning.against_torch(2, 4, at_least=10.0, times=1).lines)
+    assert [line.cells[0] for line in lines] == list(planning.WITH_TORCH)
+    assert all(line.value > 0 for line in lines)
