@@ -1,10 +1,10 @@
-"""Runs the benchmarks, all or those named, and fails if a line misses its target: `python -m benchmarks [planning]`."""
+"""Runs the benchmarks, all or those named, and fails if a line misses its target: `python -m benchmarks [planning | capture]`."""
 
 import sys
 
-from benchmarks import planning
+from benchmarks import capture, planning
 
-SCRIPTS = {"planning": planning.tables}
+SCRIPTS = {"planning": planning.tables, "capture": capture.tables}
 
 
 def main(names: list[str]) -> int:

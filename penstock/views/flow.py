@@ -12,6 +12,8 @@ from penstock.views.parts import Part, Weight, gathered, glued, shown, weight
 from penstock.views.repeats import collapsed
 from penstock.views.units import bytes_text
 
+UNREAD = "read by no other part"
+
 
 class Wire(NamedTuple):
     """Values of one part that go to the same other parts; `targets` are places, one past the last for the outputs."""
@@ -95,13 +97,15 @@ class Flow:
         part = self.parts[place]
         scope = f" in {shown(part.nodes[0].module)}" if part.nodes[0].module else ""
         what = f"{part.kind}{scope}" if part.is_glue else part.title
+        makes = ", ".join(wire.text for wire in self.wires if wire.source == place)
         if part.is_free:
             reads = ", ".join(shown(value.name) for value in self.inputs_of(part))
-            makes = ", ".join(wire.text for wire in self.wires if wire.source == place)
-            return what, " -> ".join(filter(None, (reads, makes))) or part.kind
+            return what, " -> ".join(filter(None, (reads, makes or UNREAD)))
+        if part.is_glue:
+            return (what if makes else f"{what}, {UNREAD}",)
         weight = self.weight(part.first)
         each = f", {'each ' if part.times > 1 else ''}{weight}" if weight.num_parameters else ""
-        return (what,) if part.is_glue else (what, part.kind + each)
+        return what, part.kind + each
 
     def weight(self, nodes: Sequence[Node]) -> Weight:
         """The distinct parameters of the nodes."""

@@ -9,7 +9,7 @@ from penstock.views.frame import Frame, Spot
 from penstock.views.model import Model
 from penstock.views.palette import IDLE, stage_color
 from penstock.views.routes import Routes
-from tests.views.graphs import HIDDEN, block, cut, decoder, graph, unet
+from tests.views.graphs import HIDDEN, block, cut, decoder, function, graph, unet
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -49,6 +49,11 @@ def test_what_depends_on_inputs_only_is_grey_and_says_what_it_makes() -> None:
 
 def test_an_arrow_carries_shape_and_bytes() -> None:
     assert texts(decoder(2)).count("float32[2, 8, 4], 256 B") == 4
+
+
+def test_glue_that_nothing_reads_says_so() -> None:
+    whole = graph(block("a", "x"), function("/sum", "a"), inputs=(Value("x", HIDDEN),), outputs=("a",))
+    assert "glue: sum, read by no other part" in texts(whole)
 
 
 def test_inputs_are_named_where_they_are_read() -> None:

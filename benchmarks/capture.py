@@ -1,0 +1,99 @@
+"""capture: what recording a model costs in forwards, and what playing the record costs against the model itself."""
+
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.clock import cpu_seconds
+from benchmarks.table import Line, Table
+from penstock.capture import capture
+from penstock.partitioners import uniform
+from penstock.split import split
+
+_PLAIN_SECONDS = 0.5
+"""what a capture may take besides forwards"""
+
+
+def tables() -> tuple[Table, ...]:
+    """Everything that `make bench` shows about capture."""
+    return (recording(), playing(), without_weights())
+
+
+def llama(layers: int, size: int, **sizes: int) -> Any:
+    """A model of the shape of Llama, from its configuration."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    defaults = {"intermediate_size": 2 * size, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256}
+    return LlamaForCausalLM(LlamaConfig(hidden_size=size, num_hidden_layers=layers, **(defaults | sizes)))
+
+
+def batch(samples: int, length: int) -> dict[str, Any]:
+    """Tokens that are their own labels."""
+    tokens = torch.randint(0, 256, (samples, length))
+    return {"input_ids": tokens, "labels": tokens, "use_cache": False}
+
+
+def recording(layers: int = 64, size: int = 64, times: int = 3) -> Table:
+    """CPU seconds of a capture against those of ten forwards and half a second."""
+
+    def lines() -> Iterator[Line]:
+        model, given = llama(layers, size), batch(2, 32)
+        forward = cpu_seconds(lambda: model(**given), times)
+        seconds = cpu_seconds(lambda: capture(model, (), given), times)
+        share = seconds / (10 * forward + _PLAIN_SECONDS)
+        yield Line((f"{layers} layers", f"{forward:.3f}", f"{seconds:.3f}", f"{share:.2f}"), share, 1.0, at_least=False)
+
+    columns = ("model", "forward", "capture", "of limit")
+    return Table("capture, CPU seconds, against 10 forwards + 0.5 s", columns, lines())
+
+
+def playing(layers: int = 12, size: int = 256, times: int = 15) -> Table:
+    """The forward of a record of blocks against the model's own, in turn."""
+
+    def lines() -> Iterator[Line]:
+        model, given = llama(layers, size), batch(4, 64)
+        captured = capture(model, (), given)
+        nodes = [node.name for node in captured.graph.nodes]
+        replay = captured.replay(captured.recording((), given), nodes, model, captured.graph.outputs)
+        inputs = captured.inputs((), given)
+        pairs = [
+            (cpu_seconds(lambda: model(**given)), cpu_seconds(lambda: replay.run(inputs))) for _ in range(times)
+        ]
+        own, played = (min(column) for column in zip(*pairs, strict=True))
+        cells = (f"{layers} layers, d={size}", f"{own:.4f}", f"{played:.4f}", f"{played / own:.3f}")
+        yield Line(cells, played / own, 1.05, at_least=False)
+
+    return Table("forward, CPU seconds", ("model", "model", "record", "ratio"), lines())
+
+
+def without_weights() -> Table:
+    """Wall seconds and memory of capturing and splitting eight billion parameters on the meta device, on its own."""
+
+    def lines() -> Iterator[Line]:
+        done = subprocess.run([sys.executable, "-m", "benchmarks.capture"], capture_output=True, text=True, check=True)
+        seconds, gigabytes = map(float, done.stdout.split()[-2:])
+        yield Line(("8 billion, time", f"{seconds:.1f} s"), seconds, 10.0, at_least=False)
+        yield Line(("8 billion, peak", f"{gigabytes:.2f} GB"), gigabytes, 2.0, at_least=False)
+
+    return Table("capture and split of an 8-billion-parameter Llama without weights", ("what", "figure"), lines())
+
+
+def _eight_billion() -> None:
+    llama(1, 64)  # loading transformers is not what is measured
+    start = time.perf_counter()
+    with torch.device("meta"):
+        sizes = {"intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+        model = llama(32, 4096, **sizes)
+    captured = capture(model, (), batch(2, 128))
+    split(captured, uniform(captured.graph, 8))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    print(time.perf_counter() - start, peak)
+
+
+if __name__ == "__main__":
+    _eight_billion()
