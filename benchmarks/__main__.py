@@ -1,4 +1,4 @@
-"""Runs the benchmarks, all or those named, and fails if a line misses its target: `python -m benchmarks [planning | capture]`."""
+"""Runs the benchmarks, all or those named, and fails if a line misses its target: `python -m benchmarks [NAME ...]`."""
 
 import sys
 

@@ -1,5 +1,7 @@
 """Timing: when the passes of a schedule end if messages take no time."""
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,7 +49,17 @@ def chain_links(schedule: Schedule) -> Links:
     return links_of(passes, makers, Cuts.chain(schedule.num_stages))
 
 
-def makespan(schedule: Schedule, costs: StageCosts) -> float:
-    """Seconds of one step of a schedule over a chain of stages."""
-    seconds = pass_seconds(schedule.table, costs)
-    return float(walk_passes(schedule.table, chain_links(schedule), seconds).ends.max())
+class Length(NamedTuple):
+    """Both measures of a step: its makespan, and the longest time from first start to last end on one rank."""
+
+    makespan: float
+    span: float
+
+
+def length(schedule: Schedule, costs: StageCosts) -> Length:
+    """How long one step of a schedule takes over a chain of stages."""
+    table = schedule.table
+    seconds = pass_seconds(table, costs)
+    ends = walk_passes(table, chain_links(schedule), seconds).ends
+    first, last = table.starts[:-1], table.starts[1:] - 1
+    return Length(float(ends.max()), float((ends[last] - ends[first] + seconds[first]).max()))

@@ -61,7 +61,12 @@ def check_messages(program: Program, messages: Messages, links: Links) -> None:
     for kind, index in (("Send", messages.send), ("Recv", messages.recv)):
         if (index < 0).any():
             row = int(np.argmax(index < 0))
-            _refuse(f"an action needs a value that has no {kind}", program, int(messages.user[row]))
+            _refuse(
+                f"an action needs a value that has no {kind}",
+                program,
+                int(messages.user[row]),
+                hint="a program read from CSV is taken for a chain of stages: give its cuts, or keep it as JSON",
+            )
     if (early := messages.send < messages.maker).any():
         _refuse("a message is sent before its values exist", program, int(messages.send[np.argmax(early)]))
     if (late := messages.recv > messages.user).any():
@@ -89,8 +94,12 @@ def check_pairs(program: Program, messages: Messages) -> None:
     )
 
 
-def _refuse(problem: str, program: Program, index: int) -> None:
+def _refuse(problem: str, program: Program, index: int, hint: str = "") -> None:
     rank = int(program.table.rank_of[index])
     raise ScheduleError(
-        problem, action=action_at(program, index), rank=rank, position=index - int(program.table.starts[rank])
+        problem,
+        action=action_at(program, index),
+        rank=rank,
+        position=index - int(program.table.starts[rank]),
+        hint=hint,
     )

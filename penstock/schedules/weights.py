@@ -19,7 +19,7 @@ from penstock.ir.code import stage_of
 from penstock.ir.costs import StageCosts
 from penstock.ir.orders import Orders
 from penstock.ir.schedule import Schedule
-from penstock.ir.timing import chain_links, makespan, pass_seconds, waits
+from penstock.ir.timing import chain_links, length, pass_seconds, waits
 
 _PATIENCE = (0.0, 0.5, 1.0)
 """candidates for how much of a weight gradient's time a rank rather waits than starts one"""
@@ -31,7 +31,10 @@ def refill(schedule: Schedule, costs: StageCosts) -> Schedule:
         raise CostError("costs are for another number of stages", costs=costs.num_stages, schedule=schedule.num_stages)
     facts = _facts(schedule, costs)
     variants = (schedule, *(_Filling(schedule, facts, patience).run() for patience in _PATIENCE))
-    return min(variants, key=lambda variant: makespan(variant, costs))
+    lengths = [length(variant, costs) for variant in variants]
+    # Shorter in one measure must not be longer in the other.
+    allowed = [place for place, found in enumerate(lengths) if found.span <= lengths[0].span]
+    return variants[min(allowed, key=lambda place: lengths[place])]
 
 
 class _Facts(NamedTuple):

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from penstock.errors import CostError, ScheduleError
 from penstock.ir.action import COMPUTE_KINDS, Fact, Kind
 from penstock.ir.cluster import Cluster
-from penstock.ir.code import Codes, microbatch_of, peer_of, stage_of
+from penstock.ir.code import Codes, microbatch_of, pack, peer_of, stage_of
 from penstock.ir.costs import StageCosts
-from penstock.ir.dependence import Makers
+from penstock.ir.dependence import Makers, links_of
 from penstock.ir.program import Program
 from penstock.ir.series import Series
 from penstock.ir.timing import pass_seconds
@@ -34,6 +34,7 @@ def simulate(program: Program, costs: StageCosts | None = None, cluster: Cluster
     costs = costs or StageCosts.uniform(program.num_stages)
     cluster = cluster or Cluster(program.num_ranks)
     _check_fit(program, costs, cluster)
+    _check_messages(program)
     wires = _wires(program, costs, cluster)
     computes = np.flatnonzero(np.isin(program.table.kinds, COMPUTE_KINDS))
     durations = pass_seconds(program.table, costs, cluster.overlap)[computes]
@@ -60,6 +61,24 @@ def _check_fit(program: Program, costs: StageCosts, cluster: Cluster) -> None:
         raise CostError("costs are for another number of stages", costs=costs.num_stages, program=program.num_stages)
     if cluster.ranks != program.num_ranks:
         raise CostError("the cluster has another number of ranks", cluster=cluster.ranks, program=program.num_ranks)
+
+
+def _check_messages(program: Program) -> None:
+    """Refuse what would look fast because a rank does not wait for what it needs; the proof says more."""
+    table = program.table
+    links = links_of(table.passes, Makers(table.passes, program.num_stages, program.num_microbatches), program.cuts)
+    own = table.rank_of[links.waiter] == table.rank_of[links.needed]
+    sends = table.codes[table.kinds == Kind.SEND]
+    crossing = links.where(~own)
+    wanted = pack(Kind.SEND, crossing.source, crossing.microbatch, crossing.target)
+    is_late = own & (links.needed >= links.waiter)
+    if (links.needed < 0).any() or is_late.any() or not np.array_equal(np.sort(sends), np.sort(wanted)):
+        raise ScheduleError(
+            "the program does not make and send all that its actions need",
+            sends=len(sends),
+            needed=len(wanted),
+            hint="penstock.verify(program) says what is missing",
+        )
 
 
 class Wires(NamedTuple):
@@ -97,13 +116,9 @@ def _wires(program: Program, costs: StageCosts, cluster: Cluster) -> Wires:
 
 def _users(program: Program, source: Codes, target: Codes, microbatch: Codes) -> Indices:
     makers = Makers(program.table.passes, program.num_stages, program.num_microbatches)
-    users = np.where(
+    return np.where(
         target > source, makers[Fact.OUTPUT][target, microbatch], makers[Fact.INPUT_GRADIENT][target, microbatch]
     )
-    if (users < 0).any():
-        row = int(np.argmax(users < 0))
-        raise ScheduleError("a message that no action uses", source=int(source[row]), target=int(target[row]))
-    return users
 
 
 def _walk(program: Program, computes: Indices, durations: Seconds, wires: Wires) -> Seconds:

@@ -6,7 +6,7 @@ from penstock.ir.action import Forward, Reduce, Send
 from penstock.ir.costs import StageCosts
 from penstock.ir.orders import Orders
 from penstock.ir.schedule import Schedule
-from penstock.ir.timing import chain_links, makespan, pass_seconds, walk_passes
+from penstock.ir.timing import chain_links, length, pass_seconds, walk_passes
 
 COSTS = StageCosts(forward=(1.0, 2.0), input_grad=(3.0, 4.0), weight_grad=(5.0, 6.0), backward=(7.0, 9.0))
 
@@ -29,7 +29,7 @@ def test_what_is_no_pass_takes_no_time():
 def test_a_schedule_takes_as_long_as_its_staircase():
     # 0: F0 F1 .. .. B0 B0 .. B1 B1        1: .. F0 B0 B0 F1 B1 B1
     schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
-    assert makespan(schedule, StageCosts.uniform(2)) == 9.0
+    assert length(schedule, StageCosts.uniform(2)).makespan == 9.0
 
 
 def test_all_forwards_first_takes_as_long_here():
@@ -40,7 +40,7 @@ def test_all_forwards_first_takes_as_long_here():
 
 def test_a_weight_gradient_waits_for_nobody_but_its_own_rank():
     schedule = Schedule.from_csv("0F0,0I0,0W0\n1F0,1I0,1W0")
-    assert makespan(schedule, StageCosts.uniform(2)) == 5.0
+    assert length(schedule, StageCosts.uniform(2)).makespan == 5.0
 
 
 def test_a_rank_that_needs_what_it_makes_later_blocks():

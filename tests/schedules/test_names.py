@@ -46,13 +46,12 @@ def test_a_misspelt_name_is_met_with_the_one_that_was_meant(typed, meant):
         find(typed)
     assert str(refused.value) == (
         f"unknown schedule (name: '{typed}')\n"
-        f"try: did you mean {meant}? one of gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_h2, interleaved_zb, "
-        "zbv, v_half, v_min, dualpipe_v"
+        f"try: did you mean {meant}? one of {', '.join(SCHEDULES)}"
     )
 
 
 @pytest.mark.parametrize("typed", ["", "xyz", "?", None, 7])
 def test_a_name_like_no_other_is_met_with_the_list(typed):
-    with pytest.raises(ScheduleError, match=r"unknown schedule \(name: .*\)\ntry: one of gpipe, 1f1b") as refused:
+    with pytest.raises(ScheduleError, match=r"unknown schedule \(name: .*\)\ntry: one of ") as refused:
         find(typed)
     assert "did you mean" not in str(refused.value)

@@ -3,7 +3,7 @@
 from penstock.ir.action import Kind
 from penstock.ir.costs import StageCosts
 from penstock.ir.schedule import Schedule
-from penstock.ir.timing import makespan
+from penstock.ir.timing import length
 from penstock.passes import verify
 from penstock.schedules import build
 from penstock.schedules.weights import refill
@@ -23,7 +23,7 @@ def test_a_rank_that_would_wait_runs_a_weight_gradient_instead():
     costs = StageCosts(forward=(1, 1), input_grad=(1, 3), weight_grad=(2, 1))
     filled = refill(Schedule.from_csv(WAITING), costs)
     assert str(filled).splitlines()[0] == "0F0 0F1 0I0 0W0 0I1 0W1"
-    assert (makespan(Schedule.from_csv(WAITING), costs), makespan(filled, costs)) == (14.0, 12.0)
+    assert (length(Schedule.from_csv(WAITING), costs).makespan, length(filled, costs).makespan) == (14.0, 12.0)
 
 
 def test_forwards_and_input_gradients_keep_their_order():

@@ -113,6 +113,15 @@ def test_a_program_that_blocks_is_refused_with_the_way_to_learn_more():
         simulate(stuck)
 
 
-def test_a_message_that_nobody_uses_is_refused():
-    with pytest.raises(ScheduleError, match=r"a message that no action uses \(source: 0, target: 1\)"):
-        simulate(Program.from_csv("0F0,0SEND_F0,0B0\n1RECV_F0,1B0"))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0F0,0SEND_F0,0B0\n1RECV_F0,1B0",
+        "0F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0",
+        "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1B0,1SEND_B0,1F0",
+    ],
+    ids=["a pass is missing", "a message is missing", "a pass comes before what it needs"],
+)
+def test_a_program_that_would_look_fast_because_it_does_not_wait_is_refused(text):
+    with pytest.raises(ScheduleError, match="does not make and send all that its actions need"):
+        simulate(Program.from_csv(text))
