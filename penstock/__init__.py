@@ -6,33 +6,56 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.api.modeling import capture, split
+    from penstock.api.modeling import capture, explain, split
     from penstock.api.planning import lower, schedule, simulate, verify
-    from penstock.errors import PenstockError
+    from penstock.errors import (
+        CaptureError,
+        CostError,
+        FormatError,
+        GraphError,
+        PartitionError,
+        PenstockError,
+        PlanError,
+        ScheduleError,
+        ViewError,
+    )
     from penstock.ir.cluster import Cluster, Link
     from penstock.ir.costs import MessageCost, StageCosts, StateBytes
     from penstock.ir.cuts import Cuts
     from penstock.ir.graph import Graph
     from penstock.ir.partition import Partition
+    from penstock.ir.plan import Plan
+    from penstock.ir.profile import Profile
     from penstock.ir.program import Program
     from penstock.ir.schedule import Schedule
     from penstock.ir.trace import Trace
 
 __version__ = "0.1.0"
 __all__ = [
+    "CaptureError",
     "Cluster",
+    "CostError",
     "Cuts",
+    "FormatError",
     "Graph",
+    "GraphError",
     "Link",
     "MessageCost",
     "Partition",
+    "PartitionError",
     "PenstockError",
+    "Plan",
+    "PlanError",
+    "Profile",
     "Program",
     "Schedule",
+    "ScheduleError",
     "StageCosts",
     "StateBytes",
     "Trace",
+    "ViewError",
     "capture",
+    "explain",
     "lower",
     "schedule",
     "simulate",
@@ -40,18 +63,31 @@ __all__ = [
     "verify",
 ]
 _HOMES = {
-    "penstock.api.modeling": ("capture", "split"),
+    "penstock.api.modeling": ("capture", "explain", "split"),
     "penstock.api.planning": ("lower", "schedule", "simulate", "verify"),
-    "penstock.errors": ("PenstockError",),
+    "penstock.errors": (
+        "CaptureError",
+        "CostError",
+        "FormatError",
+        "GraphError",
+        "PartitionError",
+        "PenstockError",
+        "PlanError",
+        "ScheduleError",
+        "ViewError",
+    ),
     "penstock.ir.cluster": ("Cluster", "Link"),
     "penstock.ir.costs": ("MessageCost", "StageCosts", "StateBytes"),
     "penstock.ir.cuts": ("Cuts",),
     "penstock.ir.graph": ("Graph",),
     "penstock.ir.partition": ("Partition",),
+    "penstock.ir.plan": ("Plan",),
+    "penstock.ir.profile": ("Profile",),
     "penstock.ir.program": ("Program",),
     "penstock.ir.schedule": ("Schedule",),
     "penstock.ir.trace": ("Trace",),
 }
+
 
 class _Package(ModuleType):
     """Public names are loaded at first use: `penstock --help` needs no numpy, planning no torch."""

@@ -1,4 +1,4 @@
-"""The doors from a model to its stages: capture and split."""
+"""The doors from a model to its stages: capture, split, explain."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,10 +7,12 @@ from torch import nn
 
 from penstock.capture import Captured
 from penstock.capture import capture as record_model
+from penstock.ir.graph import Graph
 from penstock.ir.partition import Partition
 from penstock.split import Stage
 from penstock.split import check as check_stages
 from penstock.split import split as split_captured
+from penstock.views.cuts import Cuts as CutsView
 
 
 def capture(
@@ -35,3 +37,9 @@ def split(captured: Captured, partition: Partition, *, check: bool = True) -> tu
     if check:
         check_stages(captured, partition)
     return stages
+
+
+def explain(captured: Captured | Graph, partition: Partition) -> str:
+    """What crosses every cut, tensor by tensor with its bytes, and what is run again instead of being sent."""
+    graph = captured if isinstance(captured, Graph) else captured.graph
+    return CutsView()((graph, partition))

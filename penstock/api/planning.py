@@ -42,6 +42,8 @@ def _check_memory(built: Schedule, costs: StageCosts | None, limit: int) -> None
         raise ScheduleError(
             "a memory limit needs costs to compare with", hint="costs=StageCosts(..., activation_bytes=...)"
         )
+    if not any(costs.activation_bytes) and not any(state.total for state in costs.state):
+        raise ScheduleError("a memory limit needs bytes", limit=limit, hint="costs with activation_bytes and state")
     trace = simulate_program(lower_schedule(built), costs)
     peaks = [trace.peak_bytes(rank) for rank in range(trace.num_ranks)]
     if max(peaks) > limit:
@@ -66,4 +68,8 @@ def verify(schedule_or_program: Schedule | Program, *, in_flight: int | None = N
 
 def simulate(program: Program | Schedule, costs: StageCosts | None = None, cluster: Cluster | None = None) -> Trace:
     """Predict when everything happens; a Schedule is lowered first."""
-    return simulate_program(lower_schedule(program) if isinstance(program, Schedule) else program, costs, cluster)
+    if isinstance(program, Schedule):
+        program = lower_schedule(program)
+    elif not isinstance(program, Program):
+        raise ScheduleError("simulate takes a Program or a Schedule", given=type(program).__name__)
+    return simulate_program(program, costs, cluster)

@@ -6,6 +6,7 @@ import typer
 
 from penstock import __version__
 from penstock.cli import capture, check, demo, show, simulate, trace
+from penstock.cli.outcome import explained
 from penstock.cli.records import flat
 
 __all__ = ["app", "main"]
@@ -40,4 +41,8 @@ def _options(
 
 def main() -> None:
     """What the installed command runs."""
-    app(prog_name="penstock")
+    try:
+        with explained():
+            app(prog_name="penstock")
+    except typer.Exit as end:  # of what happens outside a verb
+        raise SystemExit(end.exit_code) from None

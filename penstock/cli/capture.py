@@ -8,7 +8,7 @@ import typer
 from typer import Argument, Option
 
 from penstock.cli.builds import built, told
-from penstock.cli.files import check_target, write
+from penstock.cli.files import check_targets, write
 from penstock.cli.options import AsJson
 from penstock.cli.screen import look, note, print_json
 from penstock.errors import CaptureError
@@ -42,8 +42,7 @@ def capture(
     """
     from penstock.partitioners import uniform
 
-    if svg:
-        check_target(svg)
+    check_targets((svg,), source=Path(target.rpartition(":")[0]))
     graph, title = _graph(target, depth, tuple(block or ()))
     partition = uniform(graph, stages)
     if as_json:

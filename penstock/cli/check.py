@@ -9,6 +9,7 @@ from typer import Argument, Option
 from penstock.cli.files import read_noun
 from penstock.cli.options import AsJson
 from penstock.cli.outcome import BAD_INPUT
+from penstock.cli.runs import prove
 from penstock.cli.screen import print_json
 from penstock.cli.show import described
 from penstock.errors import FormatError, PenstockError
@@ -26,9 +27,8 @@ def check(*, file: File, in_flight: InFlight = None, as_json: AsJson = False) ->
 
     A schedule is proven as it is, and as the program that it is lowered to.
     """
-    noun = read_noun(file)
     try:
-        orders = _prove(noun, in_flight)
+        orders = _proven(read_noun(file), in_flight)
     except PenstockError as error:
         if not as_json:
             raise
@@ -48,7 +48,7 @@ _MEANING = """\
   and when the messages of two ranks meet in the order they are issued (NCCL)"""
 
 
-def _prove(noun: Any, in_flight: int | None) -> "Schedule | Program":
+def _proven(noun: Any, in_flight: int | None) -> "Schedule | Program":
     """The orders inside the noun, once they are proven."""
     import penstock
     from penstock.ir.plan import Plan
@@ -59,9 +59,7 @@ def _prove(noun: Any, in_flight: int | None) -> "Schedule | Program":
         orders = penstock.lower(noun.schedule, cuts=noun.cuts)
     if not isinstance(orders, penstock.Schedule | penstock.Program):
         raise FormatError("nothing to prove", noun=type(noun).__name__, hint="a schedule, program, trace or plan")
-    penstock.verify(orders, in_flight=in_flight)
-    if isinstance(orders, penstock.Schedule):
-        penstock.verify(penstock.lower(orders))
+    prove(orders, in_flight)
     return orders
 
 

@@ -2,6 +2,8 @@
 
 import gzip
 import os
+from collections.abc import Iterable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +53,29 @@ def write(path: Path, document: str | bytes) -> None:
     try:
         draft.write_bytes(content)
         draft.replace(target)
+    except OSError as error:
+        # The draft is no name that the user knows.
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
     finally:
         draft.unlink(missing_ok=True)
+
+
+def check_targets(wanted: Iterable[Path | None], source: Path | None = None) -> None:
+    """Refuse files that cannot be written, two that are one, and one that is read from."""
+    targets = [path for path in wanted if path is not None]
+    for path in targets:
+        check_target(path)
+    if source is not None and any(_are_one(path, source) for path in targets):
+        raise PenstockError("the file would be written over what it is made from", file=source, hint="another name")
+    if twice := next((one for one, other in combinations(targets, 2) if _are_one(one, other)), None):
+        raise PenstockError("two outputs have the same file", file=twice, hint="a name for each")
+
+
+def _are_one(one: Path, other: Path) -> bool:
+    """Whether two paths lead to one file, links included; a device or a pipe can be used more than once."""
+    if one.exists() and other.exists():
+        return one.samefile(other) and one.is_file()
+    return one.resolve() == other.resolve()
 
 
 def check_target(path: Path) -> None:

@@ -1,10 +1,13 @@
 """Outcome: what a command ends with; a user's mistake is one message on stderr and an exit code, never a traceback."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 
 import typer
 
+from penstock.cli.options import Sizes, Times
 from penstock.errors import CaptureError, PartitionError, PenstockError
 
 BAD_INPUT = 2
@@ -14,6 +17,14 @@ CANNOT_CUT = 3
 RUN_FAILED = 5
 """the work itself could not be done"""
 INTERRUPTED = 130
+FLAGS = {
+    **{field.name: field.name for record in (Sizes, Times) for field in fields(record)},
+    "in_flight": "in_flight",
+    "depth": "depth",
+    "basic_blocks": "block",
+}
+"""by the name that Python users give, the option of the command"""
+_KEYWORD = re.compile(rf"\b({'|'.join(FLAGS)})=(\w[\w.]*)")
 
 
 @contextmanager
@@ -22,9 +33,9 @@ def explained() -> Iterator[None]:
     try:
         yield
     except (CaptureError, PartitionError) as error:
-        raise failed(str(error), CANNOT_CUT) from None
+        raise failed(_in_flags(error), CANNOT_CUT) from None
     except PenstockError as error:
-        raise failed(str(error), BAD_INPUT) from None
+        raise failed(_in_flags(error), BAD_INPUT) from None
     except BrokenPipeError:
         raise  # the reader of our output went away, as `head` does: typer ends without a word
     except OSError as error:
@@ -37,6 +48,12 @@ def failed(message: str, code: int) -> typer.Exit:
     """The end of a command with a message on stderr."""
     typer.echo(message, err=True)
     return typer.Exit(code)
+
+
+def _in_flags(error: PenstockError) -> str:
+    """The message, with what to try as it is typed in a shell: `--stages-per-rank 2` for `stages_per_rank=2`."""
+    hint = _KEYWORD.sub(lambda found: f"--{FLAGS[found[1]].replace('_', '-')} {found[2]}", error.hint)
+    return str(error).removesuffix(error.hint) + hint
 
 
 def _spelled(error: OSError) -> str:

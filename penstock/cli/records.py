@@ -16,8 +16,8 @@ def flat(verb: Verb) -> Verb:
     own = {name: [field.name for field in fields(record)] for name, record in records.items()}
 
     def command(**given: Any) -> None:
-        built = {name: record(**{key: given.pop(key) for key in own[name]}) for name, record in records.items()}
         with explained():
+            built = {name: record(**{key: given.pop(key) for key in own[name]}) for name, record in records.items()}
             verb(**built, **given)
 
     parameters = [part for parameter in signature(verb).parameters.values() for part in _spread(parameter, records)]

@@ -47,6 +47,15 @@ def run(name: str, sizes: Sizes, times: Times) -> Run:
     return Run(name, schedule, timed(program, times))
 
 
+def prove(orders: "Schedule | Program", in_flight: int | None = None) -> None:
+    """Refuse orders that are not proven; a schedule is proven as it is, and as the program that it is lowered to."""
+    import penstock
+
+    penstock.verify(orders, in_flight=in_flight)
+    if isinstance(orders, penstock.Schedule):
+        penstock.verify(penstock.lower(orders))
+
+
 def timed(program: "Program", times: Times) -> "Trace":
     """The trace of a program with the options' costs and links."""
     import penstock

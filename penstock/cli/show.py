@@ -8,6 +8,7 @@ from typer import Argument
 
 from penstock.cli.files import read_noun
 from penstock.cli.options import AsJson
+from penstock.cli.runs import prove
 from penstock.cli.screen import look
 from penstock.errors import ScheduleError
 
@@ -51,11 +52,11 @@ def _show_orders(orders: "Schedule | Program") -> None:
 
     typer.echo(described(orders))
     try:
-        trace = penstock.simulate(orders)
-    except ScheduleError:
-        typer.echo(f"{orders}\n\nthese orders do not run to their end; penstock check says where they block")
+        prove(orders)
+    except ScheduleError as error:
+        typer.echo(f"{orders}\n\nthe proof refuses these orders: {error}")
     else:
-        _show_trace(trace)
+        _show_trace(penstock.simulate(orders))
 
 
 def described(orders: "Schedule | Program") -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from penstock.cli.files import check_target, write
+from penstock.cli.files import check_targets, write
 from penstock.cli.options import AsJson, Outputs, Sizes, Times
 from penstock.cli.runs import Run, chosen, run, swept
 from penstock.cli.screen import look, note, print_json
@@ -27,8 +27,7 @@ def simulate(
     One schedule, or all side by side. Seconds and bytes are those of one rank's layers, however many stages they are
     cut into, so all schedules do the same work. Every program is proven free of deadlock before it is simulated.
     """
-    for target in filter(None, (outputs.svg, outputs.png, outputs.memory_svg, outputs.trace, outputs.csv)):
-        check_target(target)
+    check_targets((outputs.svg, outputs.png, outputs.memory_svg, outputs.trace, outputs.csv))
     names, left_out = chosen(name, sizes)
     runs = [run(each, size, times) for each in names for size in swept(sizes, sweep)]
     if outputs.csv and len(runs) > 1:

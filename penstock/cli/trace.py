@@ -5,9 +5,9 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from penstock.cli.files import read_noun, write
+from penstock.cli.files import check_targets, read_noun, write
 from penstock.cli.options import AsJson, Times
-from penstock.cli.runs import timed
+from penstock.cli.runs import prove, timed
 from penstock.cli.screen import note, print_json
 from penstock.errors import FormatError
 
@@ -19,13 +19,16 @@ Flows = Annotated[bool, Option("--flows", help="Draw an arrow from the maker of 
 def trace(*, file: File, target: Target, times: Times, flows: Flows = False, as_json: AsJson = False) -> None:
     """Write a Chrome trace, to zoom and measure in.
 
-    It opens in ui.perfetto.dev and chrome://tracing. Orders are simulated first, with the given seconds; a trace is
-    written as it is.
+    It opens in ui.perfetto.dev and chrome://tracing. Orders are proven and simulated first, with the given seconds; a
+    trace is written as it is.
     """
     import penstock
     from penstock.views.chrome import Chrome
 
+    check_targets((target,), source=file)
     noun = read_noun(file)
+    if isinstance(noun, penstock.Schedule | penstock.Program):
+        prove(noun)
     if isinstance(noun, penstock.Schedule):
         noun = penstock.lower(noun)
     if isinstance(noun, penstock.Program):

@@ -9,9 +9,8 @@ from enum import Enum, IntEnum
 from typing import ClassVar, NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.ir.cuts import Cuts
+from penstock.ir.cuts import MAX_STAGES, Cuts
 
-MAX_STAGES = 8192
 MAX_MICROBATCHES = 65536
 
 

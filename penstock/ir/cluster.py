@@ -1,14 +1,19 @@
 """Cluster: the ranks, their memory, and the links between them."""
 
-import math
 import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 
 from penstock.errors import CostError
+from penstock.ir.figures import is_finite, whole
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_DECIMAL_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {**_DECIMAL_UNITS, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 MAX_RANKS = 65536
+MAX_MEMORY = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,8 @@ class Link:
     bandwidth: float | None = None
 
     def __post_init__(self) -> None:
+        if whole(self.source) is None or whole(self.target) is None:
+            raise CostError("a link leads from rank to rank", source=repr(self.source), target=repr(self.target))
         _check_link(self.latency, self.bandwidth)
 
 
@@ -41,19 +48,17 @@ class Cluster:
     overlap: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.ranks <= MAX_RANKS:
-            raise CostError("ranks out of range", ranks=self.ranks, limit=MAX_RANKS)
+        if (ranks := whole(self.ranks)) is None:
+            raise CostError("ranks must be a whole number", ranks=repr(self.ranks))
+        if not 1 <= ranks <= MAX_RANKS:
+            raise CostError("ranks out of range", ranks=ranks, limit=MAX_RANKS)
+        object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "links", _links(self.links, ranks))
         _check_link(self.latency, self.bandwidth)
-        if not 0.0 <= self.overlap <= 1.0:
-            raise CostError("overlap is a share between 0 and 1", overlap=self.overlap)
+        if not is_finite(self.overlap) or not 0.0 <= self.overlap <= 1.0:
+            raise CostError("overlap is a share between 0 and 1", overlap=repr(self.overlap))
         if self.memory is not None:
-            figures = (self.memory,) * self.ranks if isinstance(self.memory, str | int) else self.memory
-            if len(figures) != self.ranks:
-                raise CostError("memory needs one figure, or one per rank", figures=len(figures), ranks=self.ranks)
-            object.__setattr__(self, "memory", tuple(map(parse_bytes, figures)))
-        for link in self.links:
-            if not (0 <= link.source < self.ranks and 0 <= link.target < self.ranks):
-                raise CostError("a link between ranks that do not exist", link=link, ranks=self.ranks)
+            object.__setattr__(self, "memory", _figures(self.memory, ranks))
 
     @cached_property
     def _named(self) -> dict[tuple[int, int], Link]:
@@ -66,17 +71,57 @@ class Cluster:
 
 def parse_bytes(size: int | str) -> int:
     """Bytes of a figure such as 1024, `"24GiB"` or `"1.5 MB"`."""
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
+    amount, unit = _amount(size)
+    # Compared first: no text is so long that it overflows here.
+    if amount > MAX_MEMORY or amount * unit > MAX_MEMORY:
+        raise CostError("a size out of range", size=_short(size), limit=MAX_MEMORY)
+    if amount * unit < 1:
+        raise _no_size(size)
+    return int(amount * unit)
+
+
+def _amount(size: object) -> tuple[Decimal | int, int]:
+    if (number := whole(size)) is not None:
+        return number, 1
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]{0,3})\s*", size) if isinstance(size, str) else None
-    if not match or match[2].upper() not in _UNITS or float(match[1]) == 0:
-        raise CostError("not a size in bytes", size=repr(size), hint='a number such as 1073741824, or "24GiB"')
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    if not match or match[2].upper() not in _UNITS:
+        raise _no_size(size)
+    return Decimal(match[1]), _UNITS[match[2].upper()]
+
+
+def _no_size(size: object) -> CostError:
+    return CostError("not a size in bytes", size=_short(size), hint='a whole number such as 1073741824, or "24GiB"')
+
+
+def _short(size: object) -> str:
+    return f"{size!r:.40}" if isinstance(size, str) else repr(size)
+
+
+def _figures(memory: object, ranks: int) -> tuple[int, ...]:
+    if not isinstance(memory, Iterable) or isinstance(memory, str | bytes):
+        return (parse_bytes(memory),) * ranks  # type: ignore[arg-type]  # what is no size is refused there
+    figures = tuple(map(parse_bytes, memory))
+    if len(figures) != ranks:
+        raise CostError("memory needs one figure, or one per rank", figures=len(figures), ranks=ranks)
+    return figures
+
+
+def _links(links: object, ranks: int) -> tuple[Link, ...]:
+    named = tuple(links) if isinstance(links, Iterable) else (links,)
+    for link in named:
+        if not isinstance(link, Link):
+            raise CostError("links are Link records", given=repr(link), hint="links=[Link(0, 1, latency, bandwidth)]")
+        if not (0 <= link.source < ranks and 0 <= link.target < ranks):
+            raise CostError("a link between ranks that do not exist", link=link, ranks=ranks)
+    for (source, target), times in Counter((link.source, link.target) for link in named).items():
+        if times > 1:
+            raise CostError("a link is named more than once", source=source, target=target, times=times)
+    return named
 
 
 def _check_link(latency: float, bandwidth: float | None) -> None:
-    if not (math.isfinite(latency) and latency >= 0):
-        raise CostError("latency must be finite seconds, 0 or more", latency=latency)
-    if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth > 0):
-        hint = "None for infinite"
-        raise CostError("bandwidth must be finite bytes per second, above 0", bandwidth=bandwidth, hint=hint)
+    if not is_finite(latency) or latency < 0:
+        raise CostError("latency must be finite seconds, 0 or more", latency=repr(latency))
+    if bandwidth is not None and (not is_finite(bandwidth) or bandwidth <= 0):
+        hint = "a number of bytes per second such as 10e9, or None for infinite"
+        raise CostError("bandwidth must be finite bytes per second, above 0", bandwidth=repr(bandwidth), hint=hint)

@@ -8,9 +8,7 @@ in the grammar of `text.py`; Series are lists of numbers. What is refused is ref
 
 import json
 import math
-import os
 import re
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +22,7 @@ from penstock.ir import text as cells
 from penstock.ir.cluster import Cluster, Link
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes
 from penstock.ir.cuts import Cuts
+from penstock.ir.files import write_whole
 from penstock.ir.graph import Graph, Node, StorageGroup, TensorSpec, Value
 from penstock.ir.orders import MAX_ACTIONS, Orders
 from penstock.ir.partition import Crossing, Partition
@@ -92,6 +91,8 @@ def from_json(text: str, noun: type[Noun]) -> Noun: ...
 def from_json(text: str, noun: None = None) -> Any: ...
 def from_json(text: str, noun: type | None = None) -> Any:
     """The noun that a document says; of the given type, or of the type that the document names."""
+    if not isinstance(text, str):
+        raise FormatError("a document is a text", given=type(text).__name__, hint="text.decode() if it is bytes")
     _check_size(len(text))
     tree = _parse(text)
     if not isinstance(tree, dict) or "penstock" not in tree:
@@ -111,15 +112,7 @@ def from_json(text: str, noun: type | None = None) -> Any:
 
 def save(noun: object, path: str | Path) -> None:
     """Write the document of a noun; a file that was there before stays whole until the new one is."""
-    text, draft = to_json(noun), Path(f"{path}.{os.getpid()}.draft")
-    try:
-        draft.write_text(text, encoding="ascii")
-        draft.replace(path)
-    except OSError as error:
-        raise FormatError("cannot write the file", file=path, reason=error) from None
-    finally:
-        with suppress(OSError):
-            draft.unlink()
+    write_whole(path, to_json(noun))
 
 
 @overload

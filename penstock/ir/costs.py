@@ -1,14 +1,16 @@
 """StageCosts: seconds and bytes per stage, a Profile folded over a Partition."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import CostError
-from penstock.ir.action import MAX_STAGES
+from penstock.ir.cuts import MAX_STAGES
+from penstock.ir.figures import is_finite
+
+_FIGURES = ("forward", "input_grad", "weight_grad", "backward", "activation_bytes", "weight_grad_bytes")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,11 @@ class StageCosts:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
+            if not isinstance(value := getattr(self, field.name), Iterable):
+                hint = f"{field.name}=({value!r},) * num_stages"
+                raise CostError(f"{field.name} needs one entry per stage", given=repr(value), hint=hint)
+            object.__setattr__(self, field.name, tuple(value))
+        self._check_figures()
         sums = tuple(i + w for i, w in zip(self.input_grad, self.weight_grad, strict=False))
         defaults = {
             "backward": sums,
@@ -68,25 +74,31 @@ class StageCosts:
             object.__setattr__(self, name, getattr(self, name) or value)
         self._check()
 
+    def _check_figures(self) -> None:
+        for name in _FIGURES:
+            for stage, value in enumerate(getattr(self, name)):
+                if not is_finite(value) or value < 0:
+                    raise CostError(f"{name} must be a finite number, 0 or more", stage=stage, value=repr(value))
+
     def _check(self) -> None:
         if not 1 <= self.num_stages <= MAX_STAGES:
             raise CostError("number of stages out of range", stages=self.num_stages, limit=MAX_STAGES)
-        for name in ("forward", "input_grad", "weight_grad", "backward", "activation_bytes", "weight_grad_bytes"):
-            values: Sequence[float] = getattr(self, name)
-            if len(values) != self.num_stages:
-                raise CostError(f"{name} needs one figure per stage", figures=len(values), stages=self.num_stages)
-            for stage, value in enumerate(values):
-                if not (math.isfinite(value) and value >= 0):
-                    raise CostError(f"{name} must be a finite number, 0 or more", stage=stage, value=value)
+        for name in _FIGURES:
+            if (figures := len(getattr(self, name))) != self.num_stages:
+                raise CostError(f"{name} needs one figure per stage", figures=figures, stages=self.num_stages)
         if len(self.state) != self.num_stages:
             raise CostError("state needs one entry per stage", entries=len(self.state), stages=self.num_stages)
         for message in self.messages:
+            if not isinstance(message, MessageCost):
+                raise CostError("messages are MessageCost records", given=repr(message))
             if not 0 <= message.producer < message.consumer < self.num_stages:
                 raise CostError("a message must lead from a stage to a later one", message=message)
-            if min(message.forward_bytes, message.backward_bytes) < 0:
+            if not _are_bytes(message.forward_bytes, message.backward_bytes):
                 raise CostError("a message needs bytes of 0 or more", message=message)
         for stage, state in enumerate(self.state):
-            if min(state.parameters, state.gradients, state.optimizer) < 0:
+            if not isinstance(state, StateBytes):
+                raise CostError("state is a StateBytes record per stage", stage=stage, given=repr(state))
+            if not _are_bytes(state.parameters, state.gradients, state.optimizer):
                 raise CostError("state needs bytes of 0 or more", stage=stage, state=state)
 
     @classmethod
@@ -112,3 +124,7 @@ class StageCosts:
     def num_stages(self) -> int:
         """How many stages there are."""
         return len(self.forward)
+
+
+def _are_bytes(*sizes: float) -> bool:
+    return all(is_finite(size) and size >= 0 for size in sizes)

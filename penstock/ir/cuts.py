@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.errors import PartitionError
+from penstock.ir.figures import whole
 
 Edge = tuple[int, int]
+MAX_STAGES = 8192
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,8 @@ class Cuts:
     without_gradient: tuple[Edge, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.num_stages < 1:
-            raise PartitionError("cuts need at least one stage", stages=self.num_stages)
+        if not 1 <= (whole(self.num_stages) or 0) <= MAX_STAGES:
+            raise PartitionError("cuts need at least one stage", stages=repr(self.num_stages), limit=MAX_STAGES)
         for edges in (self.edges, self.without_gradient):
             if list(edges) != sorted(set(edges)):
                 raise PartitionError("cut edges must be sorted and distinct", edges=edges[:8], hint="Cuts.of(...)")

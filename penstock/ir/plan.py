@@ -64,6 +64,8 @@ class Prediction:
 
     def peak_bytes(self, rank: int) -> int:
         """The most bytes that the rank holds at any time."""
+        if not 0 <= rank < len(self.peaks):
+            raise PlanError("no such rank", rank=rank, ranks=len(self.peaks))
         return self.peaks[rank]
 
 

@@ -11,11 +11,11 @@ from penstock.ir.code import decode, peer_of
 from penstock.ir.cuts import Cuts
 from penstock.ir.orders import Orders
 from penstock.ir.placement import Placement
-from penstock.ir.schedule import check_homes, check_sizes
+from penstock.ir.schedule import Ordered, check_homes, check_sizes
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(Ordered):
     """Everything each rank does in one step, in order; ready to be proven, simulated and run.
 
     `table` holds the orders compactly; `orders` shows them as tuples of actions.
@@ -55,31 +55,9 @@ class Program:
         """The same program with other orders."""
         return Program(self.placement, self.num_microbatches, self.cuts, table)
 
-    @property
-    def orders(self) -> tuple[tuple[Action, ...], ...]:
-        """The orders as tuples of actions, one per rank."""
-        return self.table.actions
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks there are."""
-        return self.placement.num_ranks
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages there are."""
-        return self.placement.num_stages
-
     @classmethod
     def from_csv(cls, source: str | Path, cuts: Cuts | None = None) -> "Program":
         """A program from a CSV file or its text. Without cuts: a chain, plus the edges that messages name."""
         table = text.parse(text.read(source))
         placement, num_microbatches = text.infer(table)
         return cls(placement, num_microbatches, cuts or text.infer_cuts(table, placement), table)
-
-    def to_csv(self, path: str | Path | None = None) -> str:
-        """The CSV text; also written to the path when one is given."""
-        return text.write(self.table, path)
-
-    def __str__(self) -> str:
-        return text.lines(self.table)

@@ -8,14 +8,45 @@ import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.ir import text
-from penstock.ir.action import COMPUTE_KINDS, MAX_MICROBATCHES, MAX_STAGES, Action
+from penstock.ir.action import COMPUTE_KINDS, MAX_MICROBATCHES, Action
 from penstock.ir.code import decode
+from penstock.ir.cuts import MAX_STAGES
 from penstock.ir.orders import Orders
 from penstock.ir.placement import Placement
 
 
+class Ordered:
+    """What a Schedule and a Program have in common: stages on ranks, and an order of actions for every rank."""
+
+    placement: Placement
+    num_microbatches: int
+    table: Orders
+
+    @property
+    def orders(self) -> tuple[tuple[Action, ...], ...]:
+        """The orders as tuples of actions, one per rank."""
+        return self.table.actions
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return self.placement.num_stages
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """The CSV text; also written to the path when one is given."""
+        return text.write(self.table, path)
+
+    def __str__(self) -> str:
+        return text.lines(self.table)
+
+
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Ordered):
     """Which stage runs which microbatch in which order on every rank; no messages, no times.
 
     `table` holds the orders compactly; `orders` shows them as tuples of actions.
@@ -38,34 +69,12 @@ class Schedule:
         """A schedule from action objects."""
         return cls(placement, num_microbatches, Orders.of(orders))
 
-    @property
-    def orders(self) -> tuple[tuple[Action, ...], ...]:
-        """The orders as tuples of actions, one per rank."""
-        return self.table.actions
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks there are."""
-        return self.placement.num_ranks
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages there are."""
-        return self.placement.num_stages
-
     @classmethod
     def from_csv(cls, source: str | Path) -> "Schedule":
         """A schedule from a CSV file or its text: a row per rank, a cell per action, an empty cell for a bubble."""
         table = text.parse(text.read(source))
         placement, num_microbatches = text.infer(table)
         return cls(placement, num_microbatches, table)
-
-    def to_csv(self, path: str | Path | None = None) -> str:
-        """The CSV text; also written to the path when one is given."""
-        return text.write(self.table, path)
-
-    def __str__(self) -> str:
-        return text.lines(self.table)
 
 
 def check_sizes(placement: Placement, num_microbatches: int, table: Orders) -> None:

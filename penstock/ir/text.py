@@ -8,6 +8,7 @@ per rank, cells separated by blanks, `-` for a bubble.
 
 import csv
 import io
+import os
 import re
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from penstock.ir.action import (
 )
 from penstock.ir.code import Codes, encode, kind_of, peer_of, stage_of
 from penstock.ir.cuts import Cuts
+from penstock.ir.files import write_whole
 from penstock.ir.orders import MAX_ACTIONS, Orders
 from penstock.ir.placement import Placement
 
@@ -70,8 +72,13 @@ def _message(match: "re.Match[str]") -> Action:
 
 
 def read(source: str | Path) -> list[list[str]]:
-    """Rows of cells of a CSV file, of CSV text, or of plain text; a str without comma, blank and newline is a path."""
-    if isinstance(source, Path) or not (re.search(r"[,\s]", source) or _is_cell(source)):
+    """Rows of cells of a CSV file, of CSV text, or of plain text.
+
+    A str of one line is a path if a file has that name, or if it has neither comma nor blank and is no cell.
+    """
+    if not isinstance(source, str | Path):
+        raise FormatError("a schedule is read from a str or a pathlib.Path", given=type(source).__name__)
+    if isinstance(source, Path) or _is_path(source):
         try:
             source = Path(source).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -83,6 +90,12 @@ def read(source: str | Path) -> list[list[str]]:
     while rows and not rows[-1]:
         rows.pop()
     return rows
+
+
+def _is_path(source: str) -> bool:
+    if not source or "\n" in source:
+        return False
+    return os.path.isfile(source) or not (re.search(r"[,\s]", source) or _is_cell(source))
 
 
 def _read_csv(source: str) -> list[list[str]]:
@@ -167,5 +180,5 @@ def write(orders: Orders, path: str | Path | None = None) -> str:
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows([str(action) for action in actions] for actions in orders)
     if path is not None:
-        Path(path).write_text(buffer.getvalue(), encoding="utf-8")
+        write_whole(path, buffer.getvalue())
     return buffer.getvalue()

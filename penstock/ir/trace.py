@@ -12,6 +12,8 @@ from penstock.ir.action import COMPUTE_KINDS, Action, Kind
 from penstock.ir.program import Program
 from penstock.ir.series import Series
 
+_TOLERANCE = 1e-9
+
 
 class Span(NamedTuple):
     """One action of one rank and when it ran."""
@@ -55,6 +57,12 @@ class Curve:
     def __post_init__(self) -> None:
         if len(self.seconds) != len(self.held):
             raise ScheduleError("a curve needs a time per figure", times=len(self.seconds), figures=len(self.held))
+        seconds, held = self.seconds.values, self.held.values
+        _refuse("the times of a curve must be finite and never fall", ~np.isfinite(seconds), seconds=seconds)
+        _refuse("the times of a curve must be finite and never fall", seconds[1:] < seconds[:-1], seconds=seconds[1:])
+        # Sums of fractions of a byte may end a little below 0.
+        lowest = -_TOLERANCE * held.max(initial=1.0)
+        _refuse("a curve holds finite bytes, 0 or more", ~(np.isfinite(held) & (held >= lowest)), bytes=held)
 
     @cached_property
     def peak(self) -> int:
@@ -86,6 +94,13 @@ class Trace:
                 raise ScheduleError(f"{name} does not fit the program", figures=figures, expected=length)
         if len(self.memory) != self.program.num_ranks:
             raise ScheduleError("one memory curve per rank is needed", curves=len(self.memory), ranks=len(table))
+        self._check_times()
+
+    def _check_times(self) -> None:
+        starts, ends, sent, arrived = (each.values for each in (self.starts, self.ends, self.sent, self.arrived))
+        _refuse("an action starts at finite seconds, 0 or more", ~(np.isfinite(starts) & (starts >= 0)), start=starts)
+        _refuse("an action ends at finite seconds, not before it starts", ~_spans(starts, ends), start=starts, end=ends)
+        _refuse("a message arrives not before it is sent", ~_spans(sent, arrived), sent=sent, arrived=arrived)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -160,7 +175,20 @@ class Trace:
 
     def peak_bytes(self, rank: int) -> int:
         """The most bytes that the rank holds at any time."""
+        if not 0 <= rank < self.num_ranks:
+            raise ScheduleError("no such rank", rank=rank, ranks=self.num_ranks)
         return self.memory[rank].peak
+
+
+def _spans(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> NDArray[np.bool_]:
+    return np.asarray(np.isfinite(starts) & np.isfinite(ends) & (ends >= starts))
+
+
+def _refuse(problem: str, wrong: NDArray[np.bool_], **figures: NDArray[np.float64]) -> None:
+    """Raise if anything is wrong, with the place and the figures of the first."""
+    if wrong.any():
+        place = int(np.argmax(wrong))
+        raise ScheduleError(problem, place=place, hint="", **{name: float(row[place]) for name, row in figures.items()})
 
 
 def _idle_share(work: float, capacity: float) -> float:

@@ -31,6 +31,8 @@ __all__ = ["DEFAULT_PASSES", "PASSES", "lower", "verify"]
 
 def lower(schedule: Schedule, *, cuts: Cuts | None = None, passes: Sequence[str | Pass] = DEFAULT_PASSES) -> Program:
     """Run the passes, given by name or as records with options, in the order of the table."""
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError("lower takes a Schedule, not yet lowered", given=type(schedule).__name__)
     chosen = sorted((_pass(entry, cuts) for entry in passes), key=lambda step: list(PASSES).index(step.name))
     if AddTransfers.name not in {step.name for step in chosen}:
         raise ScheduleError("lowering needs add_transfers", passes=[step.name for step in chosen])

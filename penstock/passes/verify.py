@@ -17,6 +17,7 @@ from penstock.errors import ScheduleError
 from penstock.ir.action import Fact
 from penstock.ir.cuts import Cuts
 from penstock.ir.dependence import Links, Makers, links_of
+from penstock.ir.figures import whole
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.timing import walk_passes
@@ -33,6 +34,10 @@ def verify(subject: Schedule | Program, *, in_flight: int | None = None) -> None
 
     `in_flight`: at most so many (stage, microbatch) may be held by one rank between forward and last gradient.
     """
+    if not isinstance(subject, Schedule | Program):
+        raise ScheduleError("verify takes a Schedule or a Program", given=type(subject).__name__)
+    if in_flight is not None and (whole(in_flight) is None or in_flight < 0):
+        raise ScheduleError("in_flight must be a count, 0 or more", in_flight=repr(in_flight))
     program = _as_program(subject)
     passes = program.table.passes
     makers = Makers(passes, program.num_stages, program.num_microbatches)

@@ -7,10 +7,12 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ScheduleError
-from penstock.ir.action import MAX_MICROBATCHES, MAX_STAGES, Kind
+from penstock.errors import CostError, ScheduleError
+from penstock.ir.action import MAX_MICROBATCHES, Kind
 from penstock.ir.code import Codes, kind_of, pack
 from penstock.ir.costs import StageCosts
+from penstock.ir.cuts import MAX_STAGES
+from penstock.ir.figures import whole
 from penstock.ir.orders import MAX_ACTIONS
 from penstock.ir.schedule import Schedule
 from penstock.schedules.weights import refill
@@ -27,9 +29,17 @@ class Scheduler(ABC):
     """the allowed stages per rank; empty: any"""
     stages_per_rank: int = 1
 
+    def __post_init__(self) -> None:
+        # What is no whole number is refused when the schedule is built, with its name.
+        object.__setattr__(self, "stages_per_rank", _plain(self.stages_per_rank))
+
     def __call__(self, ranks: int, microbatches: int, costs: StageCosts | None = None) -> Schedule:
         """The schedule; with costs and a split backward, weight gradients fill the gaps, where that is faster."""
+        ranks, microbatches = _plain(ranks), _plain(microbatches)
         self._check(ranks, microbatches)
+        stages = ranks * self.stages_per_rank
+        if costs is not None and costs.num_stages != stages:
+            raise CostError("costs are for another number of stages", costs=costs.num_stages, schedule=stages)
         schedule = self.build(ranks, microbatches)
         if costs is None or not self.splits_backward:
             return schedule
@@ -45,7 +55,7 @@ class Scheduler(ABC):
             ("microbatches", microbatches),
             ("stages_per_rank", self.stages_per_rank),
         ):
-            if not _is_count(value):
+            if (whole(value) or 0) < 1:
                 raise ScheduleError(
                     f"{name} must be a whole number, 1 or more", schedule=self.name, **{name: repr(value)}
                 )
@@ -67,8 +77,9 @@ class Scheduler(ABC):
             )
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _plain(value: int) -> int:
+    """Whole numbers of numpy as Python's own; anything else as it is."""
+    return value if (number := whole(value)) is None else number
 
 
 def staggered(*columns: tuple[Codes, int]) -> Codes:

@@ -55,8 +55,20 @@ def _base(program: Program, costs: StageCosts, rank: int) -> int:
 
 
 def _curve(base: int, seconds: NDArray[np.float64], amount: NDArray[np.float64]) -> Curve:
+    """One figure per moment, the last: what follows at once on one rank leaves no time between.
+
+    A dip inside a moment is nothing that lasts. A height that exceeds what is held before and after the moment counts,
+    as the bytes must be there, however briefly: a receive buffer larger than the activations that take it over.
+    """
     held = base + np.cumsum(amount)
-    return Curve(Series(np.concatenate(([0.0], seconds))), Series(np.concatenate(([float(base)], held))))
+    last = np.flatnonzero(np.diff(seconds, append=np.inf) > 0)
+    first = np.concatenate(([0], last[:-1] + 1))[: len(last)]
+    highest, after = np.maximum.reduceat(held, first) if len(held) else held, held[last]
+    is_peak = highest > np.maximum(np.concatenate(([float(base)], after[:-1]))[: len(last)], after)
+    # A moment with a peak has two figures, the peak and what stays.
+    moments, figures = np.repeat(seconds[last], 1 + is_peak), np.repeat(after, 1 + is_peak)
+    figures[np.flatnonzero(is_peak) + np.arange(is_peak.sum())] = highest[is_peak]
+    return Curve(Series(np.concatenate(([0.0], moments))), Series(np.concatenate(([float(base)], figures))))
 
 
 def _activations(program: Program, costs: StageCosts, passes: Passes) -> Changes:

@@ -5,13 +5,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar, Generic, Literal, TypeAlias, TypeVar
 
-import numpy as np
 from rich.console import Console, RenderableType
 
 from penstock.errors import ViewError
 from penstock.ir.graph import Graph
 from penstock.ir.partition import Partition
 from penstock.ir.trace import Trace
+from penstock.views.drawing import Drawing
 
 Document = TypeVar("Document", str, bytes)
 Subject = TypeVar("Subject")
@@ -35,6 +35,16 @@ class View(ABC, Generic[Subject, Document]):
 
     @abstractmethod
     def __call__(self, subject: Subject, /) -> Document: ...
+
+
+class Drawn(View[Traces, Document]):
+    """A view of traces that is a drawing, whatever the format of its file."""
+
+    noun = Trace
+
+    @abstractmethod
+    def drawing(self, traces: Traces) -> Drawing:
+        """The picture, in pixels."""
 
 
 class RichView(View[Subject, str]):
@@ -64,9 +74,6 @@ def named(traces: Traces) -> dict[str, Trace]:
 def _check(trace: Trace) -> None:
     if not len(trace.starts):
         raise ViewError("a trace without actions", ranks=trace.num_ranks)
-    for series in (trace.starts, trace.ends, trace.sent, trace.arrived):
-        if not np.isfinite(series.values).all():
-            raise ViewError("a trace with times that are no numbers", ranks=trace.num_ranks)
 
 
 def staged(subject: Staged) -> tuple[Graph, Partition]:

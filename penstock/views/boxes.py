@@ -7,7 +7,7 @@ from penstock.views.palette import fill, text_on
 from penstock.views.panel import LEAST_LABEL, SIZE, Panel
 from penstock.views.units import seconds_text
 
-MAX_TIPS = 5_000
+MAX_TIPS = 10_000
 
 
 def boxes(blocks: Blocks, panel: Panel) -> Drawing:

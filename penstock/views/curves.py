@@ -7,7 +7,7 @@ import numpy as np
 from penstock.ir.action import Kind
 from penstock.ir.cluster import parse_bytes
 from penstock.ir.trace import Curve, Trace
-from penstock.views.base import Document, Traces, View, check_positive, named
+from penstock.views.base import Document, Drawn, Traces, check_positive, named
 from penstock.views.drawing import Area, Drawing, Label, Line, Point
 from penstock.views.palette import ALARM, FAINT, INK, KINDS, PAPER, RULE, mix
 from penstock.views.panel import AXIS, MARGIN, SIZE, Panel, panels, surroundings
@@ -22,7 +22,7 @@ GROUND = mix(LINE, PAPER, 0.45)
 
 
 @dataclass(frozen=True)
-class Curves(View[Traces, Document]):
+class Curves(Drawn[Document]):
     """The options and the layout that the picture of the memory curves has in every file format."""
 
     width: int = 1000
@@ -31,7 +31,6 @@ class Curves(View[Traces, Document]):
     """how many traces stand side by side before the next line of them begins"""
     limit: int | str | None = None
     """bytes that a rank has, `"24GiB"` also: drawn as a line, and what exceeds it in red"""
-    noun = Trace
 
     def __post_init__(self) -> None:
         check_positive(width=self.width, columns=self.columns)

@@ -27,6 +27,8 @@ class Panel:
     seconds: float
     row: float
     num_ranks: int
+    lane: float = 0.0
+    """pixels above every row, for marks"""
 
     def at(self, seconds: float) -> float:
         """The x of a moment."""
@@ -34,7 +36,7 @@ class Panel:
 
     def top(self, rank: int) -> float:
         """The y of the upper edge of a rank's row."""
-        return self.y + self.row * rank
+        return self.y + (self.row + self.lane) * rank + self.lane
 
     @property
     def gap(self) -> float:
@@ -44,15 +46,15 @@ class Panel:
     @property
     def bottom(self) -> float:
         """The y below the last row."""
-        return self.top(self.num_ranks)
+        return self.top(self.num_ranks) - self.lane
 
 
 def panels(
-    traces: Sequence[Trace], size: tuple[float, int], row: float, right: float = 0.0
+    traces: Sequence[Trace], size: tuple[float, int], row: float, right: float = 0.0, lane: float = 0.0
 ) -> tuple[list[Panel], float]:
     """One panel per trace, in `size` = (pixels of width, columns), all on one scale of time; and the height they take.
 
-    `right` pixels stay free at the right of every panel.
+    `right` pixels stay free at the right of every panel, and `lane` pixels above every row.
     """
     width, columns = size
     columns = min(columns, len(traces))
@@ -64,8 +66,9 @@ def panels(
         line = traces[first : first + columns]
         for column, trace in enumerate(line):
             x = round(MARGIN + column * (outer + MARGIN) + left)
-            placed.append(Panel(x, y + TITLE, max(10.0, outer - left - right - 10), seconds, row, trace.num_ranks))
-        y += TITLE + row * max(trace.num_ranks for trace in line) + AXIS + MARGIN
+            plot = max(10.0, outer - left - right - 10)
+            placed.append(Panel(x, y + TITLE, plot, seconds, row, trace.num_ranks, lane))
+        y += TITLE + (row + lane) * max(trace.num_ranks for trace in line) + AXIS + MARGIN
     return placed, y
 
 

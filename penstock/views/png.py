@@ -6,20 +6,12 @@ Needs the extra `plot`.
 
 from dataclasses import dataclass
 
-from penstock.views.base import Traces, check_positive
-from penstock.views.png_document import png_document
+from penstock.views.png_document import Painted
 from penstock.views.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class Png(Timeline[bytes]):
+class Png(Painted, Timeline[bytes]):
     """PNG bytes."""
 
-    scale: float = 2.0
-    """pixels of the image per pixel of the layout; 2 is sharp on dense screens"""
     name = "png"
-    suffix = ".png"
-
-    def __call__(self, traces: Traces) -> bytes:
-        check_positive(scale=self.scale)
-        return png_document(self.drawing(traces), self.scale)

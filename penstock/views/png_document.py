@@ -1,9 +1,11 @@
 """A Drawing as a PNG image, painted shape by shape with matplotlib."""
 
 import io
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.errors import ViewError
+from penstock.views.base import Drawn, Traces, check_positive
 from penstock.views.drawing import Box, Drawing
 from penstock.views.palette import PAPER
 
@@ -14,6 +16,19 @@ _DPI = 100
 _POINTS = 72 / _DPI
 _ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 MAX_PIXELS = 30_000
+
+
+@dataclass(frozen=True)
+class Painted(Drawn[bytes]):
+    """What the views that are PNG images share: the option and the call, over a layout that says the drawing."""
+
+    scale: float = 2.0
+    """pixels of the image per pixel of the layout; 2 is sharp on dense screens"""
+    suffix = ".png"
+
+    def __call__(self, traces: Traces) -> bytes:
+        check_positive(scale=self.scale)
+        return png_document(self.drawing(traces), self.scale)
 
 
 def png_document(drawing: Drawing, scale: float) -> bytes:

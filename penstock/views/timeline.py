@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 from penstock.ir.action import Kind
 from penstock.ir.critical import critical_path
-from penstock.ir.trace import Span, Trace
-from penstock.views.base import Document, Traces, View, check_positive, named
+from penstock.ir.trace import Span
+from penstock.views.base import Document, Drawn, Traces, check_positive, named
 from penstock.views.blocks import WORDS, Blocks
 from penstock.views.boxes import boxes
 from penstock.views.drawing import Box, Drawing, Label, Line, Point, text_width
+from penstock.views.marks import LANE, are_marked, marks
 from penstock.views.merged import are_merged, merged
 from penstock.views.palette import FAINT, IDLE, INK, MARK, fill
 from penstock.views.panel import MARGIN, SIZE, Panel, panels, surroundings
@@ -20,7 +21,7 @@ Entry = tuple[tuple[str, ...], str]
 
 
 @dataclass(frozen=True)
-class Timeline(View[Traces, Document]):
+class Timeline(Drawn[Document]):
     """The options and the layout that the picture of a timeline has in every file format."""
 
     width: int = 1200
@@ -29,7 +30,6 @@ class Timeline(View[Traces, Document]):
     """how many traces stand side by side before the next line of them begins"""
     critical: bool = False
     """whether the critical path is marked"""
-    noun = Trace
 
     def __post_init__(self) -> None:
         check_positive(width=self.width, columns=self.columns)
@@ -41,10 +41,14 @@ class Timeline(View[Traces, Document]):
         most = max(trace.num_ranks for trace in shown.values())
         row = max(LEAST_ROW, min(ROW * (PAIR if any(b.has_pairs for b in blocks) else 1.0), PANEL_HEIGHT / most))
         placed, height = panels(list(shown.values()), (self.width, self.columns), row)
+        if any(map(are_marked, blocks, placed)):
+            placed, height = panels(list(shown.values()), (self.width, self.columns), row, lane=LANE)
         parts = []
         for panel, name, content in zip(placed, shown, blocks, strict=True):
             draw = merged if are_merged(content, panel) else boxes
             parts += [surroundings(panel, name, content.trace), draw(content, panel)]
+            if are_marked(content, panel):
+                parts.append(marks(content, panel))
             if self.critical:
                 parts.append(_path(content, panel))
         legend, end = self._legend(blocks, height, any(map(are_merged, blocks, placed)))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock import errors
 from penstock.errors import CostError, FormatError, PenstockError, ScheduleError
 
 COSTS = penstock.StageCosts(
@@ -128,6 +129,11 @@ def test_a_memory_limit_without_costs_is_refused_with_the_way_out():
         penstock.schedule("gpipe", 4, 8, memory="4GiB")
 
 
+def test_a_memory_limit_with_costs_that_hold_no_bytes_is_refused():
+    with pytest.raises(ScheduleError, match=r"(?s)a memory limit needs bytes.*try: costs with activation_bytes"):
+        penstock.schedule("gpipe", 4, 8, costs=penstock.StageCosts.uniform(4), memory="4GiB")
+
+
 @pytest.mark.parametrize("memory", ["lots", 0, -1, "4 parsecs", 1.5, True])
 def test_a_memory_limit_that_is_no_size_is_refused(memory):
     with pytest.raises(CostError, match="not a size in bytes"):
@@ -176,6 +182,18 @@ def test_a_bad_cell_is_refused_with_its_place():
 def test_the_public_names_are_those_that_are_there():
     assert all(hasattr(penstock, name) for name in penstock.__all__)
     assert {"schedule", "lower", "simulate", "verify", "Schedule", "StageCosts", "Cluster"} <= set(penstock.__all__)
+
+
+def test_every_error_is_a_public_name():
+    classes = [name for name, value in vars(errors).items() if isinstance(value, type)]
+    assert set(classes) <= set(penstock.__all__)
+    assert penstock.ScheduleError is ScheduleError
+
+
+@pytest.mark.parametrize("subject", [None, "1f1b"])
+def test_only_a_program_or_a_schedule_is_simulated(subject):
+    with pytest.raises(ScheduleError, match=r"simulate takes a Program or a Schedule \(given: (NoneType|str)\)"):
+        penstock.simulate(subject)
 
 
 def test_planning_needs_no_torch():

@@ -23,6 +23,16 @@ def test_a_failed_write_leaves_the_old_file_and_no_draft(tmp_path: Path, monkeyp
     assert target.read_text() == "old"
 
 
+def test_a_failed_write_names_the_file_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, content: bytes) -> int:
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left") as error:
+        files.write(tmp_path / "a.svg", "new")
+    assert error.value.filename == str(tmp_path / "a.svg")
+
+
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("target")
     files.write(tmp_path / "link", "new")

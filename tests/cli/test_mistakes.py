@@ -15,7 +15,7 @@ MISTAKES = {
     "no ranks": (("simulate", "gpipe", "--ranks", "0"), "ranks must be a whole number, 1 or more"),
     "no microbatches": (("simulate", "gpipe", "--microbatches", "0"), "microbatches must be a whole number"),
     "too many ranks": (("simulate", "gpipe", "--ranks", "9999"), "limits: (8192, 65536"),
-    "stages that the schedule cannot hold": (("simulate", "zbv", "--stages-per-rank", "3"), "try: stages_per_rank=2"),
+    "stages that the schedule cannot hold": (("simulate", "zbv", "--stages-per-rank", "3"), "try: --stages-per-rank 2"),
     "a sweep that is no list": (("simulate", "--sweep", "4;8"), "try: --sweep 4,8,16"),
     "a negative time": (("simulate", "gpipe", "--forward", "-1"), "forward must be a finite number, 0 or more"),
     "a time that is no number": (("simulate", "gpipe", "--latency", "nan"), "latency must be finite seconds"),
@@ -23,6 +23,8 @@ MISTAKES = {
     "a size without a known unit": (("simulate", "--activation-bytes", "3XB"), 'or "24GiB"'),
     "one CSV for all schedules": (("simulate", "--csv", "all.csv"), "try: penstock simulate gpipe --csv all.csv"),
     "a picture in a missing directory": (("simulate", "--svg", "missing/a.svg"), "try: mkdir -p missing"),
+    "two pictures in one file": (("simulate", "--svg", "a.svg", "--png", "a.svg"), "two outputs have the same file"),
+    "one file by two paths": (("simulate", "--svg", "a", "--trace", "./a"), "two outputs have the same file (file: a)"),
     "a picture over a directory": (("simulate", "--svg", "."), "a directory stands where the file should go"),
     "a file that is not there": (("check", "none.csv"), "cannot read the file (file: none.csv, reason: no such file"),
     "a directory instead of a file": (("show", "."), "cannot read the file (file: ., reason: is a directory)"),
@@ -76,6 +78,29 @@ def test_what_cannot_be_proven_is_told_to_programs_as_well(call, written) -> Non
     assert not answer["proven"]
     assert answer["stage"] == "0"
     assert result.exit_code == 2
+
+
+@pytest.mark.parametrize("mistake", BAD_FILES)
+def test_a_bad_file_is_told_to_programs_as_well(mistake: str, call, written) -> None:
+    result = call("check", "--json", written("bad", BAD_FILES[mistake][0]))
+    answer = json.loads(result.stdout)
+    assert not answer["proven"]
+    assert answer["problem"]
+    assert result.exit_code == 2
+
+
+@pytest.mark.parametrize("target", ["s.csv", "./s.csv", "link.csv"])
+def test_a_file_is_not_written_over_what_it_is_made_from(target: str, call, written, tmp_path: Path) -> None:
+    file = written("s.csv", "0F0,0B0\n")
+    (tmp_path / "link.csv").symlink_to(file)
+    result = call("trace", file, target)
+    assert "the file would be written over what it is made from" in result.output
+    assert result.exit_code == 2
+    assert file.read_text() == "0F0,0B0\n"
+
+
+def test_devices_may_be_named_twice(call) -> None:
+    assert call("simulate", "gpipe", "--svg", "/dev/null", "--trace", "/dev/null").exit_code == 0
 
 
 def test_costs_cannot_be_proven_or_traced(call, written) -> None:

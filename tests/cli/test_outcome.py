@@ -11,8 +11,19 @@ import pytest
 import typer
 
 from penstock.cli.outcome import explained
+from penstock.errors import PenstockError
 
 COMMAND = [sys.executable, "-c", "from penstock.cli import main; main()"]
+STOPPED = """
+import runpy, sys
+class Stop:
+    def find_spec(name, path, target=None):
+        if name == module:
+            raise KeyboardInterrupt
+module = sys.argv.pop(1)
+sys.meta_path.insert(0, Stop)
+runpy.run_module("penstock", run_name="__main__")
+"""
 
 
 def test_a_full_disk_ends_with_5_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,6 +38,24 @@ def test_an_interrupt_ends_with_130_and_one_word(capsys: pytest.CaptureFixture[s
         raise KeyboardInterrupt
     assert end.value.exit_code == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_what_to_try_is_spelled_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), explained():
+        raise PenstockError("too few", hint="stages_per_rank=2, or basic_blocks=Layer, or other=3")
+    assert capsys.readouterr().err == "too few\ntry: --stages-per-rank 2, or --block Layer, or other=3\n"
+
+
+def test_the_package_can_be_run() -> None:
+    result = subprocess.run([sys.executable, "-m", "penstock", "--version"], capture_output=True, text=True)
+    assert result.stdout.startswith("penstock ")
+
+
+@pytest.mark.parametrize("module", ["typer", "penstock.cli.demo", "penstock.api", "numpy"])
+def test_ctrl_c_while_modules_load_leaves_no_traceback(module: str) -> None:
+    result = subprocess.run([sys.executable, "-c", STOPPED, module, "simulate"], capture_output=True, text=True)
+    assert result.stderr == "interrupted\n"
+    assert result.returncode == 130
 
 
 def test_a_mistake_of_ours_is_not_hidden() -> None:

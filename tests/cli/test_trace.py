@@ -40,3 +40,12 @@ def test_arrows_are_drawn_when_asked_for(call, written, tmp_path: Path) -> None:
     call("trace", file, "arrows.json", "--flows")
     assert {"s", "f"} & {event["ph"] for event in events(tmp_path / "plain.json")} == set()
     assert {"s", "f"} <= {event["ph"] for event in events(tmp_path / "arrows.json")}
+
+
+@pytest.mark.parametrize("orders", ["0F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0", "0F0,0B0\n1B0,1F0"])
+def test_orders_that_are_not_proven_are_refused(orders: str, call, written, tmp_path: Path) -> None:
+    file = written("x.csv", orders)
+    result = call("trace", file, "out.json")
+    assert result.output == call("check", file).output
+    assert result.exit_code == 2
+    assert not (tmp_path / "out.json").exists()

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from penstock.errors import CostError
@@ -32,13 +33,14 @@ def test_clusters_are_keys():
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [(7, 7), ("7", 7), ("7B", 7), ("1.5 MB", 1_500_000), (" 2kib ", 2048), ("1TiB", 2**40)]
+    ("text", "size"),
+    [(7, 7), ("7", 7), ("7B", 7), ("1.5 MB", 1_500_000), (" 2kib ", 2048), ("1TiB", 2**40), ("2 TB", 2 * 10**12)],
 )
 def test_sizes_are_read_in_common_units(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "1 XB", "-1", "0", "1GiB!", 0, -5, True, 1.5, None])
+@pytest.mark.parametrize("text", ["", "GiB", "1 XB", "-1", "0", "0.5", "1GiB!", 0, -5, True, 1.5, None, b"1GB"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(CostError, match="not a size in bytes"):
         parse_bytes(text)
@@ -49,14 +51,23 @@ def test_what_is_no_size_is_refused(text):
     [
         ({"ranks": 0}, "ranks out of range"),
         ({"ranks": MAX_RANKS + 1}, "ranks out of range"),
+        ({"ranks": 2.5}, r"ranks must be a whole number \(ranks: 2.5\)"),
+        ({"ranks": "4"}, r"ranks must be a whole number \(ranks: '4'\)"),
+        ({"ranks": True}, "ranks must be a whole number"),
         ({"latency": -1.0}, "latency must be finite"),
         ({"latency": math.nan}, "latency must be finite"),
         ({"bandwidth": 0.0}, "bandwidth must be finite"),
         ({"bandwidth": math.inf}, "bandwidth must be finite"),
+        ({"bandwidth": "10GB"}, r"(?s)bandwidth must be finite.*\(bandwidth: '10GB'\).*try: .*bytes per second"),
+        ({"latency": "1ms"}, "latency must be finite"),
         ({"overlap": 1.1}, "overlap is a share"),
+        ({"overlap": "half"}, "overlap is a share"),
+        ({"memory": 1e9}, r"not a size in bytes \(size: 1000000000.0\)"),
         ({"memory": (1, 2, 3)}, "one figure, or one per rank"),
         ({"memory": (1, -2)}, "not a size in bytes"),
         ({"links": (Link(0, 2),)}, "ranks that do not exist"),
+        ({"links": (Link(0, 1), Link(0, 1, 1.0))}, r"named more than once \(source: 0, target: 1, times: 2\)"),
+        ({"links": ((0, 1),)}, "links are Link records"),
     ],
 )
 def test_figures_that_make_no_sense_are_refused(wrong, problem):
@@ -67,3 +78,20 @@ def test_figures_that_make_no_sense_are_refused(wrong, problem):
 def test_a_link_checks_itself():
     with pytest.raises(CostError, match="latency"):
         Link(0, 1, latency=math.inf)
+    with pytest.raises(CostError, match=r"from rank to rank \(source: '0', target: 1\)"):
+        Link("0", 1)
+
+
+@pytest.mark.parametrize("size", ["9" * 400, "9" * 5000, "9" * 2_000_000, 10**400, "9000000TiB", 2**63])
+def test_a_size_has_a_limit(size):
+    with pytest.raises(CostError, match=r"a size out of range \(size: .*, limit: 9223372036854775807\)"):
+        Cluster(2, memory=size)
+
+
+def test_a_size_is_exact():
+    assert parse_bytes("9007199254740993") == 2**53 + 1
+    assert parse_bytes(np.int64(7)) == 7
+
+
+def test_links_may_come_as_a_list():
+    assert Cluster(2, links=[Link(0, 1)]) == Cluster(2, links=(Link(0, 1),))

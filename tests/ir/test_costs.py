@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import CostError
-from penstock.ir.action import MAX_STAGES
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes
+from penstock.ir.cuts import MAX_STAGES
 
 
 def test_a_full_backward_costs_both_parts_when_left_out():
@@ -60,6 +60,16 @@ def test_state_adds_up():
         ({"backward": (1.0,)}, "backward needs one figure per stage"),
         ({"forward": (1.0, -1.0)}, r"forward must be a finite number, 0 or more \(stage: 1, value: -1.0\)"),
         ({"weight_grad": (math.nan, 1.0)}, "weight_grad must be a finite number"),
+        (
+            {"forward": 1.0},
+            r"(?s)forward needs one entry per stage \(given: 1.0\).*try: forward=\(1.0,\) \* num_stages",
+        ),
+        ({"input_grad": (1.0, "a")}, r"input_grad must be a finite number, 0 or more \(stage: 1, value: 'a'\)"),
+        ({"weight_grad": (None, 1.0)}, r"weight_grad must be a finite number, 0 or more \(stage: 0, value: None\)"),
+        ({"forward": (10**400, 1.0)}, "forward must be a finite number"),
+        ({"state": (StateBytes(), 7)}, r"state is a StateBytes record per stage \(stage: 1, given: 7\)"),
+        ({"state": (StateBytes(), StateBytes("a"))}, "state needs bytes of 0 or more"),
+        ({"messages": ((0, 1, 2, 3),)}, "messages are MessageCost records"),
         ({"activation_bytes": (0, -1)}, "activation_bytes must be a finite number"),
         ({"state": (StateBytes(),)}, "state needs one entry per stage"),
         ({"state": (StateBytes(), StateBytes(optimizer=-1))}, "state needs bytes of 0 or more"),

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import PartitionError
-from penstock.ir.cuts import Cuts
+from penstock.ir.cuts import MAX_STAGES, Cuts
 
 
 def test_in_a_chain_every_stage_reads_the_one_before():
@@ -56,3 +56,9 @@ def test_only_an_edge_can_be_without_gradient():
 def test_cuts_need_a_stage():
     with pytest.raises(PartitionError, match="at least one stage"):
         Cuts(0, ())
+
+
+@pytest.mark.parametrize("stages", [MAX_STAGES + 1, 2.5, "3", True])
+def test_the_number_of_stages_is_whole_and_limited(stages):
+    with pytest.raises(PartitionError, match=r"\(stages: .*, limit: 8192\)"):
+        Cuts(stages, ())

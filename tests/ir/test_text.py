@@ -144,7 +144,7 @@ def test_a_bad_cell_is_refused_with_row_column_and_cell(document, row, column, c
     assert {"row": row, "column": column, "cell": cell}.items() <= refused.value.values.items()
 
 
-@pytest.mark.parametrize("source", ["no-such-file.csv", "", "a\0b", "\ud800"])
+@pytest.mark.parametrize("source", ["no-such-file.csv", "a\0b", "\ud800"])
 def test_what_is_neither_text_nor_a_file_is_refused(source):
     with pytest.raises(FormatError, match="cannot read the schedule file"):
         text.read(source)
@@ -161,9 +161,32 @@ def test_text_that_is_no_csv_is_refused_with_its_row():
         text.read("0F0,0B0\n1F0,1\rB0")
 
 
-def test_an_empty_document_is_refused():
+@pytest.mark.parametrize("document", ["", "\n\n"])
+def test_an_empty_document_is_refused(document):
     with pytest.raises(FormatError, match="an empty schedule"):
-        text.parse(text.read("\n\n"))
+        Schedule.from_csv(document)
+
+
+@pytest.mark.parametrize("source", [5, b"0F0,0B0", None])
+def test_a_document_is_read_from_a_path_or_a_text(source):
+    with pytest.raises(FormatError, match=r"from a str or a pathlib.Path \(given: (int|bytes|NoneType)\)"):
+        Schedule.from_csv(source)
+
+
+@pytest.mark.parametrize("name", ["my orders.csv", "4 ranks, 8 microbatches", "0F0,0B0", "0F0"])
+def test_a_line_that_names_a_file_is_its_path(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("0F0,0F1,0B0,0B1")
+    assert text.read(name) == text.read(str(tmp_path / name)) == [["0F0", "0F1", "0B0", "0B1"]]
+
+
+def test_a_text_that_cannot_be_written_is_refused_and_the_old_one_stays(tmp_path):
+    table = Orders.of([[Forward(0, 0)]])
+    with pytest.raises(FormatError, match=r"cannot write the file \(file: /nonexist/x, reason: .*No such file"):
+        text.write(table, "/nonexist/x")
+    with pytest.raises(FormatError, match="cannot write the file"):
+        text.write(table, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_absurdly_many_cells_are_refused(monkeypatch):

@@ -1,5 +1,7 @@
 """Trace: what happened when, and the figures that follow from it."""
 
+from math import inf, nan
+
 import pytest
 
 from penstock.errors import ScheduleError
@@ -102,3 +104,39 @@ def test_every_rank_has_its_memory():
 def test_a_curve_has_a_time_for_every_figure():
     with pytest.raises(ScheduleError, match="a curve needs a time per figure"):
         Curve(Series([0.0]), Series([]))
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 99])
+def test_a_rank_that_does_not_exist_has_no_peak(rank):
+    with pytest.raises(ScheduleError, match=rf"no such rank \(rank: {rank}, ranks: 2\)"):
+        trace().peak_bytes(rank)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"starts": [-1, 2, 2, 7, 0, 3, 5, 7]}, r"starts at finite seconds, 0 or more \(place: 0, start: -1.0\)"),
+        ({"starts": [0, 2, 2, 12, 0, 3, 5, 7]}, r"not before it starts \(place: 3, start: 12.0, end: 11.0\)"),
+        ({"ends": [2, 2, 2, inf, 0, 5, 7, 7]}, r"ends at finite seconds"),
+        ({"ends": [2, 2, 2, nan, 0, 5, 7, 7]}, r"ends at finite seconds"),
+        ({"sent": [2, 9]}, r"arrives not before it is sent \(place: 1, sent: 9.0, arrived: 8.0\)"),
+        ({"arrived": [3, nan]}, "arrives not before it is sent"),
+    ],
+)
+def test_times_that_cannot_be_are_refused(wrong, problem):
+    with pytest.raises(ScheduleError, match=problem):
+        trace(**{name: Series(values) for name, values in wrong.items()})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "held", "problem"),
+    [
+        ([0, 2, 1], [1, 1, 1], r"never fall \(place: 1, seconds: 1.0\)"),
+        ([0, nan], [1, 1], "never fall"),
+        ([0, 1], [1, -1], r"0 or more \(place: 1, bytes: -1.0\)"),
+        ([0, 1], [1, inf], "finite bytes"),
+    ],
+)
+def test_a_curve_goes_forward_in_time_and_never_below_nothing(seconds, held, problem):
+    with pytest.raises(ScheduleError, match=problem):
+        Curve(Series(seconds), Series(held))

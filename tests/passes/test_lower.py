@@ -3,6 +3,7 @@
 import pytest
 
 from penstock.errors import ScheduleError
+from penstock.ir.schedule import Schedule
 from penstock.passes import PASSES, lower
 from penstock.passes.add_transfers import AddTransfers
 from penstock.passes.hoist_receives import HoistReceives
@@ -28,3 +29,11 @@ def test_an_unknown_pass_is_named_with_the_known_ones() -> None:
 def test_lowering_without_messages_is_refused() -> None:
     with pytest.raises(ScheduleError, match="needs add_transfers"):
         lower(build("gpipe", 2, 2), passes=["merge_backward", "add_frees"])
+
+
+@pytest.mark.parametrize("subject", [lower(build("gpipe", 2, 2)), "x", None], ids=["program", "text", "nothing"])
+def test_only_a_schedule_is_lowered(subject: Schedule) -> None:
+    with pytest.raises(
+        ScheduleError, match=r"lower takes a Schedule, not yet lowered \(given: (Program|str|NoneType)\)"
+    ):
+        lower(subject)

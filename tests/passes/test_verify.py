@@ -25,6 +25,9 @@ def refusal(subject: Schedule | Program, in_flight: int | None = None) -> str:
     return str(caught.value)
 
 
+CUTS_HINT = "\ntry: a program read from CSV is taken for a chain of stages: give its cuts, or keep it as JSON"
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_and_their_programs_are_accepted(name: str) -> None:
     schedule = build(name, 4, 6)
@@ -103,11 +106,11 @@ def test_a_rank_that_waits_for_itself_is_a_deadlock(order: str, needs: str) -> N
     [
         (
             "0F0 0RECV_B0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0",
-            "an action needs a value that has no Send (action: 1F0, rank: 1, position: 1)",
+            f"an action needs a value that has no Send (action: 1F0, rank: 1, position: 1){CUTS_HINT}",
         ),
         (
             "0F0 0SEND_F0 0RECV_B0 0B0\n1F0 1B0 1SEND_B0",
-            "an action needs a value that has no Recv (action: 1F0, rank: 1, position: 0)",
+            f"an action needs a value that has no Recv (action: 1F0, rank: 1, position: 0){CUTS_HINT}",
         ),
         (
             "0SEND_F0 0F0 0RECV_B0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0",
@@ -210,3 +213,14 @@ def test_every_rank_is_held_to_the_limit_by_itself() -> None:
     verify(build("1f1b", 4, 8), in_flight=4)
     assert "action: 0F3, rank: 0" in refusal(build("1f1b", 4, 8), in_flight=3)
     assert "action: 0F3, rank: 0" in refusal(lower(build("1f1b", 4, 8)), in_flight=3)
+
+
+@pytest.mark.parametrize("in_flight", [True, 1.5, -1, "x"])
+def test_the_number_in_flight_is_a_count(in_flight: int) -> None:
+    problem = f"in_flight must be a count, 0 or more (in flight: {in_flight!r})"
+    assert refusal(build("gpipe", 2, 2), in_flight) == problem
+
+
+def test_only_a_schedule_or_a_program_is_proven() -> None:
+    with pytest.raises(ScheduleError, match=r"verify takes a Schedule or a Program \(given: NoneType\)"):
+        verify(None)  # type: ignore[arg-type]

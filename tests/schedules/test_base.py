@@ -1,9 +1,13 @@
 """The ways in which schedules are written down."""
 
 import numpy as np
+import pytest
 
+from penstock.errors import CostError
 from penstock.ir.action import Kind
 from penstock.ir.code import decode, pack
+from penstock.ir.costs import StageCosts
+from penstock.schedules import SCHEDULES, build
 from penstock.schedules.base import numbered, passes, staggered, weights_of
 
 
@@ -43,3 +47,15 @@ def test_numbering_counts_how_often_an_action_has_occurred():
 
 def test_numbering_nothing_gives_nothing():
     assert len(numbered(np.array([], dtype=np.int64))) == 0
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_numpy_counts_are_counts(name):
+    one = SCHEDULES[name]().stages_per_rank
+    assert build(name, np.int64(3), np.int32(7), np.int16(one)) == build(name, 3, 7, one)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_costs_for_another_number_of_stages_are_refused_by_every_schedule(name):
+    with pytest.raises(CostError, match=r"another number of stages \(costs: 7, schedule: (4|8)\)"):
+        build(name, 4, 8, costs=StageCosts.uniform(7))

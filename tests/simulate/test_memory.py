@@ -82,8 +82,7 @@ def test_a_received_value_has_a_buffer_from_its_receive_until_the_forward_that_k
     assert curve(TWO_RANKS, costs(2, activation_bytes=(10, 20), **MESSAGE), rank=1) == [
         (0, 0),
         (0, 5),  # receive posted
-        (1, 0),  # the forward takes the buffer over ...
-        (1, 20),  # ... as a part of its activations
+        (1, 20),  # the forward takes the buffer over as a part of its activations
         (7, 0),
     ]
 
@@ -93,9 +92,23 @@ def test_a_received_gradient_has_a_buffer_from_its_receive_to_the_end_of_the_bac
         (0, 0),
         (0, 10),
         (1, 17),  # receive posted
-        (12, 7),
         (12, 0),
     ]
+
+
+def test_what_is_given_back_and_taken_at_one_moment_leaves_no_dip():
+    assert curve("0F0,0B0,0F1,0B1", costs(activation_bytes=(10,))) == [(0, 0), (0, 10), (6, 10), (12, 0)]
+
+
+def test_a_peak_inside_one_moment_is_kept():
+    held = StageCosts((0,), (0,), (0,), activation_bytes=(10,))
+    assert curve("0F0,0B0,0F1,0B1", held) == [(0, 0), (0, 10), (0, 0)]
+
+
+def test_a_buffer_larger_than_what_takes_it_over_is_part_of_the_peak():
+    held = StageCosts((0, 1), (1, 1), (1, 1), activation_bytes=(1, 2), **MESSAGE)
+    assert curve(TWO_RANKS, held, rank=1) == [(0, 0), (0, 5), (0, 2), (3, 0)]
+    assert simulate(Program.from_csv(TWO_RANKS), held).peak_bytes(1) == 5
 
 
 def test_a_receive_that_is_posted_earlier_holds_its_buffer_longer():

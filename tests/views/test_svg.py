@@ -1,13 +1,14 @@
 """The SVG timeline, read back as XML."""
 
+import re
 import time
-from dataclasses import replace
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 
-from penstock.ir.series import Series
 from penstock.ir.trace import Trace
+from penstock.views.drawing import text_width
 from penstock.views.palette import IDLE, MARK, fill
 from penstock.views.svg import Svg
 from tests.views.samples import PAIR, TWO_RANKS, VEE, jittered, named, run
@@ -57,6 +58,25 @@ def test_in_narrow_boxes_only_the_microbatch_is_written() -> None:
     written = texts(Svg(width=330)(named("gpipe", 2, 8)))
     assert "7" in written
     assert "F7" not in written
+
+
+def test_where_no_text_fits_into_boxes_passes_are_marked_above_them() -> None:
+    document = Svg()(named("zbv", 16, 64))
+    written = set(texts(document))
+    assert {f"{stage}F0" for stage in (0, 31, 1, 30)} <= written
+    assert all(any(re.fullmatch(rf"\d+{kind}\d+", text) for text in written) for kind in "FIW")
+    assert len(boxes(document, fill(0, 0, 2))) == 16 * 64
+
+
+def test_marks_do_not_run_into_each_other() -> None:
+    for name in ("zbv", "dualpipe_v", "1f1b"):
+        marked = [text for text in read(Svg()(named(name, 8, 64))).iter(f"{SVG}text") if text.get("font-size") == "7"]
+        rows: dict[str, list[tuple[float, str]]] = {}
+        for text in marked:
+            rows.setdefault(text.attrib["y"], []).append((float(text.attrib["x"]), text.text or ""))
+        for row in rows.values():
+            for (x, text), (following, _) in pairwise(sorted(row)):
+                assert x + text_width(text, 7) < following
 
 
 def test_ranks_with_their_stages_time_and_a_legend_are_labelled() -> None:
@@ -148,6 +168,4 @@ def test_merged_boxes_cover_as_much_as_the_passes_they_stand_for() -> None:
 
 
 def test_a_recorded_trace_is_merged_too() -> None:
-    early = jittered(named("1f1b", 2, 2000))
-    early = replace(early, starts=Series(early.starts.values - 0.01))  # a clock that runs ahead of the step
-    assert "many passes: heights are shares of time" in texts(Svg()(early))
+    assert "many passes: heights are shares of time" in texts(Svg()(jittered(named("1f1b", 2, 2000))))

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from rich.console import Console
+from rich.style import Style
 
 from penstock.ir.trace import Trace
 from penstock.views.palette import KINDS, channels
@@ -51,6 +52,7 @@ def test_where_passes_are_shorter_than_a_character_letters_are_in_proportion_to_
 
 
 def test_colours_are_those_of_the_kinds() -> None:
+    Style._add.cache_clear()  # rich keeps the codes of sums of styles from the first console that showed them
     red, green, blue = channels(next(iter(KINDS.values())))
     assert f"48;2;{red};{green};{blue}" in Terminal()(run(TWO_RANKS))
 

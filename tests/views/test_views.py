@@ -79,12 +79,6 @@ def test_two_names_that_print_alike_are_refused() -> None:
         VIEWS["grid"]()({"a\x00": TRACES["two ranks"], "a\x01": TRACES["two ranks"]})
 
 
-def test_times_that_are_no_numbers_are_refused() -> None:
-    broken = replace(TRACES["two ranks"], starts=Series([float("nan")] * len(TRACES["two ranks"].starts)))
-    with pytest.raises(ViewError, match="times that are no numbers"):
-        VIEWS["svg"]()(broken)
-
-
 def test_a_trace_without_actions_is_refused() -> None:
     nothing = Series(())
     program = replace(TRACES["two ranks"].program, table=Orders([np.array([], dtype=np.int64)] * 2))
