@@ -7,6 +7,7 @@ from torch import nn
 
 from penstock.capture import Captured
 from penstock.capture import capture as record_model
+from penstock.errors import CaptureError
 from penstock.ir.graph import Graph
 from penstock.ir.partition import Partition
 from penstock.split import Stage
@@ -28,6 +29,8 @@ def capture(
     By default blocks, the elements of the outermost lists of modules, stay whole. `depth` opens modules so many levels
     down; `basic_blocks`, names or classes, stay whole wherever they are.
     """
+    if isinstance(basic_blocks, str):
+        raise CaptureError("basic_blocks is a list of names or classes", given=repr(basic_blocks))
     return record_model(model, tuple(args), dict(kwargs or {}), depth=depth, basic_blocks=tuple(basic_blocks))
 
 

@@ -5,10 +5,10 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from penstock.capture.book import home_of
+from penstock.capture.form import form_of
 from penstock.capture.leaves import Granularity
 from penstock.capture.recording import Recording, make_recording
 from penstock.capture.replay import Replay, Values, output_of
@@ -59,14 +59,14 @@ class Captured:
     def recording(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
         """The recording that holds for this batch; made now if there is none."""
         kwargs = without_cache(self.model, kwargs)
-        found = self._recordings.setdefault(_form(self.model, args, kwargs), [])
-        for recording in found:
+        for recording in self._recordings.get(form_of(self.model, self._granularity, args, kwargs), ()):
             if self._holds(recording, args, kwargs):
                 return recording
         made = make_recording(self.model, args, kwargs, self._granularity)
-        found.append(made)
         self._first = self._first or made
+        # Leaves that had to be opened are open from now on, also in what tells forms apart.
         self._granularity = made.granularity
+        self._recordings.setdefault(form_of(self.model, self._granularity, args, kwargs), []).append(made)
         return made
 
     def _holds(self, recording: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -89,12 +89,13 @@ class Captured:
         self, recording: Recording, nodes: Collection[str], modules: nn.Module, wanted: Collection[str]
     ) -> Replay:
         """Some calls of a recording, prepared to run on modules that have the same names."""
-        return Replay(recording, nodes, modules, wanted)
+        return Replay(recording, nodes, modules, wanted, self.model)
 
-    def leaf_modules(self, nodes: Iterable[str]) -> list[str]:
-        """The modules that some nodes are calls of."""
-        assert self._first is not None
-        calls = {step.name: step for step in self._first.record.steps if isinstance(step, Call)}
+    def leaf_modules(self, nodes: Iterable[str], recording: Recording | None = None) -> list[str]:
+        """The modules that some nodes, of the example or of another recording, are calls of."""
+        chosen = recording or self._first
+        assert chosen is not None
+        calls = {step.name: step for step in chosen.record.steps if isinstance(step, Call)}
         return [calls[name].target for name in nodes if calls[name].is_module]
 
     def unused_leaves(self) -> list[str]:
@@ -131,6 +132,8 @@ def capture(
     basic_blocks: tuple[str | type, ...] = (),
 ) -> Captured:
     """Record the model on one example batch. The model is left exactly as it was."""
+    if not isinstance(model, nn.Module):
+        raise CaptureError("only a torch.nn.Module can be captured", given=type(model).__name__)
     captured = Captured(model, Granularity(depth, tuple(basic_blocks)), tuple(args), dict(kwargs or {}))
     captured.recording(*captured.example)
     return captured
@@ -144,20 +147,6 @@ def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     accepts = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepts.values())
     return {**kwargs, "use_cache": False} if takes_any or "use_cache" in accepts else kwargs
-
-
-def _form(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What a recording depends on besides the content of tensors."""
-    leaves = named_inputs(model.forward, args, kwargs)
-    shapes = tuple((name, _leaf_form(leaf)) for name, leaf in leaves.items())
-    modes = tuple(module.training for module in model.modules())
-    return shapes, modes, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-
-
-def _leaf_form(leaf: object) -> object:
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
-    return type(leaf), leaf if isinstance(leaf, bool | int | float | str) else repr(leaf)
 
 
 def _rolled(leaf: object) -> object:

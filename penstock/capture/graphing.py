@@ -16,10 +16,11 @@ def graph_of(model: nn.Module, record: Record, book: Book, notes: Mapping[str, N
     buffers = book.others
     calls = [step for step in record.steps if isinstance(step, Call)]
     free = set(record.inputs)
+    written = {name for note in notes.values() for name in note.written_state}
     nodes = []
     for call in calls:
         node = _node(model, call, book, notes[call.name], set(parameters))
-        if _is_free(node, notes[call.name], call, free):
+        if _is_free(node, notes[call.name], call, free, written):
             node = Node(node.name, node.reads, node.makes, (), node.buffers, True, node.module, node.kind)
             free |= {value.name for value in node.makes}
         nodes.append(node)
@@ -55,9 +56,9 @@ def _node(model: nn.Module, call: Call, book: Book, note: Note, parameters: set[
     )
 
 
-def _is_free(node: Node, note: Note, call: Call, free: set[str]) -> bool:
+def _is_free(node: Node, note: Note, call: Call, free: set[str], written: set[str]) -> bool:
     """Whether a node depends on the inputs of the model only, and gives the same wherever it runs."""
-    if node.parameters or note.is_random or note.writes_state or (call.is_module and node.buffers):
+    if node.parameters or note.is_random or (call.is_module and node.buffers) or written & set(node.buffers):
         return False
     return set(node.reads) <= free and not any(value.spec.requires_grad for value in node.makes)
 

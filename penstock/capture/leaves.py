@@ -37,11 +37,13 @@ class Granularity:
     def _check(self, model: nn.Module) -> None:
         names, classes = dict(model.named_modules()), {type(module) for module in model.modules()}
         for block in self.basic_blocks:
-            if block not in names and block not in classes and block not in {kind.__name__ for kind in classes}:
+            if block == "" or (
+                block not in names and block not in classes and block not in {kind.__name__ for kind in classes}
+            ):
                 raise CaptureError(
                     "no module of this name or class", basic_block=block, hint="a name of named_modules()"
                 )
-        if self.depth is not None and self.depth < 1:
+        if self.depth is not None and not (type(self.depth) is int and self.depth >= 1):
             raise CaptureError("depth must be 1 or more: the model itself is no part of it", depth=self.depth)
 
     def _visit(self, module: nn.Module, path: str, level: int, in_list: bool) -> Iterator[tuple[str, nn.Module]]:

@@ -35,7 +35,7 @@ class Note:
     scope: str
     kind: str
     is_random: bool
-    writes_state: bool
+    written_state: tuple[str, ...]
 
 
 @dataclass
@@ -58,6 +58,7 @@ class Page:
     notes: dict[str, Note] = field(default_factory=dict)
     used: Counter[str] = field(default_factory=Counter)
     sized: set[str] = field(default_factory=set)
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def fresh(self, name: str) -> str:
         """The name, or the name with a number if it was used before."""
@@ -85,12 +86,20 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.leaf is _WRITING:
             return func(*args, **kwargs)
+        self._keep_state(func, args)
         if self.leaf is not None:
             return self._inside_leaf(func, args, kwargs)
         if is_metadata(func):
             self._note_size(func, args)
             return func(*args, **kwargs)
         return self._outside(func, func, args, kwargs)
+
+    def _keep_state(self, func: Any, args: Any) -> None:
+        """Before a parameter or plain tensor of the model is written in place, keep what it held."""
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+        if writes and args and isinstance(args[0], Tensor) and id(args[0]) in self.book.state:
+            self.page.kept.setdefault(id(args[0]), (args[0], args[0].detach().clone()))
 
     def _note_size(self, func: Any, args: Any) -> None:
         name = self.book.name(args[0]) if args and isinstance(args[0], Tensor) and is_size(func) else None
@@ -144,7 +153,8 @@ class Recorder(TorchFunctionMode):
         where = self.paths[id(target)] if is_module else f"{scope}/{short_name(target)}"
         tree = self.trees.write(tuple(args), where), self.trees.write(dict(kwargs), where)
         versions, generator = [tensor._version for tensor in tensors], torch.get_rng_state()
-        buffers = [(tensor, tensor.clone()) for tensor in tensors if self._is_buffer(tensor) and not is_module]
+        owned = [*tensors, *target.buffers()] if is_module else tensors
+        buffers = [(tensor, tensor.clone()) for tensor in owned if self._is_buffer(tensor) and not tensor.is_meta]
         result = self._run(run, where, _is_meta(target, tensors), args, kwargs)
         made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         touched = [tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version]
@@ -164,8 +174,8 @@ class Recorder(TorchFunctionMode):
         kind = type(target).__name__ if is_module else short_name(target)
         is_random = not torch.equal(generator, torch.get_rng_state())
         # Some kernels write buffers without counting a version.
-        writes_state = any(not torch.equal(*pair) for pair in buffers if not pair[0].is_meta)
-        self.page.notes[name] = Note(where if is_module else scope, kind, is_random, writes_state)
+        written = tuple(self.book.state[id(tensor)] for tensor, old in buffers if not torch.equal(tensor, old))
+        self.page.notes[name] = Note(where if is_module else scope, kind, is_random, written)
         return result
 
     def _run(self, run: Callable[..., Any], where: str, is_meta: bool, args: Any, kwargs: Any) -> Any:

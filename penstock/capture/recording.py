@@ -1,5 +1,6 @@
 """Recording: a record with what it needs to be played, and how it is made."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,14 @@ class Recording:
     granularity: Granularity
     home: str
     """the device of the model when it was recorded"""
+    written_state: frozenset[str]
+    """the buffers that the forward writes"""
+
+    def at_hand(self, nodes: Iterable[str]) -> set[str]:
+        """The values that are there where some nodes run: the inputs, what they make and what they read."""
+        chosen = [self.graph[name] for name in nodes]
+        made = {value.name for node in chosen for value in node.makes}
+        return made | {value for node in chosen for value in node.reads} | set(self.record.inputs)
 
 
 def make_recording(
@@ -71,19 +80,24 @@ def _record_once(
     for name, tensor in inputs:
         recorder.book.add(tensor, name)
     seed_generators(seed)
-    with (
-        watched_modules(model, recorder.module_called),
-        watched_functions(recorder.apply_called),
-        watched_scripts(recorder.script_called),
-        recorder,
-    ):
-        output = model(*args, **kwargs)
+    try:
+        with (
+            watched_modules(model, recorder.module_called),
+            watched_functions(recorder.apply_called),
+            watched_scripts(recorder.script_called),
+            recorder,
+        ):
+            output = model(*args, **kwargs)
+    finally:
+        for tensor, content in recorder.page.kept.values():
+            tensor.data.copy_(content)
     outputs = recorder.trees.write(output, "the output of the model")
     _check_state(model, recorder)
     names = tuple(name for name, _ in inputs)
     record = Record(names, tuple(recorder.page.steps), outputs, frozenset(recorder.page.sized))
+    written = frozenset(name for note in recorder.page.notes.values() for name in note.written_state)
     graph = graph_of(model, record, recorder.book, recorder.page.notes)
-    return Recording(record, recorder.trees.live, graph, granularity, str(home_of(model)))
+    return Recording(record, recorder.trees.live, graph, granularity, str(home_of(model)), written)
 
 
 def _check_state(model: nn.Module, recorder: Recorder) -> None:

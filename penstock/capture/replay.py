@@ -21,9 +21,15 @@ class Replay:
     """Steps that read and write values by name."""
 
     def __init__(
-        self, recording: Recording, nodes: Collection[str], modules: nn.Module, wanted: Collection[str]
+        self,
+        recording: Recording,
+        nodes: Collection[str],
+        modules: nn.Module,
+        wanted: Collection[str],
+        whole: nn.Module | None = None,
     ) -> None:
         self._recording, self._modules = recording, modules
+        self._whole = whole or modules
         chosen = [step for step in recording.record.steps if self._belongs(step, set(nodes))]
         self._keep = set(wanted)
         self._steps = list(self._prepared(chosen))
@@ -38,9 +44,7 @@ class Replay:
     def _belongs(self, step: Call | Guard, nodes: set[str]) -> bool:
         if isinstance(step, Call):
             return step.name in nodes
-        makers = self._recording.graph.makers
-        known = nodes | set(self._recording.record.inputs)
-        return all(value in known or (value in makers and makers[value].name in nodes) for value in _reads(step))
+        return set(_reads(step)) <= self._recording.at_hand(nodes)
 
     def _prepared(self, steps: list[Call | Guard]) -> Iterator[Step]:
         last: dict[str, int] = {}
@@ -67,9 +71,10 @@ class Replay:
                 values[results[0]] = result
             else:
                 found = leaves(result)
-                made = (leaf for leaf in found if isinstance(leaf, Tensor))
-                for name, tensor in zip(results, made, strict=True):
-                    values[name] = tensor
+                made = [leaf for leaf in found if isinstance(leaf, Tensor)]
+                if len(made) != len(results):
+                    raise _otherwise(call.name, f"{len(results)} tensors", f"{len(made)} tensors")
+                values.update(zip(results, made, strict=True))
                 if plain and plain != tuple(leaf for leaf in found if _is_plain(leaf)):
                     raise _otherwise(call.name, plain, tuple(leaf for leaf in found if _is_plain(leaf)))
             for name, size in sizes:
@@ -104,6 +109,9 @@ class Replay:
         if isinstance(tree, State):
             path, _, attribute = tree.name.rpartition(".")
             owner = self._modules.get_submodule(path)
+            if not hasattr(owner, attribute):
+                # A plain tensor of the model, which it may replace at any time.
+                owner = self._whole.get_submodule(path)
             return lambda values: getattr(owner, attribute)
         if isinstance(tree, Live):
             return self._live(tree.key)

@@ -1,13 +1,17 @@
 """Surroundings: everything outside the record that a forward may change, put back as it was."""
 
+import copy
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+_CONTAINERS = (dict, OrderedDict, list, set)
 
 
 @contextmanager
@@ -32,16 +36,21 @@ def undisturbed(model: nn.Module, seed: int | None = None) -> Iterator[None]:
         _set_generators(generators)
 
 
-def _inner(module: nn.Module) -> dict[str, dict[Any, Any]]:
-    """Copies of the dicts that a module keeps its parts and hooks in."""
-    return {name: dict(value) for name, value in module.__dict__.items() if isinstance(value, dict)}
+def _inner(module: nn.Module) -> dict[str, Any]:
+    """Copies of the dicts, lists and sets of a module: what it keeps its parts, hooks and notes in."""
+    return {name: copy.copy(value) for name, value in module.__dict__.items() if type(value) in _CONTAINERS}
 
 
-def _restore(module: nn.Module, attributes: dict[str, Any], inner: dict[str, dict[Any, Any]]) -> None:
+def _restore(module: nn.Module, attributes: dict[str, Any], inner: dict[str, Any]) -> None:
     for name, content in inner.items():
-        if not _is_same(attributes[name], content):
-            attributes[name].clear()
-            attributes[name].update(content)
+        kept = attributes[name]
+        if isinstance(kept, dict):
+            if not _is_same(kept, content):
+                kept.clear()
+                kept.update(content)
+        elif len(kept) != len(content) or any(a is not b for a, b in zip(kept, content, strict=True)):
+            kept.clear()
+            kept.extend(content) if isinstance(kept, list) else kept.update(content)
     if not _is_same(module.__dict__, attributes):
         module.__dict__.clear()
         module.__dict__.update(attributes)

@@ -34,17 +34,25 @@ def by_modules(graph: Graph, stages: Sequence[Sequence[str]]) -> Partition:
 
 def cut_before(graph: Graph, modules: Sequence[str]) -> Partition:
     """A new stage begins with each of the modules."""
+    _check_names(modules)
     return cut_at(graph, [_first_place(graph, module) for module in modules])
 
 
 def cut_after(graph: Graph, modules: Sequence[str]) -> Partition:
     """A stage ends with each of the modules."""
+    _check_names(modules)
     return cut_at(graph, [_last_place(graph, module) + 1 for module in modules])
+
+
+def _check_names(modules: Sequence[str]) -> None:
+    if isinstance(modules, str) or not all(isinstance(module, str) for module in modules):
+        raise PartitionError("a list of names of modules is needed", given=repr(modules))
 
 
 def _owners(graph: Graph, stages: Sequence[Sequence[str]]) -> dict[str, int]:
     owner: dict[str, int] = {}
     for stage, modules in enumerate(stages):
+        _check_names(modules)
         if not modules:
             raise PartitionError("an empty stage", stage=stage)
         for module in modules:

@@ -11,8 +11,8 @@ from penstock.partitioners.contiguous import cut_at, cut_places
 
 def uniform(graph: Graph, num_stages: int) -> Partition:
     """Cut into stages of about equal numbers of nodes with parameters (of all nodes, if too few have any)."""
-    if num_stages < 1:
-        raise PartitionError("the number of stages must be 1 or more", stages=num_stages)
+    if not isinstance(num_stages, int) or num_stages < 1:
+        raise PartitionError("the number of stages must be a whole number, 1 or more", stages=repr(num_stages))
     if num_stages == 1:
         return cut_at(graph, [])
     weighty = _weighty(graph, num_stages)

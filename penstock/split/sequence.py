@@ -8,6 +8,7 @@ from torch import Tensor
 
 from penstock.ir.containers import leaves
 from penstock.ir.partition import Partition
+from penstock.split.decisions import check_guards, check_state
 from penstock.split.ownership import Ownership
 from penstock.split.passage import Passage
 from penstock.split.stage import Stage
@@ -16,6 +17,8 @@ from penstock.split.stage import Stage
 def split(captured: Any, partition: Partition) -> tuple[Stage, ...]:
     """All stages of a partition."""
     partition.check(captured.graph)
+    check_state(captured.recording(*captured.example), partition)
+    check_guards(captured.recording(*captured.example), partition)
     return tuple(Stage(captured, partition, index) for index in range(partition.num_stages))
 
 
@@ -53,7 +56,9 @@ class Sequence:
         """Backward of all stages, last first, from gradients of the tensors in the output, by their place in it."""
         names = self._captured.output_names(self._recording)
         waiting: dict[str, Tensor | None] = {}
-        for place, gradient in gradients.items():
+        for place, given in gradients.items():
+            # As in torch, no gradient of a scalar is a gradient of one.
+            gradient = torch.ones_like(self._tensors[place]) if given is None else given
             if names[place]:
                 _add(waiting, names[place], gradient)
             else:

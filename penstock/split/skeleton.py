@@ -17,8 +17,6 @@ def fill(tree: nn.Module, model: nn.Module, modules: Iterable[str], state: Itera
             continue
         if name in owner._parameters:
             branch.register_parameter(name, owner._parameters[name])
-        elif name in vars(owner):
-            setattr(branch, name, vars(owner)[name])
         elif name in owner._buffers:
             branch.register_buffer(name, owner._buffers[name], persistent=name not in owner._non_persistent_buffers_set)
 

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from penstock.errors import PartitionError
 from penstock.ir.graph import Graph
 from penstock.ir.partition import Partition
 from penstock.split.ownership import Ownership
@@ -21,7 +22,7 @@ class Source(Protocol):
     @property
     def graph(self) -> Graph: ...
 
-    def leaf_modules(self, nodes: Iterable[str]) -> list[str]: ...
+    def leaf_modules(self, nodes: Iterable[str], recording: Any = None) -> list[str]: ...
 
     def unused_leaves(self) -> list[str]: ...
 
@@ -50,7 +51,8 @@ class Stage(nn.Module):
         leaves += owners.unused_of(index, source.unused_leaves())
         state += owners.unused_of(index, owners.unused)
         fill(self, source.model, dict.fromkeys(leaves), dict.fromkeys(state))
-        self.train(source.model.training)
+        # The parts are the user's own modules, each in the mode that the user set.
+        self.training = source.model.training
 
     @property
     def whole_model(self) -> nn.Module:
@@ -69,10 +71,20 @@ class Stage(nn.Module):
         own = {name: value.clone() if name in recording.graph.written else value for name, value in inputs.items()}
         return self._replay(recording).run({**own, **incoming})  # type: ignore[no-any-return]
 
+    def _check_parts(self, recording: Any) -> None:
+        """Refuse to play with a module that the model has replaced since the split."""
+        for name in self._source[0].leaf_modules((node.name for node in recording.graph.nodes), recording):
+            own = dict(self.named_modules()).get(name)
+            if own is not None and own is not self.whole_model.get_submodule(name):
+                raise PartitionError(
+                    "a module was replaced after the split", module=name, hint="capture and split again"
+                )
+
     def _replay(self, recording: Any) -> Any:
         kept = self._prepared.get(id(recording))
         if kept is None:
             graph: Graph = recording.graph
+            self._check_parts(recording)
             partition = Ownership(self._source[0].graph, self._partition).fit(graph)
             nodes = [node.name for node in partition.runs(graph)[self.stage_index]]
             kept = (

@@ -44,7 +44,7 @@ def test_more_stages_than_places_to_cut_are_refused():
 
 
 def test_no_stage_is_refused():
-    with pytest.raises(PartitionError, match="must be 1 or more"):
+    with pytest.raises(PartitionError, match="must be a whole number, 1 or more"):
         uniform(GRAPH, 0)
 
 

@@ -1,0 +1,46 @@
+"""Form: everything that a recording depends on besides the content of the batch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.capture.leaves import Granularity
+from penstock.ir.containers import named_inputs
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def form_of(model: nn.Module, granularity: Granularity, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Equal for two calls exactly if one recording may serve both, as far as can be told before looking at numbers."""
+    leaves = named_inputs(model.forward, args, kwargs)
+    tensors = [leaf for leaf in leaves.values() if isinstance(leaf, Tensor)]
+    return (
+        tuple((name, _leaf_form(leaf)) for name, leaf in leaves.items()),
+        tuple(next(place for place, other in enumerate(tensors) if other is leaf) for leaf in tensors),
+        tuple((state.dtype, state.requires_grad, state.device) for state in (*model.parameters(), *model.buffers())),
+        _modules_form(model, granularity),
+        (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+    )
+
+
+def _leaf_form(leaf: object) -> object:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    return type(leaf), leaf if isinstance(leaf, _PLAIN) else repr(leaf)
+
+
+def _modules_form(model: nn.Module, granularity: Granularity) -> tuple[object, ...]:
+    """Which modules there are and in which mode; of opened ones also what the user may have set between two steps."""
+    leaves = granularity.leaves(model)
+    inside = {id(part) for leaf in leaves.values() for part in leaf.modules()}
+    return tuple(
+        (id(module), module.training, None if id(module) in inside else _own_form(module)) for module in model.modules()
+    )
+
+
+def _own_form(module: nn.Module) -> tuple[object, ...]:
+    hooks = (*module._forward_hooks, "pre", *module._forward_pre_hooks)
+    plain = ((name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN))
+    tensors = ((name, id(value)) for name, value in vars(module).items() if isinstance(value, Tensor))
+    return hooks, tuple(plain), tuple(tensors)
