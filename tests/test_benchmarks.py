@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks import planning
+from benchmarks import capture, planning
 from benchmarks.__main__ import main
 from benchmarks.clock import cpu_seconds
 from benchmarks.table import Line, Table
@@ -49,3 +49,9 @@ def test_every_schedule_that_torch_has_is_measured_beside_it():
     lines = list(planning.against_torch(2, 4, at_least=10.0, times=1).lines)
     assert [line.cells[0] for line in lines] == list(planning.WITH_TORCH)
     assert all(line.value > 0 for line in lines)
+
+
+def test_the_benchmark_of_capture_measures_recording_and_playing():
+    (recorded,), (played,) = capture.recording(2, 16, 1).lines, capture.playing(2, 16, 1).lines
+    assert recorded.value > 0
+    assert 0 < played.value < 100

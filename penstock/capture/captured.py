@@ -32,10 +32,15 @@ class Captured:
         self._first: Recording | None = None
 
     @property
+    def first(self) -> Recording:
+        """The recording of the example batch."""
+        assert self._first is not None
+        return self._first
+
+    @property
     def graph(self) -> Graph:
         """The graph of the example batch."""
-        assert self._first is not None
-        return self._first.graph
+        return self.first.graph
 
     @property
     def is_meta(self) -> bool:
@@ -71,6 +76,9 @@ class Captured:
 
     def _holds(self, recording: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether all that the record read from the inputs reads the same in this batch."""
+        if self.is_meta:
+            # Without numbers there is nothing to decide by.
+            return True
         free = [node.name for node in recording.graph.nodes if node.from_inputs]
         try:
             inputs = self.inputs(args, kwargs)
@@ -93,16 +101,13 @@ class Captured:
 
     def leaf_modules(self, nodes: Iterable[str], recording: Recording | None = None) -> list[str]:
         """The modules that some nodes, of the example or of another recording, are calls of."""
-        chosen = recording or self._first
-        assert chosen is not None
-        calls = {step.name: step for step in chosen.record.steps if isinstance(step, Call)}
+        calls = {step.name: step for step in (recording or self.first).record.steps if isinstance(step, Call)}
         return [calls[name].target for name in nodes if calls[name].is_module]
 
     def unused_leaves(self) -> list[str]:
         """The modules that would be leaves and that the example never called."""
-        assert self._first is not None
-        called = {step.target for step in self._first.record.steps if isinstance(step, Call) and step.is_module}
-        return [name for name in self._first.granularity.leaves(self.model) if name not in called]
+        called = {step.target for step in self.first.record.steps if isinstance(step, Call) and step.is_module}
+        return [name for name in self.first.granularity.leaves(self.model) if name not in called]
 
     def output_names(self, recording: Recording) -> tuple[str, ...]:
         """The values among the leaves of what the model returns, in their order; "" for a parameter or buffer."""

@@ -17,8 +17,8 @@ from penstock.split.stage import Stage
 def split(captured: Any, partition: Partition) -> tuple[Stage, ...]:
     """All stages of a partition."""
     partition.check(captured.graph)
-    check_state(captured.recording(*captured.example), partition)
-    check_guards(captured.recording(*captured.example), partition)
+    check_state(captured.first, partition)
+    check_guards(captured.first, partition)
     return tuple(Stage(captured, partition, index) for index in range(partition.num_stages))
 
 
