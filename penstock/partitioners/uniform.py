@@ -4,6 +4,7 @@ Choose it when blocks are alike, or as a first try before anything is measured.
 """
 
 from penstock.errors import PartitionError
+from penstock.ir.figures import whole
 from penstock.ir.graph import Graph, Node
 from penstock.ir.partition import Partition
 from penstock.partitioners.contiguous import cut_at, cut_places
@@ -11,7 +12,8 @@ from penstock.partitioners.contiguous import cut_at, cut_places
 
 def uniform(graph: Graph, num_stages: int) -> Partition:
     """Cut into stages of about equal numbers of nodes with parameters (of all nodes, if too few have any)."""
-    if not isinstance(num_stages, int) or num_stages < 1:
+    count = whole(num_stages)
+    if count is None or count < 1:
         raise PartitionError("the number of stages must be a whole number, 1 or more", stages=repr(num_stages))
     if num_stages == 1:
         return cut_at(graph, [])
