@@ -31,8 +31,6 @@ class Recording:
     granularity: Granularity
     home: str
     """the device of the model when it was recorded"""
-    written_state: frozenset[str]
-    """the buffers that the forward writes"""
 
     def at_hand(self, nodes: Iterable[str]) -> set[str]:
         """The values that are there where some nodes run: the inputs, what they make and what they read."""
@@ -95,9 +93,8 @@ def _record_once(
     _check_state(model, recorder)
     names = tuple(name for name, _ in inputs)
     record = Record(names, tuple(recorder.page.steps), outputs, frozenset(recorder.page.sized))
-    written = frozenset(name for note in recorder.page.notes.values() for name in note.written_state)
     graph = graph_of(model, record, recorder.book, recorder.page.notes)
-    return Recording(record, recorder.trees.live, graph, granularity, str(home_of(model)), written)
+    return Recording(record, recorder.trees.live, graph, granularity, str(home_of(model)))
 
 
 def _check_state(model: nn.Module, recorder: Recorder) -> None:

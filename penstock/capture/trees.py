@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import resolve_name
 
 from penstock.errors import CaptureError
@@ -44,6 +44,13 @@ class Trees:
         if parts := take_apart(thing):
             keys = tuple(self.write(key, where) for key in parts.keys)
             return Pack(self.key(parts.kind), keys, tuple(self.write(item, where) for item in parts.items))
+        if isinstance(thing, nn.Module):
+            raise CaptureError(
+                "a module is handed to a function or to another module, which hides whose parameters are used",
+                module=type(thing).__name__,
+                where=where,
+                hint="keep the module around both whole (basic_blocks)",
+            )
         if holds_tensors(thing):
             raise CaptureError(
                 "an object that holds tensors goes from one part of the model to another",

@@ -1,24 +1,10 @@
-"""Decisions: cuts that would separate what the model decides or remembers from where it does so."""
+"""Decisions: cuts that would separate what the model decides from what it decides by."""
 
 from typing import Any
 
 from penstock.errors import PartitionError
 from penstock.ir.partition import Partition
 from penstock.ir.record import Guard, refs
-
-
-def check_state(recording: Any, partition: Partition) -> None:
-    """Refuse to use a buffer that the forward writes in more than one stage: each would have its own."""
-    for name in sorted(recording.written_state):
-        users = [node.name for node in recording.graph.nodes if name in node.buffers]
-        stages = sorted({partition.stage_of(user) for user in users})
-        if len(stages) > 1:
-            raise PartitionError(
-                "a buffer that the forward writes is used in several stages",
-                buffer=name,
-                stages=stages,
-                nodes=users[:4],
-            )
 
 
 def check_guards(recording: Any, partition: Partition) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.ir.containers import leaves
 from penstock.ir.partition import Partition
-from penstock.split.decisions import check_guards, check_state
+from penstock.split.decisions import check_guards
 from penstock.split.ownership import Ownership
 from penstock.split.passage import Passage
 from penstock.split.stage import Stage
@@ -17,7 +17,6 @@ from penstock.split.stage import Stage
 def split(captured: Any, partition: Partition) -> tuple[Stage, ...]:
     """All stages of a partition."""
     partition.check(captured.graph)
-    check_state(captured.first, partition)
     check_guards(captured.first, partition)
     return tuple(Stage(captured, partition, index) for index in range(partition.num_stages))
 

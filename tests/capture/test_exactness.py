@@ -26,6 +26,18 @@ class Double(torch.autograd.Function):
         return 3 * gradient
 
 
+class Handed(torch.autograd.Function):
+    """Uses a module that it is given."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
 @torch.jit.script
 def scripted(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x[:, 4:], x[:, :4]], dim=1)
@@ -84,6 +96,7 @@ ONES = torch.ones(8)
 REFUSED = {
     "a tensor from nowhere": (global_tensor, "a tensor of unknown origin is used"),
     "random numbers of numpy": (lambda self, x: x * np.random.rand(), "something else each time"),
+    "a module given to a function": (lambda self, x: Handed.apply(x, self.blocks[3]), "a module is handed to"),
     "an object that holds tensors": (lambda self, x: self.unbox(Box(x)), "an object that holds tensors goes from"),
 }
 
