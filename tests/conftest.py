@@ -6,3 +6,9 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Some processors lack instructions that bfloat16 kernels would use; asked before torch is loaded, they do without.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+
+from hypothesis import settings
+
+# The machine is shared and slow at times: a slow example is no failure, and every run tries the same examples.
+settings.register_profile("penstock", deadline=None, derandomize=True)
+settings.load_profile("penstock")
