@@ -117,13 +117,13 @@ def _check_same(first: Recording, second: Recording) -> None:
     """Refuse a forward that goes another way the second time."""
     for one, other in zip(first.record.steps, second.record.steps, strict=False):
         if one != other:
-            raise _changed(one.name, first.graph)
+            raise _changed(one.name)
     if len(first.record.steps) != len(second.record.steps):
         longer = max(first.record.steps, second.record.steps, key=len)
-        raise _changed(longer[min(len(first.record.steps), len(second.record.steps))].name, first.graph)
+        raise _changed(longer[min(len(first.record.steps), len(second.record.steps))].name)
     for key, value in first.live.items():
         if not _alike(value, second.live.get(key)):
-            raise _changed(key, first.graph)
+            raise _changed(key)
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -135,7 +135,7 @@ def _alike(one: Any, other: Any) -> bool:
         return repr(one) == repr(other)
 
 
-def _changed(where: str, graph: Graph) -> CaptureError:
+def _changed(where: str) -> CaptureError:
     return CaptureError(
         "the model does something else each time it runs: Python state or randomness between its blocks",
         where=where,
