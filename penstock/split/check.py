@@ -1,7 +1,7 @@
 """Check: the stages, run in sequence, against the unsplit model: outputs, gradients and buffers."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,6 @@ _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2, t
 _SEED = 7
 
 
-class Outcome(NamedTuple):
-    """All numbers that a step leaves behind, by name."""
-
-    numbers: dict[str, Tensor | None]
-
-
 def check(captured: Any, partition: Partition) -> None:
     """Raise a PartitionError that names the first number in which the stages differ from the model.
 
@@ -32,12 +26,12 @@ def check(captured: Any, partition: Partition) -> None:
     expected = _step(captured, captured.whole, args, kwargs)
     stages = Sequence(captured, partition)
     found = _step(captured, stages, args, kwargs)
-    for name, number in expected.numbers.items():
-        _compare(name, number, found.numbers.get(name))
+    for name, number in expected.items():
+        _compare(name, number, found.get(name))
 
 
-def _step(captured: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
-    """One forward and backward from a fixed seed, with everything put back afterwards."""
+def _step(captured: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
+    """The numbers of one forward and backward from a fixed seed, by name; everything is put back afterwards."""
     model = captured.model
     kept = {parameter: parameter.grad for parameter in model.parameters()}
     try:
@@ -50,7 +44,7 @@ def _step(captured: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs:
             numbers: dict[str, Tensor | None] = {f"output {n}": t.detach() for n, t in enumerate(tensors)}
             numbers |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
             numbers |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
-        return Outcome(numbers)
+        return numbers
     finally:
         for parameter, gradient in kept.items():
             parameter.grad = gradient
