@@ -30,7 +30,9 @@ def check(captured: Any, partition: Partition) -> None:
         _compare(name, number, found.get(name))
 
 
-def _step(captured: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
+def _step(
+    captured: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Tensor | None]:
     """The numbers of one forward and backward from a fixed seed, by name; everything is put back afterwards."""
     model = captured.model
     kept = {parameter: parameter.grad for parameter in model.parameters()}
