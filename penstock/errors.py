@@ -5,16 +5,18 @@ class PenstockError(ValueError):
     """What is wrong in the user's words, the values that show it, and what to try.
 
     `PenstockError("rank out of range", rank=7, ranks=4, hint="a rank below 4")` reads
-    `rank out of range (rank: 7, ranks: 4)`, newline, `try: a rank below 4`.
+    `rank out of range (rank: 7, ranks: 4)`, newline, `try: a rank below 4`. Where one line cannot tell it, a `report`
+    stands between the two.
     """
 
-    def __init__(self, problem: str, /, *, hint: str = "", **values: object) -> None:
+    def __init__(self, problem: str, /, *, hint: str = "", report: object = "", **values: object) -> None:
         self.problem = problem
         self.hint = hint
+        self.report = str(report)
         self.values = values
         shown = ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in values.items())
-        text = f"{problem} ({shown})" if shown else problem
-        super().__init__(f"{text}\ntry: {hint}" if hint else text)
+        lines = (f"{problem} ({shown})" if shown else problem, self.report, f"try: {hint}" if hint else "")
+        super().__init__("\n".join(line for line in lines if line))
 
 
 class FormatError(PenstockError):
@@ -47,3 +49,11 @@ class ViewError(PenstockError):
 
 class CaptureError(PenstockError):
     """A model that cannot be recorded as calls on values, or a batch for which a record does not hold."""
+
+
+class RunError(PenstockError):
+    """A step that failed, and where: rank, step, stage, microbatch and action as far as they are known."""
+
+    def at(self, **where: object) -> "RunError":
+        """The same error with more about where it happened; what it already says stays."""
+        return type(self)(self.problem, hint=self.hint, report=self.report, **{**where, **self.values})

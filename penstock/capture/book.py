@@ -1,6 +1,7 @@
 """Book: which tensor goes by which name while a forward is recorded, and which tensors share memory."""
 
 import weakref
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +11,23 @@ from penstock.ir.graph import TensorSpec
 
 def spec_of(tensor: Tensor) -> TensorSpec:
     """What is known of a tensor without holding it."""
-    return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(tuple(tensor.shape), dtype, tensor.requires_grad, _order_of(tensor))
+
+
+def _order_of(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions as they lie in memory, if that is another order than their own and leaves no gaps."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return ()
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    return order if tensor.permute(order).is_contiguous() else ()
 
 
 def memory_of(tensor: Tensor) -> int:
     """A number that tensors have in common exactly when they share memory."""
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except RuntimeError:
         # Sparse and other tensors without plain storage share nothing.
         return -id(tensor)
@@ -32,6 +43,9 @@ class Book:
         self.state = {id(tensor): name for name, tensor in model.named_parameters()}
         self.others = other_state(model)
         self.state |= {id(tensor): name for name, tensor in self.others.items()}
+        self._state_in: dict[int, list[Tensor]] = {}
+        for tensor in (*model.parameters(), *self.others.values()):
+            self._state_in.setdefault(memory_of(tensor), []).append(tensor)
         self.specs: dict[str, TensorSpec] = {}
         self.memory: dict[str, int] = {}
         self._named: dict[int, tuple[Tensor, str]] = {}
@@ -55,6 +69,14 @@ class Book:
         """All values in the memory of a tensor, itself included if it is one."""
         return self._sharing.get(memory_of(tensor), [])
 
+    def state_beside(self, tensor: Tensor) -> list[Tensor]:
+        """All parameters, buffers and plain tensors of the model in the memory of a tensor, itself included."""
+        return self._state_in.get(memory_of(tensor), [])
+
+    def is_in_state(self, name: str) -> bool:
+        """Whether a value lies in the memory of a parameter, buffer or plain tensor of the model."""
+        return self.memory[name] in self._state_in
+
     def note_inside(self, tensor: Tensor, leaf: str) -> None:
         """The tensor was made inside a leaf and is no value, unless the leaf returns it."""
         self._inside[id(tensor)] = (weakref.ref(tensor), leaf)
@@ -74,8 +96,20 @@ def other_state(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def has_same_numbers(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same; what is not a number is the same as itself."""
+    if one.layout is not torch.strided:
+        # Sparse tensors cannot be compared; their versions must do.
+        return True
+    if torch.equal(one, other):
+        return True
+    if one.shape != other.shape or not one.is_floating_point():
+        return False
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
 def home_of(model: nn.Module) -> torch.device:
     """The device of the model: that of its first parameter or buffer."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in chain(model.parameters(), model.buffers()):
         return tensor.device
     return torch.device("cpu")

@@ -49,10 +49,10 @@ def watched_scripts(handler: Handler) -> Iterator[None]:
         return handler(self, run, args, kwargs)
 
     try:
-        owner.__call__ = call
+        owner.__call__ = call  # type: ignore[method-assign]
         yield
     finally:
-        owner.__call__ = original
+        owner.__call__ = original  # type: ignore[method-assign]
 
 
 @contextmanager

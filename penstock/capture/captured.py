@@ -1,22 +1,23 @@
 """Captured: a model, its graph, and one recording for every form of batch met so far."""
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.capture.book import home_of
+from penstock.capture.conditions import Conditions
 from penstock.capture.form import form_of
 from penstock.capture.leaves import Granularity
 from penstock.capture.recording import Recording, make_recording
-from penstock.capture.replay import Replay, Values, output_of
+from penstock.capture.replay import Replay, Values, Wrap, output_of
 from penstock.capture.surroundings import undisturbed
 from penstock.errors import CaptureError
 from penstock.ir.containers import named_inputs, transform
 from penstock.ir.graph import Graph
-from penstock.ir.record import Call, leaf_names
+from penstock.ir.record import leaf_names
 
 
 class Captured:
@@ -29,7 +30,18 @@ class Captured:
         self.example = (args, kwargs)
         self._granularity = granularity
         self._recordings: dict[tuple[Any, ...], list[Recording]] = {}
+        self._conditions: dict[int, Conditions] = {}
         self._first: Recording | None = None
+        self._planned: Graph | None = None
+        self.surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """what is entered around every recording, such as gathering parameters that are sharded"""
+
+    @classmethod
+    def planned(cls, model: nn.Module, graph: Graph) -> "Captured":
+        """A model that was captured elsewhere: its graph is known, and it is recorded when the first batch comes."""
+        captured = cls(model, Granularity.of(graph), (), {})
+        captured._planned = graph
+        return captured
 
     @property
     def first(self) -> Recording:
@@ -40,7 +52,7 @@ class Captured:
     @property
     def graph(self) -> Graph:
         """The graph of the example batch."""
-        return self.first.graph
+        return self._planned or self.first.graph
 
     @property
     def is_meta(self) -> bool:
@@ -67,7 +79,8 @@ class Captured:
         for recording in self._recordings.get(form_of(self.model, self._granularity, args, kwargs), ()):
             if self._holds(recording, args, kwargs):
                 return recording
-        made = make_recording(self.model, args, kwargs, self._granularity)
+        with self.surroundings():
+            made = make_recording(self.model, args, kwargs, self._granularity)
         self._first = self._first or made
         # Leaves that had to be opened are open from now on, also in what tells forms apart.
         self._granularity = made.granularity
@@ -76,17 +89,11 @@ class Captured:
 
     def _holds(self, recording: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether all that the record read from the inputs reads the same in this batch."""
-        if self.is_meta:
-            # Without numbers there is nothing to decide by.
-            return True
-        free = [node.name for node in recording.graph.nodes if node.from_inputs]
-        try:
-            inputs = self.inputs(args, kwargs)
-            own = {name: leaf.clone() if name in recording.graph.written else leaf for name, leaf in inputs.items()}
-            Replay(recording, free, self.model, ()).run(own)
-        except CaptureError:
-            return False
-        return True
+        if id(recording) not in self._conditions:
+            self._conditions[id(recording)] = Conditions(recording, self.model)
+        conditions = self._conditions[id(recording)]
+        # Without numbers there is nothing to decide by.
+        return self.is_meta or conditions.are_trivial or conditions.hold(self.inputs(args, kwargs))
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
         """The tensors of a batch by the names of the graph's inputs."""
@@ -94,20 +101,25 @@ class Captured:
         return {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
 
     def replay(
-        self, recording: Recording, nodes: Collection[str], modules: nn.Module, wanted: Collection[str]
+        self,
+        recording: Recording,
+        nodes: Collection[str],
+        modules: nn.Module,
+        wanted: Collection[str],
+        wrap: Wrap | None = None,
     ) -> Replay:
-        """Some calls of a recording, prepared to run on modules that have the same names."""
-        return Replay(recording, nodes, modules, wanted, self.model)
+        """Some calls of a recording, prepared to run on modules that have the same names; `wrap` may replace them."""
+        return Replay(recording, nodes, modules, wanted, self.model, wrap)
 
     def leaf_modules(self, nodes: Iterable[str], recording: Recording | None = None) -> list[str]:
         """The modules that some nodes, of the example or of another recording, are calls of."""
-        calls = {step.name: step for step in (recording or self.first).record.steps if isinstance(step, Call)}
-        return [calls[name].target for name in nodes if calls[name].is_module]
+        graph = recording.graph if recording else self.graph
+        return [graph[name].module for name in nodes if graph[name].is_leaf]
 
     def unused_leaves(self) -> list[str]:
         """The modules that would be leaves and that the example never called."""
-        called = {step.target for step in self.first.record.steps if isinstance(step, Call) and step.is_module}
-        return [name for name in self.first.granularity.leaves(self.model) if name not in called]
+        called = {node.module for node in self.graph.nodes if node.is_leaf}
+        return [name for name in self._granularity.leaves(self.model) if name not in called]
 
     def output_names(self, recording: Recording) -> tuple[str, ...]:
         """The values among the leaves of what the model returns, in their order; "" for a parameter or buffer."""
@@ -130,8 +142,8 @@ class Captured:
 
 def capture(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
     depth: int | None = None,
     basic_blocks: tuple[str | type, ...] = (),
@@ -139,6 +151,14 @@ def capture(
     """Record the model on one example batch. The model is left exactly as it was."""
     if not isinstance(model, nn.Module):
         raise CaptureError("only a torch.nn.Module can be captured", given=type(model).__name__)
+    if not isinstance(args, tuple | list):
+        raise CaptureError(
+            "args are the positional arguments of the model in a tuple",
+            given=type(args).__name__,
+            hint="capture(model, (batch,)), or capture(model, kwargs={...}) for arguments by name",
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise CaptureError("kwargs are the named arguments of the model in a dict", given=type(kwargs).__name__)
     captured = Captured(model, Granularity(depth, tuple(basic_blocks)), tuple(args), dict(kwargs or {}))
     captured.recording(*captured.example)
     return captured

@@ -18,8 +18,7 @@ def form_of(model: nn.Module, granularity: Granularity, args: tuple[Any, ...], k
     return (
         tuple((name, _leaf_form(leaf)) for name, leaf in leaves.items()),
         tuple(next(place for place, other in enumerate(tensors) if other is leaf) for leaf in tensors),
-        tuple((state.dtype, state.requires_grad, state.device) for state in (*model.parameters(), *model.buffers())),
-        _modules_form(model, granularity),
+        *_modules_form(model, granularity),
         (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
     )
 
@@ -30,12 +29,17 @@ def _leaf_form(leaf: object) -> object:
     return type(leaf), leaf if isinstance(leaf, _PLAIN) else repr(leaf)
 
 
-def _modules_form(model: nn.Module, granularity: Granularity) -> tuple[object, ...]:
-    """Which modules there are and in which mode; of opened ones also what the user may have set between two steps."""
-    leaves = granularity.leaves(model)
-    inside = {id(part) for leaf in leaves.values() for part in leaf.modules()}
-    return tuple(
-        (id(module), module.training, None if id(module) in inside else _own_form(module)) for module in model.modules()
+def _modules_form(model: nn.Module, granularity: Granularity) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """Which modules there are, in which mode and with what state.
+
+    Of opened ones also what the user may have set between two steps.
+    """
+    modules = list(model.modules())
+    inside = {id(part) for leaf in granularity.found(model).values() for part in leaf.modules()}
+    state = [tensor for module in modules for kind in (module._parameters, module._buffers) for tensor in kind.values()]
+    return (
+        tuple((one.dtype, one.requires_grad, one.device) for one in state if one is not None),
+        tuple((id(one), one.training, None if id(one) in inside else _own_form(one)) for one in modules),
     )
 
 

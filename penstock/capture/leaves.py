@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from penstock.errors import CaptureError
+from penstock.ir.graph import Graph
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -23,9 +24,22 @@ class Granularity:
     basic_blocks: tuple[str | type, ...] = ()
     opened: frozenset[str] = frozenset()
 
+    @classmethod
+    def of(cls, graph: Graph) -> "Granularity":
+        """The one with which a graph was recorded, as far as the graph tells."""
+        leaves = tuple(dict.fromkeys(node.module for node in graph.nodes if node.is_leaf))
+        scopes = {node.module for node in graph.nodes if not node.is_leaf}
+        around = {".".join(name.split(".")[:end]) for name in leaves for end in range(name.count(".") + 1)}
+        within = {".".join(name.split(".")[:end]) for name in scopes for end in range(name.count(".") + 2)}
+        return cls(basic_blocks=leaves, opened=frozenset((around | within) - set(leaves)))
+
     def leaves(self, model: nn.Module) -> dict[str, nn.Module]:
         """The leaves of a model by name."""
         self._check(model)
+        return self.found(model)
+
+    def found(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The leaves of a model for which this was checked before."""
         return dict(self._visit(model, "", 0, in_list=False))
 
     def open_like(self, model: nn.Module, leaf: str) -> "Granularity":

@@ -12,12 +12,17 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.capture.book import Book
 from penstock.capture.metadata import is_metadata, is_size
-from penstock.capture.trees import Apply, Trees, short_name
+from penstock.capture.trees import Apply, Trees, plain_leaves, short_name
+from penstock.capture.watch import Watch, draws_without_numbers
+from penstock.errors import CaptureError
 from penstock.ir.containers import leaves, transform
-from penstock.ir.record import Call, Guard, Mood, Ref, Results, State
+from penstock.ir.record import Call, Guard, Mood, Ref, Results, State, restated
 
-_EFFECTS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
+_EFFECTS = frozenset(
+    ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "detach_", "requires_grad_")
+)
 """calls that make nothing and matter all the same: like a write, they belong to the tensor"""
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 class OpenLeaf(Exception):  # noqa: N818
@@ -40,10 +45,12 @@ class Note:
 
 @dataclass
 class Leaf:
-    """The leaf that runs now: its name, and the tensors that it was given."""
+    """The leaf that runs now: its name, the tensors that it was given, and the state of its own if it is a module."""
 
     name: str
     given: set[int]
+    own: set[int] | None = None
+    draws: bool = False
 
 
 _WRITING = Leaf("", set())
@@ -59,6 +66,8 @@ class Page:
     used: Counter[str] = field(default_factory=Counter)
     sized: set[str] = field(default_factory=set)
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    failed: tuple[BaseException | None, str] = (None, "")
+    """what went wrong and the innermost module in whose forward it did"""
 
     def fresh(self, name: str) -> str:
         """The name, or the name with a number if it was used before."""
@@ -92,6 +101,13 @@ class Recorder(TorchFunctionMode):
         if is_metadata(func):
             self._note_size(func, args)
             return func(*args, **kwargs)
+        if func in _GRADIENTS:
+            raise CaptureError(
+                "the model takes gradients between its blocks, where a cut would take them apart",
+                module=(self.scopes[-1] if self.scopes else "") or "the model",
+                function=short_name(func),
+                hint="keep the module that does so whole (basic_blocks)",
+            )
         return self._outside(func, func, args, kwargs)
 
     def _keep_state(self, func: Any, args: Any) -> None:
@@ -107,8 +123,18 @@ class Recorder(TorchFunctionMode):
             self.page.sized.add(name)
 
     def module_called(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A module is called: a leaf is one call, any other module is a scope."""
+        """A module is called: a leaf is one call, any other module is a scope. The innermost that fails is noted."""
         path = self.paths.get(id(module))
+        try:
+            return self._module_called(path, module, original, args, kwargs)
+        except Exception as error:
+            if path is not None and self.page.failed[0] is not error:
+                self.page.failed = (error, path)
+            raise
+
+    def _module_called(
+        self, path: str | None, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         if self.leaf is not None or path is None or (self.scopes and self.scopes[-1] == path):
             return original(module, *args, **kwargs)
         if path not in self.leaf_names:
@@ -152,33 +178,34 @@ class Recorder(TorchFunctionMode):
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         where = self.paths[id(target)] if is_module else f"{scope}/{short_name(target)}"
         tree = self.trees.write(tuple(args), where), self.trees.write(dict(kwargs), where)
-        versions, generator = [tensor._version for tensor in tensors], torch.get_rng_state()
-        owned = [*tensors, *target.buffers()] if is_module else tensors
-        buffers = [(tensor, tensor.clone()) for tensor in owned if self._is_buffer(tensor) and not tensor.is_meta]
-        result = self._run(run, where, _is_meta(target, tensors), args, kwargs)
+        watch = Watch(self.book, target, tensors)
+        leaf = Leaf(where, set(), set(watch.own) if is_module else None)
+        result = self._run(run, leaf, _is_meta(target, tensors), args, kwargs)
         made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
-        touched = [tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version]
-        if not is_module and short_name(target) in _EFFECTS:
-            touched = tensors[:1]
-        if not made and not touched:
-            return self._nothing_made(target, tree, result, bool(tensors))
-        if not is_module and not touched and all(map(self._is_known, made)):
-            # Such as `to` and `contiguous` where there is nothing to do.
-            return result
+        is_effect = not is_module and getattr(target, "__name__", "") in _EFFECTS
+        touched = tensors[:1] if is_effect else watch.touched()
+        written = watch.written(touched)
+        if not is_module and not touched and not written:
+            if not made:
+                return self._nothing_made(target, tree, result, bool(tensors))
+            if all(map(self._is_known, made)):
+                # Such as `to` and `contiguous` where there is nothing to do.
+                return result
         name = self.page.fresh(name)
+        tree = self._with_state(tree, written)
         writes = self._rename_written(name, touched)
+        updates = self._rename_updated(name, written, len(writes))
         key = where if is_module else self.trees.key(target)
         values = self._name_results(name, made)
-        plain = tuple(leaf for leaf in leaves(result) if leaf is None or type(leaf) in (bool, int, float, str))
-        self.page.steps.append(Call(name, key, is_module, *tree, Results(values, plain), writes, self._mood()))
+        results = Results(values, plain_leaves(result), updates)
+        self.page.steps.append(Call(name, key, is_module, tree[0], tree[1], results, writes, self._mood()))
         kind = type(target).__name__ if is_module else short_name(target)
-        is_random = not torch.equal(generator, torch.get_rng_state())
-        # Some kernels write buffers without counting a version.
-        written = tuple(self.book.state[id(tensor)] for tensor, old in buffers if not torch.equal(tensor, old))
-        self.page.notes[name] = Note(where if is_module else scope, kind, is_random, written)
+        names = tuple(self.book.state[id(tensor)] for tensor in written)
+        is_random = leaf.draws or watch.has_drawn() or draws_without_numbers(target, args, kwargs, result)
+        self.page.notes[name] = Note(where if is_module else scope, kind, is_random, names)
         return result
 
-    def _run(self, run: Callable[..., Any], where: str, is_meta: bool, args: Any, kwargs: Any) -> Any:
+    def _run(self, run: Callable[..., Any], leaf: Leaf, is_meta: bool, args: Any, kwargs: Any) -> Any:
         """Run the call; inside only what enters and leaves it is watched."""
         given = leaves((args, kwargs))
         # Without weights, what depends on the inputs only is still computed for real: the model may look at it.
@@ -186,24 +213,25 @@ class Recorder(TorchFunctionMode):
         if is_meta or any(isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in given):
             args, kwargs = transform(tuple(args), change), transform(dict(kwargs), change)
             given += leaves((args, kwargs))
-        self.leaf = Leaf(where, {id(leaf) for leaf in given})
+        leaf.given |= set(map(id, given))
+        self.leaf = leaf
         try:
             return run(*args, **kwargs)
         finally:
             self.leaf = _WRITING
 
     def _nothing_made(self, target: Any, tree: Any, result: Any, has_tensors: bool) -> Any:
-        """A call that made no tensor: a Python value read from tensors is a guard."""
-        if not has_tensors or result is None or isinstance(target, nn.Module):
+        """A function that made no tensor: a Python value read from tensors is a guard."""
+        if not has_tensors or result is None:
             return result
         scope = self.scopes[-1] if self.scopes else ""
         expected = self.trees.key(Expected(result))
-        self.page.steps.append(Guard(short_name(target), self.trees.key(target), *tree, expected, scope))
+        self.page.steps.append(Guard(short_name(target), self.trees.key(target), tree[0], tree[1], expected, scope))
         return result
 
     def _call_name(self, target: Any) -> str:
         if isinstance(target, nn.Module):
-            return self.paths[id(target)]
+            return str(self.paths[id(target)])
         return f"{self.scopes[-1] if self.scopes else ''}/{short_name(target)}"
 
     def _rename_written(self, name: str, touched: list[Tensor]) -> tuple[tuple[str, str], ...]:
@@ -211,10 +239,23 @@ class Recorder(TorchFunctionMode):
         writes: list[tuple[str, str]] = []
         for tensor in {id(alias): alias for t in touched for alias in self.book.sharing(t)}.values():
             old, new = self.book.name(tensor), f"{name}!{len(writes)}"
-            if old is not None:
+            if old is not None and id(tensor) not in self.book.state:
                 self.book.add(tensor, new)
                 writes.append((new, old))
         return tuple(writes)
+
+    def _with_state(self, tree: Any, written: list[Tensor]) -> Any:
+        """Whoever writes a buffer is given the buffer itself, also where others read a value in its place."""
+        names = {name: self.book.state[id(tensor)] for tensor in written if (name := self.book.name(tensor))}
+        return tuple(restated(part, names) for part in tree) if names else tree
+
+    def _rename_updated(self, name: str, written: list[Tensor], taken: int) -> tuple[tuple[str, str], ...]:
+        """A buffer that was written is read as a value from now on, so that it can go to other stages."""
+        buffers = [tensor for tensor in written if self._is_buffer(tensor)]
+        updates = tuple((f"{name}!{taken + n}", self.book.state[id(tensor)]) for n, tensor in enumerate(buffers))
+        for tensor, (new, _) in zip(buffers, updates, strict=True):
+            self.book.add(tensor, new)
+        return updates
 
     def _name_results(self, name: str, made: list[Tensor]) -> tuple[str, ...]:
         fresh = {id(tensor): tensor for tensor in made if not self._is_known(tensor)}
@@ -243,14 +284,23 @@ class Recorder(TorchFunctionMode):
 
     def _inside_leaf(self, func: Any, args: Any, kwargs: Any) -> Any:
         assert self.leaf is not None
-        for leaf in leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and id(leaf) not in self.leaf.given and self.book.name(leaf) is not None:
-                raise OpenLeaf(self.leaf.name)
+        if any(isinstance(leaf, Tensor) and self._is_foreign(leaf) for leaf in leaves((args, kwargs))):
+            raise OpenLeaf(self.leaf.name)
         result = func(*args, **kwargs)
+        self.leaf.draws |= draws_without_numbers(func, args, kwargs, result)
         for leaf in leaves(result):
             if isinstance(leaf, Tensor) and self.book.name(leaf) is None:
                 self.book.note_inside(leaf, self.leaf.name)
         return result
+
+    def _is_foreign(self, tensor: Tensor) -> bool:
+        """Whether the leaf that runs uses a value or some state that it neither was given nor has."""
+        assert self.leaf is not None
+        if id(tensor) in self.leaf.given:
+            return False
+        if id(tensor) in self.book.state:
+            return self.leaf.own is not None and id(tensor) not in self.leaf.own
+        return self.book.name(tensor) is not None
 
     def _mood(self) -> Mood:
         grad, autocast = _moods()

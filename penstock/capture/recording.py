@@ -1,21 +1,24 @@
 """Recording: a record with what it needs to be played, and how it is made."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.capture.book import home_of
+from penstock.capture.book import home_of, other_state
 from penstock.capture.calls import watched_functions, watched_modules, watched_scripts
 from penstock.capture.graphing import graph_of
+from penstock.capture.hooks import has_users_hooks, silent_hooks
 from penstock.capture.leaves import Granularity
 from penstock.capture.recorder import OpenLeaf, Recorder
 from penstock.capture.surroundings import seed_generators, undisturbed
-from penstock.errors import CaptureError
+from penstock.capture.trees import unknown_origin
+from penstock.errors import CaptureError, PenstockError
 from penstock.ir.containers import named_inputs, transform
 from penstock.ir.graph import Graph
-from penstock.ir.record import Record
+from penstock.ir.record import Call, Guard, Record, Tree, keys, refs, states
 
 _SEEDS = (1, 2)
 """Recording twice from different seeds finds randomness and Python state that would be frozen into the record."""
@@ -31,6 +34,13 @@ class Recording:
     granularity: Granularity
     home: str
     """the device of the model when it was recorded"""
+    in_state: frozenset[str] = frozenset()
+    """values that lie in the memory of a buffer and are written there: whoever takes one out of a stage needs a copy"""
+
+    @cached_property
+    def has_guards(self) -> bool:
+        """Whether the model decides by the content of tensors."""
+        return any(isinstance(step, Guard) for step in self.record.steps)
 
     def at_hand(self, nodes: Iterable[str]) -> set[str]:
         """The values that are there where some nodes run: the inputs, what they make and what they read."""
@@ -54,12 +64,22 @@ def make_recording(
 def _record_opening(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], granularity: Granularity, seed: int
 ) -> Recording:
-    """Record; open leaves that tensors enter or leave by other ways than arguments and results, and record again."""
+    """Record; open leaves that tensors enter or leave by other ways than arguments and results, and record again.
+
+    Hooks on leaves are silent, unless the forward fails without them.
+    """
+    silent = True
     while True:
+        leaves = granularity.leaves(model)
         try:
-            return _record_once(model, args, kwargs, granularity, seed)
+            with silent_hooks(leaves.values() if silent else ()):
+                return _record_once(model, args, kwargs, granularity, seed)
+        except CaptureError:
+            if not silent or not has_users_hooks(leaves.values()):
+                raise
+            silent = False
         except OpenLeaf as leak:
-            if leak.leaf not in granularity.leaves(model):
+            if leak.leaf not in leaves:
                 raise CaptureError(
                     "a tensor gets out of a function other than by its result", where=leak.leaf
                 ) from None
@@ -79,27 +99,75 @@ def _record_once(
         recorder.book.add(tensor, name)
     seed_generators(seed)
     try:
-        with (
-            watched_modules(model, recorder.module_called),
-            watched_functions(recorder.apply_called),
-            watched_scripts(recorder.script_called),
-            recorder,
-        ):
-            output = model(*args, **kwargs)
+        output = _output(model, recorder, args, kwargs)
     finally:
         for tensor, content in recorder.page.kept.values():
             tensor.data.copy_(content)
+        changed = recorder.trees.put_back_constants()
+    if changed:
+        raise CaptureError(
+            "the forward writes into a tensor that is no part of the model",
+            shape=tuple(changed[0].shape),
+            dtype=changed[0].dtype,
+            hint="make it a buffer (register_buffer), or keep the module whole (basic_blocks)",
+        )
     outputs = recorder.trees.write(output, "the output of the model")
+    steps = _with_read_updates(recorder.page.steps, outputs)
     _check_state(model, recorder)
     names = tuple(name for name, _ in inputs)
-    record = Record(names, tuple(recorder.page.steps), outputs, frozenset(recorder.page.sized))
+    record = Record(names, steps, outputs, frozenset(recorder.page.sized))
     graph = graph_of(model, record, recorder.book, recorder.page.notes)
-    return Recording(record, recorder.trees.live, graph, granularity, str(home_of(model)))
+    in_state = frozenset(filter(recorder.book.is_in_state, graph.written))
+    return Recording(record, recorder.trees.live, graph, granularity, str(home_of(model)), in_state)
+
+
+def _output(model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the forward under the eyes of the recorder."""
+    with (
+        watched_modules(model, recorder.module_called),
+        watched_functions(recorder.apply_called),
+        watched_scripts(recorder.script_called),
+        recorder,
+    ):
+        return _answer(model, recorder, args, kwargs)
+
+
+def _answer(model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the model returns; if it cannot be run, the error says where and why."""
+    try:
+        return model(*args, **kwargs)
+    except (OpenLeaf, PenstockError):
+        raise
+    except Exception as error:
+        failed, module = recorder.page.failed
+        raise CaptureError(
+            "the model cannot be run on this batch",
+            module=(module if failed is error else "") or "the model",
+            error=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+            hint="call the model itself with this batch; the types and shapes must be those that it takes",
+        ) from error
+
+
+def _with_read_updates(steps: Iterable[Call | Guard], outputs: Tree) -> tuple[Call | Guard, ...]:
+    """The steps without values of written buffers that nobody reads."""
+    steps = tuple(steps)
+    read = set(refs(outputs)).union(*({*refs(step.args), *refs(step.kwargs)} for step in steps))
+    return tuple(_with_updates(step, read) if isinstance(step, Call) else step for step in steps)
+
+
+def _with_updates(call: Call, read: set[str]) -> Call:
+    updates = tuple((value, buffer) for value, buffer in call.results.updates if value in read)
+    return replace(call, results=replace(call.results, updates=updates))
 
 
 def _check_state(model: nn.Module, recorder: Recorder) -> None:
-    """Refuse a forward that puts another tensor in the place of a parameter or buffer between its blocks."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    """Refuse a forward that puts another tensor in the place of a parameter or buffer between its blocks.
+
+    A plain tensor that is set anew in every forward matters only if the forward reads the one before.
+    """
+    plain = {name for step in recorder.page.steps for name in (*states(step.args), *states(step.kwargs))}
+    others = [(name, tensor) for name, tensor in other_state(model).items() if name in plain]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *others):
         if id(tensor) not in recorder.book.state and recorder.book.name(tensor) is not None:
             raise CaptureError(
                 "a parameter or buffer is replaced during the forward",
@@ -122,6 +190,9 @@ def _check_same(first: Recording, second: Recording) -> None:
         longer = max(first.record.steps, second.record.steps, key=len)
         raise _changed(longer[min(len(first.record.steps), len(second.record.steps))].name)
     for key, value in first.live.items():
+        if isinstance(value, Tensor) and value is not second.live.get(key):
+            used = (step.name for step in first.record.steps if key in (*keys(step.args), *keys(step.kwargs)))
+            raise unknown_origin(value, next(used, "the output of the model"))
         if not _alike(value, second.live.get(key)):
             raise _changed(key)
 
@@ -130,9 +201,13 @@ def _alike(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     try:
-        return one is other or bool(one == other) or callable(one) or type(one).__eq__ is object.__eq__
+        return one is other or bool(one == other) or callable(one) or not _compares(one)
     except (ValueError, RuntimeError, TypeError):
         return repr(one) == repr(other)
+
+
+def _compares(thing: Any) -> bool:
+    return any("__eq__" in vars(kind) for kind in type(thing).__mro__ if kind is not object)
 
 
 def _changed(where: str) -> CaptureError:

@@ -1,13 +1,18 @@
 """Replay: prepares some calls of a recording to be run again, on new values and any modules of the same names."""
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.capture.book import spec_of
+from penstock.capture.hooks import has_users_hooks
 from penstock.capture.recording import Recording
+from penstock.capture.trees import plain_leaves
 from penstock.errors import CaptureError
 from penstock.ir.containers import leaves, put_together
 from penstock.ir.record import Call, Guard, Live, Mood, Pack, Ref, State, Tree, refs
@@ -15,6 +20,8 @@ from penstock.ir.record import Call, Guard, Live, Mood, Pack, Ref, State, Tree, 
 Values = dict[str, Any]
 Step = Callable[[Values], None]
 Getter = Callable[[Values], Any]
+Wrap = Callable[[str, nn.Module], Callable[..., Any]]
+_WORD = (1 << 64) - 1
 
 
 class Replay:
@@ -27,19 +34,35 @@ class Replay:
         modules: nn.Module,
         wanted: Collection[str],
         whole: nn.Module | None = None,
+        wrap: Wrap | None = None,
     ) -> None:
-        self._recording, self._modules = recording, modules
+        """`wrap`, given the name of a node and its module, says what is called in place of the module."""
+        self._recording, self._modules, self._wrap = recording, modules, wrap
         self._whole = whole or modules
         chosen = [step for step in recording.record.steps if self._belongs(step, set(nodes))]
         self._keep = set(wanted)
         self._steps = list(self._prepared(chosen))
+        random = {node.name for node in recording.graph.nodes if node.is_random}
+        self._draws = {place: _key(step.name) for place, step in enumerate(chosen) if step.name in random}
 
-    def run(self, values: Values) -> Values:
-        """Run all steps; returns the wanted values. Others are dropped after their last use."""
-        values = dict(values)
-        for step in self._steps:
+    def run(self, values: Values, seed: int | None = None) -> Values:
+        """Run all steps; returns the wanted values. Others are dropped after their last use.
+
+        With a seed, every call draws random numbers of its own, the same whatever runs before it and wherever. Torch's
+        generator is left where the last one left it.
+        """
+        values, is_cuda = dict(values), seed is not None and self._is_on_cuda()
+        for place, step in enumerate(self._steps):
+            if seed is not None and place in self._draws:
+                _seed(seed, self._draws[place], is_cuda)
             step(values)
-        return {name: values[name] for name in self._keep}
+        return {name: self._taken_out(name, values[name]) for name in self._keep}
+
+    def _is_on_cuda(self) -> bool:
+        return _device_of(self._modules, torch.device("cpu")).type == "cuda"
+
+    def _taken_out(self, name: str, value: Any) -> Any:
+        return value.clone() if name in self._recording.in_state else value
 
     def _belongs(self, step: Call | Guard, nodes: set[str]) -> bool:
         if isinstance(step, Call):
@@ -58,13 +81,15 @@ class Replay:
 
     def _call(self, call: Call) -> Step:
         function = self._modules.get_submodule(call.target) if call.is_module else self._recording.live[call.target]
+        wrapped = self._wrap(call.name, function) if self._wrap and call.is_module else function
         args, kwargs = self._getter(call.args), self._getter(call.kwargs)
         results, plain, writes = call.results.values, call.results.plain, call.writes
+        updates = [(new, self._updated(new, state)) for new, state in call.results.updates]
         record, graph = self._recording.record, self._recording.graph
         sizes = [(name, graph.spec(name).shape) for name in dict.fromkeys(results) if name in record.sized]
 
         def run(values: Values) -> None:
-            result = function(*args(values), **kwargs(values))
+            result = wrapped(*args(values), **kwargs(values))
             for new, old in writes:
                 values[new] = values[old]
             if isinstance(result, Tensor):
@@ -75,13 +100,43 @@ class Replay:
                 if len(made) != len(results):
                     raise _otherwise(call.name, f"{len(results)} tensors", f"{len(made)} tensors")
                 values.update(zip(results, made, strict=True))
-                if plain and plain != tuple(leaf for leaf in found if _is_plain(leaf)):
-                    raise _otherwise(call.name, plain, tuple(leaf for leaf in found if _is_plain(leaf)))
+                if plain and plain != plain_leaves(found):
+                    raise _otherwise(call.name, plain, plain_leaves(found))
+            for new, buffer in updates:
+                values[new] = buffer(values)
             for name, size in sizes:
                 if values[name].shape != size:
                     raise _otherwise(name, f"size {tuple(size)}", f"size {tuple(values[name].shape)}")
 
-        return run if call.mood == Mood() else _in_mood(run, call.mood)
+        step = self._then_check_form(run, call) if call.is_module and has_users_hooks([function]) else run
+        return step if call.mood == Mood() else _in_mood(step, call.mood)
+
+    def _then_check_form(self, run: Step, call: Call) -> Step:
+        """Hooks were silent while this was recorded: what they return must look like what was seen then."""
+        specs = [(name, self._recording.graph.spec(name)) for name in dict.fromkeys(call.results.values) if name]
+
+        def checked(values: Values) -> None:
+            run(values)
+            for name, spec in specs:
+                found = spec_of(values[name])
+                gets_gradient = found.requires_grad and not spec.requires_grad
+                if (found.shape, found.dtype) != (spec.shape, spec.dtype) or gets_gradient:
+                    raise CaptureError(
+                        "a hook changes the form of what a block returns",
+                        module=call.target,
+                        recorded=spec,
+                        found=f"{found}{' that needs a gradient' if gets_gradient else ''}",
+                        hint="open the block (depth), so that its hooks are recorded with it",
+                    )
+
+        return checked
+
+    def _updated(self, value: str, state: str) -> Getter:
+        """A buffer as a call left it: a copy, as the next microbatch writes it again, unless values look into it."""
+        buffer = self._getter(State(state))
+        if value in self._recording.in_state:
+            return buffer
+        return lambda values: _copied(buffer(values))
 
     def _guard(self, guard: Guard) -> Step:
         function, expected = self._recording.live[guard.target], self._recording.live[guard.expected]
@@ -107,17 +162,24 @@ class Replay:
             name = tree.value
             return lambda values: values[name]
         if isinstance(tree, State):
-            path, _, attribute = tree.name.rpartition(".")
-            owner = self._modules.get_submodule(path)
-            if not hasattr(owner, attribute):
-                # A plain tensor of the model, which it may replace at any time.
-                owner = self._whole.get_submodule(path)
+            owner, attribute = self._owner(tree.name)
             return lambda values: getattr(owner, attribute)
         if isinstance(tree, Live):
             return self._live(tree.key)
         if isinstance(tree, Pack):
             return self._pack(tree)
         return lambda values: tree
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        """The module that has a parameter, buffer or plain tensor, and how it calls it."""
+        path, _, attribute = name.rpartition(".")
+        for modules in (self._modules, self._whole):
+            with suppress(AttributeError):
+                owner = modules.get_submodule(path)
+                getattr(owner, attribute)
+                return owner, attribute
+        # The model may set a plain tensor at any time, also after this.
+        return self._whole.get_submodule(path), attribute
 
     def _live(self, key: str) -> Getter:
         thing = self._recording.live[key]
@@ -141,8 +203,20 @@ class Replay:
         return lambda values: put_together(kind, keys, [item(values) for item in items])
 
 
-def _is_plain(leaf: object) -> bool:
-    return leaf is None or type(leaf) in (bool, int, float, str)
+def _key(name: str) -> int:
+    """64 bits that differ from name to name and are the same in every process."""
+    return int.from_bytes(blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
+
+
+def _seed(seed: int, key: int, is_cuda: bool) -> None:
+    """Seed torch with a mixture in which every bit depends on every bit of both (the finisher of splitmix64)."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + key) & _WORD
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _WORD
+    mixed ^= mixed >> 31
+    torch.default_generator.manual_seed(mixed)
+    if is_cuda:
+        torch.cuda.manual_seed(mixed)
 
 
 def _otherwise(where: str, recorded: object, found: object) -> CaptureError:
@@ -170,7 +244,15 @@ def _reads(step: Call | Guard) -> tuple[str, ...]:
 
 
 def _makes(step: Call | Guard) -> tuple[str, ...]:
-    return (*step.results.values, *(new for new, _ in step.writes)) if isinstance(step, Call) else ()
+    if isinstance(step, Guard):
+        return ()
+    return (*step.results.values, *(new for new, _ in (*step.writes, *step.results.updates)))
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    # Also where the call ran without gradients, the buffer may be part of a graph.
+    with torch.enable_grad():
+        return tensor.clone()
 
 
 def _then_drop(run: Step, names: list[str]) -> Step:
@@ -203,6 +285,6 @@ def _mood(mood: Mood) -> Iterator[None]:
 
 
 def _device_of(modules: nn.Module, fallback: torch.device) -> torch.device:
-    for tensor in (*modules.parameters(), *modules.buffers()):
+    for tensor in chain(modules.parameters(), modules.buffers()):
         return tensor.device
     return fallback

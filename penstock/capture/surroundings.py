@@ -1,6 +1,5 @@
 """Surroundings: everything outside the record that a forward may change, put back as it was."""
 
-import copy
 import random
 import sys
 from collections import OrderedDict
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from penstock.capture.book import has_same_numbers, other_state
 
 _CONTAINERS = (dict, OrderedDict, list, set)
 
@@ -31,14 +32,19 @@ def undisturbed(model: nn.Module, seed: int | None = None) -> Iterator[None]:
             _restore(module, attributes, inner)
         for tensor, content in buffers:
             # Some kernels write buffers without counting a version, so content decides.
-            if content is not None and not torch.equal(tensor, content):
+            if content is not None and not has_same_numbers(tensor, content):
                 tensor.data.copy_(content)
         _set_generators(generators)
 
 
 def _inner(module: nn.Module) -> dict[str, Any]:
     """Copies of the dicts, lists and sets of a module: what it keeps its parts, hooks and notes in."""
-    return {name: copy.copy(value) for name, value in module.__dict__.items() if type(value) in _CONTAINERS}
+    return {
+        # Ordered dicts, of which every module has a dozen, are slow to copy.
+        name: dict(value) if isinstance(value, dict) else value.copy()
+        for name, value in module.__dict__.items()
+        if type(value) in _CONTAINERS
+    }
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any], inner: dict[str, Any]) -> None:
@@ -62,7 +68,9 @@ def _is_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
 
 
 def _buffers(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    return [(buffer, None if buffer.is_meta else buffer.detach().clone()) for buffer in model.buffers()]
+    """Buffers and tensors that are plain attributes, with copies of what they hold."""
+    found = other_state(model).values()
+    return [(buffer, None if buffer.is_meta else buffer.detach().clone()) for buffer in found]
 
 
 def _generators() -> dict[str, Any]:
@@ -71,7 +79,7 @@ def _generators() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": numpy.random.get_state() if numpy else None,
         "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
     }
 
 

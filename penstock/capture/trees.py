@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import resolve_name
 
+from penstock.capture.book import has_same_numbers
 from penstock.errors import CaptureError
 from penstock.ir.containers import leaves, take_apart
 from penstock.ir.record import Live, Pack, Ref, State, Tree
@@ -34,10 +36,11 @@ class Trees:
     def __init__(self, naming: Naming) -> None:
         self.naming = naming
         self.live: dict[str, Any] = {}
+        self._constants: dict[str, tuple[Tensor, Tensor]] = {}
 
     def write(self, thing: object, where: str) -> Tree:
         """The tree of a Python structure; a tensor in it that has no name is refused."""
-        if thing is None or type(thing) in (bool, int, float, str):
+        if is_plain(thing):
             return thing  # type: ignore[return-value]
         if isinstance(thing, Tensor):
             return self._tensor(thing, where)
@@ -64,13 +67,33 @@ class Trees:
         found = self.naming(tensor)
         if found is not None:
             return found
-        raise CaptureError(
-            "a tensor of unknown origin is used",
-            shape=tuple(tensor.shape),
-            dtype=tensor.dtype,
-            where=where,
-            hint="make it a buffer (register_buffer), or keep the module whole (basic_blocks)",
-        )
+        if is_functorch_wrapped_tensor(tensor):
+            raise CaptureError(
+                "a function is transformed between blocks (torch.vmap, torch.func), which hides what it is called with",
+                where=where,
+                hint="keep the module that does so whole (basic_blocks)",
+            )
+        if tensor.requires_grad:
+            raise unknown_origin(tensor, where)
+        return self._constant(tensor)
+
+    def _constant(self, tensor: Tensor) -> Live:
+        """A tensor that is no part of the model, such as a global variable; all forwards must use the same one."""
+        key = self.key(tensor)
+        if key not in self._constants:
+            self._constants[key] = tensor, tensor.detach().clone()
+        return Live(key)
+
+    def put_back_constants(self) -> list[Tensor]:
+        """Undo what was written into tensors that are no part of the model; returns those."""
+        changed = [
+            (tensor, content)
+            for tensor, content in self._constants.values()
+            if not tensor.is_meta and not has_same_numbers(tensor, content)
+        ]
+        for tensor, content in changed:
+            tensor.data.copy_(content)
+        return [tensor for tensor, _ in changed]
 
     def key(self, thing: Any) -> str:
         """The key under which something is kept in the live table."""
@@ -79,6 +102,17 @@ class Trees:
             name = next(key for n in range(2, 1 << 30) if _same(self.live.get(key := f"{name}@{n}", thing), thing))
         self.live.setdefault(name, thing)
         return name
+
+
+def unknown_origin(tensor: Tensor, where: str) -> CaptureError:
+    """What is said of a tensor that nobody will find when the record is played."""
+    return CaptureError(
+        "a tensor of unknown origin is used",
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        where=where,
+        hint="make it a buffer (register_buffer), or keep the module whole (basic_blocks)",
+    )
 
 
 def _name(thing: Any) -> str:
@@ -107,12 +141,22 @@ def short_name(function: Any) -> str:
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two things may share a key: equal, and not only equal numbers of different types."""
-    if one is other:
-        return True
+    if one is other or isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other
     try:
         return bool(type(one) is type(other) and one == other)
     except (ValueError, RuntimeError, TypeError):
         return False
+
+
+def plain_leaves(thing: object) -> tuple[Tree, ...]:
+    """The numbers, texts and None among the leaves of a structure, left to right."""
+    return tuple(leaf for leaf in leaves(thing) if is_plain(leaf))  # type: ignore[misc]
+
+
+def is_plain(leaf: object) -> bool:
+    """Whether a leaf can be written down as it is; subclasses of numbers and texts may be more than those."""
+    return leaf is None or type(leaf) in (bool, int, float, str)
 
 
 def holds_tensors(thing: object, depth: int = 4) -> bool:

@@ -60,6 +60,11 @@ class Cluster:
         if self.memory is not None:
             object.__setattr__(self, "memory", _figures(self.memory, ranks))
 
+    @property
+    def limits(self) -> tuple[int, ...]:
+        """Bytes per rank; empty: no limit."""
+        return self.memory if isinstance(self.memory, tuple) else ()
+
     @cached_property
     def _named(self) -> dict[tuple[int, int], Link]:
         return {(link.source, link.target): link for link in self.links}

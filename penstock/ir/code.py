@@ -89,6 +89,11 @@ def decode(codes: Codes) -> tuple[Action, ...]:
     return tuple(map(_action, codes.tolist()))
 
 
+def decode_one(code: int) -> Action:
+    """The action object of one code."""
+    return _action(code)
+
+
 def _code(action: Action) -> int:
     if isinstance(action, Overlap):
         back = action.backward

@@ -23,7 +23,7 @@ from penstock.ir.cluster import Cluster, Link
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes
 from penstock.ir.cuts import Cuts
 from penstock.ir.files import write_whole
-from penstock.ir.graph import Graph, Node, StorageGroup, TensorSpec, Value
+from penstock.ir.graph import Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
 from penstock.ir.orders import MAX_ACTIONS, Orders
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import Placement
@@ -48,7 +48,7 @@ MAX_INT = 2**63 - 1
 NOUNS: dict[str, type] = {
     noun.__name__: noun
     for noun in (
-        *(TensorSpec, Value, Node, StorageGroup, Graph),
+        *(TensorSpec, Value, Origin, Node, StorageGroup, Update, Graph),
         *(NodeBytes, NodeCost, Profile),
         *(Crossing, Partition, Cuts),
         *(MessageCost, StateBytes, StageCosts),

@@ -28,12 +28,16 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str = "float32"
     requires_grad: bool = False
+    order: tuple[int, ...] = ()
+    """the dimensions as they lie in memory, outermost first; empty if that is their own order"""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise GraphError("unknown dtype", dtype=repr(self.dtype), hint="a name such as float32, bfloat16 or int64")
         if any(size < 0 for size in self.shape):
             raise GraphError("a shape needs sizes of 0 or more", shape=self.shape)
+        if self.order and sorted(self.order) != list(range(len(self.shape))):
+            raise GraphError("an order names every dimension once", order=self.order, shape=self.shape)
 
     @property
     def bytes(self) -> int:
@@ -53,6 +57,18 @@ class Value:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where in the model a call happens."""
+
+    module: str = ""
+    """the module whose call this is or in whose forward it happens, by its original name"""
+    kind: str = ""
+    """the class of the module, or the name of the function"""
+    is_leaf: bool = False
+    """the call of a whole module, that stays one as it is"""
+
+
+@dataclass(frozen=True)
 class Node:
     """One call of the model: a module that is kept whole, or a function between modules.
 
@@ -66,10 +82,24 @@ class Node:
     buffers: tuple[str, ...] = ()
     from_inputs: bool = False
     """depends on the inputs of the graph only, such as a mask: every stage that reads it runs it again"""
-    module: str = ""
-    """the module whose call this is or in whose forward it happens, by its original name"""
-    kind: str = ""
-    """the class of the module, or the name of the function"""
+    origin: Origin = Origin()
+    is_random: bool = False
+    """draws random numbers, as dropout does"""
+
+    @property
+    def module(self) -> str:
+        """The module whose call this is or in whose forward it happens, by its original name."""
+        return self.origin.module
+
+    @property
+    def kind(self) -> str:
+        """The class of the module, or the name of the function."""
+        return self.origin.kind
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether this is the call of a whole module."""
+        return self.origin.is_leaf
 
 
 @dataclass(frozen=True)
@@ -78,6 +108,14 @@ class StorageGroup:
 
     values: tuple[str, ...]
     writers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Update:
+    """A node that writes some of its parameters and buffers, such as the running mean of a batch norm."""
+
+    node: str
+    names: tuple[str, ...]
 
 
 class Edge(NamedTuple):
@@ -103,6 +141,7 @@ class Graph:
     buffers: tuple[Value, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     storage: tuple[StorageGroup, ...] = ()
+    updates: tuple[Update, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -142,6 +181,11 @@ class Graph:
         for group in self.storage:
             _check_known("a storage group names no value of the graph", group.values, self._spec_of)
             _check_known("a storage group is written by no node of the graph", group.writers, self._node_of)
+        for update in self.updates:
+            node = self[update.node]
+            own = {self.tensor_of(name) for name in (*node.parameters, *node.buffers)}
+            written = map(self.tensor_of, update.names)
+            _check_known("a node writes a parameter or buffer that it does not use", written, own, node=node.name)
 
     def __getitem__(self, name: str) -> Node:
         _check_known("no such node", (name,), self._node_of)
@@ -165,6 +209,20 @@ class Graph:
     def written(self) -> frozenset[str]:
         """The values whose memory is written in place: whoever is given one needs a copy of its own."""
         return frozenset(value for group in self.storage if group.writers for value in group.values)
+
+    @cached_property
+    def updated(self) -> dict[str, tuple[Node, ...]]:
+        """The parameters and buffers that some node writes, each with all nodes that use it, in the graph's order.
+
+        Whoever reads what was written as a value is no such node: values go from stage to stage, state does not.
+        """
+        names = {self.tensor_of(name) for update in self.updates for name in update.names}
+        users: dict[str, dict[str, Node]] = {name: {} for name in names}
+        for node in self.nodes:
+            for name in map(self.tensor_of, (*node.parameters, *node.buffers)):
+                if name in users:
+                    users[name][node.name] = node
+        return {name: tuple(users[name].values()) for name in sorted(users)}
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:

@@ -9,7 +9,17 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action, Kind
-from penstock.ir.code import Codes, decode, encode, kind_of, microbatch_of, peer_microbatch_of, peer_of, stage_of
+from penstock.ir.code import (
+    Codes,
+    decode,
+    encode,
+    kind_of,
+    microbatch_of,
+    pack,
+    peer_microbatch_of,
+    peer_of,
+    stage_of,
+)
 
 MAX_ACTIONS = 20_000_000
 
@@ -90,6 +100,15 @@ class Orders:
             np.concatenate((stage_of(codes), peer_of(halves))),
             np.concatenate((microbatch_of(codes), peer_microbatch_of(halves))),
         )
+
+    def taken_apart(self, keep: NDArray[np.bool_]) -> "Orders":
+        """Orders of the single passes that are to be kept, by their place in `passes`."""
+        passes = Passes(*(column[keep] for column in self.passes))
+        # Halves of one pair stand in `passes` with the forward first, and so they stay.
+        sequence = np.argsort(passes.index, kind="stable")
+        codes = pack(passes.kind, passes.stage, passes.microbatch)[sequence] if len(sequence) else passes.kind
+        ranks = self.rank_of[passes.index[sequence]]
+        return Orders([codes[ranks == rank] for rank in range(len(self))])
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:

@@ -28,7 +28,12 @@ class Crossing:
     @property
     def backward_bytes(self) -> int:
         """Bytes of the gradients that return: those of the values that need one."""
-        return sum(value.spec.bytes for value in self.values if value.spec.requires_grad)
+        return sum(value.spec.bytes for value in self.gradients)
+
+    @cached_property
+    def gradients(self) -> tuple[Value, ...]:
+        """The values whose gradients return."""
+        return tuple(value for value in self.values if value.spec.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class Partition:
                     read_by=f"{consumer!r} in stage {self._stage_of[consumer]}",
                 )
         self._check_storage(graph)
+        self._check_updated(graph)
 
     def _check_storage(self, graph: Graph) -> None:
         """Memory that is written in place stays within one stage, and leaves it only as it is after the last write."""
@@ -108,6 +114,20 @@ class Partition:
         stages = {node.name: self._stage_of[node.name] for node in nodes if not node.from_inputs}
         if len(set(stages.values())) > 1:
             raise PartitionError("a cut between nodes that share memory", stages=stages, values=group.values)
+
+    def _check_updated(self, graph: Graph) -> None:
+        """State that a forward writes is in the one stage that writes it: no other sees what was written."""
+        for name, nodes in graph.updated.items():
+            if len({self._stage_of[node.name] for node in nodes}) > 1:
+                first, last = nodes[0].name, nodes[-1].name
+                writers = [update.node for update in graph.updates if name in map(graph.tensor_of, update.names)]
+                raise PartitionError(
+                    "a parameter or buffer that the forward writes is used in several stages",
+                    name=repr(name),
+                    written_by=", ".join(f"{writer!r} in stage {self._stage_of[writer]}" for writer in writers[:4]),
+                    used_by=", ".join(f"{node.name!r} in stage {self._stage_of[node.name]}" for node in nodes[:4]),
+                    hint=f"keep the nodes from {first!r} to {last!r} in one stage",
+                )
 
     def crossings(self, graph: Graph) -> tuple[Crossing, ...]:
         """What every stage hands to every other, by producer and consumer; a skip goes straight to its reader."""

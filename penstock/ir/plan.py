@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from penstock.errors import PlanError
 from penstock.ir.cluster import Cluster
 from penstock.ir.costs import StageCosts
 from penstock.ir.cuts import Cuts
+from penstock.ir.graph import Graph
 from penstock.ir.partition import Partition
 from penstock.ir.schedule import Schedule
 from penstock.ir.trace import Trace
@@ -73,12 +75,11 @@ class Prediction:
 class Plan:
     """How one model is trained as a pipeline, and how long a step will take.
 
-    `model` is the model fingerprint of the Graph that was planned for; `costs` are for one microbatch.
+    `graph` and `costs` are those of one microbatch.
     """
 
-    model: str
+    graph: Graph
     partition: Partition
-    cuts: Cuts
     schedule: Schedule
     choices: Choices
     costs: StageCosts
@@ -86,9 +87,9 @@ class Plan:
     predicted: Prediction
 
     def __post_init__(self) -> None:
+        self.partition.check(self.graph)
         stages = {
             "partition": self.partition.num_stages,
-            "cuts": self.cuts.num_stages,
             "schedule": self.schedule.num_stages,
             "costs": self.costs.num_stages,
             "recompute": len(self.choices.recompute),
@@ -102,6 +103,11 @@ class Plan:
         }
         if len(set(ranks.values())) > 1:
             raise PlanError("the parts of a plan differ in the number of ranks", hint="", **ranks)
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """The edges between stages."""
+        return self.partition.cuts(self.graph)
 
     @property
     def num_ranks(self) -> int:

@@ -56,11 +56,13 @@ class Mood:
 class Results:
     """What a call returns, leaf by leaf: the names of tensors, and the numbers, texts and None between them.
 
-    The record holds only while the latter come out the same.
+    The record holds only while the latter come out the same. `updates` are pairs (value, buffer): what the call wrote
+    into the buffer is read as the value from then on.
     """
 
     values: tuple[str, ...]
     plain: tuple[Tree, ...] = ()
+    updates: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,24 @@ def states(tree: Tree) -> tuple[str, ...]:
     if isinstance(tree, Pack):
         return tuple(name for item in tree.items for name in states(item))
     return ()
+
+
+def keys(tree: Tree) -> tuple[str, ...]:
+    """The keys of what a tree mentions from the live table."""
+    if isinstance(tree, Live):
+        return (tree.key,)
+    if isinstance(tree, Pack):
+        return tuple(key for item in (*tree.keys, *tree.items) for key in keys(item))
+    return ()
+
+
+def restated(tree: Tree, names: dict[str, str]) -> Tree:
+    """The tree with parameters and buffers in the place of some values."""
+    if isinstance(tree, Ref):
+        return State(names[tree.value]) if tree.value in names else tree
+    if isinstance(tree, Pack):
+        return Pack(tree.kind, tree.keys, tuple(restated(item, names) for item in tree.items))
+    return tree
 
 
 def leaf_names(tree: Tree) -> tuple[str, ...]:

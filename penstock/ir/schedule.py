@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.ir import text
-from penstock.ir.action import COMPUTE_KINDS, MAX_MICROBATCHES, Action
+from penstock.ir.action import COMPUTE_KINDS, MAX_MICROBATCHES, Action, Kind
 from penstock.ir.code import decode
 from penstock.ir.cuts import MAX_STAGES
 from penstock.ir.orders import Orders
@@ -68,6 +68,18 @@ class Schedule(Ordered):
     def of(cls, placement: Placement, num_microbatches: int, orders: Iterable[Iterable[Action]]) -> "Schedule":
         """A schedule from action objects."""
         return cls(placement, num_microbatches, Orders.of(orders))
+
+    def first(self, num_microbatches: int) -> "Schedule":
+        """The same order for the first so many microbatches; overlapped pairs are taken apart."""
+        if num_microbatches >= self.num_microbatches:
+            return self
+        kept = self.table.passes.microbatch < num_microbatches
+        return Schedule(self.placement, num_microbatches, self.table.taken_apart(kept))
+
+    def forwards(self) -> "Schedule":
+        """The same order without any backward."""
+        kept = self.table.passes.kind == Kind.FORWARD
+        return Schedule(self.placement, self.num_microbatches, self.table.taken_apart(kept))
 
     @classmethod
     def from_csv(cls, source: str | Path) -> "Schedule":

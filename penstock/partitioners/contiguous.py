@@ -8,7 +8,10 @@ from penstock.ir.partition import Partition
 
 
 def cut_places(graph: Graph) -> list[int]:
-    """The places between nodes, counted from 1, where no memory is written on both sides or after a value left."""
+    """The places between nodes, counted from 1, where no memory is written on both sides or after a value left.
+
+    What uses a buffer that the forward writes stays together too.
+    """
     position = {node.name: place for place, node in enumerate(graph.nodes)}
     closed = [False] * (len(graph.nodes) + 1)
     for group in graph.storage:
@@ -19,9 +22,16 @@ def cut_places(graph: Graph) -> list[int]:
         places += [position[writer] for writer in group.writers]
         last = max(position[writer] for writer in group.writers)
         places += [place for place, node in enumerate(graph.nodes[: last + 1]) if values & set(node.reads)]
-        for place in range(min(places) + 1, max(places) + 1):
-            closed[place] = True
+        _close(closed, places)
+    for nodes in graph.updated.values():
+        _close(closed, [position[node.name] for node in nodes])
     return [place for place in range(1, len(graph.nodes)) if not closed[place]]
+
+
+def _close(closed: list[bool], places: list[int]) -> None:
+    """No cut between the first and the last of some nodes."""
+    for place in range(min(places) + 1, max(places) + 1):
+        closed[place] = True
 
 
 def cut_at(graph: Graph, places: list[int]) -> Partition:

@@ -1,92 +1,102 @@
 """Passage: one forward of a stage on one microbatch, kept until its backward."""
 
 from collections.abc import Mapping
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.split.deferrable import DEFERRABLE
+from penstock.split.deferral import Deferral
+from penstock.split.entrance import enter
 from penstock.split.stage import Stage
+
+Gradients = Mapping[str, Tensor | None]
 
 
 class Passage:
-    """One forward of a stage, kept until its backward."""
+    """One forward of a stage, kept until its backward: `backward`, or `input_grad` and then `weight_grad`.
 
-    def __init__(self, stage: Stage, recording: Any, inputs: Mapping[str, Any], incoming: Mapping[str, Any]) -> None:
+    `left` holds the values that left the stage until they are taken; only their places in the graph are kept. The
+    gradients given to a backward that is split must stay as they are until `weight_grad`.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        recording: Any,
+        inputs: Mapping[str, Any],
+        incoming: Mapping[str, Any],
+        is_split: bool = False,
+        seed: int | None = None,
+    ) -> None:
         self.stage = stage
-        self.entered = {name: _entered(value) for name, value in incoming.items()}
         self._returned: dict[str, Tensor | None] = {}
-        self._roots: list[tuple[Tensor, Tensor | None]] = []
-        for name, value in self.entered.items():
-            if _wants_gradient(value):
-                self._returned[name] = None
-                # Taken from the graph and not from `.grad`, which may be laid out anew and then sum in another order.
-                value.register_hook(partial(self._returned.__setitem__, name))
-        self.left = stage(recording, inputs, {name: self._given(recording, name) for name in self.entered})
+        given = enter(incoming, recording.graph.written, self._returned)
+        # Without a value to return a gradient for, there is nothing to do but weight gradients.
+        self._deferral = Deferral(DEFERRABLE) if is_split and self._returned else None
+        self._is_late = is_split and not self._returned
+        with self._deferral or nullcontext():
+            self.left: dict[str, Any] = stage(recording, inputs, given, seed)
+        self._edges: dict[str, GradientEdge] = {}
+        self._waiting: dict[str, Tensor | None] = {}
+        for name, value in self.left.items():
+            self.add_root(name, value)
 
-    def _given(self, recording: Any, name: str) -> Any:
-        """What came in, as the stage may use it: not the start of a graph, and not shared if it is written in place."""
-        value = self.entered[name]
-        if not isinstance(value, Tensor):
-            return value
-        return value.clone() if name in recording.graph.written else value.view_as(value)
+    def take_left(self) -> dict[str, Any]:
+        """The values that left, which are the caller's from now on."""
+        left, self.left = self.left, {}
+        return left
 
-    def backward(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Accumulate the stage's gradients; returns those of the values that came in."""
-        self._backward(gradients, None, keep=False)
-        return dict(self._returned)
+    def add_root(self, name: str, value: Any) -> None:
+        """Let a value computed from those that left, such as a loss, be given a gradient by this name."""
+        if isinstance(value, Tensor) and value.requires_grad:
+            self._edges[name] = get_gradient_edge(value)
 
-    def input_grad(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Only the gradients of the values that came in; `weight_grad` must follow."""
-        leaves = [value for value in self.entered.values() if _wants_gradient(value)]
-        if not leaves:
-            self._remember(gradients)
-        elif self.stage._splits_backward:
-            self._split_backward(gradients, leaves)
+    def backward(self, gradients: Gradients) -> dict[str, Tensor | None]:
+        """Accumulate the stage's gradients; returns those of the values that came in.
+
+        A gradient that is None, or that belongs to a value without a gradient, is left out.
+        """
+        self._walk(gradients)
+        self._release()
+        return self._take_returned()
+
+    def input_grad(self, gradients: Gradients) -> dict[str, Tensor | None]:
+        """Only the gradients of the values that came in, and what comes by on the way; `weight_grad` must follow."""
+        if self._is_late:
+            self._waiting = dict(gradients)
         else:
-            self._backward(gradients, None, keep=False)
-            self._roots = []
-        return dict(self._returned)
-
-    def _split_backward(self, gradients: Mapping[str, Tensor | None], leaves: list[Tensor]) -> None:
-        try:
-            self._backward(gradients, leaves, keep=True)
-        except RuntimeError as error:
-            if "use_reentrant" not in str(error):
-                raise
-            # Reentrant recomputation runs a whole backward or none.
-            self.stage._splits_backward = False
-            self._backward(gradients, None, keep=False)
-            self._roots = []
+            self._walk(gradients)
+        return self._take_returned()
 
     def weight_grad(self) -> None:
-        """The gradients of the parameters, after `input_grad`."""
-        parameters = [parameter for parameter in self.stage.parameters() if parameter.requires_grad]
-        if self._roots and parameters:
-            tensors, gradients = zip(*self._roots, strict=True)
-            has_inputs = any(map(_wants_gradient, self.entered.values()))
-            torch.autograd.backward(tensors, gradients, inputs=parameters if has_inputs else None)
-        self._roots = []
+        """The gradients of the parameters that `input_grad` put off."""
+        if self._is_late:
+            self._walk(self._waiting)
+            self._waiting = {}
+        self._release()
 
-    def _remember(self, gradients: Mapping[str, Tensor | None]) -> None:
-        self._roots = [
-            (self.left[name], gradient)
-            for name, gradient in gradients.items()
-            if isinstance(self.left.get(name), Tensor) and self.left[name].requires_grad
-        ]
+    def _walk(self, gradients: Gradients) -> None:
+        """One way through the graph, which is gone afterwards."""
+        edges, self._edges = self._edges, {}
+        given = {name: gradient for name, gradient in gradients.items() if gradient is not None and name in edges}
+        roots = [edges[name] for name in given]
+        edges.clear()
+        if roots:
+            with self._again():
+                torch.autograd.backward(roots, list(given.values()))
 
-    def _backward(self, gradients: Mapping[str, Tensor | None], leaves: list[Tensor] | None, keep: bool) -> None:
-        self._remember(gradients)
-        if self._roots:
-            tensors, values = zip(*self._roots, strict=True)
-            torch.autograd.backward(tensors, values, inputs=leaves, retain_graph=keep)
+    def _take_returned(self) -> dict[str, Tensor | None]:
+        returned, self._returned = self._returned, {}
+        return returned
 
+    def _again(self) -> AbstractContextManager[Any]:
+        """What is recomputed on the way must save what it saved at first."""
+        return self._deferral if self._deferral is not None and self._deferral.is_recomputed else nullcontext()
 
-def _entered(value: Any) -> Any:
-    """A value as it comes in: the start of a new graph."""
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-def _wants_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
+    def _release(self) -> None:
+        if self._deferral is not None:
+            self.stage.release(self._deferral.queue)

@@ -24,7 +24,9 @@ def split(captured: Any, partition: Partition) -> tuple[Stage, ...]:
 class Sequence:
     """The stages of a model, called like the model; `backward` after it accumulates the model's gradients."""
 
-    def __init__(self, captured: Any, partition: Partition) -> None:
+    def __init__(self, captured: Any, partition: Partition, is_split: bool = False) -> None:
+        self.is_split = is_split
+        """input gradients first, then weight gradients"""
         self.stages = split(captured, partition)
         self._captured, self._partition = captured, partition
         self._passages: list[Passage] = []
@@ -39,7 +41,7 @@ class Sequence:
         values: dict[str, Any] = {}
         for stage in self.stages:
             names = self._incoming(stage.stage_index)
-            passage = Passage(stage, recording, inputs, {name: values[name] for name in names})
+            passage = Passage(stage, recording, inputs, {name: values[name] for name in names}, self.is_split)
             values |= passage.left
             self._passages.append(passage)
         output = self._captured.output(recording, {**inputs, **values})
@@ -51,7 +53,7 @@ class Sequence:
         crossings = Ownership(self._captured.graph, self._partition).fit(graph).crossings(graph)
         return tuple(dict.fromkeys(v.name for c in crossings if c.consumer == stage for v in c.values))
 
-    def backward(self, gradients: Mapping[int, Tensor | None], is_split: bool = False) -> None:
+    def backward(self, gradients: Mapping[int, Tensor | None]) -> None:
         """Backward of all stages, last first, from gradients of the tensors in the output, by their place in it."""
         names = self._captured.output_names(self._recording)
         waiting: dict[str, Tensor | None] = {}
@@ -65,8 +67,8 @@ class Sequence:
                 torch.autograd.backward(self._tensors[place], gradient)
         for passage in reversed(self._passages):
             own = {name: waiting.pop(name) for name in list(waiting) if name in passage.left}
-            returned = passage.input_grad(own) if is_split else passage.backward(own)
-            if is_split:
+            returned = passage.input_grad(own) if self.is_split else passage.backward(own)
+            if self.is_split:
                 passage.weight_grad()
             for name, gradient in returned.items():
                 if gradient is not None:

@@ -8,7 +8,10 @@ from torch import nn
 from penstock.errors import PartitionError
 from penstock.ir.graph import Graph
 from penstock.ir.partition import Partition
+from penstock.split.deferred import Deferred
 from penstock.split.ownership import Ownership
+from penstock.split.recompute import Recompute
+from penstock.split.release import Release, key_of, note_on
 from penstock.split.skeleton import fill
 
 Values = dict[str, Any]
@@ -26,7 +29,7 @@ class Source(Protocol):
 
     def unused_leaves(self) -> list[str]: ...
 
-    def replay(self, recording: Any, nodes: Any, modules: nn.Module, wanted: Any) -> Any: ...
+    def replay(self, recording: Any, nodes: Any, modules: nn.Module, wanted: Any, wrap: Any = None) -> Any: ...
 
 
 class Stage(nn.Module):
@@ -34,15 +37,20 @@ class Stage(nn.Module):
 
     `forward(recording, inputs, incoming)` takes the inputs of the model and the values that cross to this stage, by
     name, and returns the values that leave it. It holds no schedule and no microbatch: those are in a Passage.
+
+    If it `recomputes`, each block keeps only what it was given until backward, where it runs once more; hooks on it
+    are then called twice.
     """
 
-    def __init__(self, source: Source, partition: Partition, index: int) -> None:
+    def __init__(self, source: Source, partition: Partition, index: int, recomputes: bool = False) -> None:
         super().__init__()
-        self.stage_index = index
-        self._splits_backward = True
+        self.stage_index, self.recomputes = index, recomputes
+        self.split_backward_note = ""
+        """why hardly any weight gradient can be put off, as found when backward was last split; empty if most can"""
         self._source = (source,)  # in a tuple, so that the whole model is no part of this module
         self._partition = partition
-        self._prepared: dict[int, tuple[Any, Any]] = {}
+        self._prepared: dict[tuple[int, bool], tuple[Any, Any]] = {}
+        self._release = Release()
         graph = source.graph
         nodes = partition.runs(graph)[index]
         leaves = source.leaf_modules(node.name for node in nodes)
@@ -65,11 +73,23 @@ class Stage(nn.Module):
         own = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         return tuple(group for group in self._source[0].graph.tied if own & set(group))
 
-    def forward(self, recording: Any, inputs: Mapping[str, Any], incoming: Mapping[str, Any]) -> Values:
-        """The values that leave this stage, and those among the model's outputs if it is the last."""
+    def forward(
+        self, recording: Any, inputs: Mapping[str, Any], incoming: Mapping[str, Any], seed: int | None = None
+    ) -> Values:
+        """The values that leave this stage, and those among the model's outputs if it is the last.
+
+        With a seed, random numbers depend on it and the name of the block only.
+        """
         # Several stages may rerun what writes into an input.
         own = {name: value.clone() if name in recording.graph.written else value for name, value in inputs.items()}
-        return self._replay(recording).run({**own, **incoming})  # type: ignore[no-any-return]
+        return self._replay(recording).run({**own, **incoming}, seed)  # type: ignore[no-any-return]
+
+    def release(self, queue: list[Deferred]) -> None:
+        """Accumulate the weight gradients that were put off, and empty the queue."""
+        key = key_of(queue)
+        if key not in self._release:
+            self.split_backward_note = note_on(self.parameters(), queue)
+        self._release.run(key, queue)
 
     def _check_parts(self, recording: Any) -> None:
         """Refuse to play with a module that the model has replaced since the split."""
@@ -81,17 +101,17 @@ class Stage(nn.Module):
                 )
 
     def _replay(self, recording: Any) -> Any:
-        kept = self._prepared.get(id(recording))
+        key = (id(recording), self.recomputes)
+        kept = self._prepared.get(key)
         if kept is None:
             graph: Graph = recording.graph
             self._check_parts(recording)
             partition = Ownership(self._source[0].graph, self._partition).fit(graph)
             nodes = [node.name for node in partition.runs(graph)[self.stage_index]]
-            kept = (
-                recording,
-                self._source[0].replay(recording, nodes, self, leaving(partition, graph, self.stage_index)),
-            )
-            self._prepared[id(recording)] = kept
+            wanted = leaving(partition, graph, self.stage_index)
+            wrap = Recompute(self, graph) if self.recomputes else None
+            kept = (recording, self._source[0].replay(recording, nodes, self, wanted, wrap))
+            self._prepared[key] = kept
         return kept[1]
 
 

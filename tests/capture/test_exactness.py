@@ -55,6 +55,9 @@ GLUE = {
     "a write into a part": lambda self, x: part_written(x * 1),
     "iteration over a tensor": lambda self, x: torch.stack(list(x)),
     "a number read from the input": lambda self, x: x * float(np.mean(self.first.numpy() > 0)),
+    "a global variable": lambda self, x: x * ONES + ONES.sum(),
+    "a tensor detached in place": lambda self, x: x + (y := x * 2).detach_() + y,
+    "a gradient asked for": lambda self, x: x + self.first.detach().requires_grad_().sum(),
     "autocast": lambda self, x: torch.autocast("cpu", dtype=torch.bfloat16)(lambda: (x @ x.T) @ x)().float(),
 }
 
@@ -88,13 +91,20 @@ def test_stages_give_the_numbers_of_the_model(glue, depth, stages):
     penstock.split(captured, uniform(captured.graph, stages))
 
 
-def global_tensor(self, x):
-    return x * ONES
-
-
-ONES = torch.ones(8)
+ONES, TRAINED, COUNT = torch.ones(8), torch.ones(8, requires_grad=True), torch.zeros(())
 REFUSED = {
-    "a tensor from nowhere": (global_tensor, "a tensor of unknown origin is used"),
+    "a tensor from nowhere": (
+        lambda self, x: x * torch.from_numpy(np.ones(8, np.float32)),
+        r"a tensor of unknown origin is used \(shape: \(8,\), dtype: torch.float32, where: /mul\)",
+    ),
+    "a parameter from nowhere": (lambda self, x: x * TRAINED, "a tensor of unknown origin is used"),
+    "a global variable that is written": (lambda self, x: x + COUNT.add_(1), "writes into a tensor that is no part"),
+    "a mapped function": (lambda self, x: torch.vmap(torch.tanh)(x), r"transformed between blocks \(torch.vmap"),
+    "a gradient": (
+        lambda self, x: torch.autograd.grad(x.sum(), x, create_graph=True)[0],
+        r"takes gradients between its blocks.* \(module: the model, function: grad\)\ntry: keep the module",
+    ),
+    "a backward": (lambda self, x: (x.sum().backward(), x)[1], "takes gradients between its blocks"),
     "random numbers of numpy": (lambda self, x: x * np.random.rand(), "something else each time"),
     "a module given to a function": (lambda self, x: Handed.apply(x, self.blocks[3]), "a module is handed to"),
     "an object that holds tensors": (lambda self, x: self.unbox(Box(x)), "an object that holds tensors goes from"),
@@ -116,6 +126,19 @@ def test_what_cannot_be_played_again_is_refused(glue, monkeypatch):
     model.unbox = Unbox(8, 8)
     with pytest.raises(CaptureError, match=problem):
         penstock.capture(model, (BATCH,))
+
+
+def test_a_global_variable_that_is_written_is_put_back():
+    test_what_cannot_be_played_again_is_refused("a global variable that is written", pytest.MonkeyPatch())
+    assert COUNT == 0
+
+
+def test_a_global_variable_is_read_anew_in_every_step(monkeypatch):
+    model = Glued("a global variable").eval()
+    captured = penstock.capture(model, (BATCH,))
+    run = Sequence(captured, uniform(captured.graph, 3))
+    monkeypatch.setattr(ONES, "data", torch.full((8,), 2.0))
+    assert torch.equal(run(BATCH), model(BATCH))
 
 
 def test_a_model_that_writes_into_its_input_leaves_the_users_batch_alone():

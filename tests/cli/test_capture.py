@@ -66,7 +66,7 @@ MISTAKES = {
 }
 REFUSALS = {
     "a model without its batch": (("model.py:bare",), "missing a required argument: 'x'"),
-    "a batch that does not fit": (("model.py:misfit",), "failed on the batch while it was recorded (file: model.py:11"),
+    "a batch that does not fit": (("model.py:misfit",), "cannot be run on this batch (module: layers.0.0"),
     "state that changes between two calls": (("model.py:clock",), "try:"),
     "more stages than places to cut": (("model.py:pair", "--stages", "99"), "fewer places to cut than asked for"),
     "a block that does not exist": (("model.py:pair", "--block", "Layer"), "no module of this name or class"),

@@ -16,7 +16,7 @@ from penstock.ir.cluster import Cluster, Link
 from penstock.ir.codec import NOUNS, from_json, load, save, to_json
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes
 from penstock.ir.cuts import Cuts
-from penstock.ir.graph import Graph, Node, StorageGroup, TensorSpec, Value
+from penstock.ir.graph import Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import Placement
 from penstock.ir.plan import Choices, Plan, Prediction
@@ -28,8 +28,10 @@ from penstock.ir.trace import Curve, Trace
 
 SPEC = TensorSpec((2, 3), "bfloat16", True)
 VALUE = Value("layers.0", SPEC)
-NODE = Node("layers.0", ("x",), (VALUE,), ("layers.0.w", "tied"), ("layers.0.b",), False, "layers.0", "Block")
+ORIGIN = Origin("layers.0", "Block", is_leaf=True)
+NODE = Node("layers.0", ("x",), (VALUE,), ("layers.0.w", "tied"), ("layers.0.b",), False, ORIGIN, is_random=True)
 STORAGE = StorageGroup(("layers.0",), ("layers.0",))
+UPDATE = Update("layers.0", ("layers.0.b",))
 PARAMETERS = (Value("layers.0.w", SPEC), Value("tied", SPEC))
 GRAPH = Graph(
     nodes=(NODE, Node("mask", ("x",), (), from_inputs=True)),
@@ -39,6 +41,7 @@ GRAPH = Graph(
     buffers=(Value("layers.0.b", SPEC),),
     tied=(("layers.0.w", "tied"),),
     storage=(STORAGE,),
+    updates=(UPDATE,),
 )
 COST = NodeCost("layers.0", 0.1, 0.2, 0.1, 0.125, NodeBytes(7, 6, 5, 4, 3, 2, 1))
 CURVE = Curve(Series([0, 0.5]), Series([10, 20]))
@@ -61,13 +64,16 @@ CLUSTER = Cluster(2, (5, 6), 1e-3, None, (LINK, Link(1, 0)), 0.5)
 PARTITION = Partition((("a", "b"), ("c",), ("ü\n\u2028",)))
 CHOICES = Choices("linear", "zb_h1", (False, True, False))
 PREDICTION = Prediction(4.5, 0.25, 4.0, 0.2, (10, 20), 4.25)
+HALVES = Partition((("layers.0",), ("mask",)))
+PAIR = Schedule.of(Placement((0, 1)), 1, [[Forward(0, 0), Backward(0, 0)], [Forward(1, 0), Backward(1, 0)]])
+REST = (StageCosts((0.1, 0.2), (0.1, 0.2), (0.1, 0.2)), CLUSTER, PREDICTION)
 SAMPLES = (
-    *(SPEC, VALUE, NODE, STORAGE, GRAPH, COST.memory, COST),
+    *(SPEC, VALUE, ORIGIN, NODE, STORAGE, UPDATE, GRAPH, COST.memory, COST),
     Profile((COST,), 0.3, GRAPH.fingerprint, "cpu", (("torch", "2.13.0"),)),
     *(Crossing(0, 1, (VALUE,)), PARTITION, CUTS, STAGE_COSTS.messages[0], STAGE_COSTS.state[0], STAGE_COSTS),
     *(LINK, CLUSTER, PLACEMENT, SCHEDULE, PROGRAM, CURVE),
     Trace(PROGRAM, Series(range(6)), Series(range(6)), Series([1, 2]), Series([3, 4]), (CURVE, CURVE)),
-    *(CHOICES, PREDICTION, Plan("f" * 64, PARTITION, CUTS, SCHEDULE, CHOICES, STAGE_COSTS, CLUSTER, PREDICTION)),
+    *(CHOICES, PREDICTION, Plan(GRAPH, HALVES, PAIR, Choices("linear", "gpipe", (False, True)), *REST)),
 )
 by_noun = pytest.mark.parametrize("noun", SAMPLES, ids=lambda noun: type(noun).__name__)
 

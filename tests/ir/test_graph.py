@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import GraphError
-from penstock.ir.graph import Edge, Graph, Node, StorageGroup, TensorSpec, Value
+from penstock.ir.graph import Edge, Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
 
 
 def value(name, *shape, dtype="float32", requires_grad=True):
@@ -19,7 +19,7 @@ def tiny_model(batch=2):
             Node("mask", ("ids",), (value("mask", batch, dtype="bool", requires_grad=False),), from_inputs=True),
             Node("embed", ("ids",), (value("embed", batch, 8),), parameters=("embed.weight",)),
             Node("block", ("embed", "mask", "embed"), (value("block", batch, 8),), ("block.weight",), ("block.count",)),
-            Node("head", ("block",), (value("logits", batch, 100),), parameters=("head.weight",), kind="Linear"),
+            Node("head", ("block",), (value("logits", batch, 100),), ("head.weight",), origin=Origin(kind="Linear")),
         ),
         inputs=(value("ids", batch, dtype="int64", requires_grad=False),),
         outputs=("logits",),
@@ -83,6 +83,11 @@ def test_tied_names_stand_for_one_tensor():
     assert GRAPH.tensor_of("block.weight") == "block.weight"
 
 
+def test_who_uses_what_is_written_is_found_under_any_name_of_a_tied_parameter():
+    graph = replace(GRAPH, updates=(Update("head", ("head.weight",)), Update("block", ("block.count",))))
+    assert graph.updated == {"block.count": (GRAPH["block"],), "embed.weight": (GRAPH["embed"], GRAPH["head"])}
+
+
 def test_the_fingerprint_is_that_of_the_content():
     assert GRAPH.fingerprint == tiny_model().fingerprint
     assert len(GRAPH.fingerprint) == 64
@@ -131,6 +136,8 @@ def test_equal_graphs_are_equal_and_hash_alike():
         ({"nodes": ()}, "a graph without nodes"),
         ({"nodes": GRAPH.nodes[::-1]}, r"no earlier node makes \(name: 'block', node: head\)"),
         ({"nodes": (*GRAPH.nodes, GRAPH.nodes[0])}, "two of one name: node"),
+        ({"updates": (Update("nose", ()),)}, "no such node"),
+        ({"updates": (Update("head", ("block.count",)),)}, "writes a parameter or buffer that it does not use"),
         ({"nodes": (*GRAPH.nodes, Node("", (), ()))}, "a node without a name"),
         ({"nodes": (*GRAPH.nodes, Node("again", (), (value("block"),)))}, "two of one name: value"),
         ({"inputs": (value("ids"), value("mask"))}, "two of one name: value"),

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import PartitionError
 from penstock.ir.cuts import Cuts
-from penstock.ir.graph import Graph, Node, StorageGroup, TensorSpec, Value
+from penstock.ir.graph import Graph, Node, StorageGroup, TensorSpec, Update, Value
 from penstock.ir.partition import Crossing, Partition
 
 
@@ -174,3 +174,32 @@ def test_a_mask_that_is_written_is_run_again_as_a_whole():
     partition = Partition((("m", "a"), ("fill", "b")))
     assert partition.cuts(masked) == Cuts.chain(2)
     assert [n.name for n in partition.runs(masked)[1]] == ["m", "fill", "b"]
+
+
+def counting(*users, written_by):
+    """A chain of three of which some use a buffer and some write it."""
+    buffers = {name: ("count",) if name in users else () for name in "abc"}
+    nodes = [node(name, reads, buffers=buffers[name]) for name, reads in zip("abc", "xab", strict=True)]
+    updates = tuple(Update(name, ("count",)) for name in written_by)
+    return Graph(tuple(nodes), (value("x"),), ("c",), buffers=(value("count"),), updates=updates)
+
+
+def test_a_buffer_that_one_stage_alone_uses_may_be_written():
+    ONE_EACH.check(counting("b", written_by="b"))
+
+
+def test_a_buffer_that_nobody_writes_may_be_used_everywhere():
+    ONE_EACH.check(counting("a", "b", "c", written_by=""))
+
+
+@pytest.mark.parametrize(("users", "writers"), [("ab", "b"), ("ab", "ab"), ("ac", "a")])
+def test_a_buffer_that_is_written_and_used_in_two_stages_is_refused(users, writers):
+    with pytest.raises(PartitionError) as refused:
+        ONE_EACH.check(counting(*users, written_by=writers))
+    assert refused.value.problem == "a parameter or buffer that the forward writes is used in several stages"
+    stages = {name: f"{name!r} in stage {stage}" for stage, name in enumerate("abc")}
+    assert refused.value.values == {
+        "name": "'count'",
+        "written_by": ", ".join(stages[name] for name in writers),
+        "used_by": ", ".join(stages[name] for name in users),
+    }

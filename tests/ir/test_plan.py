@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.errors import FormatError, PlanError
+from penstock.errors import FormatError, PartitionError, PlanError
 from penstock.ir.action import Backward, Forward
 from penstock.ir.cluster import Cluster
 from penstock.ir.costs import StageCosts, StateBytes
 from penstock.ir.cuts import Cuts
+from penstock.ir.graph import Graph, Node, TensorSpec, Value
 from penstock.ir.partition import Partition
 from penstock.ir.placement import Placement
 from penstock.ir.plan import Choices, Plan, Prediction
@@ -27,10 +28,19 @@ COSTS = StageCosts(
 )
 SCHEDULE = Schedule.of(Placement((0, 1)), 1, [[Forward(0, 0), Backward(0, 0)], [Forward(1, 0), Backward(1, 0)]])
 PREDICTED = Prediction(makespan=3.25, bubble=0.5, span=3.25, span_bubble=0.5, peaks=(2048, 100), lower_bound=3.0)
+VALUES = [Value(name, TensorSpec((2, 4), requires_grad=True)) for name in ("embed", "block.0", "head")]
+GRAPH = Graph(
+    nodes=(
+        Node("embed", ("x",), (VALUES[0],)),
+        Node("block.0", ("embed",), (VALUES[1],)),
+        Node("head", ("block.0",), (VALUES[2],)),
+    ),
+    inputs=(Value("x", TensorSpec((2,), "int64")),),
+    outputs=("head",),
+)
 PLAN = Plan(
-    model="f" * 64,
+    graph=GRAPH,
     partition=Partition((("embed", "block.0"), ("head",))),
-    cuts=Cuts.chain(2),
     schedule=SCHEDULE,
     choices=Choices("linear", "gpipe", (False, True)),
     costs=COSTS,
@@ -42,6 +52,15 @@ PLAN = Plan(
 def test_a_plan_answers_with_its_sizes_and_its_bound():
     assert (PLAN.num_ranks, PLAN.num_stages, PLAN.num_microbatches) == (2, 2, 1)
     assert PLAN.lower_bound == 3.0
+
+
+def test_the_cuts_of_a_plan_are_those_of_its_partition():
+    assert PLAN.cuts == Cuts.chain(2)
+
+
+def test_a_partition_of_another_graph_is_refused():
+    with pytest.raises(PartitionError, match="nodes in no stage"):
+        replace(PLAN, partition=Partition((("embed",), ("head",))))
 
 
 def test_a_plan_prints_as_a_table():
@@ -73,8 +92,7 @@ def test_a_file_of_another_noun_is_no_plan(tmp_path):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"partition": Partition((("embed",),))},
-        {"cuts": Cuts.chain(3)},
+        {"partition": Partition((("embed",), ("block.0",), ("head",)))},
         {"costs": StageCosts.uniform(3)},
         {"choices": Choices("linear", "gpipe", (False,))},
         {"schedule": Schedule.of(Placement((0,)), 1, [[Forward(0, 0)]])},

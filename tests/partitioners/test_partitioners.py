@@ -1,10 +1,13 @@
 """Cuts by number, by lists of modules, and before or after modules."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.errors import PartitionError
-from penstock.ir.graph import Graph, Node, StorageGroup, TensorSpec, Value
+from penstock.ir.graph import Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
 from penstock.partitioners import PARTITIONERS, by_modules, cut_after, cut_before, uniform
+from penstock.partitioners.contiguous import cut_places
 
 SPEC = TensorSpec((2, 3), requires_grad=True)
 
@@ -14,7 +17,7 @@ def chain(*names, storage=()):
     nodes, last = [], "x"
     for name in names:
         parameters = (f"{name}.weight",) if "." in name else ()
-        nodes.append(Node(name, (last,), (Value(name, SPEC),), parameters, module=name.partition("/")[0]))
+        nodes.append(Node(name, (last,), (Value(name, SPEC),), parameters, origin=Origin(name.partition("/")[0])))
         last = name
     parameters = tuple(Value(p, SPEC) for node in nodes for p in node.parameters)
     return Graph(tuple(nodes), (Value("x", SPEC),), (last,), parameters, storage=storage)
@@ -48,6 +51,14 @@ def test_no_stage_is_refused():
 def test_memory_that_is_written_later_is_not_cut():
     graph = chain("m.a", "m.b", "/add_", "m.c", storage=(StorageGroup(("m.b", "/add_"), ("/add_",)),))
     assert uniform(graph, 3).stages == (("m.a",), ("m.b", "/add_"), ("m.c",))
+
+
+def test_those_who_use_a_buffer_that_is_written_stay_together():
+    graph = chain("m.a", "m.b", "m.c", "m.d", "m.e")
+    users = [replace(node, buffers=("count",)) if node.name in ("m.b", "m.d") else node for node in graph.nodes]
+    graph = replace(graph, nodes=tuple(users), buffers=(Value("count", SPEC),), updates=(Update("m.d", ("count",)),))
+    assert cut_places(graph) == [1, 4]
+    assert uniform(graph, 3).stages == (("m.a",), ("m.b", "m.c", "m.d"), ("m.e",))
 
 
 def test_lists_of_modules_say_which_stage_each_is_in():

@@ -73,11 +73,11 @@ def of_model(model: nn.Module, batch: Batch) -> Outcome:
 
 def of_stages(captured: Captured, partition: Partition, batch: Batch, is_split: bool = False) -> Outcome:
     """The outcome of the model's stages, one after another."""
-    sequence = Sequence(captured, partition)
+    sequence = Sequence(captured, partition, is_split)
 
     def run(args: Any, kwargs: Any) -> list[Tensor]:
         output = tensors_of(sequence(*args, **kwargs))
-        sequence.backward(_roots(output, batch.is_scored), is_split)
+        sequence.backward(_roots(output, batch.is_scored))
         return output
 
     return _outcome(captured.model, batch, run)

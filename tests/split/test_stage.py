@@ -75,13 +75,13 @@ def test_other_batch_sizes_work_and_equal_the_model():
 def test_input_and_weight_gradients_can_be_taken_apart():
     model = Stack().double().eval()
     captured = penstock.capture(model, (BATCH.double(),))
-    run = Sequence(captured, uniform(captured.graph, 3))
     gradient = torch.ones(6, 3, dtype=torch.float64)
     found = []
     for is_split in (False, True):
+        run = Sequence(captured, uniform(captured.graph, 3), is_split)
         model.zero_grad()
         run(BATCH.double())
-        run.backward({0: gradient}, is_split)
+        run.backward({0: gradient})
         found.append([parameter.grad.clone() for parameter in model.parameters()])
     assert all(map(torch.equal, *found))
 

@@ -1,0 +1,105 @@
+"""Batches of other forms than the example's: recorded when they come, once each, and exact."""
+
+from collections.abc import Callable
+from importlib import import_module
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.capture import Captured, capture
+from penstock.capture.captured import without_cache
+from penstock.capture.conditions import Conditions
+from penstock.partitioners import uniform
+from tests.capture.models import Masking, Stack
+from tests.split.parity import Batch, difference, of_model, of_stages
+from tests.zoo import ZOO
+from tests.zoo.batch import noise, padded, tokens
+
+BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+def texts(rows: int, length: int) -> dict[str, Tensor]:
+    return {"input_ids": tokens(rows, length), "labels": tokens(rows, length, seed=1)}
+
+
+def encoded(rows: int, length: int) -> dict[str, Tensor]:
+    return {**texts(rows, length), "attention_mask": padded(rows, length)}
+
+
+def translated(rows: int, length: int) -> dict[str, Tensor]:
+    return {"input_ids": tokens(rows, length), "labels": tokens(rows, length - 3, seed=1)}
+
+
+def images(rows: int, size: int) -> dict[str, Tensor]:
+    return {"pixel_values": noise(rows, 3, size, size)}
+
+
+OTHERS: dict[str, tuple[Callable[[int, int], dict[str, Tensor]], list[tuple[int, int]]]] = {
+    "llama": (texts, [(1, 12), (5, 7), (2, 30)]),
+    "gpt2": (texts, [(3, 12), (2, 5), (1, 2)]),
+    "mistral": (texts, [(1, 3), (2, 40)]),
+    "gemma3": (texts, [(1, 3), (2, 40)]),
+    "bert_masked_lm": (encoded, [(1, 12), (4, 9)]),
+    "t5": (translated, [(1, 12), (3, 8)]),
+    "convnext": (images, [(1, 32), (2, 64)]),
+    "segformer": (images, [(1, 32), (2, 64)]),
+}
+
+
+def recorded(name: str) -> Captured:
+    model, args, kwargs = ZOO[name]()
+    return capture(model, args, kwargs)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_batch_sizes_lengths_and_image_sizes_are_exact(name: str) -> None:
+    captured = recorded(name)
+    partition = uniform(captured.graph, 3)
+    make, sizes = OTHERS[name]
+    for size in sizes:
+        kwargs = make(*size)
+        batch = Batch((), without_cache(captured.model, kwargs), "labels" in kwargs)
+        apart = difference(of_model(captured.model, batch), of_stages(captured, partition, batch))
+        assert apart.size <= (1e-6 if name == "t5" else 0.0), (size, apart)
+    assert captured.num_recordings == 1 + len(sizes)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_same_form_again_needs_no_new_recording(name: str) -> None:
+    captured = recorded(name)
+    make, sizes = OTHERS[name]
+    for size in (sizes[0], sizes[0]):
+        captured.recording((), make(*size))
+    assert captured.num_recordings == 2
+
+
+def test_a_record_without_decisions_on_inputs_is_not_played_to_find_that_it_holds() -> None:
+    assert Conditions(capture(Stack(), (BATCH,)).first, Stack()).are_trivial
+
+
+def test_only_what_decides_is_played_to_find_whether_a_record_holds() -> None:
+    class Shifted(Masking):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x + (x > 0).cumsum(-1), mask)
+
+    model = Shifted()
+    conditions = Conditions(capture(model, (BATCH, torch.ones(6))).first, model)
+    assert not conditions.are_trivial
+    assert conditions.hold({"mask": torch.ones(6)})
+    assert not conditions.hold({"mask": torch.zeros(6)})
+
+
+def test_conditions_are_prepared_once_for_every_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    class Counted(Conditions):
+        def __init__(self, *given: object) -> None:
+            made.append(given)
+            super().__init__(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(import_module("penstock.capture.captured"), "Conditions", Counted)
+    captured = capture(Masking(), (BATCH, torch.ones(6)))
+    for _ in range(3):
+        captured.recording((BATCH, torch.ones(6)), {})
+    assert len(made) == 1

@@ -1,0 +1,121 @@
+"""Hooks on blocks see the forwards of the user and no others."""
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import CaptureError
+from penstock.partitioners import uniform
+from penstock.split import Sequence
+from tests.capture.models import Leaking, Stack
+
+BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+def counting(*modules):
+    """A list that grows with every forward of the modules, by hooks before and after it."""
+    seen = []
+    for module in modules:
+        module.register_forward_pre_hook(lambda *_: seen.append("before"))
+        module.register_forward_hook(lambda *_, **__: seen.append("after"), with_kwargs=True, always_call=True)
+    return seen
+
+
+@pytest.mark.parametrize("part", ["blocks.1", "blocks.1.linear", "head"])
+def test_hooks_on_a_block_and_inside_it_see_replays_and_no_capture(part):
+    model = Stack()
+    seen = counting(model.get_submodule(part))
+    captured = penstock.capture(model, (BATCH,))
+    assert seen == []
+    Sequence(captured, uniform(captured.graph, 3))(BATCH)
+    assert seen == ["before", "after"]
+
+
+def test_a_new_form_in_the_middle_of_training_is_recorded_in_silence():
+    model = Stack()
+    seen = counting(model.blocks[1])
+    captured = penstock.capture(model, (BATCH,))
+    run = Sequence(captured, uniform(captured.graph, 3))
+    run(BATCH), run(BATCH[:4]), run(BATCH[:4])
+    assert captured.num_recordings == 2
+    assert seen == ["before", "after"] * 3
+
+
+def test_hooks_of_opened_modules_do_run():
+    model = Stack()
+    seen = counting(model)
+    penstock.capture(model, (BATCH,))
+    assert set(seen) == {"before", "after"}
+
+
+def test_a_leaf_that_must_be_opened_has_its_hooks_recorded():
+    model = Leaking()
+    model.blocks[1].register_forward_hook(lambda module, given, result: result * 2)
+    captured = penstock.capture(model, (torch.randn(2, 8),))
+    assert "blocks.1/mul" in {node.name for node in captured.graph.nodes}
+    penstock.split(captured, uniform(captured.graph, 3))
+
+
+def test_hooks_are_the_same_and_in_the_same_order_afterwards():
+    model = Stack()
+    counting(model.blocks[1], model.blocks[1])
+    before = [list(hooks.items()) for hooks in (model.blocks[1]._forward_hooks, model.blocks[1]._forward_pre_hooks)]
+    penstock.capture(model, (BATCH,))
+    after = [list(hooks.items()) for hooks in (model.blocks[1]._forward_hooks, model.blocks[1]._forward_pre_hooks)]
+    assert before == after
+
+
+def test_a_hook_that_is_registered_by_the_forward_runs():
+    class Registering(Stack):
+        def forward(self, x):
+            handle = self.blocks[1].register_forward_hook(lambda module, given, result: self.kept.append(result))
+            self.kept = []
+            x = super().forward(x)
+            handle.remove()
+            return x + self.kept[0].mean()
+
+    captured = penstock.capture(Registering().eval(), (BATCH,))
+    penstock.split(captured, uniform(captured.graph, 2))
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_hook_that_changes_what_a_block_returns_keeps_parity(stages):
+    model = Stack()
+    model.blocks[1].register_forward_hook(lambda module, given, result: result * 0.5)
+    model.blocks[2].linear.register_forward_pre_hook(lambda module, given: (given[0] + 1,))
+    captured = penstock.capture(model, (BATCH,))
+    penstock.split(captured, uniform(captured.graph, stages))
+
+
+def test_a_hook_without_which_the_model_fails_is_run():
+    class Paired(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    model = Stack()
+    model.blocks[1] = Paired(8, 8)
+    model.blocks[1].register_forward_hook(lambda module, given, result: result[0])
+    captured = penstock.capture(model, (BATCH,))
+    penstock.split(captured, uniform(captured.graph, 3))
+
+
+def test_a_hook_that_changes_the_form_of_what_a_block_returns_is_refused():
+    model = Stack()
+    model.blocks[1].register_forward_hook(lambda module, given, result: result.double())
+    model.blocks[2].register_forward_pre_hook(lambda module, given: (given[0].float(),))
+    captured = penstock.capture(model, (BATCH,))
+    with pytest.raises(CaptureError, match=r"a hook changes the form .*blocks.1.*found: float64\[6, 8\]\)\ntry: open"):
+        penstock.split(captured, uniform(captured.graph, 3))
+
+
+@pytest.mark.parametrize("norm", [torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_a_hook_of_torch_computes_are_right(norm):
+    model = Stack()
+    for block in model.blocks:
+        norm(block.linear)
+    captured = penstock.capture(model, (BATCH,))
+    penstock.split(captured, uniform(captured.graph, 3))
+    writers = {update.node for update in captured.graph.updates}
+    assert ("blocks.1" in writers) == (norm is torch.nn.utils.spectral_norm)

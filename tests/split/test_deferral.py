@@ -1,0 +1,102 @@
+"""A backward that is split gives the gradients of a whole one, bit for bit."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.split.behind import Behind, differing
+from tests.split.blocks import AT_ONCE, WAITING, rows
+
+
+def behind(table, name):
+    torch.manual_seed(0)
+    build, example = table[name]
+    return Behind(build(), example)
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_weight_gradients_that_wait_are_those_of_a_whole_backward(name):
+    module, waiting = behind(WAITING, name), []
+
+    def look():
+        waiting.extend(p for p in module.stage.parameters() if p.requires_grad and p.grad is None)
+
+    assert differing(module.gradients(False), module.gradients(True, look)) == []
+    assert waiting
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_weight_gradients_that_cannot_wait_are_computed_with_the_input_gradients(name):
+    module, waiting = behind(AT_ONCE, name), []
+
+    def look():
+        waiting.extend(p for p in module.stage.parameters() if p.requires_grad and p.grad is None)
+
+    assert differing(module.gradients(False), module.gradients(True, look)) == []
+    assert waiting == []
+
+
+def test_a_stage_says_that_its_weight_gradients_cannot_wait():
+    module = behind(AT_ONCE, "a reentrant checkpoint")
+    module.gradients(True)
+    assert module.stage.split_backward_note.startswith("none of the weight gradients can be put off")
+
+
+def test_a_stage_with_nothing_to_say_says_nothing():
+    module = behind(WAITING, "layers")
+    module.gradients(True)
+    assert module.stage.split_backward_note == ""
+
+
+def test_a_compiled_block_is_left_alone():
+    compiled = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+    module = Behind(compiled, rows(4, 8))
+    compiled[1].compile(backend="aot_eager")
+    waiting = []
+
+    def look():
+        waiting.extend(name for name, p in module.stage.named_parameters() if p.grad is None)
+
+    assert differing(module.gradients(False), module.gradients(True, look)) == []
+    assert waiting == ["1.0.weight", "1.0.bias"]
+
+
+def test_hooks_on_parameters_see_the_gradient_of_each_microbatch_once():
+    def seen(is_split):
+        module, calls = behind(WAITING, "a weight used twice"), []
+        weight = module.model[1].parts[0].weight
+        weight.register_hook(lambda gradient: calls.append(gradient.clone()))
+        weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad.clone()))
+        module.gradients(is_split)
+        return calls
+
+    whole, parts = seen(False), seen(True)
+    assert len(whole) == len(parts) == 6
+    assert all(map(torch.equal, whole, parts))
+
+
+def test_a_value_written_after_it_was_multiplied_is_refused():
+    class Writing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = x * 2
+            y = self.linear(x)
+            x.add_(1)
+            return y
+
+    passage = Behind(Writing(), rows(4, 8)).passage(is_split=True)
+    passage.input_grad(dict.fromkeys(passage.take_left(), torch.ones(4, 8)))
+    with pytest.raises(RuntimeError, match="needed for a weight gradient has been written in place"):
+        passage.weight_grad()
+
+
+def test_a_model_moved_to_another_type_between_two_steps_accumulates_anew():
+    module = behind(WAITING, "layers")
+    module.gradients(True)
+    module.model.double()
+    moved = Behind(module.model[1], rows(4, 8, dtype=torch.float64))
+    moved.stage._release = module.stage._release
+    assert differing(moved.gradients(False), moved.gradients(True)) == []
