@@ -6,8 +6,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.api.adding import add_loss, added_losses
+    from penstock.api.checking import check
+    from penstock.api.launching import launch
     from penstock.api.modeling import capture, explain, split
+    from penstock.api.options import RunOptions
+    from penstock.api.parity import ParityReport
+    from penstock.api.pipeline import Pipeline
     from penstock.api.planning import lower, schedule, simulate, verify
+    from penstock.api.plans import plan
+    from penstock.api.result import Result
     from penstock.errors import (
         CaptureError,
         CostError,
@@ -16,6 +24,7 @@ if TYPE_CHECKING:
         PartitionError,
         PenstockError,
         PlanError,
+        RunError,
         ScheduleError,
         ViewError,
     )
@@ -29,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.ir.program import Program
     from penstock.ir.schedule import Schedule
     from penstock.ir.trace import Trace
+    from penstock.runtime.scaler import GradScaler
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,34 +47,53 @@ __all__ = [
     "CostError",
     "Cuts",
     "FormatError",
+    "GradScaler",
     "Graph",
     "GraphError",
     "Link",
     "MessageCost",
+    "ParityReport",
     "Partition",
     "PartitionError",
     "PenstockError",
+    "Pipeline",
     "Plan",
     "PlanError",
     "Profile",
     "Program",
+    "Result",
+    "RunError",
+    "RunOptions",
     "Schedule",
     "ScheduleError",
     "StageCosts",
     "StateBytes",
     "Trace",
     "ViewError",
+    "add_loss",
+    "added_losses",
     "capture",
+    "check",
     "explain",
+    "launch",
     "lower",
+    "plan",
     "schedule",
     "simulate",
     "split",
     "verify",
 ]
 _HOMES = {
+    "penstock.api.adding": ("add_loss", "added_losses"),
+    "penstock.api.checking": ("check",),
+    "penstock.api.launching": ("launch",),
     "penstock.api.modeling": ("capture", "explain", "split"),
+    "penstock.api.options": ("RunOptions",),
+    "penstock.api.parity": ("ParityReport",),
+    "penstock.api.pipeline": ("Pipeline",),
     "penstock.api.planning": ("lower", "schedule", "simulate", "verify"),
+    "penstock.api.plans": ("plan",),
+    "penstock.api.result": ("Result",),
     "penstock.errors": (
         "CaptureError",
         "CostError",
@@ -73,6 +102,7 @@ _HOMES = {
         "PartitionError",
         "PenstockError",
         "PlanError",
+        "RunError",
         "ScheduleError",
         "ViewError",
     ),
@@ -86,6 +116,7 @@ _HOMES = {
     "penstock.ir.program": ("Program",),
     "penstock.ir.schedule": ("Schedule",),
     "penstock.ir.trace": ("Trace",),
+    "penstock.runtime.scaler": ("GradScaler",),
 }
 
 

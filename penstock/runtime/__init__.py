@@ -1,0 +1,1 @@
+"""MECHANISM: Program + Stages + Transport -> losses, gradients, recorded Trace."""

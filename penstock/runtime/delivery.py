@@ -1,0 +1,117 @@
+"""Delivery: a batch that only pipeline rank 0 was given, brought to the ranks that need parts of it.
+
+A header says how the batch is built; it goes to all ranks. Tensors go to those ranks whose stages read them. The
+first batch of a new form goes to everyone, as every rank records the model on it.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import RunError
+from penstock.ir.graph import ITEM_BYTES
+from penstock.runtime.crew import Crew
+
+Wanted = Callable[[int], set[int]]
+
+
+def write_header(batch: Any) -> tuple[str, list[Tensor]]:
+    """The structure of a batch as text, and its tensors in order."""
+    tensors: list[Tensor] = []
+    return json.dumps(_written(batch, tensors)), [tensor.detach().contiguous() for tensor in tensors]
+
+
+def _written(thing: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(thing, Tensor):
+        tensors.append(thing)
+        return {"tensor": [str(thing.dtype).removeprefix("torch."), list(thing.shape), thing.requires_grad]}
+    if type(thing) in (list, tuple):
+        return {type(thing).__name__: [_written(item, tensors) for item in thing]}
+    if type(thing) is dict and all(type(key) is str for key in thing):
+        return {"dict": {key: _written(item, tensors) for key, item in thing.items()}}
+    if thing is None or type(thing) in (bool, int, float, str):
+        return {"plain": thing}
+    raise RunError(
+        'with inputs="first" a batch is made of tensors, lists, tuples, dicts, numbers, texts and None',
+        found=type(thing).__name__,
+        hint='inputs="all", and the same batch on every rank',
+    )
+
+
+def read_header(text: str) -> tuple[Callable[[Sequence[Tensor]], Any], list[Tensor]]:
+    """How to build the batch from its tensors, and memory for them."""
+    tree, buffers = json.loads(text), []
+
+    def gather(node: Mapping[str, Any]) -> None:
+        (word, content) = next(iter(node.items()))
+        if word == "tensor":
+            dtype, shape, _ = content
+            if dtype not in ITEM_BYTES:
+                raise RunError("a batch with a tensor of an unknown type", dtype=dtype)
+            buffers.append(torch.empty(shape, dtype=getattr(torch, dtype)))
+        elif word != "plain":
+            for item in content.values() if word == "dict" else content:
+                gather(item)
+
+    gather(tree)
+    return lambda tensors: _built(tree, iter(tensors)), buffers
+
+
+def _built(node: Mapping[str, Any], tensors: Any) -> Any:
+    word, content = next(iter(node.items()))
+    if word == "tensor":
+        tensor: Tensor = next(tensors)
+        return tensor.requires_grad_() if content[2] else tensor
+    if word == "dict":
+        return {key: _built(item, tensors) for key, item in content.items()}
+    if word in ("list", "tuple"):
+        items = [_built(item, tensors) for item in content]
+        return items if word == "list" else tuple(items)
+    return content
+
+
+class Delivery:
+    """Carries batches from pipeline rank 0 to the others."""
+
+    def __init__(self, crew: Crew, device: torch.device, wanted: Callable[[str, int], set[int] | None]) -> None:
+        """`wanted(header, rank)` are the places of the tensors that a rank needs; None: all, the form is new."""
+        self._crew, self._device, self._wanted = crew, device, wanted
+
+    def deliver(self, batch: Any) -> tuple[str, Any]:
+        """The header and the batch, on every rank; what a rank does not need is memory without content."""
+        if self._crew.rank == 0:
+            header, tensors = write_header(batch)
+            self._crew.tell_text(header, 0)
+            self._send(header, tensors)
+            return header, read_header(header)[0](tensors)
+        header = self._crew.tell_text("", 0)
+        build, buffers = read_header(header)
+        return header, build(self._receive(header, [buffer.to(self._device) for buffer in buffers]))
+
+    def _places(self, header: str, rank: int, count: int) -> list[int]:
+        wanted = self._wanted(header, rank)
+        return [place for place in range(count) if wanted is None or place in wanted]
+
+    def _send(self, header: str, tensors: Sequence[Tensor]) -> None:
+        works = [
+            dist.isend(tensors[place], group=self._crew.group, group_dst=rank)
+            for rank in range(1, self._crew.ranks)
+            for place in self._places(header, rank, len(tensors))
+            if tensors[place].numel()
+        ]
+        for work in works:
+            self._crew.wait(work)
+
+    def _receive(self, header: str, buffers: list[Tensor]) -> list[Tensor]:
+        works = [
+            dist.irecv(buffers[place], group=self._crew.group, group_src=0)
+            for place in self._places(header, self._crew.rank, len(buffers))
+            if buffers[place].numel()
+        ]
+        for work in works:
+            self._crew.wait(work)
+        return buffers

@@ -1,0 +1,73 @@
+"""Tied: one parameter that stages of several ranks use; its gradient is the sum over them, on every one the same."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.runtime.crew import Crew
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A parameter of this rank that other ranks have too; the first of them owns it."""
+
+    name: str
+    parameter: nn.Parameter
+    ranks: tuple[int, ...]
+
+
+class Tied:
+    """Sums what one step adds to the gradients of shared parameters over their ranks."""
+
+    def __init__(self, crew: Crew, shared: Sequence[Shared]) -> None:
+        self._crew = crew
+        self.shared = () if crew.is_alone else tuple(shared)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are summed."""
+        return [one.parameter for one in self.shared]
+
+    @property
+    def borrowed(self) -> set[int]:
+        """The identities of parameters that another rank owns: it counts them, this one does not."""
+        return {id(one.parameter) for one in self.shared if one.ranks[0] != self._crew.rank}
+
+    def finish(self) -> None:
+        """Sum and share; every rank goes through the parameters in the same order."""
+        for one in self.shared:
+            if one.parameter.requires_grad:
+                one.parameter.grad = self._summed(one)
+
+    def _summed(self, one: Shared) -> Tensor | None:
+        owner, *others = one.ranks
+        if self._crew.rank != owner:
+            self._send(one.parameter.grad, one, owner)
+            return self._receive(one, owner)
+        total = one.parameter.grad
+        for rank in others:
+            part = self._receive(one, rank)
+            total = part if total is None else total if part is None else total + part
+        for rank in others:
+            self._send(total, one, rank)
+        return total
+
+    def _send(self, gradient: Tensor | None, one: Shared, rank: int) -> None:
+        self._ship(torch.tensor([int(gradient is not None)], device=one.parameter.device), rank)
+        if gradient is not None:
+            self._ship(gradient.contiguous(), rank)
+
+    def _ship(self, tensor: Tensor, rank: int) -> None:
+        dist.send(tensor, group=self._crew.group, group_dst=rank)
+
+    def _receive(self, one: Shared, rank: int) -> Tensor | None:
+        flag = torch.zeros(1, dtype=torch.int64, device=one.parameter.device)
+        dist.recv(flag, group=self._crew.group, group_src=rank)
+        if not int(flag):
+            return None
+        gradient = torch.empty_like(one.parameter, memory_format=torch.contiguous_format).detach()
+        dist.recv(gradient, group=self._crew.group, group_src=rank)
+        return gradient

@@ -1,0 +1,79 @@
+"""Plans: every schedule of the table in many sizes for a small chain, planned and recorded once."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest import mock
+
+from torch import nn
+
+import penstock
+from penstock.api import holdings
+from penstock.capture import Captured
+from penstock.ir.action import Backward, WeightGrad
+from penstock.ir.cluster import Cluster
+from penstock.ir.graph import Graph
+from penstock.ir.plan import Plan
+from penstock.planner import Request, estimate, make
+from penstock.schedules import SCHEDULES
+from tests.runtime.models import WIDTH, chain, noise
+
+ROWS = 10
+RANKS = (1, 2, 3, 4)
+DEPTHS = {name: scheduler.choices or (1, 2, 3) for name, scheduler in SCHEDULES.items()}
+SIZES = [(name, ranks, depth) for name in SCHEDULES for ranks in RANKS for depth in DEPTHS[name]]
+BATCHES = tuple((noise(ROWS, WIDTH, seed=2 * step), noise(ROWS, WIDTH, seed=2 * step + 1)) for step in range(3))
+
+
+@cache
+def the_chain(stages: int) -> tuple[nn.Module, dict[str, Any]]:
+    """A model with a block for every stage, and the numbers with which it begins."""
+    model = chain(stages)
+    return model, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def fresh_chain(stages: int) -> nn.Module:
+    """The model as it began."""
+    model, state = the_chain(stages)
+    model.load_state_dict(state)
+    model.zero_grad()
+    return model
+
+
+@cache
+def chain_graph(stages: int) -> Graph:
+    """The graph of the chain, whatever the plan."""
+    return penstock.capture(fresh_chain(stages), (BATCHES[0][0],)).graph
+
+
+@cache
+def chain_plan(name: str, ranks: int, depth: int, microbatches: int) -> Plan:
+    """A plan for the chain with one block per stage."""
+    graph = chain_graph(ranks * depth)
+    return make(graph, estimate(graph), Request(Cluster(ranks), microbatches, name, "uniform", depth))
+
+
+def goes_in_order(plan: Plan) -> bool:
+    """Whether every stage adds up the gradients of its weights from the first microbatch to the last."""
+    added = [action for order in plan.schedule.orders for one in order for action in one.parts]
+    passes = [action for action in added if isinstance(action, Backward | WeightGrad)]
+    stages = [[action.microbatch for action in passes if action.stage == s] for s in range(plan.num_stages)]
+    return all(order == sorted(order) for order in stages)
+
+
+@contextmanager
+def recorded_once() -> Iterator[None]:
+    """Pipelines over one model share its recordings."""
+    with mock.patch.object(holdings.Captured, "planned", _planned):
+        yield
+
+
+_PLANNED = Captured.planned
+_CAPTURED: dict[nn.Module, Captured] = {}
+
+
+def _planned(model: nn.Module, graph: Any) -> Captured:
+    if model not in _CAPTURED:
+        _CAPTURED[model] = _PLANNED(model, graph)
+    return _CAPTURED[model]
