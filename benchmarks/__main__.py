@@ -2,9 +2,9 @@
 
 import sys
 
-from benchmarks import capture, planning
+from benchmarks import backward, capture, planning
 
-SCRIPTS = {"planning": planning.tables, "capture": capture.tables}
+SCRIPTS = {"planning": planning.tables, "capture": capture.tables, "backward": backward.tables}
 
 
 def main(names: list[str]) -> int:

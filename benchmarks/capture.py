@@ -61,9 +61,7 @@ def playing(layers: int = 12, size: int = 256, times: int = 15) -> Table:
         nodes = [node.name for node in captured.graph.nodes]
         replay = captured.replay(captured.recording((), given), nodes, model, captured.graph.outputs)
         inputs = captured.inputs((), given)
-        pairs = [
-            (cpu_seconds(lambda: model(**given)), cpu_seconds(lambda: replay.run(inputs))) for _ in range(times)
-        ]
+        pairs = [(cpu_seconds(lambda: model(**given)), cpu_seconds(lambda: replay.run(inputs))) for _ in range(times)]
         own, played = (min(column) for column in zip(*pairs, strict=True))
         cells = (f"{layers} layers, d={size}", f"{own:.4f}", f"{played:.4f}", f"{played / own:.3f}")
         yield Line(cells, played / own, 1.05, at_least=False)

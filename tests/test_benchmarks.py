@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks import capture, planning
+from benchmarks import backward, capture, planning
 from benchmarks.__main__ import main
 from benchmarks.clock import cpu_seconds
 from benchmarks.table import Line, Table
@@ -55,3 +55,10 @@ def test_the_benchmark_of_capture_measures_recording_and_playing():
     (recorded,), (played,) = capture.recording(2, 16, 1).lines, capture.playing(2, 16, 1).lines
     assert recorded.value > 0
     assert 0 < played.value < 100
+
+
+def test_the_benchmark_of_the_split_backward_measures_both_sides():
+    (line,) = backward.parts([(8, 2, 1.2)], seconds=0.0).lines
+    assert line.cells[0] == "2 x 8"
+    assert all(float(cell) > 0 for cell in line.cells[1:])
+    assert [line.cells[0] for line in backward.growth((1, 2), 8, seconds=0.0).lines] == ["ours", "torch's"]

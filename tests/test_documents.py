@@ -94,7 +94,7 @@ def run_python(code: str, directory: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_python_of_the_readme_prints_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (code,), (output,) = blocks(README, "python"), blocks(README, "text")
+    (_, code), (output,) = blocks(README, "python"), blocks(README, "text")
     assert run_python(code, tmp_path, capsys) == output
 
 

@@ -13,6 +13,7 @@ from penstock.ir.schedule import Schedule
 from penstock.passes import lower, verify
 from penstock.runtime.agreement import Form
 from penstock.runtime.compile import Prepared, compile_rank
+from penstock.runtime.transport import Transport
 from penstock.split.ownership import Ownership
 
 Edges = Mapping[tuple[int, int], Crossing]
@@ -40,6 +41,13 @@ class Course:
     program: Program
     form: Form
     prepared: tuple[Prepared, ...]
+    transport: Transport
+
+    def clear(self) -> None:
+        """Let go of what an interrupted step has left behind."""
+        for prepared in self.prepared:
+            prepared.clear()
+        self.transport.clear()
 
 
 class Courses:
@@ -67,7 +75,7 @@ class Courses:
         program = self._lowered(schedule, self._cuts(edges), kind.is_training)
         words = f"{'train' if kind.is_training else 'eval'} on {len(edges)} microbatches"
         prepared = tuple(compile_rank(program, rank, edges, self._player, self._transport) for rank in self._ranks)
-        return Course(program, Form(program, edges, words), prepared)
+        return Course(program, Form(program, edges, words), prepared, self._transport)
 
     def _lowered(self, schedule: Schedule, cuts: Cuts, is_training: bool) -> Program:
         if not is_training:

@@ -38,6 +38,10 @@ class Ending:
                 raise
             return ()
 
+    def remarks(self, recording: Any) -> tuple[str, ...]:
+        """What the user should know about the loss of microbatches."""
+        return self._shares.remarks(recording)
+
     def finish(self, load: Load, microbatch: int, left: dict[str, Any]) -> Tensor | None:
         """The loss of a microbatch from what left the last stage."""
         recording, piece = load.inputs.recordings[microbatch], load.inputs.microbatches[microbatch]
@@ -51,6 +55,10 @@ class Ending:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise RunError("a loss is one number", found=found, microbatch_size=piece.size)
+        if load.is_training and not loss.requires_grad:
+            raise RunError(
+                "the loss depends on nothing that needs a gradient", hint="unfreeze a parameter, or use eval"
+            )
         load.losses[microbatch] = loss.detach().reshape(())
         return loss
 

@@ -15,6 +15,7 @@ from penstock.api.load import Load
 from penstock.api.options import RunOptions
 from penstock.api.player import Player
 from penstock.api.result import Result
+from penstock.errors import RunError
 from penstock.ir.plan import Plan
 from penstock.passes import DEFAULT_PASSES
 from penstock.runtime.agreement import agree
@@ -23,6 +24,8 @@ from penstock.runtime.execute import execute, execute_together
 from penstock.runtime.seeds import untouched_generators
 from penstock.runtime.times import Times
 from penstock.runtime.transport import Between, Inside, Transport
+
+Batch = tuple[Any, Any, Any]
 
 
 class Engine:
@@ -37,24 +40,27 @@ class Engine:
         self._courses = Courses(plan, ranks, self._player, _transport(holdings), passes)
         self._homecoming = Homecoming(holdings, ending, options, plan)
 
-    def train(self, batch: tuple[Any, Any, Any], step: int, keeps_outputs: bool, records: bool) -> Result:
+    def train(self, batch: Batch, step: int, keeps_outputs: bool, records: bool) -> Result:
         """Forward and backward of one batch (args, kwargs, target)."""
-        load, course = self._prepared(batch, True, step, keeps_outputs)
-        self._holdings.begin(len(load.inputs.microbatches))
-        times = self._run(course, load, records)
-        self._holdings.finish()
-        result = self._homecoming.bring(load, course, times, step)
-        self._holdings.settle()
-        return result
+        with self._watched(step):
+            load, course = self._prepared(batch, True, step, keeps_outputs)
+            self._holdings.begin(len(load.inputs.microbatches))
+            try:
+                times = self._run(course, load, records)
+                self._holdings.finish()
+                return self._homecoming.bring(load, course, times, step)
+            finally:
+                # Also after a failure: what earlier steps had accumulated is not lost.
+                self._holdings.settle()
 
-    def evaluate(self, batch: tuple[Any, Any, Any], step: int, keeps_outputs: bool) -> Result:
+    def evaluate(self, batch: Batch, step: int, keeps_outputs: bool) -> Result:
         """Forward of one batch in eval mode, without gradients."""
-        with torch.no_grad(), self._evaluating():
+        with self._watched(step), torch.no_grad(), self._evaluating():
             load, course = self._prepared(batch, False, step, keeps_outputs)
             self._run(course, load, False)
             return self._homecoming.bring(load, course, None, step)
 
-    def _prepared(self, batch: tuple[Any, Any, Any], is_training: bool, step: int, keeps: bool) -> tuple[Load, Course]:
+    def _prepared(self, batch: Batch, is_training: bool, step: int, keeps: bool) -> tuple[Load, Course]:
         load = self._intake.load(batch, is_training, step, keeps)
         roots = tuple(self._ending.roots(recording, is_training) for recording in load.inputs.recordings)
         course = self._courses.of(Kind(is_training, load.inputs.recordings, roots))
@@ -75,15 +81,28 @@ class Engine:
                     execute(course.prepared[0], lookout.works, times[0] if times else None)
                 for prepared in course.prepared:
                     prepared.settle()
-        except Exception as error:
-            if lookout is not None:
-                lookout.fails(error)
+        except BaseException:
+            course.clear()
             raise
         finally:
             self._player.load = None
+        return times
+
+    @contextmanager
+    def _watched(self, step: int) -> Iterator[None]:
+        """Errors say in which step they happened, and other ranks learn of them."""
+        lookout = self._crew.lookout
+        if lookout is not None:
+            lookout.begins(step)
+        try:
+            yield
+        except Exception as error:
+            told = error.at(step=step) if isinstance(error, RunError) else error
+            if lookout is not None:
+                lookout.fails(told)
+            raise told from error.__cause__
         if lookout is not None:
             lookout.rests()
-        return times
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -25,6 +25,11 @@ class Holdings:
 
     def __init__(self, model: nn.Module, plan: Plan, crew: Crew, parallelize: Parallelize | None = None) -> None:
         check_model(plan, model)
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            raise RunError(
+                "the model has no numbers: it is on the meta device",
+                hint="plan with it, and give the Pipeline the model with its weights",
+            )
         self.crew = crew
         self.captured = Captured.planned(model, plan.graph)
         ranks = range(plan.num_ranks) if crew.is_alone else (crew.rank,)

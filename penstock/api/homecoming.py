@@ -12,6 +12,7 @@ from penstock.api.holdings import Holdings
 from penstock.api.load import Load
 from penstock.api.options import RunOptions
 from penstock.api.recorded import trace_of
+from penstock.api.remarks import Remarks
 from penstock.api.result import Result
 from penstock.errors import RunError
 from penstock.ir.plan import Plan
@@ -32,12 +33,15 @@ class Homecoming:
     def __init__(self, holdings: Holdings, ending: Ending, options: RunOptions, plan: Plan) -> None:
         self._crew, self._stages = holdings.crew, holdings.stages
         self._ending, self._options, self._plan = ending, options, plan
+        self._remarks = Remarks()
         self._outputs = Outputs(self._crew, plan.schedule.placement[plan.num_stages - 1])
 
     def bring(self, load: Load, course: Course, times: Sequence[Times] | None, step: int) -> Result:
         """The result of a step, the same on every rank."""
         rows = self._crew.gather(self._figures(load))
         figures = rows.sum(0)
+        if load.is_training and load.losses:
+            self._remarks.say(load, self._ending)
         dtype = _DTYPES[int(figures[1])]
         count, has_loss = len(load.inputs.microbatches), bool(figures[0])
         losses, weights = figures[_HEAD : _HEAD + count].to(dtype), figures[_HEAD + count :]

@@ -60,8 +60,7 @@ class Intake:
             kwargs, target = {**kwargs, _TARGET: target}, None
         captured, replicas, crew = self._holdings.captured, self._holdings.replicas, self._holdings.crew
         pieces = cut(captured.model.forward, args, kwargs, target, self._plan.num_microbatches, self._split)
-        recordings = tuple(captured.recording(piece.args, piece.kwargs) for piece in pieces)
-        named = tuple(captured.inputs(piece.args, piece.kwargs) for piece in pieces)
+        recordings, named = zip(*captured.met((piece.args, piece.kwargs) for piece in pieces), strict=True)
         if header:
             self._known[header] = (recordings, self._places(batch))
         size = float(sum(piece.size for piece in pieces))

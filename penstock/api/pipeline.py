@@ -17,6 +17,7 @@ from penstock.api.result import Result
 from penstock.api.shares import Shares
 from penstock.errors import RunError
 from penstock.ir.plan import Plan
+from penstock.planner import with_microbatches
 from penstock.runtime.collect import collect
 from penstock.runtime.crew import Crew
 from penstock.runtime.norms import clip, global_norm
@@ -57,8 +58,13 @@ class Pipeline:
         if scaler is not None:
             scaler.bind(crew)
         ending = Ending(self._holdings.captured, loss_fn, self._shares, scaler)
-        intake = Intake(self._holdings, plan, inputs, split or {}, options.seed)
-        self._engine = Engine(plan, self._holdings, ending, intake, options)
+
+        def engine(plan: Plan) -> Engine:
+            intake = Intake(self._holdings, plan, inputs, split or {}, options.seed)
+            return Engine(plan, self._holdings, ending, intake, options)
+
+        self._engine_of = engine
+        self._engine = engine(plan)
 
     def step(
         self, *args: Any, target: Any = None, return_outputs: bool = False, record: bool = False, **kwargs: Any
@@ -71,6 +77,16 @@ class Pipeline:
     def eval(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Result:
         """Forward of one whole batch in eval mode, without gradients; nothing is changed by it."""
         return self._engine.evaluate((args, kwargs, target), self.num_steps, return_outputs)
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many microbatches a batch is cut; may be changed between steps, on every rank alike."""
+        return self.plan.num_microbatches
+
+    @microbatches.setter
+    def microbatches(self, count: int) -> None:
+        self.plan = with_microbatches(self.plan, count)
+        self._engine = self._engine_of(self.plan)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before."""

@@ -7,6 +7,7 @@ from penstock.errors import ScheduleError
 from penstock.ir.cluster import Cluster, parse_bytes
 from penstock.ir.costs import StageCosts
 from penstock.ir.cuts import Cuts
+from penstock.ir.plan import Plan
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.trace import Trace
@@ -66,10 +67,15 @@ def verify(schedule_or_program: Schedule | Program, *, in_flight: int | None = N
     verify_orders(schedule_or_program, in_flight=in_flight)
 
 
-def simulate(program: Program | Schedule, costs: StageCosts | None = None, cluster: Cluster | None = None) -> Trace:
-    """Predict when everything happens; a Schedule is lowered first."""
-    if isinstance(program, Schedule):
+def simulate(
+    program: Plan | Program | Schedule, costs: StageCosts | None = None, cluster: Cluster | None = None
+) -> Trace:
+    """Predict when everything happens; a Schedule is lowered first, a Plan brings its costs and cluster."""
+    if isinstance(program, Plan):
+        costs, cluster = costs or program.costs, cluster or program.cluster
+        program = lower_schedule(program.schedule, cuts=program.cuts)
+    elif isinstance(program, Schedule):
         program = lower_schedule(program)
     elif not isinstance(program, Program):
-        raise ScheduleError("simulate takes a Program or a Schedule", given=type(program).__name__)
+        raise ScheduleError("simulate takes a Plan, a Program or a Schedule", given=type(program).__name__)
     return simulate_program(program, costs, cluster)

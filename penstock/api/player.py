@@ -34,12 +34,12 @@ class Player:
                 is_split=is_split,
                 seed=mix(load.inputs.seed, microbatch),
             )
-        if load.is_training:
-            load.health.look(stage, passage.left.values())
-        if stage == self._last:
-            loss = self._ending.finish(load, microbatch, passage.left)
-            if loss is not None:
-                passage.add_root(LOSS, loss)
+        loss = self._ending.finish(load, microbatch, passage.left) if stage == self._last else None
+        if loss is not None:
+            passage.add_root(LOSS, loss)
+        # Without any label that counts a loss is 0/0, and has no say.
+        if load.is_training and (loss is None or self._ending.weights(load)[microbatch]):
+            load.health.look(stage, (*passage.left.values(), loss))
         if added:
             total = torch.stack([value.reshape(()) for value in added]).sum()
             load.added.setdefault(microbatch, []).append(total.detach())

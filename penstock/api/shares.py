@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.api.coupling import couplings
 from penstock.api.load import Load
 from penstock.api.reductions import Counter, given_rule, model_rule, rule_of
 from penstock.capture import Captured
@@ -30,6 +31,18 @@ class Shares:
         if self._of_function is not None:
             return self._of_function[0]
         return next((rule for _, rule, _ in self._of_models.values()), None)
+
+    def remarks(self, recording: Any) -> tuple[str, ...]:
+        """Why the numbers of a microbatch loop are not those of the whole batch, or may not be."""
+        found = couplings(self._captured.model, recording)
+        if self._of_function is not None:
+            found += getattr(self._of_function[1], "couplings", ())
+        rule = self.rule
+        if rule is not None and rule.kind == "unknown":
+            found += ("how the loss is made of its samples cannot be seen, so that each is taken to count alike",)
+        if rule is not None and rule.kind == "mixed":
+            found += ("the terms of the loss are divided by different things, of which the first over labels counts",)
+        return found
 
     def loss_name(self, recording: Any) -> str:
         """The value that is the loss of a model which returns it."""

@@ -9,15 +9,17 @@ from torch import Tensor, nn
 
 from penstock.capture.book import home_of
 from penstock.capture.conditions import Conditions
-from penstock.capture.form import form_of
+from penstock.capture.form import batch_form, model_form
 from penstock.capture.leaves import Granularity
 from penstock.capture.recording import Recording, make_recording
 from penstock.capture.replay import Replay, Values, Wrap, output_of
 from penstock.capture.surroundings import undisturbed
 from penstock.errors import CaptureError
-from penstock.ir.containers import named_inputs, transform
+from penstock.ir.containers import named_inputs, signature_of, transform
 from penstock.ir.graph import Graph
 from penstock.ir.record import leaf_names
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Captured:
@@ -75,25 +77,46 @@ class Captured:
 
     def recording(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
         """The recording that holds for this batch; made now if there is none."""
-        kwargs = without_cache(self.model, kwargs)
-        for recording in self._recordings.get(form_of(self.model, self._granularity, args, kwargs), ()):
-            if self._holds(recording, args, kwargs):
-                return recording
+        return self.met([(args, kwargs)])[0][0]
+
+    def met(self, batches: Iterable[Batch]) -> list[tuple[Recording, Values]]:
+        """For batches that are met at once the recording of each, made now if there is none, and its tensors by name.
+
+        The model is looked at once for all of them.
+        """
+        signature, own = signature_of(self.model.forward), model_form(self.model, self._granularity)
+        found: list[tuple[Recording, Values]] = []
+        known: dict[Any, list[Recording]] = {}
+        for args, kwargs in batches:
+            kwargs = without_cache(self.model, kwargs)
+            leaves = named_inputs(self.model.forward, args, kwargs, signature)
+            inputs = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+            form = batch_form(leaves)
+            if form not in known:
+                known[form] = self._recordings.get((form, own), [])
+            recording = next((one for one in known[form] if self._holds(one, inputs)), None)
+            if recording is None:
+                recording = self._made(form, args, kwargs)
+                own, known = model_form(self.model, self._granularity), {}
+            found.append((recording, inputs))
+        return found
+
+    def _made(self, form: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
         with self.surroundings():
             made = make_recording(self.model, args, kwargs, self._granularity)
         self._first = self._first or made
         # Leaves that had to be opened are open from now on, also in what tells forms apart.
         self._granularity = made.granularity
-        self._recordings.setdefault(form_of(self.model, self._granularity, args, kwargs), []).append(made)
+        self._recordings.setdefault((form, model_form(self.model, self._granularity)), []).append(made)
         return made
 
-    def _holds(self, recording: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _holds(self, recording: Recording, inputs: Values) -> bool:
         """Whether all that the record read from the inputs reads the same in this batch."""
         if id(recording) not in self._conditions:
             self._conditions[id(recording)] = Conditions(recording, self.model)
         conditions = self._conditions[id(recording)]
         # Without numbers there is nothing to decide by.
-        return self.is_meta or conditions.are_trivial or conditions.hold(self.inputs(args, kwargs))
+        return conditions.are_trivial or self.is_meta or conditions.hold(inputs)
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
         """The tensors of a batch by the names of the graph's inputs."""

@@ -1,26 +1,32 @@
 """Form: everything that a recording depends on besides the content of the batch."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.capture.leaves import Granularity
-from penstock.ir.containers import named_inputs
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def form_of(model: nn.Module, granularity: Granularity, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Equal for two calls exactly if one recording may serve both, as far as can be told before looking at numbers."""
-    leaves = named_inputs(model.forward, args, kwargs)
+def batch_form(leaves: Mapping[str, object]) -> Any:
+    """Equal for two batches exactly if one recording may serve both, as far as can be told before looking at numbers.
+
+    Batches are given as their leaves by name.
+    """
     tensors = [leaf for leaf in leaves.values() if isinstance(leaf, Tensor)]
     return (
         tuple((name, _leaf_form(leaf)) for name, leaf in leaves.items()),
         tuple(next(place for place, other in enumerate(tensors) if other is leaf) for leaf in tensors),
-        *_modules_form(model, granularity),
-        (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
     )
+
+
+def model_form(model: nn.Module, granularity: Granularity) -> Any:
+    """Equal for a model at two times exactly if a recording made at one of them holds at the other."""
+    modes = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+    return *_modules_form(model, granularity), modes
 
 
 def _leaf_form(leaf: object) -> object:

@@ -51,10 +51,11 @@ class Replay:
         With a seed, every call draws random numbers of its own, the same whatever runs before it and wherever. Torch's
         generator is left where the last one left it.
         """
-        values, is_cuda = dict(values), seed is not None and self._is_on_cuda()
+        values, draws = dict(values), self._draws if seed is not None else {}
+        is_cuda = bool(draws) and self._is_on_cuda()
         for place, step in enumerate(self._steps):
-            if seed is not None and place in self._draws:
-                _seed(seed, self._draws[place], is_cuda)
+            if place in draws:
+                _seed(seed, draws[place], is_cuda)  # type: ignore[arg-type]
             step(values)
         return {name: self._taken_out(name, values[name]) for name in self._keep}
 

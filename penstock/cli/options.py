@@ -39,9 +39,9 @@ class Times:
     overlap: Annotated[
         float, Option(metavar="SHARE", help="How much of the shorter of two overlapped passes is hidden, 0 to 1.")
     ] = 0.0
-    activation_bytes: Annotated[
-        str, Option(metavar="SIZE", help="What one rank's layers keep of one microbatch.")
-    ] = "1GiB"
+    activation_bytes: Annotated[str, Option(metavar="SIZE", help="What one rank's layers keep of one microbatch.")] = (
+        "1GiB"
+    )
 
     @property
     def are_equal(self) -> bool:

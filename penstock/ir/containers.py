@@ -75,15 +75,32 @@ def named_leaves(thing: object, name: str) -> list[tuple[str, object]]:
     ]
 
 
-def named_inputs(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Every leaf of the arguments of a call, by the names that the signature gives them."""
+def named_inputs(
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    signature: inspect.Signature | None = None,
+) -> dict[str, Any]:
+    """Every leaf of the arguments of a call, by the names that the signature gives them; looked up if not given."""
+    signature = signature or signature_of(forward)
     try:
-        bound = inspect.signature(forward).bind(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise CaptureError("the model cannot be called with this batch", reason=error) from None
-    kinds = {name: parameter.kind for name, parameter in bound.signature.parameters.items()}
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise _no_call(error) from None
     found: list[tuple[str, Any]] = []
     for name, value in bound.arguments.items():
-        prefix = "" if kinds[name] is inspect.Parameter.VAR_KEYWORD else name
-        found += named_leaves(value, prefix)
+        is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        found += named_leaves(value, "" if is_rest else name)
     return dict(found)
+
+
+def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
+    """The names of the arguments of a call."""
+    try:
+        return inspect.signature(forward)
+    except (TypeError, ValueError) as error:
+        raise _no_call(error) from None
+
+
+def _no_call(error: Exception) -> CaptureError:
+    return CaptureError("the model cannot be called with this batch", reason=error)

@@ -32,6 +32,23 @@ def make(graph: Graph, profile: Profile, request: Request) -> Plan:
     return min(fitting, key=lambda plan: plan.predicted.makespan)
 
 
+def with_microbatches(plan: Plan, count: int) -> Plan:
+    """The same plan for another number of microbatches of the same size.
+
+    A schedule that the user gave cannot be made anew: of it only fewer microbatches can be taken.
+    """
+    request = Request(plan.cluster, count, plan.choices.schedule, plan.partition)
+    if plan.choices.schedule not in SCHEDULES:
+        if count > plan.num_microbatches:
+            raise PlanError("a given schedule has no more microbatches", schedule=plan.num_microbatches, asked=count)
+        built = plan.schedule.first(request.microbatches)
+    else:
+        built = build(plan.choices.schedule, plan.num_ranks, count, plan.num_stages // plan.num_ranks, plan.costs)
+    trace = simulate(lower(built, cuts=plan.cuts), plan.costs, plan.cluster)
+    predicted = Prediction.of(trace, min(_bound(built, plan.costs), trace.makespan))
+    return replace(plan, schedule=built, predicted=predicted)
+
+
 def _tried(graph: Graph, profile: Profile, request: Request, name: str) -> Plan | None:
     try:
         plan = _plan(graph, profile, request, name)

@@ -1,7 +1,7 @@
 """Batch: cuts the arguments of a step into microbatches."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import accumulate
@@ -107,11 +107,11 @@ def _parts(thing: object, dims: Sequence[int | None], spans: Sequence[tuple[int,
     """The structure for every microbatch, with every leaf that has a dimension narrowed along it."""
     if isinstance(thing, Tensor):
         return [_narrowed(thing, dims[0], span) for span in spans]
-    found = []
-    for span in spans:
-        left = iter(dims)
-        found.append(transform(thing, lambda leaf, left=left, span=span: _narrowed(leaf, next(left), span)))
-    return found
+    return [_part(thing, iter(dims), span) for span in spans]
+
+
+def _part(thing: object, dims: Iterator[int | None], span: tuple[int, int]) -> Any:
+    return transform(thing, lambda leaf: _narrowed(leaf, next(dims), span))
 
 
 def _narrowed(leaf: object, dim: int | None, span: tuple[int, int]) -> object:

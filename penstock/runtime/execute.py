@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
+import torch
+
 from penstock.errors import RunError
 from penstock.ir.action import ComputeAction, Message
 from penstock.ir.code import decode_one
@@ -10,6 +12,9 @@ from penstock.runtime.compile import Prepared
 from penstock.runtime.times import Times
 
 Tell = Callable[[int], None]
+_OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
+_FULL = ("not enough memory", "can't allocate memory")
+_ROOM = "more microbatches, recompute='full', more ranks, or a schedule that holds less (1f1b, v_half, v_min)"
 
 
 def execute(prepared: Prepared, tell: Tell, times: Times | None = None) -> None:
@@ -62,4 +67,6 @@ def located(error: Exception, rank: int, code: int) -> Exception:
     known = {name: value for name, value in where.items() if value is not None}
     if isinstance(error, RunError):
         return error.at(**known)
-    return RunError(f"{type(error).__name__}: {error}", hint="", **known)
+    is_full = isinstance(error, _OUT_OF_MEMORY) or any(words in str(error) for words in _FULL)
+    hint = _ROOM if is_full else ""
+    return RunError(f"{type(error).__name__}: {error}", hint=hint, **known)

@@ -45,10 +45,15 @@ class Lookout:
         """This rank waits for a message of another, given as a rank of the pipeline."""
         self._board.waiting(self.step, code, self._ranks[peer])
 
+    def begins(self, step: int) -> None:
+        """A step begins; a failure of an earlier one was dealt with, or this call would not be."""
+        self.step = step
+        if self._board.failure:
+            self._board.recovered()
+
     def rests(self) -> None:
         """The step is over; from now on waits are as short as asked for."""
         self._board.idle(self.step)
-        self.step += 1
         self.deadline = timedelta(seconds=self._deadline_seconds)
 
     def fails(self, error: BaseException) -> None:

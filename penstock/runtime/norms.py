@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -41,9 +40,12 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
 
 
 def _highest(gradient: Tensor) -> Tensor:
-    if gradient.numel() == 0:
+    own = _local(gradient)
+    if own.numel() == 0:
         return torch.zeros((), dtype=torch.float64)
-    return torch.linalg.vector_norm(_local(gradient), math.inf).to("cpu", torch.float64)
+    # On the host many times faster than the norm of this type.
+    low, high = torch.aminmax(own.abs() if own.is_complex() else own)
+    return torch.maximum(low.abs(), high.abs()).to("cpu", torch.float64)
 
 
 def _largest(values: Iterable[Tensor] | Tensor) -> Tensor:
@@ -59,4 +61,4 @@ def _powers(gradient: Tensor, largest: float, power: float) -> Tensor:
 
 def _local(gradient: Tensor) -> Tensor:
     """This rank's part of a sharded gradient, or all of it."""
-    return cast(Tensor, gradient.to_local()) if isinstance(gradient, DTensor) else gradient
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

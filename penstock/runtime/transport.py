@@ -72,6 +72,9 @@ class Transport(ABC):
     def receive(self, route: Route) -> Arrival:
         """Post a receive."""
 
+    def clear(self) -> None:  # noqa: B027
+        """Forget what an interrupted step has left behind."""
+
 
 class Inside(Transport):
     """All ranks in one process: a message is in the mailbox of its key from send to receive."""
@@ -89,6 +92,10 @@ class Inside(Transport):
     def receive(self, route: Route) -> Arrival:
         """A look into the mailbox."""
         return _Mail(self._mail, route.key)
+
+    def clear(self) -> None:
+        """Empty all mailboxes."""
+        self._mail.clear()
 
 
 class _Gone:

@@ -61,7 +61,8 @@ def _found(model: nn.Module, entry: Entry) -> Callable[..., Any]:
     if entry not in known:
         close = get_close_matches(entry, list(known), n=1)
         raise PartitionError("no such module", name=repr(entry), hint=f"did you mean {close[0]!r}" if close else "")
-    return known[entry]
+    module: nn.Module = known[entry]
+    return module
 
 
 def _expanded(step: Callable[..., Any]) -> list[Callable[..., Any]]:

@@ -70,9 +70,9 @@ class Sequence:
             returned = passage.input_grad(own) if self.is_split else passage.backward(own)
             if self.is_split:
                 passage.weight_grad()
-            for name, gradient in returned.items():
-                if gradient is not None:
-                    _add(waiting, name, gradient)
+            for name, back in returned.items():
+                if back is not None:
+                    _add(waiting, name, back)
         self._passages = []
 
 

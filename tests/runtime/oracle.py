@@ -62,21 +62,34 @@ def numbers(model: Any, losses: Sequence[Tensor] = ()) -> Numbers:
     return found | {f"state {name}": value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def assert_equal(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> None:
-    """The same names, None where None is expected, and each tensor equal up to the rounding of float64."""
+def assert_equal(
+    found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], tolerance: float = TOLERANCE
+) -> None:
+    """The same names, None where None is expected, and each tensor equal up to rounding, that of float64."""
     scale = max((float(value.abs().max()) for value in expected.values() if value is not None), default=0.0)
-    wrong = {name: how for name, value in expected.items() if (how := _apart(found.get(name), value, scale))}
+    wrong = {name: how for name, value in expected.items() if (how := _apart(found.get(name), value, tolerance, scale))}
     assert found.keys() == expected.keys()
     assert not wrong
 
 
-def _apart(found: Tensor | None, expected: Tensor | None, scale: float) -> str:
+def assert_parts_equal(parts: Sequence[Numbers], model: nn.Module, tolerance: float = TOLERANCE) -> None:
+    """What the ranks hold is together all that the model holds; of a tied parameter each has one name or another."""
+    expected = numbers(model) | {
+        f"gradient {name}": parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    found = {name: value for part in parts for name, value in part.items()}
+    assert found.keys() >= numbers(model).keys()
+    for part in parts:
+        assert_equal(part, {name: expected[name] for name in part}, tolerance)
+
+
+def _apart(found: Tensor | None, expected: Tensor | None, tolerance: float, scale: float) -> str:
     if found is None or expected is None:
         return "" if found is expected else f"{found} instead of {expected}"
     if found.shape != expected.shape:
         return f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
     apart = float((found - expected).abs().max()) if found.numel() else 0.0
-    return "" if apart <= TOLERANCE * max(float(expected.abs().max()), _FLOOR * scale) else f"{apart} apart"
+    return "" if apart <= tolerance * max(float(expected.abs().max()), _FLOOR * scale) else f"{apart} apart"
 
 
 def assert_identical(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> None:

@@ -1,5 +1,6 @@
 """The loss of a batch and its gradients do not depend on how the batch is cut, whatever the loss is divided by."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from tests.zoo import ZOO
 
 SCHEDULES = ("1f1b", "zbv")
 IGNORED = -100
+FLOAT32 = 1e-5
+"""Hugging Face models take their loss from scores in float32"""
 
 
 def labels_with_gaps(rows: int, length: int = 6) -> Tensor:
@@ -25,17 +28,11 @@ def labels_with_gaps(rows: int, length: int = 6) -> Tensor:
 
 
 def step_and_compare(model: nn.Module, loss_fn: Any, x: Tensor, target: Tensor, schedule: str, **options: Any) -> None:
+    plain = copy.deepcopy(model)
+    expected = [whole(plain, loss_fn)(x, target)]
     plan = penstock.plan(model, (x,), ranks=2, microbatches=4, schedule=schedule)
     result = penstock.Pipeline(model, plan, loss_fn=loss_fn, local=True, **options).step(x, target=target)
-    found = numbers(model, [result.loss])
-    model.zero_grad()
-    for name, buffer in model.named_buffers():
-        buffer.zero_() if name.endswith("seen") else None
-    assert_equal(found, numbers(model, [whole(model, loss_fn)(x, target)]) | kept_buffers(found))
-
-
-def kept_buffers(found: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {name: value for name, value in found.items() if name.endswith("seen")}
+    assert_equal(numbers(model, [result.loss]), numbers(plain, expected))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -84,7 +81,11 @@ def test_labels_counted_because_the_user_says_so() -> None:
 
 
 def language_model(name: str) -> nn.Module:
-    return ZOO[name]()[0].double().train()
+    model = ZOO[name]()[0].double().train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
 
 
 def padded_batch(rows: int) -> dict[str, Tensor]:
@@ -104,7 +105,7 @@ def test_a_model_that_returns_its_loss(name: str, rows: int) -> None:
     model.zero_grad()
     expected = model(**batch, use_cache=False).loss
     expected.backward()
-    assert_equal(found, numbers(model, [expected.detach()]))
+    assert_equal(found, numbers(model, [expected.detach()]), FLOAT32)
 
 
 def test_a_model_that_returns_its_loss_for_a_microbatch_without_labels() -> None:
@@ -117,4 +118,4 @@ def test_a_model_that_returns_its_loss_for_a_microbatch_without_labels() -> None
     expected = model(**batch, use_cache=False).loss
     expected.backward()
     assert result.weights[2] == 0
-    assert_equal(found, numbers(model, [expected.detach()]))
+    assert_equal(found, numbers(model, [expected.detach()]), FLOAT32)

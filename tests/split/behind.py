@@ -1,4 +1,4 @@
-"""Behind: a module as the second of two stages, run forward and backward in microbatches, whole or in parts."""
+"""Behind: modules as the second of two stages, run forward and backward in microbatches, whole or in parts."""
 
 from collections.abc import Callable
 
@@ -25,13 +25,14 @@ class Scale(nn.Module):
 
 
 class Behind:
-    """A module as the second of two stages; `value` is what the first one sends."""
+    """A module, and others after it, as the second of two stages; the first one only scales its input."""
 
-    def __init__(self, module: nn.Module, example: Tensor) -> None:
-        self.model = nn.Sequential(Scale(), module)
+    def __init__(self, module: nn.Module, example: Tensor, *others: nn.Module) -> None:
+        self.model = nn.Sequential(Scale(), module, *others)
         self.captured = capture(self.model, (example,))
         graph = self.captured.graph
-        self.stage: Stage = split(self.captured, by_modules(graph, [["0"], ["1"]]))[1]
+        names = [str(place) for place in range(1, len(self.model))]
+        self.stage: Stage = split(self.captured, by_modules(graph, [["0"], names]))[1]
         self.example, self.name = example, graph.nodes[0].makes[0].name
 
     def passage(self, is_split: bool, number: int = 0) -> Passage:

@@ -1,11 +1,16 @@
 """A backward that is split gives the gradients of a whole one, bit for bit."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
+from penstock.split import deferrable
+from penstock.split.deferral import Deferral
 from tests.split.behind import Behind, differing
-from tests.split.blocks import AT_ONCE, WAITING, rows
+from tests.split.blocks import AT_ONCE, WAITING, Does, rows
 
 
 def behind(table, name):
@@ -100,3 +105,45 @@ def test_a_model_moved_to_another_type_between_two_steps_accumulates_anew():
     moved = Behind(module.model[1], rows(4, 8, dtype=torch.float64))
     moved.stage._release = module.stage._release
     assert differing(moved.gradients(False), moved.gradients(True)) == []
+
+
+def test_a_stage_can_be_copied_after_a_split_backward():
+    module = behind(WAITING, "layers")
+    module.gradients(True)
+    assert copy.deepcopy(module.stage).state_dict().keys() == module.stage.state_dict().keys()
+
+
+def test_gradients_kept_on_values_are_those_of_a_whole_backward():
+    seen = []
+
+    def forward(x, one, two):
+        x = one(x)
+        x.retain_grad()
+        seen.append(x)
+        return two(x)
+
+    module = Behind(Does(forward, nn.Linear(8, 8), nn.Linear(8, 6)), rows(4, 8))
+    for is_split in (False, True):
+        module.gradients(is_split)
+    assert all(torch.equal(one.grad, other.grad) for one, other in zip(seen[-6:-3], seen[-3:], strict=True))
+
+
+class Special(torch.Tensor):
+    """A kind of tensor of its own."""
+
+
+def test_weights_of_another_kind_are_left_alone():
+    linear = nn.Linear(8, 6, bias=False)
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Special))
+    table = {functional.linear: deferrable.DEFERRABLE[functional.linear]}
+    with Deferral(table) as deferral:
+        linear(rows(4, 8).requires_grad_()).sum().backward()
+    assert deferral.queue == []
+    assert linear.weight.grad is not None
+
+
+def test_a_stage_tells_how_few_of_its_weight_gradients_can_wait():
+    module = Behind(nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 32)), rows(4, 8))
+    passage = module.passage(is_split=True)
+    passage.backward({name: torch.ones_like(value) for name, value in passage.take_left().items()})
+    assert module.stage.split_backward_note.startswith("only 1% of the weight gradients can be put off")

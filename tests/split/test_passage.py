@@ -21,7 +21,8 @@ def test_what_left_is_handed_out_once_and_then_forgotten():
     del value
     assert gone(reference) == [True]
     assert passage.take_left() == passage.left == {}
-    assert list(passage.backward({name: torch.ones(4, 6)}).values())[0].shape == (4, 8)
+    (returned,) = passage.backward({name: torch.ones(4, 6)}).values()
+    assert returned.shape == (4, 8)
 
 
 def test_a_loss_made_of_what_left_is_a_root_like_any_other():
@@ -37,7 +38,7 @@ def test_a_loss_made_of_what_left_is_a_root_like_any_other():
 def test_gradients_of_nothing_and_of_unknown_values_are_left_out():
     passage = Behind(nn.Linear(8, 6), rows(4, 8)).passage(is_split=False)
     passage.add_root("count", torch.tensor(3))
-    returned = passage.backward({name: None for name in passage.left} | {"count": torch.ones(()), "other": None})
+    returned = passage.backward(dict.fromkeys(passage.left) | {"count": torch.ones(()), "other": None})
     assert list(returned.values()) == [None]
 
 

@@ -1,0 +1,137 @@
+"""runtime_sleep: how near a step comes to its simulation, and what the runtime costs, beside torch's runtime.
+
+Passes sleep, so that more ranks than cores overlap. Both runtimes drive the same stages in the same order, by turns.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import penstock
+from benchmarks.sleeping import SIZE, SleepingBlock, costs
+from benchmarks.table import Line, Table
+from benchmarks.torch_pipeline import TorchPipeline
+from benchmarks.turns import Step, Turn, joined, load, take_turns
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv")
+_CPU_SHARE = 0.6
+
+
+class Setting(NamedTuple):
+    """Ranks, microbatches, seconds of a pass, and how far above its simulation a step may be."""
+
+    ranks: int
+    microbatches: int
+    unit: float
+    limit: float
+    times: int = 5
+
+
+class Found(NamedTuple):
+    """What one schedule brought: the simulated step, those of both runtimes, and how many passes they had."""
+
+    simulated: float
+    steps: dict[str, list[Step]]
+    num_passes: int
+
+    def seconds(self, who: str) -> float:
+        """The shortest step."""
+        return min(step.seconds for step in self.steps[who])
+
+    def cpu(self, who: str) -> float:
+        """The least CPU seconds per pass."""
+        return min(step.cpu for step in self.steps[who]) / self.num_passes
+
+
+LARGE, SMALL = Setting(8, 16, 0.080, 1.03), Setting(4, 16, 0.020, 1.05)
+
+
+def tables() -> tuple[Table, ...]:
+    """Everything that `make bench` shows about sleeping stages."""
+    return (sleeping(SMALL), sleeping(LARGE), recording(SMALL))
+
+
+def sleeping(setting: Setting, names: tuple[str, ...] = SCHEDULES) -> Table:
+    """Measured against simulated, against torch, and CPU time per pass against torch's."""
+
+    def lines() -> Iterator[Line]:
+        for name in names:
+            found = measured(name, setting)
+            ours, theirs = found.seconds("penstock"), found.seconds("torch")
+            cells = (name, f"{found.simulated:.3f}", f"{ours:.3f}", f"{theirs:.3f}")
+            yield _line((*cells, "simulated", f"{ours / found.simulated:.4f}"), ours / found.simulated, setting.limit)
+            yield _line((*cells, "torch", f"{ours / theirs:.4f}"), ours / theirs, 1.0)
+            ours, theirs = found.cpu("penstock"), found.cpu("torch")
+            cells = (name, "", f"{ours * 1e6:.0f} us", f"{theirs * 1e6:.0f} us")
+            yield _line((*cells, "CPU", f"{ours / theirs:.3f}"), ours / theirs, _CPU_SHARE)
+
+    columns = ("schedule", "simulated", "ours", "torch", "figure", "value")
+    title = f"sleeping stages, {setting.ranks} ranks, {setting.microbatches} microbatches, {setting.unit * 1e3:g} ms"
+    return Table(f"{title}; least of {setting.times} steps, {load()}", columns, lines())
+
+
+def recording(setting: Setting, names: tuple[str, ...] = ("1f1b", "zbv")) -> Table:
+    """A step with record=True against one without."""
+
+    def lines() -> Iterator[Line]:
+        for name in names:
+            found = measured(name, setting, _with_and_without_record)
+            plain, recorded = found.seconds("penstock"), found.seconds("recorded")
+            cells = (name, f"{plain:.4f}", f"{recorded:.4f}", f"{recorded / plain:.4f}")
+            yield _line(cells, recorded / plain, 1.01)
+
+    return Table(f"record=True, seconds per step, {load()}", ("schedule", "plain", "recorded", "ratio"), lines())
+
+
+def measured(name: str, setting: Setting, of_rank: "OfRank | None" = None) -> Found:
+    """Both runtimes on one schedule."""
+    schedule = penstock.schedule(name, setting.ranks, setting.microbatches)
+    model = nn.Sequential(*(SleepingBlock(setting.unit) for _ in range(schedule.num_stages)))
+    simulated = penstock.simulate(schedule, costs(schedule.num_stages, setting.unit)).makespan
+    plan = penstock.plan(
+        model,
+        (_batch(setting),),
+        ranks=setting.ranks,
+        microbatches=setting.microbatches,
+        schedule=schedule,
+        partitioner=[[str(stage)] for stage in range(schedule.num_stages)],
+    )
+    ranks = penstock.launch(of_rank or _beside_torch, setting.ranks, name, plan, model, setting)
+    return Found(simulated, joined(ranks, ("penstock", "recorded")), sum(map(len, schedule.orders)))
+
+
+def _beside_torch(name: str, plan: penstock.Plan, model: nn.Sequential, setting: Setting) -> dict[str, list[Turn]]:
+    batch, rank = _batch(setting), torch.distributed.get_rank()
+    ours = penstock.Pipeline(model, plan, loss_fn=_loss)
+    parts = {stage: model[stage] for stage in plan.schedule.placement.stages[rank]}
+    theirs = TorchPipeline.in_order(name, plan.schedule, parts, _loss)
+    runs = {
+        "penstock": lambda: ours.step(batch, target=batch),
+        "torch": lambda: theirs.step(batch, target=batch),
+    }
+    return take_turns(runs, setting.times)
+
+
+def _with_and_without_record(
+    name: str, plan: penstock.Plan, model: nn.Sequential, setting: Setting
+) -> dict[str, list[Turn]]:
+    batch, ours = _batch(setting), penstock.Pipeline(model, plan, loss_fn=_loss)
+    runs = {
+        "penstock": lambda: ours.step(batch, target=batch),
+        "recorded": lambda: ours.step(batch, target=batch, record=True),
+    }
+    return take_turns(runs, 2 * setting.times)
+
+
+def _batch(setting: Setting) -> Tensor:
+    return torch.ones(setting.microbatches, SIZE)
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def _line(cells: tuple[str, ...], value: float, limit: float) -> Line:
+    return Line(cells, value, limit, at_least=False)

@@ -1,0 +1,50 @@
+"""Sleeping stages: their passes sleep instead of computing, so that many ranks overlap on few cores."""
+
+import time
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from penstock.ir.costs import StageCosts
+
+SIZE = 4
+
+
+class _Sleep(Function):
+    """Passes values on after a while, and gradients after another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.clone()  # no view, which torch could not detach
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+class SleepingBlock(nn.Module):
+    """A small layer: forward, the gradient of its input and the gradient of its weight sleep `unit` seconds each."""
+
+    def __init__(self, unit: float) -> None:
+        super().__init__()
+        self.unit = unit
+        self.layer = nn.Linear(SIZE, SIZE, bias=False)
+        self.layer.weight.register_hook(self._sleep)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sleep after the layer: then also a stage whose input needs no gradient sleeps in its backward."""
+        slept: Tensor = _Sleep.apply(self.layer(x), self.unit, self.unit)  # type: ignore[no-untyped-call]
+        return slept
+
+    def _sleep(self, gradient: Tensor) -> None:
+        time.sleep(self.unit)
+
+
+def costs(num_stages: int, unit: float) -> StageCosts:
+    """What the passes take: without an input that needs a gradient, the first stage does all in its weight gradient."""
+    others = (unit,) * (num_stages - 1)
+    return StageCosts((unit,) * num_stages, (0.0, *others), (2 * unit, *others))

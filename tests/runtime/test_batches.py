@@ -1,0 +1,130 @@
+"""Batches may change from step to step and between training and evaluation."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from tests.runtime.models import tied, token_loss, tokens
+from tests.runtime.oracle import Numbers, assert_equal, assert_identical, assert_parts_equal, numbers, whole
+from tests.runtime.workers import Pools
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
+FORMS = (
+    (8, 6, torch.int64),
+    (3, 6, torch.int64),
+    (8, 2, torch.int64),
+    (1, 1, torch.int64),
+    (8, 6, torch.int32),
+    (9, 6, torch.int64),
+)
+BATCHES = [(tokens(rows, length).to(dtype), tokens(rows, length, seed=1)) for rows, length, dtype in FORMS]
+
+
+def tied_pipe(ranks: int = 2, schedule: str = "1f1b", local: bool = True) -> tuple[nn.Module, Any]:
+    """A small language model and its pipeline."""
+    model = tied()
+    plan = penstock.plan(model, BATCHES[0][:1], ranks=ranks, microbatches=4, schedule=schedule)
+    return model, penstock.Pipeline(model, plan, loss_fn=token_loss, local=local)
+
+
+def plain_eval(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    """The loss in eval mode, without gradients."""
+    with torch.no_grad():
+        loss = token_loss(model.eval()(x), target)
+    model.train()
+    return loss
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_samples_shapes_and_dtypes_change_from_step_to_step(schedule: str) -> None:
+    plain, (model, pipe) = tied(), tied_pipe(schedule=schedule)
+    for x, target in BATCHES:
+        expected = whole(plain, token_loss)(x, target)
+        assert_equal(numbers(model, [pipe.step(x, target=target).loss]), numbers(plain, [expected]))
+
+
+def test_an_evaluation_takes_any_batch() -> None:
+    plain, (_, pipe) = tied(), tied_pipe()
+    for x, target in BATCHES:
+        pipe.step(*BATCHES[0][:1], target=BATCHES[0][1])
+        assert_equal({"loss": pipe.eval(x, target=target).loss}, {"loss": plain_eval(plain, x, target)})
+
+
+def changing_batches() -> tuple[list[Tensor], list[Tensor], Numbers]:
+    """Losses of training and evaluation, and what this rank holds in the end."""
+    _, pipe = tied_pipe(local=False)
+    losses, evaluated = [], []
+    for x, target in BATCHES:
+        losses.append(pipe.step(x, target=target).loss)
+        evaluated.append(pipe.eval(x[:, :1], target=target[:, :1]).loss)
+    return losses, evaluated, numbers(pipe)
+
+
+@pytest.mark.gloo
+def test_processes_follow_changes_too(pools: Pools) -> None:
+    plain = tied()
+    trained = [whole(plain, token_loss)(x, target) for x, target in BATCHES]
+    evaluated = [plain_eval(plain, x[:, :1], target[:, :1]) for x, target in BATCHES]
+    first, second = pools[2].run(changing_batches)
+    assert first[:2] == second[:2]
+    assert_equal(dict(enumerate(first[0] + first[1])), dict(enumerate(trained + evaluated)))
+    assert_parts_equal((first[2], second[2]), plain)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_steps_without_zeroing_accumulate(schedule: str) -> None:
+    (x, target), (other, wanted) = BATCHES[0], BATCHES[1]
+    plain, (model, pipe) = tied(), tied_pipe(schedule=schedule)
+    for batch, labels in ((x, target), (other, wanted), (x, target)):
+        whole(plain, token_loss)(batch, labels)
+        pipe.step(batch, target=labels)
+    assert_equal(numbers(model), numbers(plain))
+
+
+def accumulated(zeroes: bool) -> Numbers:
+    """Two steps with an evaluation in between."""
+    _, pipe = tied_pipe(local=False)
+    for x, target in BATCHES[:2]:
+        if zeroes:
+            for parameter in pipe.parameters():
+                parameter.grad = None
+        pipe.step(x, target=target)
+        pipe.eval(x, target=target)
+    return numbers(pipe)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_processes_accumulate_unless_gradients_are_zeroed(pools: Pools, zeroes: bool) -> None:
+    plain = tied()
+    for x, target in BATCHES[:2]:
+        if zeroes:
+            plain.zero_grad()
+        whole(plain, token_loss)(x, target)
+    assert_parts_equal(pools[2].run(accumulated, zeroes), plain)
+
+
+def test_an_evaluation_changes_nothing() -> None:
+    model, pipe = tied_pipe()
+    x, target = BATCHES[0]
+    pipe.step(x, target=target)
+    model.blocks[1].eval()
+    modes, draws, before = [m.training for m in model.modules()], torch.get_rng_state(), _copied(numbers(model))
+    pipe.eval(x[:5], target=target[:5], return_outputs=True)
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert_identical(numbers(model), before)
+
+
+def test_a_step_leaves_the_random_numbers_of_the_user_alone() -> None:
+    _, pipe = tied_pipe()
+    draws = torch.get_rng_state()
+    pipe.step(BATCHES[0][0], target=BATCHES[0][1])
+    assert torch.equal(torch.get_rng_state(), draws)
+
+
+def _copied(found: Numbers) -> Numbers:
+    return {name: None if value is None else value.clone() for name, value in found.items()}

@@ -1,0 +1,147 @@
+"""A batch reaches the stages that need it, given to every rank or to the first one only; different ones are refused."""
+
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import penstock
+from tests.runtime.models import VOCABULARY, WIDTH, Block, fixed, token_loss, tokens
+from tests.runtime.oracle import Numbers, assert_equal, assert_parts_equal, numbers, whole
+from tests.runtime.workers import Pools
+
+
+class Masked(nn.Module):
+    """The tokens are read first, a mask by every block, a bias at the end; a mask of ones takes another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
+        """Scores for the next token."""
+        x = self.embed(ids)
+        is_masked = not bool(mask.all())
+        for block in self.blocks:
+            x = block(x)
+            if is_masked:
+                x = x * mask.unsqueeze(-1)
+        return self.head(x) + bias.unsqueeze(-1)
+
+
+Batch = tuple[tuple[Tensor, Tensor, Tensor], Tensor]
+
+
+def batch(rows: int, length: int, seed: int, is_masked: bool = True) -> Batch:
+    ids, target = tokens(rows, length, seed=seed), tokens(rows, length, seed=seed + 1)
+    mask = (tokens(rows, length, seed=seed + 2) > 2) | (not is_masked)
+    return (ids, mask.double(), ids.double() / 7), target
+
+
+BATCHES = [batch(6, 5, 0), batch(6, 5, 10), batch(6, 5, 20, is_masked=False), batch(3, 4, 30), batch(6, 5, 40)]
+
+
+def masked_pipe(ranks: int = 3, **options: Any) -> Any:
+    model = fixed(Masked())
+    plan = penstock.plan(model, BATCHES[0][0], ranks=ranks, microbatches=3, schedule="1f1b")
+    return penstock.Pipeline(model, plan, loss_fn=token_loss, **options)
+
+
+def given_to_the_first(batches: list[Batch]) -> tuple[list[Tensor], Numbers]:
+    """Losses of training and evaluation, and what this rank holds; only rank 0 has a look at the batches."""
+    pipe, losses = masked_pipe(inputs="first"), []
+    for inputs, target in batches:
+        given = (inputs, target) if dist.get_rank() == 0 else ((), None)
+        losses += [call(*given[0], target=given[1]).loss for call in (pipe.step, pipe.eval)]
+    return losses, numbers(pipe)
+
+
+@pytest.mark.gloo
+def test_only_the_first_rank_needs_the_batch(pools: Pools) -> None:
+    plain, expected = fixed(Masked()), []
+    for inputs, target in BATCHES:
+        expected.append(whole(lambda x: plain(*x), token_loss)(inputs, target))  # noqa: B023
+        expected.append(token_loss(plain.eval()(*inputs), target).detach())
+        plain.train()
+    results = pools[3].run(given_to_the_first, BATCHES)
+    assert_parts_equal([part for _, part in results], plain)
+    for losses, _ in results:
+        assert_equal(dict(enumerate(losses)), dict(enumerate(expected)))
+
+
+def bytes_sent() -> list[list[int]]:
+    """How many bytes of the batch go to each of the other ranks, for two batches of one form."""
+    pipe, sent = masked_pipe(inputs="first"), []
+    send = dist.isend
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent[-1][kwargs["group_dst"]] += tensor.nbytes
+        return send(tensor, *args, **kwargs)
+
+    for inputs, target in BATCHES[:2]:
+        sent.append([0, 0, 0])
+        with mock.patch.object(penstock.runtime.delivery.dist, "isend", counting) if dist.get_rank() == 0 else mock.MagicMock():
+            load = pipe._engine._intake._delivery.deliver((inputs, {}, target) if dist.get_rank() == 0 else None)
+        del load
+        pipe.step(*(inputs if dist.get_rank() == 0 else ()), target=target if dist.get_rank() == 0 else None)
+    return sent
+
+
+def refused(pipe: Any, *args: Any, **kwargs: Any) -> str:
+    """The words with which a step is refused."""
+    try:
+        pipe.step(*args, **kwargs)
+    except penstock.RunError as error:
+        return str(error)
+    return "not refused"
+
+
+def other_batches() -> list[str]:
+    """What is said to a last rank that has another batch, target, shape, or number of samples."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    (ids, mask, bias), target = BATCHES[0]
+    other = (ids + 1) % VOCABULARY
+    cases = [
+        ((other if is_last else ids, mask, bias), target),
+        ((ids[:, :4], mask[:, :4], bias[:, :4]), target[:, :4]) if is_last else ((ids, mask, bias), target),
+        ((ids[:4], mask[:4], bias[:4]), target[:4]) if is_last else ((ids, mask, bias), target),
+    ]
+    return [refused(masked_pipe(2), *inputs, target=wanted) for inputs, wanted in cases]
+
+
+@pytest.mark.gloo
+def test_every_rank_refuses_a_batch_that_another_does_not_have(pools: Pools) -> None:
+    first, second = pools[2].run(other_batches)
+    assert first == second
+    assert first[0].startswith("the ranks were given different batches")
+    for words in first[1:]:
+        assert words.startswith("the ranks do not agree on what passes between the stages")
+        assert "producer: stage 0, consumer: stage 1" in words
+    assert "float64[2, 5, 4]" in first[1]
+    assert "float64[2, 4, 4]" in first[1]
+
+
+@dataclass
+class Packed:
+    """An input that only its model knows."""
+
+    x: Tensor
+
+
+def dataclass_refused() -> str:
+    (ids, mask, bias), target = BATCHES[0]
+    return refused(masked_pipe(2, inputs="first"), *((Packed(ids), mask, bias) if dist.get_rank() == 0 else ()))
+
+
+@pytest.mark.gloo
+def test_every_rank_refuses_a_batch_that_cannot_be_sent(pools: Pools) -> None:
+    first, second = pools[2].run(dataclass_refused)
+    assert first == second
+    assert "found: Packed" in first
+    assert 'inputs="all"' in first

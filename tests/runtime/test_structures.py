@@ -1,0 +1,117 @@
+"""Whatever goes from stage to stage, the pipeline has the numbers of the model that was not cut."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import penstock
+from penstock.ir.containers import leaves
+from tests.runtime.models import WIDTH, Block, fixed, noise
+from tests.runtime.oracle import Numbers, assert_equal, assert_identical, numbers, whole
+from tests.runtime.workers import Pools
+from tests.zoo import ZOO, has_labels
+
+SCHEDULES = ("1f1b", "zb_h1", "interleaved", "zbv")
+MODELS = (
+    *("llama", "gpt2", "mixtral", "mamba2", "bert_question_answering", "t5", "bart", "vit", "clip"),
+    *("unet", "lstm", "branches", "tied", "weight_used_twice", "batch_norm", "custom_function", "in_place"),
+    *("non_contiguous", "channels_last", "dict_between", "dataclass_between", "model_output_between"),
+    *("nested_between", "frozen", "lora", "checkpointed", "hooked", "bf16", "padded_mask", "hidden_states"),
+)
+ON_PROCESSES = ("llama", "t5", "unet", "branches", "in_place", "channels_last", "dataclass_between", "nested_between")
+TIED = ("t5",)
+"""what several ranks have is added up in another order than inside one process"""
+
+
+def size_of(output: Any, target: Any = None) -> Tensor:
+    """A loss for models without one: the mean square of all that they return."""
+    found = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return torch.stack([(leaf.float() ** 2).mean() for leaf in found]).sum()
+
+
+def planned(name: str, schedule: str, ranks: int = 2) -> tuple[Any, ...]:
+    """A model of the zoo, its batch, its plan, and the loss that it lacks."""
+    model, args, kwargs = ZOO[name]()
+    plan = penstock.plan(model, args, kwargs, ranks=ranks, microbatches=2, schedule=schedule)
+    return model, args, kwargs, plan, None if has_labels(kwargs) else size_of
+
+
+@pytest.mark.parametrize(("name", "schedule"), [(name, SCHEDULES[k % 4]) for k, name in enumerate(MODELS)])
+def test_a_model_of_the_zoo_has_its_own_numbers(name: str, schedule: str) -> None:
+    model, args, kwargs, plan, loss_fn = planned(name, schedule)
+    report = penstock.check(model, plan, args, kwargs, loss_fn=loss_fn)
+    assert report.ok, report
+
+
+def zoo_numbers(names: tuple[str, ...], local: bool = False) -> list[Numbers]:
+    """One step of each model."""
+    found = []
+    for name, schedule in zip(names, 2 * SCHEDULES, strict=True):
+        model, args, kwargs, plan, loss_fn = planned(name, schedule)
+        pipe = penstock.Pipeline(model, plan, loss_fn=loss_fn, local=local)
+        loss = pipe.step(*args, **kwargs).loss
+        found.append(numbers(pipe, [loss]))
+    return found
+
+
+@pytest.mark.gloo
+def test_processes_have_every_bit_of_a_local_pipeline(pools: Pools) -> None:
+    plain = zoo_numbers(ON_PROCESSES, local=True)
+    for model, expected, *parts in zip(ON_PROCESSES, plain, *pools[2].run(zoo_numbers, ON_PROCESSES), strict=True):
+        found = {name: part[name] for name in expected for part in parts if name in part}
+        if model in TIED:
+            assert_equal(found, expected, 1e-5)
+        else:
+            assert_identical(found, expected)
+
+
+class Woven(nn.Module):
+    """A chain in which early values, an input and a whole number are used far behind where they are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """The second value is read by four later blocks; indices cross a cut, the input and the mask come in late."""
+        early, order, given = None, None, x
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1:
+                early, order = x, x.detach().argsort(-1)
+            elif number > 2 and number % 2:
+                x = torch.relu_(x.gather(-1, order) + early * mask) - given
+        return x
+
+
+MASK = (noise(7, 1, seed=4) > 0).double()
+X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
+
+
+def woven_numbers(schedules: list[str], local: bool = False) -> list[Numbers]:
+    found = []
+    for schedule in schedules:
+        model = fixed(Woven())
+        plan = penstock.plan(model, (X, MASK), ranks=4, microbatches=3, schedule=schedule)
+        pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
+        found.append(numbers(pipe, [pipe.step(X, MASK, target=TARGET).loss]))
+    return found
+
+
+def plain_woven() -> Numbers:
+    model = fixed(Woven())
+    return numbers(model, [whole(lambda x: model(x, MASK), mse_loss)(X, TARGET)])
+
+
+def test_values_may_skip_stages_and_be_read_by_many() -> None:
+    for found in woven_numbers(list(SCHEDULES), local=True):
+        assert_equal(found, plain_woven())
+
+
+@pytest.mark.gloo
+def test_values_may_skip_ranks_and_be_read_by_many(pools: Pools) -> None:
+    for parts in zip(*pools[4].run(woven_numbers, list(SCHEDULES)), strict=True):
+        assert_equal({name: value for part in parts for name, value in part.items()}, plain_woven())

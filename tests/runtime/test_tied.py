@@ -1,0 +1,149 @@
+"""A parameter that several ranks use has one gradient, counts once, and stays the same everywhere."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from tests.runtime.models import tied, token_loss, tokens
+from tests.runtime.oracle import Numbers, assert_identical, assert_parts_equal, numbers, whole
+from tests.runtime.workers import Pools
+from tests.zoo import ZOO
+
+X, TARGET = tokens(7, 6), tokens(7, 6, seed=1)
+SHARED = {"embed.weight": "head.weight", "mix": "mix"}
+SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv")
+
+
+def tied_pipe(schedule: str = "1f1b", ranks: int = 2, model: nn.Module | None = None) -> Any:
+    """A pipeline whose first and last rank share a table and a matrix."""
+    model = tied(6) if model is None else model
+    plan = penstock.plan(model, (X,), ranks=ranks, microbatches=3, schedule=schedule)
+    return penstock.Pipeline(model, plan, loss_fn=token_loss)
+
+
+def gradients_of(schedules: list[str], ranks: int) -> list[Numbers]:
+    """What a rank holds after two accumulated steps."""
+    found = []
+    for schedule in schedules:
+        pipe = tied_pipe(schedule, ranks)
+        for _ in range(2):
+            pipe.step(X, target=TARGET)
+        found.append(numbers(pipe))
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_are_summed_over_the_owners(pools: Pools, ranks: int) -> None:
+    plain = tied(6)
+    for _ in range(2):
+        whole(plain, token_loss)(X, TARGET)
+    for parts in zip(*pools[ranks].run(gradients_of, list(SCHEDULES), ranks), strict=True):
+        assert_parts_equal(parts, plain)
+        assert_owners_agree(parts)
+
+
+def assert_owners_agree(parts: tuple[Numbers, ...]) -> None:
+    """Every rank that has a shared parameter has the same bits for it."""
+    for one, other in SHARED.items():
+        held = [part[f"gradient {name}"] for part in parts for name in {one, other} if f"gradient {name}" in part]
+        states = [part[f"state {name}"] for part in parts for name in {one, other} if f"state {name}" in part]
+        assert all(torch.equal(tensor, held[0]) for tensor in held)
+        assert all(torch.equal(tensor, states[0]) for tensor in states)
+
+
+def trained_by_adam(ranks: int) -> tuple[list[Tensor], Numbers, dict[str, Tensor]]:
+    """Five steps with clipping: the norms, what this rank holds, and the whole model."""
+    pipe = tied_pipe(ranks=ranks)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+    norms = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        pipe.step(X, target=TARGET)
+        norms.append(pipe.clip_grad_norm_(0.5))
+        optimizer.step()
+    return norms, numbers(pipe), pipe.full_state_dict(everywhere=True)
+
+
+def plainly_trained_by_adam() -> tuple[list[Tensor], nn.Module]:
+    model = tied(6)
+    optimizer, norms = torch.optim.Adam(model.parameters(), lr=0.01), []
+    for _ in range(5):
+        optimizer.zero_grad()
+        whole(model, token_loss)(X, TARGET)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+    return norms, model
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_owners_do_not_drift_apart_and_count_once_in_the_norm(pools: Pools, ranks: int) -> None:
+    norms, plain = plainly_trained_by_adam()
+    results = pools[ranks].run(trained_by_adam, ranks)
+    assert_parts_equal([part for _, part, _ in results], plain, 1e-9)
+    assert_owners_agree([part for _, part, _ in results])
+    for found, _, full in results:
+        assert torch.allclose(torch.stack(found), torch.stack(norms), rtol=1e-10)
+        assert found == results[0][0]
+        assert_identical(full, results[0][2])
+        assert full.keys() == plain.state_dict().keys()
+
+
+def states_of() -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
+    """The whole state on this rank, that of the rank, and the losses before and after another pipeline took it over."""
+    pipe, other = tied_pipe(), tied_pipe(model=copy.deepcopy(tied(6)).apply(_zeroed))
+    full = pipe.full_state_dict(everywhere=True)
+    other.load_state_dict(full)
+    before, after = pipe.eval(X, target=TARGET).loss, other.eval(X, target=TARGET).loss
+    other.load_state_dict(pipe.state_dict())
+    return pipe.full_state_dict(), pipe.state_dict(), before, after
+
+
+def _zeroed(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.zeros_(parameter)
+
+
+@pytest.mark.gloo
+def test_states_go_home_and_back_under_the_original_names(pools: Pools) -> None:
+    plain = tied(6)
+    (full, first, before, after), (empty, second, _, _) = pools[2].run(states_of)
+    assert_identical(full, plain.state_dict())
+    assert empty == {}
+    assert first.keys() | second.keys() == plain.state_dict().keys()
+    assert {"head.weight", "mix"} <= second.keys()
+    assert before == after
+
+
+def language_model_gradients() -> Numbers:
+    """GPT-2 without dropout, as it comes, its table tied to its head."""
+    pipe, kwargs = language_pipe(*language_model())
+    pipe.step(**kwargs)
+    return numbers(pipe)
+
+
+def language_model() -> tuple[nn.Module, dict[str, Any]]:
+    model, _, kwargs = ZOO["gpt2"]()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.double(), kwargs
+
+
+def language_pipe(model: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    plan = penstock.plan(model, kwargs=kwargs, ranks=2, microbatches=2, schedule="1f1b")
+    return penstock.Pipeline(model, plan), kwargs
+
+
+@pytest.mark.gloo
+def test_a_language_model_with_a_tied_head(pools: Pools) -> None:
+    model, kwargs = language_model()
+    model(**kwargs, use_cache=False).loss.backward()
+    parts = pools[2].run(language_model_gradients)
+    assert_parts_equal(parts, model, 1e-5)
+    assert torch.equal(parts[0]["gradient transformer.wte.weight"], parts[1]["gradient lm_head.weight"])
