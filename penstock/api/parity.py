@@ -123,7 +123,8 @@ def _difference(name: str, stage: int, expected: Tensor | None, found: Tensor | 
         return Difference(name, stage, 0.0, tolerance)
     apart = float((expected.double() - found.double()).abs().max())
     scale = max(_largest(expected), floor if name.startswith("gradient") else 0.0)
-    return Difference(name, stage, apart / scale if apart else 0.0, tolerance)
+    # Without anything to compare with, a difference is measured by itself.
+    return Difference(name, stage, apart / (scale or 1.0), tolerance)
 
 
 def _largest(value: Tensor | None) -> float:

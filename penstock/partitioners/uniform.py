@@ -26,8 +26,12 @@ def uniform(graph: Graph, num_stages: int) -> Partition:
         # Leave room for the cuts that are still to come.
         free = free[: len(free) - (num_stages - 1 - number)]
         if not free:
+            closed = len(graph.nodes) - 1 - len(allowed)
             raise PartitionError(
-                "the graph has fewer places to cut than asked for", places=len(allowed), stages=num_stages
+                "the graph has fewer places to cut than asked for",
+                places=len(allowed),
+                stages=num_stages,
+                hint="memory or a buffer that is written keeps nodes together: fewer stages" if closed else "",
             )
         cuts.append(min(free, key=lambda place: abs(place - wish)))
     return cut_at(graph, cuts)

@@ -192,7 +192,9 @@ def test_every_error_is_a_public_name():
 
 @pytest.mark.parametrize("subject", [None, "1f1b"])
 def test_only_a_program_or_a_schedule_is_simulated(subject):
-    with pytest.raises(ScheduleError, match=r"simulate takes a Plan, a Program or a Schedule \(given: (NoneType|str)\)"):
+    with pytest.raises(
+        ScheduleError, match=r"simulate takes a Plan, a Program or a Schedule \(given: (NoneType|str)\)"
+    ):
         penstock.simulate(subject)
 
 

@@ -1,0 +1,125 @@
+"""plan: from a model and a batch to a Plan, and what a careless call is told."""
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import CaptureError, PlanError, RunError, ScheduleError
+
+MODEL = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)])
+X = torch.randn(8, 8)
+
+
+def plan(**changed):
+    return penstock.plan(MODEL, (X,), **{"ranks": 2, "microbatches": 4, "schedule": "1f1b", **changed})
+
+
+def test_the_graph_is_that_of_one_microbatch():
+    assert plan().graph.inputs[0].spec.shape == (2, 8)
+
+
+def test_a_plan_is_saved_loaded_and_trained(tmp_path):
+    plan(schedule="zbv").save(tmp_path / "plan.json")
+    loaded = penstock.Plan.load(tmp_path / "plan.json")
+    pipe = penstock.Pipeline(MODEL, loaded, loss_fn=nn.functional.mse_loss, local=True)
+    assert pipe.step(X, target=X).loss > 0
+
+
+def test_a_schedule_may_come_from_a_csv(tmp_path):
+    path = tmp_path / "order.csv"
+    penstock.schedule("gpipe", 2, 4).to_csv(path)
+    assert plan(schedule=path).schedule == penstock.schedule("gpipe", 2, 4)
+    assert plan(schedule=str(path)).choices.schedule == "given"
+
+
+def test_explicit_module_lists_are_the_stages():
+    lists = [["0", "1", "2"], ["3", "4", "5", "6", "7"]]
+    assert [len(nodes) for nodes in plan(partitioner=lists).partition.stages] == [3, 5]
+
+
+def test_a_plan_is_simulated_with_its_own_costs():
+    found = plan()
+    assert penstock.simulate(found).makespan == found.predicted.makespan
+
+
+def test_a_cluster_brings_its_memory():
+    with pytest.raises(PlanError, match="does not fit in memory"):
+        plan(ranks=penstock.Cluster(2, memory=100))
+
+
+def test_a_model_on_the_meta_device_is_planned_and_not_trained():
+    model = nn.Sequential(*[nn.Linear(8, 8, device="meta") for _ in range(4)])
+    made = penstock.plan(model, (X.to("meta"),), ranks=2, microbatches=2, schedule="gpipe")
+    assert made.num_stages == 2
+    with pytest.raises(RunError, match="on the meta device"):
+        penstock.Pipeline(model, made, loss_fn=nn.functional.mse_loss, local=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"ranks": 0}, PlanError, "ranks must be a whole number"),
+        ({"ranks": "two"}, PlanError, "ranks must be a whole number"),
+        ({"microbatches": -1}, PlanError, "microbatches must be a whole number"),
+        ({"microbatches": 2.5}, PlanError, "microbatches must be a whole number"),
+        ({"schedule": "onef1b"}, ScheduleError, "1f1b"),
+        ({"partitioner": "metiss"}, PlanError, "unknown partitioner"),
+        ({"recompute": True}, PlanError, "unknown recompute"),
+        ({"memory": "10 bananas"}, penstock.PenstockError, "bananas"),
+    ],
+)
+def test_wrong_arguments_are_named(changed, error, words):
+    with pytest.raises(error, match=words):
+        plan(**changed)
+
+
+def test_a_tensor_in_the_place_of_a_tuple_comes_with_the_way_out():
+    with pytest.raises(PlanError, match=r"args is a tuple(.|\n)*try: \(x,\)"):
+        penstock.plan(MODEL, X, ranks=2, microbatches=4)
+
+
+def test_something_that_is_no_model_is_refused():
+    with pytest.raises(PlanError, match=r"needs a torch.nn.Module \(given: function\)"):
+        penstock.plan(lambda x: x, (X,), ranks=2, microbatches=4)
+
+
+def test_a_batch_that_the_model_does_not_take_is_refused():
+    with pytest.raises((CaptureError, RunError)):
+        penstock.plan(MODEL, (torch.randn(8, 5),), ranks=2, microbatches=4)
+    with pytest.raises(CaptureError, match="cannot be called with this batch"):
+        penstock.plan(MODEL, (X, X), ranks=2, microbatches=4)
+
+
+def test_the_plan_of_another_model_is_refused_before_training():
+    other = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(7)], nn.Linear(8, 9))
+    with pytest.raises(PlanError, match="the plan is for another model"):
+        penstock.Pipeline(other, plan(), loss_fn=nn.functional.mse_loss, local=True)
+
+
+class Targeted(nn.Module):
+    """A model that wants the target itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, target=None):
+        """A loss, or the output."""
+        for layer in self.layers:
+            x = layer(x)
+        return x if target is None else nn.functional.mse_loss(x, target)
+
+
+def test_a_forward_that_takes_the_target_is_given_it():
+    model = Targeted()
+    made = penstock.plan(model, (X, X), ranks=2, microbatches=4, schedule="1f1b")
+    pipe = penstock.Pipeline(model, made, local=True)
+    torch.testing.assert_close(pipe.step(X, target=X).loss, model(X, X).detach())
+
+
+def test_a_loss_function_beside_a_forward_that_takes_the_target_is_ambiguous():
+    model = Targeted()
+    made = penstock.plan(model, (X, X), ranks=2, microbatches=4, schedule="1f1b")
+    with pytest.raises(RunError, match="both a loss_fn and the model's forward take the target"):
+        penstock.Pipeline(model, made, loss_fn=nn.functional.mse_loss, local=True)
