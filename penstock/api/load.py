@@ -1,12 +1,20 @@
 """Load: what one step works on, and what it brings home."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from penstock.runtime.batch import Microbatch
 from penstock.runtime.health import Health
+
+
+class Met(NamedTuple):
+    """A batch cut into microbatches, the recording that holds for each, and its tensors by name."""
+
+    microbatches: tuple[Microbatch, ...]
+    recordings: tuple[Any, ...]
+    named: tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True)

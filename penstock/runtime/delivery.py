@@ -1,11 +1,10 @@
 """Delivery: a batch that only pipeline rank 0 was given, brought to the ranks that need parts of it.
 
-A header says how the batch is built; it goes to all ranks. Tensors go to those ranks whose stages read them. The
-first batch of a new form goes to everyone, as every rank records the model on it.
+A header says how the batch is built; it goes to all ranks. Tensors go to those ranks that want them.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from penstock.errors import RunError
 from penstock.ir.graph import ITEM_BYTES
 from penstock.runtime.crew import Crew
 
-Wanted = Callable[[int], set[int]]
+Places = Collection[int] | None
 
 
 def write_header(batch: Any) -> tuple[str, list[Tensor]]:
@@ -77,41 +76,33 @@ def _built(node: Mapping[str, Any], tensors: Any) -> Any:
 class Delivery:
     """Carries batches from pipeline rank 0 to the others."""
 
-    def __init__(self, crew: Crew, device: torch.device, wanted: Callable[[str, int], set[int] | None]) -> None:
-        """`wanted(header, rank)` are the places of the tensors that a rank needs; None: all, the form is new."""
-        self._crew, self._device, self._wanted = crew, device, wanted
+    def __init__(self, crew: Crew, device: torch.device) -> None:
+        self._crew, self._device = crew, device
 
-    def deliver(self, batch: Any) -> tuple[str, Any]:
-        """The header and the batch, on every rank; what a rank does not need is memory without content."""
-        if self._crew.rank == 0:
-            header, tensors = write_header(batch)
-            self._crew.tell_text(header, 0)
-            self._send(header, tensors)
-            return header, read_header(header)[0](tensors)
-        header = self._crew.tell_text("", 0)
-        build, buffers = read_header(header)
-        return header, build(self._receive(header, [buffer.to(self._device) for buffer in buffers]))
-
-    def _places(self, header: str, rank: int, count: int) -> list[int]:
-        wanted = self._wanted(header, rank)
-        return [place for place in range(count) if wanted is None or place in wanted]
-
-    def _send(self, header: str, tensors: Sequence[Tensor]) -> None:
+    def give(self, note: str, tensors: Sequence[Tensor], wanted: Callable[[int], Places]) -> None:
+        """From rank 0: a note to all, and to each rank the tensors in the places that it wants; None: all of them."""
+        self._crew.tell_text(note, 0)
         works = [
             dist.isend(tensors[place], group=self._crew.group, group_dst=rank)
             for rank in range(1, self._crew.ranks)
-            for place in self._places(header, rank, len(tensors))
-            if tensors[place].numel()
+            for place in _places(tensors, wanted(rank))
         ]
         for work in works:
             self._crew.wait(work)
 
-    def _receive(self, header: str, buffers: list[Tensor]) -> list[Tensor]:
-        works = [
-            dist.irecv(buffers[place], group=self._crew.group, group_src=0)
-            for place in self._places(header, self._crew.rank, len(buffers))
-            if buffers[place].numel()
-        ]
+    def take_note(self) -> str:
+        """On the other ranks: what rank 0 has noted."""
+        return self._crew.tell_text("", 0)
+
+    def take(self, buffers: Sequence[Tensor], wanted: Places) -> list[Tensor]:
+        """The tensors; what is not wanted is memory without content."""
+        own = [buffer.to(self._device) for buffer in buffers]
+        works = [dist.irecv(own[place], group=self._crew.group, group_src=0) for place in _places(own, wanted)]
         for work in works:
             self._crew.wait(work)
-        return buffers
+        return own
+
+
+def _places(tensors: Sequence[Tensor], wanted: Places) -> list[int]:
+    """Those that are sent: wanted and not empty."""
+    return [place for place, tensor in enumerate(tensors) if tensor.numel() and (wanted is None or place in wanted)]

@@ -8,7 +8,7 @@ from torch.nn import functional
 import penstock
 from penstock.api.parity import Comparison, Difference, ParityReport, compare
 
-X, Y = torch.randn(6, 8, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64)
+X, Y = torch.randn(10, 8, dtype=torch.float64), torch.randn(10, 8, dtype=torch.float64)
 
 
 def chain(*extra):
