@@ -3,8 +3,8 @@
 Passes sleep, so that more ranks than cores overlap. Both runtimes drive the same stages in the same order, by turns.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ def recording(setting: Setting, names: tuple[str, ...] = ("1f1b", "zbv")) -> Tab
     return Table(f"record=True, seconds per step, {load()}", ("schedule", "plain", "recorded", "ratio"), lines())
 
 
-def measured(name: str, setting: Setting, of_rank: "OfRank | None" = None) -> Found:
+def measured(name: str, setting: Setting, of_rank: Callable[..., Any] | None = None) -> Found:
     """Both runtimes on one schedule."""
     schedule = penstock.schedule(name, setting.ranks, setting.microbatches)
     model = nn.Sequential(*(SleepingBlock(setting.unit) for _ in range(schedule.num_stages)))

@@ -28,11 +28,14 @@ class Step(NamedTuple):
     cpu: float
 
 
-def take_turns(runs: Runs, times: int, warm_up: int = 1) -> dict[str, list[Turn]]:
-    """On one rank: every run in turn, so many times; the first ones are not kept."""
+def take_turns(
+    runs: Runs, times: int, warm_up: int = 1, between: Callable[[], object] = lambda: None
+) -> dict[str, list[Turn]]:
+    """On one rank: every run in turn, so many times; the first ones are not kept, nor what happens between."""
     found: dict[str, list[Turn]] = {name: [] for name in runs}
     for number in range(warm_up + times):
         for name, run in runs.items():
+            between()
             turn = _turn(run)
             if number >= warm_up:
                 found[name].append(turn)
@@ -40,7 +43,7 @@ def take_turns(runs: Runs, times: int, warm_up: int = 1) -> dict[str, list[Turn]
 
 
 def joined(ranks: Sequence[Mapping[str, list[Turn]]], ours: Sequence[str] = ("penstock",)) -> dict[str, list[Step]]:
-    """What all ranks measured; the watch of penstock counts for penstock only, though it also looks while others run."""
+    """What all ranks measured; the watch counts for penstock only, though it also looks while others run."""
     return {
         name: [_step(turns, name in ours) for turns in zip(*(rank[name] for rank in ranks), strict=True)]
         for name in ranks[0]

@@ -7,6 +7,8 @@ from contextvars import ContextVar
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from penstock.ir.graph import Graph
+
 _COLLECTED: ContextVar[list[Tensor] | None] = ContextVar("penstock_added_losses", default=None)
 
 
@@ -16,13 +18,23 @@ def add_loss(value: Tensor) -> None:
     Under a Pipeline its gradient and value count as in one process, each microbatch by its samples. Elsewhere it does
     nothing, unless `added_losses` collects.
     """
-    # Between blocks it is recorded like any function of torch, and so runs again in its stage.
     if has_torch_function_unary(value):
-        handle_torch_function(add_loss, (value,), value)
-        return
+        handle_torch_function(added_loss, (value,), value)
+    else:
+        added_loss(value)
+
+
+def added_loss(value: Tensor) -> Tensor:
+    """What is recorded between blocks, as any function of torch that makes a tensor, and so runs again in its stage."""
     collected = _COLLECTED.get()
     if collected is not None:
         collected.append(value)
+    return value.clone()
+
+
+def added_in(graph: Graph) -> tuple[str, ...]:
+    """The values that are added to the loss between the blocks of a model."""
+    return tuple(value.name for node in graph.nodes if node.kind == added_loss.__name__ for value in node.makes)
 
 
 @contextmanager

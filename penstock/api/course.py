@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.api.adding import added_in
 from penstock.ir.cuts import Cuts
 from penstock.ir.liveness import trained
 from penstock.ir.partition import Crossing, Partition
@@ -87,7 +88,7 @@ class Courses:
     def _edges_of(self, recording: Any, roots: tuple[str, ...], is_training: bool) -> Edges:
         key = (id(recording), roots, is_training)
         if key not in self._edges:
-            graph = trained(recording.graph, roots if is_training else ())
+            graph = trained(recording.graph, (*roots, *added_in(recording.graph)) if is_training else ())
             partition: Partition = self._owners.fit(graph)
             self._edges[key] = {(c.producer, c.consumer): c for c in partition.crossings(graph)}
         return self._edges[key]

@@ -66,7 +66,7 @@ class Engine:
         course = self._courses.of(Kind(is_training, load.inputs.recordings, roots))
         every = self._options.check_inputs_every
         looks = self._intake.everyone_has_it and every and step % every == 0
-        agree(self._crew, step, course.form, checksum(load.inputs.named) if looks else 0)
+        agree(self._crew, step, course.form, checksum(load.inputs.content) if looks else 0)
         return load, course
 
     def _run(self, course: Course, load: Load, records: bool) -> list[Times] | None:

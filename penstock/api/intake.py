@@ -47,17 +47,23 @@ class Intake:
 
     def load(self, batch: Batch, is_training: bool, step: int, keeps_outputs: bool) -> Load:
         """The load of one step."""
+        batch = self._placed(batch)
         met = self._meet(batch) if self._handout is None else self._handout.hand_out(batch)
         replicas, crew = self._holdings.replicas, self._holdings.crew
         size = float(sum(piece.size for piece in met.microbatches))
         mean = float(replicas.sum(torch.tensor(size))) / replicas.count
         return Load(Inputs(*met, mix(self._seed, step, crew.replica), mean), is_training, keeps_outputs)
 
+    def _placed(self, batch: Batch) -> Batch:
+        """A model whose forward takes the target gets it as any other argument."""
+        args, kwargs, target = batch
+        if target is None or _TARGET not in inspect.signature(self._holdings.captured.model.forward).parameters:
+            return batch
+        return args, {**kwargs, _TARGET: target}, None
+
     def _meet(self, batch: Batch, recordings: tuple[Any, ...] | None = None) -> Met:
         """Cut a batch, and find the recordings unless they are known."""
         captured, (args, kwargs, target) = self._holdings.captured, batch
-        if target is not None and _TARGET in inspect.signature(captured.model.forward).parameters:
-            kwargs, target = {**kwargs, _TARGET: target}, None
         pieces = cut(captured.model.forward, args, kwargs, target, self._plan.num_microbatches, self._split)
         if recordings is not None:
             return Met(pieces, recordings, tuple(captured.inputs(piece.args, piece.kwargs) for piece in pieces))

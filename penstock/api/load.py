@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from penstock.ir.containers import named_leaves
 from penstock.runtime.batch import Microbatch
 from penstock.runtime.health import Health
 
@@ -32,6 +33,12 @@ class Inputs:
     def sizes(self) -> tuple[int, ...]:
         """The samples of each microbatch."""
         return tuple(microbatch.size for microbatch in self.microbatches)
+
+    @property
+    def content(self) -> list[dict[str, Any]]:
+        """All that the ranks must have been given alike."""
+        targets = [dict(named_leaves(microbatch.target, "target")) for microbatch in self.microbatches]
+        return [*self.named, *targets]
 
     def share(self, microbatch: int) -> float:
         """The samples of a microbatch as a share of all; of those of all replicas together, as the mean over them."""

@@ -13,7 +13,7 @@ from penstock.capture.graphing import graph_of
 from penstock.capture.hooks import has_users_hooks, silent_hooks
 from penstock.capture.leaves import Granularity
 from penstock.capture.recorder import OpenLeaf, Recorder
-from penstock.capture.surroundings import seed_generators, undisturbed
+from penstock.capture.surroundings import seed_generators, uncompiled, undisturbed
 from penstock.capture.trees import unknown_origin
 from penstock.errors import CaptureError, PenstockError
 from penstock.ir.containers import named_inputs, transform
@@ -53,7 +53,7 @@ def make_recording(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], granularity: Granularity
 ) -> Recording:
     """Run the model twice on the batch, from different seeds, and write down what happens."""
-    with undisturbed(model):
+    with undisturbed(model), uncompiled():
         first = _record_opening(model, args, kwargs, granularity, _SEEDS[0])
         # The second forward starts from what the first one left behind, so that a count that it keeps shows.
         second = _record_opening(model, args, kwargs, first.granularity, _SEEDS[1])

@@ -4,7 +4,7 @@ import random
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -98,3 +98,9 @@ def seed_generators(seed: int) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     torch.manual_seed(seed)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Compiled modules run as they were written: a recording must neither be compiled nor use up recompilations."""
+    # Without the compiler loaded nothing can be compiled, and loading it takes seconds.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from tests.runtime.models import CLASSES, VOCABULARY, WIDTH, classifier, noise, tied, token_loss, tokens
+from tests.runtime.models import CLASSES, WIDTH, classifier, noise, tied, token_loss, tokens
 from tests.runtime.oracle import assert_equal, numbers, whole
 from tests.zoo import ZOO
 
@@ -38,9 +38,7 @@ def step_and_compare(model: nn.Module, loss_fn: Any, x: Tensor, target: Tensor, 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8])
 def test_a_mean_over_samples(schedule: str, rows: int) -> None:
-    step_and_compare(
-        classifier(), functional.mse_loss, noise(rows, WIDTH), noise(rows, CLASSES, seed=1), schedule
-    )
+    step_and_compare(classifier(), functional.mse_loss, noise(rows, WIDTH), noise(rows, CLASSES, seed=1), schedule)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

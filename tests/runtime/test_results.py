@@ -97,8 +97,8 @@ def outputs_on_a_rank(forms: list[str]) -> list[Any]:
     found = []
     for form in forms:
         pipe = answering(form, local=False)
-        result = pipe.step(X, target=TARGET, return_outputs=True)
-        found.append((result.losses, result.weights, first_of(result.outputs), first_of(pipe.eval(X, return_outputs=True).outputs)))
+        result, evaluated = pipe.step(X, target=TARGET, return_outputs=True), pipe.eval(X, return_outputs=True)
+        found.append((result.losses, result.weights, first_of(result.outputs), first_of(evaluated.outputs)))
     return found
 
 

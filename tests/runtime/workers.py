@@ -1,5 +1,6 @@
 """Workers: long-lived processes of torch.distributed that run jobs for many tests, one pool per number of ranks."""
 
+import contextlib
 import importlib
 import os
 import signal
@@ -39,11 +40,9 @@ class Pool:
         self._pids = self._answers(time.monotonic() + _START_SECONDS)
 
     def _launch(self) -> None:
-        try:
+        # Of a pool that was killed, the test that did it has already said why.
+        with contextlib.suppress(RunError):
             launch(serve, len(self._lines), self._there, board=self._boards)
-        except RunError:
-            # A pool that was killed: the test that did it has already said why.
-            pass
 
     def run(self, fn: Callable[..., Any], *args: Any, deadline: float = DEADLINE_SECONDS) -> list[Any]:
         """What `fn(*args)`, a function at the top of a module, returns on every rank."""

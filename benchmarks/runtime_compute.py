@@ -1,0 +1,110 @@
+"""runtime_compute: tokens per second of a small GPT on two ranks, beside torch's pipeline and one process.
+
+Both pipelines have the same cut; each schedule is penstock's or torch's own. They take their steps by turns, and one
+process takes its own while both ranks wait.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import penstock
+from benchmarks.gpt import Sizes, batch, cut, gpt, loss
+from benchmarks.table import Line, Table
+from benchmarks.torch_pipeline import NAMES, TorchPipeline
+from benchmarks.turns import Step, Turn, joined, load, take_turns
+
+_RANKS = 2
+_ALONE = 1.7
+
+
+def tables() -> tuple[Table, ...]:
+    """Everything that `make bench` shows about real compute."""
+    return (throughput(), recording())
+
+
+def throughput(sizes: Sizes = Sizes(), times: int = 7, names: tuple[str, ...] = tuple(NAMES)) -> Table:  # noqa: B008
+    """Tokens per second against torch's pipeline and against one process, which trains on the same microbatches."""
+
+    def lines() -> Iterator[Line]:
+        for name in names:
+            steps = measured(name, sizes, times, _beside_torch)
+            ours, theirs, alone = (_rate(sizes, steps[who]) for who in ("penstock", "torch", "one process"))
+            cells = (name, f"{ours:,.0f}", f"{theirs:,.0f}", f"{alone:,.0f}")
+            yield Line((*cells, "torch", f"{ours / theirs:.3f}"), ours / theirs, 1.0)
+            yield Line((*cells, "one process", f"{ours / alone:.3f}"), ours / alone, _ALONE)
+
+    columns = ("schedule", "ours", "torch", "one process", "against", "ratio")
+    title = f"a GPT of {sizes.layers} layers, d={sizes.width}, tokens/s on {_RANKS} ranks of one thread"
+    return Table(f"{title}; best of {times} steps, {load()}", columns, lines())
+
+
+def recording(sizes: Sizes = Sizes(), times: int = 15, names: tuple[str, ...] = ("1f1b",)) -> Table:  # noqa: B008
+    """A step with record=True against one without."""
+
+    def lines() -> Iterator[Line]:
+        for name in names:
+            steps = measured(name, sizes, times, _with_and_without_record)
+            plain, recorded = (min(step.seconds for step in steps[who]) for who in ("penstock", "recorded"))
+            cells = (name, f"{plain:.4f}", f"{recorded:.4f}", f"{recorded / plain:.4f}")
+            yield Line(cells, recorded / plain, 1.01, at_least=False)
+
+    columns = ("schedule", "plain", "recorded", "ratio")
+    return Table(f"record=True, seconds per step of that GPT; best of {times} steps, {load()}", columns, lines())
+
+
+def measured(name: str, sizes: Sizes, times: int, of_rank: Callable[..., Any]) -> dict[str, list[Step]]:
+    """The steps of all that take turns."""
+    stages = penstock.schedule(name, _RANKS, sizes.microbatches).num_stages
+    model, (tokens, _) = gpt(sizes), batch(sizes)
+    plan = penstock.plan(
+        model,
+        (tokens,),
+        ranks=_RANKS,
+        microbatches=sizes.microbatches,
+        schedule=name,
+        partitioner=cut(sizes, stages),
+    )
+    ranks = penstock.launch(of_rank, _RANKS, name, plan, model, sizes, times)
+    return joined(ranks, ("penstock", "recorded"))
+
+
+def _beside_torch(
+    name: str, plan: penstock.Plan, model: nn.Sequential, sizes: Sizes, times: int
+) -> dict[str, list[Turn]]:
+    (tokens, wanted), stages = batch(sizes), cut(sizes, plan.num_stages)
+    ours = penstock.Pipeline(model, plan, loss_fn=loss)
+    own = plan.schedule.placement.stages[dist.get_rank()]
+    parts = {stage: nn.Sequential(*(model[int(block)] for block in stages[stage])) for stage in own}
+    theirs = TorchPipeline.named(name, parts, plan.num_stages, sizes.microbatches, loss)
+    runs = {
+        "penstock": lambda: ours.step(tokens, target=wanted),
+        "torch": lambda: theirs.step(tokens, target=wanted),
+        "one process": lambda: _alone(model, tokens, wanted, sizes.microbatches),
+    }
+    return take_turns(runs, times, between=lambda: model.zero_grad(set_to_none=True))
+
+
+def _alone(model: nn.Module, tokens: Tensor, wanted: Tensor, microbatches: int) -> None:
+    """A plain loop over the microbatches, on the first rank while the other waits."""
+    if dist.get_rank() == 0:
+        for piece, target in zip(tokens.chunk(microbatches), wanted.chunk(microbatches), strict=True):
+            (loss(model(piece), target) / microbatches).backward()
+    dist.barrier()
+
+
+def _with_and_without_record(
+    name: str, plan: penstock.Plan, model: nn.Sequential, sizes: Sizes, times: int
+) -> dict[str, list[Turn]]:
+    (tokens, wanted), ours = batch(sizes), penstock.Pipeline(model, plan, loss_fn=loss)
+    runs = {
+        "penstock": lambda: ours.step(tokens, target=wanted),
+        "recorded": lambda: ours.step(tokens, target=wanted, record=True),
+    }
+    return take_turns(runs, times, between=lambda: model.zero_grad(set_to_none=True))
+
+
+def _rate(sizes: Sizes, steps: list[Step]) -> float:
+    return sizes.tokens / min(step.seconds for step in steps)

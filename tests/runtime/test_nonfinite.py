@@ -1,0 +1,190 @@
+"""A number that is none is told by step and stage, and harms no weight; a scaler decides for all ranks alike."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import penstock
+from tests.runtime.models import WIDTH, Block, fixed, noise
+from tests.runtime.oracle import Numbers, assert_equal, assert_identical, numbers, whole
+from tests.runtime.workers import Pools
+
+X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
+
+
+class Breaking(torch.autograd.Function):
+    """Hands on its input, and makes what is marked infinite on the way there or back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        """As it is, or broken."""
+        ctx.factor = backward
+        return x * forward
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """As it is, or broken."""
+        return grad * ctx.factor, None, None
+
+
+class Fragile(nn.Module):
+    """A chain that breaks behind one of its blocks when told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Breakable() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Blocks in a row."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Breakable(Block):
+    """A block with a fault that can be switched on."""
+
+    forward_factor = backward_factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer."""
+        return Breaking.apply(super().forward(x), self.forward_factor, self.backward_factor)
+
+
+def fragile_pipe(local: bool = True, **options: Any) -> tuple[nn.Module, Any]:
+    model = fixed(Fragile())
+    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b", stages_per_rank=1)
+    options = {"options": penstock.RunOptions(**options)} if options else {}
+    return model, penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local, **options)
+
+
+def broken(model: nn.Module, block: int, during: str, factor: float = float("nan")) -> None:
+    setattr(model.blocks[block], f"{during}_factor", factor)
+
+
+def refusal(pipe: Any) -> str:
+    try:
+        pipe.step(X, target=TARGET)
+    except penstock.RunError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize(
+    ("block", "during", "stage"), [(1, "forward", 0), (2, "forward", 1), (3, "forward", 1), (1, "backward", 0)]
+)
+def test_a_broken_number_is_told_by_step_and_stage(block: int, during: str, stage: int) -> None:
+    model, pipe = fragile_pipe()
+    pipe.step(X, target=TARGET)
+    broken(model, block, during)
+    words = refusal(pipe)
+    assert words.startswith("a loss or gradient is not a finite number")
+    assert "step: 1" in words
+    assert f"stage: {stage}, during: {during}" in words
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_skipped_step_goes_on_without_gradients() -> None:
+    model, pipe = fragile_pipe(nonfinite="skip")
+    broken(model, 1, "forward")
+    with pytest.warns(RuntimeWarning, match="not a finite number"):
+        assert "stage: 0" in pipe.step(X, target=TARGET).skipped
+    assert all(parameter.grad is None for parameter in model.parameters())
+    broken(model, 1, "forward", 1.0)
+    assert pipe.step(X, target=TARGET).skipped == ""
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_who_ignores_it_gets_what_torch_gives() -> None:
+    model, pipe = fragile_pipe(nonfinite="ignore")
+    broken(model, 1, "forward")
+    assert torch.isnan(pipe.step(X, target=TARGET).loss)
+
+
+def broken_on_a_rank(block: int, during: str) -> tuple[str, Numbers, str, Numbers]:
+    """The words, and what is held, for a step that is refused and for one that is skipped after a good one."""
+    model, pipe = fragile_pipe(local=False)
+    broken(model, block, during)
+    words, held = refusal(pipe), numbers(pipe)
+    model, pipe = fragile_pipe(local=False, nonfinite="skip")
+    pipe.step(X, target=TARGET)
+    broken(model, block, during)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        skipped = pipe.step(X, target=TARGET).skipped
+    return words, held, skipped, numbers(pipe)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("block", "during", "stage"), [(0, "forward", 0), (3, "forward", 1), (1, "backward", 0)])
+def test_every_process_refuses_and_skips_alike(pools: Pools, block: int, during: str, stage: int) -> None:
+    first, second = pools[2].run(broken_on_a_rank, block, during)
+    assert (first[0], first[2]) == (second[0], second[2])
+    assert f"stage: {stage}, during: {during}" in first[0]
+    weights = {f"state {name}": value for name, value in fixed(Fragile()).state_dict().items() if "linear" in name}
+    for held in (first[1] | second[1], first[3] | second[3]):
+        assert all(value is None for name, value in held.items() if name.startswith("gradient"))
+        assert_identical({name: held[name] for name in weights}, weights)
+
+
+def scaled_steps(local: bool = False) -> tuple[list[float], int, Numbers]:
+    """Five steps of which the second overflows on rank 0 only: the scale after each, skipped steps, what is held."""
+    scaler = penstock.GradScaler(init_scale=8.0, growth_interval=2)
+    model = fixed(Fragile())
+    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, scaler=scaler, local=local)
+    optimizer, scales = torch.optim.SGD(pipe.parameters(), lr=0.1), []
+    for step in range(5):
+        optimizer.zero_grad()
+        broken(model, 0, "backward", float("inf") if step == 1 else 1.0)
+        pipe.step(X, target=TARGET)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.scale)
+    return scales, scaler.skipped, numbers(pipe)
+
+
+def plain_steps() -> Numbers:
+    """The same four steps without a scaler."""
+    model = fixed(Fragile())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        whole(model, mse_loss)(X, TARGET)
+        optimizer.step()
+    return numbers(model)
+
+
+def without_counts(found: Numbers) -> Numbers:
+    """The forward of a step that is skipped afterwards has seen its samples too."""
+    return {name: value for name, value in found.items() if not name.endswith("seen")}
+
+
+def test_a_scaler_skips_an_overflow_and_lowers_its_scale() -> None:
+    scales, skipped, found = scaled_steps(local=True)
+    assert scales == [8.0, 4.0, 4.0, 8.0, 8.0]
+    assert skipped == 1
+    assert_equal(without_counts(found), without_counts(plain_steps()))
+
+
+@pytest.mark.gloo
+def test_every_process_skips_when_one_overflows(pools: Pools) -> None:
+    first, second = pools[2].run(scaled_steps)
+    assert first[:2] == second[:2] == ([8.0, 4.0, 4.0, 8.0, 8.0], 1)
+    assert_equal(without_counts(first[2] | second[2]), without_counts(plain_steps()))
+
+
+def test_a_scaler_may_come_down_to_one_and_still_decides_itself() -> None:
+    scaler = penstock.GradScaler(init_scale=1.0)
+    model = fixed(Fragile())
+    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, scaler=scaler, local=True)
+    broken(model, 0, "backward")
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    assert pipe.step(X, target=TARGET).skipped == ""
+    scaler.step(optimizer)
+    assert scaler.skipped == 1
