@@ -70,3 +70,15 @@ class TorchPipeline:
         """Forward and backward of one batch."""
         given = args if self._is_first else ()
         self._schedule.step(*given, target=target if self._is_last else None, return_outputs=False)
+
+    @property
+    def receive_bytes(self) -> int:
+        """Bytes of all receive buffers, which are there from the first step on."""
+        infos = [
+            info
+            for stage in self.stages
+            for table in (stage.args_recv_info, stage.grad_recv_info)
+            for row in table.values()
+            for info in row
+        ]
+        return sum(info.buffer.nbytes for info in infos if info.buffer is not None)

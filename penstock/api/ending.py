@@ -27,6 +27,11 @@ class Ending:
         """What gradients are multiplied with for a scaler."""
         return 1.0 if self._scaler is None else self._scaler.scale
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a scaler looks after gradients that are too large."""
+        return self._scaler is not None
+
     def roots(self, recording: Any, is_training: bool) -> tuple[str, ...]:
         """The values that the loss is made of."""
         if self._loss_fn is not None:
@@ -59,7 +64,8 @@ class Ending:
             raise RunError(
                 "the loss depends on nothing that needs a gradient", hint="unfreeze a parameter, or use eval"
             )
-        load.losses[microbatch] = loss.detach().reshape(())
+        # A copy: some losses are computed in the memory of a tensor as large as the output, and would keep it.
+        load.losses[microbatch] = loss.detach().reshape(()).clone()
         return loss
 
     def _loss(self, load: Load, microbatch: int, output: Any, values: dict[str, Any]) -> Any:

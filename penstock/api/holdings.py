@@ -71,6 +71,12 @@ class Holdings:
         """What was there before the step is added again."""
         self._aside.finish()
 
+    def drop(self) -> None:
+        """Forget all gradients, also those of earlier steps: those that were not put away are mixed with this one's."""
+        for stage in self.stages.values():
+            stage.zero_grad(set_to_none=True)
+        self._aside.drop()
+
     def gradients(self, counted: bool = False) -> list[Tensor]:
         """The gradients of this process; `counted`: only those that no other rank counts."""
         borrowed = self.tied.borrowed if counted else set()

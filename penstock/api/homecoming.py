@@ -31,7 +31,7 @@ class Homecoming:
     """Gathers what the ranks know into one Result."""
 
     def __init__(self, holdings: Holdings, ending: Ending, options: RunOptions, plan: Plan) -> None:
-        self._crew, self._stages = holdings.crew, holdings.stages
+        self._crew, self._holdings = holdings.crew, holdings
         self._ending, self._options, self._plan = ending, options, plan
         self._remarks = Remarks()
         self._outputs = Outputs(self._crew, plan.schedule.placement[plan.num_stages - 1])
@@ -39,19 +39,20 @@ class Homecoming:
     def bring(self, load: Load, course: Course, times: Sequence[Times] | None, step: int) -> Result:
         """The result of a step, the same on every rank."""
         rows = self._crew.gather(self._figures(load))
-        figures = rows.sum(0)
+        # The other replicas may have other numbers of microbatches.
+        figures, heads = rows.sum(0), self._crew.gather_replicas(rows[:, :_HEAD])
         if load.is_training and load.losses:
             self._remarks.say(load, self._ending)
         dtype = _DTYPES[int(figures[1])]
         count, has_loss = len(load.inputs.microbatches), bool(figures[0])
         losses, weights = figures[_HEAD : _HEAD + count].to(dtype), figures[_HEAD + count :]
         return Result(
-            (figures[2] + figures[3]).to(dtype) if has_loss else None,
+            (heads[:, 2:4].sum() / self._crew.num_replicas).to(dtype) if has_loss else None,
             tuple(losses.unbind()) if has_loss else (),
             tuple(weights.tolist()) if has_loss else (),
             self._merged(load),
             self._trace(course, times),
-            self._broken(rows, step) if load.is_training else "",
+            self._broken(heads, step) if load.is_training else "",
         )
 
     def _figures(self, load: Load) -> Tensor:
@@ -69,24 +70,23 @@ class Homecoming:
                     head[2] += weights[microbatch] * loss
         if load.is_training and self._looks:
             head[4] = load.health.first_broken()
-            head[5] = last_broken({index: stage.parameters() for index, stage in self._stages.items()})
+            head[5] = last_broken({index: stage.parameters() for index, stage in self._holdings.stages.items()})
         return torch.tensor([*head, *losses, *weights], dtype=torch.float64)
 
     @property
     def _looks(self) -> bool:
-        return self._options.nonfinite != "ignore" and self._ending.scale == 1.0
+        return self._options.nonfinite != "ignore" and not self._ending.is_scaled
 
-    def _broken(self, rows: Tensor, step: int) -> str:
+    def _broken(self, heads: Tensor, step: int) -> str:
         """Drop the gradients of a step that brought numbers that are none; says what was wrong."""
         if not self._looks:
             return ""
-        first, last = float(rows[:, 4].min()), float(rows[:, 5].max())
+        first, last = float(heads[:, 4].min()), float(heads[:, 5].max())
         if not is_stage(first) and not is_stage(last):
             return ""
         stage = int(first) if is_stage(first) else int(last)
         nodes = self._plan.partition.stages[stage]
-        for own in self._stages.values():
-            own.zero_grad(set_to_none=True)
+        self._holdings.drop()
         error = RunError(
             "a loss or gradient is not a finite number; gradients were dropped and weights are as they were",
             step=step,

@@ -19,6 +19,10 @@ class Aside:
                 self._kept[parameter] = parameter.grad
                 parameter.grad = None
 
+    def drop(self) -> None:
+        """Forget it, where all gradients are dropped."""
+        self._kept.clear()
+
     def finish(self) -> None:
         """Add it to what the step brought."""
         for parameter, kept in self._kept.items():

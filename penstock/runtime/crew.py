@@ -100,11 +100,14 @@ class Crew:
 
     def gather_everywhere(self, figures: Tensor) -> Tensor:
         """The figures of all ranks of all replicas, one row each."""
-        rows = self.gather(figures)
+        return self.gather_replicas(self.gather(figures))
+
+    def gather_replicas(self, rows: Tensor) -> Tensor:
+        """The rows of all replicas, one after another."""
         if self.replicas is None:
             return rows
         held = [torch.empty_like(rows) for _ in range(self.num_replicas)]
-        dist.all_gather(held, rows, group=self.replicas)
+        self.wait(dist.all_gather(held, rows.contiguous(), group=self.replicas, async_op=True))
         return torch.cat(held)
 
     def tell_text(self, text: str, source: int) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
-from tests.runtime.models import WIDTH, Block, fixed, noise
+from tests.runtime.models import WIDTH, Block, fixed, noise, tied, token_loss, tokens
 from tests.runtime.oracle import Numbers, assert_equal, assert_identical, numbers, whole
 from tests.runtime.workers import Pools
 
@@ -129,6 +129,25 @@ def test_every_process_refuses_and_skips_alike(pools: Pools, block: int, during:
     for held in (first[1] | second[1], first[3] | second[3]):
         assert all(value is None for name, value in held.items() if name.startswith("gradient"))
         assert_identical({name: held[name] for name in weights}, weights)
+
+
+def gradients_after_a_skip() -> list[str]:
+    """The names of gradients that are left after a good step and one that was skipped, of a model with tied weights."""
+    model, x = tied(), tokens(6, 5)
+    plan = penstock.plan(model, (x,), ranks=2, microbatches=3, schedule="1f1b")
+    options = penstock.RunOptions(nonfinite="skip")
+    pipe = penstock.Pipeline(model, plan, loss_fn=token_loss, options=options)
+    pipe.step(x, target=x)
+    model.blocks[1].register_forward_hook(lambda module, given, result: result * float("nan"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pipe.step(x, target=x)
+    return [name for name, parameter in pipe.named_parameters() if parameter.grad is not None]
+
+
+@pytest.mark.gloo
+def test_a_skipped_step_drops_all_gradients_also_those_that_ranks_share(pools: Pools) -> None:
+    assert pools[2].run(gradients_after_a_skip) == [[], []]
 
 
 def scaled_steps(local: bool = False) -> tuple[list[float], int, Numbers]:

@@ -1,0 +1,90 @@
+"""Live: how many bytes of activations one rank holds, asked before every action of a step.
+
+While a step runs, a dispatch mode notes the storage of every tensor of the size of an activation that any operation
+makes, forward or backward, and strikes it off when the storage itself is gone: nothing that is held anywhere, also by
+mistake, is left out. Gradients on their way to another rank are counted apart, as the simulator has no word for them.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import penstock
+from penstock.runtime.calls import SendCall
+from penstock.runtime.compile import Prepared
+
+
+class Storages(TorchDispatchMode):
+    """The storages of one size that were made inside and still exist."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+        self.alive: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._note(leaf)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == self._size and storage._cdata not in self.alive:
+            self.alive.add(storage._cdata)
+            weakref.finalize(storage, self.alive.discard, storage._cdata)
+
+
+class Peaks:
+    """The most that was held at once: activations with receive buffers, and receive buffers alone."""
+
+    def __init__(self) -> None:
+        self.held = self.buffers = 0
+
+    def note(self, held: int, buffers: int) -> None:
+        """What is held now."""
+        self.held, self.buffers = max(self.held, held), max(self.buffers, buffers)
+
+
+@contextmanager
+def watched(pipeline: penstock.Pipeline, size: int) -> Iterator[Peaks]:
+    """The peaks of the steps inside; each kind of step must have been taken before."""
+    engine, peaks = pipeline._engine, Peaks()
+    (prepared,) = (one for course in engine._courses._made.values() for one in course.prepared)
+    lookout, storages = engine._crew.lookout, Storages(size)
+    tell = lookout.works
+
+    def works(code: int) -> None:
+        peaks.note(size * (len(storages.alive) - len(storages.alive & _leaving(prepared))), _posted(prepared))
+        tell(code)
+
+    lookout.works = works
+    try:
+        with storages:
+            yield peaks
+    finally:
+        lookout.works = tell
+
+
+def _leaving(prepared: Prepared) -> set[int]:
+    """The storages of gradients that are being sent."""
+    departures = [send._departure for send in prepared.sends if _is_gradient(send) and send._departure is not None]
+    sent = [tensor for departure in departures for _, tensor in departure.under_way]  # type: ignore[attr-defined]
+    waiting = [t for send in prepared.sends if _is_gradient(send) for t in send._cell.outbox.get(send._consumer, ())]
+    return {tensor.untyped_storage()._cdata for tensor in (*sent, *waiting) if tensor is not None}
+
+
+def _is_gradient(send: SendCall) -> bool:
+    return bool(send._route.key[2])
+
+
+def _posted(prepared: Prepared) -> int:
+    """Bytes of the buffers of messages that are not yet used."""
+    arrivals = [one for cell in prepared.cells for one in (*(a for _, a in cell.arrivals), *cell.gradients.values())]
+    return sum(buffer.nbytes for arrival in arrivals for _, buffer in getattr(arrival, "_posted", ()))

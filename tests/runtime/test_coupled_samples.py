@@ -1,0 +1,109 @@
+"""Where samples of a batch act on each other, a step is exactly a plain loop over its microbatches, and says so."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import mse_loss
+
+import penstock
+from tests.runtime.models import WIDTH, Block, fixed, noise
+from tests.runtime.oracle import Numbers, assert_equal, assert_identical, loop, numbers
+from tests.runtime.workers import Pools
+
+X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv")
+
+
+def normalised() -> nn.Module:
+    """Batch norm in every block."""
+    return fixed(nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(4))))
+
+
+def plain() -> nn.Module:
+    """Blocks in a row."""
+    return fixed(nn.Sequential(*(Block() for _ in range(4))))
+
+
+def contrast(output: Tensor, target: Tensor) -> Tensor:
+    """Every sample is compared with all targets."""
+    return functional.cross_entropy(output @ target.T, torch.arange(len(output)))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "batch norm": (normalised, mse_loss),
+    "contrastive loss": (plain, contrast),
+}
+
+
+def one_step(case: str, schedules: tuple[str, ...], local: bool = False) -> list[tuple[Numbers, list[str]]]:
+    """The numbers after a step, and what is said."""
+    found = []
+    for schedule in schedules:
+        model, loss_fn = CASES[case][0](), CASES[case][1]
+        plan = penstock.plan(model, (X,), ranks=2, microbatches=2, schedule=schedule, stages_per_rank=None)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            pipe = penstock.Pipeline(model, plan, loss_fn=loss_fn, local=local)
+            losses = [pipe.step(X, target=TARGET).loss for _ in range(2)]
+        found.append((numbers(pipe, losses), [str(one.message) for one in said]))
+    return found
+
+
+def looped(case: str) -> Numbers:
+    model, loss_fn = CASES[case][0](), CASES[case][1]
+    return numbers(model, [loop(model, loss_fn, 2)(X, TARGET) for _ in range(2)])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_a_loop_over_its_microbatches_and_says_so_once(case: str) -> None:
+    for found, said in one_step(case, SCHEDULES, local=True):
+        assert_identical(found, looped(case))
+        assert len(said) == 1
+        assert "gradients are those of a loop over the microbatches" in said[0]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("case", CASES)
+def test_processes_do_as_the_loop_does(pools: Pools, case: str) -> None:
+    for parts in zip(*pools[2].run(one_step, case, SCHEDULES), strict=True):
+        assert_identical({name: value for part, _ in parts for name, value in part.items()}, looped(case))
+
+
+def test_samples_that_do_not_act_on_each_other_need_no_words() -> None:
+    model = plain()
+    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True).step(X, target=TARGET)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_hooks_are_called_once_for_every_microbatch_from_the_first_step_on(schedule: str) -> None:
+    model, called = plain(), []
+    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule=schedule, stages_per_rank=None)
+    for number, block in enumerate(model):
+        block.register_forward_pre_hook(lambda module, given, number=number: called.append(("before", number)))
+        block.register_forward_hook(lambda module, given, result, number=number: called.append(("after", number)))
+        block.register_full_backward_hook(lambda module, into, out, number=number: called.append(("back", number)))
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
+    for _ in range(2):
+        called.clear()
+        pipe.step(X, target=TARGET)
+        assert {place: called.count(place) for place in called} == {
+            (when, number): 3 for when in ("before", "after", "back") for number in range(4)
+        }
+
+
+def test_no_forward_is_hidden() -> None:
+    model = plain()
+    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
+    assert [float(block.seen) for block in model] == [0.0] * 4
+    pipe.step(X, target=TARGET)
+    pipe.eval(X, target=TARGET)
+    assert_equal({"seen": model[3].seen}, {"seen": torch.tensor(7.0, dtype=torch.float64)})

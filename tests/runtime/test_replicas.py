@@ -1,0 +1,180 @@
+"""Replicas of a pipeline train on parts of one batch, and have the gradients of all of it, every bit alike."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.functional import mse_loss
+
+import penstock
+from tests.runtime.models import WIDTH, Block, chain, fixed, noise, tied, token_loss, tokens
+from tests.runtime.oracle import Numbers, assert_equal, assert_identical, numbers, whole
+from tests.runtime.workers import Pools
+
+pytestmark = pytest.mark.gloo
+
+X, TARGET = tokens(8, 6), tokens(8, 6, seed=1)
+LABELS = TARGET.masked_fill(torch.arange(6) >= torch.tensor([[5], [1], [6], [2], [0], [3], [6], [4]]), -100)
+ROWS, ANSWERS = noise(8, WIDTH), noise(8, WIDTH, seed=1)
+SHARES = ((5, 3), (4, 4), (7, 1))
+"""samples of the first and of the second replica"""
+
+
+@cache
+def mesh() -> DeviceMesh:
+    """Two replicas of a pipeline of two ranks."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+
+
+def share(tensor: Tensor, sizes: tuple[int, int] = SHARES[0]) -> Tensor:
+    """This replica's part of a batch."""
+    return tensor.split(sizes)[mesh().get_local_rank("dp")]
+
+
+def replicated(model: nn.Module, x: Tensor, loss_fn: Any, schedule: str = "1f1b", **options: Any) -> Any:
+    """A pipeline with a replica."""
+    plan = penstock.plan(model, (x,), ranks=2, microbatches=3, schedule=schedule)
+    return penstock.Pipeline(model, plan, loss_fn=loss_fn, mesh=mesh(), **options)
+
+
+def gradients(pipe: Any, losses: list[Tensor]) -> Numbers:
+    """Losses and gradients; buffers count the samples of their own replica."""
+    return {name: value for name, value in numbers(pipe, losses).items() if not name.startswith("state")}
+
+
+def assert_whole(parts: Any, plain: nn.Module, losses: list[Tensor]) -> None:
+    """Replicas have the same bits, and together with the other rank all gradients of the plain model."""
+    assert_identical(parts[0], parts[2])
+    assert_identical(parts[1], parts[3])
+    held = plain.named_parameters(remove_duplicate=False)
+    expected = gradients(nn.Module(), losses) | {f"gradient {name}": parameter.grad for name, parameter in held}
+    assert parts[0].keys() | parts[1].keys() >= {f"gradient {name}" for name, _ in plain.named_parameters()}
+    for part in parts[:2]:
+        assert_equal(part, {name: expected[name] for name in part})
+
+
+def token_steps(schedules: list[str]) -> list[Numbers]:
+    """Two accumulated steps for every schedule and every way to share the batch."""
+    found = []
+    for schedule in schedules:
+        for sizes in SHARES:
+            pipe = replicated(tied(), X, token_loss, schedule)
+            x, labels = share(X, sizes), share(LABELS, sizes)
+            found.append(gradients(pipe, [pipe.step(x, target=labels).loss for _ in range(2)]))
+    return found
+
+
+def test_gradients_and_loss_are_those_of_the_whole_batch(pools: Pools) -> None:
+    plain = tied()
+    losses = [whole(plain, token_loss)(X, LABELS) for _ in range(2)]
+    for parts in zip(*pools[4].run(token_steps, ["1f1b", "interleaved", "zbv"]), strict=True):
+        assert_whole(parts, plain, losses)
+
+
+class Penalised(Block):
+    """A block that keeps its result small."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer, and a penalty."""
+        x = super().forward(x)
+        penstock.add_loss((x**2).mean())
+        return x
+
+
+def penalised() -> nn.Module:
+    return fixed(nn.Sequential(*(Penalised() for _ in range(4))))
+
+
+def penalised_step() -> Numbers:
+    pipe = replicated(penalised(), ROWS, mse_loss)
+    return gradients(pipe, [pipe.step(share(ROWS), target=share(ANSWERS)).loss])
+
+
+def test_added_losses_count_by_the_samples_of_all_replicas(pools: Pools) -> None:
+    plain = penalised()
+    with penstock.added_losses() as added:
+        loss = mse_loss(plain(ROWS), ANSWERS)
+    total = loss + torch.stack(added).sum()
+    total.backward()
+    assert_whole(pools[4].run(penalised_step), plain, [total.detach()])
+
+
+def trained_replicas() -> tuple[list[Tensor], Numbers]:
+    """Three steps with clipping: norms and weights."""
+    pipe, norms = replicated(tied(), X, token_loss), []
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        pipe.step(share(X), target=share(LABELS))
+        norms.append(pipe.clip_grad_norm_(0.1))
+        optimizer.step()
+    return norms, {name: parameter.detach() for name, parameter in pipe.named_parameters()}
+
+
+def test_replicas_stay_identical_and_share_one_norm(pools: Pools) -> None:
+    plain, norms = tied(), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        whole(plain, token_loss)(X, LABELS)
+        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+        optimizer.step()
+    results = pools[4].run(trained_replicas)
+    assert all(found == results[0][0] for found, _ in results)
+    assert_equal(dict(enumerate(results[0][0])), dict(enumerate(norms)))
+    assert_identical(results[0][1], results[2][1])
+    assert_identical(results[1][1], results[3][1])
+    for _, part in results[:2]:
+        assert_equal(part, {name: plain.get_parameter(name).detach() for name in part})
+
+
+def overflowing() -> tuple[float, int]:
+    """The scale and the skipped steps after the second replica alone has overflowed."""
+    scaler = penstock.GradScaler(init_scale=8.0)
+    model = chain(4)
+    pipe = replicated(model, ROWS, mse_loss, scaler=scaler)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for factor in (1.0, float("inf")):
+        pipe.step(share(ROWS), target=share(ANSWERS) * (factor if dist.get_rank() > 1 else 1.0))
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.scale, scaler.skipped
+
+
+def test_all_replicas_skip_when_one_overflows(pools: Pools) -> None:
+    assert pools[4].run(overflowing) == [(4.0, 1)] * 4
+
+
+def broken_replica() -> str:
+    """What is said when the second replica is given a number that is none, in a place without gradient."""
+    pipe = replicated(chain(4), ROWS, mse_loss)
+    x = share(ROWS).clone()
+    x[0, 0] = float("nan") if dist.get_rank() > 1 else 0.0
+    try:
+        pipe.step(x, target=share(ANSWERS))
+    except penstock.RunError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_all_replicas_refuse_a_step_that_one_of_them_broke(pools: Pools) -> None:
+    words = pools[4].run(broken_replica)
+    assert len(set(words)) == 1
+    assert "stage: 0, during: forward" in words[0]
+
+
+def recorded() -> list[list[str]]:
+    """The actions of every rank, as recorded."""
+    pipe = replicated(chain(4), ROWS, mse_loss, "interleaved")
+    trace = pipe.step(share(ROWS), target=share(ANSWERS), record=True).trace
+    order = sorted(trace.spans, key=lambda span: span.start)
+    return [[str(span.action) for span in order if span.rank == rank] for rank in range(2)]
+
+
+def test_averaging_begins_before_the_pipeline_is_drained(pools: Pools) -> None:
+    for rank, order in enumerate(pools[4].run(recorded)[0]):
+        assert order.index(f"{rank + 2}REDUCE_GRAD") < order.index(f"{rank}B2")
