@@ -7,7 +7,7 @@ from torch import nn
 
 from penstock.capture import Captured
 from penstock.capture import capture as record_model
-from penstock.errors import CaptureError
+from penstock.errors import CaptureError, PartitionError
 from penstock.ir.graph import Graph
 from penstock.ir.partition import Partition
 from penstock.split import Stage
@@ -36,6 +36,12 @@ def capture(
 
 def split(captured: Captured, partition: Partition, *, check: bool = True) -> tuple[Stage, ...]:
     """The stages of a partition. Unless switched off, they are first run against the unsplit model on the example."""
+    if not isinstance(captured, Captured) or not isinstance(partition, Partition):
+        raise PartitionError(
+            "split takes a captured model and a partition of its graph",
+            given=(type(captured).__name__, type(partition).__name__),
+            hint="split(capture(model, args), uniform(captured.graph, 4)), uniform being of penstock.partitioners",
+        )
     stages = split_captured(captured, partition)
     if check:
         check_stages(captured, partition)

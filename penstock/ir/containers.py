@@ -6,6 +6,7 @@ none of these is a leaf. Nothing here knows tensors.
 
 import dataclasses
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,9 +43,20 @@ def put_together(kind: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:
         return kind(*items) if hasattr(kind, "_fields") else kind(items)
     if issubclass(kind, list):
         return kind(items)
+    content = dict(zip(keys, items, strict=True))
     if hasattr(kind, "__dataclass_fields__"):
-        return kind(**dict(zip(keys, items, strict=True)))
-    return kind(zip(keys, items, strict=True))
+        return kind(**content) if kind.__dataclass_params__.init else _filled(kind, content)
+    if issubclass(kind, defaultdict):
+        return defaultdict(None, content)
+    return kind(content)
+
+
+def _filled(kind: type, content: dict[Any, Any]) -> Any:
+    """An object of a class that has no constructor for its fields."""
+    made: Any = object.__new__(kind)
+    for name, item in content.items():
+        object.__setattr__(made, name, item)
+    return made
 
 
 def leaves(thing: object) -> list[object]:

@@ -3,7 +3,7 @@
 Choose it to reproduce a split made elsewhere, or to move a boundary by hand.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 from penstock.errors import PartitionError
@@ -45,12 +45,15 @@ def cut_after(graph: Graph, modules: Sequence[str]) -> Partition:
 
 
 def _check_names(modules: Sequence[str]) -> None:
-    if isinstance(modules, str) or not all(isinstance(module, str) for module in modules):
+    is_list = isinstance(modules, Iterable) and not isinstance(modules, str)
+    if not is_list or not all(isinstance(module, str) for module in modules):
         raise PartitionError("a list of names of modules is needed", given=repr(modules))
 
 
 def _owners(graph: Graph, stages: Sequence[Sequence[str]]) -> dict[str, int]:
     owner: dict[str, int] = {}
+    if not isinstance(stages, Iterable) or isinstance(stages, str):
+        raise PartitionError("a list of names of modules per stage is needed", given=repr(stages))
     for stage, modules in enumerate(stages):
         _check_names(modules)
         if not modules:

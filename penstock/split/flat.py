@@ -21,6 +21,8 @@ class Flat(nn.Module):
 
     def __init__(self, model: nn.Module, entries: Iterable[Entry]) -> None:
         super().__init__()
+        if isinstance(entries, str):
+            raise PartitionError("a list of entries is needed", given=repr(entries), hint=f"[{entries!r}]")
         self.steps: list[tuple[str, Callable[..., Any]]] = []
         names = {id(module): name for name, module in model.named_modules()}
         for entry in entries:

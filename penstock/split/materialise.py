@@ -16,6 +16,9 @@ def materialise(stage: Stage, state: Mapping[str, Tensor], device: torch.device 
     """
     found = {name: _number(stage, name, state) for name in stage.state_dict()}
     lost = [path for path, module in stage.named_modules() if _has_lost_buffers(module)]
+    for path in lost:
+        # Before anything is changed: a refusal leaves the stage as it was.
+        _check_maker(stage, path)
     stage.to_empty(device=device)
     for path in lost:
         _make_anew(stage, path, device)
@@ -36,22 +39,26 @@ def _has_lost_buffers(module: nn.Module) -> bool:
     return any(name in kept_out and buffer is not None and buffer.is_meta for name, buffer in module._buffers.items())
 
 
-def _make_anew(stage: Stage, path: str, device: torch.device | str) -> None:
-    """Let the model initialise one of its modules, and take over its buffers."""
+def _check_maker(stage: Stage, path: str) -> None:
     owner = stage.whole_model.get_submodule(path)
-    owner.to_empty(device=device, recurse=False)
-    initialise = getattr(stage.whole_model, "_init_weights", None)
-    if callable(reset := getattr(owner, "reset_parameters", None)):
-        reset()
-    elif callable(initialise):
-        initialise(owner)
-    else:
+    makers = (getattr(owner, "reset_parameters", None), getattr(stage.whole_model, "_init_weights", None))
+    if not any(map(callable, makers)):
         raise PartitionError(
             "buffers that are not saved cannot be made anew",
             module=path,
             buffers=sorted(owner._non_persistent_buffers_set),
             hint="give the module a reset_parameters method, or register the buffers as persistent",
         )
+
+
+def _make_anew(stage: Stage, path: str, device: torch.device | str) -> None:
+    """Let the model initialise one of its modules, and take over its buffers."""
+    owner = stage.whole_model.get_submodule(path)
+    owner.to_empty(device=device, recurse=False)
+    if callable(reset := getattr(owner, "reset_parameters", None)):
+        reset()
+    else:
+        stage.whole_model._init_weights(owner)  # type: ignore[operator]
     for name, buffer in owner._buffers.items():
         if name in stage.get_submodule(path)._buffers:
             stage.get_submodule(path)._buffers[name] = buffer

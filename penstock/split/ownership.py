@@ -12,6 +12,7 @@ class Ownership:
 
     def __init__(self, graph: Graph, partition: Partition) -> None:
         self._partition = partition
+        self._nodes = [(node.name, node.kind, node.reads) for node in graph.nodes]
         self._known: dict[str, int] = {}
         for node in graph.nodes:
             for name in (node.module, *node.parameters, *node.buffers):
@@ -32,12 +33,41 @@ class Ownership:
     def fit(self, graph: Graph) -> Partition:
         """The partition for another graph of the same model: new nodes go where their state or their values are."""
         owned = {name: stage for stage, names in enumerate(self._partition.stages) for name in names}
+        if self._is_same(graph):
+            return self._partition
+        latest = self._latest(graph, owned)
         placed: dict[str, int] = {}
         for node in graph.nodes:
-            read = [placed[graph.makers[value].name] for value in node.reads if value in graph.makers]
-            placed[node.name] = owned[node.name] if node.name in owned else self._place(node, max(read, default=0))
+            earliest = max((placed[graph.makers[v].name] for v in node.reads if v in graph.makers), default=0)
+            if node.is_leaf and node.name in owned:
+                placed[node.name] = owned[node.name]
+            elif node.parameters:
+                placed[node.name] = self._place(node, earliest)
+            else:
+                # The number in the name of a function may be that of another call in this recording.
+                placed[node.name] = min(max(owned.get(node.name, 0), earliest), max(latest[node.name], earliest))
         stages = range(self._partition.num_stages)
         return Partition(tuple(tuple(name for name, at in placed.items() if at == stage) for stage in stages))
+
+    def _is_same(self, graph: Graph) -> bool:
+        """Whether the graph has the very nodes of the example, so that each goes where it was put."""
+        return [(node.name, node.kind, node.reads) for node in graph.nodes] == self._nodes
+
+    def _latest(self, graph: Graph, owned: dict[str, int]) -> dict[str, int]:
+        """The last stage in which each node may be, so that those that read its values are not before it."""
+        latest: dict[str, int] = {}
+        bound = dict.fromkeys(
+            (value.name for node in graph.nodes for value in node.makes), self._partition.num_stages - 1
+        )
+        for node in reversed(graph.nodes):
+            stage = min((bound[value.name] for value in node.makes), default=self._partition.num_stages - 1)
+            if node.is_leaf and node.name in owned:
+                stage = owned[node.name]
+            latest[node.name] = stage
+            for value in node.reads:
+                if value in bound:
+                    bound[value] = min(bound[value], stage)
+        return latest
 
     def _place(self, node: Node, earliest: int) -> int:
         homes = {self.of(name) for name in node.parameters}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.errors import PartitionError
 from penstock.ir.containers import leaves
 from penstock.ir.partition import Partition
 from penstock.split.decisions import check_guards
@@ -55,7 +56,11 @@ class Sequence:
 
     def backward(self, gradients: Mapping[int, Tensor | None]) -> None:
         """Backward of all stages, last first, from gradients of the tensors in the output, by their place in it."""
+        if not self._passages:
+            raise PartitionError("backward needs a forward before it", hint="call the stages with a batch first")
         names = self._captured.output_names(self._recording)
+        if unknown := [place for place in gradients if not 0 <= place < len(self._tensors)]:
+            raise PartitionError("a gradient of an output that is not there", place=unknown[0], outputs=len(names))
         waiting: dict[str, Tensor | None] = {}
         for place, given in gradients.items():
             # As in torch, no gradient of a scalar is a gradient of one.

@@ -1,5 +1,6 @@
 """Stage: the part of a model that one rank runs, a module with the original names."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from penstock.split.deferred import Deferred
 from penstock.split.ownership import Ownership
 from penstock.split.recompute import Recompute
 from penstock.split.release import Release, key_of, note_on
+from penstock.split.single import Single
 from penstock.split.skeleton import fill
 
 Values = dict[str, Any]
@@ -58,7 +60,9 @@ class Stage(nn.Module):
         owners = Ownership(graph, partition)
         leaves += owners.unused_of(index, source.unused_leaves())
         state += owners.unused_of(index, owners.unused)
-        fill(self, source.model, dict.fromkeys(leaves), dict.fromkeys(state))
+        self._leaves = tuple(dict.fromkeys(leaves))
+        fill(self, source.model, self._leaves, dict.fromkeys(state))
+        self._single = Single(source.model, self._leaves, state)
         # The parts are the user's own modules, each in the mode that the user set.
         self.training = source.model.training
 
@@ -69,9 +73,17 @@ class Stage(nn.Module):
 
     @property
     def tied_names(self) -> tuple[tuple[str, ...], ...]:
-        """The groups of names that are one parameter, of which this stage has at least one."""
+        """The groups of names that are one parameter, of which this stage has at least one.
+
+        A group of one name is a parameter that other stages use by the same name.
+        """
         own = {name for name, _ in self.named_parameters(remove_duplicate=False)}
-        return tuple(group for group in self._source[0].graph.tied if own & set(group))
+        graph = self._source[0].graph
+        runs = self._partition.runs(graph)
+        users = Counter(name for nodes in runs for name in {name for node in nodes for name in node.parameters})
+        grouped = {name for group in graph.tied for name in group}
+        alone = ((name,) for name in users if users[name] > 1 and name in own and name not in grouped)
+        return (*(group for group in graph.tied if own & set(group)), *alone)
 
     def forward(
         self, recording: Any, inputs: Mapping[str, Any], incoming: Mapping[str, Any], seed: int | None = None
@@ -80,6 +92,7 @@ class Stage(nn.Module):
 
         With a seed, random numbers depend on it and the name of the block only.
         """
+        self._single.check()
         # Several stages may rerun what writes into an input.
         own = {name: value.clone() if name in recording.graph.written else value for name, value in inputs.items()}
         return self._replay(recording).run({**own, **incoming}, seed)  # type: ignore[no-any-return]
@@ -91,11 +104,19 @@ class Stage(nn.Module):
             self.split_backward_note = note_on(self.parameters(), queue)
         self._release.run(key, queue)
 
-    def _check_parts(self, recording: Any) -> None:
+    def train(self, mode: bool = True) -> "Stage":
+        """Set the mode of the parts, and of the modules around them, whose own forward happens between the parts."""
+        super().train(mode)
+        for name in self._leaves:
+            words = name.split(".")
+            for end in range(len(words)):
+                self.whole_model.get_submodule(".".join(words[:end])).training = mode
+        return self
+
+    def _check_parts(self) -> None:
         """Refuse to play with a module that the model has replaced since the split."""
-        for name in self._source[0].leaf_modules((node.name for node in recording.graph.nodes), recording):
-            own = dict(self.named_modules()).get(name)
-            if own is not None and own is not self.whole_model.get_submodule(name):
+        for name in self._leaves:
+            if self.get_submodule(name) is not self.whole_model.get_submodule(name):
                 raise PartitionError(
                     "a module was replaced after the split", module=name, hint="capture and split again"
                 )
@@ -105,7 +126,7 @@ class Stage(nn.Module):
         kept = self._prepared.get(key)
         if kept is None:
             graph: Graph = recording.graph
-            self._check_parts(recording)
+            self._check_parts()
             partition = Ownership(self._source[0].graph, self._partition).fit(graph)
             nodes = [node.name for node in partition.runs(graph)[self.stage_index]]
             wanted = leaving(partition, graph, self.stage_index)

@@ -82,6 +82,7 @@ def test_samples_that_do_not_act_on_each_other_need_no_words() -> None:
         penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True).step(X, target=TARGET)
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_hooks_are_called_once_for_every_microbatch_from_the_first_step_on(schedule: str) -> None:
     model, called = plain(), []

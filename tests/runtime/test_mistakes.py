@@ -1,0 +1,156 @@
+"""Mistakes are refused before any training starts, in words that say what to do."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import mse_loss
+
+import penstock
+from tests.runtime.models import WIDTH, chain, noise
+from tests.runtime.workers import Pools
+
+X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
+
+
+def plan_for(model: nn.Module, ranks: int = 2) -> penstock.Plan:
+    return penstock.plan(model, (X,), ranks=ranks, microbatches=2, schedule="1f1b")
+
+
+def test_a_pipeline_needs_processes_or_to_be_local() -> None:
+    model = chain(4)
+    with pytest.raises(penstock.RunError, match=r"not initialised\ntry: penstock.launch.*local=True"):
+        penstock.Pipeline(model, plan_for(model), loss_fn=mse_loss)
+
+
+def test_a_local_pipeline_takes_no_mesh() -> None:
+    model = chain(4)
+    with pytest.raises(penstock.RunError, match="a local pipeline has no mesh"):
+        penstock.Pipeline(model, plan_for(model), loss_fn=mse_loss, local=True, mesh=object())
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (chain(5), "name: 4.linear.weight, planned: nothing of this name"),
+        (chain(3), "name: 3.linear.weight, .*model: nothing of this name"),
+        (chain(4).float(), r"planned: float64\[4, 4\], model: float32\[4, 4\]"),
+        (nn.Sequential(nn.Linear(WIDTH, 3)), "planned: .*model: "),
+    ],
+)
+def test_a_plan_for_another_model_is_refused(other: nn.Module, words: str) -> None:
+    with pytest.raises(penstock.PlanError, match=f"the plan is for another model.*{words}"):
+        penstock.Pipeline(other, plan_for(chain(4)), loss_fn=mse_loss, local=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"inputs": "some"}, "unknown inputs"),
+        ({"reduction": "median"}, "unknown reduction"),
+        ({"split": {"y": 0}}, "split"),
+    ],
+)
+def test_an_unknown_choice_is_refused(options: dict[str, Any], words: str) -> None:
+    model = chain(4)
+    with pytest.raises(penstock.RunError, match=words):
+        penstock.Pipeline(model, plan_for(model), loss_fn=mse_loss, local=True, **options).step(X, target=TARGET)
+
+
+class Scoring(nn.Module):
+    """Takes the target itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = chain(4)
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        """The loss, or the answer."""
+        return self.body(x) if target is None else mse_loss(self.body(x), target)
+
+
+def test_a_loss_function_beside_a_forward_that_takes_the_target_is_refused() -> None:
+    model = Scoring()
+    plan = penstock.plan(model, (X, TARGET), ranks=2, microbatches=2, schedule="1f1b")
+    with pytest.raises(penstock.RunError, match="both a loss_fn and the model's forward take the target"):
+        penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
+    loss = penstock.Pipeline(model, plan, local=True).step(X, target=TARGET).loss
+    assert float(loss) == pytest.approx(float(model(X, TARGET).detach()), rel=1e-12)
+
+
+def test_a_loss_that_is_not_one_number_is_refused() -> None:
+    model = chain(4)
+    pipe = penstock.Pipeline(model, plan_for(model), loss_fn=lambda output, target: output - target, local=True)
+    with pytest.raises(penstock.RunError, match="a loss is one number"):
+        pipe.step(X, target=TARGET)
+
+
+def test_a_model_without_a_loss_cannot_be_trained() -> None:
+    model = chain(4)
+    with pytest.raises(penstock.RunError, match="loss"):
+        penstock.Pipeline(model, plan_for(model), local=True).step(X)
+
+
+def refusals() -> list[str]:
+    """What is said to plans for another number of ranks, and to meshes without the right axes."""
+    model, found = chain(4), []
+    meshes = [
+        None,
+        init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)),
+        init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
+    ]
+    for ranks, mesh in ((3, meshes[0]), (4, meshes[1]), (2, meshes[2])):
+        try:
+            penstock.Pipeline(model, plan_for(model, ranks), loss_fn=mse_loss, mesh=mesh)
+        except penstock.RunError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.gloo
+def test_a_wrong_number_of_processes_or_a_wrong_mesh_is_refused(pools: Pools) -> None:
+    for world, axis, name in pools[2].run(refusals):
+        assert world.startswith("the plan is for another number of ranks (plan: 3, world: 2)\ntry: start 3 processes")
+        assert axis.startswith("the plan is for another number of ranks (plan: 4, mesh: 2)")
+        assert name.startswith("a mesh needs an axis for the pipeline")
+
+
+def later_step() -> str:
+    """A rank that is a step ahead of the others."""
+    model = chain(4)
+    pipe = penstock.Pipeline(model, plan_for(model), loss_fn=mse_loss)
+    pipe.step(X, target=TARGET)
+    pipe.num_steps += dist.get_rank()
+    try:
+        pipe.step(X, target=TARGET)
+    except penstock.RunError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.gloo
+def test_ranks_at_different_steps_are_refused(pools: Pools) -> None:
+    for words in pools[2].run(later_step):
+        assert words.startswith("the ranks are at different steps")
+        assert "steps: [1, 2]" in words
+
+
+def mixed_calls() -> str:
+    """Rank 0 trains while rank 1 evaluates."""
+    model = chain(4)
+    pipe = penstock.Pipeline(model, plan_for(model), loss_fn=mse_loss)
+    try:
+        (pipe.step if dist.get_rank() == 0 else pipe.eval)(X, target=TARGET)
+    except penstock.RunError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.gloo
+def test_training_on_one_rank_and_evaluating_on_another_is_refused(pools: Pools) -> None:
+    first, second = pools[2].run(mixed_calls)
+    assert first == second
+    assert "train on 2 microbatches" in first
+    assert "eval on 2 microbatches" in first

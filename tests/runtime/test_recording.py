@@ -1,0 +1,69 @@
+"""A recorded step has every action of every rank, in the order that was predicted, on one clock."""
+
+import pytest
+from torch.nn.functional import mse_loss
+
+import penstock
+from penstock.ir.trace import Trace
+from penstock.schedules import SCHEDULES
+from tests.runtime.models import WIDTH, chain, noise
+from tests.runtime.workers import Pools
+
+X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
+Row = list[tuple[str, float, float]]
+
+
+def recorded(schedule: str, local: bool = False) -> tuple[Trace, penstock.Plan]:
+    """The trace of a second step, and its plan."""
+    model = chain(8)
+    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule=schedule)
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
+    pipe.step(X, target=TARGET)
+    trace = pipe.step(X, target=TARGET, record=True).trace
+    assert trace is not None
+    return trace, plan
+
+
+def rows(trace: Trace) -> list[Row]:
+    """For each rank its actions, with start and end, in the order in which they began."""
+    found = [[(str(s.action), s.start, s.end) for s in trace.spans if s.rank == rank] for rank in range(2)]
+    return [sorted(row, key=lambda item: item[1]) for row in found]
+
+
+def rows_on_processes(schedules: list[str]) -> list[list[Row]]:
+    return [rows(recorded(schedule)[0]) for schedule in schedules]
+
+
+def predicted(plan: penstock.Plan) -> list[list[str]]:
+    """The program that the plan was predicted with."""
+    return [[str(action) for action in order] for order in penstock.lower(plan.schedule, cuts=plan.cuts).orders]
+
+
+def assert_in_order(found: list[Row], expected: list[list[str]]) -> None:
+    """Every action is there, in its place, and none begins before the one before it has ended."""
+    assert [[action for action, _, _ in row] for row in found] == expected
+    for row in found:
+        assert all(0 <= start <= end for _, start, end in row)
+        assert all(before[2] <= after[1] for before, after in zip(row, row[1:], strict=False))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_local_step_runs_the_predicted_program(schedule: str) -> None:
+    trace, plan = recorded(schedule, local=True)
+    assert_in_order(rows(trace), predicted(plan))
+
+
+@pytest.mark.gloo
+def test_processes_run_the_predicted_program(pools: Pools) -> None:
+    for schedule, *found in zip(SCHEDULES, *pools[2].run(rows_on_processes, list(SCHEDULES)), strict=True):
+        plan = penstock.plan(chain(8), (X,), ranks=2, microbatches=3, schedule=schedule)
+        assert found[0] == found[1]
+        assert_in_order(found[0], predicted(plan))
+
+
+def test_a_simulated_step_has_the_same_actions_as_a_recorded_one() -> None:
+    trace, plan = recorded("1f1b", local=True)
+    assert sorted(str(span.action) for span in penstock.simulate(plan).spans) == sorted(
+        str(span.action) for span in trace.spans
+    )
+    assert 0 < trace.span <= trace.makespan
