@@ -62,7 +62,7 @@ demo: $(VENV)/.demo
 	$(BIN)/penstock demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --cov --cov-report=term
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check .

@@ -36,16 +36,20 @@ def capture(
 
 def split(captured: Captured, partition: Partition, *, check: bool = True) -> tuple[Stage, ...]:
     """The stages of a partition. Unless switched off, they are first run against the unsplit model on the example."""
+    _check_kinds(captured, partition)
+    stages = split_captured(captured, partition)
+    if check:
+        check_stages(captured, partition)
+    return stages
+
+
+def _check_kinds(captured: object, partition: object) -> None:
     if not isinstance(captured, Captured) or not isinstance(partition, Partition):
         raise PartitionError(
             "split takes a captured model and a partition of its graph",
             given=(type(captured).__name__, type(partition).__name__),
             hint="split(capture(model, args), uniform(captured.graph, 4)), uniform being of penstock.partitioners",
         )
-    stages = split_captured(captured, partition)
-    if check:
-        check_stages(captured, partition)
-    return stages
 
 
 def explain(captured: Captured | Graph, partition: Partition) -> str:

@@ -5,6 +5,7 @@ Choose it to reproduce a split made elsewhere, or to move a boundary by hand.
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 from penstock.errors import PartitionError
 from penstock.ir.graph import Graph, Node
@@ -44,13 +45,13 @@ def cut_after(graph: Graph, modules: Sequence[str]) -> Partition:
     return cut_at(graph, [_last_place(graph, module) + 1 for module in modules])
 
 
-def _check_names(modules: Sequence[str]) -> None:
+def _check_names(modules: Any) -> None:
     is_list = isinstance(modules, Iterable) and not isinstance(modules, str)
     if not is_list or not all(isinstance(module, str) for module in modules):
         raise PartitionError("a list of names of modules is needed", given=repr(modules))
 
 
-def _owners(graph: Graph, stages: Sequence[Sequence[str]]) -> dict[str, int]:
+def _owners(graph: Graph, stages: Any) -> dict[str, int]:
     owner: dict[str, int] = {}
     if not isinstance(stages, Iterable) or isinstance(stages, str):
         raise PartitionError("a list of names of modules per stage is needed", given=repr(stages))

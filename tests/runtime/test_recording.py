@@ -1,5 +1,7 @@
 """A recorded step has every action of every rank, in the order that was predicted, on one clock."""
 
+from itertools import pairwise
+
 import pytest
 from torch.nn.functional import mse_loss
 
@@ -44,7 +46,7 @@ def assert_in_order(found: list[Row], expected: list[list[str]]) -> None:
     assert [[action for action, _, _ in row] for row in found] == expected
     for row in found:
         assert all(0 <= start <= end for _, start, end in row)
-        assert all(before[2] <= after[1] for before, after in zip(row, row[1:], strict=False))
+        assert all(before[2] <= after[1] for before, after in pairwise(row))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

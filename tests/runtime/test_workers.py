@@ -44,6 +44,6 @@ def test_a_failing_job_fails_its_test_with_the_words_of_the_rank(pools: Pools) -
 
 
 def test_a_hanging_job_fails_its_test_and_says_who_did_not_move(pools: Pools) -> None:
-    with pytest.raises(pytest.fail.Exception, match="rank 1:\nnot done in time\nrank 0: .*\nrank 1: "):
+    with pytest.raises(pytest.fail.Exception, match=r"rank 1:\nnot done in time\nrank 0: .*\nrank 1: "):
         pools[2].run(hanging, deadline=0.5)
     assert [total for _, total in pools[2].run(added, 1)] == [3.0, 3.0]
