@@ -16,7 +16,7 @@ from penstock.partitioners import by_modules
 from penstock.split import Passage, split
 
 _ROWS = 64
-_SIZES = ((32, 4, 1.2), (32, 16, 1.2), (256, 16, 1.05), (512, 16, 1.05))
+_SIZES = ((32, 4, 1.2), (32, 16, 1.2), (256, 4, 1.05), (256, 16, 1.05), (512, 4, 1.05), (512, 16, 1.05))
 """width, layers, and how much of a whole backward the two parts may take"""
 
 
@@ -28,7 +28,7 @@ def tables() -> tuple[Table, ...]:
 class Side:
     """A stage of some layers, its whole backward and its two parts: ours through passages, torch's on the modules."""
 
-    def __init__(self, layers: int, width: int, activation: type[nn.Module] = nn.GELU) -> None:
+    def __init__(self, layers: int, width: int, activation: type[nn.Module] = nn.ReLU) -> None:
         blocks = [nn.Sequential(nn.Linear(width, width), activation()) for _ in range(layers)]
         model, batch = nn.Sequential(nn.Tanh(), *blocks), torch.randn(_ROWS, width, requires_grad=True)
         captured = capture(model, (batch,))
@@ -77,7 +77,7 @@ def parts(sizes: Sequence[tuple[int, int, float]] = _SIZES, seconds: float = 4.0
             yield Line((f"{layers} x {width}", *times, f"{ours:.3f}", f"{theirs:.2f}"), ours, target, at_least=False)
 
     columns = ("layers x width", "B", "I", "W", "torch's I", "torch's W", "ours/B", "torch's/B")
-    return Table(f"split backward of linear + GELU, {_ROWS} rows, microseconds", columns, lines())
+    return Table(f"split backward of linear + ReLU, {_ROWS} rows, microseconds", columns, lines())
 
 
 def growth(layers: Sequence[int] = (4, 8, 16, 32), width: int = 32, seconds: float = 1.0) -> Table:

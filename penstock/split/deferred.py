@@ -35,6 +35,10 @@ class Deferred:
             self._gradient = gradients[0]
             self._queue.append(self)
 
+    def forget(self) -> None:
+        """Let go of what the gradients were computed from."""
+        del self._value, self._gradient
+
     def gradients(self) -> tuple[Tensor, ...]:
         """The gradients of the weights."""
         if self._value._version != self._version:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from penstock.split.deferred import Deferred
@@ -52,14 +52,14 @@ class Release:
         # Nodes of autograd are neither copied nor saved with a stage.
         return Release, ()
 
-    def __contains__(self, key: Key) -> bool:
-        """Whether gradients of just these parameters have been released before."""
-        return key in self._chains
-
-    def run(self, key: Key, queue: list[Deferred]) -> None:
+    def run(self, queue: list[Deferred]) -> None:
         """Accumulate all gradients that wait, and empty the queue."""
         if not queue:
             return
+        if _is_plain(queue):
+            accumulate(queue)
+            return
+        key = _key_of(queue)
         waiting, start = self._chains.get(key) or self._made(key, queue)
         waiting[:] = reversed(queue)
         queue.clear()
@@ -78,7 +78,40 @@ class Release:
         return chain
 
 
-def key_of(queue: list[Deferred]) -> Key:
+def _is_plain(queue: list[Deferred]) -> bool:
+    """Whether every weight is one parameter without hooks, used once: then autograd would do nothing but add."""
+    seen: set[int] = set()
+    for deferred in queue:
+        for weight in deferred.weights:
+            if (
+                id(weight) in seen
+                or not weight.is_leaf
+                or weight._backward_hooks
+                or weight._post_accumulate_grad_hooks
+                or type(weight) is not nn.Parameter
+            ):
+                return False
+            seen.add(id(weight))
+    return True
+
+
+@torch.no_grad()
+def accumulate(queue: list[Deferred]) -> None:
+    """Add all gradients that wait, first come first, each as soon as it is computed; empties the queue."""
+    for deferred in queue:
+        for weight, gradient in zip(deferred.weights, deferred.gradients(), strict=True):
+            kept = weight.grad
+            if kept is not None:
+                kept.add_(gradient)
+            elif gradient.dtype == weight.dtype and gradient.stride() == weight.stride():
+                weight.grad = gradient
+            else:
+                weight.grad = torch.empty_like(weight).copy_(gradient)
+        deferred.forget()
+    queue.clear()
+
+
+def _key_of(queue: list[Deferred]) -> Key:
     """A parameter that changes its type or device gets another place in autograd."""
     weights = [weight for deferred in queue for weight in deferred.weights]
     return (*map(id, weights), *[weight.dtype for weight in weights], weights[0].device if weights else None)

@@ -12,7 +12,7 @@ from penstock.ir.partition import Partition
 from penstock.split.deferred import Deferred
 from penstock.split.ownership import Ownership
 from penstock.split.recompute import Recompute
-from penstock.split.release import Release, key_of, note_on
+from penstock.split.release import Release, note_on
 from penstock.split.single import Single
 from penstock.split.skeleton import fill
 
@@ -52,7 +52,7 @@ class Stage(nn.Module):
         self._source = (source,)  # in a tuple, so that the whole model is no part of this module
         self._partition = partition
         self._prepared: dict[tuple[int, bool], tuple[Any, Any]] = {}
-        self._release = Release()
+        self._release, self._num_put_off = Release(), -1
         graph = source.graph
         nodes = partition.runs(graph)[index]
         leaves = source.leaf_modules(node.name for node in nodes)
@@ -99,10 +99,10 @@ class Stage(nn.Module):
 
     def release(self, queue: list[Deferred]) -> None:
         """Accumulate the weight gradients that were put off, and empty the queue."""
-        key = key_of(queue)
-        if key not in self._release:
+        if len(queue) != self._num_put_off:
+            self._num_put_off = len(queue)
             self.split_backward_note = note_on(self.parameters(), queue)
-        self._release.run(key, queue)
+        self._release.run(queue)
 
     def train(self, mode: bool = True) -> "Stage":
         """Set the mode of the parts, and of the modules around them, whose own forward happens between the parts."""
