@@ -9,6 +9,10 @@ from torch import Tensor, nn
 from penstock.capture.leaves import Granularity
 
 _PLAIN = (bool, int, float, str, type(None))
+_TORCHS = frozenset(vars(nn.Module()))
+"""what every module has, and is looked at by other means"""
+_DEPTH, _LONGEST = 5, 256
+"""how far and how much of a setting is looked at"""
 
 
 def batch_form(leaves: Mapping[str, object]) -> Any:
@@ -51,6 +55,24 @@ def _modules_form(model: nn.Module, granularity: Granularity) -> tuple[tuple[obj
 
 def _own_form(module: nn.Module) -> tuple[object, ...]:
     hooks = (*module._forward_hooks, "pre", *module._forward_pre_hooks)
-    plain = ((name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN))
-    tensors = ((name, id(value)) for name, value in vars(module).items() if isinstance(value, Tensor))
-    return hooks, tuple(plain), tuple(tensors)
+    state = tuple(map(id, (*module._parameters.values(), *module._buffers.values())))
+    own = tuple((name, _value_form(value, _DEPTH)) for name, value in vars(module).items() if name not in _TORCHS)
+    return hooks, state, own
+
+
+def _value_form(value: object, depth: int) -> object:
+    """A setting by its content, down to some depth: numbers, names, types, lists, dicts and configurations."""
+    if isinstance(value, (*_PLAIN, torch.dtype, torch.device)):
+        return value
+    if depth and isinstance(value, dict) and len(value) <= _LONGEST:
+        return tuple((str(key), _value_form(item, depth - 1)) for key, item in value.items())
+    if depth and isinstance(value, list | tuple) and len(value) <= _LONGEST:
+        return tuple(_value_form(item, depth - 1) for item in value)
+    if (
+        depth
+        and not isinstance(value, nn.Module | Tensor | type)
+        and not callable(value)
+        and hasattr(value, "__dict__")
+    ):
+        return id(value), _value_form(vars(value), depth - 1)
+    return id(value)
