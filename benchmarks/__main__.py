@@ -2,9 +2,16 @@
 
 import sys
 
-from benchmarks import backward, capture, planning
+from benchmarks import backward, capture, planning, runtime_compute, runtime_memory, runtime_sleep
 
-SCRIPTS = {"planning": planning.tables, "capture": capture.tables, "backward": backward.tables}
+SCRIPTS = {
+    "planning": planning.tables,
+    "capture": capture.tables,
+    "backward": backward.tables,
+    "runtime_memory": runtime_memory.tables,
+    "runtime_sleep": runtime_sleep.tables,
+    "runtime_compute": runtime_compute.tables,
+}
 
 
 def main(names: list[str]) -> int:

@@ -32,13 +32,13 @@ def throughput(sizes: Sizes = Sizes(), times: int = 7, names: tuple[str, ...] = 
         for name in names:
             steps = measured(name, sizes, times, _beside_torch)
             ours, theirs, alone = (_rate(sizes, steps[who]) for who in ("penstock", "torch", "one process"))
-            cells = (name, f"{ours:,.0f}", f"{theirs:,.0f}", f"{alone:,.0f}")
+            cells = (name, f"{ours:,.0f}", f"{theirs:,.0f}", f"{alone:,.0f}", load())
             yield Line((*cells, "torch", f"{ours / theirs:.3f}"), ours / theirs, 1.0)
             yield Line((*cells, "one process", f"{ours / alone:.3f}"), ours / alone, _ALONE)
 
-    columns = ("schedule", "ours", "torch", "one process", "against", "ratio")
+    columns = ("schedule", "ours", "torch", "one process", "load", "against", "ratio")
     title = f"a GPT of {sizes.layers} layers, d={sizes.width}, tokens/s on {_RANKS} ranks of one thread"
-    return Table(f"{title}; best of {times} steps, {load()}", columns, lines())
+    return Table(f"{title}; best of {times} steps", columns, lines())
 
 
 def recording(sizes: Sizes = Sizes(), times: int = 15, names: tuple[str, ...] = ("1f1b",)) -> Table:  # noqa: B008
@@ -48,11 +48,11 @@ def recording(sizes: Sizes = Sizes(), times: int = 15, names: tuple[str, ...] = 
         for name in names:
             steps = measured(name, sizes, times, _with_and_without_record)
             plain, recorded = (min(step.seconds for step in steps[who]) for who in ("penstock", "recorded"))
-            cells = (name, f"{plain:.4f}", f"{recorded:.4f}", f"{recorded / plain:.4f}")
+            cells = (name, f"{plain:.4f}", f"{recorded:.4f}", load(), f"{recorded / plain:.4f}")
             yield Line(cells, recorded / plain, 1.01, at_least=False)
 
     columns = ("schedule", "plain", "recorded", "ratio")
-    return Table(f"record=True, seconds per step of that GPT; best of {times} steps, {load()}", columns, lines())
+    return Table(f"record=True, seconds per step of that GPT; best of {times} steps", columns, lines())
 
 
 def measured(name: str, sizes: Sizes, times: int, of_rank: Callable[..., Any]) -> dict[str, list[Step]]:

@@ -12,7 +12,7 @@ from benchmarks.live import watched
 from benchmarks.table import Line, Table
 from benchmarks.torch_pipeline import TorchPipeline
 
-SCHEDULES = ("gpipe", "1f1b", "zb_h1", "zbv")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zbv", "v_half")
 _SAMPLES, _WIDTH = 4, 48
 _BYTES = _SAMPLES * _WIDTH * 4
 """of every value between two layers, for one microbatch of samples of float32"""

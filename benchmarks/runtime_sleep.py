@@ -61,15 +61,15 @@ def sleeping(setting: Setting, names: tuple[str, ...] = SCHEDULES) -> Table:
             found = measured(name, setting)
             ours, theirs = found.seconds("penstock"), found.seconds("torch")
             cells = (name, f"{found.simulated:.3f}", f"{ours:.3f}", f"{theirs:.3f}")
-            yield _line((*cells, "simulated", f"{ours / found.simulated:.4f}"), ours / found.simulated, setting.limit)
-            yield _line((*cells, "torch", f"{ours / theirs:.4f}"), ours / theirs, 1.0)
+            yield _line((*cells, load(), "simulated"), ours / found.simulated, setting.limit)
+            yield _line((*cells, load(), "torch"), ours / theirs, 1.0)
             ours, theirs = found.cpu("penstock"), found.cpu("torch")
             cells = (name, "", f"{ours * 1e6:.0f} us", f"{theirs * 1e6:.0f} us")
-            yield _line((*cells, "CPU", f"{ours / theirs:.3f}"), ours / theirs, _CPU_SHARE)
+            yield _line((*cells, load(), "torch's CPU"), ours / theirs, _CPU_SHARE)
 
-    columns = ("schedule", "simulated", "ours", "torch", "figure", "value")
+    columns = ("schedule", "simulated", "ours", "torch", "load", "against", "ratio")
     title = f"sleeping stages, {setting.ranks} ranks, {setting.microbatches} microbatches, {setting.unit * 1e3:g} ms"
-    return Table(f"{title}; least of {setting.times} steps, {load()}", columns, lines())
+    return Table(f"{title}; least of {setting.times} steps, and CPU time per pass", columns, lines())
 
 
 def recording(setting: Setting, names: tuple[str, ...] = ("1f1b", "zbv")) -> Table:
@@ -79,10 +79,10 @@ def recording(setting: Setting, names: tuple[str, ...] = ("1f1b", "zbv")) -> Tab
         for name in names:
             found = measured(name, setting, _with_and_without_record)
             plain, recorded = found.seconds("penstock"), found.seconds("recorded")
-            cells = (name, f"{plain:.4f}", f"{recorded:.4f}", f"{recorded / plain:.4f}")
-            yield _line(cells, recorded / plain, 1.01)
+            yield _line((name, f"{plain:.4f}", f"{recorded:.4f}", load()), recorded / plain, 1.01)
 
-    return Table(f"record=True, seconds per step, {load()}", ("schedule", "plain", "recorded", "ratio"), lines())
+    columns = ("schedule", "plain", "recorded", "load", "ratio")
+    return Table(f"record=True, seconds per step; least of {2 * setting.times} steps", columns, lines())
 
 
 def measured(name: str, setting: Setting, of_rank: Callable[..., Any] | None = None) -> Found:
@@ -134,4 +134,4 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _line(cells: tuple[str, ...], value: float, limit: float) -> Line:
-    return Line(cells, value, limit, at_least=False)
+    return Line((*cells, f"{value:.4f}"), value, limit, at_least=False)

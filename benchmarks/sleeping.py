@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -11,19 +12,23 @@ from penstock.ir.costs import StageCosts
 SIZE = 4
 
 
+_ANCHOR = torch.zeros(0, requires_grad=True)
+"""makes gradients come by also where the input needs none"""
+
+
 class _Sleep(Function):
     """Passes values on after a while, and gradients after another."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, _: Tensor, forward: float, backward: float) -> Tensor:
         ctx.seconds = backward
         time.sleep(forward)
-        return x.clone()  # no view, which torch could not detach
+        return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         time.sleep(ctx.seconds)
-        return gradient, None, None
+        return gradient, None, None, None
 
 
 class SleepingBlock(nn.Module):
@@ -36,9 +41,10 @@ class SleepingBlock(nn.Module):
         self.layer.weight.register_hook(self._sleep)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sleep after the layer: then also a stage whose input needs no gradient sleeps in its backward."""
-        slept: Tensor = _Sleep.apply(self.layer(x), self.unit, self.unit)  # type: ignore[no-untyped-call]
-        return slept
+        """The layer on what has slept."""
+        slept: Tensor = _Sleep.apply(x, _ANCHOR, self.unit, self.unit)  # type: ignore[no-untyped-call]
+        made: Tensor = self.layer(slept)
+        return made
 
     def _sleep(self, gradient: Tensor) -> None:
         time.sleep(self.unit)

@@ -51,8 +51,8 @@ def joined(ranks: Sequence[Mapping[str, list[Turn]]], ours: Sequence[str] = ("pe
 
 
 def load() -> str:
-    """How busy the machine was during the last minute, with what else ran on it."""
-    return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    """How many processes wanted to run during the last minute, those of others included."""
+    return f"{os.getloadavg()[0]:.1f}"
 
 
 def _step(turns: Sequence[Turn], has_watch: bool) -> Step:

@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from benchmarks import backward, capture, planning
+from benchmarks import backward, capture, planning, runtime_compute, runtime_memory, runtime_sleep
 from benchmarks.__main__ import main
 from benchmarks.clock import cpu_seconds
+from benchmarks.gpt import Sizes
 from benchmarks.table import Line, Table
 from penstock.schedules import SCHEDULES
 
@@ -62,3 +63,31 @@ def test_the_benchmark_of_the_split_backward_measures_both_sides():
     assert line.cells[0] == "2 x 8"
     assert all(float(cell) > 0 for cell in line.cells[1:])
     assert [line.cells[0] for line in backward.growth((1, 2), 8, seconds=0.0).lines] == ["ours", "torch's"]
+
+
+def test_sleeping_stages_are_measured_beside_torch_and_their_simulation():
+    lines = list(runtime_sleep.sleeping(runtime_sleep.Setting(2, 2, 0.001, 1.05, 1), ("zbv",)).lines)
+    assert [line.cells[5] for line in lines] == ["simulated", "torch", "torch's CPU"]
+    assert all(line.value > 0 for line in lines)
+
+
+def test_recording_is_measured_against_steps_without_it():
+    (line,) = runtime_sleep.recording(runtime_sleep.Setting(2, 2, 0.001, 1.05, 1), ("1f1b",)).lines
+    assert 0 < line.value < 100
+
+
+def test_a_gpt_is_trained_by_two_pipelines_and_one_process_in_turns():
+    sizes = Sizes(layers=2, width=8, heads=2, words=16, length=4, samples=2, microbatches=2)
+    lines = list(runtime_compute.throughput(sizes, 1, ("1f1b",)).lines)
+    assert [line.cells[5] for line in lines] == ["torch", "one process"]
+    assert all(line.value > 0 for line in lines)
+
+
+def test_a_rank_holds_just_the_bytes_that_were_simulated():
+    lines = list(runtime_memory.activations(2, 4, ("zb_h1",)).lines)
+    assert [line.value for line in lines] == [0, 0]
+
+
+def test_receive_buffers_exist_for_the_microbatches_in_flight_only():
+    lines = list(runtime_memory.receive_buffers(2, 8).lines)
+    assert all(line.value < 0.5 for line in lines)

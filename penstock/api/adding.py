@@ -1,13 +1,13 @@
 """Adding: losses that a module inside the model adds to the one of its output."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from penstock.ir.graph import Graph
+from penstock.ir.graph import Graph, Node
 
 _COLLECTED: ContextVar[list[Tensor] | None] = ContextVar("penstock_added_losses", default=None)
 
@@ -33,8 +33,17 @@ def added_loss(value: Tensor) -> Tensor:
 
 
 def added_in(graph: Graph) -> tuple[str, ...]:
-    """The values that are added to the loss between the blocks of a model."""
-    return tuple(value.name for node in graph.nodes if node.kind == added_loss.__name__ for value in node.makes)
+    """The values that are added to the loss between the blocks of a model, and results of blocks that nobody reads.
+
+    A block whose result is not used may have been called for the loss that it adds.
+    """
+    read = {name for node in graph.nodes for name in node.reads} | set(graph.outputs)
+    adding = (node for node in graph.nodes if node.kind == added_loss.__name__ or _is_unread(node, read))
+    return tuple(value.name for node in adding for value in node.makes)
+
+
+def _is_unread(node: Node, read: Collection[str]) -> bool:
+    return node.is_leaf and not any(value.name in read for value in node.makes)
 
 
 @contextmanager

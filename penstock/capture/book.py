@@ -50,7 +50,7 @@ class Book:
         self.memory: dict[str, int] = {}
         self._named: dict[int, tuple[Tensor, str]] = {}
         self._sharing: dict[int, list[Tensor]] = {}
-        self._inside: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._inside: dict[int, tuple[weakref.ref[Tensor], str, int]] = {}
 
     def add(self, tensor: Tensor, name: str) -> None:
         """From now on the tensor goes by this name."""
@@ -77,14 +77,19 @@ class Book:
         """Whether a value lies in the memory of a parameter, buffer or plain tensor of the model."""
         return self.memory[name] in self._state_in
 
-    def note_inside(self, tensor: Tensor, leaf: str) -> None:
-        """The tensor was made inside a leaf and is no value, unless the leaf returns it."""
-        self._inside[id(tensor)] = (weakref.ref(tensor), leaf)
+    def note_inside(self, tensor: Tensor, leaf: str, call: int) -> None:
+        """The tensor was made inside a call of a leaf and is no value, unless the leaf returns it."""
+        self._inside[id(tensor)] = (weakref.ref(tensor), leaf, call)
 
     def leaf_of(self, tensor: Tensor) -> str | None:
         """The leaf inside which a tensor that is no value was made."""
-        reference, leaf = self._inside.get(id(tensor), (None, None))
+        reference, leaf, _ = self._inside.get(id(tensor), (None, None, 0))
         return leaf if reference is not None and reference() is tensor else None
+
+    def call_of(self, tensor: Tensor) -> int | None:
+        """The number of the call of that leaf."""
+        reference, _, call = self._inside.get(id(tensor), (None, "", None))
+        return call if reference is not None and reference() is tensor else None
 
 
 def other_state(model: nn.Module) -> dict[str, Tensor]:

@@ -11,11 +11,12 @@ from penstock.capture.book import home_of
 from penstock.capture.conditions import Conditions
 from penstock.capture.form import batch_form, model_form
 from penstock.capture.leaves import Granularity
+from penstock.capture.mistakes import check_apart, check_batch, check_granularity, check_mode, check_model
 from penstock.capture.recording import Recording, make_recording
 from penstock.capture.replay import Replay, Values, Wrap, output_of
 from penstock.capture.surroundings import undisturbed
 from penstock.errors import CaptureError
-from penstock.ir.containers import named_inputs, signature_of, transform
+from penstock.ir.containers import leaves, named_inputs, signature_of, transform
 from penstock.ir.graph import Graph
 from penstock.ir.record import leaf_names
 
@@ -63,12 +64,16 @@ class Captured:
 
     def other_batch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The example with its samples in another order, if the record holds for that; else the example."""
-        other = transform(self.example, _rolled)
+        other = transform(self.example, _rolled_rows if self._has_rows() else _rolled_last)
         try:
             found = self.recording(*other)
         except CaptureError:
             return self.example
         return other if found is self._first else self.example
+
+    def _has_rows(self) -> bool:
+        """Whether the example has more than one sample."""
+        return any(isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] > 1 for leaf in leaves(self.example))
 
     @property
     def num_recordings(self) -> int:
@@ -89,19 +94,22 @@ class Captured:
         known: dict[Any, list[Recording]] = {}
         for args, kwargs in batches:
             kwargs = without_cache(self.model, kwargs)
-            leaves = named_inputs(self.model.forward, args, kwargs, signature)
-            inputs = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
-            form = batch_form(leaves)
+            given = named_inputs(self.model.forward, args, kwargs, signature)
+            inputs = {name: leaf for name, leaf in given.items() if isinstance(leaf, Tensor)}
+            form = batch_form(given)
             if form not in known:
                 known[form] = self._recordings.get((form, own), [])
             recording = next((one for one in known[form] if self._holds(one, inputs)), None)
             if recording is None:
                 recording = self._made(form, args, kwargs)
                 own, known = model_form(self.model, self._granularity), {}
+            if recording.written_inputs:
+                check_apart(inputs, recording.written_inputs)
             found.append((recording, inputs))
         return found
 
     def _made(self, form: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+        check_mode()
         with self.surroundings():
             made = make_recording(self.model, args, kwargs, self._granularity)
         self._first = self._first or made
@@ -169,19 +177,12 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     *,
     depth: int | None = None,
-    basic_blocks: tuple[str | type, ...] = (),
+    basic_blocks: Sequence[str | type] = (),
 ) -> Captured:
     """Record the model on one example batch. The model is left exactly as it was."""
-    if not isinstance(model, nn.Module):
-        raise CaptureError("only a torch.nn.Module can be captured", given=type(model).__name__)
-    if not isinstance(args, tuple | list):
-        raise CaptureError(
-            "args are the positional arguments of the model in a tuple",
-            given=type(args).__name__,
-            hint="capture(model, (batch,)), or capture(model, kwargs={...}) for arguments by name",
-        )
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise CaptureError("kwargs are the named arguments of the model in a dict", given=type(kwargs).__name__)
+    check_model(model)
+    check_batch(args, kwargs)
+    check_granularity(depth, basic_blocks)
     captured = Captured(model, Granularity(depth, tuple(basic_blocks)), tuple(args), dict(kwargs or {}))
     captured.recording(*captured.example)
     return captured
@@ -189,13 +190,23 @@ def capture(
 
 def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Hugging Face models keep keys and values for generation unless told not to; training has no use for them."""
-    uses_cache = getattr(getattr(model, "config", None), "use_cache", False)
-    if not uses_cache or kwargs.get("use_cache") is not None:
+    config = getattr(model, "config", None)
+    # Models of several kinds of data have a configuration inside for that of text.
+    configs = (config, *getattr(config, "__dict__", {}).values())
+    if not any(getattr(one, "use_cache", False) is True for one in configs) or kwargs.get("use_cache") is not None:
         return kwargs
     accepts = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepts.values())
     return {**kwargs, "use_cache": False} if takes_any or "use_cache" in accepts else kwargs
 
 
-def _rolled(leaf: object) -> object:
+def _rolled_rows(leaf: object) -> object:
     return leaf.roll(1, 0) if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+
+def _rolled_last(leaf: object) -> object:
+    """A sample that is the only one is turned within itself."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    last = [dim for dim in range(leaf.dim()) if leaf.shape[dim] > 1][-1:]
+    return leaf.roll(1, last[0]) if last else leaf

@@ -5,6 +5,7 @@ from torch import nn
 from penstock.capture.hooks import silent_hooks
 from penstock.capture.recording import Recording
 from penstock.capture.replay import Replay, Values
+from penstock.capture.structure import TENSOR
 from penstock.ir.record import Call, Guard, refs
 
 
@@ -60,7 +61,7 @@ def _needed(recording: Recording) -> list[str] | None:
 def _may_vary(call: Call, sized: frozenset[str]) -> bool:
     """Whether the model goes by the form of what a call returned."""
     names = call.results.values
-    return len(names) != 1 or bool(call.results.plain) or not sized.isdisjoint(names)
+    return call.results.structure != TENSOR or not sized.isdisjoint(names)
 
 
 def _makers(recording: Recording, values: set[str]) -> list[str]:

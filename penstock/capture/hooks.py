@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from penstock.errors import CaptureError
+
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate")
 """whose hooks are part of what a module computes, such as those of weight_norm and of frozen embeddings under LoRA"""
 
@@ -33,6 +35,17 @@ def has_users_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether a user's hook is on one of some modules or on a part of one."""
     parts = (part for module in modules for part in module.modules())
     return any(_is_users(hook) for part in parts for hooks in _kinds(part) for hook in hooks.values())
+
+
+def refuse_backward_hooks(module: nn.Module, path: str) -> None:
+    """Raise a CaptureError if a user's hook is on the gradients of a module that is opened: a replay never calls it."""
+    hooks = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
+    if any(map(_is_users, hooks)):
+        raise CaptureError(
+            "a backward hook is on a module that is opened, and would not be called",
+            module=path or "the model",
+            hint="put the hook on a block, or keep the module whole (basic_blocks)",
+        )
 
 
 def _kinds(part: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -18,6 +18,14 @@ _CALLS = frozenset(
         "promote_types", "is_tensor", "__format__", "__repr__", "__hash__", "is_pinned", "is_shared",
     }
 )
+_SIZES = frozenset({"size", "numel", "nelement", "__len__", "stride", "is_same_size", "untyped_storage"})
+_WRITING = frozenset(
+    {
+        "__setitem__", "__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__", "__idiv__", "__ifloordiv__",
+        "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+    }
+)
+_FLAGS = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
 # fmt: on
 
 
@@ -29,9 +37,15 @@ def is_metadata(func: Any) -> bool:
     return name in _CALLS
 
 
+def is_writing(func: Any) -> bool:
+    """Whether the function writes into its first argument, also where no version is counted, as through `data`."""
+    name = getattr(func, "__name__", "")
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__") and name not in _FLAGS)
+
+
 def is_size(func: Any) -> bool:
     """Whether the function tells a size, which may depend on the numbers of other tensors."""
     name = getattr(func, "__name__", "")
-    return name in ("size", "numel", "nelement", "__len__") or (
-        name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "shape"
-    )
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") in ("shape", "nbytes")
+    return name in _SIZES

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.capture.book import Book
-from penstock.capture.metadata import is_metadata, is_size
-from penstock.capture.trees import Apply, Trees, plain_leaves, short_name
-from penstock.capture.watch import Watch, draws_without_numbers
+from penstock.capture.attributes import kept_objects
+from penstock.capture.book import Book, memory_of
+from penstock.capture.hooks import refuse_backward_hooks
+from penstock.capture.metadata import is_metadata, is_size, is_writing
+from penstock.capture.moods import Moods
+from penstock.capture.structure import opaque_leaves, structure_of
+from penstock.capture.trees import Apply, Trees, short_name
+from penstock.capture.watch import Watch, draws_without_numbers, is_given_generator
 from penstock.errors import CaptureError
 from penstock.ir.containers import leaves, transform
-from penstock.ir.record import Call, Guard, Mood, Ref, Results, State, restated
+from penstock.ir.record import Call, Guard, Ref, Results, State, restated
 
 _EFFECTS = frozenset(
     ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "detach_", "requires_grad_")
@@ -28,9 +33,11 @@ _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 class OpenLeaf(Exception):  # noqa: N818
     """A tensor entered or left a leaf other than by arguments and results: the leaf must be opened."""
 
-    def __init__(self, leaf: str) -> None:
+    def __init__(self, leaf: str, maker: str = "") -> None:
         super().__init__(leaf)
         self.leaf = leaf
+        self.maker = maker
+        """the leaf in which the tensor was made, if it is another one"""
 
 
 @dataclass(frozen=True)
@@ -45,16 +52,21 @@ class Note:
 
 @dataclass
 class Leaf:
-    """The leaf that runs now: its name, the tensors that it was given, and the state of its own if it is a module."""
+    """The call that runs now: the leaf's name, the tensors that it was given, and its own state if it is a module."""
 
     name: str
     given: set[int]
     own: set[int] | None = None
     draws: bool = False
+    wrote: set[int] = field(default_factory=set)
+    """the memory of what it wrote in place"""
+    number: int = field(default_factory=count().__next__)
+    """tells apart the calls of one leaf"""
 
 
 _WRITING = Leaf("", set())
 """in place of a leaf while the recorder itself uses torch"""
+_WITH_NAN = (float, complex, list, tuple)
 
 
 @dataclass
@@ -68,6 +80,8 @@ class Page:
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     failed: tuple[BaseException | None, str] = (None, "")
     """what went wrong and the innermost module in whose forward it did"""
+    objects: dict[int, Any] = field(default_factory=dict)
+    """those that modules held before the forward, by identity"""
 
     def fresh(self, name: str) -> str:
         """The name, or the name with a number if it was used before."""
@@ -82,12 +96,12 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.book = Book(model)
         self.trees = Trees(self._named)
-        self.page = Page()
+        self.page = Page(objects=kept_objects(model.modules()))
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.leaf_names = leaf_names
         self.scopes: list[str] = []
         self.leaf: Leaf | None = None
-        self.surroundings = _moods()
+        self.moods = Moods()
 
     # What is seen
 
@@ -112,15 +126,16 @@ class Recorder(TorchFunctionMode):
 
     def _keep_state(self, func: Any, args: Any) -> None:
         """Before a parameter or plain tensor of the model is written in place, keep what it held."""
-        name = getattr(func, "__name__", "")
-        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-        if writes and args and isinstance(args[0], Tensor) and id(args[0]) in self.book.state:
+        if not is_writing(func) or not args or not isinstance(args[0], Tensor):
+            return
+        if self.leaf is not None:
+            self.leaf.wrote.add(memory_of(args[0]))
+        if id(args[0]) in self.book.state:
             self.page.kept.setdefault(id(args[0]), (args[0], args[0].detach().clone()))
 
     def _note_size(self, func: Any, args: Any) -> None:
-        name = self.book.name(args[0]) if args and isinstance(args[0], Tensor) and is_size(func) else None
-        if name is not None:
-            self.page.sized.add(name)
+        tensors = [arg for arg in args if isinstance(arg, Tensor)] if is_size(func) else ()
+        self.page.sized.update(name for tensor in tensors if (name := self.book.name(tensor)))
 
     def module_called(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module is called: a leaf is one call, any other module is a scope. The innermost that fails is noted."""
@@ -138,6 +153,7 @@ class Recorder(TorchFunctionMode):
         if self.leaf is not None or path is None or (self.scopes and self.scopes[-1] == path):
             return original(module, *args, **kwargs)
         if path not in self.leaf_names:
+            refuse_backward_hooks(module, path)
             self.scopes.append(path)
             try:
                 return original(module, *args, **kwargs)
@@ -152,7 +168,7 @@ class Recorder(TorchFunctionMode):
     def apply_called(self, cls: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """An autograd function is applied: one call; a recomputation is only looked through."""
         if self.leaf is not None:
-            return original(*args, **kwargs)
+            return self._inside_leaf(original, args, kwargs)
         if cls.__name__ == "CheckpointFunction":
             return args[0](*args[2:])
         return self._outside(original, Apply(cls), args, kwargs)
@@ -160,12 +176,13 @@ class Recorder(TorchFunctionMode):
     def script_called(self, function: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A scripted function is called: one call."""
         if self.leaf is not None:
-            return run(*args, **kwargs)
+            return self._inside_leaf(run, args, kwargs)
         return self._outside(run, function, args, kwargs)
 
     # What is written down
 
     def _outside(self, run: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
+        self.moods.refuse_others(self.scopes[-1] if self.scopes else "")
         self.leaf = _WRITING
         try:
             return self._written(run, target, args, kwargs)
@@ -181,9 +198,11 @@ class Recorder(TorchFunctionMode):
         watch = Watch(self.book, target, tensors)
         leaf = Leaf(where, set(), set(watch.own) if is_module else None)
         result = self._run(run, leaf, _is_meta(target, tensors), args, kwargs)
+        if isinstance(target, nn.Module | Apply):
+            self._open_if_opaque(leaf, result)
         made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         is_effect = not is_module and getattr(target, "__name__", "") in _EFFECTS
-        touched = tensors[:1] if is_effect else watch.touched()
+        touched = tensors[:1] if is_effect else watch.touched(leaf.wrote)
         written = watch.written(touched)
         if not is_module and not touched and not written:
             if not made:
@@ -197,11 +216,12 @@ class Recorder(TorchFunctionMode):
         updates = self._rename_updated(name, written, len(writes))
         key = where if is_module else self.trees.key(target)
         values = self._name_results(name, made)
-        results = Results(values, plain_leaves(result), updates)
-        self.page.steps.append(Call(name, key, is_module, tree[0], tree[1], results, writes, self._mood()))
+        results = Results(values, structure_of(result), updates)
+        self.page.steps.append(Call(name, key, is_module, tree[0], tree[1], results, writes, self.moods.now()))
         kind = type(target).__name__ if is_module else short_name(target)
         names = tuple(self.book.state[id(tensor)] for tensor in written)
-        is_random = leaf.draws or watch.has_drawn() or draws_without_numbers(target, args, kwargs, result)
+        draws = draws_without_numbers(target, args, kwargs, result) or is_given_generator(args, kwargs)
+        is_random = leaf.draws or watch.has_drawn() or draws
         self.page.notes[name] = Note(where if is_module else scope, kind, is_random, names)
         return result
 
@@ -219,6 +239,11 @@ class Recorder(TorchFunctionMode):
             return run(*args, **kwargs)
         finally:
             self.leaf = _WRITING
+
+    def _open_if_opaque(self, leaf: Leaf, result: Any) -> None:
+        """An object that a leaf made is compared by its class alone: what it holds shows when the leaf is opened."""
+        if opaque_leaves(result, lambda thing: id(thing) in leaf.given or id(thing) in self.page.objects):
+            raise OpenLeaf(leaf.name)
 
     def _nothing_made(self, target: Any, tree: Any, result: Any, has_tensors: bool) -> Any:
         """A function that made no tensor: a Python value read from tensors is a guard."""
@@ -275,6 +300,14 @@ class Recorder(TorchFunctionMode):
     def _named(self, tensor: Tensor) -> Ref | State | None:
         name = self.book.name(tensor)
         if name is not None:
+            if tensor.requires_grad != self.book.specs[name].requires_grad:
+                raise CaptureError(
+                    "a tensor got or lost its gradient by something that no call shows",
+                    value=name,
+                    module=(self.scopes[-1] if self.scopes else "") or "the model",
+                    hint="call `Function.apply` rather than an `apply` kept from before, and requires_grad_() rather "
+                    "than setting requires_grad; or keep the module whole (basic_blocks)",
+                )
             return Ref(name)
         if id(tensor) in self.book.state:
             return State(self.book.state[id(tensor)])
@@ -284,31 +317,30 @@ class Recorder(TorchFunctionMode):
 
     def _inside_leaf(self, func: Any, args: Any, kwargs: Any) -> Any:
         assert self.leaf is not None
-        if any(isinstance(leaf, Tensor) and self._is_foreign(leaf) for leaf in leaves((args, kwargs))):
-            raise OpenLeaf(self.leaf.name)
+        if self.leaf is _WRITING:
+            return func(*args, **kwargs)
+        given = {id(leaf): leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for tensor in given.values():
+            if self._is_foreign(tensor):
+                raise OpenLeaf(self.leaf.name, self.book.leaf_of(tensor) or "")
         result = func(*args, **kwargs)
         self.leaf.draws |= draws_without_numbers(func, args, kwargs, result)
         for leaf in leaves(result):
-            if isinstance(leaf, Tensor) and self.book.name(leaf) is None:
-                self.book.note_inside(leaf, self.leaf.name)
+            if isinstance(leaf, Tensor) and id(leaf) not in given and self.book.name(leaf) is None:
+                self.book.note_inside(leaf, self.leaf.name, self.leaf.number)
         return result
 
     def _is_foreign(self, tensor: Tensor) -> bool:
-        """Whether the leaf that runs uses a value or some state that it neither was given nor has."""
+        """Whether the leaf that runs uses a value, or something of another leaf, that it neither was given nor has."""
         assert self.leaf is not None
         if id(tensor) in self.leaf.given:
             return False
         if id(tensor) in self.book.state:
             return self.leaf.own is not None and id(tensor) not in self.leaf.own
-        return self.book.name(tensor) is not None
-
-    def _mood(self) -> Mood:
-        grad, autocast = _moods()
-        usual_grad, usual_autocast = self.surroundings
-        return Mood(None if grad == usual_grad else grad, None if autocast == usual_autocast else autocast)
+        return self.book.name(tensor) is not None or self.book.call_of(tensor) not in (None, self.leaf.number)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Expected:
     """What a guard expects to read."""
 
@@ -318,12 +350,15 @@ class Expected:
         """Whether the same was read again."""
         if isinstance(self.value, np.ndarray):
             return np.array_equal(found, self.value, equal_nan=True)
-        return type(found) is type(self.value) and bool(found == self.value)
+        if type(found) is not type(self.value):
+            return False
+        # What is not a number is the same as itself, also inside a list.
+        return bool(found == self.value) or (isinstance(found, _WITH_NAN) and repr(found) == repr(self.value))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Expected) and self.agrees(other.value)
 
-def _moods() -> tuple[bool, tuple[str, bool, str]]:
-    kind = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
-    return torch.is_grad_enabled(), (kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)))
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _is_meta(target: Any, tensors: list[Tensor]) -> bool:

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from penstock.capture.book import home_of, other_state
 from penstock.capture.calls import watched_functions, watched_modules, watched_scripts
+from penstock.capture.generators import seed_generators
 from penstock.capture.graphing import graph_of
 from penstock.capture.hooks import has_users_hooks, silent_hooks
 from penstock.capture.leaves import Granularity
 from penstock.capture.recorder import OpenLeaf, Recorder
-from penstock.capture.surroundings import seed_generators, uncompiled, undisturbed
+from penstock.capture.structure import structure_of
+from penstock.capture.surroundings import uncompiled, undisturbed
 from penstock.capture.trees import unknown_origin
 from penstock.errors import CaptureError, PenstockError
 from penstock.ir.containers import named_inputs, transform
@@ -41,6 +43,11 @@ class Recording:
     def has_guards(self) -> bool:
         """Whether the model decides by the content of tensors."""
         return any(isinstance(step, Guard) for step in self.record.steps)
+
+    @cached_property
+    def written_inputs(self) -> frozenset[str]:
+        """The inputs that the model writes into."""
+        return self.graph.written & set(self.record.inputs)
 
     def at_hand(self, nodes: Iterable[str]) -> set[str]:
         """The values that are there where some nodes run: the inputs, what they make and what they read."""
@@ -81,7 +88,10 @@ def _record_opening(
         except OpenLeaf as leak:
             if leak.leaf not in leaves:
                 raise CaptureError(
-                    "a tensor gets out of a function other than by its result", where=leak.leaf
+                    "something gets into or out of a function other than by tensors among its arguments and results",
+                    where=leak.leaf,
+                    **({"made_in": leak.maker} if leak.maker else {}),
+                    hint="keep the module around both whole (basic_blocks)",
                 ) from None
             granularity = granularity.open_like(model, leak.leaf)
 
@@ -195,15 +205,24 @@ def _check_same(first: Recording, second: Recording) -> None:
             raise unknown_origin(value, next(used, "the output of the model"))
         if not _alike(value, second.live.get(key)):
             raise _changed(key)
+    if (first.record.outputs,) != (second.record.outputs,):
+        raise _changed("the output of the model")
 
 
 def _alike(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     try:
-        return one is other or bool(one == other) or callable(one) or not _compares(one)
+        if one is other or bool(one == other) or callable(one):
+            return True
+        return not _compares(one) and structure_of(_held(one)) == structure_of(_held(other))
     except (ValueError, RuntimeError, TypeError):
         return repr(one) == repr(other)
+
+
+def _held(thing: Any) -> dict[str, Any]:
+    """What an object is made of, as far as it says."""
+    return dict(getattr(thing, "__dict__", {}))
 
 
 def _compares(thing: Any) -> bool:

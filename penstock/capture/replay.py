@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.capture.book import spec_of
 from penstock.capture.hooks import has_users_hooks
 from penstock.capture.recording import Recording
-from penstock.capture.trees import plain_leaves
+from penstock.capture.structure import TENSOR, structure_of
 from penstock.errors import CaptureError
 from penstock.ir.containers import leaves, put_together
 from penstock.ir.record import Call, Guard, Live, Mood, Pack, Ref, State, Tree, refs
@@ -84,7 +84,7 @@ class Replay:
         function = self._modules.get_submodule(call.target) if call.is_module else self._recording.live[call.target]
         wrapped = self._wrap(call.name, function) if self._wrap and call.is_module else function
         args, kwargs = self._getter(call.args), self._getter(call.kwargs)
-        results, plain, writes = call.results.values, call.results.plain, call.writes
+        results, structure, writes = call.results.values, call.results.structure, call.writes
         updates = [(new, self._updated(new, state)) for new, state in call.results.updates]
         record, graph = self._recording.record, self._recording.graph
         sizes = [(name, graph.spec(name).shape) for name in dict.fromkeys(results) if name in record.sized]
@@ -93,16 +93,13 @@ class Replay:
             result = wrapped(*args(values), **kwargs(values))
             for new, old in writes:
                 values[new] = values[old]
-            if isinstance(result, Tensor):
+            found = TENSOR if isinstance(result, Tensor) else structure_of(result)
+            if found != structure:
+                raise _otherwise(call.name, structure, found)
+            if found == TENSOR:
                 values[results[0]] = result
             else:
-                found = leaves(result)
-                made = [leaf for leaf in found if isinstance(leaf, Tensor)]
-                if len(made) != len(results):
-                    raise _otherwise(call.name, f"{len(results)} tensors", f"{len(made)} tensors")
-                values.update(zip(results, made, strict=True))
-                if plain and plain != plain_leaves(found):
-                    raise _otherwise(call.name, plain, plain_leaves(found))
+                values.update(zip(results, (leaf for leaf in leaves(result) if isinstance(leaf, Tensor)), strict=True))
             for new, buffer in updates:
                 values[new] = buffer(values)
             for name, size in sizes:

@@ -12,11 +12,13 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import resolve_name
 
 from penstock.capture.book import has_same_numbers
+from penstock.capture.inside import holds_tensors
 from penstock.errors import CaptureError
-from penstock.ir.containers import leaves, take_apart
+from penstock.ir.containers import take_apart
 from penstock.ir.record import Live, Pack, Ref, State, Tree
 
 Naming = Callable[[Tensor], "Ref | State | None"]
+_NAN = float("nan")
 _TORCH_WORDS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator)
 
 
@@ -41,7 +43,8 @@ class Trees:
     def write(self, thing: object, where: str) -> Tree:
         """The tree of a Python structure; a tensor in it that has no name is refused."""
         if is_plain(thing):
-            return thing  # type: ignore[return-value]
+            # One object for all that is not a number: records are compared, and it is equal to nothing but itself.
+            return _NAN if thing != thing else thing  # type: ignore[return-value]
         if isinstance(thing, Tensor):
             return self._tensor(thing, where)
         if parts := take_apart(thing):
@@ -59,7 +62,8 @@ class Trees:
                 "an object that holds tensors goes from one part of the model to another",
                 object=type(thing).__name__,
                 where=where,
-                hint="pass tensors in lists, tuples, dicts or dataclasses; for Hugging Face models use_cache=False",
+                hint="pass tensors in lists, tuples, dicts or dataclasses, or keep the module around both whole "
+                "(basic_blocks); for Hugging Face models use_cache=False",
             )
         return Live(self.key(thing))
 
@@ -149,21 +153,6 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-def plain_leaves(thing: object) -> tuple[Tree, ...]:
-    """The numbers, texts and None among the leaves of a structure, left to right."""
-    return tuple(leaf for leaf in leaves(thing) if is_plain(leaf))  # type: ignore[misc]
-
-
 def is_plain(leaf: object) -> bool:
     """Whether a leaf can be written down as it is; subclasses of numbers and texts may be more than those."""
     return leaf is None or type(leaf) in (bool, int, float, str)
-
-
-def holds_tensors(thing: object, depth: int = 4) -> bool:
-    """Whether an object that is no known container has tensors somewhere inside."""
-    if isinstance(thing, Tensor):
-        return True
-    if isinstance(thing, type) or callable(thing) or depth == 0:
-        return False
-    inside = leaves(thing) if take_apart(thing) else list(getattr(thing, "__dict__", {}).values())
-    return any(holds_tensors(item, depth - 1) for item in inside)

@@ -8,6 +8,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from penstock.capture.book import Book, has_same_numbers, memory_of, other_state
+from penstock.capture.generators import States, own_sources, python_sources, torch_sources
+from penstock.capture.trees import Apply
+from penstock.ir.containers import leaves
 
 _DRAWING = frozenset(
     ("bernoulli", "multinomial", "normal", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "uniform")
@@ -26,12 +29,19 @@ class Watch:
         state = {id(tensor): tensor for tensor in (*beside, *self.own.values()) if id(tensor) in book.state}
         self._state = [(tensor, tensor._version, _content(tensor)) for tensor in state.values()]
         self._buffers = _buffers(self._module)
-        self._is_cuda = any(tensor.is_cuda for tensor in (*tensors, *state.values()))
-        self._generators = _generators(self._is_cuda)
+        sources = torch_sources(any(tensor.is_cuda for tensor in (*tensors, *state.values())))
+        if self._module is not None or isinstance(target, Apply):
+            # Functions of torch draw from torch alone.
+            sources += [*python_sources(), *own_sources(self._module.modules() if self._module is not None else ())]
+        self._generators = States(sources)
 
-    def touched(self) -> list[Tensor]:
-        """The arguments that the call wrote into."""
-        return [tensor for tensor, version in self._versions if tensor._version != version]
+    def touched(self, wrote: set[int]) -> list[Tensor]:
+        """The arguments that the call wrote into, or in whose memory it was seen to write."""
+        return [
+            tensor
+            for tensor, version in self._versions
+            if tensor._version != version or (wrote and memory_of(tensor) in wrote)
+        ]
 
     def written(self, touched: list[Tensor]) -> list[Tensor]:
         """The parameters and buffers that the call wrote into, also through others, or put others in the place of."""
@@ -51,9 +61,9 @@ class Watch:
 
     def has_drawn(self) -> bool:
         """Whether the call drew random numbers, or is a module that does so in this mode."""
-        now = _generators(self._is_cuda)
-        drew = any(not torch.equal(*pair) for pair in zip(self._generators, now, strict=True))
-        return drew or any(_drops(part) for part in (self._module.modules() if self._module is not None else ()))
+        return self._generators.have_moved() or any(
+            _drops(part) for part in (self._module.modules() if self._module is not None else ())
+        )
 
 
 def own_state(module: nn.Module | None) -> list[Tensor]:
@@ -74,6 +84,11 @@ def draws_without_numbers(func: Any, args: Any, kwargs: Any, result: Any) -> boo
     return name.rstrip("_") in _DRAWING
 
 
+def is_given_generator(args: Any, kwargs: Any) -> bool:
+    """Whether a call draws from a generator that it is handed."""
+    return any(isinstance(leaf, torch.Generator) for leaf in leaves((args, kwargs)))
+
+
 def _content(tensor: Tensor) -> Tensor | None:
     return None if tensor.is_meta or isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
@@ -87,11 +102,6 @@ def _unseen_writes(module: nn.Module | None) -> set[int]:
     """Running statistics without numbers: their kernels count no version, and there is no content to compare."""
     norms = [part for part in module.modules() if isinstance(part, _NormBase)] if module is not None else []
     return {id(buffer) for norm in norms if norm.training for buffer in norm.buffers() if buffer.is_meta}
-
-
-def _generators(is_cuda: bool) -> list[Tensor]:
-    """The states of the generators that a call may draw from."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if is_cuda else [])]
 
 
 def _drops(part: nn.Module) -> bool:

@@ -54,14 +54,15 @@ class Mood:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a call returns, leaf by leaf: the names of tensors, and the numbers, texts and None between them.
+    """What a call returns: the names of its tensors from left to right, and a line that tells all else.
 
-    The record holds only while the latter come out the same. `updates` are pairs (value, buffer): what the call wrote
-    into the buffer is read as the value from then on.
+    The line has classes, keys, numbers and texts, and a star for every tensor: the record holds only while it comes
+    out the same. `updates` are pairs (value, buffer): what the call wrote into the buffer is read as the value from
+    then on.
     """
 
     values: tuple[str, ...]
-    plain: tuple[Tree, ...] = ()
+    structure: str = "*"
     updates: tuple[tuple[str, str], ...] = ()
 
 

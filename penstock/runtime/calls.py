@@ -255,19 +255,6 @@ class ReceiveCall(Call):
             self._cell.gradients[self._producer] = arrival
 
 
-class FreeCall(Call):
-    """Let go of all that is still held for a microbatch."""
-
-    __slots__ = ("_cell",)
-
-    def __init__(self, cell: Cell) -> None:
-        self._cell = cell
-
-    def __call__(self) -> None:
-        """Drop the passage."""
-        self._cell.passage = None
-
-
 class StageCall(Call):
     """Something done once to a whole stage: reduce, unshard, reshard."""
 
@@ -306,7 +293,7 @@ class SettlingCall(Call):
 
 
 class NothingCall(Call):
-    """A message that is empty for this microbatch."""
+    """What has nothing left to do: a message that is empty, or a Free of what went with the last backward."""
 
     __slots__ = ()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from penstock.ir.action import Action, Backward, Forward, InputGrad, Kind, Message, Overlap, WeightGrad
@@ -13,7 +14,6 @@ from penstock.runtime.calls import (
     Call,
     Cell,
     ForwardCall,
-    FreeCall,
     Hand,
     NothingCall,
     OverlapCall,
@@ -40,6 +40,12 @@ class Prepared:
     codes: tuple[int, ...]
     cells: tuple[Cell, ...]
     sends: tuple[SendCall, ...]
+
+    @cached_property
+    def busy(self) -> tuple[tuple[int, Call], ...]:
+        """The calls that do something, with their codes."""
+        pairs = zip(self.codes, self.calls, strict=True)
+        return tuple((code, call) for code, call in pairs if not isinstance(call, NothingCall))
 
     def settle(self) -> None:
         """Wait until everything sent has arrived."""
@@ -96,7 +102,7 @@ class _Compiler:
         if isinstance(action, WeightGrad):
             return WeightGradCall(self._cells[action.stage, action.microbatch])
         if action.kind is Kind.FREE:
-            return FreeCall(self._cells[action.stage, action.microbatch])  # type: ignore[attr-defined]
+            return NothingCall()
         return StageCall(self._stage_actions()[action.kind], action.stage)
 
     def _stage_actions(self) -> dict[Kind, Callable[[int], None]]:

@@ -22,7 +22,7 @@ def execute(prepared: Prepared, tell: Tell, times: Times | None = None) -> None:
     code = 0
     try:
         if times is None:
-            for code, call in zip(prepared.codes, prepared.calls, strict=True):
+            for code, call in prepared.busy:
                 call.wait()
                 tell(code)
                 call()

@@ -18,7 +18,7 @@ from penstock.runtime.status import WAITING, WORKING, Status, action_of
 
 EXIT_CODE = 5
 _LOOK_SECONDS = 0.2
-_LOOKS_PER_CENSUS = 5  # asking the system whether a process lives costs far more than reading what it has noted
+_LOOKS_PER_QUESTION = 5  # asking the system whether a process lives costs far more than reading what it has noted
 _GRACE_SECONDS = 1.0  # a closed connection usually tells the main thread by itself, and better
 _EVIDENCE_SECONDS = 0.5  # a connection closes a little before its rank has noted why
 
@@ -42,8 +42,8 @@ class Watch:
         """Leave this process alone from now on."""
         self._stopped.set()
 
-    def trouble(self, counts_processes: bool = True) -> str:
-        """Why another rank will send nothing more, empty if all is well."""
+    def trouble(self, asked: Sequence[int] | None = None) -> str:
+        """Why another rank will send nothing more, empty if all is well; the system is asked about all, or these."""
         for rank in self._others:
             page = self._pages.get(rank) or Page.of(self._board.directory, rank)
             if page is None:
@@ -52,7 +52,8 @@ class Watch:
             if page.failure:
                 return f"rank {rank} failed: {summary_of(page.failure)}"
             # Between steps a rank may end: its script is done a little earlier than ours.
-            if counts_processes and page.process == GONE and page.status().state in (WORKING, WAITING):
+            is_gone = (asked is None or rank in asked) and page.process == GONE
+            if is_gone and page.status().state in (WORKING, WAITING):
                 return line(page.status(), time.monotonic())
         return ""
 
@@ -118,13 +119,18 @@ class Watch:
         since, looks = None, 0
         while not self._stopped.wait(_LOOK_SECONDS):
             looks += 1
-            reason = self.trouble(since is not None or looks % _LOOKS_PER_CENSUS == 0)
+            reason = self.trouble(self._asked(looks) if since is None else None)
             if not reason or self._noticed.is_set() or self._board.failure:
                 since = None
                 continue
             since = since or time.monotonic()
             if time.monotonic() - since >= _GRACE_SECONDS:
                 self._leave(reason)
+
+    def _asked(self, looks: int) -> Sequence[int]:
+        """About whom the system is asked now: one after the other, as every rank is looked after by all others."""
+        turn, left = divmod(looks, _LOOKS_PER_QUESTION)
+        return () if left or not self._others else (self._others[turn % len(self._others)],)
 
     def _leave(self, reason: str) -> None:
         summary = f"rank {self._board.rank} stopped, because {reason}"

@@ -1,6 +1,6 @@
 """Release: computes the weight gradients that were put off, and hands them to autograd."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -43,14 +43,21 @@ class Release:
     Each parameter gets its gradients in the order of the queue, through autograd: hooks on it are called as ever.
     """
 
-    __slots__ = ("_chains",)
+    __slots__ = ("_chains", "_looked_at", "note")
 
     def __init__(self) -> None:
         self._chains: dict[Key, Chain] = {}
+        self.note, self._looked_at = "", -1
 
     def __reduce__(self) -> tuple[type["Release"], tuple[()]]:
         # Nodes of autograd are neither copied nor saved with a stage.
         return Release, ()
+
+    def look(self, parameters: Callable[[], Iterable[Tensor]], queue: list[Deferred]) -> None:
+        """Note how much of the weight gradients waits, whenever that is another number of calls than before."""
+        if len(queue) != self._looked_at:
+            self._looked_at = len(queue)
+            self.note = note_on(parameters(), queue)
 
     def run(self, queue: list[Deferred]) -> None:
         """Accumulate all gradients that wait, and empty the queue."""

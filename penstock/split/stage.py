@@ -6,14 +6,13 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from penstock.errors import PartitionError
 from penstock.ir.graph import Graph
 from penstock.ir.partition import Partition
 from penstock.split.deferred import Deferred
+from penstock.split.origin import Origin
 from penstock.split.ownership import Ownership
 from penstock.split.recompute import Recompute
-from penstock.split.release import Release, note_on
-from penstock.split.single import Single
+from penstock.split.release import Release
 from penstock.split.skeleton import fill
 
 Values = dict[str, Any]
@@ -47,12 +46,10 @@ class Stage(nn.Module):
     def __init__(self, source: Source, partition: Partition, index: int, recomputes: bool = False) -> None:
         super().__init__()
         self.stage_index, self.recomputes = index, recomputes
-        self.split_backward_note = ""
-        """why hardly any weight gradient can be put off, as found when backward was last split; empty if most can"""
         self._source = (source,)  # in a tuple, so that the whole model is no part of this module
         self._partition = partition
         self._prepared: dict[tuple[int, bool], tuple[Any, Any]] = {}
-        self._release, self._num_put_off = Release(), -1
+        self._release = Release()
         graph = source.graph
         nodes = partition.runs(graph)[index]
         leaves = source.leaf_modules(node.name for node in nodes)
@@ -60,9 +57,8 @@ class Stage(nn.Module):
         owners = Ownership(graph, partition)
         leaves += owners.unused_of(index, source.unused_leaves())
         state += owners.unused_of(index, owners.unused)
-        self._leaves = tuple(dict.fromkeys(leaves))
-        fill(self, source.model, self._leaves, dict.fromkeys(state))
-        self._single = Single(source.model, self._leaves, state)
+        fill(self, source.model, dict.fromkeys(leaves), dict.fromkeys(state))
+        self._origin = Origin(source.model, leaves, state)
         # The parts are the user's own modules, each in the mode that the user set.
         self.training = source.model.training
 
@@ -70,6 +66,11 @@ class Stage(nn.Module):
     def whole_model(self) -> nn.Module:
         """The whole model that this is a stage of."""
         return self._source[0].model
+
+    @property
+    def split_backward_note(self) -> str:
+        """Why hardly any weight gradient can be put off, as found when backward was last split; empty if most can."""
+        return self._release.note
 
     @property
     def tied_names(self) -> tuple[tuple[str, ...], ...]:
@@ -92,41 +93,29 @@ class Stage(nn.Module):
 
         With a seed, random numbers depend on it and the name of the block only.
         """
-        self._single.check()
+        self._origin.check_tensors()
         # Several stages may rerun what writes into an input.
         own = {name: value.clone() if name in recording.graph.written else value for name, value in inputs.items()}
         return self._replay(recording).run({**own, **incoming}, seed)  # type: ignore[no-any-return]
 
     def release(self, queue: list[Deferred]) -> None:
         """Accumulate the weight gradients that were put off, and empty the queue."""
-        if len(queue) != self._num_put_off:
-            self._num_put_off = len(queue)
-            self.split_backward_note = note_on(self.parameters(), queue)
+        self._release.look(self.parameters, queue)
         self._release.run(queue)
 
     def train(self, mode: bool = True) -> "Stage":
         """Set the mode of the parts, and of the modules around them, whose own forward happens between the parts."""
         super().train(mode)
-        for name in self._leaves:
-            words = name.split(".")
-            for end in range(len(words)):
-                self.whole_model.get_submodule(".".join(words[:end])).training = mode
+        for module in self._origin.around():
+            module.training = mode
         return self
-
-    def _check_parts(self) -> None:
-        """Refuse to play with a module that the model has replaced since the split."""
-        for name in self._leaves:
-            if self.get_submodule(name) is not self.whole_model.get_submodule(name):
-                raise PartitionError(
-                    "a module was replaced after the split", module=name, hint="capture and split again"
-                )
 
     def _replay(self, recording: Any) -> Any:
         key = (id(recording), self.recomputes)
         kept = self._prepared.get(key)
         if kept is None:
             graph: Graph = recording.graph
-            self._check_parts()
+            self._origin.check_modules()
             partition = Ownership(self._source[0].graph, self._partition).fit(graph)
             nodes = [node.name for node in partition.runs(graph)[self.stage_index]]
             wanted = leaving(partition, graph, self.stage_index)

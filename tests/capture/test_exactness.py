@@ -170,3 +170,49 @@ def test_compiled_blocks_stay_compiled():
     captured = penstock.capture(model, (BATCH,))
     run = Sequence(captured, uniform(captured.graph, 3))
     assert torch.equal(run(BATCH), model(BATCH))
+
+
+class Constant(Stack):
+    """Uses what is not a number between its blocks, and looks at one."""
+
+    def forward(self, x):
+        x = self.blocks[0](self.embed(x))
+        found = torch.full((), float("nan")).item()
+        x = x.masked_fill(x > 1e9, float("nan")) if found != found else x * 2
+        return self.head(self.blocks[1](x))
+
+
+def test_what_is_not_a_number_is_the_same_each_time():
+    captured = penstock.capture(Constant(), (torch.randn(6, 4),))
+    penstock.split(captured, uniform(captured.graph, 2))
+
+
+class Choosing(Stack):
+    """Goes by how many numbers are positive, as `look` tells it."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.look = look
+
+    def forward(self, x):
+        x = self.blocks[0](self.embed(x))
+        found = x[x > 0]
+        return self.head(self.blocks[1](x)) * (2 if self.look(found) else 1)
+
+
+LOOKS = {
+    "bytes": lambda found: found.nbytes > 4,
+    "strides": lambda found: found[None].stride(0) > 1,
+    "sizes": lambda found: not found.is_same_size(torch.zeros(1)),
+}
+
+
+@pytest.mark.parametrize("way", LOOKS)
+def test_a_size_that_depends_on_numbers_is_compared_however_it_is_read(way):
+    model = Choosing(LOOKS[way])
+    captured = penstock.capture(model, (torch.randn(6, 4),))
+    run = Sequence(captured, uniform(captured.graph, 2))
+    with torch.no_grad():
+        model.embed.bias.fill_(-1e3), model.embed.weight.zero_(), model.blocks[0].linear.weight.zero_()
+    with pytest.raises(CaptureError, match=r"recorded: size \(.*found: size \(0?,?"):
+        run(torch.randn(6, 4))

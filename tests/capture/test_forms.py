@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,3 +104,18 @@ def test_conditions_are_prepared_once_for_every_recording(monkeypatch: pytest.Mo
     for _ in range(3):
         captured.recording((BATCH, torch.ones(6)), {})
     assert len(made) == 1
+
+
+class Speaking(Stack):
+    """Has a configuration inside its configuration, as models of several kinds of data do."""
+
+    config = SimpleNamespace(text_config=SimpleNamespace(use_cache=True))
+
+    def forward(self, x: Tensor, use_cache: bool | None = None) -> Tensor:
+        return super().forward(x)
+
+
+def test_a_cache_that_an_inner_configuration_asks_for_is_turned_off() -> None:
+    assert without_cache(Speaking(), {}) == {"use_cache": False}
+    assert without_cache(Speaking(), {"use_cache": True}) == {"use_cache": True}
+    assert without_cache(Stack(), {}) == {}

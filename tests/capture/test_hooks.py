@@ -119,3 +119,55 @@ def test_weights_that_a_hook_of_torch_computes_are_right(norm):
     penstock.split(captured, uniform(captured.graph, 3))
     writers = {update.node for update in captured.graph.updates}
     assert ("blocks.1" in writers) == (norm is torch.nn.utils.spectral_norm)
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("part", ["", "blocks"])
+def test_a_backward_hook_on_an_opened_module_is_refused(register, part):
+    model = Stack()
+    model.blocks = nn.Sequential(*model.blocks)
+    model.forward = lambda x: model.head(model.blocks(model.embed(x)))
+    getattr(model.get_submodule(part), register)(lambda *_: None)
+    with pytest.raises(CaptureError, match=rf"module: {part or 'the model'}\)\ntry: put the hook on a block"):
+        penstock.capture(model, (BATCH,))
+
+
+def test_a_backward_hook_on_a_block_is_called():
+    model, seen = Stack(), []
+    model.blocks[1].register_full_backward_hook(lambda *_: seen.append("backward"))
+    captured = penstock.capture(model, (BATCH,))
+    run = Sequence(captured, uniform(captured.graph, 3))
+    run.backward({0: torch.ones_like(run(BATCH))})
+    assert seen == ["backward"]
+
+
+class Packing(Stack):
+    """Saves for the backward something else than it computes with."""
+
+    def __init__(self, context):
+        super().__init__()
+        self.context = context
+
+    def forward(self, x):
+        x = self.blocks[0](self.embed(x))
+        with self.context():
+            x = x * x
+        return self.head(self.blocks[1](x))
+
+
+def test_saving_in_another_way_between_blocks_is_refused():
+    def context():
+        return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved * 0.5, lambda saved: saved)
+
+    with pytest.raises(CaptureError, match=r"saved_tensors_hooks\) \(module: the model\)\ntry: keep the module"):
+        penstock.capture(Packing(context), (BATCH,))
+
+
+def test_saving_on_the_cpu_between_blocks_changes_no_number():
+    captured = penstock.capture(Packing(torch.autograd.graph.save_on_cpu), (BATCH,))
+    penstock.split(captured, uniform(captured.graph, 2))
+
+
+def test_inference_mode_between_blocks_is_refused():
+    with pytest.raises(CaptureError, match=r"turns inference mode on .*module: the model\)\ntry: torch.no_grad"):
+        penstock.capture(Packing(torch.inference_mode), (BATCH,))

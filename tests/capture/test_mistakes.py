@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import penstock
+from penstock.capture import capture
 from penstock.errors import CaptureError, PartitionError
 from penstock.partitioners import uniform
 from penstock.split import Sequence
-from tests.capture.models import Stack
+from tests.capture.models import Block, Stack
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
@@ -75,3 +76,74 @@ def test_a_partition_of_another_model_is_refused():
         penstock.split(captured, uniform(other.graph, 2))
     with pytest.raises(PartitionError, match=r"nodes in no stage \(nodes: 2, first: 'blocks.4'\)"):
         penstock.split(other, uniform(captured.graph, 2))
+
+
+GRANULARITIES = {
+    "a depth that is a text": ({"depth": "2"}, r"depth must be 1 or more.*depth: '2'"),
+    "a class": ({"basic_blocks": Block}, r"names of modules or classes in a list \(given: Block\)"),
+    "a text": ({"basic_blocks": "blocks.1"}, r"names of modules or classes in a list \(given: 'blocks.1'\)"),
+    "a list in a list": (
+        {"basic_blocks": [["blocks.1"]]},
+        r"name of a module or a class \(basic block: \['blocks.1'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GRANULARITIES)
+def test_a_granularity_that_is_none_is_refused(kind):
+    options, problem = GRANULARITIES[kind]
+    with pytest.raises(CaptureError, match=problem):
+        capture(Stack(), (BATCH,), **options)
+
+
+def test_parameters_that_have_no_shape_yet_are_refused():
+    model = Stack()
+    model.embed = torch.nn.LazyLinear(8)
+    with pytest.raises(CaptureError, match=r"no shape before the first forward \(name: embed.weight\)\ntry: call"):
+        penstock.capture(model, (BATCH,))
+    assert type(model.embed) is torch.nn.LazyLinear
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_refused():
+    with pytest.raises(CaptureError, match=r"compiled as a whole .*\ntry: .*model._orig_mod"):
+        penstock.capture(torch.compile(Stack(), backend="eager"), (BATCH,))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_that_is_scripted_as_a_whole_is_refused():
+    with pytest.raises(CaptureError, match=r"scripted as a whole .*\ntry: capture the model before torch.jit.script"):
+        penstock.capture(torch.jit.script(torch.nn.Linear(4, 4)), (BATCH,))
+
+
+def test_recording_in_inference_mode_is_refused():
+    with torch.inference_mode(), pytest.raises(CaptureError, match=r"in inference mode\ntry: torch.no_grad"):
+        penstock.capture(Stack(), (BATCH,))
+
+
+class Overwriting(Stack):
+    """Writes into its first input and reads its second."""
+
+    def forward(self, x, y):
+        x.add_(1)
+        return self.head(self.blocks[0](self.embed(x) + self.embed(y)))
+
+
+def test_inputs_that_share_memory_are_refused_if_one_is_written():
+    both = torch.randn(6, 5)
+    captured = penstock.capture(Overwriting(), (BATCH, BATCH.clone()))
+    for one, other in ((BATCH, BATCH), (both[:, :4], both[:, 1:])):
+        with pytest.raises(CaptureError, match=r"two inputs share memory.*inputs: x, y, written: x\)\ntry: .*clone"):
+            captured.recording((one, other), {})
+
+
+class Reading(Stack):
+    """Reads both its inputs."""
+
+    def forward(self, x, y):
+        return self.head(self.embed(x) + self.embed(y))
+
+
+def test_inputs_that_lie_side_by_side_or_are_only_read_may_share_memory():
+    both = torch.randn(12, 4)
+    penstock.capture(Overwriting(), (both[:6], both[6:]))
+    penstock.capture(Reading(), (BATCH, BATCH))

@@ -1,5 +1,8 @@
 """Calls that draw random numbers are known, and draw the same wherever they run if they are given a seed."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -97,3 +100,49 @@ def test_without_a_seed_the_numbers_come_from_torchs_generator():
     assert not torch.equal(run(captured, 1, None, order=5), run(captured, 1, None, order=6))
     torch.manual_seed(5)
     assert torch.equal(captured.model(BATCH), run(captured, 1, None, order=5))
+
+
+class Noisy(nn.Module):
+    """Adds noise, from a source of its own or of everyone's, in a block without parameters."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+        self.own = torch.Generator().manual_seed(3)
+        self.numpys = np.random.default_rng(3)
+
+    def forward(self, x):
+        return x + self.draw(self)
+
+
+NOISES = {
+    "numpy": lambda self: float(np.random.randn()),
+    "python": lambda self: random.random(),
+    "a generator of its own": lambda self: torch.rand(4, generator=self.own),
+    "a generator of numpy of its own": lambda self: float(self.numpys.random()),
+}
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_a_block_that_draws_from_elsewhere_is_random_and_runs_once(noise):
+    model = nn.Sequential(Noisy(NOISES[noise]), nn.Linear(4, 4), nn.Linear(4, 4))
+    before = model[0].own.get_state(), model[0].numpys.bit_generator.state
+    node = penstock.capture(model, (BATCH,)).graph["0"]
+    assert node.is_random
+    assert not node.from_inputs
+    assert torch.equal(before[0], model[0].own.get_state())
+    assert before[1] == model[0].numpys.bit_generator.state
+
+
+def test_a_function_that_is_given_a_generator_is_random():
+    class Drawing(Stack):
+        def __init__(self):
+            super().__init__()
+            self.own = torch.Generator().manual_seed(3)
+
+        def forward(self, x):
+            return self.head(self.embed(x) * torch.rand(8, generator=self.own))
+
+    node = penstock.capture(Drawing(), (BATCH,)).graph["/rand"]
+    assert node.is_random
+    assert not node.from_inputs

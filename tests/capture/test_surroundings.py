@@ -1,6 +1,8 @@
 """A model is left exactly as it was."""
 
 import random
+from collections import Counter, defaultdict, deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +10,9 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.capture import capture, kept
+from penstock.capture.kept import without_parameter_hooks
+from penstock.partitioners import uniform
 from tests.capture.models import Skipping, Stack
 
 BATCH = torch.randn(6, 4)
@@ -44,7 +49,8 @@ def test_capture_leaves_everything_as_it_was():
     model.norm.register_forward_hook(lambda *_: None)
     model(BATCH).sum().backward()
     before = state(model)
-    penstock.capture(model, (BATCH,))
+    # The door that users take is opened when it is first used, and imports things that draw random numbers.
+    capture(model, (BATCH,))
     assert same(before, state(model))
 
 
@@ -81,3 +87,115 @@ def test_attributes_that_a_forward_sets_are_taken_back():
     model = Setting()
     penstock.capture(model, (BATCH,))
     assert not hasattr(model, "seen")
+
+
+class Doing(nn.Module):
+    """A block that does something to itself in every forward."""
+
+    calls = 0
+
+    def __init__(self, deed):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 2.0))
+        self.deed = deed
+        self.recent, self.counts, self.found = deque(maxlen=5), Counter(), defaultdict(int)
+        self.notes, self.nested, self.own = SimpleNamespace(calls=0), [[]], torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        self.deed(self)
+        return x * self.weight
+
+
+def _replace(self):
+    self.weight.data = self.weight.data * 0.9
+
+
+def _write(self):
+    with torch.no_grad():
+        torch._foreach_mul_([self.weight], 0.9)
+
+
+def _note(self):
+    self.recent.append(1)
+    self.counts["calls"] += 1
+    self.found["calls"] += 1
+    self.notes.calls += 1
+    self.nested[0].append(1)
+
+
+DEEDS = {
+    "writes through data": lambda self: self.weight.data.mul_(0.9),
+    "writes": _write,
+    "replaces data": _replace,
+    "takes gradients": lambda self: self.weight.sum().backward(),
+    "needs no gradient": lambda self: self.weight.requires_grad_(False),
+    "hooks": lambda self: self.weight.requires_grad and self.weight.register_hook(lambda gradient: gradient * 0.5),
+    "notes": _note,
+    "draws": lambda self: torch.rand(2, generator=self.own),
+    "counts for all of its class": lambda self: setattr(Doing, "calls", Doing.calls + 1),
+}
+
+
+def being(block):
+    """All that belongs to a block, as values."""
+    return (
+        block.weight.tolist(),
+        block.weight.data_ptr(),
+        block.weight.requires_grad,
+        None if block.weight.grad is None else (id(block.weight.grad), block.weight.grad.tolist()),
+        len(block.weight._backward_hooks or ()),
+        (list(block.recent), dict(block.counts), dict(block.found), vars(block.notes).copy(), [list(block.nested[0])]),
+        block.own.get_state().tolist(),
+        Doing.calls,
+    )
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+@pytest.mark.parametrize("limit", [1 << 30, 0])
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_a_block_that_does_something_to_itself_is_left_as_it_was(deed, limit, has_gradient, monkeypatch):
+    monkeypatch.setattr(kept, "_COPIED_BYTES", limit)
+    model = nn.Sequential(Doing(DEEDS[deed]), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight.grad = torch.ones(4) if has_gradient else None
+    before = being(model[0])
+    captured = penstock.capture(model, (BATCH,))
+    assert being(model[0]) == before
+    penstock.split(captured, uniform(captured.graph, 2))
+    assert being(model[0]) == before
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 0])
+def test_an_embedding_that_keeps_its_rows_short_is_left_as_it_was(limit, monkeypatch):
+    monkeypatch.setattr(kept, "_COPIED_BYTES", limit)
+    model = nn.Sequential(nn.Embedding(10, 4, max_norm=0.5), nn.Linear(4, 4), nn.Linear(4, 4))
+    before = model[0].weight.detach().clone()
+    captured = penstock.capture(model, (torch.arange(6),))
+    penstock.split(captured, uniform(captured.graph, 2))
+    assert torch.equal(model[0].weight, before)
+
+
+def test_hooks_that_step_an_optimizer_can_be_kept_from_running():
+    model, seen = Stack(), []
+    model.head.weight.register_post_accumulate_grad_hook(lambda _: seen.append("step"))
+    with without_parameter_hooks(model):
+        model(BATCH).sum().backward()
+    assert seen == []
+    model(BATCH).sum().backward()
+    assert seen == ["step"]
+
+
+def test_a_batch_of_one_is_turned_within_itself_for_the_check():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    captured = penstock.capture(model, (BATCH[:1],))
+    (other,), _ = captured.other_batch()
+    assert torch.equal(other, BATCH[:1].roll(1, 1))
+
+
+def test_a_batch_of_one_that_decides_otherwise_when_turned_is_checked_as_it_is():
+    class First(Stack):
+        def forward(self, x):
+            return super().forward(x * 2 if x[0, 0] > 0 else x)
+
+    captured = penstock.capture(First().eval(), (torch.tensor([[1.0, -1.0, -1.0, -1.0]]),))
+    (other,), _ = captured.other_batch()
+    assert torch.equal(other, captured.example[0][0])

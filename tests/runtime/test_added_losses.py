@@ -31,12 +31,13 @@ class Adding(nn.Module):
         super().__init__()
         self.where = where
         self.blocks = nn.ModuleList(Penalised() if "in blocks" in where else Block() for _ in range(8))
-        self.judges = nn.ModuleList([Penalised() if "judge" in where else nn.Linear(WIDTH, WIDTH)])
+        self.blocks.append(Penalised() if "judge" in where else nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         """Blocks in a row."""
         early = x
-        for number, block in enumerate(self.blocks):
+        *blocks, judge = self.blocks
+        for number, block in enumerate(blocks):
             x = block(x)
             early = x.sin() if number == 0 else early
             if "between" in self.where and number in (0, 3, 7):
@@ -44,9 +45,9 @@ class Adding(nn.Module):
             if "weights" in self.where and number in (2, 5):
                 penstock.add_loss((block.linear.weight**2).sum())
         if "early" in self.where:
-            penstock.add_loss(self.judges[0](early).mean())
+            penstock.add_loss(judge(early).mean())
         elif "judge" in self.where:
-            self.judges[0](early)
+            judge(early)
         return x
 
 

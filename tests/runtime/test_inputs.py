@@ -7,10 +7,11 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 import penstock
 from penstock.runtime.delivery import Delivery
-from tests.runtime.models import VOCABULARY, WIDTH, Block, fixed, token_loss, tokens
+from tests.runtime.models import VOCABULARY, WIDTH, Block, fixed, noise, token_loss, tokens
 from tests.runtime.oracle import Numbers, assert_equal, assert_parts_equal, numbers, whole
 from tests.runtime.workers import Pools
 
@@ -140,6 +141,29 @@ class Packed:
     """An input that only its model knows."""
 
     x: Tensor
+
+
+class Unpacking(nn.Module):
+    """Takes a dataclass, a dict with None in it, and a whole number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, packed: Packed, more: dict[str, Tensor | None], times: int) -> Tensor:
+        """All of them are used by every block."""
+        x = packed.x
+        for block in self.blocks:
+            x = block(x) * more["scale"] + times * packed.x
+        return x
+
+
+def test_a_batch_may_be_built_of_dataclasses_dicts_and_numbers() -> None:
+    model, x = fixed(Unpacking()), noise(7, WIDTH)
+    batch = (Packed(x), {"scale": noise(7, 1, seed=1), "nothing": None}, 2)
+    plan = penstock.plan(model, batch, ranks=2, microbatches=3, schedule="1f1b")
+    found = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True).step(*batch, target=x).loss
+    assert_equal({"loss": found}, {"loss": mse_loss(model(*batch), x).detach()})
 
 
 def dataclass_refused() -> str:

@@ -6,6 +6,7 @@ import pytest
 from torch.nn.functional import mse_loss
 
 import penstock
+from penstock.ir.plan import Plan
 from penstock.schedules import SCHEDULES
 from tests.runtime.oracle import Numbers, assert_equal, assert_identical, loop, numbers, trained, whole
 from tests.runtime.plans import BATCHES, DEPTHS, SIZES, chain_plan, fresh_chain, goes_in_order, recorded_once
@@ -23,28 +24,32 @@ def plain_numbers(stages: int, microbatches: int | None = None) -> Numbers:
     return numbers(model, trained(train, model.parameters(), BATCHES))
 
 
-def pipeline_numbers(name: str, ranks: int, depth: int, microbatches: int, local: bool = True) -> Numbers:
+def pipeline_numbers(plan: Plan, local: bool = True) -> Numbers:
     """After three steps of a pipeline."""
-    plan, model = chain_plan(name, ranks, depth, microbatches), fresh_chain(ranks * depth)
-    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
+    pipe = penstock.Pipeline(fresh_chain(plan.num_stages), plan, loss_fn=mse_loss, local=local)
     losses = trained(lambda x, target: pipe.step(x, target=target).loss, pipe.parameters(), BATCHES)
     return numbers(pipe, losses)
+
+
+def assert_plain(found: Numbers, plan: Plan) -> None:
+    """Equal to the whole batch, and to every bit of a loop over microbatches that goes the same way."""
+    assert_equal(found, plain_numbers(plan.num_stages))
+    if goes_in_order(plan):
+        assert_identical(found, plain_numbers(plan.num_stages, plan.num_microbatches))
 
 
 @pytest.mark.parametrize(("name", "ranks", "depth"), SIZES)
 def test_a_local_pipeline_trains_like_the_whole_model(name: str, ranks: int, depth: int) -> None:
     with recorded_once():
         for microbatches in MICROBATCHES:
-            found = pipeline_numbers(name, ranks, depth, microbatches)
-            assert_equal(found, plain_numbers(ranks * depth))
-            if goes_in_order(chain_plan(name, ranks, depth, microbatches)):
-                assert_identical(found, plain_numbers(ranks * depth, microbatches))
+            plan = chain_plan(name, ranks, depth, microbatches)
+            assert_plain(pipeline_numbers(plan), plan)
 
 
-def numbers_on_processes(ranks: int, cases: list[tuple[str, int, int]]) -> list[Numbers]:
-    """What one rank holds after three steps, for every case."""
+def numbers_on_processes(plans: list[Plan]) -> list[Numbers]:
+    """What one rank holds after three steps of each plan."""
     with recorded_once():
-        return [pipeline_numbers(name, ranks, depth, count, local=False) for name, depth, count in cases]
+        return [pipeline_numbers(plan, local=False) for plan in plans]
 
 
 @pytest.mark.gloo
@@ -52,12 +57,7 @@ def numbers_on_processes(ranks: int, cases: list[tuple[str, int, int]]) -> list[
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_processes_train_like_the_whole_model(pools: Pools, name: str, ranks: int) -> None:
     depths = [depth for depth in DEPTHS[name] if ranks * depth <= 8]
-    cases = [(name, depth, count) for depth in depths for count in SOME_MICROBATCHES]
-    results = pools[ranks].run(numbers_on_processes, ranks, cases)
-    for (_, depth, count), *parts in zip(cases, *results, strict=True):
-        losses = [{key: part[key] for key in part if key.startswith("loss")} for part in parts]
-        assert all(part == losses[0] for part in losses)
-        found = {key: value for part in parts for key, value in part.items()}
-        assert_equal(found, plain_numbers(ranks * depth))
-        if goes_in_order(chain_plan(name, ranks, depth, count)):
-            assert_identical(found, plain_numbers(ranks * depth, count))
+    plans = [chain_plan(name, ranks, depth, count) for depth in depths for count in SOME_MICROBATCHES]
+    for plan, *parts in zip(plans, *pools[ranks].run(numbers_on_processes, plans), strict=True):
+        assert all(part[f"loss {step}"] == parts[0][f"loss {step}"] for part in parts for step in range(3))
+        assert_plain({key: value for part in parts for key, value in part.items()}, plan)

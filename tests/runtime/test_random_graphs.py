@@ -1,0 +1,109 @@
+"""Random graphs of blocks, under random schedules and sizes, have the numbers of plain PyTorch."""
+
+from random import Random
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, mse_loss
+
+import penstock
+from penstock.schedules import SCHEDULES
+from tests.runtime.models import WIDTH, Block, fixed, noise
+from tests.runtime.oracle import Numbers, assert_equal, numbers
+from tests.runtime.workers import Pools
+
+BLOCKS = 12
+TOLERANCE = 1e-11
+
+
+class Woven(nn.Module):
+    """Every block may read values of earlier ones in several ways; some are frozen, some lead nowhere."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.shared = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+        self.reads = [
+            [(random.randrange(-1, place), random.choice("++*i~")) for _ in range(random.randint(0, 2))]
+            for place in range(BLOCKS)
+        ]
+        self.uses_shared = [random.random() < 0.25 for _ in range(BLOCKS)]
+        self.is_dead_end = [random.random() < 0.1 for _ in range(BLOCKS)]
+        for block in self.blocks:
+            block.requires_grad_(random.random() > 0.2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Sums, products without gradient, whole numbers as indices, and the mask anywhere."""
+        made = {-1: x}
+        for place, block in enumerate(self.blocks):
+            h = x
+            for source, way in self.reads[place]:
+                h = _read(h, made[source], way, mask)
+            if self.uses_shared[place]:
+                h = torch.tanh(linear(h, self.shared))
+            made[place] = block(h)
+            x = x if self.is_dead_end[place] else made[place]
+        return x
+
+
+def _read(h: Tensor, value: Tensor, way: str, mask: Tensor) -> Tensor:
+    if way == "+":
+        return h + value
+    if way == "*":
+        return h * value.detach()
+    return h.gather(-1, value.argsort(-1)) if way == "i" else torch.relu_(h + value * mask)
+
+
+class Case(NamedTuple):
+    """One model with its batch and plan, all from a seed."""
+
+    model: nn.Module
+    inputs: tuple[Tensor, Tensor]
+    target: Tensor
+    choices: dict[str, object]
+
+
+def case(seed: int, ranks: int) -> Case:
+    random = Random(seed)
+    rows, microbatches, schedule = random.randint(1, 9), random.randint(1, 5), random.choice(list(SCHEDULES))
+    inputs = noise(rows, WIDTH, seed=seed), noise(rows, 1, seed=seed + 1).abs()
+    recompute = random.choice(("none", "full"))
+    choices = {"ranks": ranks, "microbatches": microbatches, "schedule": schedule, "recompute": recompute}
+    return Case(fixed(Woven(random), seed), inputs, noise(rows, WIDTH, seed=seed + 2), choices)
+
+
+def pipeline_numbers(seeds: list[int], ranks: int, local: bool = False) -> list[Numbers]:
+    """After two accumulated steps."""
+    found = []
+    for seed in seeds:
+        model, inputs, target, choices = case(seed, ranks)
+        plan = penstock.plan(model, inputs, **choices)
+        pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
+        found.append(numbers(pipe, [pipe.step(*inputs, target=target).loss for _ in range(2)]))
+    return found
+
+
+def plain_numbers(seed: int, ranks: int) -> Numbers:
+    model, inputs, target, _ = case(seed, ranks)
+    losses = [mse_loss(model(*inputs), target) for _ in range(2)]
+    for loss in losses:
+        loss.backward()
+    return numbers(model, [loss.detach() for loss in losses])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_random_graph_has_the_numbers_of_plain_pytorch(seed: int) -> None:
+    ranks = 2 + seed % 3
+    (found,) = pipeline_numbers([seed], ranks, local=True)
+    assert_equal(found, plain_numbers(seed, ranks), TOLERANCE)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_random_graphs_have_the_numbers_of_plain_pytorch_on_processes(pools: Pools, ranks: int) -> None:
+    seeds = list(range(100, 104))
+    for seed, *parts in zip(seeds, *pools[ranks].run(pipeline_numbers, seeds, ranks), strict=True):
+        found = {name: value for part in parts for name, value in part.items()}
+        assert_equal(found, plain_numbers(seed, ranks), TOLERANCE)
