@@ -6,16 +6,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.api.adding import add_loss, added_losses
     from penstock.api.checking import check
     from penstock.api.launching import launch
     from penstock.api.modeling import capture, explain, split
-    from penstock.api.options import RunOptions
-    from penstock.api.parity import ParityReport
     from penstock.api.pipeline import Pipeline
     from penstock.api.planning import lower, schedule, simulate, verify
     from penstock.api.plans import plan
-    from penstock.api.result import Result
     from penstock.errors import (
         CaptureError,
         CostError,
@@ -39,6 +35,10 @@ if TYPE_CHECKING:
     from penstock.ir.schedule import Schedule
     from penstock.ir.trace import Trace
     from penstock.runtime.scaler import GradScaler
+    from penstock.training.adding import add_loss, added_losses
+    from penstock.training.options import RunOptions
+    from penstock.training.parity import ParityReport
+    from penstock.training.result import Result
 
 __version__ = "0.1.0"
 __all__ = [
@@ -84,16 +84,16 @@ __all__ = [
     "verify",
 ]
 _HOMES = {
-    "penstock.api.adding": ("add_loss", "added_losses"),
+    "penstock.training.adding": ("add_loss", "added_losses"),
     "penstock.api.checking": ("check",),
     "penstock.api.launching": ("launch",),
     "penstock.api.modeling": ("capture", "explain", "split"),
-    "penstock.api.options": ("RunOptions",),
-    "penstock.api.parity": ("ParityReport",),
+    "penstock.training.options": ("RunOptions",),
+    "penstock.training.parity": ("ParityReport",),
     "penstock.api.pipeline": ("Pipeline",),
     "penstock.api.planning": ("lower", "schedule", "simulate", "verify"),
     "penstock.api.plans": ("plan",),
-    "penstock.api.result": ("Result",),
+    "penstock.training.result": ("Result",),
     "penstock.errors": (
         "CaptureError",
         "CostError",

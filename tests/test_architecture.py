@@ -23,13 +23,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 FAMILIES = ("partitioners", "schedules", "passes", "views")
 PURE = ("errors", "ir", *FAMILIES, "simulate", "planner")
-TORCH = ("capture", "measure", "split", "runtime", "checkpoint")
+HANDS = ("capture", "measure", "split", "runtime", "checkpoint")
+TORCH = ("processes", *HANDS, "training")
 # From the ground up: a room imports from the floors below its own, never from its own floor or above.
 FLOORS = (
     ("errors",),
     ("ir",),
-    (*FAMILIES, "simulate", *TORCH),
-    ("planner",),
+    ("processes",),
+    (*FAMILIES, "simulate", *HANDS),
+    ("planner", "training"),
     ("api",),
     ("penstock", "flat"),  # the package itself: its public names, and the other doors
     ("cli",),

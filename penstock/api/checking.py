@@ -7,12 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.api.coupling import couplings
-from penstock.api.loss_value import loss_of
-from penstock.api.options import RunOptions
-from penstock.api.parity import Numbers, ParityReport, compare
 from penstock.api.pipeline import Pipeline
-from penstock.api.result import Result
 from penstock.capture import Captured
 from penstock.ir.cluster import Cluster
 from penstock.ir.containers import transform
@@ -20,6 +15,11 @@ from penstock.ir.plan import Plan
 from penstock.planner import Request, estimate, make
 from penstock.runtime.batch import Microbatch, cut
 from penstock.split.ownership import Ownership
+from penstock.training.coupling import couplings
+from penstock.training.loss_value import loss_of
+from penstock.training.options import RunOptions
+from penstock.training.parity import Numbers, ParityReport, compare
+from penstock.training.result import Result
 
 LossFn = Callable[[Any, Any], Tensor]
 _SEED = 11
@@ -101,7 +101,7 @@ class _Bench:
         try:
             for parameter in kept:
                 parameter.grad = None
-            with self.captured.undisturbed(_SEED):
+            with self.captured.undisturbed(_SEED), self.captured.without_parameter_hooks():
                 yield
         finally:
             for parameter, gradient in kept.items():

@@ -1,5 +1,5 @@
 """The door to local processes."""
 
-from penstock.runtime.launch import launch
+from penstock.processes.launch import launch
 
 __all__ = ["launch"]

@@ -31,7 +31,7 @@ def capture(
     """
     if isinstance(basic_blocks, str):
         raise CaptureError("basic_blocks is a list of names or classes", given=repr(basic_blocks))
-    return record_model(model, args, kwargs, depth=depth, basic_blocks=tuple(basic_blocks))
+    return record_model(model, args, kwargs, depth=depth, basic_blocks=basic_blocks)
 
 
 def split(captured: Captured, partition: Partition, *, check: bool = True) -> tuple[Stage, ...]:

@@ -7,14 +7,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.api.description import describe
-from penstock.api.ending import Ending
-from penstock.api.engine import Engine
-from penstock.api.holdings import Holdings
-from penstock.api.intake import Intake, check_loss
-from penstock.api.options import RunOptions
-from penstock.api.result import Result
-from penstock.api.shares import Shares
 from penstock.errors import RunError
 from penstock.ir.plan import Plan
 from penstock.planner import with_microbatches
@@ -22,6 +14,14 @@ from penstock.runtime.collect import collect
 from penstock.runtime.crew import Crew
 from penstock.runtime.norms import clip, global_norm
 from penstock.runtime.scaler import GradScaler
+from penstock.training.description import describe
+from penstock.training.ending import Ending
+from penstock.training.engine import Engine
+from penstock.training.holdings import Holdings
+from penstock.training.intake import Intake, check_loss
+from penstock.training.options import RunOptions
+from penstock.training.result import Result
+from penstock.training.shares import Shares
 
 LossFn = Callable[[Any, Any], Tensor]
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from penstock.capture.book import home_of
 from penstock.capture.conditions import Conditions
 from penstock.capture.form import batch_form, model_form
+from penstock.capture.kept import without_parameter_hooks
 from penstock.capture.leaves import Granularity
 from penstock.capture.mistakes import check_apart, check_batch, check_granularity, check_mode, check_model
 from penstock.capture.recording import Recording, make_recording
@@ -165,6 +166,10 @@ class Captured:
         """Whatever happens inside, the model's surroundings are left as they were."""
         with undisturbed(self.model, seed):
             yield
+
+    def without_parameter_hooks(self) -> AbstractContextManager[None]:
+        """Inside, gradients reach the parameters and no hook of the user's on them runs."""
+        return without_parameter_hooks(self.model)
 
     def output(self, recording: Recording, values: Values) -> Any:
         """What the model returns, from the values that it mentions."""

@@ -12,10 +12,10 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.errors import RunError
-from penstock.runtime.board import LARGEST_FAILURE, Board
-from penstock.runtime.failure import Failure
-from penstock.runtime.meeting import shared_directory
-from penstock.runtime.watch import Watch
+from penstock.processes.board import LARGEST_FAILURE, Board
+from penstock.processes.failure import Failure
+from penstock.processes.meeting import shared_directory
+from penstock.processes.watch import Watch
 
 VARIABLE = "PENSTOCK_WATCH"
 FIRST_STEP_SECONDS = 600.0

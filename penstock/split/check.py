@@ -46,7 +46,7 @@ def _step(
     try:
         for parameter in model.parameters():
             parameter.grad = None
-        with captured.undisturbed(_SEED):
+        with captured.undisturbed(_SEED), captured.without_parameter_hooks():
             output = run(*transform(args, _copied), **transform(kwargs, _copied))
             tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
             _backward(run, tensors)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import penstock
-from penstock.api.parity import Comparison, Difference, ParityReport, compare
+from penstock.training.parity import Comparison, Difference, ParityReport, compare
 
 X, Y = torch.randn(10, 8, dtype=torch.float64), torch.randn(10, 8, dtype=torch.float64)
 

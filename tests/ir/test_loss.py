@@ -8,13 +8,13 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.api.counting import facts_of
-from penstock.api.loss_value import loss_name
 from penstock.capture import capture
 from penstock.errors import RunError
 from penstock.ir.loss import Count, LossRule, Term, assumed, combined
 from penstock.ir.loss_cone import Cone
 from penstock.ir.loss_origin import loss_rule
+from penstock.training.counting import facts_of
+from penstock.training.loss_value import loss_name
 from tests.zoo import ZOO
 
 

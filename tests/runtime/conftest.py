@@ -1,18 +1,13 @@
-"""Tests of processes have a deadline and a temporary directory of their own, and leave no process and no file.
+"""Tests marked `gloo` share long-lived processes, and all run on one worker of a parallel test session."""
 
-Those marked `gloo` share long-lived processes instead, and all run on one worker of a parallel test session.
-"""
-
-import signal
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.leftovers import tidy
 from tests.runtime.workers import Pools
 
-DEADLINE_SECONDS = 60
+__all__ = ["tidy"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,30 +26,3 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
     made = Pools(tmp_path_factory.mktemp("boards"))
     yield made
     made.close()
-
-
-@pytest.fixture
-def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The directory for temporary files; empty again, and without children of this process, when the test ends."""
-    place = tmp_path / "temporary"
-    place.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(place))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    before = children()
-    signal.alarm(DEADLINE_SECONDS)
-    yield place
-    signal.alarm(0)
-    assert children() <= before
-    assert list(place.iterdir()) == []
-
-
-def children() -> set[int]:
-    """The processes that this one has started and that are not reaped, zombies among them."""
-    tasks = Path("/proc/self/task").glob("*/children")
-    pids = {pid for task in tasks for pid in task.read_text(encoding="utf-8").split()}
-    return {int(pid) for pid in pids if not is_pythons_own(pid)}
-
-
-def is_pythons_own(pid: str) -> bool:
-    """Whether this is the helper that multiprocessing starts once and keeps until its process ends."""
-    return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()

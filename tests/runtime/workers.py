@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from penstock.errors import RunError
-from penstock.runtime import parcels
-from penstock.runtime.board import Board
-from penstock.runtime.hang import explain
-from penstock.runtime.launch import launch
+from penstock.processes import parcels
+from penstock.processes.board import Board
+from penstock.processes.hang import explain
+from penstock.processes.launch import launch
 
 DEADLINE_SECONDS = 60.0
 _START_SECONDS = 60.0

@@ -45,8 +45,7 @@ def test_a_misspelt_name_is_met_with_the_one_that_was_meant(typed, meant):
     with pytest.raises(ScheduleError) as refused:
         find(typed)
     assert str(refused.value) == (
-        f"unknown schedule (name: '{typed}')\n"
-        f"try: did you mean {meant}? one of {', '.join(SCHEDULES)}"
+        f"unknown schedule (name: '{typed}')\ntry: did you mean {meant}? one of {', '.join(SCHEDULES)}"
     )
 
 

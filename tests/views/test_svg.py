@@ -125,7 +125,7 @@ def test_columns_put_traces_side_by_side() -> None:
 
 
 def test_names_are_escaped() -> None:
-    assert "<b> & \"c\"" in texts(Svg()({'<b> & "c"': run("0F0,0B0")}))
+    assert '<b> & "c"' in texts(Svg()({'<b> & "c"': run("0F0,0B0")}))
 
 
 def test_a_name_wider_than_its_panel_is_cut_off_with_dots() -> None:

@@ -78,8 +78,12 @@ def qwen2_moe() -> Example:
     """Qwen2-MoE with the loss of its routers, a shared expert, and layers with and without experts."""
     config = hf.Qwen2MoeConfig(
         **common(
-            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=WIDTH, shared_expert_intermediate_size=WIDTH,
-            output_router_logits=True, mlp_only_layers=[1],
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=WIDTH,
+            shared_expert_intermediate_size=WIDTH,
+            output_router_logits=True,
+            mlp_only_layers=[1],
         )
     )
     return causal(config)
@@ -99,9 +103,7 @@ def gemma2() -> Example:
 def gemma3() -> Example:
     """Gemma3: two rotary tables, local and global layers."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    config = hf.Gemma3TextConfig(
-        **common(head_dim=8, sliding_window=6, query_pre_attn_scalar=8, layer_types=kinds)
-    )
+    config = hf.Gemma3TextConfig(**common(head_dim=8, sliding_window=6, query_pre_attn_scalar=8, layer_types=kinds))
     return causal(config, length=18)
 
 
@@ -132,8 +134,13 @@ def gpt_neox() -> Example:
 def opt() -> Example:
     """OPT: learned positions from the mask, a projection around the blocks."""
     config = hf.OPTConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, ffn_dim=2 * WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4,
-        max_position_embeddings=32, word_embed_proj_dim=16,
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        ffn_dim=2 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        word_embed_proj_dim=16,
     )
     return causal(config)
 
@@ -149,8 +156,14 @@ def bloom() -> Example:
 def falcon() -> Example:
     """Falcon: one key for all heads, parallel attention."""
     config = hf.FalconConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4,
-        multi_query=True, parallel_attn=True, new_decoder_architecture=False, alibi=False,
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        multi_query=True,
+        parallel_attn=True,
+        new_decoder_architecture=False,
+        alibi=False,
     )
     return causal(config)
 
@@ -159,9 +172,18 @@ def deepseek_v3() -> Example:
     """DeepSeek-V3: low-rank queries and keys, a dense layer before those with experts."""
     config = hf.DeepseekV3Config(
         **common(
-            num_key_value_heads=4, moe_intermediate_size=WIDTH, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
-            topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-            qk_nope_head_dim=8, v_head_dim=8,
+            num_key_value_heads=4,
+            moe_intermediate_size=WIDTH,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
         )
     )
     return causal(config)
@@ -170,8 +192,15 @@ def deepseek_v3() -> Example:
 def mamba2() -> Example:
     """Mamba2: state space blocks in chunks, no attention."""
     config = hf.Mamba2Config(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_heads=8, head_dim=8, state_size=8,
-        n_groups=1, chunk_size=4, pad_token_id=0,
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_heads=8,
+        head_dim=8,
+        state_size=8,
+        n_groups=1,
+        chunk_size=4,
+        pad_token_id=0,
     )
     return causal(config)
 
@@ -181,7 +210,11 @@ def gpt_oss() -> Example:
     kinds = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
     config = hf.GptOssConfig(
         **common(
-            head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=6, layer_types=kinds,
+            head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=6,
+            layer_types=kinds,
             output_router_logits=True,
         )
     )

@@ -6,8 +6,12 @@ import transformers as hf
 from tests.zoo.batch import LAYERS, VOCABULARY, WIDTH, Example, padded, ready, scrambled, tokens
 
 _SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
-    "intermediate_size": 2 * WIDTH, "max_position_embeddings": 40,
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "intermediate_size": 2 * WIDTH,
+    "max_position_embeddings": 40,
 }
 
 
@@ -61,7 +65,13 @@ def modernbert() -> Example:
     """ModernBERT: local and global attention with two rotary tables."""
     torch.manual_seed(0)
     config = hf.ModernBertConfig(
-        **_SIZES, pad_token_id=0, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2, local_attention=8,
+        **_SIZES,
+        pad_token_id=0,
+        cls_token_id=1,
+        sep_token_id=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        local_attention=8,
         global_attn_every_n_layers=2,
     )
     model = scrambled(hf.ModernBertForMaskedLM._from_config(config, attn_implementation="sdpa"))
@@ -72,8 +82,13 @@ def deberta_v2() -> Example:
     """DeBERTa-v2: relative positions in both directions, its own dropout."""
     torch.manual_seed(0)
     config = hf.DebertaV2Config(
-        **_SIZES, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8, norm_rel_ebd="layer_norm",
-        share_att_key=True, num_labels=3,
+        **_SIZES,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_buckets=8,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+        num_labels=3,
     )
     model = scrambled(hf.DebertaV2ForSequenceClassification(config))
     return ready(model, input_ids=tokens(), attention_mask=padded(), labels=torch.tensor([1, 0]))

@@ -125,9 +125,7 @@ class Translator(Scored):
 def transformer() -> Example:
     """nn.Transformer."""
     torch.manual_seed(0)
-    return ready(
-        scrambled(Translator()), tokens(), tokens(length=9, seed=1), labels=noise(2, 9, VOCABULARY, seed=2)
-    )
+    return ready(scrambled(Translator()), tokens(), tokens(length=9, seed=1), labels=noise(2, 9, VOCABULARY, seed=2))
 
 
 class Tagger(Scored):

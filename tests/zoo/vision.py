@@ -10,8 +10,13 @@ def vit() -> Example:
     """ViT with a class per image."""
     torch.manual_seed(0)
     config = hf.ViTConfig(
-        hidden_size=WIDTH, num_hidden_layers=5, num_attention_heads=4, intermediate_size=2 * WIDTH, image_size=16,
-        patch_size=4, num_labels=3,
+        hidden_size=WIDTH,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        intermediate_size=2 * WIDTH,
+        image_size=16,
+        patch_size=4,
+        num_labels=3,
     )
     return _classifier(hf.ViTForImageClassification(config), 16)
 
@@ -20,7 +25,13 @@ def swin() -> Example:
     """Swin: shifted windows, four resolutions, paths dropped at random."""
     torch.manual_seed(0)
     config = hf.SwinConfig(
-        image_size=32, patch_size=2, embed_dim=8, depths=[2, 2, 2], num_heads=[2, 2, 4], window_size=4, num_labels=3,
+        image_size=32,
+        patch_size=2,
+        embed_dim=8,
+        depths=[2, 2, 2],
+        num_heads=[2, 2, 4],
+        window_size=4,
+        num_labels=3,
         drop_path_rate=0.2,
     )
     return _classifier(hf.SwinForImageClassification(config), 32)
@@ -37,8 +48,12 @@ def segformer() -> Example:
     """SegFormer: the head reads the values of all four stages of the encoder."""
     torch.manual_seed(0)
     config = hf.SegformerConfig(
-        depths=[1, 1, 1, 1], hidden_sizes=[8, 16, 16, 32], num_attention_heads=[1, 2, 2, 4], sr_ratios=[4, 2, 2, 1],
-        decoder_hidden_size=16, num_labels=3,
+        depths=[1, 1, 1, 1],
+        hidden_sizes=[8, 16, 16, 32],
+        num_attention_heads=[1, 2, 2, 4],
+        sr_ratios=[4, 2, 2, 1],
+        decoder_hidden_size=16,
+        num_labels=3,
     )
     model = scrambled(hf.SegformerForSemanticSegmentation(config))
     return ready(model, pixel_values=noise(2, 3, 64, 64), labels=tokens(rows=2, length=64 * 64).reshape(2, 64, 64) % 3)
@@ -56,9 +71,7 @@ def clip() -> Example:
     model = scrambled(hf.CLIPModel(config))
     ids = tokens(rows=3)
     ids[torch.arange(3), torch.tensor([11, 9, 7])] = 2
-    return ready(
-        model, input_ids=ids, attention_mask=padded(3), pixel_values=noise(3, 3, 16, 16), return_loss=True
-    )
+    return ready(model, input_ids=ids, attention_mask=padded(3), pixel_values=noise(3, 3, 16, 16), return_loss=True)
 
 
 def _classifier(model: torch.nn.Module, size: int) -> Example:

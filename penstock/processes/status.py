@@ -1,0 +1,94 @@
+"""Status: what one rank was last seen doing, and its most recent actions."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.ir.action import Action
+from penstock.ir.code import decode
+from penstock.processes.liveness import ELSEWHERE
+
+ABSENT, STARTED, IDLE, WORKING, WAITING, ENDED, FAILED = (
+    "absent",
+    "started",
+    "idle",
+    "working",
+    "waiting",
+    "ended",
+    "failed",
+)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One note of a rank on its board."""
+
+    state: str
+    """`started`, `idle` between two steps, `working` on an action, `waiting` for a message, or `ended`."""
+    step: int = 0
+    code: int | None = None
+    """The action in its compact form."""
+    peer: int | None = None
+    """The rank whose message is waited for."""
+    since: float = 0.0
+    """When it began, in seconds of the clock that all processes of a host share (`time.monotonic`)."""
+
+    @property
+    def action(self) -> str:
+        """The action as text, empty where there is none."""
+        if self.code is None:
+            return ""
+        known = action_of(self.code)
+        return f"code {self.code}" if known is None else str(known)
+
+
+@dataclass(frozen=True)
+class Status:
+    """All that the board tells about one rank; it can be read while the rank runs and after it has died."""
+
+    rank: int
+    pid: int = 0
+    process: str = ELSEWHERE
+    """`running`, `stopped`, `gone`, or `elsewhere`: not a process of this host."""
+    recent: tuple[Moment, ...] = ()
+    """The last notes, oldest first; the last one is what the rank is doing now."""
+    failure: str = ""
+    """The JSON text of what broke here, empty if nothing did."""
+
+    @property
+    def now(self) -> Moment:
+        """The last note; `absent` if the rank has not made any."""
+        return self.recent[-1] if self.recent else Moment(ABSENT)
+
+    @property
+    def state(self) -> str:
+        """`failed`, or the state of the last note."""
+        return FAILED if self.failure else self.now.state
+
+    @property
+    def step(self) -> int:
+        """The step of the last note."""
+        return self.now.step
+
+    @property
+    def action(self) -> str:
+        """The action of the last note as text."""
+        return self.now.action
+
+    @property
+    def peer(self) -> int | None:
+        """The rank whose message is waited for."""
+        return self.now.peer
+
+    @property
+    def since(self) -> float:
+        """When the last note was made, in seconds of `time.monotonic`."""
+        return self.now.since
+
+
+def action_of(code: int) -> Action | None:
+    """The action of a code, None for a number that is no action."""
+    try:
+        return decode(np.array([code], dtype=np.int64))[0]
+    except ValueError:
+        return None

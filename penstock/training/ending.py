@@ -1,0 +1,94 @@
+"""Ending: what follows the last stage, the user's loss function or the loss that the model returns itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.capture import Captured
+from penstock.errors import RunError
+from penstock.ir.containers import transform
+from penstock.runtime.scaler import GradScaler
+from penstock.training.load import Load
+from penstock.training.shares import Shares
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+class Ending:
+    """The loss of every microbatch, and the gradient with which its backward begins."""
+
+    def __init__(self, captured: Captured, loss_fn: LossFn | None, shares: Shares, scaler: GradScaler | None) -> None:
+        self._captured, self._loss_fn, self._shares, self._scaler = captured, loss_fn, shares, scaler
+
+    @property
+    def scale(self) -> float:
+        """What gradients are multiplied with for a scaler."""
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a scaler looks after gradients that are too large."""
+        return self._scaler is not None
+
+    def roots(self, recording: Any, is_training: bool) -> tuple[str, ...]:
+        """The values that the loss is made of."""
+        if self._loss_fn is not None:
+            return tuple(recording.graph.outputs)
+        try:
+            return (self._shares.loss_name(recording),)
+        except RunError:
+            if is_training:
+                raise
+            return ()
+
+    def remarks(self, recording: Any) -> tuple[str, ...]:
+        """What the user should know about the loss of microbatches."""
+        return self._shares.remarks(recording)
+
+    def finish(self, load: Load, microbatch: int, left: dict[str, Any]) -> Tensor | None:
+        """The loss of a microbatch from what left the last stage."""
+        recording, piece = load.inputs.recordings[microbatch], load.inputs.microbatches[microbatch]
+        values = {**load.inputs.named[microbatch], **left}
+        output = self._captured.output(recording, values)
+        if load.keeps_outputs:
+            load.outputs[microbatch] = transform(output, _detached)
+        loss = self._loss(load, microbatch, output, values)
+        if loss is None:
+            return None
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise RunError("a loss is one number", found=found, microbatch_size=piece.size)
+        if load.is_training and not loss.requires_grad:
+            raise RunError(
+                "the loss depends on nothing that needs a gradient", hint="unfreeze a parameter, or use eval"
+            )
+        # A copy: some losses are computed in the memory of a tensor as large as the output, and would keep it.
+        load.losses[microbatch] = loss.detach().reshape(()).clone()
+        return loss
+
+    def _loss(self, load: Load, microbatch: int, output: Any, values: dict[str, Any]) -> Any:
+        piece, recording = load.inputs.microbatches[microbatch], load.inputs.recordings[microbatch]
+        if self._loss_fn is None:
+            roots = self.roots(recording, load.is_training)
+            return values[roots[0]] if roots else None
+        if piece.target is None and not load.is_training:
+            return None
+        self._shares.look_at(output, piece.target)
+        return self._loss_fn(output, piece.target)
+
+    def gradient(self, load: Load, microbatch: int) -> Tensor | None:
+        """The gradient with which the backward of a microbatch begins; None where it has no say in the loss."""
+        weight = self.weights(load)[microbatch]
+        return torch.full_like(load.losses[microbatch], weight * self.scale) if weight else None
+
+    def weights(self, load: Load) -> tuple[float, ...]:
+        """The factor of every microbatch's loss in that of the batch."""
+        if load.weights is None:
+            load.weights = self._shares.of(load)
+        return load.weights
+
+
+def _detached(leaf: object) -> object:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
