@@ -94,7 +94,8 @@ class ParityReport:
         if self.loop.ok:
             return (
                 "the stages are right, but the loss of the whole batch is not made of those of its microbatches: "
-                "samples act on each other, or the loss is weighted otherwise (try reduction=...)"
+                "samples act on each other, parts compute in half precision, or the loss is weighted otherwise "
+                "(try reduction=...)"
             )
         return "the pipeline is WRONG"
 
