@@ -51,8 +51,8 @@ def recording(sizes: Sizes = Sizes(), times: int = 15, names: tuple[str, ...] = 
             cells = (name, f"{plain:.4f}", f"{recorded:.4f}", load(), f"{recorded / plain:.4f}")
             yield Line(cells, recorded / plain, 1.01, at_least=False)
 
-    columns = ("schedule", "plain", "recorded", "ratio")
-    return Table(f"record=True, seconds per step of that GPT; best of {times} steps", columns, lines())
+    columns = ("schedule", "plain", "recorded", "load", "ratio")
+    return Table(f"record=True, seconds per step of that GPT; least of {times} steps", columns, lines())
 
 
 def measured(name: str, sizes: Sizes, times: int, of_rank: Callable[..., Any]) -> dict[str, list[Step]]:
