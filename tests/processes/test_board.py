@@ -154,18 +154,6 @@ def test_a_reader_never_sees_half_a_note(tmp_path: Path) -> None:
         process.join()
 
 
-def test_a_note_costs_about_a_microsecond(tmp_path: Path) -> None:
-    board = Board.create(tmp_path, 0, 1)
-
-    def seconds(num_notes: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(num_notes):
-            board.waiting(4, RECEIVE, 2)
-        return (time.perf_counter() - begin) / num_notes
-
-    assert min(seconds(2000) for _ in range(20)) < 1.5e-6
-
-
 def test_a_number_that_is_no_action_is_shown_as_a_number(tmp_path: Path) -> None:
     Board.create(tmp_path, 0, 1).working(1, 15)
     assert only(tmp_path).action == "code 15"

@@ -9,7 +9,6 @@ from unittest import mock
 from torch import nn
 
 import penstock
-from penstock.api import holdings
 from penstock.capture import Captured
 from penstock.ir.action import Backward, WeightGrad
 from penstock.ir.cluster import Cluster
@@ -17,6 +16,7 @@ from penstock.ir.graph import Graph
 from penstock.ir.plan import Plan
 from penstock.planner import Request, estimate, make
 from penstock.schedules import SCHEDULES
+from penstock.training import holdings
 from tests.runtime.models import WIDTH, chain, noise
 
 ROWS = 10
