@@ -66,7 +66,7 @@ class Ending:
             )
         # A copy: some losses are computed in the memory of a tensor as large as the output, and would keep it.
         load.losses[microbatch] = loss.detach().reshape(()).clone()
-        return loss
+        return loss.reshape(())
 
     def _loss(self, load: Load, microbatch: int, output: Any, values: dict[str, Any]) -> Any:
         piece, recording = load.inputs.microbatches[microbatch], load.inputs.recordings[microbatch]
@@ -75,7 +75,7 @@ class Ending:
             return values[roots[0]] if roots else None
         if piece.target is None and not load.is_training:
             return None
-        self._shares.look_at(output, piece.target)
+        self._shares.look_at(output, piece.target, piece.size)
         return self._loss_fn(output, piece.target)
 
     def gradient(self, load: Load, microbatch: int) -> Tensor | None:

@@ -13,6 +13,7 @@ from penstock.runtime.weights import weights
 from penstock.training.coupling import couplings
 from penstock.training.load import Load
 from penstock.training.reductions import Counter, given_rule, model_rule, rule_of
+from penstock.training.trial import is_right
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -23,6 +24,7 @@ class Shares:
     def __init__(self, captured: Captured, loss_fn: LossFn | None, reduction: str | None, replicas: Replicas) -> None:
         self._captured, self._loss_fn, self._reduction, self._replicas = captured, loss_fn, reduction, replicas
         self._of_function: tuple[LossRule, Counter] | None = None
+        self._is_coupled = False
         self._of_models: dict[int, tuple[str, LossRule, Counter]] = {}
 
     @property
@@ -37,6 +39,8 @@ class Shares:
         found = couplings(self._captured.model, recording)
         if self._of_function is not None:
             found += getattr(self._of_function[1], "couplings", ())
+        if self._is_coupled:
+            found += ("the loss of a microbatch is not made of those of its parts, so samples act on each other",)
         rule = self.rule
         if rule is not None and rule.kind == "unknown":
             found += ("how the loss is made of its samples cannot be seen, so that each is taken to count alike",)
@@ -48,10 +52,27 @@ class Shares:
         """The value that is the loss of a model which returns it."""
         return self._of_model(recording)[0]
 
-    def look_at(self, output: Any, target: Any) -> None:
+    def look_at(self, output: Any, target: Any, size: int) -> None:
         """Find out how the loss function makes its loss, from the first output that it is given."""
         if self._of_function is None and self._loss_fn is not None:
-            self._of_function = self._asked(*rule_of(self._loss_fn, output, target))
+            found = rule_of(self._loss_fn, output, target)
+            if self._reduction is not None:
+                self._of_function = given_rule(self._reduction, *found)
+                return
+            self._of_function = self._tried(self._loss_fn, found, output, target, size)
+
+    def _tried(
+        self, loss_fn: LossFn, found: tuple[LossRule, Counter], output: Any, target: Any, size: int
+    ) -> tuple[LossRule, Counter]:
+        """The rule that was seen if it holds on a trial, else one that does; where none does, that is remarked."""
+        if is_right(loss_fn, found, output, target, size) is not False:
+            return found
+        for reduction in ("mean", "sum"):
+            other = given_rule(reduction, *found)
+            if is_right(loss_fn, other, output, target, size):
+                return other
+        self._is_coupled = True
+        return found
 
     def of(self, load: Load) -> tuple[float, ...]:
         """The factor of every microbatch."""
