@@ -15,6 +15,7 @@ from penstock.ir.plan import Plan
 from penstock.planner import Request, estimate, make
 from penstock.runtime.batch import Microbatch, cut
 from penstock.split.ownership import Ownership
+from penstock.training.adding import added_losses
 from penstock.training.coupling import couplings
 from penstock.training.loss_value import loss_of
 from penstock.training.options import RunOptions
@@ -82,11 +83,15 @@ class _Bench:
             total: Tensor | None = None
             for piece, weight in zip(pieces, weights, strict=True):
                 own = transform(piece, _copied)
-                output = self.captured.whole(*own.args, **own.kwargs)
+                with added_losses() as added:
+                    output = self.captured.whole(*own.args, **own.kwargs)
                 loss = loss_of(output) if self._loss_fn is None else self._loss_fn(output, own.target)
-                if weight:
-                    torch.autograd.backward(loss, loss.new_full(loss.shape, weight))
-                    part = loss.detach().double() * weight
+                terms = [(loss, weight)] if weight else []
+                # Added losses count by their samples, whatever the loss counts by.
+                terms += [(value, piece.size / sum(each.size for each in pieces)) for value in added]
+                for value, share in terms:
+                    torch.autograd.backward(value, value.new_full(value.shape, share), retain_graph=True)
+                    part = value.detach().double().reshape(()) * share
                     total = part if total is None else total + part
             return self._numbers(None if total is None else total.to(loss.dtype))
 

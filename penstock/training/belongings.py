@@ -2,28 +2,55 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, RunError
 from penstock.ir.graph import Graph, Value
 from penstock.ir.plan import Plan
-from penstock.runtime.tied import Shared
+from penstock.runtime.checksum import checksum
+from penstock.runtime.crew import Crew
+from penstock.runtime.tied import Shared, Tied
 from penstock.split import Stage
 
 
 def shared_parameters(plan: Plan, stages: Mapping[int, Stage], rank: int) -> tuple[Shared, ...]:
     """The parameters of this rank that other ranks use too, in the order of the graph."""
-    users: dict[str, set[int]] = {}
-    for index, nodes in enumerate(plan.partition.runs(plan.graph)):
-        for node in nodes:
-            for name in node.parameters:
-                users.setdefault(plan.graph.tensor_of(name), set()).add(plan.schedule.placement[index])
+    users = ranks_of_parameters(plan)
     own = {plan.graph.tensor_of(name): tensor for name, tensor in _named(stages)}
     return tuple(
         Shared(name, own[name], tuple(sorted(ranks)))
         for name, ranks in users.items()
         if len(ranks) > 1 and rank in ranks
     )
+
+
+def ranks_of_parameters(plan: Plan) -> dict[str, set[int]]:
+    """The ranks that use each parameter, in the order of the graph; tied ones by their first name."""
+    users: dict[str, set[int]] = {}
+    for index, nodes in enumerate(plan.partition.runs(plan.graph)):
+        for node in nodes:
+            for name in node.parameters:
+                users.setdefault(plan.graph.tensor_of(name), set()).add(plan.schedule.placement[index])
+    return users
+
+
+def check_alike(plan: Plan, tied: Tied, crew: Crew) -> None:
+    """Refuse parameters that several ranks use and that do not begin with the same numbers everywhere."""
+    names = [name for name, ranks in ranks_of_parameters(plan).items() if len(ranks) > 1]
+    if crew.is_alone or not names:
+        return
+    own = {shared.name: shared.parameter for shared in tied.shared if not isinstance(shared.parameter, DTensor)}
+    sums = torch.tensor([checksum([{name: own[name]}]) if name in own else 0 for name in names])
+    for name, column in zip(names, crew.gather(sums).t().tolist(), strict=True):
+        if len(set(column) - {0}) > 1:
+            raise RunError(
+                "a parameter that several ranks use has not the same numbers on all of them",
+                name=name,
+                ranks=[rank for rank, number in enumerate(column) if number],
+                hint="seed every rank alike before the model is made, or load the same state on every rank",
+            )
 
 
 def own_parameters(stages: Mapping[int, Stage]) -> dict[str, nn.Parameter]:

@@ -15,7 +15,7 @@ from penstock.runtime.replicas import Replicas
 from penstock.runtime.shards import Shards
 from penstock.runtime.tied import Tied
 from penstock.split import Stage
-from penstock.training.belongings import check_model, own_parameters, shared_parameters
+from penstock.training.belongings import check_alike, check_model, own_parameters, shared_parameters
 
 Parallelize = Callable[[nn.Module], Any]
 
@@ -44,6 +44,7 @@ class Holdings:
         self.captured.surroundings = self.shards.gathered
         self.replicas = Replicas(crew, {index: list(stage.parameters()) for index, stage in self.stages.items()})
         self.tied = Tied(crew, shared_parameters(plan, self.stages, crew.rank))
+        check_alike(plan, self.tied, crew)
         self._aside = Aside((*self.replicas.parameters, *self.tied.parameters))
 
     @property

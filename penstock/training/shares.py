@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.capture import Captured
+from penstock.errors import RunError
 from penstock.ir.loss import LossRule
 from penstock.runtime.replicas import Replicas
 from penstock.runtime.weights import weights
@@ -16,12 +17,15 @@ from penstock.training.reductions import Counter, given_rule, model_rule, rule_o
 from penstock.training.trial import is_right
 
 LossFn = Callable[[Any, Any], Tensor]
+REDUCTIONS = (None, "mean", "tokens", "sum")
 
 
 class Shares:
     """Finds the rule of the loss once, and weighs the microbatches of every step by it."""
 
     def __init__(self, captured: Captured, loss_fn: LossFn | None, reduction: str | None, replicas: Replicas) -> None:
+        if reduction not in REDUCTIONS:
+            raise RunError("unknown reduction", reduction=repr(reduction), hint='"mean", "tokens", "sum", or None')
         self._captured, self._loss_fn, self._reduction, self._replicas = captured, loss_fn, reduction, replicas
         self._of_function: tuple[LossRule, Counter] | None = None
         self._is_coupled = False

@@ -93,3 +93,21 @@ def test_what_is_missing_or_no_number_is_a_difference(expected, found, ok):
 def test_nan_is_farther_off_than_anything():
     far = Comparison("x", (Difference("a", 0, 5.0, 1.0), Difference("b", 0, float("nan"), 1.0)))
     assert far.largest.name == "b"
+
+
+class Penalised(nn.Module):
+    """A layer that adds to the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        """A layer."""
+        x = torch.tanh(self.linear(x))
+        penstock.add_loss(0.1 * x.square().mean())
+        return x
+
+
+def test_added_losses_are_added_in_the_unsplit_model_too():
+    assert checked(nn.Sequential(*[Penalised() for _ in range(4)]).double()).ok
