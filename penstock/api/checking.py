@@ -89,9 +89,9 @@ class _Bench:
                 terms = [(loss, weight)] if weight else []
                 # Added losses count by their samples, whatever the loss counts by.
                 terms += [(value, piece.size / sum(each.size for each in pieces)) for value in added]
-                for value, share in terms:
-                    torch.autograd.backward(value, value.new_full(value.shape, share), retain_graph=True)
-                    part = value.detach().double().reshape(()) * share
+                if terms:
+                    torch.autograd.backward([v for v, _ in terms], [v.new_full(v.shape, s) for v, s in terms])
+                    part = torch.stack([v.detach().double().reshape(()) * s for v, s in terms]).sum()
                     total = part if total is None else total + part
             return self._numbers(None if total is None else total.to(loss.dtype))
 
@@ -102,15 +102,8 @@ class _Bench:
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        kept = {parameter: parameter.grad for parameter in self._model.parameters()}
-        try:
-            for parameter in kept:
-                parameter.grad = None
-            with self.captured.undisturbed(_SEED), self.captured.without_parameter_hooks():
-                yield
-        finally:
-            for parameter, gradient in kept.items():
-                parameter.grad = gradient
+        with self.captured.undisturbed(_SEED), self.captured.without_parameter_hooks():
+            yield
 
 
 def _copied(leaf: object) -> object:

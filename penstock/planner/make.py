@@ -21,6 +21,8 @@ _DEFAULT_PARTITIONER = "uniform"
 
 def make(graph: Graph, profile: Profile, request: Request) -> Plan:
     """The plan with the choices of the request; where it leaves them open, the one of the shortest step that fits."""
+    if request.recompute == AUTO:
+        return _as_memory_demands(graph, profile, request)
     if request.schedule != AUTO:
         plan = _plan(graph, profile, request, request.schedule)
         _check_memory(plan, request)
@@ -30,6 +32,14 @@ def make(graph: Graph, profile: Profile, request: Request) -> Plan:
     if not fitting:
         raise PlanError("no schedule of the table fits", ranks=request.cluster.ranks, memory=request.memory)
     return min(fitting, key=lambda plan: plan.predicted.makespan)
+
+
+def _as_memory_demands(graph: Graph, profile: Profile, request: Request) -> Plan:
+    """Nothing is computed again unless the plan does not fit otherwise."""
+    try:
+        return make(graph, profile, replace(request, recompute="none"))
+    except PlanError:
+        return make(graph, profile, replace(request, recompute="full"))
 
 
 def with_microbatches(plan: Plan, count: int) -> Plan:

@@ -42,21 +42,14 @@ def _step(
 ) -> dict[str, Tensor | None]:
     """The numbers of one forward and backward from a fixed seed, by name; everything is put back afterwards."""
     model = captured.model
-    kept = {parameter: parameter.grad for parameter in model.parameters()}
-    try:
-        for parameter in model.parameters():
-            parameter.grad = None
-        with captured.undisturbed(_SEED), captured.without_parameter_hooks():
-            output = run(*transform(args, _copied), **transform(kwargs, _copied))
-            tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
-            _backward(run, tensors)
-            numbers: dict[str, Tensor | None] = {f"output {n}": t.detach() for n, t in enumerate(tensors)}
-            numbers |= {f"{_GRADIENT}{name}": p.grad for name, p in model.named_parameters()}
-            numbers |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
-        return numbers
-    finally:
-        for parameter, gradient in kept.items():
-            parameter.grad = gradient
+    with captured.undisturbed(_SEED), captured.without_parameter_hooks():
+        output = run(*transform(args, _copied), **transform(kwargs, _copied))
+        tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
+        _backward(run, tensors)
+        numbers: dict[str, Tensor | None] = {f"output {n}": t.detach() for n, t in enumerate(tensors)}
+        numbers |= {f"{_GRADIENT}{name}": p.grad for name, p in model.named_parameters()}
+        numbers |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+    return numbers
 
 
 def _copied(leaf: object) -> object:

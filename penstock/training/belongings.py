@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import PlanError, RunError
-from penstock.ir.graph import Graph, Value
 from penstock.ir.plan import Plan
 from penstock.runtime.checksum import checksum
 from penstock.runtime.crew import Crew
@@ -66,9 +65,10 @@ def _named(stages: Mapping[int, Stage]) -> list[tuple[str, nn.Parameter]]:
 
 
 def check_model(plan: Plan, model: nn.Module) -> None:
-    """Refuse a model whose parameters or buffers are not those that were planned for."""
-    found = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in _state(model)}
-    planned = {value.name: (value.spec.shape, value.spec.dtype) for value in _planned(plan.graph)}
+    """Refuse a model whose parameters are not those that were planned for."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    found = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in parameters}
+    planned = {value.name: (value.spec.shape, value.spec.dtype) for value in plan.graph.parameters}
     for name in (*planned, *found):
         if planned.get(name) != found.get(name):
             raise PlanError(
@@ -78,14 +78,6 @@ def check_model(plan: Plan, model: nn.Module) -> None:
                 model=_shown(found.get(name)),
                 hint="plan this model",
             )
-
-
-def _planned(graph: Graph) -> tuple[Value, ...]:
-    return graph.parameters
-
-
-def _state(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters(remove_duplicate=False))
 
 
 def _shown(form: tuple[tuple[int, ...], str] | None) -> str:

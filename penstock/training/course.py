@@ -22,7 +22,7 @@ _FORWARD_PASSES = ("add_transfers", "hoist_receives")
 
 
 @dataclass(frozen=True)
-class Kind:
+class StepKind:
     """What tells steps apart: whether there is a backward, and what the loss depends on, per microbatch."""
 
     is_training: bool
@@ -61,13 +61,13 @@ class Courses:
         self._made: dict[tuple[object, ...], Course] = {}
         self._edges: dict[tuple[int, tuple[str, ...], bool], Edges] = {}
 
-    def of(self, kind: Kind) -> Course:
+    def of(self, kind: StepKind) -> Course:
         """The course for a kind of step."""
         if kind.key not in self._made:
             self._made[kind.key] = self._make(kind)
         return self._made[kind.key]
 
-    def _make(self, kind: Kind) -> Course:
+    def _make(self, kind: StepKind) -> Course:
         edges = [
             self._edges_of(recording, roots, kind.is_training)
             for recording, roots in zip(kind.recordings, kind.roots, strict=True)

@@ -15,7 +15,7 @@ from penstock.runtime.execute import execute, execute_together
 from penstock.runtime.seeds import untouched_generators
 from penstock.runtime.times import Times
 from penstock.runtime.transport import Between, Inside, Transport
-from penstock.training.course import Course, Courses, Kind
+from penstock.training.course import Course, Courses, StepKind
 from penstock.training.ending import Ending
 from penstock.training.holdings import Holdings
 from penstock.training.homecoming import Homecoming
@@ -63,7 +63,7 @@ class Engine:
     def _prepared(self, batch: Batch, is_training: bool, step: int, keeps: bool) -> tuple[Load, Course]:
         load = self._intake.load(batch, is_training, step, keeps)
         roots = tuple(self._ending.roots(recording, is_training) for recording in load.inputs.recordings)
-        course = self._courses.of(Kind(is_training, load.inputs.recordings, roots))
+        course = self._courses.of(StepKind(is_training, load.inputs.recordings, roots))
         every = self._options.check_inputs_every
         looks = self._intake.everyone_has_it and every and step % every == 0
         agree(self._crew, step, course.form, checksum(load.inputs.content) if looks else 0)

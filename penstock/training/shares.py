@@ -28,7 +28,7 @@ class Shares:
             raise RunError("unknown reduction", reduction=repr(reduction), hint='"mean", "tokens", "sum", or None')
         self._captured, self._loss_fn, self._reduction, self._replicas = captured, loss_fn, reduction, replicas
         self._of_function: tuple[LossRule, Counter] | None = None
-        self._is_coupled = False
+        self._of_loss: tuple[str, ...] = ()
         self._of_models: dict[int, tuple[str, LossRule, Counter]] = {}
 
     @property
@@ -41,10 +41,7 @@ class Shares:
     def remarks(self, recording: Any) -> tuple[str, ...]:
         """Why the numbers of a microbatch loop are not those of the whole batch, or may not be."""
         found = couplings(self._captured.model, recording)
-        if self._of_function is not None:
-            found += getattr(self._of_function[1], "couplings", ())
-        if self._is_coupled:
-            found += ("the loss of a microbatch is not made of those of its parts, so samples act on each other",)
+        found += self._of_loss
         rule = self.rule
         if rule is not None and rule.kind == "unknown":
             found += ("how the loss is made of its samples cannot be seen, so that each is taken to count alike",)
@@ -60,6 +57,7 @@ class Shares:
         """Find out how the loss function makes its loss, from the first output that it is given."""
         if self._of_function is None and self._loss_fn is not None:
             found = rule_of(self._loss_fn, output, target)
+            self._of_loss = found[1].couplings
             if self._reduction is not None:
                 self._of_function = given_rule(self._reduction, *found)
                 return
@@ -75,7 +73,7 @@ class Shares:
             other = given_rule(reduction, *found)
             if is_right(loss_fn, other, output, target, size):
                 return other
-        self._is_coupled = True
+        self._of_loss += ("the loss of a microbatch is not made of those of its parts, so samples act on each other",)
         return found
 
     def of(self, load: Load) -> tuple[float, ...]:

@@ -43,6 +43,30 @@ def test_a_plan_is_simulated_with_its_own_costs():
     assert penstock.simulate(found).makespan == found.predicted.makespan
 
 
+class TwoHeads(nn.Module):
+    """A loss, and an output of an early layer that is not part of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        """The loss, and what the first layer made."""
+        first = self.layers[0](x)
+        y = self.layers[3](self.layers[2](self.layers[1](first.detach())))
+        return {"loss": y.square().mean(), "first": first}
+
+
+def test_gradients_are_predicted_only_of_what_the_loss_is_made_of():
+    def returned(**kwargs):
+        lists = [["layers.0"], ["layers.1", "layers.2", "layers.3"]]
+        made = penstock.plan(TwoHeads(), (X,), ranks=2, microbatches=4, schedule="1f1b", partitioner=lists, **kwargs)
+        return sum(message.backward_bytes for message in made.costs.messages)
+
+    assert returned() == 0
+    assert returned(loss_fn=lambda output, target: output["loss"] + output["first"].mean()) == 2 * 8 * 4
+
+
 def test_a_cluster_brings_its_memory():
     with pytest.raises(PlanError, match="does not fit in memory"):
         plan(ranks=penstock.Cluster(2, memory=100))

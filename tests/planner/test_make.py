@@ -98,6 +98,13 @@ def test_recomputation_keeps_less_and_takes_longer():
     assert all(less <= more for less, more in zip(again.predicted.peaks, whole.predicted.peaks, strict=True))
 
 
+def test_recomputation_is_chosen_only_where_memory_demands_it():
+    whole, again = plan(), plan(recompute="full")
+    tight = tuple((a + b) // 2 for a, b in zip(whole.predicted.peaks, again.predicted.peaks, strict=True))
+    assert plan(recompute="auto").choices.recompute == (False, False)
+    assert plan(recompute="auto", memory=tight).choices.recompute == (True, True)
+
+
 def test_a_plan_that_does_not_fit_is_refused_with_the_figures():
     with pytest.raises(PlanError, match="does not fit in memory \\(rank: 0, peak bytes: "):
         plan(memory=(100, 100))

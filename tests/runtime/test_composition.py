@@ -1,0 +1,99 @@
+"""Pipelines together with what else torch offers: sharded parameters, autocast, compiled blocks."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+
+import penstock
+
+# From a generator of its own: every process that loads this file has the same.
+X, Y = torch.randn(2, 12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def chain():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)])
+
+
+def shard_blocks(stage, mesh):
+    for block in list(stage.children()):
+        fully_shard(block, mesh=mesh["dp"])
+
+
+def shard_all(stage, mesh):
+    shard_blocks(stage, mesh)
+    fully_shard(stage, mesh=mesh["dp"])
+
+
+def trained_sharded(parallelize_fn, schedule):
+    """Norms of the gradients, and the parameters of this rank, after three steps on two replicas of two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    half = slice(6 * mesh.get_local_rank("dp"), 6 * mesh.get_local_rank("dp") + 6)
+    model = chain().double()
+    plan = penstock.plan(model, (X[half],), ranks=2, microbatches=3, schedule=schedule)
+    pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, mesh=mesh, parallelize_fn=parallelize_fn)
+    optimizer, norms = torch.optim.Adam(pipe.parameters(), 1e-2), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        pipe.step(X[half], target=Y[half])
+        norms.append(pipe.clip_grad_norm_(0.1).item())
+        optimizer.step()
+    return norms, {name: parameter.full_tensor().detach() for name, parameter in pipe.named_parameters()}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("parallelize_fn", [shard_blocks, shard_all])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_sharded_stages_train_like_the_whole_model(pools, parallelize_fn, schedule):
+    model = chain().double()
+    optimizer, norms = torch.optim.Adam(model.parameters(), 1e-2), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        functional.mse_loss(model(X), Y).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+    expected = dict(model.named_parameters())
+    for found, parameters in pools[4].run(trained_sharded, parallelize_fn, schedule):
+        assert found == pytest.approx(norms, rel=1e-12)
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(parameter, expected[name].detach(), rtol=0, atol=1e-12)
+
+
+def gradients_of(model):
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_autocast_around_a_step_gives_every_bit_of_the_loop(schedule):
+    model, x, y = chain(), X.float(), Y.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for start in (0, 4, 8):
+            loss = functional.mse_loss(model(x[start : start + 4]).float(), y[start : start + 4])
+            loss.backward(torch.tensor(1 / 3))
+        expected = gradients_of(model)
+        model.zero_grad()
+        plan = penstock.plan(model, (x,), ranks=2, microbatches=3, schedule=schedule)
+        pipe = penstock.Pipeline(model, plan, loss_fn=lambda o, t: functional.mse_loss(o.float(), t), local=True)
+        pipe.step(x, target=y)
+    assert all(map(torch.equal, gradients_of(model), expected))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_blocks_are_trained_right_and_described(backend):
+    model, x, y = chain(), X.float(), Y.float()
+    plain = copy.deepcopy(model)
+    functional.mse_loss(plain(x), y).backward()
+    for place in range(len(model)):
+        model[place] = torch.compile(model[place], backend=backend)
+    plan = penstock.plan(model, (x,), ranks=2, microbatches=3, schedule="zb_h1")
+    pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, local=True)
+    pipe.step(x, target=y)
+    for gradient, expected in zip(gradients_of(model), gradients_of(plain), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
+    # What the compiler makes computes both gradients at once; what it only traces is put off as ever.
+    assert ("does a full backward" in pipe.describe()) is (backend == "aot_eager")
