@@ -2,12 +2,13 @@
 
 import sys
 
-from benchmarks import backward, capture, planning, runtime_compute, runtime_memory, runtime_sleep
+from benchmarks import backward, breaking, capture, planning, runtime_compute, runtime_memory, runtime_sleep
 
 SCRIPTS = {
     "planning": planning.tables,
     "capture": capture.tables,
     "backward": backward.tables,
+    "breaking": breaking.tables,
     "runtime_memory": runtime_memory.tables,
     "runtime_sleep": runtime_sleep.tables,
     "runtime_compute": runtime_compute.tables,

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks import backward, capture, planning, runtime_compute, runtime_memory, runtime_sleep
+from benchmarks import backward, breaking, capture, planning, runtime_compute, runtime_memory, runtime_sleep
 from benchmarks.__main__ import main
 from benchmarks.clock import cpu_seconds
 from benchmarks.gpt import Sizes
@@ -63,6 +63,11 @@ def test_the_benchmark_of_the_split_backward_measures_both_sides():
     assert line.cells[0] == "2 x 8"
     assert all(float(cell) > 0 for cell in line.cells[1:])
     assert [line.cells[0] for line in backward.growth((1, 2), 8, seconds=0.0).lines] == ["ours", "torch's"]
+
+
+def test_the_benchmark_of_broken_ranks_measures_their_end():
+    assert [float(line.cells[1]) > 0 for line in breaking.ends(repetitions=1).lines] == [True, True]
+    assert [float(line.cells[1]) > 0 for line in breaking.notes(repetitions=1).lines] == [True]
 
 
 def test_sleeping_stages_are_measured_beside_torch_and_their_simulation():
