@@ -73,7 +73,10 @@ class Shares:
             other = given_rule(reduction, *found)
             if is_right(loss_fn, other, output, target, size):
                 return other
-        self._of_loss += ("the loss of a microbatch is not made of those of its parts, so samples act on each other",)
+        if not self._of_loss:
+            self._of_loss = (
+                "the loss of a microbatch is not made of those of its parts, so samples act on each other",
+            )
         return found
 
     def of(self, load: Load) -> tuple[float, ...]:
