@@ -24,10 +24,11 @@ if TYPE_CHECKING:
         ScheduleError,
         ViewError,
     )
-    from penstock.ir.cluster import Cluster, Link
+    from penstock.ir.cluster import Cluster
     from penstock.ir.costs import MessageCost, StageCosts, StateBytes
     from penstock.ir.cuts import Cuts
     from penstock.ir.graph import Graph
+    from penstock.ir.links import Link, Replicas
     from penstock.ir.partition import Partition
     from penstock.ir.plan import Plan
     from penstock.ir.profile import Profile
@@ -61,6 +62,7 @@ __all__ = [
     "PlanError",
     "Profile",
     "Program",
+    "Replicas",
     "Result",
     "RunError",
     "RunOptions",
@@ -106,10 +108,11 @@ _HOMES = {
         "ScheduleError",
         "ViewError",
     ),
-    "penstock.ir.cluster": ("Cluster", "Link"),
+    "penstock.ir.cluster": ("Cluster",),
     "penstock.ir.costs": ("MessageCost", "StageCosts", "StateBytes"),
     "penstock.ir.cuts": ("Cuts",),
     "penstock.ir.graph": ("Graph",),
+    "penstock.ir.links": ("Link", "Replicas"),
     "penstock.ir.partition": ("Partition",),
     "penstock.ir.plan": ("Plan",),
     "penstock.ir.profile": ("Profile",),

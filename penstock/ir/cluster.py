@@ -9,26 +9,11 @@ from functools import cached_property
 
 from penstock.errors import CostError
 from penstock.ir.figures import is_finite, whole
+from penstock.ir.links import ALONE, MAX_RANKS, Link, Replicas, check_link
 
 _DECIMAL_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS = {**_DECIMAL_UNITS, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-MAX_RANKS = 65536
 MAX_MEMORY = 2**63 - 1
-
-
-@dataclass(frozen=True)
-class Link:
-    """One direction between two ranks: seconds until the first byte arrives, bytes per second after that."""
-
-    source: int
-    target: int
-    latency: float = 0.0
-    bandwidth: float | None = None
-
-    def __post_init__(self) -> None:
-        if whole(self.source) is None or whole(self.target) is None:
-            raise CostError("a link leads from rank to rank", source=repr(self.source), target=repr(self.target))
-        _check_link(self.latency, self.bandwidth)
 
 
 @dataclass(frozen=True)
@@ -38,6 +23,7 @@ class Cluster:
     `memory` is bytes per rank: one figure (`"24GiB"` also) or one per rank; None is no limit. `latency` in seconds and
     `bandwidth` in bytes per second (None: infinite) hold for every link that is not named in `links`. `overlap` is the
     share of the shorter half that an overlapped pair of passes hides: 0 runs them one after the other, 1 hides it all.
+    With `replicas`, given as a number or with their links, a step ends when the gradients of all copies are averaged.
     """
 
     ranks: int
@@ -46,15 +32,18 @@ class Cluster:
     bandwidth: float | None = None
     links: tuple[Link, ...] = ()
     overlap: float = 0.0
+    replicas: Replicas = ALONE
 
     def __post_init__(self) -> None:
+        if not isinstance(self.replicas, Replicas):
+            object.__setattr__(self, "replicas", Replicas(self.replicas, self.latency, self.bandwidth))
         if (ranks := whole(self.ranks)) is None:
             raise CostError("ranks must be a whole number", ranks=repr(self.ranks))
         if not 1 <= ranks <= MAX_RANKS:
             raise CostError("ranks out of range", ranks=ranks, limit=MAX_RANKS)
         object.__setattr__(self, "ranks", ranks)
         object.__setattr__(self, "links", _links(self.links, ranks))
-        _check_link(self.latency, self.bandwidth)
+        check_link(self.latency, self.bandwidth)
         if not is_finite(self.overlap) or not 0.0 <= self.overlap <= 1.0:
             raise CostError("overlap is a share between 0 and 1", overlap=repr(self.overlap))
         if self.memory is not None:
@@ -122,11 +111,3 @@ def _links(links: object, ranks: int) -> tuple[Link, ...]:
         if times > 1:
             raise CostError("a link is named more than once", source=source, target=target, times=times)
     return named
-
-
-def _check_link(latency: float, bandwidth: float | None) -> None:
-    if not is_finite(latency) or latency < 0:
-        raise CostError("latency must be finite seconds, 0 or more", latency=repr(latency))
-    if bandwidth is not None and (not is_finite(bandwidth) or bandwidth <= 0):
-        hint = "a number of bytes per second such as 10e9, or None for infinite"
-        raise CostError("bandwidth must be finite bytes per second, above 0", bandwidth=repr(bandwidth), hint=hint)

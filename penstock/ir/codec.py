@@ -19,11 +19,12 @@ import numpy as np
 
 from penstock.errors import FormatError, PenstockError
 from penstock.ir import text as cells
-from penstock.ir.cluster import Cluster, Link
+from penstock.ir.cluster import Cluster
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes
 from penstock.ir.cuts import Cuts
 from penstock.ir.files import write_whole
 from penstock.ir.graph import Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
+from penstock.ir.links import Link, Replicas
 from penstock.ir.orders import MAX_ACTIONS, Orders
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import Placement
@@ -52,7 +53,7 @@ NOUNS: dict[str, type] = {
         *(NodeBytes, NodeCost, Profile),
         *(Crossing, Partition, Cuts),
         *(MessageCost, StateBytes, StageCosts),
-        *(Link, Cluster),
+        *(Link, Replicas, Cluster),
         *(Placement, Schedule, Program),
         *(Curve, Trace),
         *(Choices, Prediction, Plan),

@@ -4,7 +4,7 @@ Ranks and links are lines that do one thing at a time: a rank its passes in orde
 ranks) its messages in the order of their Sends. A message leaves when its rank gets to the Send and the link is free,
 occupies the link for bytes / bandwidth and has arrived one latency later; receives are posted ahead, so it does not
 wait for them. Sends, receives and the like take no time of their rank. Every order being fixed, one walk settles all
-times.
+times. Replicas average the gradients of a stage from its Reduce on, while the passes go on.
 """
 
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from penstock.ir.timing import pass_seconds
 from penstock.ir.trace import Trace
 from penstock.ir.walk import Needs, walk
 from penstock.simulate.memory import curves
+from penstock.simulate.reductions import reduced
 
 Indices = NDArray[np.int64]
 Seconds = NDArray[np.float64]
@@ -46,13 +47,15 @@ def simulate(program: Program, costs: StageCosts | None = None, cluster: Cluster
     arrived = ends[len(computes) :]
     sent = np.maximum(arrived - wires.seconds - wires.latency, action_ends[wires.send])
     by_send = np.argsort(wires.send)
+    held = curves(program, costs, starts, action_ends)
+    starts, action_ends = reduced(program, costs, cluster.replicas, starts, action_ends)
     return Trace(
         program,
         Series(starts),
         Series(action_ends),
         Series(sent[by_send]),
         Series(arrived[by_send]),
-        curves(program, costs, starts, action_ends),
+        held,
     )
 
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from penstock.errors import FormatError
 from penstock.ir import codec
 from penstock.ir.action import Backward, Forward, Free, Overlap, Recv, Send
-from penstock.ir.cluster import Cluster, Link
+from penstock.ir.cluster import Cluster
 from penstock.ir.codec import NOUNS, from_json, load, save, to_json
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes
 from penstock.ir.cuts import Cuts
 from penstock.ir.graph import Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
+from penstock.ir.links import Link, Replicas
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import Placement
 from penstock.ir.plan import Choices, Plan, Prediction
@@ -60,7 +61,8 @@ STAGE_COSTS = StageCosts(
     state=(StateBytes(1, 2, 3), StateBytes(), StateBytes()),
 )
 LINK = Link(0, 1, 1e-5, 1e9)
-CLUSTER = Cluster(2, (5, 6), 1e-3, None, (LINK, Link(1, 0)), 0.5)
+REPLICAS = Replicas(3, 1e-4, 1e8)
+CLUSTER = Cluster(2, (5, 6), 1e-3, None, (LINK, Link(1, 0)), 0.5, REPLICAS)
 PARTITION = Partition((("a", "b"), ("c",), ("ü\n\u2028",)))
 CHOICES = Choices("linear", "zb_h1", (False, True, False))
 PREDICTION = Prediction(4.5, 0.25, 4.0, 0.2, (10, 20), 4.25)
@@ -71,7 +73,7 @@ SAMPLES = (
     *(SPEC, VALUE, ORIGIN, NODE, STORAGE, UPDATE, GRAPH, COST.memory, COST),
     Profile((COST,), 0.3, GRAPH.fingerprint, "cpu", (("torch", "2.13.0"),)),
     *(Crossing(0, 1, (VALUE,)), PARTITION, CUTS, STAGE_COSTS.messages[0], STAGE_COSTS.state[0], STAGE_COSTS),
-    *(LINK, CLUSTER, PLACEMENT, SCHEDULE, PROGRAM, CURVE),
+    *(LINK, REPLICAS, CLUSTER, PLACEMENT, SCHEDULE, PROGRAM, CURVE),
     Trace(PROGRAM, Series(range(6)), Series(range(6)), Series([1, 2]), Series([3, 4]), (CURVE, CURVE)),
     *(CHOICES, PREDICTION, Plan(GRAPH, HALVES, PAIR, Choices("linear", "gpipe", (False, True)), *REST)),
 )

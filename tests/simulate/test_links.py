@@ -2,8 +2,9 @@
 
 import pytest
 
-from penstock.ir.cluster import Cluster, Link
+from penstock.ir.cluster import Cluster
 from penstock.ir.costs import MessageCost, StageCosts
+from penstock.ir.links import Link
 from penstock.ir.program import Program
 from penstock.simulate import simulate
 
