@@ -23,7 +23,7 @@ class Cluster:
     `memory` is bytes per rank: one figure (`"24GiB"` also) or one per rank; None is no limit. `latency` in seconds and
     `bandwidth` in bytes per second (None: infinite) hold for every link that is not named in `links`. `overlap` is the
     share of the shorter half that an overlapped pair of passes hides: 0 runs them one after the other, 1 hides it all.
-    With `replicas`, given as a number or with their links, a step ends when the gradients of all copies are averaged.
+    With `replicas`, a step ends when the gradients of all copies of the pipeline are averaged.
     """
 
     ranks: int
@@ -35,8 +35,7 @@ class Cluster:
     replicas: Replicas = ALONE
 
     def __post_init__(self) -> None:
-        if not isinstance(self.replicas, Replicas):
-            object.__setattr__(self, "replicas", Replicas(self.replicas, self.latency, self.bandwidth))
+        _check_replicas(self.replicas)
         if (ranks := whole(self.ranks)) is None:
             raise CostError("ranks must be a whole number", ranks=repr(self.ranks))
         if not 1 <= ranks <= MAX_RANKS:
@@ -111,3 +110,9 @@ def _links(links: object, ranks: int) -> tuple[Link, ...]:
         if times > 1:
             raise CostError("a link is named more than once", source=source, target=target, times=times)
     return named
+
+
+def _check_replicas(replicas: object) -> None:
+    if not isinstance(replicas, Replicas):
+        hint = "replicas=Replicas(4, latency, bandwidth)"
+        raise CostError("replicas are a Replicas record", given=repr(replicas), hint=hint)

@@ -28,10 +28,12 @@ from penstock.ir.links import Link, Replicas
 from penstock.ir.orders import MAX_ACTIONS, Orders
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import Placement
-from penstock.ir.plan import Choices, Plan, Prediction
+from penstock.ir.plan import Plan
+from penstock.ir.prediction import Prediction
 from penstock.ir.profile import NodeBytes, NodeCost, Profile
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
+from penstock.ir.search import Candidate, Choices, Search
 from penstock.ir.series import Series
 from penstock.ir.trace import Curve, Trace
 
@@ -56,7 +58,7 @@ NOUNS: dict[str, type] = {
         *(Link, Replicas, Cluster),
         *(Placement, Schedule, Program),
         *(Curve, Trace),
-        *(Choices, Prediction, Plan),
+        *(Choices, Prediction, Candidate, Search, Plan),
     )
 }
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "null"}

@@ -1,6 +1,5 @@
 """Plan: the choices and the prediction, saved to train by and to load again."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,63 +11,12 @@ from penstock.ir.costs import StageCosts
 from penstock.ir.cuts import Cuts
 from penstock.ir.graph import Graph
 from penstock.ir.partition import Partition
+from penstock.ir.prediction import Prediction
 from penstock.ir.schedule import Schedule
-from penstock.ir.trace import Trace
+from penstock.ir.search import UNSEARCHED, Choices, Search
+from penstock.ir.units import aligned, bytes_text, counted, percent_text, seconds_text
 
-_TOLERANCE = 1e-9
 _COLUMNS = ("stage", "rank", "nodes", "forward", "backward", "activations", "parameters", "first node")
-
-
-@dataclass(frozen=True)
-class Choices:
-    """The words that led to a plan, as the user types them, and which stages recompute their activations."""
-
-    partitioner: str
-    schedule: str
-    recompute: tuple[bool, ...]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The summary of a predicted Trace; with this partition and placement no order is faster than `lower_bound`."""
-
-    makespan: float
-    bubble: float
-    span: float
-    span_bubble: float
-    peaks: tuple[int, ...]
-    """most bytes held, per rank"""
-    lower_bound: float
-
-    def __post_init__(self) -> None:
-        for name in ("makespan", "span", "lower_bound"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise PlanError(f"{name.replace('_', ' ')} must be finite seconds, 0 or more", seconds=value)
-        if max(self.span, self.lower_bound) > self.makespan * (1 + _TOLERANCE):
-            raise PlanError(
-                "neither span nor lower bound can exceed the makespan",
-                span=self.span,
-                lower_bound=self.lower_bound,
-                makespan=self.makespan,
-            )
-        for share in (self.bubble, self.span_bubble):
-            if not -_TOLERANCE <= share <= 1.0:
-                raise PlanError("a bubble is a share between 0 and 1", bubble=share)
-        if any(peak < 0 for peak in self.peaks):
-            raise PlanError("peak bytes must be 0 or more", peaks=self.peaks)
-
-    @classmethod
-    def of(cls, trace: Trace, lower_bound: float) -> "Prediction":
-        """The summary of a trace, with what was proven about every other order."""
-        peaks = tuple(trace.peak_bytes(rank) for rank in range(trace.num_ranks))
-        return cls(trace.makespan, trace.bubble, trace.span, trace.span_bubble, peaks, lower_bound)
-
-    def peak_bytes(self, rank: int) -> int:
-        """The most bytes that the rank holds at any time."""
-        if not 0 <= rank < len(self.peaks):
-            raise PlanError("no such rank", rank=rank, ranks=len(self.peaks))
-        return self.peaks[rank]
 
 
 @dataclass(frozen=True)
@@ -85,6 +33,8 @@ class Plan:
     costs: StageCosts
     cluster: Cluster
     predicted: Prediction
+    search: Search = UNSEARCHED
+    """what else was looked at, and why this was chosen"""
 
     def __post_init__(self) -> None:
         self.partition.check(self.graph)
@@ -145,16 +95,24 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [self._row(stage) for stage in range(self.num_stages)]
-        return "\n".join((*self._headline(), "", *_aligned([_COLUMNS, *rows])))
+        return "\n".join((*self._headline(), "", *aligned([_COLUMNS, *rows])))
+
+    def describe(self) -> str:
+        """The plan, why it was chosen, and what else was looked at, in words and tables."""
+        return "\n\n".join(part for part in (str(self), "\n".join(self.search.reasons), str(self.search)) if part)
 
     def _headline(self) -> Iterable[str]:
         seen, recomputed = self.predicted, sum(self.choices.recompute)
-        yield (
-            f"{self.num_stages} stages ({self.choices.partitioner}) on {self.num_ranks} ranks, schedule "
-            f"{self.choices.schedule}, {self.num_microbatches} microbatches, {recomputed or 'no'} stages recomputed"
+        words = (
+            f"{counted(self.num_stages, 'stage')} ({self.choices.partitioner}) on {counted(self.num_ranks, 'rank')}",
+            f"schedule {self.choices.schedule}",
+            counted(self.num_microbatches, "microbatch"),
+            f"{counted(recomputed, 'stage') if recomputed else 'no stage'} recomputed",
         )
-        yield f"step {_seconds(seen.makespan)}, bubble {seen.bubble:.1%}, at best {_seconds(seen.lower_bound)}"
-        yield "peak per rank: " + ", ".join(map(_bytes, seen.peaks))
+        yield ", ".join(words)
+        step, least = seconds_text(seen.makespan), seconds_text(seen.lower_bound)
+        yield f"step {step}, bubble {percent_text(seen.bubble)}, at best {least}"
+        yield "peak per rank: " + ", ".join(map(bytes_text, seen.peaks))
 
     def _row(self, stage: int) -> tuple[str, ...]:
         nodes, costs = self.partition.stages[stage], self.costs
@@ -162,26 +120,9 @@ class Plan:
             str(stage),
             str(self.schedule.placement[stage]),
             str(len(nodes)),
-            _seconds(costs.forward[stage]),
-            _seconds(costs.backward[stage]),
-            _bytes(costs.activation_bytes[stage]),
-            _bytes(costs.state[stage].parameters),
+            seconds_text(costs.forward[stage]),
+            seconds_text(costs.backward[stage]),
+            bytes_text(costs.activation_bytes[stage]),
+            bytes_text(costs.state[stage].parameters),
             nodes[0],
         )
-
-
-def _aligned(table: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join((*map(str.rjust, row[:-1], widths), row[-1])) for row in table]
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
-
-def _bytes(value: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"

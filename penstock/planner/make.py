@@ -7,9 +7,11 @@ from penstock.ir.costs import StageCosts
 from penstock.ir.fold import fold
 from penstock.ir.graph import Graph
 from penstock.ir.partition import Partition
-from penstock.ir.plan import Choices, Plan, Prediction
+from penstock.ir.plan import Plan
+from penstock.ir.prediction import Prediction
 from penstock.ir.profile import Profile
 from penstock.ir.schedule import Schedule
+from penstock.ir.search import Choices
 from penstock.partitioners import PARTITIONERS, by_modules
 from penstock.passes import lower
 from penstock.planner.request import AUTO, Request

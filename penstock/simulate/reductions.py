@@ -4,9 +4,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.action import Kind
-from penstock.ir.cluster import Replicas
 from penstock.ir.code import stage_of
 from penstock.ir.costs import StageCosts
+from penstock.ir.links import Replicas
 from penstock.ir.program import Program
 
 Seconds = NDArray[np.float64]

@@ -16,11 +16,11 @@ from penstock.errors import ViewError
 from penstock.ir.action import COMPUTE_KINDS
 from penstock.ir.code import decode
 from penstock.ir.trace import Idle, Trace
+from penstock.ir.units import bytes_text, figure, percent_text, seconds_text
 from penstock.views.base import RichView, Traces, check_positive, named
 from penstock.views.sheet import Sheet
 from penstock.views.summary import summary
 from penstock.views.svg import Svg
-from penstock.views.units import bytes_text, figure, percent_text, seconds_text
 
 Names = tuple[str, str]
 Row = tuple[str, ...]

@@ -7,11 +7,11 @@ import numpy as np
 from penstock.ir.action import Kind
 from penstock.ir.cluster import parse_bytes
 from penstock.ir.trace import Curve, Trace
+from penstock.ir.units import bytes_text
 from penstock.views.base import Document, Drawn, Traces, check_positive, named
 from penstock.views.drawing import Area, Drawing, Label, Line, Point
 from penstock.views.palette import ALARM, FAINT, INK, KINDS, PAPER, RULE, mix
 from penstock.views.panel import AXIS, MARGIN, SIZE, Panel, panels, surroundings
-from penstock.views.units import bytes_text
 
 ROW, LEAST_ROW, PANEL_HEIGHT = 52.0, 9.0, 900.0
 PEAKS = 78.0

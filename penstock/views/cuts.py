@@ -13,11 +13,11 @@ from rich.text import Text
 
 from penstock.ir.graph import Graph
 from penstock.ir.partition import Crossing
+from penstock.ir.units import bytes_text, counted
 from penstock.views.base import RichView, Staged
 from penstock.views.flow import Flow
 from penstock.views.parts import Part, shown
 from penstock.views.sheet import Sheet
-from penstock.views.units import bytes_text, counted
 
 Row = tuple[str, ...]
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from penstock.ir.graph import Graph, Node, TensorSpec, Value
 from penstock.ir.partition import Crossing, Partition
+from penstock.ir.units import bytes_text
 from penstock.views.base import Staged, staged
 from penstock.views.parts import Part, Weight, gathered, glued, shown, weight
 from penstock.views.repeats import collapsed
-from penstock.views.units import bytes_text
 
 UNREAD = "read by no other part"
 

@@ -9,6 +9,7 @@ stage that reads it runs it, so that it is never sent. Stages are coloured, and 
 from dataclasses import dataclass
 
 from penstock.ir.graph import Graph
+from penstock.ir.units import bytes_text, counted
 from penstock.views.base import Staged, View, printable
 from penstock.views.drawing import Box, Drawing, Label, Line, ending, shortened
 from penstock.views.flow import Flow, sizes_text
@@ -17,7 +18,6 @@ from penstock.views.palette import FAINT, IDLE, INK, PAPER, stage_color
 from penstock.views.parts import Part, check_alike, shown
 from penstock.views.routes import Routes
 from penstock.views.svg_document import svg_document
-from penstock.views.units import bytes_text, counted
 from penstock.views.wiring import SHARE, Wiring
 
 MOST_NAMED = 12

@@ -12,11 +12,11 @@ from rich.console import Group
 from rich.text import Text
 
 from penstock.ir.graph import Graph, Value
+from penstock.ir.units import count_text, counted
 from penstock.views.base import RichView, Staged
 from penstock.views.flow import Flow, sizes_text
 from penstock.views.parts import check_alike, shown
 from penstock.views.sheet import Sheet
-from penstock.views.units import count_text, counted
 
 MOST_READS = 2
 """names of values that a line of the condensed table holds"""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.ir.trace import Trace
+from penstock.ir.units import figure, percent_text, round_step, seconds_text, seconds_unit
 from penstock.views.drawing import Box, Drawing, Label, Line, shortened, text_width
 from penstock.views.palette import FAINT, IDLE, INK, RULE
-from penstock.views.units import figure, percent_text, round_step, seconds_text, seconds_unit
 
 MARGIN = 14.0
 TITLE = 42.0

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from penstock.errors import ViewError
 from penstock.ir.graph import Graph, Node, TensorSpec
 from penstock.ir.partition import Partition
+from penstock.ir.units import bytes_text, count_text
 from penstock.views.base import MAX_NAME, printable
-from penstock.views.units import bytes_text, count_text
 
 DOTS = " … "
 

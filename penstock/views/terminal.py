@@ -16,11 +16,11 @@ from rich.style import Style
 from rich.text import Text
 
 from penstock.ir.trace import Trace
+from penstock.ir.units import percent_text, seconds_text
 from penstock.views import palette
 from penstock.views.base import RichView, Traces, check_positive, named, printed
 from penstock.views.blocks import LETTERS, WORDS, Blocks
 from penstock.views.cells import IDLE, cells, common_step, num_steps, proportional
-from penstock.views.units import percent_text, seconds_text
 
 _IDLE_STYLE = Style(bgcolor="#3a3f46")
 

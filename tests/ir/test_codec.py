@@ -20,10 +20,12 @@ from penstock.ir.graph import Graph, Node, Origin, StorageGroup, TensorSpec, Upd
 from penstock.ir.links import Link, Replicas
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import Placement
-from penstock.ir.plan import Choices, Plan, Prediction
+from penstock.ir.plan import Plan
+from penstock.ir.prediction import Prediction
 from penstock.ir.profile import NodeBytes, NodeCost, Profile
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
+from penstock.ir.search import Candidate, Choices, Search
 from penstock.ir.series import Series
 from penstock.ir.trace import Curve, Trace
 
@@ -66,16 +68,24 @@ CLUSTER = Cluster(2, (5, 6), 1e-3, None, (LINK, Link(1, 0)), 0.5, REPLICAS)
 PARTITION = Partition((("a", "b"), ("c",), ("ü\n\u2028",)))
 CHOICES = Choices("linear", "zb_h1", (False, True, False))
 PREDICTION = Prediction(4.5, 0.25, 4.0, 0.2, (10, 20), 4.25)
+CANDIDATE = Candidate(CHOICES, 4, 12, PREDICTION)
+SEARCH = Search((CANDIDATE, Candidate(CHOICES, 4, 12, PREDICTION, "slower")), ("memory is the limit",))
 HALVES = Partition((("layers.0",), ("mask",)))
 PAIR = Schedule.of(Placement((0, 1)), 1, [[Forward(0, 0), Backward(0, 0)], [Forward(1, 0), Backward(1, 0)]])
-REST = (StageCosts((0.1, 0.2), (0.1, 0.2), (0.1, 0.2)), CLUSTER, PREDICTION)
+REST = (StageCosts((0.1, 0.2), (0.1, 0.2), (0.1, 0.2)), CLUSTER, PREDICTION, SEARCH)
 SAMPLES = (
     *(SPEC, VALUE, ORIGIN, NODE, STORAGE, UPDATE, GRAPH, COST.memory, COST),
     Profile((COST,), 0.3, GRAPH.fingerprint, "cpu", (("torch", "2.13.0"),)),
     *(Crossing(0, 1, (VALUE,)), PARTITION, CUTS, STAGE_COSTS.messages[0], STAGE_COSTS.state[0], STAGE_COSTS),
     *(LINK, REPLICAS, CLUSTER, PLACEMENT, SCHEDULE, PROGRAM, CURVE),
     Trace(PROGRAM, Series(range(6)), Series(range(6)), Series([1, 2]), Series([3, 4]), (CURVE, CURVE)),
-    *(CHOICES, PREDICTION, Plan(GRAPH, HALVES, PAIR, Choices("linear", "gpipe", (False, True)), *REST)),
+    *(
+        CHOICES,
+        PREDICTION,
+        CANDIDATE,
+        SEARCH,
+        Plan(GRAPH, HALVES, PAIR, Choices("linear", "gpipe", (False, True)), *REST),
+    ),
 )
 by_noun = pytest.mark.parametrize("noun", SAMPLES, ids=lambda noun: type(noun).__name__)
 

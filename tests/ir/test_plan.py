@@ -13,9 +13,11 @@ from penstock.ir.cuts import Cuts
 from penstock.ir.graph import Graph, Node, TensorSpec, Value
 from penstock.ir.partition import Partition
 from penstock.ir.placement import Placement
-from penstock.ir.plan import Choices, Plan, Prediction
+from penstock.ir.plan import Plan
+from penstock.ir.prediction import Prediction
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
+from penstock.ir.search import Candidate, Choices, Search
 from penstock.ir.series import Series
 from penstock.ir.trace import Curve, Trace
 
@@ -65,14 +67,36 @@ def test_a_partition_of_another_graph_is_refused():
 
 def test_a_plan_prints_as_a_table():
     assert str(PLAN).splitlines() == [
-        "2 stages (linear) on 2 ranks, schedule gpipe, 1 microbatches, 1 stages recomputed",
-        "step 3.25 s, bubble 50.0%, at best 3 s",
+        "2 stages (linear) on 2 ranks, schedule gpipe, 1 microbatch, 1 stage recomputed",
+        "step 3.25 s, bubble 50.0 %, at best 3 s",
         "peak per rank: 2 KiB, 100 B",
         "",
         "stage  rank  nodes  forward  backward  activations  parameters  first node",
         "    0     0      2   250 ms       1 s        3 MiB       5 GiB  embed",
         "    1     1      1   500 ms     1.5 s        100 B       2 TiB  head",
     ]
+
+
+def test_a_plan_describes_why_it_was_chosen_and_what_lost():
+    slower = replace(PREDICTED, makespan=4.0)
+    candidates = (
+        Candidate(PLAN.choices, 1, 2, PREDICTED),
+        Candidate(Choices("uniform", "1f1b", (False, False), "vee"), 4, 8, slower, "23 % slower"),
+    )
+    told = replace(PLAN, search=Search(candidates, ("Rank 0 is the busiest.",))).describe()
+    assert told.splitlines()[8:] == [
+        "Rank 0 is the busiest.",
+        "",
+        "  step  bubble   peak  messages   stages  microbatches  recomputed  schedule     cuts  why not",
+        "3.25 s  50.0 %  2 KiB         2  2 given             1           1     gpipe   linear  chosen",
+        "   4 s  50.0 %  2 KiB         8    2 vee             4           0      1f1b  uniform  23 % slower",
+    ]
+
+
+def test_the_first_candidate_is_the_chosen_one():
+    lost = Candidate(PLAN.choices, 1, 2, PREDICTED, "slower")
+    with pytest.raises(PlanError, match="did not lose"):
+        Search((lost,))
 
 
 def test_a_plan_is_saved_and_loaded(tmp_path):

@@ -18,7 +18,7 @@ def costs(num_stages: int, gradients: int) -> StageCosts:
     return StageCosts(ones, ones, ones, state=(StateBytes(0, gradients, 0),) * num_stages)
 
 
-def makespan(gradients: int, replicas: Replicas | int = RING, name: str = "1f1b", ranks: int = 2) -> float:
+def makespan(gradients: int, replicas: Replicas = RING, name: str = "1f1b", ranks: int = 2) -> float:
     schedule = build(name, ranks, 4)
     cluster = Cluster(ranks, replicas=replicas)
     return simulate(lower(schedule), costs(schedule.num_stages, gradients), cluster).makespan
@@ -34,7 +34,7 @@ def test_one_replica_reduces_nothing():
 
 def test_the_first_rank_ends_last_and_its_reduction_is_all_that_is_seen():
     # The last rank of 1f1b is done one backward and more before the first: its reduction hides behind that.
-    assert makespan(16) == makespan(16, 1) + RING.reduction_seconds(16)
+    assert makespan(16) == makespan(16, Replicas()) + RING.reduction_seconds(16)
 
 
 def test_two_stages_of_a_rank_reduce_one_after_the_other():
@@ -45,11 +45,12 @@ def test_two_stages_of_a_rank_reduce_one_after_the_other():
     assert alone.makespan == reductions[1].end
 
 
-def test_a_number_of_replicas_has_the_links_of_the_cluster():
-    assert Cluster(2, latency=0.1, bandwidth=5.0, replicas=3).replicas == Replicas(3, 0.1, 5.0)
-
-
 @pytest.mark.parametrize("count", [0, -1, 1.5, "many"])
 def test_a_number_of_replicas_that_is_none_is_refused(count):
     with pytest.raises(CostError, match="replicas"):
-        Cluster(2, replicas=count)
+        Replicas(count)
+
+
+def test_a_bare_number_is_no_replicas():
+    with pytest.raises(CostError, match=r"try: replicas=Replicas\(4"):
+        Cluster(2, replicas=4)

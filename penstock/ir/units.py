@@ -1,6 +1,7 @@
-"""Units: seconds, bytes and shares as short readable text, and round steps for an axis."""
+"""Units: seconds, bytes and shares as short readable text, aligned under each other, and round steps for an axis."""
 
 import math
+from collections.abc import Sequence
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
@@ -34,7 +35,8 @@ def count_text(count: int) -> str:
 
 def counted(count: int, word: str) -> str:
     """`1 node`, `2 nodes`."""
-    return f"{count} {word}{'' if count == 1 else 's'}"
+    ending = "" if count == 1 else "es" if word.endswith("ch") else "s"
+    return f"{count} {word}{ending}"
 
 
 def bytes_unit(largest: float) -> tuple[int, str]:
@@ -63,3 +65,9 @@ def round_step(largest: float, count: float) -> float:
     rough = largest / max(1.0, count)
     power = 10.0 ** math.floor(math.log10(rough))
     return next((factor * power for factor in (1, 2, 5) if factor * power >= rough * (1 - 1e-9)), 10 * power)
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """The rows of a table as lines of text: columns end under each other, the last one begins there."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join((*map(str.rjust, row[:-1], widths), row[-1])).rstrip() for row in table]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.views.units import bytes_text, count_text, counted, percent_text, round_step, seconds_text
+from penstock.ir.units import bytes_text, count_text, counted, percent_text, round_step, seconds_text
 
 
 @pytest.mark.parametrize(
