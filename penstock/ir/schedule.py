@@ -9,7 +9,7 @@ import numpy as np
 from penstock.errors import ScheduleError
 from penstock.ir import text
 from penstock.ir.action import COMPUTE_KINDS, MAX_MICROBATCHES, Action, Kind
-from penstock.ir.code import decode
+from penstock.ir.code import decode, pack
 from penstock.ir.cuts import MAX_STAGES
 from penstock.ir.orders import Orders
 from penstock.ir.placement import Placement
@@ -75,6 +75,21 @@ class Schedule(Ordered):
             return self
         kept = self.table.passes.microbatch < num_microbatches
         return Schedule(self.placement, num_microbatches, self.table.taken_apart(kept))
+
+    def repeated(self, num_microbatches: int) -> "Schedule":
+        """The same order for any number of microbatches: its beginning, or itself over and over.
+
+        A round begins on a rank when the rank has ended the one before. Overlapped pairs are taken apart.
+        """
+        rounds, rest = divmod(num_microbatches, self.num_microbatches)
+        parts = [self.first(self.num_microbatches)] * rounds + ([self.first(rest)] if rest else [])
+        tables = [part.table.taken_apart(np.ones(len(part.table.passes.index), dtype=bool)) for part in parts]
+        shifts = [pack(0, 0, place * self.num_microbatches) for place in range(len(parts))]
+        orders = [
+            np.concatenate([table.rank(rank) + shift for table, shift in zip(tables, shifts, strict=True)])
+            for rank in range(self.num_ranks)
+        ]
+        return Schedule(self.placement, num_microbatches, Orders(orders)) if len(parts) > 1 else parts[0]
 
     def forwards(self) -> "Schedule":
         """The same order without any backward."""

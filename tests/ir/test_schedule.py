@@ -80,3 +80,10 @@ def test_every_rank_needs_an_order():
 def test_a_file_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(FormatError, match="cannot read the schedule file"):
         Schedule.from_csv(tmp_path / "none.csv")
+
+
+def test_an_order_is_repeated_for_more_microbatches():
+    order = Schedule.of(Placement((0,)), 2, [[Forward(0, 0), Forward(0, 1), Backward(0, 0), Backward(0, 1)]])
+    assert " ".join(map(str, order.repeated(3).orders[0])) == "0F0 0F1 0B0 0B1 0F2 0B2"
+    assert order.repeated(1) == order.first(1)
+    assert order.repeated(2) == order
