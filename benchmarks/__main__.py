@@ -2,11 +2,23 @@
 
 import sys
 
-from benchmarks import backward, breaking, capture, planning, runtime_compute, runtime_memory, runtime_sleep
+from benchmarks import (
+    backward,
+    breaking,
+    capture,
+    measure,
+    partition,
+    planning,
+    runtime_compute,
+    runtime_memory,
+    runtime_sleep,
+)
 
 SCRIPTS = {
     "planning": planning.tables,
     "capture": capture.tables,
+    "measure": measure.tables,
+    "partition": partition.tables,
     "backward": backward.tables,
     "breaking": breaking.tables,
     "runtime_memory": runtime_memory.tables,

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import penstock
-from penstock.runtime.calls import SendCall
 from penstock.runtime.compile import Prepared
+from penstock.runtime.transport import Arrival
 
 
 class Storages(TorchDispatchMode):
@@ -73,18 +73,12 @@ def watched(pipeline: penstock.Pipeline, size: int) -> Iterator[Peaks]:
 
 
 def _leaving(prepared: Prepared) -> set[int]:
-    """The storages of gradients that are being sent."""
-    departures = [send._departure for send in prepared.sends if _is_gradient(send) and send._departure is not None]
-    sent = [tensor for departure in departures for _, tensor in departure.under_way]  # type: ignore[attr-defined]
-    waiting = [t for send in prepared.sends if _is_gradient(send) for t in send._cell.outbox.get(send._consumer, ())]
-    return {tensor.untyped_storage()._cdata for tensor in (*sent, *waiting) if tensor is not None}
-
-
-def _is_gradient(send: SendCall) -> bool:
-    return bool(send._route.key[2])
+    """The storages of gradients that are sent, or about to be."""
+    gradients = [end for end in prepared.departures if end.route.way[0] > end.route.way[1]]
+    return {tensor.untyped_storage()._cdata for departure in gradients for tensor in departure.held}
 
 
 def _posted(prepared: Prepared) -> int:
-    """Bytes of the buffers of messages that are not yet used."""
-    arrivals = [one for cell in prepared.cells for one in (*(a for _, a in cell.arrivals), *cell.gradients.values())]
-    return sum(buffer.nbytes for arrival in arrivals for _, buffer in getattr(arrival, "_posted", ()))
+    """Bytes of the buffers of messages that are not yet here."""
+    arrivals = [box for box in prepared.boxes if isinstance(box, Arrival)]
+    return sum(buffer.nbytes for arrival in arrivals for buffer in arrival.held)

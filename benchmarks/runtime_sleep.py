@@ -1,6 +1,9 @@
 """runtime_sleep: how near a step comes to its simulation, and what the runtime costs, beside torch's runtime.
 
 Passes sleep, so that more ranks than cores overlap. Both runtimes drive the same stages in the same order, by turns.
+The same passes also run alone on every rank, without any message: what they take then no runtime can save. Two lines
+say what is left to the runtime: the step against its simulation with passes that are as long as they were alone, and
+the CPU time beyond theirs.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,11 +33,25 @@ class Setting(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What one schedule brought: the simulated step, those of both runtimes, and how many passes they had."""
+    """What one schedule brought: the schedule, the length of a pass, and the steps of all that took turns."""
 
-    simulated: float
+    schedule: penstock.Schedule
+    unit: float
     steps: dict[str, list[Step]]
-    num_passes: int
+
+    @property
+    def simulated(self) -> float:
+        """Seconds of the step, if passes took just what they sleep."""
+        return self._simulated(self.unit)
+
+    @property
+    def simulated_as_alone(self) -> float:
+        """Seconds of the step, if passes took what they took alone."""
+        sleeps = 3 * self.schedule.num_stages * self.schedule.num_microbatches / self.schedule.num_ranks
+        return self._simulated(self.seconds("alone") / sleeps)
+
+    def _simulated(self, unit: float) -> float:
+        return penstock.simulate(self.schedule, costs(self.schedule.num_stages, unit)).makespan
 
     def seconds(self, who: str) -> float:
         """The shortest step."""
@@ -42,7 +59,7 @@ class Found(NamedTuple):
 
     def cpu(self, who: str) -> float:
         """The least CPU seconds per pass."""
-        return min(step.cpu for step in self.steps[who]) / self.num_passes
+        return min(step.cpu for step in self.steps[who]) / sum(map(len, self.schedule.orders))
 
 
 LARGE, SMALL = Setting(8, 16, 0.080, 1.03), Setting(4, 16, 0.020, 1.05)
@@ -59,17 +76,28 @@ def sleeping(setting: Setting, names: tuple[str, ...] = SCHEDULES) -> Table:
     def lines() -> Iterator[Line]:
         for name in names:
             found = measured(name, setting)
-            ours, theirs = found.seconds("penstock"), found.seconds("torch")
-            cells = (name, f"{found.simulated:.3f}", f"{ours:.3f}", f"{theirs:.3f}")
-            yield _line((*cells, load(), "simulated"), ours / found.simulated, setting.limit)
-            yield _line((*cells, load(), "torch"), ours / theirs, 1.0)
-            ours, theirs = found.cpu("penstock"), found.cpu("torch")
-            cells = (name, "", f"{ours * 1e6:.0f} us", f"{theirs * 1e6:.0f} us")
-            yield _line((*cells, load(), "torch's CPU"), ours / theirs, _CPU_SHARE)
+            yield from _seconds(name, found, setting.limit)
+            yield from _cpu(name, found)
 
     columns = ("schedule", "simulated", "ours", "torch", "load", "against", "ratio")
     title = f"sleeping stages, {setting.ranks} ranks, {setting.microbatches} microbatches, {setting.unit * 1e3:g} ms"
     return Table(f"{title}; least of {setting.times} steps, and CPU time per pass", columns, lines())
+
+
+def _seconds(name: str, found: Found, limit: float) -> Iterator[Line]:
+    ours, theirs = found.seconds("penstock"), found.seconds("torch")
+    for against, simulated in (("simulated", found.simulated), ("as alone", found.simulated_as_alone)):
+        cells = (name, f"{simulated:.3f}", f"{ours:.3f}", f"{theirs:.3f}", load(), against)
+        yield _line(cells, ours / simulated, limit)
+    yield _line((name, "", f"{ours:.3f}", f"{theirs:.3f}", load(), "torch"), ours / theirs, 1.0)
+
+
+def _cpu(name: str, found: Found) -> Iterator[Line]:
+    alone = found.cpu("alone")
+    for against, own in (("torch's CPU", 0.0), ("beyond alone", alone)):
+        ours, theirs = found.cpu("penstock") - own, found.cpu("torch") - own
+        cells = (name, "", f"{ours * 1e6:.0f} us", f"{theirs * 1e6:.0f} us", load(), against)
+        yield _line(cells, ours / theirs, _CPU_SHARE)
 
 
 def recording(setting: Setting, names: tuple[str, ...] = ("1f1b", "zbv")) -> Table:
@@ -89,7 +117,6 @@ def measured(name: str, setting: Setting, of_rank: Callable[..., Any] | None = N
     """Both runtimes on one schedule."""
     schedule = penstock.schedule(name, setting.ranks, setting.microbatches)
     model = nn.Sequential(*(SleepingBlock(setting.unit) for _ in range(schedule.num_stages)))
-    simulated = penstock.simulate(schedule, costs(schedule.num_stages, setting.unit)).makespan
     plan = penstock.plan(
         model,
         (_batch(setting),),
@@ -99,7 +126,7 @@ def measured(name: str, setting: Setting, of_rank: Callable[..., Any] | None = N
         partitioner=[[str(stage)] for stage in range(schedule.num_stages)],
     )
     ranks = penstock.launch(of_rank or _beside_torch, setting.ranks, name, plan, model, setting)
-    return Found(simulated, joined(ranks, ("penstock", "recorded")), sum(map(len, schedule.orders)))
+    return Found(schedule, setting.unit, joined(ranks, ("penstock", "recorded")))
 
 
 def _beside_torch(name: str, plan: penstock.Plan, model: nn.Sequential, setting: Setting) -> dict[str, list[Turn]]:
@@ -110,8 +137,17 @@ def _beside_torch(name: str, plan: penstock.Plan, model: nn.Sequential, setting:
     runs = {
         "penstock": lambda: ours.step(batch, target=batch),
         "torch": lambda: theirs.step(batch, target=batch),
+        "alone": lambda: _alone(parts, batch),
     }
     return take_turns(runs, setting.times)
+
+
+def _alone(parts: dict[int, nn.Module], batch: Tensor) -> None:
+    """All passes of one rank, each stage on values of its own."""
+    for sample in batch.split(1):
+        for stage, part in parts.items():
+            made = part(sample.clone().requires_grad_(stage > 0))
+            torch.autograd.backward(made, torch.ones_like(made))
 
 
 def _with_and_without_record(

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.api.checking import check
+    from penstock.api.generating import generate_code
     from penstock.api.launching import launch
+    from penstock.api.measuring import clear_profiles, measure, measure_links, measure_speed
     from penstock.api.modeling import capture, explain, split
     from penstock.api.pipeline import Pipeline
     from penstock.api.planning import lower, schedule, simulate, verify
     from penstock.api.plans import plan
     from penstock.errors import (
         CaptureError,
+        CodeError,
         CostError,
         FormatError,
         GraphError,
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from penstock.ir.cluster import Cluster
     from penstock.ir.costs import MessageCost, StageCosts, StateBytes
     from penstock.ir.cuts import Cuts
+    from penstock.ir.device_speed import DeviceSpeed
     from penstock.ir.graph import Graph
     from penstock.ir.links import Link, Replicas
     from penstock.ir.partition import Partition
@@ -45,8 +49,10 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureError",
     "Cluster",
+    "CodeError",
     "CostError",
     "Cuts",
+    "DeviceSpeed",
     "FormatError",
     "GradScaler",
     "Graph",
@@ -76,9 +82,14 @@ __all__ = [
     "added_losses",
     "capture",
     "check",
+    "clear_profiles",
     "explain",
+    "generate_code",
     "launch",
     "lower",
+    "measure",
+    "measure_links",
+    "measure_speed",
     "plan",
     "schedule",
     "simulate",
@@ -88,7 +99,9 @@ __all__ = [
 _HOMES = {
     "penstock.training.adding": ("add_loss", "added_losses"),
     "penstock.api.checking": ("check",),
+    "penstock.api.generating": ("generate_code",),
     "penstock.api.launching": ("launch",),
+    "penstock.api.measuring": ("clear_profiles", "measure", "measure_links", "measure_speed"),
     "penstock.api.modeling": ("capture", "explain", "split"),
     "penstock.training.options": ("RunOptions",),
     "penstock.training.parity": ("ParityReport",),
@@ -98,6 +111,7 @@ _HOMES = {
     "penstock.training.result": ("Result",),
     "penstock.errors": (
         "CaptureError",
+        "CodeError",
         "CostError",
         "FormatError",
         "GraphError",
@@ -111,6 +125,7 @@ _HOMES = {
     "penstock.ir.cluster": ("Cluster",),
     "penstock.ir.costs": ("MessageCost", "StageCosts", "StateBytes"),
     "penstock.ir.cuts": ("Cuts",),
+    "penstock.ir.device_speed": ("DeviceSpeed",),
     "penstock.ir.graph": ("Graph",),
     "penstock.ir.links": ("Link", "Replicas"),
     "penstock.ir.partition": ("Partition",),

@@ -9,6 +9,9 @@ class PenstockError(ValueError):
     stands between the two.
     """
 
+    is_shared = False
+    """whether every rank raises it alike, so that all of them can go on"""
+
     def __init__(self, problem: str, /, *, hint: str = "", report: object = "", **values: object) -> None:
         self.problem = problem
         self.hint = hint
@@ -29,6 +32,10 @@ class GraphError(PenstockError):
 
 class PartitionError(PenstockError):
     """A cut of the model that cannot be made."""
+
+
+class CodeError(PenstockError):
+    """Stages that cannot be written as Python code."""
 
 
 class CostError(PenstockError):
@@ -56,4 +63,13 @@ class RunError(PenstockError):
 
     def at(self, **where: object) -> "RunError":
         """The same error with more about where it happened; what it already says stays."""
-        return type(self)(self.problem, hint=self.hint, report=self.report, **{**where, **self.values})
+        return self._again(self.hint, {**where, **self.values})
+
+    def advised(self, hint: str) -> "RunError":
+        """The same error with what to try."""
+        return self._again(hint, self.values)
+
+    def _again(self, hint: str, values: dict[str, object]) -> "RunError":
+        error = type(self)(self.problem, hint=hint, report=self.report, **values)
+        error.is_shared = self.is_shared
+        return error

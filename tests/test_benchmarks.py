@@ -4,7 +4,17 @@ import re
 
 import pytest
 
-from benchmarks import backward, breaking, capture, planning, runtime_compute, runtime_memory, runtime_sleep
+from benchmarks import (
+    backward,
+    breaking,
+    capture,
+    measure,
+    partition,
+    planning,
+    runtime_compute,
+    runtime_memory,
+    runtime_sleep,
+)
 from benchmarks.__main__ import main
 from benchmarks.clock import cpu_seconds
 from benchmarks.gpt import Sizes
@@ -58,6 +68,28 @@ def test_the_benchmark_of_capture_measures_recording_and_playing():
     assert 0 < played.value < 100
 
 
+def test_the_benchmark_of_measuring_holds_the_sum_of_nodes_against_the_step():
+    models = {name: lambda build=build: build(16) for name, build in measure.MODELS.items() if name != "T5"}
+    lines = list(measure.sums(models, iterations=1).lines)
+    assert [line.cells[0] for line in lines] == list(models)
+    assert all(float(cell) > 0 for line in lines for cell in line.cells[1:5])
+    (again,) = measure.known_again(lambda: measure.mlp(16)).lines
+    assert again.value > 0
+
+
+def test_the_benchmark_of_partitioners_holds_them_against_their_bounds():
+    (line,) = partition.speed(nodes=50, stages=4, times=1).lines
+    assert 0 < line.value < 1000
+    assert all(line.passes for table in (partition.several_per_rank(), partition.mixed()) for line in table.lines)
+
+
+@pytest.mark.skipif(not partition.DATA.exists(), reason="the measured graphs are not here")
+def test_the_benchmark_of_partitioners_reads_what_others_measured():
+    assert [line.passes for line in partition.measured(("vgg16",)).lines] == [True, True]
+    assert [line.passes for line in partition.fewest_bytes(("vgg16",)).lines] == [True, True]
+    assert [line.passes for line in partition.known_optima({"bert24_inference": 17.7899}).lines] == [True]
+
+
 def test_the_benchmark_of_the_split_backward_measures_both_sides():
     (line,) = backward.parts([(8, 2, 1.2)], seconds=0.0).lines
     assert line.cells[0] == "2 x 8"
@@ -72,8 +104,8 @@ def test_the_benchmark_of_broken_ranks_measures_their_end():
 
 def test_sleeping_stages_are_measured_beside_torch_and_their_simulation():
     lines = list(runtime_sleep.sleeping(runtime_sleep.Setting(2, 2, 0.001, 1.05, 1), ("zbv",)).lines)
-    assert [line.cells[5] for line in lines] == ["simulated", "torch", "torch's CPU"]
-    assert all(line.value > 0 for line in lines)
+    assert [line.cells[5] for line in lines] == ["simulated", "as alone", "torch", "torch's CPU", "beyond alone"]
+    assert all(line.value > 0 for line in lines[:-1])
 
 
 def test_recording_is_measured_against_steps_without_it():

@@ -1,30 +1,37 @@
 """The door to the proof: a plan's pipeline run beside the unsplit model, everything left as it was."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.api.arguments import check_loss_fn, check_model_and_plan, check_split
 from penstock.api.pipeline import Pipeline
 from penstock.capture import Captured
+from penstock.errors import RunError
 from penstock.ir.cluster import Cluster
+from penstock.ir.comparison import GRADIENT, compared
 from penstock.ir.containers import transform
 from penstock.ir.plan import Plan
 from penstock.planner import Request, estimate, make
-from penstock.runtime.batch import Microbatch, cut
+from penstock.runtime.batch import Microbatch, Split, cut
+from penstock.split.distances import distances
 from penstock.split.ownership import Ownership
-from penstock.training.adding import added_losses
-from penstock.training.coupling import couplings
-from penstock.training.loss_value import loss_of
+from penstock.training.adding import added_with_reductions
+from penstock.training.losses.added import AddedLosses
+from penstock.training.losses.loss_value import loss_of
+from penstock.training.losses.way import coarsest
 from penstock.training.options import RunOptions
-from penstock.training.parity import Numbers, ParityReport, compare
-from penstock.training.result import Result
+from penstock.training.parity import ParityReport
+from penstock.training.remarks import Remark
 
 LossFn = Callable[[Any, Any], Tensor]
 _SEED = 11
-_LOSS, _GRADIENT, _BUFFER = "loss", "gradient of ", "buffer "
+_LOSS, _BUFFER = "loss", "buffer "
 
 
 def check(
@@ -36,67 +43,117 @@ def check(
     loss_fn: LossFn | None = None,
     target: Any = None,
     reduction: str | None = None,
+    split: Split | None = None,
 ) -> ParityReport:
     """Take one step by the plan, all ranks inside this process, and compare it with the unsplit model.
 
-    Compared are the loss, the gradient of every parameter and every buffer, with a loop over the same microbatches
-    and with the whole batch. The model is left exactly as it was.
+    Compared are the loss, the gradient of every parameter and every buffer with a loop over the same microbatches, and
+    the loss and gradients with the whole batch, where buffers need not be the same. The model is left exactly as it
+    was.
     """
-    bench = _Bench(model, plan, loss_fn, reduction)
-    pieces = cut(model.forward, tuple(args), dict(kwargs or {}), target, plan.num_microbatches)
-    (batch,) = cut(model.forward, tuple(args), dict(kwargs or {}), target, 1)
-    recording = bench.captured.recording(pieces[0].args, pieces[0].kwargs)
-    result, found = bench.pipeline(plan, batch)
-    notes = couplings(model, recording)
-    if any(node.is_random for node in recording.graph.nodes):
+    check_model_and_plan(model, plan)
+    check_loss_fn(model, loss_fn)
+    check_split(split, model)
+    _check_batch(args, kwargs)
+    bench = _Bench(model, plan, _Loss(loss_fn, reduction), split)
+    batch = (tuple(args), dict(kwargs or {}), target)
+    pieces = cut(model.forward, *batch, plan.num_microbatches, split)
+    found = bench.pipeline(plan, batch)
+    notes = [remark.sentence for remark in found.remarks]
+    if any(node.is_random for node in bench.captured.recording(pieces[0].args, pieces[0].kwargs).graph.nodes):
         # The unsplit model as one stage: the same seeds go to the same blocks.
-        _, loop = bench.pipeline(_unsplit(plan), batch)
-        notes += ("the model draws random numbers: compared block by block from the same seeds",)
+        loop = bench.pipeline(_unsplit(plan), batch)
+        notes.append("the model draws random numbers: compared block by block from the same seeds")
     else:
-        loop = bench.plain(pieces, result.weights)
-    stages = _stages(plan)
-    whole = None if notes else compare("the whole batch", bench.plain((batch,), (1.0,)), found, stages)
-    return ParityReport(compare("the same microbatches, one after another", loop, found, stages), whole, notes)
+        loop = bench.plain(pieces, found.weights)
+    stages, whole = _stages(plan), None
+    if len(notes) == sum(not remark.is_certain for remark in found.remarks):
+        plain = bench.plain(cut(model.forward, *batch, 1, split), (1.0,))
+        expected, own = plain.without_buffers, found.without_buffers
+        whole = compared("the whole batch", distances(expected, own), stages, plain.coarsest)
+    looped = compared("the same microbatches, one after another", distances(loop.numbers, found.numbers), stages)
+    return ParityReport(looped, whole, tuple(notes))
+
+
+def _check_batch(args: object, kwargs: object) -> None:
+    if not isinstance(args, list | tuple):
+        raise RunError("args is a tuple of what the model is called with", given=type(args).__name__, hint="(x,)")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise RunError("kwargs is a dict", given=type(kwargs).__name__, hint='{"labels": labels}')
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The user's loss function, and what he says of it."""
+
+    function: LossFn | None
+    reduction: str | None
+
+    def of(self, output: Any, target: Any) -> Tensor:
+        return loss_of(output) if self.function is None else self.function(output, target)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """What one step brought."""
+
+    numbers: dict[str, Tensor | None]
+    weights: tuple[float, ...] = ()
+    remarks: tuple[Remark, ...] = ()
+    coarsest: str = ""
+
+    @property
+    def without_buffers(self) -> dict[str, Tensor | None]:
+        return {name: number for name, number in self.numbers.items() if not name.startswith(_BUFFER)}
 
 
 class _Bench:
     """Runs steps of one model and brings their numbers home."""
 
-    def __init__(self, model: nn.Module, plan: Plan, loss_fn: LossFn | None, reduction: str | None) -> None:
-        self._model, self._loss_fn, self._reduction = model, loss_fn, reduction
+    def __init__(self, model: nn.Module, plan: Plan, loss: _Loss, split: Split | None) -> None:
+        self._model, self._loss, self._split = model, loss, split
         self.captured = Captured.planned(model, plan.graph)
 
-    def pipeline(self, plan: Plan, batch: Microbatch) -> tuple[Result, Numbers]:
-        """One step of a plan's pipeline."""
+    def pipeline(self, plan: Plan, batch: tuple[Any, Any, Any]) -> _Numbers:
+        """One step of a plan's pipeline, and what is remarked on it."""
         options = RunOptions(nonfinite="ignore")
         pipe = Pipeline(
-            self._model, plan, loss_fn=self._loss_fn, reduction=self._reduction, local=True, options=options
+            self._model,
+            plan,
+            loss_fn=self._loss.function,
+            reduction=self._loss.reduction,
+            local=True,
+            split=self._split,
+            options=options,
         )
         with self._undisturbed():
-            own = transform(batch, _copied)
-            result = pipe.step(*own.args, target=own.target, **own.kwargs)
-            return result, self._numbers(result.loss)
+            args, kwargs, target = transform(batch, _copied)
+            with _heard() as remarks:
+                result = pipe.step(*args, target=target, **kwargs)
+            return _Numbers(self._numbers(result.loss), result.weights, tuple(remarks))
 
-    def plain(self, pieces: Sequence[Microbatch], weights: Sequence[float]) -> Numbers:
+    def plain(self, pieces: Sequence[Microbatch], weights: Sequence[float]) -> _Numbers:
         """One step of plain PyTorch over some microbatches, the loss of each with its weight."""
+        samples, rule = sum(piece.size for piece in pieces), AddedLosses()
         with self._undisturbed():
-            total: Tensor | None = None
+            total, kinds = torch.zeros((), dtype=torch.float64), [torch.float64]
             for piece, weight in zip(pieces, weights, strict=True):
                 own = transform(piece, _copied)
-                with added_losses() as added:
+                with added_with_reductions() as added:
                     output = self.captured.whole(*own.args, **own.kwargs)
-                loss = loss_of(output) if self._loss_fn is None else self._loss_fn(output, own.target)
+                loss = self._loss.of(output, own.target)
+                kinds.append(coarsest(loss))
                 terms = [(loss, weight)] if weight else []
-                # Added losses count by their samples, whatever the loss counts by.
-                terms += [(value, piece.size / sum(each.size for each in pieces)) for value in added]
+                terms += [(rule.total(added, 0, piece.size / samples), 1.0)] if added else []
+                for value, factor in terms:
+                    total = total + value.detach().double().reshape(()).cpu() * factor
                 if terms:
-                    torch.autograd.backward([v for v, _ in terms], [v.new_full(v.shape, s) for v, s in terms])
-                    part = torch.stack([v.detach().double().reshape(()) * s for v, s in terms]).sum()
-                    total = part if total is None else total + part
-            return self._numbers(None if total is None else total.to(loss.dtype))
+                    torch.autograd.backward([v for v, _ in terms], [v.new_full(v.shape, f) for v, f in terms])
+            coarse = max(kinds, key=lambda kind: torch.finfo(kind).eps)
+            return _Numbers(self._numbers(total.to(loss)), coarsest=str(coarse).removeprefix("torch."))
 
-    def _numbers(self, loss: Tensor | None) -> Numbers:
-        gradients = {_GRADIENT + name: p.grad for name, p in self._model.named_parameters()}
+    def _numbers(self, loss: Tensor | None) -> dict[str, Tensor | None]:
+        gradients = {GRADIENT + name: p.grad for name, p in self._model.named_parameters()}
         buffers = {_BUFFER + name: buffer.clone() for name, buffer in self._model.named_buffers()}
         return {_LOSS: loss, **gradients, **buffers}
 
@@ -104,6 +161,20 @@ class _Bench:
     def _undisturbed(self) -> Iterator[None]:
         with self.captured.undisturbed(_SEED), self.captured.without_parameter_hooks():
             yield
+
+
+@contextmanager
+def _heard() -> Iterator[list[Remark]]:
+    """Collect remarks instead of showing them; other warnings are shown as ever."""
+    remarks: list[Remark] = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        yield remarks
+    for one in said:
+        if isinstance(one.message, Remark):
+            remarks.append(one.message)
+        else:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 def _copied(leaf: object) -> object:
@@ -121,5 +192,5 @@ def _stages(plan: Plan) -> dict[str, int]:
     """The stage in which each number is made."""
     owners = Ownership(plan.graph, plan.partition)
     found = {_LOSS: plan.num_stages - 1}
-    found |= {_GRADIENT + value.name: owners.of(value.name) for value in plan.graph.parameters}
+    found |= {GRADIENT + value.name: owners.of(value.name) for value in plan.graph.parameters}
     return found | {_BUFFER + value.name: owners.of(value.name) for value in plan.graph.buffers}

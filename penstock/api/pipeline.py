@@ -7,21 +7,30 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.api.arguments import (
+    check_choices,
+    check_loss_fn,
+    check_model_and_plan,
+    check_places,
+    check_split,
+    compared,
+)
 from penstock.errors import RunError
 from penstock.ir.plan import Plan
 from penstock.planner import with_microbatches
 from penstock.runtime.collect import collect
 from penstock.runtime.crew import Crew
-from penstock.runtime.norms import clip, global_norm
+from penstock.runtime.meeting import Meeting, Occasion
+from penstock.runtime.norms import check_clipping, clip, global_norm
 from penstock.runtime.scaler import GradScaler
+from penstock.training.batch_cutter import BatchCutter
 from penstock.training.description import describe
 from penstock.training.ending import Ending
 from penstock.training.engine import Engine
-from penstock.training.holdings import Holdings
-from penstock.training.intake import Intake, check_loss
+from penstock.training.losses.weighing import Weighing
+from penstock.training.model_part import ModelPart
 from penstock.training.options import RunOptions
 from penstock.training.result import Result
-from penstock.training.shares import Shares
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -48,20 +57,30 @@ class Pipeline:
         scaler: GradScaler | None = None,
         options: RunOptions = RunOptions(),  # noqa: B008
     ) -> None:
+        check_model_and_plan(model, plan)
+        check_loss_fn(model, loss_fn)
+        check_places(mesh, local, parallelize_fn)
+        check_choices(reduction, inputs, scaler, options)
+        check_split(split, model)
         self.plan = plan
         self.num_steps = 0
         """how many steps were taken; part of what seeds random numbers"""
-        check_loss(model, loss_fn)
         crew = _crew(plan, mesh, local, options.deadline_seconds)
-        self._holdings = Holdings(model, plan, crew, _parallelize(parallelize_fn, mesh))
-        self._shares = Shares(self._holdings.captured, loss_fn, reduction, self._holdings.replicas)
+        self._meeting = Meeting(crew)
+        choices = {"reduction": reduction, "inputs": inputs, "split": split or {}, "scaler": _numbers(scaler)}
+        self._meeting.found(compared(plan, loss_fn, options, **choices))
+        parallelize = _parallelize(parallelize_fn, mesh)
+        self._part = ModelPart(model, plan, crew, parallelize, options.restore_gradients)
+        part = self._part
+        self._weighing = Weighing(part.captured, part.replicas, loss_fn, reduction, part.elsewhere)
+        self._scaler = scaler
         if scaler is not None:
-            scaler.bind(crew)
-        ending = Ending(self._holdings.captured, loss_fn, self._shares, scaler)
+            scaler.bind(self._meeting)
+        ending = Ending(self._part.captured, self._weighing, scaler)
 
         def engine(plan: Plan) -> Engine:
-            intake = Intake(self._holdings, plan, inputs, split or {}, options.seed)
-            return Engine(plan, self._holdings, ending, intake, options)
+            cutter = BatchCutter(self._part, plan, inputs, split or {}, loss_fn is not None)
+            return Engine(self._part, self._meeting, ending, cutter, options)
 
         self._engine_of = engine
         self._engine = engine(plan)
@@ -70,13 +89,15 @@ class Pipeline:
         self, *args: Any, target: Any = None, return_outputs: bool = False, record: bool = False, **kwargs: Any
     ) -> Result:
         """Forward and backward of one whole batch, the same call on every rank; gradients add to those there."""
-        result = self._engine.train((args, kwargs, target), self.num_steps, return_outputs, record)
+        if self._scaler is not None:
+            self._scaler.begin()
+        result = self._engine.train((args, kwargs, target), self.num_steps, bool(return_outputs), bool(record))
         self.num_steps += 1
         return result
 
     def eval(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Result:
         """Forward of one whole batch in eval mode, without gradients; nothing is changed by it."""
-        return self._engine.evaluate((args, kwargs, target), self.num_steps, return_outputs)
+        return self._engine.evaluate((args, kwargs, target), self.num_steps, bool(return_outputs))
 
     @property
     def microbatches(self) -> int:
@@ -89,35 +110,56 @@ class Pipeline:
         self._engine = self._engine_of(self.plan)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before."""
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
+
+        Gradients that a scaler has scaled and not yet unscaled are measured without their scale.
+        """
+        limit, power = check_clipping(max_norm, norm_type)
+        occasion = Occasion("clip_grad_norm_", self.num_steps, f"{limit:g}, {power:g}")
+        scale = self._scale(occasion)
         # A parameter that several ranks have is counted by one of them and scaled by all.
-        norm = global_norm(self._holdings.crew, self._holdings.gradients(counted=True), norm_type)
-        clip(self._holdings.gradients(), norm, max_norm)
+        norm = global_norm(self._meeting, occasion, self._part.gradients(counted=True), power) / scale
+        clip(self._part.gradients(), norm, limit)
+        self._meeting.close()
         return norm
+
+    def _scale(self, occasion: Occasion) -> float:
+        """By how much gradients are too large at present."""
+        if self._scaler is None:
+            return 1.0
+        try:
+            return self._scaler.scale_of(self.parameters())
+        except RunError as error:
+            self._meeting.refuse(occasion, error)
+            raise
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, tied ones once."""
-        return iter(self._holdings.parameters.values())
+        return iter(self._part.parameters.values())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by their original names, tied ones once."""
-        return iter(self._holdings.parameters.items())
+        return iter(self._part.parameters.items())
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's parameters and buffers by their original names."""
-        return self._holdings.state_dict()
+        return self._part.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over this rank's numbers from a state dict of the whole model or of this rank."""
-        self._holdings.load_state_dict(state)
+        self._part.load_state_dict(state)
 
     def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
         """The whole model's parameters and buffers in host memory, on rank 0 or everywhere; elsewhere empty."""
-        return collect(self._holdings.crew, self._holdings.state_dict(), everywhere)
+        options = "everywhere=True" if everywhere else ""
+        self._meeting.hold(Occasion("full_state_dict", self.num_steps, options))
+        found = collect(self._part.crew, self._part.state_dict(), self._part.device, bool(everywhere))
+        self._meeting.close()
+        return found
 
     def describe(self) -> str:
         """Stages, parameters, what crosses, schedule, prediction, and everything worth knowing about this run."""
-        return describe(self.plan, self._holdings, self._shares.rule)
+        return describe(self.plan, self._part, self._weighing.rule)
 
 
 def _parallelize(given: Callable[..., Any] | None, mesh: Any) -> Callable[[nn.Module], Any] | None:
@@ -129,10 +171,14 @@ def _parallelize(given: Callable[..., Any] | None, mesh: Any) -> Callable[[nn.Mo
     return given if len(required) < 2 else lambda stage: given(stage, mesh)
 
 
+def _numbers(scaler: GradScaler | None) -> tuple[float, ...] | None:
+    if scaler is None:
+        return None
+    return scaler.scale, scaler.growth_factor, scaler.backoff_factor, scaler.growth_interval
+
+
 def _crew(plan: Plan, mesh: Any, local: bool, deadline_seconds: float) -> Crew:
     if local:
-        if mesh is not None:
-            raise RunError("a local pipeline has no mesh", hint="leave out mesh or local")
         return Crew.inside(plan.num_ranks)
     if not dist.is_available() or not dist.is_initialized():
         raise RunError(

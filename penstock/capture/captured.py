@@ -63,6 +63,12 @@ class Captured:
         """Whether the model has no numbers."""
         return home_of(self.model).type == "meta"
 
+    @property
+    def recorded_example(self) -> Batch:
+        """The example as the model is called with it."""
+        args, kwargs = self.example
+        return args, without_cache(self.model, kwargs)
+
     def other_batch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The example with its samples in another order, if the record holds for that; else the example."""
         other = transform(self.example, _rolled_rows if self._has_rows() else _rolled_last)
@@ -162,9 +168,12 @@ class Captured:
         return self.model(*args, **without_cache(self.model, kwargs))
 
     @contextmanager
-    def undisturbed(self, seed: int | None = None) -> Iterator[None]:
-        """Whatever happens inside, the model's surroundings are left as they were."""
-        with undisturbed(self.model, seed):
+    def undisturbed(self, seed: int | None = None, written: Collection[str] | None = None) -> Iterator[None]:
+        """Whatever happens inside, the model's surroundings are left as they were.
+
+        `written` names the parameters that are written inside, if that is known.
+        """
+        with undisturbed(self.model, seed, written):
             yield
 
     def without_parameter_hooks(self) -> AbstractContextManager[None]:

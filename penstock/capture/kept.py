@@ -1,6 +1,6 @@
 """Kept: parameters as they were, to be put back whatever a forward or a backward does to them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,17 @@ _COPIED_BYTES = 1 << 30
 
 
 @contextmanager
-def kept_parameters(model: nn.Module) -> Iterator[None]:
-    """Inside, no parameter has a gradient; afterwards its numbers, gradient, hooks and need of one are as before."""
+def kept_parameters(model: nn.Module, written: Collection[str] | None = None) -> Iterator[None]:
+    """Inside, no parameter has a gradient; afterwards its numbers, gradient, hooks and need of one are as before.
+
+    If it is known which parameters are written inside, no other is copied or watched.
+    """
     kept = [_Kept.of(parameter) for parameter in model.parameters()]
     with ExitStack() as stack:
         copies = _Copies()
-        if sum(one.memory.nbytes for one in kept) <= _COPIED_BYTES:
+        if written is not None:
+            copies.add(model.get_parameter(name).detach() for name in written)
+        elif sum(one.memory.nbytes for one in kept) <= _COPIED_BYTES:
             copies.add(one.memory for one in kept)
         else:
             stack.enter_context(_CopyOnWrite(copies, [one.memory for one in kept]))

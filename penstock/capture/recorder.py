@@ -16,11 +16,12 @@ from penstock.capture.book import Book, memory_of
 from penstock.capture.hooks import refuse_backward_hooks
 from penstock.capture.metadata import is_metadata, is_size, is_writing
 from penstock.capture.moods import Moods
-from penstock.capture.structure import opaque_leaves, structure_of
+from penstock.capture.structure import TENSOR, answer_of, opaque_leaves, structure_of
 from penstock.capture.trees import Apply, Trees, short_name
 from penstock.capture.watch import Watch, draws_without_numbers, is_given_generator
 from penstock.errors import CaptureError
 from penstock.ir.containers import leaves, transform
+from penstock.ir.liveness import ADDED_LOSS
 from penstock.ir.record import Call, Guard, Ref, Results, State, restated
 
 _EFFECTS = frozenset(
@@ -48,6 +49,7 @@ class Note:
     kind: str
     is_random: bool
     written_state: tuple[str, ...]
+    adds_loss: bool = False
 
 
 @dataclass
@@ -58,6 +60,7 @@ class Leaf:
     given: set[int]
     own: set[int] | None = None
     draws: bool = False
+    adds_loss: bool = False
     wrote: set[int] = field(default_factory=set)
     """the memory of what it wrote in place"""
     number: int = field(default_factory=count().__next__)
@@ -82,6 +85,8 @@ class Page:
     """what went wrong and the innermost module in whose forward it did"""
     objects: dict[int, Any] = field(default_factory=dict)
     """those that modules held before the forward, by identity"""
+    answers: dict[str, Any] = field(default_factory=dict)
+    """what the calls returned that returned no single tensor, by name"""
 
     def fresh(self, name: str) -> str:
         """The name, or the name with a number if it was used before."""
@@ -217,12 +222,15 @@ class Recorder(TorchFunctionMode):
         key = where if is_module else self.trees.key(target)
         values = self._name_results(name, made)
         results = Results(values, structure_of(result), updates)
+        if results.structure != TENSOR:
+            self.page.answers[name] = answer_of(result, self._label)
         self.page.steps.append(Call(name, key, is_module, tree[0], tree[1], results, writes, self.moods.now()))
         kind = type(target).__name__ if is_module else short_name(target)
         names = tuple(self.book.state[id(tensor)] for tensor in written)
         draws = draws_without_numbers(target, args, kwargs, result) or is_given_generator(args, kwargs)
         is_random = leaf.draws or watch.has_drawn() or draws
-        self.page.notes[name] = Note(where if is_module else scope, kind, is_random, names)
+        adds = leaf.adds_loss or kind == ADDED_LOSS
+        self.page.notes[name] = Note(where if is_module else scope, kind, is_random, names, adds)
         return result
 
     def _run(self, run: Callable[..., Any], leaf: Leaf, is_meta: bool, args: Any, kwargs: Any) -> Any:
@@ -325,6 +333,7 @@ class Recorder(TorchFunctionMode):
                 raise OpenLeaf(self.leaf.name, self.book.leaf_of(tensor) or "")
         result = func(*args, **kwargs)
         self.leaf.draws |= draws_without_numbers(func, args, kwargs, result)
+        self.leaf.adds_loss |= getattr(func, "__name__", "") == ADDED_LOSS
         for leaf in leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in given and self.book.name(leaf) is None:
                 self.book.note_inside(leaf, self.leaf.name, self.leaf.number)

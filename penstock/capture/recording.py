@@ -1,7 +1,7 @@
 """Recording: a record with what it needs to be played, and how it is made."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -38,6 +38,10 @@ class Recording:
     """the device of the model when it was recorded"""
     in_state: frozenset[str] = frozenset()
     """values that lie in the memory of a buffer and are written there: whoever takes one out of a stage needs a copy"""
+    answers: dict[str, Any] = field(default_factory=dict)
+    """what the calls returned that returned no single tensor, by name: Parts, with Refs for tensors"""
+    adding: frozenset[str] = frozenset()
+    """the nodes that add to the loss, and so matter whoever reads what they make"""
 
     @cached_property
     def has_guards(self) -> bool:
@@ -128,7 +132,9 @@ def _record_once(
     record = Record(names, steps, outputs, frozenset(recorder.page.sized))
     graph = graph_of(model, record, recorder.book, recorder.page.notes)
     in_state = frozenset(filter(recorder.book.is_in_state, graph.written))
-    return Recording(record, recorder.trees.live, graph, granularity, str(home_of(model)), in_state)
+    home, page = str(home_of(model)), recorder.page
+    adding = frozenset(name for name, note in page.notes.items() if note.adds_loss)
+    return Recording(record, recorder.trees.live, graph, granularity, home, in_state, page.answers, adding)
 
 
 def _output(model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.ir.containers import leaves, take_apart
+from penstock.ir.containers import Parts, leaves, take_apart
+from penstock.ir.record import Ref
 
 TENSOR = "*"
 """the line of a single tensor"""
@@ -34,6 +35,16 @@ def structure_of(thing: object) -> str:
             _name_of(thing) if isinstance(thing, type | types.FunctionType | types.BuiltinFunctionType) else repr(thing)
         )
     return f"object {type(thing).__qualname__}"
+
+
+def answer_of(thing: object, label: Callable[[Tensor], str]) -> Any:
+    """The same structure with containers as their Parts and tensors as Refs of their labels."""
+    if isinstance(thing, Tensor):
+        return Ref(label(thing))
+    parts = take_apart(thing)
+    if parts is None:
+        return thing
+    return Parts(parts.kind, parts.keys, tuple(answer_of(item, label) for item in parts.items))
 
 
 def is_telling(leaf: object) -> bool:

@@ -30,9 +30,11 @@ def show(*, file: File, as_json: AsJson = False) -> None:
     """
     from penstock.ir import codec
     from penstock.ir.plan import Plan
+    from penstock.ir.profile import Profile
     from penstock.ir.program import Program
     from penstock.ir.schedule import Schedule
     from penstock.ir.trace import Trace
+    from penstock.views.profile import Profile as ProfileView
 
     noun = read_noun(file)
     if as_json:
@@ -43,6 +45,8 @@ def show(*, file: File, as_json: AsJson = False) -> None:
         _show_trace(noun)
     elif isinstance(noun, Plan):
         typer.echo(str(noun))
+    elif isinstance(noun, Profile):
+        look(ProfileView(), noun)
     else:
         _show_record(noun)
 

@@ -22,6 +22,7 @@ from penstock.ir import text as cells
 from penstock.ir.cluster import Cluster
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes
 from penstock.ir.cuts import Cuts
+from penstock.ir.device_speed import DeviceSpeed
 from penstock.ir.files import write_whole
 from penstock.ir.graph import Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
 from penstock.ir.links import Link, Replicas
@@ -30,7 +31,7 @@ from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import Placement
 from penstock.ir.plan import Plan
 from penstock.ir.prediction import Prediction
-from penstock.ir.profile import NodeBytes, NodeCost, Profile
+from penstock.ir.profile import Holds, NodeBytes, NodeCost, Profile
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.search import Candidate, Choices, Search
@@ -52,7 +53,7 @@ NOUNS: dict[str, type] = {
     noun.__name__: noun
     for noun in (
         *(TensorSpec, Value, Origin, Node, StorageGroup, Update, Graph),
-        *(NodeBytes, NodeCost, Profile),
+        *(NodeBytes, Holds, NodeCost, Profile, DeviceSpeed),
         *(Crossing, Partition, Cuts),
         *(MessageCost, StateBytes, StageCosts),
         *(Link, Replicas, Cluster),

@@ -1,38 +1,76 @@
 """fold: a Profile over a Partition gives the StageCosts."""
 
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes
 from penstock.ir.graph import Graph, Node
-from penstock.ir.partition import Partition
-from penstock.ir.profile import Profile
+from penstock.ir.holding import StageBytes, blocks, stage_bytes
+from penstock.ir.partition import Crossing, Partition
+from penstock.ir.placement import Placement
+from penstock.ir.profile import NodeCost, Profile
 
 
-def fold(graph: Graph, profile: Profile, partition: Partition, optimizer_copies: int = 0) -> StageCosts:
+def fold(
+    graph: Graph,
+    profile: Profile,
+    partition: Partition,
+    optimizer_copies: int = 0,
+    placement: Placement | None = None,
+    recomputed: Collection[int] = (),
+) -> StageCosts:
     """Seconds and bytes of every stage for one microbatch.
 
     Nodes that several stages run again are paid by each of them. A tensor with several tied names is held once by a
     stage, and by every stage that uses it. `optimizer_copies` is how many figures the optimizer holds for each
-    trainable one: 0 for plain SGD, 2 for Adam.
+    trainable one: 0 for plain SGD, 2 for Adam. With a placement, memory that stages of one rank share counts once. The
+    blocks of a stage that is `recomputed` run once more at the beginning of its backward.
     """
     profile.check(graph)
-    crossings = partition.crossings(graph)
-    runs = partition.runs(graph)
+    crossings, runs = partition.crossings(graph), partition.runs(graph)
+    held = stage_bytes(graph, profile, runs, crossings, placement, recomputed)
     costs = [[profile[node.name] for node in nodes] for nodes in runs]
-    received = [sum(c.forward_bytes for c in crossings if c.consumer == stage) for stage in range(partition.num_stages)]
+    again = blocks(graph) if recomputed else frozenset()
+    for stage in recomputed:
+        costs[stage] = [_again(cost) if cost.node in again else cost for cost in costs[stage]]
+    stages = [_stage(nodes, held[stage], stage, crossings) for stage, nodes in enumerate(costs)]
     return StageCosts(
-        forward=tuple(sum(cost.forward for cost in stage) for stage in costs),
-        input_grad=tuple(sum(cost.input_grad for cost in stage) for stage in costs),
-        weight_grad=tuple(sum(cost.weight_grad for cost in stage) for stage in costs),
-        backward=tuple(sum(cost.backward for cost in stage) for stage in costs),
-        activation_bytes=tuple(
-            sum(cost.memory.kept for cost in stage) + extra for stage, extra in zip(costs, received, strict=True)
-        ),
-        weight_grad_bytes=tuple(
-            sum(cost.memory.kept_for_weight_grad for cost in stage) + extra
-            for stage, extra in zip(costs, received, strict=True)
-        ),
+        forward=tuple(stage.forward for stage in stages),
+        input_grad=tuple(stage.input_grad for stage in stages),
+        weight_grad=tuple(stage.weight_grad for stage in stages),
+        backward=tuple(stage.backward for stage in stages),
+        activation_bytes=tuple(stage.kept for stage in stages),
+        weight_grad_bytes=tuple(stage.late for stage in stages),
         messages=tuple(MessageCost(c.producer, c.consumer, c.forward_bytes, c.backward_bytes) for c in crossings),
         state=tuple(_state(graph, nodes, optimizer_copies) for nodes in runs),
     )
+
+
+def _again(cost: NodeCost) -> NodeCost:
+    """The cost of a block that runs again before its backward."""
+    return replace(cost, backward=cost.forward + cost.backward, input_grad=cost.forward + cost.input_grad)
+
+
+class _Stage(NamedTuple):
+    """Seconds and bytes of one stage."""
+
+    forward: float
+    backward: float
+    input_grad: float
+    weight_grad: float
+    kept: int
+    late: int
+
+
+def _stage(costs: Sequence[NodeCost], held: StageBytes, stage: int, crossings: Iterable[Crossing]) -> _Stage:
+    """A stage that returns no gradient has nothing to do but weight gradients, and keeps everything until then."""
+    forward, backward = sum(cost.forward for cost in costs), sum(cost.backward for cost in costs)
+    if any(crossing.gradients for crossing in crossings if crossing.consumer == stage):
+        input_grad, weight_grad = sum(cost.input_grad for cost in costs), sum(cost.weight_grad for cost in costs)
+        return _Stage(forward, backward, input_grad, weight_grad, held.kept, held.late)
+    given = sum(crossing.backward_bytes for crossing in crossings if crossing.producer == stage)
+    return _Stage(forward, backward, 0.0, backward, held.kept, held.kept + given)
 
 
 def _state(graph: Graph, nodes: tuple[Node, ...], optimizer_copies: int) -> StateBytes:

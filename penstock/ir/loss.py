@@ -2,7 +2,10 @@
 
 A loss over a batch is a sum over its samples divided by something that is itself a sum over the samples: their number,
 the number of labels that are not ignored, or nothing. The loss of the whole batch is then the sum of the losses of its
-microbatches, each weighted by its share of the divisor.
+microbatches, each times its weight: its part of the divisor.
+
+A *rule* says how a loss is reduced: of which *terms* it is the sum, and by what each of them is divided. A *count* is
+that divisor in one microbatch, and the *weight* of a microbatch is its count over that of the batch.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,8 +16,11 @@ import numpy as np
 
 from penstock.errors import RunError
 
-Kind = Literal["mean", "tokens", "sum", "mixed", "unknown"]
-TermKind = Literal["mean", "tokens", "sum", "constant", "unknown"]
+Kind = Literal["mean", "tokens", "sum", "mixed", "curved", "unknown"]
+TermKind = Literal["mean", "tokens", "sum", "constant", "curved", "unknown"]
+Measure = Literal["labels", "entries", "total", "number", "share"]
+"""what of a value is counted: the entries that are not ignored, all entries, their sum, the value itself, or that times
+the samples"""
 
 _ROUNDED: dict[str, Callable[[float], np.floating[Any]]] = {"float32": np.float32, "float16": np.float16}
 
@@ -24,14 +30,14 @@ class Count:
     """How the divisor of a mean over labels is found before the step, from the inputs of the model alone."""
 
     value: str
-    """the labels or the mask whose entries are counted; or, if `is_number`, the divisor itself"""
+    """the labels, the mask, or whatever else is measured"""
+    measure: Measure = "labels"
     ignore_index: int = -100
-    """entries that do not count"""
+    """labels that do not count"""
     class_weights: str = ""
-    """the value, parameter or buffer that says how much the entries of each class count; empty: all count one"""
+    """the value, parameter, buffer or constant that says how much labels of each class count; empty: all count one"""
     nodes: tuple[str, ...] = ()
     """the nodes that make the value and the class weights, all from inputs"""
-    is_number: bool = False
     at_least: float = 0.0
     """the divisor is never smaller than this"""
     plus: float = 0.0
@@ -50,7 +56,8 @@ class Term:
     """One summand of a loss.
 
     "mean": every sample counts alike. "tokens": every counted label does. "sum": divided by nothing that depends on
-    the samples. "constant": does not depend on the batch. "unknown": none of these as far as can be seen.
+    the samples. "constant": does not depend on the batch. "curved": a function of other losses that is no sum of
+    them, such as the exponential of a mean. "unknown": none of these as far as can be seen.
     """
 
     kind: TermKind
@@ -75,9 +82,25 @@ class LossRule:
 
     @property
     def leading(self) -> int:
-        """The place of the term whose weights stand for all: the first over labels, else the first."""
+        """The place of the term whose weights stand for all: the first over labels, else the first that varies."""
         kinds = [term.kind for term in self.terms]
-        return kinds.index("tokens") if "tokens" in kinds else 0
+        if "tokens" in kinds:
+            return kinds.index("tokens")
+        return next((place for place, kind in enumerate(kinds) if kind != "constant"), 0)
+
+    @property
+    def lead(self) -> "LossRule":
+        """The rule of that term alone."""
+        return combined([self.terms[self.leading]])
+
+    def has(self, kind: TermKind) -> bool:
+        """Whether a term is of this kind."""
+        return any(term.kind == kind for term in self.terms)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was seen by what every term is divided."""
+        return not self.has("unknown") and not self.has("curved")
 
 
 def combined(terms: Iterable[Term]) -> LossRule:

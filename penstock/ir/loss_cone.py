@@ -9,7 +9,7 @@ from penstock.ir.graph import Graph, Node
 from penstock.ir.record import Call, Guard, Pack, Record, Ref, State, Tree, refs
 
 SAME = frozenset(("to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "neg", "negative", "pos",
-                  "nan_to_num", "cpu", "cuda"))  # fmt: skip
+                  "nan_to_num", "cpu", "cuda", "requires_grad_", "alias"))  # fmt: skip
 """functions of one number that keep it, up to its sign and precision"""
 RESHAPE = frozenset(("view", "reshape", "squeeze", "unsqueeze", "flatten", "contiguous", "ravel", "expand", "getitem"))
 ADD = frozenset(("add", "sub", "subtract", "radd", "rsub"))
@@ -26,10 +26,20 @@ Read = Callable[[str], Any]
 class Cone:
     """A record, asked from the loss backwards. `known` are the inputs that are there before the step."""
 
-    def __init__(self, record: Record, graph: Graph, known: Collection[str] | None = None, read: Read | None = None):
+    def __init__(
+        self,
+        record: Record,
+        graph: Graph,
+        known: Collection[str] | None = None,
+        read: Read | None = None,
+        num_samples: int | None = None,
+    ) -> None:
+        """`num_samples`: how many there are, if it is not the first dimension of the first input that has one."""
         self.record, self.graph, self.read = record, graph, read
         self.known_inputs = frozenset(record.inputs if known is None else known)
         self.calls = {step.name: step for step in record.steps if isinstance(step, Call)}
+        first = next((value.spec.shape[0] for value in graph.inputs if value.spec.shape), 0)
+        self.batch = first if num_samples is None else num_samples
 
     # What a value depends on
 
@@ -38,7 +48,7 @@ class Cone:
         return value in self._rooted
 
     def varies(self, tree: Tree) -> bool:
-        """Whether it is another for every microbatch: it depends on an input that is cut."""
+        """Whether it is another for every microbatch: it depends on an input that is cut, or on an activation."""
         return isinstance(tree, Ref) and tree.value in self._cut
 
     def is_known(self, value: str) -> bool:
@@ -94,18 +104,13 @@ class Cone:
     # Where samples meet
 
     @cached_property
-    def batch(self) -> int:
-        """The samples: the first dimension of the first input that has one."""
-        return next((value.spec.shape[0] for value in self.graph.inputs if value.spec.shape), 0)
-
-    @cached_property
     def lengths(self) -> frozenset[int]:
         """How long a first dimension of samples, or of parts of samples, may be."""
         cut = [value.spec.shape for value in self.graph.inputs if value.spec.shape[:1] == (self.batch,)]
         return frozenset(math.prod(shape[:end]) for shape in cut for end in range(1, len(shape) + 1))
 
-    def masks(self, value: str) -> Iterator[str]:
-        """The masks by which the rows of a value were chosen."""
+    def choices(self, value: str) -> Iterator[str]:
+        """The masks, and the numbers of rows, by which the rows of a value were chosen."""
         waiting, seen = [value], set[str]()
         while waiting:
             name = waiting.pop()
@@ -113,11 +118,10 @@ class Cone:
             if name in seen or node is None or call is None or call.is_module:
                 continue
             seen.add(name)
-            if node.kind in ("getitem", "masked_select"):
-                index = operands(call)[1]
-                if isinstance(index, Ref) and self.graph.spec(index.value).dtype == "bool":
-                    yield index.value
-                    continue
+            index = _index(node, call)
+            if isinstance(index, Ref):
+                yield index.value
+                continue
             rows = self.graph.spec(name).shape[:1]
             waiting += [read for read in node.reads if self.graph.spec(read).shape[:1] == rows]
 
@@ -198,7 +202,11 @@ class Cone:
 
     @cached_property
     def _cut(self) -> frozenset[str]:
-        return self._reached(v.name for v in self.graph.inputs if v.spec.shape[:1] == (self.batch,))
+        # What the model made is another for every microbatch also where no dimension is the samples any more.
+        inputs = self.graph.inputs
+        return self._reached(
+            v.name for v in inputs if v.spec.shape[:1] == (self.batch,) or v.name not in self.known_inputs
+        )
 
     @cached_property
     def _free(self) -> frozenset[str]:
@@ -218,6 +226,13 @@ class Cone:
                 key = (call.target, _renamed(call.args, firsts), _renamed(call.kwargs, firsts), call.mood)
                 firsts[node.makes[0].name] = made.setdefault(key, node.makes[0].name)
         return firsts
+
+
+def _index(node: Node, call: Call) -> Tree:
+    """By what a function chooses rows; None if it chooses none, or by plain numbers."""
+    if node.kind == "index_select" and argument(call, 1, "dim") == 0:
+        return argument(call, 2, "index")
+    return operands(call)[1] if node.kind in ("getitem", "masked_select") else None
 
 
 def _result(call: Call, node: Node) -> str:

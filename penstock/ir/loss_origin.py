@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from penstock.ir.graph import Graph, Node
-from penstock.ir.loss import Count, LossRule, Term, combined
+from penstock.ir.loss import Count, LossRule, Measure, Term, combined
 from penstock.ir.loss_cone import ADD, DIVIDE, RESHAPE, SAME, Cone, Read, argument, operands
-from penstock.ir.record import Call, Pack, Record, Ref, State, Tree
+from penstock.ir.record import Call, Live, Pack, Record, Ref, State, Tree
 
 Attribute = Callable[[str, str], Any]
 """`attribute("criterion", "reduction")`: what a module of the model holds under a name"""
@@ -55,6 +55,7 @@ def loss_rule(
     value: str,
     facts: Facts | None = None,
     known: Collection[str] | None = None,
+    num_samples: int | None = None,
 ) -> LossRule:
     """How the value comes about.
 
@@ -62,7 +63,7 @@ def loss_rule(
     the output of the model is an input too. Without facts, modules that are losses are unknown.
     """
     facts = facts or Facts(lambda module, name: None, lambda key: None)
-    return _Origin(Cone(record, graph, known, facts.read), facts.attribute).rule(value)
+    return _Origin(Cone(record, graph, known, facts.read, num_samples), facts.attribute).rule(value)
 
 
 class _Origin:
@@ -153,7 +154,12 @@ class _Origin:
             return self._averaged(node, call, value)
         if node.kind in ("sum", "mean") and not call.is_module:
             return self._reduced(node, call, value)
-        return Term("unknown", value)
+        return Term("curved" if self._is_of_numbers(call) else "unknown", value)
+
+    def _is_of_numbers(self, call: Call) -> bool:
+        """Whether all that varies of what a function is given are single numbers, so that it is no sum over samples."""
+        varying = [tree for tree in operands(call) if self.cone.varies(tree)]
+        return not call.is_module and bool(varying) and all(self.cone.size(tree) == 1 for tree in varying)
 
     def _labelled(self, node: Node, call: Call, value: str) -> Term:
         """cross_entropy and nll_loss: a mean is over the labels that are not ignored."""
@@ -167,22 +173,28 @@ class _Origin:
             # Probabilities of classes: every sample counts alike, whatever the weights.
             return self._checked(Term("mean", value), call)
         ignored, weight = self._setting(call, "ignore_index", -100), self._setting(call, "weight", None)
-        if weight is not None and not call.is_module and not isinstance(weight, State | Ref):
-            return Term("unknown", value)
         held = f"{call.target}.weight" if call.is_module and weight is not None else ""
-        name = weight.value if isinstance(weight, Ref) else weight.name if isinstance(weight, State) else held
         if isinstance(weight, Ref) and not self.cone.is_known(weight.value):
             return Term("unknown", value)
         labels = self.cone.first_like(target.value)
         refs = [labels, *([weight.value] if isinstance(weight, Ref) else [])]
-        return Term("tokens", value, (Count(labels, ignored, name, self.cone.nodes_of(refs)),))
+        name = held or _shown(weight) if weight is not None else ""
+        return Term("tokens", value, (Count(labels, "labels", ignored, name, self.cone.nodes_of(refs)),))
 
     def _averaged(self, node: Node, call: Call, value: str) -> Term:
         reduction = self._reduction(call)
-        weighted = node.kind in _PAIRED and not call.is_module and argument(call, 5, "weight") is not None
-        if weighted or reduction not in ("mean", "batchmean", "sum"):
+        weight = argument(call, 5, "weight") if node.kind in _PAIRED and not call.is_module else None
+        if reduction not in ("mean", "batchmean", "sum"):
             return Term("unknown", value)
+        if weight is not None and reduction != "sum":
+            return self._weighted(weight, value)
         return self._checked(Term("sum" if reduction == "sum" else "mean", value), call)
+
+    def _weighted(self, weight: Tree, value: str) -> Term:
+        """A mean of squares in which each entry counts as much as its weight."""
+        if not isinstance(weight, Ref) or not self.cone.is_known(weight.value):
+            return Term("unknown", value)
+        return Term("tokens", value, (Count(weight.value, "total", nodes=self.cone.nodes_of([weight.value])),))
 
     def _reduced(self, node: Node, call: Call, value: str) -> Term:
         """A plain sum or mean; if samples were summed up before, that decides."""
@@ -196,13 +208,14 @@ class _Origin:
         reads = [tree.value for tree in operands(call)[:2] if isinstance(tree, Ref)]
         if any(self.cone.statistics(name) for name in reads):
             return replace(term, kind="unknown")
-        mask = next((mask for name in reads for mask in self.cone.masks(name)), "")
-        mask = self.cone.first_like(mask)
-        if not mask or term.kind == "sum":
+        chosen = next((choice for name in reads for choice in self.cone.choices(name)), "")
+        chosen = self.cone.first_like(chosen)
+        if not chosen or term.kind == "sum":
             return term
-        if not self.cone.is_known(mask):
+        if not self.cone.is_known(chosen):
             return replace(term, kind="unknown")
-        return replace(term, kind="tokens", counts=(Count(mask, 0, "", self.cone.nodes_of([mask])),))
+        measure: Measure = "labels" if self.graph.spec(chosen).dtype == "bool" else "entries"
+        return replace(term, kind="tokens", counts=(Count(chosen, measure, 0, "", self.cone.nodes_of([chosen])),))
 
     def _reduction(self, call: Call) -> Any:
         if call.is_module:
@@ -231,16 +244,23 @@ class _Origin:
         return term
 
     def _divided_once(self, term: Term, divisor: Tree) -> Term:
-        if term.kind == "unknown" or (term.kind == "constant" and not self.cone.varies(divisor)):
+        if term.kind in ("unknown", "curved") or (term.kind == "constant" and not self.cone.varies(divisor)):
             return term
         if isinstance(divisor, bool | int | float):
             return self._divided_by_number(term, divisor)
         if not self.cone.varies(divisor) or not isinstance(divisor, Ref):
             return replace(term, divided_by=_shown(divisor)) if term.kind == "sum" else term
-        count = self._count_of(divisor.value)
-        if term.kind != "sum" or count is None:
+        count = self._count_of(divisor.value) if term.kind == "sum" else self._share_of(divisor.value)
+        if term.kind not in ("sum", "mean") or count is None:
             return replace(term, kind="unknown")
         return replace(term, kind="tokens", counts=(count,), divided_by="")
+
+    def _share_of(self, value: str) -> Count | None:
+        """The count of a mean that is divided by the mean of a mask."""
+        node, _ = self.cone.maker(value)
+        if node is None or node.kind != "mean" or self.cone.size(Ref(value)) != 1 or not self.cone.is_known(value):
+            return None
+        return Count(value, "share", nodes=self.cone.nodes_of([value]))
 
     def _divided_by_number(self, term: Term, number: float) -> Term:
         if term.kind != "sum":
@@ -282,8 +302,11 @@ class _Origin:
         if not is_count or self.cone.size(Ref(name)) != 1 or not self.cone.is_known(name):
             return None
         name = self.cone.first_like(name)
-        return Count(name, 0, "", self.cone.nodes_of([name]), True, at_least, plus, self.graph.spec(value).dtype)
+        dtype, nodes = self.graph.spec(value).dtype, self.cone.nodes_of([name])
+        return Count(name, "number", nodes=nodes, at_least=at_least, plus=plus, dtype=dtype)
 
 
 def _shown(tree: Tree) -> str:
-    return tree.value if isinstance(tree, Ref) else tree.name if isinstance(tree, State) else str(tree)
+    if isinstance(tree, Ref):
+        return tree.value
+    return tree.name if isinstance(tree, State) else tree.key if isinstance(tree, Live) else str(tree)

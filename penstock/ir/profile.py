@@ -20,7 +20,7 @@ class NodeBytes:
     kept: int = 0
     """held from the forward until the backward"""
     kept_for_weight_grad: int = 0
-    """the part of it that the weight gradient still needs after the input gradient"""
+    """held between the input gradient and the weight gradient: a part of it, and gradients that have come by"""
     peak: int = 0
     """most held at any time while the node runs, above what was held before"""
     parameters: int = 0
@@ -32,10 +32,31 @@ class NodeBytes:
         for field in fields(self):
             if getattr(self, field.name) < 0:
                 raise GraphError(f"{field.name} must be bytes, 0 or more", bytes=getattr(self, field.name))
-        if self.kept_for_weight_grad > self.kept:
-            raise GraphError(
-                "a weight gradient cannot need more than was kept", kept=self.kept, needed=self.kept_for_weight_grad
-            )
+
+
+@dataclass(frozen=True)
+class Holds:
+    """What a node holds for its backward, so that the bytes of any stage can be told: its own, and shared memory.
+
+    A value stands for the memory behind it. Several nodes of a stage may hold it, and it is there once; a stage that
+    received it has a copy of its own.
+    """
+
+    own: int = 0
+    """bytes that no other node knows of, from the forward until the backward"""
+    values: tuple[str, ...] = ()
+    """what it holds of all that it reads and makes, from the forward until the backward"""
+    late_own: int = 0
+    """bytes of its own that stay until the weight gradient, with gradients that no other node knows of"""
+    late_values: tuple[str, ...] = ()
+    """what stays until the weight gradient"""
+    late_gradients: tuple[str, ...] = ()
+    """values that it makes, whose gradients stay until the weight gradient"""
+
+    def __post_init__(self) -> None:
+        for name in ("own", "late_own"):
+            if getattr(self, name) < 0:
+                raise GraphError(f"{name} must be bytes, 0 or more", bytes=getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -48,6 +69,7 @@ class NodeCost:
     input_grad: float
     weight_grad: float
     memory: NodeBytes = NodeBytes()
+    holds: Holds = Holds()
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "input_grad", "weight_grad"):
@@ -62,6 +84,7 @@ class Profile:
 
     The costs are calibrated: they were scaled so that forward and backward of all nodes take about `step_seconds`, the
     time of the unsplit model. `fingerprint` is that of the graph; `versions` are pairs such as ("torch", "2.13.0").
+    `held` are the values that nodes make and may hold, each with the bytes of its memory: empty where nobody looked.
     """
 
     costs: tuple[NodeCost, ...]
@@ -69,6 +92,7 @@ class Profile:
     fingerprint: str
     device: str
     versions: tuple[tuple[str, str], ...] = ()
+    held: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         for node, times in Counter(cost.node for cost in self.costs).items():

@@ -7,12 +7,13 @@ from penstock.ir.costs import StageCosts
 from penstock.ir.fold import fold
 from penstock.ir.graph import Graph
 from penstock.ir.partition import Partition
+from penstock.ir.placement import Placement
 from penstock.ir.plan import Plan
 from penstock.ir.prediction import Prediction
 from penstock.ir.profile import Profile
 from penstock.ir.schedule import Schedule
 from penstock.ir.search import Choices
-from penstock.partitioners import PARTITIONERS, by_modules
+from penstock.partitioners import PARTITIONERS, Problem, by_modules, divide
 from penstock.passes import lower
 from penstock.planner.request import AUTO, Request
 from penstock.schedules import SCHEDULES, build, find
@@ -76,7 +77,7 @@ def _plan(graph: Graph, profile: Profile, request: Request, schedule: str | Sche
         built, name = _given(schedule, request), "given"
     else:
         built, name = build(schedule, ranks, request.microbatches, _depth(request, schedule)), find(schedule).name
-    partition, chosen = _partition(graph, request, built.num_stages)
+    partition, chosen = _partition(graph, profile, request, built.placement)
     costs = _recomputed(fold(graph, profile, partition), request.recompute == "full")
     if not isinstance(schedule, Schedule):
         # Now that the costs of the stages are known, weight gradients go where they fill gaps.
@@ -106,15 +107,15 @@ def _depth(request: Request, schedule: str) -> int | None:
     return stages // request.cluster.ranks
 
 
-def _partition(graph: Graph, request: Request, num_stages: int) -> tuple[Partition, str]:
-    given = request.partitioner
+def _partition(graph: Graph, profile: Profile, request: Request, placement: Placement) -> tuple[Partition, str]:
+    given, num_stages = request.partitioner, placement.num_stages
     if isinstance(given, Partition):
         found, name = given, "given"
     elif isinstance(given, str):
         name = _DEFAULT_PARTITIONER if given == AUTO else given
         if name not in PARTITIONERS:
             raise PlanError("unknown partitioner", name=repr(given), hint=f"one of {', '.join(PARTITIONERS)}")
-        found = PARTITIONERS[name](graph, num_stages)
+        found = divide(name, Problem(graph, profile, replace(request.cluster, memory=None), placement)).partition
     else:
         found, name = by_modules(graph, given), "given"
     if found.num_stages != num_stages:

@@ -11,12 +11,13 @@ import time
 from pathlib import Path
 
 from penstock.processes import liveness
-from penstock.processes.status import ENDED, IDLE, STARTED, WAITING, WORKING, Moment, Status
+from penstock.processes.status import ENDED, IDLE, MEETING, PREPARING, STARTED, WAITING, WORKING, Moment, Status
 
 VARIABLE = "PENSTOCK_BOARD"
 NUM_RECENT = 256
-_STATES = (STARTED, IDLE, WORKING, WAITING, ENDED)
-_STARTED, _IDLE, _WORKING, _WAITING, _ENDED = range(len(_STATES))
+_STATES = (STARTED, IDLE, WORKING, WAITING, ENDED, PREPARING, MEETING)
+_STARTED, _IDLE, _WORKING, _WAITING, _ENDED, _PREPARING, _MEETING = range(len(_STATES))
+_CODED = (_WORKING, _WAITING, _MEETING)
 _NONE = -1
 _MAGIC = b"PENBOARD"
 _HEADER = struct.Struct("<8sIIqqq")  # magic, rank, number of ranks, host, pid, start of the process
@@ -43,23 +44,30 @@ class Board:
 
     @classmethod
     def create(cls, directory: str | Path, rank: int, ranks: int) -> "Board":
-        """Open this rank's page for writing; what this same process noted there before is kept."""
+        """Open this rank's page for writing; what this same process noted there before is kept.
+
+        Whoever opens it again in one process gets the same Board: two that count notes apart would hide each other's.
+        """
         directory = Path(directory)
+        place = (os.getpid(), os.fspath(directory.absolute()), rank)
+        known = _OPEN.get(place)
+        if known is not None and known._is_of(rank, ranks):
+            return known
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle = os.open(_path(directory, rank), os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(handle, _SIZE)
-            page = mmap.mmap(handle, _SIZE)
-        finally:
-            os.close(handle)
-        header = (_MAGIC, rank, ranks, liveness.host(), os.getpid(), liveness.started(os.getpid()))
-        if _HEADER.unpack_from(page) != header:
-            page[:] = bytes(_SIZE)
-            _HEADER.pack_into(page, 0, *header)
-        board = cls(directory, rank, page)
+        board = cls(directory, rank, _mapped(_path(directory, rank)))
+        if not board._is_of(rank, ranks):
+            board._page[:] = bytes(_SIZE)
+            _HEADER.pack_into(board._page, 0, *_header(rank, ranks))
+            board._number = 0
         if not board._number:
             board._note(_STARTED, 0)
+        _OPEN[place] = board
         return board
+
+    def _is_of(self, rank: int, ranks: int) -> bool:
+        """Whether the page is still there and belongs to this process."""
+        is_there = _path(self.directory, self.rank).exists()
+        return is_there and _HEADER.unpack_from(self._page) == _header(rank, ranks)
 
     @staticmethod
     def clear(directory: str | Path) -> None:
@@ -74,6 +82,14 @@ class Board:
         found = {page.rank: page.status() for page in pages}
         ranks = max((page.ranks for page in pages), default=0)
         return tuple(found.get(rank, Status(rank)) for rank in range(ranks))
+
+    def preparing(self, step: int) -> None:
+        """This rank was called for a step and gets ready for it."""
+        self._note(_PREPARING, step)
+
+    def meeting(self, step: int, occasion: int) -> None:
+        """This rank waits for all others, to compare what they were called for."""
+        self._note(_MEETING, step, occasion)
 
     # The three calls of the inner loop are written out, because a shared helper would double their cost.
 
@@ -94,7 +110,7 @@ class Board:
 
     def ended(self) -> None:
         """This rank has done all it had to do."""
-        self._note(_ENDED, self.status().step)
+        self._note(_ENDED, self.now.step)
 
     def failed(self, text: str) -> None:
         """Something broke here: `text` says what, as JSON. The first failure stays, and a text too long is cut."""
@@ -117,9 +133,14 @@ class Board:
         """What this rank has noted."""
         return Page(self._page).status()
 
-    def _note(self, state: int, step: int) -> None:
-        self._number = number = _last_number(self._page) + 1
-        _pack(self._page, _RING + (number & _MASK) * _LENGTH, number, _clock(), step, _NONE, state, _NONE, number)
+    @property
+    def now(self) -> Moment:
+        """The last note."""
+        return _moment(_NOTE.unpack_from(self._page, _RING + (self._number & _MASK) * _LENGTH))
+
+    def _note(self, state: int, step: int, code: int = _NONE) -> None:
+        self._number = number = self._number + 1
+        _pack(self._page, _RING + (number & _MASK) * _LENGTH, number, _clock(), step, code, state, _NONE, number)
 
 
 class Page:
@@ -161,6 +182,22 @@ class Page:
         return Status(self.rank, pid, self.process, _recent(self._page), self.failure)
 
 
+_OPEN: dict[tuple[int, str, int], Board] = {}
+
+
+def _header(rank: int, ranks: int) -> tuple[bytes, int, int, int, int, int]:
+    return _MAGIC, rank, ranks, liveness.host(), os.getpid(), liveness.started(os.getpid())
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.ftruncate(handle, _SIZE)
+        return mmap.mmap(handle, _SIZE)
+    finally:
+        os.close(handle)
+
+
 def _path(directory: Path, rank: int) -> Path:
     return directory / f"rank{rank:05d}.board"
 
@@ -188,10 +225,9 @@ def _last_number(page: mmap.mmap) -> int:
 
 
 def _recent(page: mmap.mmap) -> tuple[Moment, ...]:
-    return tuple(
-        Moment(
-            _STATES[state], step, code if state in (_WORKING, _WAITING) else None, peer if peer >= 0 else None, ns / 1e9
-        )
-        for _, ns, step, code, state, peer, _ in _records(page)
-        if 0 <= state < len(_STATES)
-    )
+    return tuple(_moment(record) for record in _records(page) if 0 <= record[4] < len(_STATES))
+
+
+def _moment(record: tuple[int, ...]) -> Moment:
+    _, ns, step, code, state, peer, _ = record
+    return Moment(_STATES[state], step, code if state in _CODED else None, peer if peer >= 0 else None, ns / 1e9)

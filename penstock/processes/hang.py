@@ -7,9 +7,12 @@ from penstock.processes.failure import summary_of
 from penstock.processes.liveness import GONE, STOPPED
 from penstock.processes.status import (
     ABSENT,
+    BUSY,
     ENDED,
     FAILED,
     IDLE,
+    MEETING,
+    PREPARING,
     STARTED,
     WAITING,
     WORKING,
@@ -51,7 +54,7 @@ def doing(status: Status, now: float) -> str:
 
 def _is_waiting(status: Status) -> bool:
     # A rank that failed in a wait did so because of the one it waited for.
-    return status.now.state == WAITING and (bool(status.failure) or _is_moving(status))
+    return status.now.state in (WAITING, MEETING) and (bool(status.failure) or _is_moving(status))
 
 
 def _is_moving(status: Status) -> bool:
@@ -60,8 +63,8 @@ def _is_moving(status: Status) -> bool:
 
 def _slowest(statuses: Sequence[Status]) -> list[Status]:
     """Where nobody waits: those that cannot move, else the one that has done nothing else for the longest time."""
-    stuck = [s for s in statuses if s.state in (FAILED, WORKING, WAITING) and not _is_moving(s)]
-    working = sorted((s for s in statuses if s.state == WORKING), key=lambda status: status.since)
+    stuck = [s for s in statuses if s.state in (FAILED, *BUSY) and not _is_moving(s)]
+    working = sorted((s for s in statuses if s.state in (PREPARING, WORKING)), key=lambda status: status.since)
     return stuck or working[:1]
 
 
@@ -69,13 +72,25 @@ def _chain(status: Status, by_rank: dict[int, Status]) -> list[Status]:
     """From a rank to the one it waits for, and so on, to one that does not wait or is in the chain already."""
     chain = [status]
     while _is_waiting(chain[-1]):
-        following = by_rank.get(-1 if chain[-1].peer is None else chain[-1].peer)
+        following = _awaited(chain[-1], by_rank)
         if following is None:
             break
         chain.append(following)
         if following in chain[:-1]:
             break
     return chain
+
+
+def _awaited(status: Status, by_rank: dict[int, Status]) -> Status | None:
+    """Whom a rank waits for: who is to send the message, or of all ranks the one that is farthest from the meeting."""
+    if status.now.state == WAITING:
+        return by_rank.get(-1 if status.peer is None else status.peer)
+    others = [
+        other
+        for other in by_rank.values()
+        if other.rank != status.rank and not (other.now.state == MEETING and _is_waiting(other))
+    ]
+    return min(others, key=lambda other: (_is_waiting(other), _is_moving(other), other.since), default=None)
 
 
 def _is_cycle(chain: Sequence[Status]) -> bool:
@@ -96,6 +111,8 @@ def _verdict(chain: Sequence[Status], by_rank: dict[int, Status], now: float) ->
         circle = chain[chain.index(culprit) : -1]
         names = " for ".join(f"rank {status.rank}" for status in (*circle, culprit))
         return f"{names}: they wait for each other, so a message was lost or never sent; {line(culprit, now)}"
+    if waiter and waiter.now.state == MEETING and culprit.state in (IDLE, ENDED, STARTED, PREPARING):
+        return f"rank {culprit.rank}: did not come to {waiter.now.occasion}, {doing(culprit, now)}"
     if waiter and culprit.state in (IDLE, ENDED, STARTED):
         return f"rank {culprit.rank}: does not send what rank {waiter.rank} waits for, {doing(culprit, now)}"
     return f"rank {culprit.rank}: did not move, {doing(culprit, now)}"
@@ -133,8 +150,13 @@ def _waiting(status: Status, now: float) -> str:
     return f"waiting for {what} {_for(status.since, now)}"
 
 
+def _meeting(status: Status, now: float) -> str:
+    return f"waiting for all ranks at {status.now.occasion} {_for(status.since, now)}"
+
+
 def _failed(status: Status, now: float) -> str:
     place = f" in {status.action} of step {status.step}" if status.action else ""
+    place = f" at {status.now.occasion}" if status.now.occasion else place
     return f"failed{place}: {summary_of(status.failure)}"
 
 
@@ -142,6 +164,8 @@ _TOLD: dict[str, Told] = {
     ABSENT: lambda status, now: "nothing is known of it on this host",
     STARTED: lambda status, now: f"started {_ago(status.since, now)}, in no step yet",
     IDLE: lambda status, now: f"between steps {_for(status.since, now)}, after step {status.step}",
+    PREPARING: lambda status, now: f"preparing step {status.step} {_for(status.since, now)}",
+    MEETING: _meeting,
     WORKING: _working,
     WAITING: _waiting,
     ENDED: lambda status, now: f"had done all its work {_ago(status.since, now)}",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import RunError
+from penstock.ir.figures import is_finite
 from penstock.processes import parcels, verdict
 from penstock.processes.board import Board
 from penstock.processes.failure import Failure
@@ -40,7 +41,7 @@ def launch(
     speak over loopback only. `threads` is what torch may use in each, `timeout` the seconds for all, `board` a
     directory in which the notes of the ranks stay. Whatever breaks, every process is ended before this returns.
     """
-    _check(fn, ranks, start, threads, timeout)
+    _check(fn, ranks, start, threads, timeout, board)
     start = "spawn" if torch.cuda.is_initialized() else start  # type: ignore[no-untyped-call]
     job = _packed(fn, args) if start == "spawn" else (fn, args)
     with scratch() as directory:
@@ -117,16 +118,18 @@ class _Listener:
         return Failure.from_board(rank, noted) if noted else verdict.sudden(rank, code, self._looked)
 
 
-def _check(fn: object, ranks: object, start: str, threads: object, timeout: float | None) -> None:
+def _check(fn: object, ranks: object, start: object, threads: object, timeout: Any, board: object) -> None:
     if not callable(fn):
         raise RunError("launch runs a function", given=type(fn).__name__, hint="launch(train, 4, model, data)")
     for name, number in (("ranks", ranks), ("threads", threads)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise RunError(f"{name} is a whole number above 0", given=repr(number))
-    if start not in STARTS:
+    if not isinstance(start, str) or start not in STARTS:
         raise RunError("a process can be started in two ways", start=repr(start), known=", ".join(STARTS))
-    if timeout is not None and not timeout > 0:
-        raise RunError("timeout is a number of seconds above 0", given=timeout)
+    if timeout is not None and not (is_finite(timeout) and timeout > 0):
+        raise RunError("timeout is a number of seconds above 0", given=repr(timeout), hint="60.0, or None for no limit")
+    if board is not None and not isinstance(board, str | Path):
+        raise RunError("board is a directory", given=repr(board))
     if dist.is_available() and dist.is_initialized():
         raise RunError(
             "torch.distributed is already initialised in this process",

@@ -8,15 +8,31 @@ from penstock.ir.action import Action
 from penstock.ir.code import decode
 from penstock.processes.liveness import ELSEWHERE
 
-ABSENT, STARTED, IDLE, WORKING, WAITING, ENDED, FAILED = (
+ABSENT, STARTED, IDLE, PREPARING, MEETING, WORKING, WAITING, ENDED, FAILED = (
     "absent",
     "started",
     "idle",
+    "preparing",
+    "meeting",
     "working",
     "waiting",
     "ended",
     "failed",
 )
+BUSY = (PREPARING, MEETING, WORKING, WAITING)
+"""states inside a step or another call: a rank that is gone in one of them did not end as it should"""
+OCCASIONS = (
+    ("step", "the beginning of step {step}"),
+    ("the end of step", "the end of step {step}"),
+    ("eval", "eval before step {step}"),
+    ("the end of eval", "the end of eval before step {step}"),
+    ("the form of a batch", "what follows from the batch of step {step}"),
+    ("clip_grad_norm_", "clip_grad_norm_ before step {step}"),
+    ("unscale_", "unscale_ of the scaler before step {step}"),
+    ("full_state_dict", "full_state_dict before step {step}"),
+    ("Pipeline", "the making of a Pipeline"),
+)
+"""what all ranks meet for, each with the words for it in a report"""
 
 
 @dataclass(frozen=True)
@@ -24,10 +40,11 @@ class Moment:
     """One note of a rank on its board."""
 
     state: str
-    """`started`, `idle` between two steps, `working` on an action, `waiting` for a message, or `ended`."""
+    """`started`, `idle` between two steps, `preparing` one, `working` on an action, `waiting` for a message, `meeting`
+    all other ranks, or `ended`."""
     step: int = 0
     code: int | None = None
-    """The action in its compact form."""
+    """The action in its compact form; of a meeting, its place among the occasions."""
     peer: int | None = None
     """The rank whose message is waited for."""
     since: float = 0.0
@@ -36,10 +53,18 @@ class Moment:
     @property
     def action(self) -> str:
         """The action as text, empty where there is none."""
-        if self.code is None:
+        if self.code is None or self.state == MEETING:
             return ""
         known = action_of(self.code)
         return f"code {self.code}" if known is None else str(known)
+
+    @property
+    def occasion(self) -> str:
+        """What all ranks meet for, empty outside of a meeting."""
+        if self.state != MEETING or self.code is None:
+            return ""
+        known = 0 <= self.code < len(OCCASIONS)
+        return (OCCASIONS[self.code][1] if known else "a call before step {step}").format(step=self.step)
 
 
 @dataclass(frozen=True)
@@ -84,6 +109,11 @@ class Status:
     def since(self) -> float:
         """When the last note was made, in seconds of `time.monotonic`."""
         return self.now.since
+
+
+def occasion_code(name: str) -> int:
+    """The place of an occasion in the table; behind it for one that is not there."""
+    return next((place for place, (known, _) in enumerate(OCCASIONS) if known == name), len(OCCASIONS))
 
 
 def action_of(code: int) -> Action | None:

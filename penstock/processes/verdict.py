@@ -60,6 +60,10 @@ def _stopped(status: Status, now: float) -> str:
         case "waiting":
             way = "to" if "SEND" in status.action else "from"
             return f"stopped in {status.action} {way} rank {status.peer}, waiting {seconds}"
+        case "meeting":
+            return f"stopped at {status.now.occasion}, waiting for all ranks {seconds}"
+        case "preparing":
+            return f"stopped preparing step {status.step}, {seconds}"
         case "ended":
             return "had done all its work"
         case "idle":

@@ -14,13 +14,14 @@ from penstock.processes.contact import Loss, loss_of
 from penstock.processes.failure import Failure, one_line, summary_of
 from penstock.processes.hang import explain, line
 from penstock.processes.liveness import GONE
-from penstock.processes.status import WAITING, WORKING, Status, action_of
+from penstock.processes.status import BUSY, ENDED, MEETING, WAITING, Status, action_of
 
 EXIT_CODE = 5
 _LOOK_SECONDS = 0.2
 _LOOKS_PER_QUESTION = 5  # asking the system whether a process lives costs far more than reading what it has noted
 _GRACE_SECONDS = 1.0  # a closed connection usually tells the main thread by itself, and better
 _EVIDENCE_SECONDS = 0.5  # a connection closes a little before its rank has noted why
+_PATIENCE_SECONDS = 2.0  # what a rank sent before it ended may still be on its way
 
 
 class Watch:
@@ -28,7 +29,8 @@ class Watch:
 
     def __init__(self, board: Board, deadline_seconds: float, group_ranks: Sequence[int]) -> None:
         self._board = board
-        self._deadline_seconds = deadline_seconds
+        self.deadline_seconds = deadline_seconds
+        """how long waits are at present"""
         self._others = tuple(rank for rank in group_ranks if rank != board.rank)
         self._pages: dict[int, Page] = {}
         self._noticed = threading.Event()
@@ -53,9 +55,19 @@ class Watch:
                 return f"rank {rank} failed: {summary_of(page.failure)}"
             # Between steps a rank may end: its script is done a little earlier than ours.
             is_gone = (asked is None or rank in asked) and page.process == GONE
-            if is_gone and page.status().state in (WORKING, WAITING):
+            if is_gone and page.status().state in BUSY:
                 return line(page.status(), time.monotonic())
         return ""
+
+    def desertion(self) -> str:
+        """Why a wait of this rank will never end although nothing broke: who is to come has done all its work."""
+        now = self._board.now
+        if now.state not in (WAITING, MEETING) or time.monotonic() - now.since < _PATIENCE_SECONDS:
+            return ""
+        awaited = self._others if now.state == MEETING else (now.peer,)
+        ended = [rank for rank in awaited if rank is not None and self._status(rank).state == ENDED]
+        what = now.occasion if now.state == MEETING else f"{now.action} of step {now.step}"
+        return f"rank {ended[0]} had done all its work before {what}" if ended else ""
 
     def lost(self, code: int, peer: int, error: BaseException) -> RunError:
         """The error, in words, of a wait for the message `code` that ended with a RuntimeError of torch.distributed."""
@@ -71,21 +83,24 @@ class Watch:
     def parted(self, error: BaseException) -> RunError:
         """The error, in words, of a meeting of all ranks that ended with a RuntimeError of torch.distributed."""
         self._noticed.set()
+        is_late = loss_of(error) is Loss.TIMEOUT
         end = time.monotonic() + (_EVIDENCE_SECONDS if loss_of(error) is Loss.CLOSED else 0.0)
         while not self.trouble() and time.monotonic() < end:
             time.sleep(_EVIDENCE_SECONDS / 20)
+        now = self._board.now
         return RunError(
-            f"rank {self._board.rank} met the other ranks in vain",
-            step=self._board.status().step,
-            reason=one_line(error),
+            f"rank {self._board.rank} waited in vain for the other ranks at {now.occasion or 'a meeting'}",
+            step=now.step,
+            **({"deadline_seconds": self.deadline_seconds} if is_late else {"reason": one_line(error)}),
             report=explain(self._statuses(), time.monotonic()),
+            hint="the same calls on every rank; look at the rank named first" if is_late else "",
         )
 
     def _overdue(self, code: int, peer: int) -> RunError:
         return RunError(
             f"rank {self._board.rank} waited in vain for {_text(code)} of rank {peer}",
             **self._place(code),
-            deadline_seconds=self._deadline_seconds,
+            deadline_seconds=self.deadline_seconds,
             report=explain(self._statuses(), time.monotonic()),
             hint="look at the rank named first, or set a longer deadline",
         )
@@ -100,7 +115,7 @@ class Watch:
         return RunError(problem, **self._place(code), report=line(status, time.monotonic()))
 
     def _place(self, code: int) -> dict[str, Any]:
-        place: dict[str, Any] = {"step": self._board.status().step}
+        place: dict[str, Any] = {"step": self._board.now.step}
         action = action_of(code)
         if action is not None:
             place["stage"] = action.stage
@@ -119,7 +134,7 @@ class Watch:
         since, looks = None, 0
         while not self._stopped.wait(_LOOK_SECONDS):
             looks += 1
-            reason = self.trouble(self._asked(looks) if since is None else None)
+            reason = self.trouble(self._asked(looks) if since is None else None) or self.desertion()
             if not reason or self._noticed.is_set() or self._board.failure:
                 since = None
                 continue

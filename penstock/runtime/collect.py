@@ -2,34 +2,33 @@
 
 from collections.abc import Mapping
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from penstock.runtime.crew import Crew
-from penstock.runtime.delivery import read_header, write_header
+from penstock.runtime.delivery import share
 
 
-def collect(crew: Crew, own: Mapping[str, Tensor], everywhere: bool = False) -> dict[str, Tensor]:
+def collect(crew: Crew, own: Mapping[str, Tensor], device: torch.device, everywhere: bool = False) -> dict[str, Tensor]:
     """The tensors of all ranks by name, in host memory, on rank 0 or everywhere; of equal names the first counts.
 
-    Ranks that are not to have them return an empty dict.
+    Ranks that are not to have them return an empty dict. What is sharded is made whole.
     """
-    found = {name: tensor.detach().cpu().clone() for name, tensor in own.items()}
+    found = {name: _whole(tensor) for name, tensor in own.items()}
     if crew.is_alone:
-        return found
+        return {name: _home(tensor) for name, tensor in found.items()}
     collected: dict[str, Tensor] = {}
     for source in range(crew.ranks):
-        part = _shared(crew, found if crew.rank == source else {}, source)
+        part = share(crew, found if crew.rank == source else {}, source, device)
         if everywhere or crew.rank == 0:
-            collected = {**part, **collected}
+            collected = {**{name: _home(tensor) for name, tensor in part.items()}, **collected}
     return collected
 
 
-def _shared(crew: Crew, part: dict[str, Tensor], source: int) -> dict[str, Tensor]:
-    header, tensors = write_header(part) if crew.rank == source else ("", [])
-    build, buffers = read_header(crew.tell_text(header, source))
-    filled = tensors if crew.rank == source else buffers
-    for tensor in filled:
-        if tensor.numel():
-            crew.wait(dist.broadcast(tensor, group=crew.control, group_src=source, async_op=True))
-    return dict(build(filled))
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _home(tensor: Tensor) -> Tensor:
+    return tensor.cpu().clone()

@@ -1,67 +1,64 @@
 """Compile: the order of one rank as a flat list of prepared calls."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
+from typing import NamedTuple
 
-from penstock.ir.action import Action, Backward, Forward, InputGrad, Kind, Message, Overlap, WeightGrad
-from penstock.ir.graph import Value
-from penstock.ir.partition import Crossing
+from penstock.ir.action import Action, ComputeAction, Forward, InputGrad, Kind, Message, Overlap, WeightGrad
 from penstock.ir.program import Program
-from penstock.runtime.calls import (
-    BackwardCall,
-    Call,
-    Cell,
-    ForwardCall,
-    Hand,
-    NothingCall,
-    OverlapCall,
-    Player,
-    ReceiveCall,
-    SendCall,
-    SettlingCall,
-    StageCall,
-    WeightGradCall,
-)
+from penstock.runtime.boxes import Boxes, Edges, Handed, way_of
+from penstock.runtime.calls import BackwardCall, Cell, ForwardCall, OverlapCall, PassCall, Player, WeightGradCall
 from penstock.runtime.receipts import receipts
-from penstock.runtime.transport import Route, Transport
-from penstock.runtime.wire import Wire
+from penstock.runtime.transport import Arrival, Departure, Transport
 
-Edges = Mapping[tuple[int, int], Crossing]
+Run = Callable[[], None]
+
+
+class Ready(NamedTuple):
+    """One action, ready to run: after all `waits`, of which those for `arrivals` may take time.
+
+    What has nothing left to do, a message that is empty or a Free of what went with the last backward, has no `run`.
+    """
+
+    code: int
+    run: Run | None = None
+    waits: tuple[Run, ...] = ()
+    arrivals: tuple[Arrival, ...] = ()
+    is_told: bool = True
+    """whether it is worth a note: room for a message is not"""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it would run without waiting for a message."""
+        return all(arrival.is_here for arrival in self.arrivals)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The calls of one rank in order, with the codes of their actions, and the cells that they share."""
+    """The actions of one rank in order, and all that is kept while they run."""
 
     rank: int
-    calls: tuple[Call, ...]
-    codes: tuple[int, ...]
+    actions: tuple[Ready, ...]
     cells: tuple[Cell, ...]
-    sends: tuple[SendCall, ...]
+    departures: tuple[Departure, ...]
+    boxes: tuple[Arrival | Handed, ...]
 
     @cached_property
-    def busy(self) -> tuple[tuple[int, Call], ...]:
-        """The calls that do something, with their codes."""
-        pairs = zip(self.codes, self.calls, strict=True)
-        return tuple((code, call) for code, call in pairs if not isinstance(call, NothingCall))
+    def busy(self) -> tuple[tuple[int, tuple[Run, ...], bool, Run], ...]:
+        """Code, waits, whether to tell, and run of those that do something."""
+        return tuple((one.code, one.waits, one.is_told, one.run) for one in self.actions if one.run is not None)
 
     def settle(self) -> None:
         """Wait until everything sent has arrived."""
-        for send in self.sends:
-            send.settle()
-
-    def part(self, place: int) -> "Prepared":
-        """Only the call of one place."""
-        return Prepared(self.rank, self.calls[place : place + 1], self.codes[place : place + 1], self.cells, self.sends)
+        for departure in self.departures:
+            departure.finish()
 
     def clear(self) -> None:
         """Let go of what an interrupted step has left behind."""
-        for cell in self.cells:
-            cell.clear()
-        for send in self.sends:
-            send.forget()
+        for kept in (*self.cells, *self.departures, *self.boxes):
+            kept.clear()
 
 
 def compile_rank(program: Program, rank: int, edges: Sequence[Edges], player: Player, transport: Transport) -> Prepared:
@@ -73,85 +70,65 @@ class _Compiler:
     def __init__(
         self, program: Program, rank: int, edges: Sequence[Edges], player: Player, transport: Transport
     ) -> None:
-        self._program, self._rank, self._edges = program, rank, edges
-        self._player, self._transport = player, transport
+        self._program, self._rank, self._player, self._open = program, rank, player, transport.open
         stages = program.placement.stages[rank]
-        self._cells = {(s, m): Cell() for s in stages for m in range(program.num_microbatches)}
-        actions = program.orders[rank]
-        split = (a for a in actions if isinstance(a, InputGrad) and player.can_split(a.stage))
-        self._split = {(a.stage, a.microbatch) for a in split} - set(_adjacent(actions))
-        self._wires: dict[int, tuple[Wire, ...]] = {}
+        self._cells = {(s, m): Cell(s, m) for s in stages for m in range(program.num_microbatches)}
+        self._boxes = Boxes(program, edges, transport)
+        self._actions = program.orders[rank]
+        split = (a for a in self._actions if isinstance(a, InputGrad) and player.can_split(a.stage))
+        self._split = {(a.stage, a.microbatch) for a in split} - set(_adjacent(self._actions))
 
     def prepared(self) -> Prepared:
-        codes = self._program.table.rank(self._rank).tolist()
-        calls = [self._call(action, code) for action, code in zip(self._program.orders[self._rank], codes, strict=True)]
-        sends = {place: call for place, call in enumerate(calls) if isinstance(call, SendCall)}
-        for place, settled in receipts(self._program, self._rank).items():
-            calls[place] = SettlingCall(calls[place], [sends[send] for send in settled if send in sends])
-        return Prepared(self._rank, tuple(calls), tuple(codes), tuple(self._cells.values()), tuple(sends.values()))
+        coded = list(zip(self._actions, self._program.table.rank(self._rank).tolist(), strict=True))
+        self._boxes.add(coded)
+        settled = receipts(self._program, self._rank)
+        ready = [self._ready(action, code, settled.get(place, ())) for place, (action, code) in enumerate(coded)]
+        messages = (place for place, action in enumerate(self._actions) if isinstance(action, Message))
+        if (first := next((place for place in messages if ready[place].run is not None), None)) is not None:
+            ready[first] = ready[first]._replace(waits=(self._open,))
+        return Prepared(
+            self._rank,
+            tuple(ready),
+            tuple(self._cells.values()),
+            tuple(self._boxes.departures.values()),
+            (*self._boxes.arrivals.values(), *self._boxes.handed.values()),
+        )
 
-    def _call(self, action: Action, code: int) -> Call:
+    def _ready(self, action: Action, code: int, settled: Sequence[int]) -> Ready:
         if isinstance(action, Message):
-            return self._message(action, code)
-        if isinstance(action, Overlap):
-            return OverlapCall(*(self._call(part, code) for part in action.parts))
-        if isinstance(action, Forward):
-            return self._forward(action.stage, action.microbatch)
-        if isinstance(action, Backward | InputGrad):
-            return self._backward(action.stage, action.microbatch)
-        if isinstance(action, WeightGrad):
-            return WeightGradCall(self._cells[action.stage, action.microbatch])
-        if action.kind is Kind.FREE:
-            return NothingCall()
-        return StageCall(self._stage_actions()[action.kind], action.stage)
+            return Ready(code, self._message(action), is_told=action.kind is Kind.SEND)
+        if not isinstance(action, ComputeAction | Overlap):
+            return Ready(code, self._of_stage(action))
+        calls = [self._call(part) for part in action.parts]
+        arrivals = tuple(box for call in calls for _, box in call.sources if isinstance(box, Arrival))
+        waits = (*[arrival.wait for arrival in arrivals], *[departure.settle for departure in self._sent(settled)])
+        return Ready(code, calls[0] if len(calls) == 1 else OverlapCall(calls), waits, arrivals)
 
-    def _stage_actions(self) -> dict[Kind, Callable[[int], None]]:
-        player = self._player
-        return {Kind.REDUCE: player.reduce, Kind.UNSHARD: player.unshard, Kind.RESHARD: player.reshard}
-
-    def _forward(self, stage: int, microbatch: int) -> Call:
-        crossings = [c for (p, _), c in self._edges[microbatch].items() if p == stage]
-        hands = [Hand(c.consumer, _names(c.values), self._cells.get((c.consumer, microbatch))) for c in crossings]
-        place = (stage, microbatch)
-        return ForwardCall(self._player, place, self._cells[place], hands, place in self._split)
-
-    def _backward(self, stage: int, microbatch: int) -> Call:
-        edges = [c for c in self._edges[microbatch].values() if c.gradients]
-        place = (stage, microbatch)
-        producers = [
-            Hand(c.producer, _names(c.gradients), self._cells.get((c.producer, microbatch)))
-            for c in edges
-            if c.consumer == stage
-        ]
-        consumers = [Hand(c.consumer, _names(c.gradients), None) for c in edges if c.producer == stage]
-        return BackwardCall(self._player, place, self._cells[place], (producers, consumers), place in self._split)
-
-    def _message(self, message: Message, code: int) -> Call:
-        crossing, values = self._content(message)
-        if crossing is None or not values:
-            return NothingCall()
-        cell = self._cells[message.stage, message.microbatch]
-        edge = crossing.producer * self._program.num_stages + crossing.consumer
-        tag = 2 * edge + message.is_gradient
-        key = (edge, message.microbatch, int(message.is_gradient))
-        route = Route(code, key, self._program.placement[message.peer], tag, self._wires_of(values))
+    def _message(self, message: Message) -> Run | None:
+        """None where there is nothing to send for this microbatch."""
+        way = way_of(message)
         if message.kind is Kind.SEND:
-            return SendCall(self._transport, route, cell, message.peer)
-        return ReceiveCall(self._transport, route, cell, message.peer if message.is_gradient else None)
+            return self._boxes.departures[way].send if way in self._boxes.departures else None
+        return self._boxes.arrivals[way].post if way in self._boxes.arrivals else None
 
-    def _content(self, message: Message) -> tuple[Crossing | None, tuple[Value, ...]]:
-        edge = (min(message.stage, message.peer), max(message.stage, message.peer))
-        crossing = self._edges[message.microbatch].get(edge)
-        if crossing is None:
-            return None, ()
-        return crossing, crossing.gradients if message.is_gradient else crossing.values
+    def _of_stage(self, action: Action) -> Run | None:
+        player = self._player
+        does = {Kind.REDUCE: player.reduce, Kind.UNSHARD: player.unshard, Kind.RESHARD: player.reshard}
+        # What a Free frees has gone with the last backward.
+        return None if action.kind is Kind.FREE else partial(does[action.kind], action.stage)
 
-    def _wires_of(self, values: tuple[Value, ...]) -> tuple[Wire, ...]:
-        return tuple(self._wires.setdefault(id(value), (Wire(value),))[0] for value in values)
+    def _call(self, action: ComputeAction) -> PassCall | WeightGradCall:
+        boxes, place = self._boxes, (action.stage, action.microbatch)
+        cell, is_split = self._cells[place], place in self._split
+        if isinstance(action, WeightGrad):
+            return WeightGradCall(cell)
+        if isinstance(action, Forward):
+            return ForwardCall(self._player, cell, boxes.values_to(*place), boxes.values_of(*place), is_split)
+        return BackwardCall(self._player, cell, boxes.gradients_to(*place), boxes.gradients_of(*place), is_split)
 
-
-def _names(values: Sequence[Value]) -> tuple[str, ...]:
-    return tuple(value.name for value in values)
+    def _sent(self, places: Sequence[int]) -> list[Departure]:
+        ways = [way_of(self._actions[place]) for place in places]  # type: ignore[arg-type]
+        return [self._boxes.departures[way] for way in ways if way in self._boxes.departures]
 
 
 def _adjacent(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """Crew: the ranks of one pipeline, its replicas, and this process among them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ class Crew:
     """Who works together.
 
     `group` carries the messages between the stages, `control` the small figures that all ranks compare, on the host;
-    `replicas` are the ranks that hold the same stages of other copies of the pipeline. `lookout` keeps the deadlines.
+    `replicas` are the ranks that hold the same stages of other copies of the pipeline, and `replica_control` the same
+    for figures. `lookout` keeps the deadlines.
     """
 
     rank: int
@@ -26,6 +28,7 @@ class Crew:
     group: Any = None
     control: Any = None
     replicas: Any = None
+    replica_control: Any = None
     lookout: Lookout | None = None
 
     @property
@@ -60,7 +63,8 @@ class Crew:
             )
         group = dist.group.WORLD
         control = group if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-        return cls(dist.get_rank(), ranks, group, control, None, Lookout(group, deadline_seconds))
+        lookout = Lookout(range(ranks), (), deadline_seconds)
+        return cls(dist.get_rank(), ranks, group, control, lookout=lookout)
 
     @classmethod
     def of_mesh(cls, mesh: Any, ranks: int, deadline_seconds: float) -> "Crew":
@@ -76,20 +80,38 @@ class Crew:
         if found != ranks:
             raise RunError("the plan is for another number of ranks", plan=ranks, mesh=found)
         group = mesh.get_group(PIPELINE)
-        replicas = mesh.get_group(REPLICAS) if REPLICAS in names and mesh[REPLICAS].size() > 1 else None
-        lookout = Lookout(group, deadline_seconds)
-        return cls(mesh.get_local_rank(PIPELINE), ranks, group, _control_of(mesh, group), replicas, lookout)
+        control, replicas, replica_control = _control_of(mesh, PIPELINE), None, None
+        if REPLICAS in names and mesh[REPLICAS].size() > 1:
+            replicas, replica_control = mesh.get_group(REPLICAS), _control_of(mesh, REPLICAS)
+        own = [dist.get_global_rank(group, rank) for rank in range(ranks)]
+        lookout = Lookout(own, mesh.mesh.flatten().tolist(), deadline_seconds)
+        return cls(mesh.get_local_rank(PIPELINE), ranks, group, control, replicas, replica_control, lookout)
 
     def gather(self, figures: Tensor) -> Tensor:
         """The figures of all ranks, one row each."""
         if self.is_alone:
             return figures.unsqueeze(0)
         rows = torch.empty((self.ranks, *figures.shape), dtype=figures.dtype)
-        self.wait(dist.all_gather(list(rows.unbind()), figures, group=self.control, async_op=True))
+        self.do(dist.all_gather, list(rows.unbind()), figures, group=self.control, async_op=True)
         return rows
 
+    def gather_replicas(self, figures: Tensor) -> Tensor:
+        """The figures of this rank and of those that hold the same stages, one row for each replica."""
+        if self.replica_control is None:
+            return figures.unsqueeze(0)
+        rows = torch.empty((self.num_replicas, *figures.shape), dtype=figures.dtype)
+        self.do(dist.all_gather, list(rows.unbind()), figures, group=self.replica_control, async_op=True)
+        return rows
+
+    def start(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Begin an operation of torch.distributed that needs no waiting for; if that fails it is said in words."""
+        try:
+            return operation(*args, **kwargs)
+        except RuntimeError as error:
+            raise error if self.lookout is None else self.lookout.parted(error) from error
+
     def wait(self, work: Any) -> None:
-        """Wait for something that all ranks do together, not longer than the deadline."""
+        """Wait for something that ranks do together, not longer than the deadline."""
         if self.lookout is None:
             work.wait()
             return
@@ -98,43 +120,33 @@ class Crew:
         except RuntimeError as error:
             raise self.lookout.parted(error) from error
 
-    def gather_everywhere(self, figures: Tensor) -> Tensor:
-        """The figures of all ranks of all replicas, one row each."""
-        return self.gather_replicas(self.gather(figures))
+    def do(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Begin an operation that can be waited for, and wait for it."""
+        self.wait(self.start(operation, *args, **kwargs))
 
-    def gather_replicas(self, rows: Tensor) -> Tensor:
-        """The rows of all replicas, one after another."""
-        if self.replicas is None:
-            return rows
-        held = [torch.empty_like(rows) for _ in range(self.num_replicas)]
-        self.wait(dist.all_gather(held, rows.contiguous(), group=self.replicas, async_op=True))
-        return torch.cat(held)
+    def tell(self, figures: Tensor, source: int) -> Tensor:
+        """The figures of one rank, on every rank; all of them know the form."""
+        if not self.is_alone:
+            self.do(dist.broadcast, figures, group=self.control, group_src=source, async_op=True)
+        return figures
 
     def tell_text(self, text: str, source: int) -> str:
         """The text of one rank, on every rank."""
         content = torch.tensor(list(text.encode()), dtype=torch.uint8)
         size = torch.tensor([len(content)])
-        self.wait(dist.broadcast(size, group=self.control, group_src=source, async_op=True))
+        self.do(dist.broadcast, size, group=self.control, group_src=source, async_op=True)
         if self.rank != source:
             content = torch.empty(int(size), dtype=torch.uint8)
-        self.wait(dist.broadcast(content, group=self.control, group_src=source, async_op=True))
+        self.do(dist.broadcast, content, group=self.control, group_src=source, async_op=True)
         return bytes(content.tolist()).decode()
 
-    def gather_texts(self, text: str) -> list[str]:
-        """The texts of all ranks."""
-        own = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        sizes = self.gather(torch.tensor([len(own)])).flatten().tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(own)] = own
-        rows = self.gather(padded)
-        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
-
-def _control_of(mesh: Any, group: Any) -> Any:
-    """A group for figures on the host: the pipeline's own if it can carry them, else one more per pipeline."""
+def _control_of(mesh: Any, axis: str) -> Any:
+    """A group along an axis for figures on the host: that of the axis if it can carry them, else one more per row."""
+    group = mesh.get_group(axis)
     if dist.get_backend(group) == "gloo":
         return group
-    place = (mesh.mesh_dim_names or ()).index(PIPELINE)
+    place = (mesh.mesh_dim_names or ()).index(axis)
     rows = mesh.mesh.movedim(place, -1).reshape(-1, mesh.mesh.shape[place]).tolist()
     made = [dist.new_group(row, backend="gloo") for row in rows]
     return next(one for one, row in zip(made, rows, strict=True) if dist.get_rank() in row)

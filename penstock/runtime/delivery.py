@@ -1,6 +1,6 @@
-"""Delivery: a batch that only pipeline rank 0 was given, brought to the ranks that need parts of it.
+"""Delivery: what only one rank has, a batch or an output, brought to the ranks that need it or parts of it.
 
-A header says how the batch is built; it goes to all ranks. Tensors go to those ranks that want them.
+A header says how it is built; it goes to all ranks. Tensors go to those ranks that want them.
 """
 
 import json
@@ -16,6 +16,7 @@ from penstock.ir.graph import ITEM_BYTES
 from penstock.runtime.crew import Crew
 
 Places = Collection[int] | None
+_REFUSED = "refused: "
 
 
 def write_header(batch: Any) -> tuple[str, list[Tensor]]:
@@ -26,6 +27,9 @@ def write_header(batch: Any) -> tuple[str, list[Tensor]]:
 
 def _written(thing: Any, tensors: list[Tensor]) -> Any:
     if isinstance(thing, Tensor):
+        is_known = str(thing.dtype).removeprefix("torch.") in ITEM_BYTES and not thing.is_quantized
+        if thing.layout is not torch.strided or not is_known:
+            raise RunError("a tensor of this kind cannot be sent to the other ranks", kind=_kind(thing))
         tensors.append(thing)
         return {"tensor": [str(thing.dtype).removeprefix("torch."), list(thing.shape), thing.requires_grad]}
     if type(thing) in (list, tuple):
@@ -39,6 +43,10 @@ def _written(thing: Any, tensors: list[Tensor]) -> Any:
         found=type(thing).__name__,
         hint='inputs="all", and the same batch on every rank',
     )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype}, {tensor.layout}".replace("torch.", "")
 
 
 def read_header(text: str) -> tuple[Callable[[Sequence[Tensor]], Any], list[Tensor]]:
@@ -74,33 +82,64 @@ def _built(node: Mapping[str, Any], tensors: Any) -> Any:
 
 
 class Delivery:
-    """Carries batches from pipeline rank 0 to the others."""
+    """Carries the tensors of batches from pipeline rank 0 to the others."""
 
     def __init__(self, crew: Crew, device: torch.device) -> None:
         self._crew, self._device = crew, device
 
-    def give(self, note: str, tensors: Sequence[Tensor], wanted: Callable[[int], Places]) -> None:
-        """From rank 0: a note to all, and to each rank the tensors in the places that it wants; None: all of them."""
-        self._crew.tell_text(note, 0)
+    def give(self, tensors: Sequence[Tensor], wanted: Callable[[int], Places]) -> None:
+        """From rank 0: to each rank the tensors in the places that it wants; None: all of them."""
         works = [
-            dist.isend(tensors[place], group=self._crew.group, group_dst=rank)
+            self._crew.start(dist.isend, tensors[place], group=self._crew.group, group_dst=rank)
             for rank in range(1, self._crew.ranks)
             for place in _places(tensors, wanted(rank))
         ]
         for work in works:
             self._crew.wait(work)
 
-    def take_note(self) -> str:
-        """On the other ranks: what rank 0 has noted."""
-        return self._crew.tell_text("", 0)
-
     def take(self, buffers: Sequence[Tensor], wanted: Places) -> list[Tensor]:
-        """The tensors; what is not wanted is memory without content."""
+        """On the other ranks: the tensors; what is not wanted is memory without content."""
         own = [buffer.to(self._device) for buffer in buffers]
-        works = [dist.irecv(own[place], group=self._crew.group, group_src=0) for place in _places(own, wanted)]
+        group = self._crew.group
+        places = _places(own, wanted)
+        works = [self._crew.start(dist.irecv, own[place], group=group, group_src=0) for place in places]
         for work in works:
             self._crew.wait(work)
         return own
+
+
+def share(crew: Crew, batch: Any, source: int, device: torch.device) -> Any:
+    """What one rank has, on every rank; `batch` counts on the source only."""
+    if crew.rank == source:
+        tensors = _told(crew, batch, source)
+    else:
+        text = crew.tell_text("", source)
+        if text.startswith(_REFUSED):
+            raise RunError(text.removeprefix(_REFUSED), rank=source)
+        build, buffers = read_header(text)
+        tensors = [buffer.to(device) for buffer in buffers]
+    for tensor in tensors:
+        if tensor.numel():
+            # As bytes, which every backend carries whatever the type.
+            content = tensor.reshape(-1).view(torch.uint8)
+            crew.do(dist.broadcast, content, group=crew.group, group_src=source, async_op=True)
+    return batch if crew.rank == source else build(tensors)
+
+
+def refuse(crew: Crew, error: Exception, source: int) -> None:
+    """On the source, in the place of `share`: the others raise an error of these words."""
+    crew.tell_text(f"{_REFUSED}{error.problem if isinstance(error, RunError) else error}", source)
+
+
+def _told(crew: Crew, batch: Any, source: int) -> list[Tensor]:
+    """Tell the others how the batch is built, or that it cannot be told; its tensors."""
+    try:
+        header, tensors = write_header(batch)
+    except RunError as error:
+        refuse(crew, error, source)
+        raise
+    crew.tell_text(header, source)
+    return tensors
 
 
 def _places(tensors: Sequence[Tensor], wanted: Places) -> list[int]:

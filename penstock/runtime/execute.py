@@ -8,7 +8,7 @@ import torch
 from penstock.errors import RunError
 from penstock.ir.action import ComputeAction, Message
 from penstock.ir.code import decode_one
-from penstock.runtime.compile import Prepared
+from penstock.runtime.compile import Prepared, Ready
 from penstock.runtime.times import Times
 
 Tell = Callable[[int], None]
@@ -18,21 +18,19 @@ _ROOM = "more microbatches, recompute='full', more ranks, or a schedule that hol
 
 
 def execute(prepared: Prepared, tell: Tell, times: Times | None = None) -> None:
-    """Run the calls of one rank in order; `tell` hears the code of each before it runs."""
+    """Run the actions of one rank in order; `tell` hears the code of each before it runs, where that is worth it."""
+    if times is not None:
+        for ready in prepared.actions:
+            _timed(prepared, ready, tell, times)
+        return
     code = 0
     try:
-        if times is None:
-            for code, call in prepared.busy:
-                call.wait()
+        for code, waits, is_told, run in prepared.busy:
+            for wait in waits:
+                wait()
+            if is_told:
                 tell(code)
-                call()
-        else:
-            for code, call in zip(prepared.codes, prepared.calls, strict=True):
-                call.wait()
-                tell(code)
-                start = perf_counter()
-                call()
-                times.note(start, perf_counter())
+            run()
     except Exception as error:
         prepared.clear()
         raise located(error, prepared.rank, code) from error
@@ -41,22 +39,35 @@ def execute(prepared: Prepared, tell: Tell, times: Times | None = None) -> None:
 def execute_together(ranks: Sequence[Prepared], tell: Tell, times: Sequence[Times] | None = None) -> None:
     """Run all ranks inside one process, each as far as the messages that it has allow, in turns."""
     places = [0] * len(ranks)
-    while any(place < len(one.calls) for place, one in zip(places, ranks, strict=True)):
+    while any(place < len(one.actions) for place, one in zip(places, ranks, strict=True)):
         before = list(places)
         for index, one in enumerate(ranks):
-            places[index] = _advance(one, places[index], tell, times[index] if times else None)
+            places[index] = _advance(one, places[index], tell, times[index] if times else Times())
         if places == before:
-            waiting = [one.codes[place] for place, one in zip(places, ranks, strict=True) if place < len(one.codes)]
+            waiting = [one.actions[at].code for at, one in zip(places, ranks, strict=True) if at < len(one.actions)]
             raise RunError("every rank waits for another", actions=[str(decode_one(code)) for code in waiting])
 
 
-def _advance(prepared: Prepared, place: int, tell: Tell, times: Times | None) -> int:
-    """Run calls until one would have to wait; returns its place."""
-    stop = place
-    while stop < len(prepared.calls) and prepared.calls[stop].is_ready:
-        execute(prepared.part(stop), tell, times)
-        stop += 1
-    return stop
+def _advance(prepared: Prepared, place: int, tell: Tell, times: Times) -> int:
+    """Run actions until one would have to wait; returns its place."""
+    while place < len(prepared.actions) and prepared.actions[place].is_ready:
+        _timed(prepared, prepared.actions[place], tell, times)
+        place += 1
+    return place
+
+
+def _timed(prepared: Prepared, ready: Ready, tell: Tell, times: Times) -> None:
+    try:
+        for wait in ready.waits:
+            wait()
+        tell(ready.code)
+        start = perf_counter()
+        if ready.run is not None:
+            ready.run()
+        times.note(start, perf_counter())
+    except Exception as error:
+        prepared.clear()
+        raise located(error, prepared.rank, ready.code) from error
 
 
 def located(error: Exception, rank: int, code: int) -> Exception:

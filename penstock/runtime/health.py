@@ -32,10 +32,14 @@ def last_broken(parameters: Mapping[int, Iterable[nn.Parameter]]) -> int:
     """The last stage with a broken gradient, where it came from; -1 if there is none."""
     broken = []
     for stage, own in parameters.items():
-        gradients = [_local(parameter.grad) for parameter in own if parameter.grad is not None]
-        if not _are_finite([extreme for gradient in gradients for extreme in _extremes(gradient)]):
+        if not are_finite(parameter.grad for parameter in own if parameter.grad is not None):
             broken.append(stage)
     return max(broken, default=-1)
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every entry is a finite number, of what is sharded every entry of this rank's part."""
+    return _are_finite([extreme for tensor in tensors for extreme in _extremes(_local(tensor))])
 
 
 def is_stage(number: float) -> bool:

@@ -3,35 +3,33 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
+import torch
 
 from penstock.ir.containers import leaves, put_together, take_apart
 from penstock.runtime.crew import Crew
-from penstock.runtime.delivery import read_header, write_header
+from penstock.runtime.delivery import refuse, share
 from penstock.runtime.merge import merge
 
 
 class Outputs:
     """Shares outputs from the rank of the last stage."""
 
-    def __init__(self, crew: Crew, source: int) -> None:
-        self._crew, self._source = crew, source
+    def __init__(self, crew: Crew, source: int, device: torch.device) -> None:
+        self._crew, self._source, self._device = crew, source, device
 
     def shared(self, outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None) -> Any:
         """The outputs of the whole batch on every rank; containers that only the model knows come as dicts."""
         if self._crew.is_alone:
             return merge(outputs, sizes, weights)
-        if self._crew.rank == self._source:
+        if self._crew.rank != self._source:
+            return share(self._crew, None, self._source, self._device)
+        try:
             merged = merge(outputs, sizes, weights)
-            header, tensors = write_header(_plain(merged))
-            self._crew.tell_text(header, self._source)
-            for tensor in tensors:
-                dist.broadcast(tensor, group=self._crew.group, group_src=self._source)
-            return merged
-        build, buffers = read_header(self._crew.tell_text("", self._source))
-        for buffer in buffers:
-            dist.broadcast(buffer, group=self._crew.group, group_src=self._source)
-        return build(buffers)
+        except Exception as error:
+            refuse(self._crew, error, self._source)
+            raise
+        share(self._crew, _plain(merged), self._source, self._device)
+        return merged
 
 
 def _plain(thing: Any) -> Any:

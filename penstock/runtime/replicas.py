@@ -17,7 +17,7 @@ class Replicas:
     def __init__(self, crew: Crew, parameters: Mapping[int, Sequence[nn.Parameter]]) -> None:
         self._crew = crew
         self._parameters = parameters if crew.replicas is not None else {}
-        self._under_way: dict[int, tuple[Any, Tensor]] = {}
+        self._under_way: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
 
     @property
     def count(self) -> int:
@@ -32,17 +32,15 @@ class Replicas:
 
     def start(self, stage: int) -> None:
         """Begin to average the gradients of a stage, while other stages still compute."""
-        own = self._own(stage)
-        if own:
+        for own in _alike(self._own(stage)):
             flat = torch.cat([_flat(parameter) for parameter in own])
-            work = dist.all_reduce(flat, group=self._crew.replicas, async_op=True)
-            self._under_way[stage] = (work, flat)
+            work = self._crew.start(dist.all_reduce, flat, group=self._crew.replicas, async_op=True)
+            self._under_way.append((work, flat, own))
 
     def finish(self) -> None:
-        """Wait for all averages and put them in place."""
-        for stage, (work, flat) in self._under_way.items():
-            work.wait()
-            own = self._own(stage)
+        """Wait for all averages and put them in place; of a parameter that two stages use the later one counts."""
+        for work, flat, own in self._under_way:
+            self._crew.wait(work)
             parts = torch.split(flat.div_(self._crew.num_replicas), [parameter.numel() for parameter in own])
             for parameter, part in zip(own, parts, strict=True):
                 # No replica used it: it has no gradient, as in plain training.
@@ -50,20 +48,31 @@ class Replicas:
                     parameter.grad = part.view_as(parameter).clone()
         self._under_way.clear()
 
+    def forget(self) -> None:
+        """Let go of averages that a step which failed has begun."""
+        self._under_way.clear()
+
     def sum(self, figures: Tensor) -> Tensor:
         """Figures summed over the replicas."""
-        if self._crew.replicas is not None:
-            device = "cuda" if dist.get_backend(self._crew.replicas) == "nccl" else "cpu"
-            moved = figures.to(device)
-            dist.all_reduce(moved, group=self._crew.replicas)
-            return moved.to(figures.device)
-        return figures
+        if self._crew.replica_control is None:
+            return figures
+        total = figures.cpu().clone()
+        self._crew.do(dist.all_reduce, total, group=self._crew.replica_control, async_op=True)
+        return total.to(figures.device)
 
     def _own(self, stage: int) -> list[nn.Parameter]:
         group = self._parameters.get(stage, ())
         return [p for p in group if p.requires_grad and not isinstance(p, DTensor)]
 
 
+def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those of one type together, so that none changes its type on the way."""
+    dtypes = dict.fromkeys(parameter.dtype for parameter in parameters)
+    return [[parameter for parameter in parameters if parameter.dtype == dtype] for dtype in dtypes]
+
+
 def _flat(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
-    return torch.zeros_like(parameter).flatten() if gradient is None else gradient.flatten()
+    if gradient is None:
+        return torch.zeros_like(parameter).flatten()
+    return (gradient.to_dense() if gradient.is_sparse else gradient).flatten()

@@ -1,17 +1,24 @@
 """GradScaler: scales the loss of half-precision training; all ranks agree on the scale and on skipped steps."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.errors import RunError
+from penstock.ir.figures import is_finite, whole
 from penstock.runtime.crew import Crew
+from penstock.runtime.health import are_finite
+from penstock.runtime.meeting import Meeting, Occasion, Said
+from penstock.runtime.row import Figures
 
 
 class GradScaler:
     """Give it to the Pipeline, then `scaler.step(optimizer)` and `scaler.update()` in the place of `optimizer.step()`.
 
-    Gradients are the scale times too large until `unscale_`, which `step` calls if the user did not.
+    Gradients are the scale times too large until `unscale_`, which `step` calls if the user did not. Several optimizers
+    are unscaled and stepped one after the other, then comes one `update`.
     """
 
     def __init__(
@@ -21,62 +28,120 @@ class GradScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        if not (init_scale > 0 and growth_factor >= 1 and 0 < backoff_factor < 1 and growth_interval >= 1):
-            raise RunError(
-                "a scaler needs a scale above 0, growth of at least 1, a backoff below 1 and an interval of 1 or more",
-                init_scale=init_scale,
-                growth_factor=growth_factor,
-                backoff_factor=backoff_factor,
-                growth_interval=growth_interval,
-            )
+        _check(init_scale, growth_factor, backoff_factor, growth_interval)
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
         self.scale = float(init_scale)
         self.skipped = 0
         """steps that were not taken"""
         self._clean = 0
-        self._overflowed: bool | None = None
-        self._crew = Crew.inside(1)
+        self._round = _Round()
+        self._meeting = Meeting(Crew.inside(1))
 
-    def bind(self, crew: Crew) -> None:
+    def bind(self, meeting: Meeting) -> None:
         """Decide together with these ranks from now on."""
-        self._crew = crew
+        self._meeting = meeting
+
+    def begin(self) -> None:
+        """A step is about to add gradients that are scaled."""
+        if self._round.overflows:
+            raise RunError(
+                "gradients were unscaled, and a step would add scaled ones to them",
+                hint="scaler.step(optimizer) and scaler.update() before the next step",
+            )
+        self._round = _Round(is_scaled=True)
+
+    def scale_of(self, parameters: Iterable[nn.Parameter]) -> float:
+        """By how much the gradients of these parameters are too large at present."""
+        now = self._round
+        unscaled = {id(parameter) in now.unscaled for parameter in parameters if parameter.grad is not None}
+        if now.is_scaled and len(unscaled) > 1:
+            raise RunError(
+                "some gradients are unscaled and others are not",
+                hint="scaler.unscale_ for every optimizer, or for none, before clip_grad_norm_",
+            )
+        is_unscaled = True in unscaled if unscaled else now.was_unscaled
+        return 1.0 if is_unscaled or not now.is_scaled else self.scale
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, and look for overflow on all ranks."""
-        if self._overflowed is not None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise RunError("a scaler works on a torch optimizer", given=type(optimizer).__name__)
+        if id(optimizer) in self._round.overflows:
             raise RunError("the gradients are already unscaled", hint="call update after each step")
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        for gradient in gradients:
-            gradient.div_(self.scale)
-        self._overflowed = self._is_anywhere(not all(bool(torch.isfinite(gradient).all()) for gradient in gradients))
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._round.was_unscaled = True
+        for parameter in parameters:
+            parameter.grad.div_(self.scale)
+            self._round.unscaled.add(id(parameter))
+        here = not are_finite(parameter.grad for parameter in parameters)
+        self._round.overflows[id(optimizer)] = self._is_anywhere(here)
 
     def _is_anywhere(self, here: bool) -> bool:
-        return bool(self._crew.gather_everywhere(torch.tensor([float(here)])).any())
+        occasion = Occasion("unscale_", self._meeting.step)
+        heard = self._meeting.hold(occasion, Said(figures=Figures(maxes=(float(here),))))
+        self._meeting.close()
+        return heard.figures.maxes[0] > 0
 
     def step(self, optimizer: torch.optim.Optimizer) -> Any:
         """Take the optimizer's step, on all ranks or on none."""
-        if self._overflowed is None:
+        if id(optimizer) in self._round.stepped:
+            raise RunError("the optimizer has already taken this step", hint="call update after each step")
+        if id(optimizer) not in self._round.overflows:
             self.unscale_(optimizer)
-        if self._overflowed:
+        self._round.stepped.add(id(optimizer))
+        if self._round.overflows[id(optimizer)]:
             self.skipped += 1
             return None
         return optimizer.step()
 
     def update(self) -> None:
         """A smaller scale after an overflow, a larger one after many clean steps."""
-        if self._overflowed is None:
+        if not self._round.overflows:
             raise RunError("update without a step", hint="scaler.step(optimizer), then scaler.update()")
-        self._clean = 0 if self._overflowed else self._clean + 1
-        if self._overflowed:
+        overflowed = any(self._round.overflows.values())
+        self._clean = 0 if overflowed else self._clean + 1
+        if overflowed:
             self.scale *= self.backoff_factor
         elif self._clean == self.growth_interval:
             self.scale, self._clean = self.scale * self.growth_factor, 0
-        self._overflowed = None
+        self._round.overflows.clear()
+        self._round.stepped.clear()
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint keeps."""
         return {"scale": self.scale, "clean": self._clean, "skipped": self.skipped}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on from a checkpoint."""
+        names = ("scale", "clean", "skipped")
+        if not isinstance(state, Mapping) or not all(is_finite(state.get(name)) for name in names):
+            raise RunError("the state of a scaler has three numbers", names=names, given=repr(state))
+        if not state["scale"] > 0:
+            raise RunError("a scale is above 0", scale=state["scale"])
         self.scale, self._clean, self.skipped = float(state["scale"]), int(state["clean"]), int(state["skipped"])
+
+
+class _Round:
+    """What has happened to gradients since they were computed."""
+
+    def __init__(self, is_scaled: bool = False) -> None:
+        self.is_scaled = is_scaled
+        self.was_unscaled = False
+        self.unscaled: set[int] = set()
+        """the identities of parameters whose gradients are as they should be again"""
+        self.overflows: dict[int, bool] = {}
+        """for each optimizer that was unscaled, whether any rank has found an overflow"""
+        self.stepped: set[int] = set()
+
+
+def _check(init_scale: object, growth_factor: object, backoff_factor: object, growth_interval: object) -> None:
+    figures = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
+    values = {**figures, "growth_interval": growth_interval}
+    for name, value in figures.items():
+        if not is_finite(value):
+            raise RunError(f"{name} of a scaler is a number", given=repr(value), hint="GradScaler(init_scale=65536.0)")
+    interval = whole(growth_interval)
+    if not (init_scale > 0 and growth_factor >= 1 and 0 < backoff_factor < 1):  # type: ignore[operator]
+        raise RunError("a scaler needs a scale above 0, growth of at least 1 and a backoff below 1", **values)
+    if interval is None or interval < 1:
+        raise RunError("growth_interval of a scaler is a whole number above 0", given=repr(growth_interval))

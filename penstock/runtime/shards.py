@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 
 class Shards:
@@ -50,6 +51,15 @@ class Shards:
         if not self._left[stage]:
             for part in self._parts.get(stage, ()):
                 _set_last(part, True)
+
+    def forget(self) -> None:
+        """Let go of what a step that failed has left: gathered parameters, and gradients that were not reduced."""
+        for parts in self._parts.values():
+            for part in parts:
+                for parameter in part.parameters():
+                    if not isinstance(parameter, DTensor):
+                        parameter.grad = None
+                part.reshard()
 
     def unshard(self, stage: int) -> None:
         """Gather the parameters of a stage."""

@@ -61,13 +61,13 @@ class Tied:
             self._ship(gradient.contiguous(), rank)
 
     def _ship(self, tensor: Tensor, rank: int) -> None:
-        dist.send(tensor, group=self._crew.group, group_dst=rank)
+        self._crew.do(dist.isend, tensor, group=self._crew.group, group_dst=rank)
 
     def _receive(self, one: Shared, rank: int) -> Tensor | None:
         flag = torch.zeros(1, dtype=torch.int64, device=one.parameter.device)
-        dist.recv(flag, group=self._crew.group, group_src=rank)
+        self._crew.do(dist.irecv, flag, group=self._crew.group, group_src=rank)
         if not int(flag):
             return None
         gradient = torch.empty_like(one.parameter, memory_format=torch.contiguous_format).detach()
-        dist.recv(gradient, group=self._crew.group, group_src=rank)
+        self._crew.do(dist.irecv, gradient, group=self._crew.group, group_src=rank)
         return gradient

@@ -10,19 +10,19 @@ from penstock.ir.graph import Value
 
 
 class Wire:
-    """One value of a message, prepared: what leaves is checked against what was agreed, gloo would not notice.
+    """One value of a message, or its gradient, prepared: what leaves is checked, as gloo would not notice.
 
     Dimensions are sent in the order in which they lie in memory, so that a channels-last value needs no copy and
-    arrives as one.
+    arrives as one. Complex numbers travel as pairs.
     """
 
-    __slots__ = ("_back", "_dtype", "_order", "_shape", "_shipped", "is_empty", "requires_grad", "value")
+    __slots__ = ("_back", "_dtype", "_order", "_shape", "_shipped", "_wants", "is_empty", "value")
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: Value, is_gradient: bool = False) -> None:
         self.value = value
         spec = value.spec
-        self.requires_grad = spec.requires_grad
         self.is_empty = math.prod(spec.shape) == 0
+        self._wants = spec.requires_grad and not is_gradient
         self._shape, self._dtype = torch.Size(spec.shape), getattr(torch, spec.dtype)
         self._order = spec.order or None
         self._shipped = [spec.shape[dim] for dim in self._order] if self._order else spec.shape
@@ -31,22 +31,34 @@ class Wire:
     def pack(self, tensor: Tensor | None, device: torch.device) -> Tensor:
         """The tensor as it is sent; a gradient that nobody made is zero."""
         if tensor is None:
-            return torch.zeros(self._shipped, dtype=self._dtype, device=device)
-        if tensor.shape != self._shape or tensor.dtype != self._dtype:
-            raise RunError(
-                "a value is not what the stages agreed on",
-                value=self.value.name,
-                agreed=self.value.spec,
-                found=f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}",
-                hint="a hook or a block returns another form than when the model was recorded",
-            )
-        tensor = tensor.detach()
-        return (tensor.permute(self._order) if self._order else tensor).contiguous()
+            tensor = torch.zeros(self._shape, dtype=self._dtype, device=device)
+        elif tensor.shape != self._shape or tensor.dtype != self._dtype:
+            raise self._otherwise(tensor)
+        # What is kept until it has arrived must not keep the graph behind it.
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if self._order:
+            tensor = tensor.permute(self._order)
+        tensor = tensor.contiguous()
+        return torch.view_as_real(tensor.resolve_conj()) if self._dtype.is_complex else tensor
 
     def buffer(self, device: torch.device) -> Tensor:
         """Memory for one arrival."""
-        return torch.empty(self._shipped, dtype=self._dtype, device=device)
+        buffer = torch.empty(self._shipped, dtype=self._dtype, device=device)
+        return torch.view_as_real(buffer) if self._dtype.is_complex else buffer
 
     def unpack(self, buffer: Tensor) -> Tensor:
-        """The value in an arrived buffer, laid out as it was at the sender."""
-        return buffer.permute(self._back) if self._back else buffer
+        """The value in an arrived buffer, laid out as it was at the sender; it wants a gradient if it did there."""
+        value = torch.view_as_complex(buffer) if self._dtype.is_complex else buffer
+        if self._back:
+            value = value.permute(self._back)
+        return value.requires_grad_() if self._wants else value
+
+    def _otherwise(self, tensor: Tensor) -> RunError:
+        return RunError(
+            "a value is not what the stages agreed on",
+            value=self.value.name,
+            agreed=self.value.spec,
+            found=f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}",
+            hint="a hook or a block returns another form than when the model was recorded",
+        )

@@ -32,20 +32,15 @@ def enter(incoming: Mapping[str, Any], written: Collection[str], returned: dict[
 
     What is written in place is given as a copy. Neither kind is a leaf or a view, which could not be written.
     """
-    given = {name: _own(value, name in written) for name, value in incoming.items()}
-    wanted = {name: value for name, value in given.items() if _wants_gradient(incoming[name])}
+    given, wanted = {}, {}
+    for name, value in incoming.items():
+        given[name] = value
+        if isinstance(value, Tensor):
+            given[name] = own = value.detach().clone() if name in written else value.data
+            if value.requires_grad:
+                wanted[name] = own
     if wanted:
         returned.update(dict.fromkeys(wanted))
         entered = Entrance.apply(_ANCHOR, wanted, returned)  # type: ignore[no-untyped-call]
         given.update(zip(wanted, entered, strict=True))
     return given
-
-
-def _own(value: Any, is_written: bool) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().clone() if is_written else value.data
-
-
-def _wants_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad

@@ -1,7 +1,6 @@
 """Passage: one forward of a stage on one microbatch, kept until its backward."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -38,8 +37,11 @@ class Passage:
         # Without a value to return a gradient for, there is nothing to do but weight gradients.
         self._deferral = Deferral(DEFERRABLE) if is_split and self._returned else None
         self._is_late = is_split and not self._returned
-        with self._deferral or nullcontext():
+        if self._deferral is None:
             self.left: dict[str, Any] = stage(recording, inputs, given, seed)
+        else:
+            with self._deferral:
+                self.left = stage(recording, inputs, given, seed)
         self._edges: dict[str, GradientEdge] = {}
         self._waiting: dict[str, Tensor | None] = {}
         for name, value in self.left.items():
@@ -86,16 +88,19 @@ class Passage:
         roots = [edges[name] for name in given]
         edges.clear()
         if roots:
-            with self._again():
-                torch.autograd.backward(roots, list(given.values()))
+            self._go(roots, list(given.values()))
+
+    def _go(self, roots: list[GradientEdge], gradients: list[Tensor]) -> None:
+        if self._deferral is None or not self._deferral.is_recomputed:
+            torch.autograd.backward(roots, gradients)
+        else:
+            # What is recomputed on the way must save what it saved at first.
+            with self._deferral:
+                torch.autograd.backward(roots, gradients)
 
     def _take_returned(self) -> dict[str, Tensor | None]:
         returned, self._returned = self._returned, {}
         return returned
-
-    def _again(self) -> AbstractContextManager[Any]:
-        """What is recomputed on the way must save what it saved at first."""
-        return self._deferral if self._deferral is not None and self._deferral.is_recomputed else nullcontext()
 
     def _release(self) -> None:
         if self._deferral is not None:

@@ -95,8 +95,10 @@ class Stage(nn.Module):
         """
         self._origin.check_tensors()
         # Several stages may rerun what writes into an input.
-        own = {name: value.clone() if name in recording.graph.written else value for name, value in inputs.items()}
-        return self._replay(recording).run({**own, **incoming}, seed)  # type: ignore[no-any-return]
+        written = recording.graph.written
+        values = {name: value.clone() if name in written else value for name, value in inputs.items()}
+        values.update(incoming)
+        return self._replay(recording).run(values, seed)  # type: ignore[no-any-return]
 
     def release(self, queue: list[Deferred]) -> None:
         """Accumulate the weight gradients that were put off, and empty the queue."""

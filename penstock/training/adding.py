@@ -1,57 +1,75 @@
 """Adding: losses that a module inside the model adds to the one of its output."""
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from penstock.ir.graph import Graph, Node
+from penstock.errors import RunError
 
-_COLLECTED: ContextVar[list[Tensor] | None] = ContextVar("penstock_added_losses", default=None)
+Collect = Callable[[Tensor, str | None], None]
+_COLLECT: ContextVar[Collect | None] = ContextVar("penstock_added_losses", default=None)
+REDUCTIONS = ("mean", "sum")
 
 
-def add_loss(value: Tensor) -> None:
-    """Add a scalar to the loss, from inside a module's forward: a penalty, a router's balance.
+class Added(NamedTuple):
+    """A loss that was added, and what the user says of how it is made of samples."""
 
-    Under a Pipeline its gradient and value count as in one process, each microbatch by its samples. Elsewhere it does
-    nothing, unless `added_losses` collects.
+    value: Tensor
+    reduction: str | None = None
+
+
+def add_loss(value: Tensor, reduction: str | None = None) -> None:
+    """Add a number to the loss, from inside a module's forward: a penalty, a router's balance.
+
+    Under a Pipeline its gradient and value count as in one process: a mean over samples by the samples of each
+    microbatch, a sum over samples as it is, one of parameters alone once. Which of them it is shows in its graph;
+    `reduction`, "mean" or "sum", says so. Elsewhere nothing is done, unless `added_losses` collects.
     """
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+        given = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise RunError("add_loss takes one number, as a tensor", given=given, hint="(0.01 * x.square()).mean()")
+    if reduction is not None and reduction not in REDUCTIONS:
+        raise RunError("unknown reduction of an added loss", reduction=repr(reduction), hint='"mean", "sum" or None')
     if has_torch_function_unary(value):
-        handle_torch_function(added_loss, (value,), value)
+        handle_torch_function(added_loss, (value,), value, reduction)
     else:
-        added_loss(value)
+        added_loss(value, reduction)
 
 
-def added_loss(value: Tensor) -> Tensor:
+def added_loss(value: Tensor, reduction: str | None = None) -> Tensor:
     """What is recorded between blocks, as any function of torch that makes a tensor, and so runs again in its stage."""
-    collected = _COLLECTED.get()
-    if collected is not None:
-        collected.append(value)
+    collect = _COLLECT.get()
+    if collect is not None:
+        collect(value, reduction)
     return value.clone()
 
 
-def added_in(graph: Graph) -> tuple[str, ...]:
-    """The values that are added to the loss between the blocks of a model, and results of blocks that nobody reads.
-
-    A block whose result is not used may have been called for the loss that it adds.
-    """
-    read = {name for node in graph.nodes for name in node.reads} | set(graph.outputs)
-    adding = (node for node in graph.nodes if node.kind == added_loss.__name__ or _is_unread(node, read))
-    return tuple(value.name for node in adding for value in node.makes)
-
-
-def _is_unread(node: Node, read: Collection[str]) -> bool:
-    return node.is_leaf and not any(value.name in read for value in node.makes)
-
-
-@contextmanager
-def added_losses() -> Iterator[list[Tensor]]:
+class added_losses:  # noqa: N801
     """Collect what `add_loss` is given inside: `with added_losses() as extra: ...; loss = loss + sum(extra)`."""
-    collected: list[Tensor] = []
-    token = _COLLECTED.set(collected)
-    try:
-        yield collected
-    finally:
-        _COLLECTED.reset(token)
+
+    __slots__ = ("_token",)
+
+    def __enter__(self) -> list[Tensor]:
+        collected: list[Tensor] = []
+        self._token = _COLLECT.set(lambda value, reduction: collected.append(value))
+        return collected
+
+    def __exit__(self, *error: object) -> None:
+        _COLLECT.reset(self._token)
+
+
+class added_with_reductions:  # noqa: N801
+    """Collect it together with what the user says of it."""
+
+    __slots__ = ("_token",)
+
+    def __enter__(self) -> list[Added]:
+        collected: list[Added] = []
+        self._token = _COLLECT.set(lambda value, reduction: collected.append(Added(value, reduction)))
+        return collected
+
+    def __exit__(self, *error: object) -> None:
+        _COLLECT.reset(self._token)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import PlanError, RunError
@@ -12,6 +12,8 @@ from penstock.runtime.checksum import checksum
 from penstock.runtime.crew import Crew
 from penstock.runtime.tied import Shared, Tied
 from penstock.split import Stage
+
+_SAMPLES = 1024
 
 
 def shared_parameters(plan: Plan, stages: Mapping[int, Stage], rank: int) -> tuple[Shared, ...]:
@@ -50,6 +52,29 @@ def check_alike(plan: Plan, tied: Tied, crew: Crew) -> None:
                 ranks=[rank for rank, number in enumerate(column) if number],
                 hint="seed every rank alike before the model is made, or load the same state on every rank",
             )
+
+
+def check_replicas(crew: Crew, stages: Mapping[int, Stage]) -> None:
+    """Refuse replicas that do not begin with the same numbers; called before parameters are sharded over them."""
+    if crew.replica_control is None:
+        return
+    here = checksum({name: _sample(tensor)} for name, tensor in _named(stages))
+    # Over all ranks of the pipeline: every rank of every replica comes to the same.
+    whole = checksum([{"ranks": crew.gather(torch.tensor([here]))}])
+    found = crew.gather_replicas(torch.tensor([whole])).flatten().tolist()
+    if len(set(found)) > 1:
+        other = next(replica for replica, number in enumerate(found) if number != found[0])
+        raise RunError(
+            "the replicas do not begin with the same numbers",
+            replicas=(0, other),
+            hint="seed every rank alike before the model is made, or load the same state on every rank",
+        )
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    """Some of the numbers, from the first to the last: those of other seeds differ everywhere."""
+    flat = parameter.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // _SAMPLES)]
 
 
 def own_parameters(stages: Mapping[int, Stage]) -> dict[str, nn.Parameter]:

@@ -15,7 +15,6 @@ from penstock.runtime.agreement import Form
 from penstock.runtime.compile import Prepared, compile_rank
 from penstock.runtime.transport import Transport
 from penstock.split.ownership import Ownership
-from penstock.training.adding import added_in
 
 Edges = Mapping[tuple[int, int], Crossing]
 _FORWARD_PASSES = ("add_transfers", "hoist_receives")
@@ -37,8 +36,9 @@ class StepKind:
 
 @dataclass(frozen=True)
 class Course:
-    """A kind of step, ready to be run."""
+    """A kind of step, ready to be run; it holds on to its recordings, by whose identity it is found again."""
 
+    kind: StepKind
     program: Program
     form: Form
     prepared: tuple[Prepared, ...]
@@ -76,7 +76,7 @@ class Courses:
         program = self._lowered(schedule, self._cuts(edges), kind.is_training)
         words = f"{'train' if kind.is_training else 'eval'} on {len(edges)} microbatches"
         prepared = tuple(compile_rank(program, rank, edges, self._player, self._transport) for rank in self._ranks)
-        return Course(program, Form(program, edges, words), prepared, self._transport)
+        return Course(kind, program, Form.of_step(program, edges, words), prepared, self._transport)
 
     def _lowered(self, schedule: Schedule, cuts: Cuts, is_training: bool) -> Program:
         if not is_training:
@@ -88,7 +88,8 @@ class Courses:
     def _edges_of(self, recording: Any, roots: tuple[str, ...], is_training: bool) -> Edges:
         key = (id(recording), roots, is_training)
         if key not in self._edges:
-            graph = trained(recording.graph, (*roots, *added_in(recording.graph)) if is_training else ())
+            adding = recording.adding if is_training else ()
+            graph = trained(recording.graph, roots if is_training else (), adding)
             partition: Partition = self._owners.fit(graph)
             self._edges[key] = {(c.producer, c.consumer): c for c in partition.crossings(graph)}
         return self._edges[key]

@@ -4,26 +4,26 @@ from collections.abc import Iterator
 
 from penstock.ir.loss import LossRule
 from penstock.ir.plan import Plan
-from penstock.training.holdings import Holdings
+from penstock.training.model_part import ModelPart
 from penstock.views.cuts import Cuts
 
 
-def describe(plan: Plan, holdings: Holdings, rule: LossRule | None) -> str:
+def describe(plan: Plan, part: ModelPart, rule: LossRule | None) -> str:
     """One text for the terminal or a log."""
-    return "\n".join((str(plan), "", Cuts()((plan.graph, plan.partition)), "", *_remarks(plan, holdings, rule)))
+    return "\n".join((str(plan), "", Cuts()((plan.graph, plan.partition)), "", *_remarks(plan, part, rule)))
 
 
-def _remarks(plan: Plan, holdings: Holdings, rule: LossRule | None) -> Iterator[str]:
-    crew = holdings.crew
+def _remarks(plan: Plan, part: ModelPart, rule: LossRule | None) -> Iterator[str]:
+    crew = part.crew
     place = "all ranks inside this process" if crew.is_alone else f"rank {crew.rank} of {crew.ranks}"
-    yield f"{place}, stages {', '.join(map(str, holdings.stages))}, {len(holdings.parameters)} parameters"
+    yield f"{place}, stages {', '.join(map(str, part.stages))}, {len(part.parameters)} parameters"
     if crew.num_replicas > 1:
         yield f"replica {crew.replica} of {crew.num_replicas}"
-    for shared in holdings.tied.shared:
+    for shared in part.tied.shared:
         yield f"{shared.name} is used on ranks {', '.join(map(str, shared.ranks))}: its gradients are summed"
-    for index, stage in holdings.stages.items():
+    for index, stage in part.stages.items():
         if stage.split_backward_note:
             yield f"stage {index} does a full backward where the schedule splits it: {stage.split_backward_note}"
-    yield f"recordings of the model: {holdings.captured.num_recordings}"
+    yield f"recordings of the model: {part.captured.num_recordings}"
     if rule is not None:
         yield f"the loss of a batch is made of those of its microbatches by: {rule.kind}"

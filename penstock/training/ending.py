@@ -1,6 +1,6 @@
 """Ending: what follows the last stage, the user's loss function or the loss that the model returns itself."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,17 +10,18 @@ from penstock.capture import Captured
 from penstock.errors import RunError
 from penstock.ir.containers import transform
 from penstock.runtime.scaler import GradScaler
-from penstock.training.load import Load
-from penstock.training.shares import Shares
-
-LossFn = Callable[[Any, Any], Tensor]
+from penstock.training.adding import Added
+from penstock.training.losses.added import AddedLosses
+from penstock.training.losses.weighing import Weighing
+from penstock.training.step_data import StepData
 
 
 class Ending:
     """The loss of every microbatch, and the gradient with which its backward begins."""
 
-    def __init__(self, captured: Captured, loss_fn: LossFn | None, shares: Shares, scaler: GradScaler | None) -> None:
-        self._captured, self._loss_fn, self._shares, self._scaler = captured, loss_fn, shares, scaler
+    def __init__(self, captured: Captured, weighing: Weighing, scaler: GradScaler | None) -> None:
+        self._captured, self._weighing, self._scaler = captured, weighing, scaler
+        self._added = AddedLosses()
 
     @property
     def scale(self) -> float:
@@ -34,20 +35,20 @@ class Ending:
 
     def roots(self, recording: Any, is_training: bool) -> tuple[str, ...]:
         """The values that the loss is made of."""
-        if self._loss_fn is not None:
+        if self._weighing.has_function:
             return tuple(recording.graph.outputs)
         try:
-            return (self._shares.loss_name(recording),)
+            return (self._weighing.loss_name(recording),)
         except RunError:
             if is_training:
                 raise
             return ()
 
-    def remarks(self, recording: Any) -> tuple[str, ...]:
-        """What the user should know about the loss of microbatches."""
-        return self._shares.remarks(recording)
+    def remarks(self, load: StepData) -> tuple[str, ...]:
+        """What the user should know about the losses of a step's microbatches."""
+        return (*(self._weighing.remarks(load) if load.losses else ()), *self._added.doubts())
 
-    def finish(self, load: Load, microbatch: int, left: dict[str, Any]) -> Tensor | None:
+    def finish(self, load: StepData, microbatch: int, left: dict[str, Any]) -> Tensor | None:
         """The loss of a microbatch from what left the last stage."""
         recording, piece = load.inputs.recordings[microbatch], load.inputs.microbatches[microbatch]
         values = {**load.inputs.named[microbatch], **left}
@@ -64,29 +65,32 @@ class Ending:
             raise RunError(
                 "the loss depends on nothing that needs a gradient", hint="unfreeze a parameter, or use eval"
             )
+        self._weighing.look_at(load, microbatch, output, loss)
         # A copy: some losses are computed in the memory of a tensor as large as the output, and would keep it.
         load.losses[microbatch] = loss.detach().reshape(()).clone()
         return loss.reshape(())
 
-    def _loss(self, load: Load, microbatch: int, output: Any, values: dict[str, Any]) -> Any:
-        piece, recording = load.inputs.microbatches[microbatch], load.inputs.recordings[microbatch]
-        if self._loss_fn is None:
-            roots = self.roots(recording, load.is_training)
+    def _loss(self, load: StepData, microbatch: int, output: Any, values: dict[str, Any]) -> Any:
+        if not self._weighing.has_function:
+            roots = self.roots(load.inputs.recordings[microbatch], load.is_training)
             return values[roots[0]] if roots else None
-        if piece.target is None and not load.is_training:
+        if load.inputs.microbatches[microbatch].target is None and not load.is_training:
             return None
-        self._shares.look_at(output, piece.target, piece.size)
-        return self._loss_fn(output, piece.target)
+        return self._weighing.loss(load, microbatch, output)
 
-    def gradient(self, load: Load, microbatch: int) -> Tensor | None:
+    def added(self, load: StepData, stage: int, microbatch: int, added: Sequence[Added]) -> Tensor:
+        """What a stage adds to the loss of the batch for a microbatch."""
+        return self._added.total(added, stage, load.inputs.share(microbatch))
+
+    def gradient(self, load: StepData, microbatch: int) -> Tensor | None:
         """The gradient with which the backward of a microbatch begins; None where it has no say in the loss."""
         weight = self.weights(load)[microbatch]
         return torch.full_like(load.losses[microbatch], weight * self.scale) if weight else None
 
-    def weights(self, load: Load) -> tuple[float, ...]:
-        """The factor of every microbatch's loss in that of the batch."""
+    def weights(self, load: StepData) -> tuple[float, ...]:
+        """The weight of every microbatch's loss in that of the batch."""
         if load.weights is None:
-            load.weights = self._shares.of(load)
+            load.weights = self._weighing.of(load)
         return load.weights
 
 

@@ -1,4 +1,4 @@
-"""Engine: takes steps of a plan over the holdings of this process."""
+"""Engine: takes steps of a plan over the part of this process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,24 +6,25 @@ from typing import Any
 
 import torch
 
-from penstock.errors import RunError
-from penstock.ir.plan import Plan
+from penstock.errors import PenstockError, RunError
 from penstock.passes import DEFAULT_PASSES
-from penstock.runtime.agreement import agree
-from penstock.runtime.checksum import checksum
+from penstock.runtime.between import Between
 from penstock.runtime.execute import execute, execute_together
+from penstock.runtime.gate import Gate
+from penstock.runtime.inside import Inside
+from penstock.runtime.meeting import Meeting, Occasion
 from penstock.runtime.seeds import untouched_generators
 from penstock.runtime.times import Times
-from penstock.runtime.transport import Between, Inside, Transport
+from penstock.training.batch_cutter import BatchCutter
+from penstock.training.closing import Closing
 from penstock.training.course import Course, Courses, StepKind
 from penstock.training.ending import Ending
-from penstock.training.holdings import Holdings
-from penstock.training.homecoming import Homecoming
-from penstock.training.intake import Intake
-from penstock.training.load import Load
+from penstock.training.model_part import ModelPart
+from penstock.training.opening import Opening
 from penstock.training.options import RunOptions
 from penstock.training.player import Player
 from penstock.training.result import Result
+from penstock.training.step_data import CutBatch, StepData
 
 Batch = tuple[Any, Any, Any]
 
@@ -31,48 +32,56 @@ Batch = tuple[Any, Any, Any]
 class Engine:
     """Runs loads over courses and brings results home."""
 
-    def __init__(self, plan: Plan, holdings: Holdings, ending: Ending, intake: Intake, options: RunOptions) -> None:
-        self._crew, self._holdings, self._intake, self._options = holdings.crew, holdings, intake, options
-        self._ending = ending
-        self._player = Player(holdings, plan.num_stages - 1, ending)
-        ranks = range(plan.num_ranks) if self._crew.is_alone else (self._crew.rank,)
-        passes = (*DEFAULT_PASSES, "add_shard_moves") if holdings.shards.are_there else DEFAULT_PASSES
-        self._courses = Courses(plan, ranks, self._player, _transport(holdings), passes)
-        self._homecoming = Homecoming(holdings, ending, options, plan)
+    def __init__(
+        self, part: ModelPart, meeting: Meeting, ending: Ending, cutter: BatchCutter, options: RunOptions
+    ) -> None:
+        plan, crew = cutter.plan, part.crew
+        self._crew, self._part, self._ending = crew, part, ending
+        self._player = Player(part, plan.num_stages - 1, ending)
+        self._gate = _gate(part)
+        ranks = range(plan.num_ranks) if crew.is_alone else (crew.rank,)
+        passes = (*DEFAULT_PASSES, "add_shard_moves") if part.shards.are_there else DEFAULT_PASSES
+        self._courses = Courses(plan, ranks, self._player, self._gate, passes)
+        # What replicas do together comes before any message, and does not pass the gate.
+        is_late = crew.lookout is not None and crew.replicas is None
+        self._opening = Opening(part, meeting, cutter, self._gate if is_late else None, self._course_of, options)
+        self._closing = Closing(part, meeting, ending, options, plan)
 
     def train(self, batch: Batch, step: int, keeps_outputs: bool, records: bool) -> Result:
         """Forward and backward of one batch (args, kwargs, target)."""
-        with self._watched(step):
-            load, course = self._prepared(batch, True, step, keeps_outputs)
-            self._holdings.begin(len(load.inputs.microbatches))
+        occasion = Occasion("step", step, _options(return_outputs=keeps_outputs, record=records))
+        with self._watched(step, True):
+            data, course = self._opening.begin(batch, occasion, True, keeps_outputs)
+            self._part.begin(len(data.inputs.microbatches))
             try:
-                times = self._run(course, load, records)
-                self._holdings.finish()
-                return self._homecoming.bring(load, course, times, step)
-            finally:
-                # Also after a failure: what earlier steps had accumulated is not lost.
-                self._holdings.settle()
+                times = self._run(course, data, records)
+                self._part.finish()
+                result = self._closing.bring(data, course, times, step)
+            except BaseException:
+                self._part.restore()
+                raise
+            if result.skipped:
+                self._part.restore()
+            else:
+                self._part.settle()
+            return result
 
     def evaluate(self, batch: Batch, step: int, keeps_outputs: bool) -> Result:
         """Forward of one batch in eval mode, without gradients."""
-        with self._watched(step), torch.no_grad(), self._evaluating():
-            load, course = self._prepared(batch, False, step, keeps_outputs)
-            self._run(course, load, False)
-            return self._homecoming.bring(load, course, None, step)
+        occasion = Occasion("eval", step, _options(return_outputs=keeps_outputs))
+        with self._watched(step, False), torch.no_grad(), self._evaluating():
+            data, course = self._opening.begin(batch, occasion, False, keeps_outputs)
+            self._run(course, data, False)
+            return self._closing.bring(data, course, None, step)
 
-    def _prepared(self, batch: Batch, is_training: bool, step: int, keeps: bool) -> tuple[Load, Course]:
-        load = self._intake.load(batch, is_training, step, keeps)
-        roots = tuple(self._ending.roots(recording, is_training) for recording in load.inputs.recordings)
-        course = self._courses.of(StepKind(is_training, load.inputs.recordings, roots))
-        every = self._options.check_inputs_every
-        looks = self._intake.everyone_has_it and every and step % every == 0
-        agree(self._crew, step, course.form, checksum(load.inputs.content) if looks else 0)
-        return load, course
+    def _course_of(self, batch: CutBatch, is_training: bool) -> Course:
+        roots = tuple(self._ending.roots(recording, is_training) for recording in batch.recordings)
+        return self._courses.of(StepKind(is_training, batch.recordings, roots))
 
-    def _run(self, course: Course, load: Load, records: bool) -> list[Times] | None:
+    def _run(self, course: Course, data: StepData, records: bool) -> list[Times] | None:
         times = [Times() for _ in course.prepared] if records else None
         lookout = self._crew.lookout
-        self._player.load = load
+        self._player.load = data
         try:
             with untouched_generators():
                 if lookout is None:
@@ -81,32 +90,45 @@ class Engine:
                     execute(course.prepared[0], lookout.works, times[0] if times else None)
                 for prepared in course.prepared:
                     prepared.settle()
-        except BaseException:
+                self._gate.open()
+        except BaseException as error:
             course.clear()
+            if self._gate.problem is not None:
+                # The ranks do not agree: that is not the fault of the action that asked first.
+                raise self._gate.problem from None
+            if isinstance(error, RunError) and self._may_lack_target(error, data):
+                raise error.advised("pipe.step(x, target=y), if the loss function needs a target") from error.__cause__
             raise
         finally:
             self._player.load = None
         return times
 
+    def _may_lack_target(self, error: RunError, data: StepData) -> bool:
+        """Whether the failure could be that of a loss function that was given None for its target."""
+        is_python = isinstance(error.__cause__, TypeError | AttributeError)
+        return is_python and not error.hint and self._opening.lacks_target(data)
+
     @contextmanager
-    def _watched(self, step: int) -> Iterator[None]:
-        """Errors say in which step they happened, and other ranks learn of them."""
+    def _watched(self, step: int, is_training: bool) -> Iterator[None]:
+        """Errors say in which step they happened, and other ranks learn of those that they do not know."""
         lookout = self._crew.lookout
         if lookout is not None:
-            lookout.begins(step)
+            lookout.begins(step, is_training)
         try:
             yield
         except Exception as error:
             told = error.at(step=step) if isinstance(error, RunError) else error
-            if lookout is not None:
+            if lookout is not None and isinstance(told, PenstockError) and told.is_shared:
+                lookout.leaves()
+            elif lookout is not None:
                 lookout.fails(told)
             raise told from error.__cause__
         if lookout is not None:
-            lookout.rests()
+            lookout.rests(is_training)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        model = self._holdings.captured.model
+        model = self._part.captured.model
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
@@ -116,11 +138,16 @@ class Engine:
                 module.training = was_training
 
 
-def _transport(holdings: Holdings) -> Transport:
-    crew = holdings.crew
+def _options(**given: bool) -> str:
+    """Those that were switched on, as the user would write them."""
+    return ", ".join(f"{name}=True" for name, is_on in given.items() if is_on)
+
+
+def _gate(part: ModelPart) -> Gate:
+    crew = part.crew
     if crew.is_alone or crew.lookout is None:
-        return Inside(holdings.device)
-    return Between(crew.group, holdings.device, crew.lookout)
+        return Gate(Inside(part.device))
+    return Gate(Between(crew.group, part.device, crew.lookout))
 
 
 def _nobody(code: int) -> None:

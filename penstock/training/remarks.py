@@ -1,9 +1,22 @@
 """Remarks: what a user should know about a run, each said once."""
 
 import warnings
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor
 
 from penstock.training.ending import Ending
-from penstock.training.load import Load
+from penstock.training.step_data import StepData
+
+_NAMED = 3
+
+
+class Remark(UserWarning):
+    """Says why the numbers of microbatches are not, or where not certain may not be, those of the whole batch."""
+
+    def __init__(self, sentence: str, is_certain: bool = True) -> None:
+        super().__init__(f"{sentence}; gradients are those of a loop over the microbatches")
+        self.sentence, self.is_certain = sentence, is_certain
 
 
 class Remarks:
@@ -11,15 +24,35 @@ class Remarks:
 
     def __init__(self) -> None:
         self._said: set[str] = set()
-        self._seen: list[object] = []
+        self._num_steps = 0
 
-    def say(self, load: Load, ending: Ending) -> None:
-        """Warn of everything that makes the numbers of microbatches differ from those of the whole batch."""
-        for recording in load.inputs.recordings:
-            if not any(recording is one for one in self._seen):
-                self._seen.append(recording)
-                for sentence in ending.remarks(recording):
-                    if sentence not in self._said:
-                        self._said.add(sentence)
-                        text = f"{sentence}; gradients are those of a loop over the microbatches"
-                        warnings.warn(text, UserWarning, stacklevel=6)
+    def say(self, load: StepData, ending: Ending, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Warn of everything that makes the numbers of microbatches differ from those of the whole batch.
+
+        Parameters are looked at in the 1st, 2nd, 4th, 8th ... step.
+        """
+        self._num_steps += 1
+        found = [Remark(sentence) for sentence in ending.remarks(load)]
+        if not self._num_steps & (self._num_steps - 1):
+            found += _on_hooks(parameters())
+        for remark in found:
+            if remark.sentence not in self._said:
+                self._said.add(remark.sentence)
+                warnings.warn(remark, stacklevel=6)
+
+
+def _on_hooks(parameters: Mapping[str, Tensor]) -> Iterator[Remark]:
+    names = [name for name, parameter in parameters.items() if _has_hooks(parameter)]
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        yield Remark(
+            "hooks on parameters run on the gradient of every microbatch, so that one that is not linear, as clamping "
+            f"is, gives other numbers than on that of the batch: {', '.join(names[:_NAMED])}{more}",
+            is_certain=False,
+        )
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    """Whether a user has put one on it; sharding has its own."""
+    hooks = (*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)

@@ -13,6 +13,7 @@ from penstock.views.memory_png import MemoryPng
 from penstock.views.model import Model
 from penstock.views.outline import Outline
 from penstock.views.png import Png
+from penstock.views.profile import Profile
 from penstock.views.svg import Svg
 from penstock.views.table import Table
 from penstock.views.terminal import Terminal
@@ -30,6 +31,7 @@ VIEWS: dict[str, type[View[Any, Any]]] = {
     "model": Model,
     "outline": Outline,
     "cuts": Cuts,
+    "profile": Profile,
 }
 
 __all__ = ["VIEWS", "RichView", "Staged", "Traces", "View", "find"]

@@ -24,12 +24,13 @@ class View(ABC, Generic[Subject, Document]):
     """Something to look at: called with its subject, it gives the document.
 
     Views of traces take one or several by name, `Svg(width=900)(trace)` or `Svg()({"gpipe": one, "1f1b": other})`.
-    Views of graphs take a graph, or one with its cut, `Model()(graph)` or `Model()((graph, partition))`.
+    Views of graphs take a graph, or one with its cut, `Model()(graph)` or `Model()((graph, partition))`. That of
+    profiles takes one.
     """
 
     name: ClassVar[str]
     noun: ClassVar[type]
-    """what it draws: Trace or Graph"""
+    """what it draws: Trace, Graph or Profile"""
     suffix: ClassVar[str]
     """how the name of a file with the document ends"""
 

@@ -1,12 +1,13 @@
 """check: the proof on a user's own model, and what it says when something is wrong."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 import penstock
-from penstock.training.parity import Comparison, Difference, ParityReport, compare
 
 X, Y = torch.randn(10, 8, dtype=torch.float64), torch.randn(10, 8, dtype=torch.float64)
 
@@ -64,35 +65,145 @@ def test_the_model_is_left_as_it_was():
     assert model[1][0].weight.grad is None
 
 
-def test_the_first_difference_is_named_by_stage_and_parameter():
-    expected = {"loss": torch.ones(()), "gradient of a": torch.ones(2), "gradient of b": torch.ones(2)}
-    found = {**expected, "gradient of a": torch.tensor([1.0, 1.5]), "gradient of b": torch.tensor([1.0, 1.1])}
-    comparison = compare("the loop", expected, found, {"gradient of a": 3, "gradient of b": 1})
-    assert comparison.first_wrong.name == "gradient of b"
-    assert comparison.largest.name == "gradient of a"
-    report = ParityReport(comparison, None)
-    assert str(report).startswith("the pipeline is WRONG")
-    assert "first difference: gradient of b in stage 1: 0.1 (limit 1e-05)" in str(report)
+LATER: list[str] = []
+"""what goes wrong by now"""
+
+
+class Turning(nn.Module):
+    """A layer whose buffer or whose result is another one later."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        """A layer."""
+        self.calls += 2.0 if "buffer" in LATER else 1.0
+        return torch.tanh(self.linear(x) * (1.5 if "gradient" in LATER else 1.0))
 
 
 @pytest.mark.parametrize(
-    ("expected", "found", "ok"),
+    ("what", "name"), [("buffer", "buffer 2.calls in stage 1"), ("gradient", "gradient of 0.0.weight in stage 0")]
+)
+def test_the_first_difference_is_named_by_stage_and_by_parameter_or_buffer(what, name, monkeypatch):
+    """The layer turns once the pipeline has run."""
+    model = chain()
+    model[2] = Turning().double()
+    original = penstock.Pipeline.step
+
+    def step(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        LATER.append(what)
+        return result
+
+    monkeypatch.setattr(penstock.Pipeline, "step", step)
+    report = checked(model)
+    LATER.clear()
+    assert not report.ok
+    assert str(report).startswith("the pipeline is WRONG")
+    assert f"first difference: {name}" in str(report.loop)
+
+
+class Halved(nn.Module):
+    """A layer that computes in half precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        """A layer."""
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return x + torch.tanh(self.linear(x))
+
+
+def test_half_precision_inside_blocks_is_allowed_for_and_said():
+    model = nn.Sequential(*[Halved() for _ in range(4)])
+    plan = penstock.plan(model, (X.float(),), ranks=2, microbatches=4, schedule="1f1b")
+    report = penstock.check(model, plan, (X.float(),), loss_fn=functional.mse_loss, target=Y.float())
+    assert report.ok
+    assert report.loop.is_identical
+    assert "the whole batch: equal up to rounding, that of bfloat16 in which parts compute" in str(report)
+    wrong = penstock.check(model, plan, (X.float(),), loss_fn=functional.mse_loss, target=Y.float(), reduction="sum")
+    assert not wrong.ok
+
+
+def test_a_buffer_that_counts_calls_is_compared_with_the_loop_only():
+    model = chain()
+    model[2] = Turning().double()
+    report = checked(model)
+    assert report.ok
+    assert any(one.name == "buffer 2.calls" for one in report.loop.differences)
+    assert not any(one.name == "buffer 2.calls" for one in report.whole.differences)
+
+
+def test_a_loss_that_couples_samples_is_named_and_not_shown_as_a_warning():
+    model = chain()
+    plan = penstock.plan(model, (X,), ranks=2, microbatches=4, schedule="1f1b")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = penstock.check(model, plan, (X,), loss_fn=lambda y, t: (y - y.mean(0)).square().mean(), target=Y)
+    assert report.ok
+    assert report.whole is None
+    assert "taken over all samples of a batch" in report.notes[0]
+
+
+def test_hooks_on_parameters_are_named_and_the_whole_batch_is_compared_all_the_same():
+    model = chain()
+    model[0][0].weight.register_hook(lambda gradient: gradient * 0.5)
+    report = checked(model)
+    assert report.ok
+    assert report.whole.ok
+    assert "hooks on parameters" in report.notes[0]
+    model[0][0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    report = checked(model)
+    assert report.loop.ok
+    assert not report.ok
+
+
+class TimeFirst(nn.Module):
+    """A model whose batch is the second dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        """Layers."""
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_arguments_are_cut_along_the_dimension_that_is_given():
+    x = torch.randn(3, 10, 8, dtype=torch.float64)
+    model, split = TimeFirst().double(), {"x": 1, "target": 1}
+    plan = penstock.plan(model, (x,), ranks=2, microbatches=4, schedule="1f1b", split={"x": 1})
+    assert plan.graph.inputs[0].spec.shape == (3, 3, 8)
+    report = penstock.check(model, plan, (x,), loss_fn=functional.mse_loss, target=x, split=split)
+    assert report.ok
+    assert report.whole.ok
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
     [
-        (None, None, True),
-        (None, torch.zeros(2), False),
-        (torch.zeros(2), None, False),
-        (torch.zeros(2), torch.zeros(3), False),
-        (torch.zeros(2), torch.tensor([0.0, float("nan")]), False),
-        (torch.zeros(0), torch.zeros(0), True),
+        ({"model": len}, "needs a torch.nn.Module"),
+        ({"plan": "plan.json"}, "needs a Plan"),
+        ({"args": X}, r"args is a tuple(.|\n)*try: \(x,\)"),
+        ({"kwargs": [1]}, "kwargs is a dict"),
+        ({"loss_fn": "mse"}, "loss_fn is a function"),
+        ({"reduction": "average"}, "unknown reduction"),
+        ({"split": {"z": 0}}, "split names no argument"),
     ],
 )
-def test_what_is_missing_or_no_number_is_a_difference(expected, found, ok):
-    assert compare("x", {"buffer b": expected}, {"buffer b": found}, {}).ok is ok
-
-
-def test_nan_is_farther_off_than_anything():
-    far = Comparison("x", (Difference("a", 0, 5.0, 1.0), Difference("b", 0, float("nan"), 1.0)))
-    assert far.largest.name == "b"
+def test_wrong_arguments_are_named(changed, words):
+    model = chain()
+    plan = penstock.plan(model, (X,), ranks=2, microbatches=4, schedule="1f1b")
+    given = {"model": model, "plan": plan, "args": (X,), "kwargs": None, "loss_fn": functional.mse_loss, "target": Y}
+    with pytest.raises(penstock.PenstockError, match=words):
+        penstock.check(**{**given, **changed})
 
 
 class Penalised(nn.Module):

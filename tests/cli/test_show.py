@@ -4,6 +4,7 @@ from pathlib import Path
 
 from penstock import StageCosts, lower, schedule, simulate
 from penstock.ir import codec
+from penstock.ir.profile import NodeCost, Profile
 
 
 def test_a_csv_is_drawn_and_measured(call, written) -> None:
@@ -36,6 +37,13 @@ def test_orders_that_run_but_are_unlawful_are_not_drawn_as_if_they_were_lawful(c
 def test_a_trace_is_drawn(call, tmp_path: Path) -> None:
     codec.save(simulate(schedule("zbv", 2, 4)), tmp_path / "trace.json")
     assert "makespan 25 s" in call("show", "trace.json").output
+
+
+def test_a_profile_is_a_table_of_costs(call, tmp_path: Path) -> None:
+    codec.save(Profile((NodeCost("head", 0.001, 0.002, 0.001, 0.001),), 0.003, "", "cpu"), tmp_path / "profile.json")
+    output = call("show", "profile.json").output
+    assert "1 node, a step of one microbatch 3 ms" in output
+    assert "| head |      1.000 |       2.000 |" in output
 
 
 def test_any_other_noun_is_printed_by_its_fields(call, tmp_path: Path) -> None:

@@ -16,13 +16,14 @@ from penstock.ir.cluster import Cluster
 from penstock.ir.codec import NOUNS, from_json, load, save, to_json
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes
 from penstock.ir.cuts import Cuts
+from penstock.ir.device_speed import DeviceSpeed
 from penstock.ir.graph import Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
 from penstock.ir.links import Link, Replicas
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import Placement
 from penstock.ir.plan import Plan
 from penstock.ir.prediction import Prediction
-from penstock.ir.profile import NodeBytes, NodeCost, Profile
+from penstock.ir.profile import Holds, NodeBytes, NodeCost, Profile
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.search import Candidate, Choices, Search
@@ -46,7 +47,8 @@ GRAPH = Graph(
     storage=(STORAGE,),
     updates=(UPDATE,),
 )
-COST = NodeCost("layers.0", 0.1, 0.2, 0.1, 0.125, NodeBytes(7, 6, 5, 4, 3, 2, 1))
+HOLDS = Holds(7, ("x", "layers.0"), 6, ("x",), ("layers.0",))
+COST = NodeCost("layers.0", 0.1, 0.2, 0.1, 0.125, NodeBytes(7, 6, 5, 4, 3, 2, 1), HOLDS)
 CURVE = Curve(Series([0, 0.5]), Series([10, 20]))
 CUTS = Cuts.of(3, [(0, 1), (0, 2), (1, 2)], without_gradient=[(0, 2)])
 PLACEMENT = Placement((0, 1, 0))
@@ -74,8 +76,9 @@ HALVES = Partition((("layers.0",), ("mask",)))
 PAIR = Schedule.of(Placement((0, 1)), 1, [[Forward(0, 0), Backward(0, 0)], [Forward(1, 0), Backward(1, 0)]])
 REST = (StageCosts((0.1, 0.2), (0.1, 0.2), (0.1, 0.2)), CLUSTER, PREDICTION, SEARCH)
 SAMPLES = (
-    *(SPEC, VALUE, ORIGIN, NODE, STORAGE, UPDATE, GRAPH, COST.memory, COST),
-    Profile((COST,), 0.3, GRAPH.fingerprint, "cpu", (("torch", "2.13.0"),)),
+    *(SPEC, VALUE, ORIGIN, NODE, STORAGE, UPDATE, GRAPH, COST.memory, HOLDS, COST),
+    Profile((COST,), 0.3, GRAPH.fingerprint, "cpu", (("torch", "2.13.0"),), (("layers.0", 12),)),
+    DeviceSpeed(1e12, 1e11, 1e-6),
     *(Crossing(0, 1, (VALUE,)), PARTITION, CUTS, STAGE_COSTS.messages[0], STAGE_COSTS.state[0], STAGE_COSTS),
     *(LINK, REPLICAS, CLUSTER, PLACEMENT, SCHEDULE, PROGRAM, CURVE),
     Trace(PROGRAM, Series(range(6)), Series(range(6)), Series([1, 2]), Series([3, 4]), (CURVE, CURVE)),

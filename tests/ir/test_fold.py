@@ -41,13 +41,22 @@ def test_seconds_add_up_and_what_runs_twice_is_paid_twice():
     costs = fold(GRAPH, PROFILE, TWO)
     assert costs.forward == (111.0, 1001.0)
     assert costs.backward == (220.0, 2000.0)
-    assert (costs.input_grad, costs.weight_grad) == ((132.0, 1200.0), (143.0, 1300.0))
+    assert (costs.input_grad[1], costs.weight_grad[1]) == (1200.0, 1300.0)
+
+
+def test_a_stage_that_returns_no_gradient_does_all_of_its_backward_as_a_weight_gradient():
+    costs = fold(GRAPH, PROFILE, TWO)
+    assert (costs.input_grad[0], costs.weight_grad[0]) == (0.0, 220.0)
+
+
+def test_such_a_stage_keeps_everything_until_then_and_the_gradients_that_came():
+    assert fold(GRAPH, PROFILE, TWO).weight_grad_bytes[0] == 3000 + 50
 
 
 def test_a_stage_holds_what_its_nodes_keep_and_what_it_receives():
     costs = fold(GRAPH, PROFILE, TWO)
     assert costs.activation_bytes == (3000, 4000 + 50)
-    assert costs.weight_grad_bytes == (600, 4000 + 50)
+    assert costs.weight_grad_bytes[1] == 4000 + 50
 
 
 def test_messages_carry_what_crosses():

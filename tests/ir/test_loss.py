@@ -13,8 +13,8 @@ from penstock.errors import RunError
 from penstock.ir.loss import Count, LossRule, Term, assumed, combined
 from penstock.ir.loss_cone import Cone
 from penstock.ir.loss_origin import loss_rule
-from penstock.training.counting import facts_of
-from penstock.training.loss_value import loss_name
+from penstock.training.losses.counting import facts_of
+from penstock.training.losses.loss_value import loss_name
 from tests.zoo import ZOO
 
 
@@ -46,6 +46,7 @@ def twice(loss: Tensor) -> Tensor:
     return loss + loss
 
 
+ONES = torch.ones(5)
 LABELS, MASK = torch.tensor([0, 1, 2, -100]), torch.tensor([1.0, 0.0, 1.0, 1.0])
 LOSSES: dict[str, tuple[str, Any]] = {
     "cross entropy": ("tokens", lambda m, y, t, n: ce(y, t)),
@@ -64,12 +65,12 @@ LOSSES: dict[str, tuple[str, Any]] = {
     "a penalty over a count": ("mixed", lambda m, y, t, n: ce(y, t) + m.linear.weight.sum() / (t >= 0).sum()),
     "weighted by the model": ("unknown", lambda m, y, t, n: ce(y, t, weight=y.detach().abs().sum(0))),
     "one by one": ("unknown", lambda m, y, t, n: ce(y[:1], t[:1], reduction="none").squeeze()),
-    "weighted squares": ("unknown", lambda m, y, t, n: functional.mse_loss(y, y.detach(), weight=torch.ones(4, 5))),
+    "weighted squares": ("tokens", lambda m, y, t, n: functional.mse_loss(y, y.detach(), weight=torch.ones(4, 5))),
     "summed squares, by position": ("sum", lambda m, y, t, n: functional.mse_loss(y, y.detach(), None, None, "sum")),
     "a plain sum": ("sum", lambda m, y, t, n: y.sum()),
     "several rows": ("mean", lambda m, y, t, n: torch.stack([y, y]).mean()),
     "an odd least": ("unknown", lambda m, y, t, n: y.sum() / (t >= 0).sum().clamp(max=3)),
-    "an input": ("unknown", lambda m, y, t, n: t.float().sum().log()),
+    "an input": ("curved", lambda m, y, t, n: t.float().sum().log()),
     "two kinds of labels": ("mixed", lambda m, y, t, n: ce(y, t) + ce(y, t.abs() % 5, ignore_index=0)),
     "labels and squares": ("mixed", lambda m, y, t, n: ce(y, t) + (y**2).mean()),
     "a sum and a penalty": ("mixed", lambda m, y, t, n: (y**2).sum() + m.linear.weight.sum()),
@@ -90,9 +91,15 @@ LOSSES: dict[str, tuple[str, Any]] = {
     "chosen rows": ("tokens", lambda m, y, t, n: (y[t != -100] ** 2).mean()),
     "chosen rows and labels": ("tokens", lambda m, y, t, n: ce(y[t != -100], t[t != -100])),
     "rows chosen by the model": ("unknown", lambda m, y, t, n: (y[y[:, 0] > y[:, 0].min() - 1] ** 2).mean()),
-    "a sum over activations": ("unknown", lambda m, y, t, n: (y**2).sum() / y.exp().sum()),
+    "a sum over activations": ("curved", lambda m, y, t, n: (y**2).sum() / y.exp().sum()),
     "labels made by the model": ("unknown", lambda m, y, t, n: ce(y, y.argmax(-1))),
-    "a product of losses": ("unknown", lambda m, y, t, n: ce(y, t) * (y**2).mean()),
+    "a function of a loss": ("curved", lambda m, y, t, n: ce(y, t).exp()),
+    "a loss plus a function of one": ("mixed", lambda m, y, t, n: ce(y, t) + (y**2).mean().sqrt()),
+    "squares weighted by the model": ("unknown", lambda m, y, t, n: functional.mse_loss(y, y.detach(), weight=y.exp())),
+    "rows chosen by their numbers": ("tokens", lambda m, y, t, n: (y[(t != -100).nonzero().squeeze(1)] ** 2).mean()),
+    "a mean over a share": ("tokens", lambda m, y, t, n: (y**2).mean() / (t != -100).float().mean()),
+    "a constant that is no part of the model": ("tokens", lambda m, y, t, n: ce(y, t, weight=ONES)),
+    "a product of losses": ("curved", lambda m, y, t, n: ce(y, t) * (y**2).mean()),
     "a mean over a count": ("unknown", lambda m, y, t, n: (y**2).mean() / (t != -100).sum()),
     "a sum over a share": ("unknown", lambda m, y, t, n: (y**2).sum() / (t != -100).float().mean()),
     "a batch-wide statistic": ("unknown", lambda m, y, t, n: y.softmax(-1).mean(0).pow(2).sum()),
@@ -110,13 +117,13 @@ def test_the_kind_of_a_loss_is_what_it_is_divided_by(name: str) -> None:
 def test_a_count_names_labels_weights_and_the_nodes_that_make_them() -> None:
     model = Losing(lambda m, y, t, n: ce(y, t.clamp(min=0).view(-1, 1).flatten(), weight=m.classes, ignore_index=3))
     (term,) = rule_of(model, torch.randn(4, 3), LABELS).terms
-    assert term.counts == (Count("/flatten", 3, "classes", ("/clamp", "/view", "/flatten")),)
+    assert term.counts == (Count("/flatten", "labels", 3, "classes", ("/clamp", "/view", "/flatten")),)
 
 
 def test_a_count_knows_its_least_and_what_is_added() -> None:
     model = Losing(lambda m, y, t, n: (y.sum(1) * n).sum() / (n.sum() + 0.5).clamp(min=2))
     (term,) = rule_of(model, torch.randn(4, 3), LABELS, MASK).terms
-    assert term.counts == (Count("/sum@3", 0, "", ("/sum@3",), True, 2.0, 0.5, "float32"),)
+    assert term.counts == (Count("/sum@3", "number", nodes=("/sum@3",), at_least=2.0, plus=0.5, dtype="float32"),)
     assert [term.counts[0].divisor(number) for number in (0.0, 4.0)] == [2.0, 4.5]
 
 
@@ -142,7 +149,7 @@ class Criterion(nn.Module):
 def test_losses_that_are_modules_are_asked_for_what_they_hold() -> None:
     weighted = Criterion(nn.CrossEntropyLoss(ignore_index=-100, label_smoothing=0.1, weight=torch.ones(5)))
     (term,) = rule_of(weighted, torch.randn(4, 3), LABELS).terms
-    assert term.counts == (Count("labels", -100, "criterion.weight"),)
+    assert term.counts == (Count("labels", "labels", -100, "criterion.weight"),)
     assert rule_of(Criterion(nn.CrossEntropyLoss(reduction="sum")), torch.randn(4, 3), LABELS).kind == "sum"
     assert rule_of(Criterion(nn.MSELoss()), torch.randn(4, 3), torch.randn(4, 5)).kind == "mean"
 

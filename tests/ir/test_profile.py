@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import GraphError
 from penstock.ir.graph import Graph, Node, TensorSpec, Value
-from penstock.ir.profile import NodeBytes, NodeCost, Profile
+from penstock.ir.profile import Holds, NodeBytes, NodeCost, Profile
 
 X, Y, Z = (Value(name, TensorSpec((2,), requires_grad=True)) for name in "xyz")
 GRAPH = Graph((Node("first", ("x",), (Y,)), Node("second", ("y",), (Z,))), (X,), ("z",))
@@ -66,9 +66,14 @@ def test_bytes_are_not_negative():
         NodeBytes(peak=-1)
 
 
-def test_the_weight_gradient_needs_a_part_of_what_is_kept():
-    with pytest.raises(GraphError, match="cannot need more than was kept"):
-        NodeBytes(kept=1, kept_for_weight_grad=2)
+def test_more_may_wait_for_the_weight_gradient_than_was_kept_as_gradients_wait_too():
+    assert NodeBytes(kept=1, kept_for_weight_grad=2).kept_for_weight_grad == 2
+
+
+@pytest.mark.parametrize("name", ["own", "late_own"])
+def test_nothing_less_than_nothing_is_held(name):
+    with pytest.raises(GraphError, match=rf"{name} must be bytes, 0 or more \(bytes: -1\)"):
+        Holds(**{name: -1})
 
 
 def test_equal_profiles_are_equal_and_hash_alike():

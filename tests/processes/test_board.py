@@ -17,7 +17,7 @@ from penstock.processes.board import LARGEST_FAILURE, NUM_RECENT, VARIABLE, Boar
 from penstock.processes.failure import Failure, summary_of
 from penstock.processes.launch import launch
 from penstock.processes.meeting import shared_directory
-from penstock.processes.status import Status
+from penstock.processes.status import Status, occasion_code
 
 pytestmark = pytest.mark.usefixtures("tidy")
 FORWARD, RECEIVE = (int(code) for code in encode([Forward(1, 3), Recv(1, 3, 0)]))
@@ -54,6 +54,19 @@ def test_a_rank_between_steps_has_no_action(tmp_path: Path) -> None:
     Board.create(tmp_path, 0, 1).idle(5)
     status = only(tmp_path)
     assert (status.state, status.step, status.action) == ("idle", 5, "")
+
+
+def test_a_rank_that_prepares_a_step_names_that_step(tmp_path: Path) -> None:
+    board = Board.create(tmp_path, 0, 1)
+    board.idle(5)
+    board.preparing(6)
+    assert (only(tmp_path).state, only(tmp_path).step, board.now.step) == ("preparing", 6, 6)
+
+
+def test_a_rank_at_a_meeting_says_what_it_is_for(tmp_path: Path) -> None:
+    Board.create(tmp_path, 0, 1).meeting(6, occasion_code("the end of step"))
+    assert (only(tmp_path).state, only(tmp_path).action) == ("meeting", "")
+    assert only(tmp_path).now.occasion == "the end of step 6"
 
 
 def test_a_new_page_says_that_the_rank_started_and_a_missing_one_nothing(tmp_path: Path) -> None:
@@ -123,6 +136,14 @@ def test_two_boards_of_one_process_share_the_page(tmp_path: Path) -> None:
         second.working(step, FORWARD)
     first.ended()
     assert (only(tmp_path).state, only(tmp_path).step) == ("ended", 8)
+
+
+def test_boards_of_one_process_that_take_turns_do_not_hide_each_others_notes(tmp_path: Path) -> None:
+    first, second = Board.create(tmp_path, 0, 1), Board.create(tmp_path, 0, 1)
+    for step in range(9):
+        first.working(step, FORWARD)
+    second.working(20, FORWARD)
+    assert only(tmp_path).step == 20
 
 
 def test_a_torn_note_is_left_out(tmp_path: Path) -> None:

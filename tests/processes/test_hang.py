@@ -6,7 +6,7 @@ from penstock.ir.action import Action, Backward, Forward, Recv, Send
 from penstock.ir.code import encode
 from penstock.processes.failure import Failure
 from penstock.processes.hang import explain
-from penstock.processes.status import Moment, Status
+from penstock.processes.status import Moment, Status, occasion_code
 
 NOW = 100.0
 
@@ -110,6 +110,48 @@ def test_a_send_that_nobody_takes_is_told_as_such() -> None:
 def test_where_nobody_waits_the_slowest_is_named_first() -> None:
     slow = rank(1, note("working", Forward(1, 0), 30))
     assert lines(rank(0, note("working", Forward(0, 0), 2)), slow)[0].startswith("rank 1: did not move")
+
+
+def meets(number: int, name: str, ago: float, step: int = 4) -> Status:
+    return rank(number, Moment("meeting", step, occasion_code(name), None, NOW - ago))
+
+
+def test_who_does_not_come_to_a_meeting_is_named_with_the_step_of_the_meeting() -> None:
+    assert lines(meets(0, "step", 9, step=5), rank(1, note("idle", ago=10)), meets(2, "step", 8, step=5)) == [
+        "rank 1: did not come to the beginning of step 5, between steps for 10.0 s, after step 4",
+        "rank 0: waiting for all ranks at the beginning of step 5 for 9.0 s",
+        "rank 2: waiting for all ranks at the beginning of step 5 for 8.0 s",
+    ]
+
+
+def test_a_rank_that_prepares_its_batch_for_long_did_not_come_either() -> None:
+    preparing = rank(1, note("preparing", ago=10, step=5))
+    assert lines(meets(0, "step", 9, step=5), preparing)[0] == (
+        "rank 1: did not come to the beginning of step 5, preparing step 5 for 10.0 s"
+    )
+
+
+def test_a_meeting_that_waits_for_a_rank_that_waits_is_followed_to_its_end() -> None:
+    statuses = [
+        meets(0, "the end of step", 7),
+        waits(1, Recv(1, 3, 2), 2, 8),
+        rank(2, note("working", Backward(2, 3), ago=9)),
+    ]
+    assert lines(*statuses)[0] == "rank 2: did not move, working on 2B3 of step 4 for 9.0 s"
+
+
+def test_a_stopped_rank_is_the_culprit_even_at_a_meeting() -> None:
+    stopped = rank(1, *meets(1, "clip_grad_norm_", 9).recent, process="stopped")
+    assert lines(meets(0, "clip_grad_norm_", 8), stopped)[0] == (
+        "rank 1: did not move, its process is stopped (pid 1001), "
+        "last waiting for all ranks at clip_grad_norm_ before step 4 for 9.0 s"
+    )
+
+
+def test_a_meeting_for_something_unknown_has_words_too() -> None:
+    assert lines(meets(0, "save", 8), rank(1, note("idle", ago=9)))[0].startswith(
+        "rank 1: did not come to a call before step 4"
+    )
 
 
 def test_a_rank_of_which_nothing_is_known_is_said_to_be_unknown() -> None:

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from penstock.errors import RunError
 from penstock.ir.action import Forward, Recv, Send
 from penstock.ir.code import encode
+from penstock.processes import watch as watch_module
 from penstock.processes.board import VARIABLE, Board
 from penstock.processes.contact import Loss, follows_another, loss_of
 from penstock.processes.launch import launch
+from penstock.processes.status import occasion_code
 from penstock.processes.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("tidy")
@@ -194,6 +196,27 @@ def test_a_rank_that_died_in_a_step_is_trouble(tmp_path: Path) -> None:
         os._exit(0)
     os.waitpid(other, 0)
     assert Watch(board, 1, (0, 1)).trouble().startswith("rank 1: its process is gone")
+
+
+def ended(directory: Path) -> None:
+    """Rank 1 has done all its work, and its process is still there."""
+    other = Board.create(directory, 1, 2)
+    other.idle(STEP)
+    other.ended()
+
+
+def test_a_rank_that_has_ended_is_missed_by_who_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Board.create(tmp_path, 0, 2)
+    watch = Watch(board, 1, (0, 1))
+    ended(tmp_path)
+    board.meeting(STEP + 1, occasion_code("step"))
+    assert watch.desertion() == ""
+    monkeypatch.setattr(watch_module, "_PATIENCE_SECONDS", 0.0)
+    assert watch.desertion() == "rank 1 had done all its work before the beginning of step 5"
+    board.waiting(STEP + 1, RECEIVE, 1)
+    assert watch.desertion() == "rank 1 had done all its work before 1RECV_F3 of step 5"
+    board.working(STEP + 1, FORWARD)
+    assert watch.desertion() == ""
 
 
 # -------------------------------------------------------------------------------------------------------- recognition

@@ -16,7 +16,7 @@ from penstock.ir.graph import Graph
 from penstock.ir.plan import Plan
 from penstock.planner import Request, estimate, make
 from penstock.schedules import SCHEDULES
-from penstock.training import holdings
+from penstock.training import model_part
 from tests.runtime.models import WIDTH, chain, noise
 
 ROWS = 10
@@ -65,7 +65,7 @@ def goes_in_order(plan: Plan) -> bool:
 @contextmanager
 def recorded_once() -> Iterator[None]:
     """Pipelines over one model share its recordings."""
-    with mock.patch.object(holdings.Captured, "planned", _planned):
+    with mock.patch.object(model_part.Captured, "planned", _planned):
         yield
 
 

@@ -1,5 +1,9 @@
 """A loss added inside a module counts as in one process, from whichever stage and place."""
 
+import warnings
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -109,3 +113,121 @@ def test_outside_of_a_pipeline_nothing_is_added() -> None:
     with penstock.added_losses() as added:
         model(X)
     assert len(added) == 13
+
+
+class AddingBlock(Block):
+    """A block that adds what a function makes of its result."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer, and what is added."""
+        x = super().forward(x)
+        self.make(self, x)
+        return x
+
+
+class Branching(nn.Module):
+    """A chain, and a branch beside it that is returned and no part of the loss."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), AddingBlock(make), Block(), Block(), AddingBlock(make)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The end of the chain, and of the branch that leaves it after the first block."""
+        *chain, branch = self.blocks
+        first = chain[0](x)
+        x = first
+        for block in chain[1:]:
+            x = block(x)
+        return x, branch(first)
+
+
+def of_chain(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return mse_loss(output[0], target)
+
+
+ADD = penstock.add_loss
+SEEN: dict[str, Callable[[Any, Tensor], None]] = {
+    "a mean": lambda block, x: ADD(0.1 * x.square().mean()),
+    "a sum": lambda block, x: ADD(0.1 * x.square().sum()),
+    "a sum that is said to be one": lambda block, x: ADD(torch.einsum("bi,bi->", x, x), reduction="sum"),
+    "a sum over ten": lambda block, x: ADD(x.square().sum() / 10),
+    "a sum over samples": lambda block, x: ADD(x.square().sum() / len(x)),
+    "a sum of means": lambda block, x: ADD(x.square().mean(1).sum()),
+    "a mean of sums": lambda block, x: ADD(x.square().sum(1).mean()),
+    "means of columns": lambda block, x: ADD(x.mean(0).sum()),
+    "squares": lambda block, x: ADD(mse_loss(x, torch.zeros_like(x))),
+    "weights": lambda block, x: ADD(block.linear.weight.square().sum()),
+    "a mean and weights": lambda block, x: ADD(x.square().mean() + block.linear.weight.norm()),
+    "two of two kinds": lambda block, x: (ADD(x.square().sum()), ADD(x.abs().mean())),  # type: ignore[dict-item, return-value]
+}
+DOUBTED: dict[str, Callable[[Any, Tensor], None]] = {
+    "a mean and a sum in one": lambda block, x: ADD(x.square().sum() + x.abs().mean()),
+    "a load of experts": lambda block, x: ADD(x.softmax(-1).mean(0).square().sum()),
+    "a load by counts": lambda block, x: ADD((x.softmax(-1).mean(0) * (x > 0).double().mean(0)).sum()),
+    "a root": lambda block, x: ADD(x.square().mean().sqrt()),
+    "chosen rows": lambda block, x: ADD(x[x[:, 0] > 0].square().mean()),
+}
+
+
+def added_step(make: Any, schedule: str, recompute: str = "none", rows: int = 7) -> tuple[Numbers, list[str]]:
+    """Losses of a step and of an evaluation and all gradients, and what is said."""
+    model = fixed(Branching(make))
+    plan = penstock.plan(model, (X[:rows],), ranks=2, microbatches=3, schedule=schedule, recompute=recompute)
+    pipe = penstock.Pipeline(model, plan, loss_fn=of_chain, local=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        losses = [pipe.step(X[:rows], target=TARGET[:rows]).loss, pipe.eval(X[:rows], target=TARGET[:rows]).loss]
+    return gradients_of(model, losses), [str(one.message) for one in said]
+
+
+def gradients_of(model: nn.Module, losses: list[Tensor]) -> Numbers:
+    return {name: value for name, value in numbers(model, losses).items() if not name.startswith("state")}
+
+
+def plain_step(make: Any, rows: int = 7) -> Numbers:
+    model = fixed(Branching(make))
+    with penstock.added_losses() as added:
+        loss = of_chain(model(X[:rows]), TARGET[:rows])
+    total = loss + torch.stack(added).sum()
+    total.backward()
+    return gradients_of(model, [total.detach(), total.detach()])
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "none"), ("zbv", "full")])
+@pytest.mark.parametrize("name", SEEN)
+def test_what_is_added_is_weighted_by_how_it_is_made_of_samples(name: str, schedule: str, recompute: str) -> None:
+    """One of the blocks that add is in a branch that leads to no loss."""
+    found, said = added_step(SEEN[name], schedule, recompute)
+    assert said == []
+    assert_equal(found, plain_step(SEEN[name]))
+
+
+@pytest.mark.parametrize("name", DOUBTED)
+def test_what_is_added_and_cannot_be_weighted_is_remarked(name: str) -> None:
+    assert any("a loss added by add_loss in stage" in text for text in added_step(DOUBTED[name], "1f1b")[1])
+
+
+def test_a_sum_over_what_may_be_the_samples_is_asked_about_where_sizes_do_not_tell() -> None:
+    found, said = added_step(SEEN["a sum over samples"], "1f1b", rows=6)
+    assert "say reduction=" in said[0]
+    assert_equal(found, plain_step(SEEN["a sum over samples"], 6))
+    assert added_step(SEEN["a sum over ten"], "1f1b", rows=6)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((1.0,), r"one number, as a tensor \(given: float\)"),
+        ((torch.ones(2),), r"given: torch.float32\[2\]"),
+        ((torch.tensor(1),), r"given: torch.int64\[\]"),
+        ((torch.ones(()), "average"), r"unknown reduction of an added loss \(reduction: 'average'\)"),
+    ],
+)
+def test_what_is_no_loss_is_refused(given: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(penstock.RunError, match=words):
+        penstock.add_loss(*given)

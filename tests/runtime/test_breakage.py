@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import penstock
 from penstock.errors import RunError
-from penstock.runtime import transport
+from penstock.runtime import circle
 
 RANKS, MICROBATCHES, FATEFUL = 4, 4, 6
 X, Y = torch.randn(8, 8), torch.randn(8, 8)
@@ -55,32 +55,41 @@ def greedy():
     torch.empty(1 << 60)
 
 
+class Gone:
+    """A message that nobody will ever get."""
+
+    def wait(self, deadline=None):
+        """At once."""
+
+
 def losing():
-    """From now on this rank's messages go nowhere."""
-    transport.Between.send = lambda self, route, tensors: transport._GONE
+    """From now on what this rank's stages send goes nowhere."""
+    send = dist.ProcessGroup.send
+    dist.ProcessGroup.send = lambda group, tensors, peer, tag: (
+        send(group, tensors, peer, tag) if tag == circle.TAG else Gone()
+    )
 
 
-def train(fate, schedule="1f1b"):
-    blocks = [Fateful(fate if index == 2 else None) for index in range(RANKS)]
+def train(fate, place=2, fateful=FATEFUL):
+    blocks = [Fateful(fate if index == place else None) for index in range(RANKS)]
     model = nn.Sequential(*blocks)
-    plan = penstock.plan(model, (X,), ranks=RANKS, microbatches=MICROBATCHES, schedule=schedule)
+    plan = penstock.plan(model, (X,), ranks=RANKS, microbatches=MICROBATCHES, schedule="1f1b")
     options = penstock.RunOptions(deadline_seconds=1.5)
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, options=options)
     for block in blocks:
-        block.calls = 0
+        block.calls = FATEFUL - fateful
     for _ in range(4):
         pipe.step(X, target=Y)
 
 
-def broken(fate, **kwargs):
-    began = time.monotonic()
+def broken(fate, *places):
     with pytest.raises(RunError) as caught:
-        penstock.launch(train, RANKS, fate, **kwargs)
-    return str(caught.value), time.monotonic() - began
+        penstock.launch(train, RANKS, fate, *places)
+    return str(caught.value)
 
 
 def test_an_exception_shows_the_failing_rank_first_and_one_line_for_each_other():
-    text, _ = broken(boom)
+    text = broken(boom)
     first, *_ = text.splitlines()
     assert first == "a rank failed (rank: 2, step: 1, stage: 2, microbatch: 1, action: 2F1)"
     assert "KeyError: 'boom'" in text
@@ -88,29 +97,89 @@ def test_an_exception_shows_the_failing_rank_first_and_one_line_for_each_other()
         assert sum(line.startswith(f"rank {rank}: ") for line in text.splitlines()) == 1
 
 
+def test_a_rank_that_fails_before_its_first_message_is_told_as_any_other():
+    first, *_ = broken(boom, 0, MICROBATCHES + 1).splitlines()
+    assert first == "a rank failed (rank: 0, step: 1, stage: 0, microbatch: 0, action: 0F0)"
+
+
 def test_a_killed_rank_is_named_with_its_signal():
-    text, _ = broken(killed)
+    text = broken(killed)
     assert text.startswith("a rank was killed (rank: 2, signal: SIGKILL)")
 
 
 @pytest.mark.parametrize(("fate", "words"), [(stopped, "its process is stopped"), (endless, "working on 2F1")])
 def test_a_rank_that_hangs_is_found_at_the_deadline(fate, words):
-    text, _ = broken(fate)
+    text = broken(fate)
     assert "waited in vain for" in text
     assert f"rank 2: did not move, {words}" in text
     assert "deadline seconds: 1.5" in text
 
 
 def test_a_lost_message_is_told_apart_from_a_slow_rank():
-    text, _ = broken(losing)
+    text = broken(losing)
     assert "in vain" in text
     assert "message was lost" in text
 
 
 def test_running_out_of_memory_comes_with_ways_out():
-    text, _ = broken(greedy)
+    text = broken(greedy)
     assert "memory" in text
     assert "recompute='full'" in text
+
+
+def leaves_early():
+    model = nn.Sequential(*[Fateful() for _ in range(2)])
+    plan = penstock.plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss)
+    for step in range(5):
+        if step == 3 and dist.get_rank() == 1:
+            return
+        pipe.step(X, target=Y)
+
+
+def test_a_rank_that_returns_early_is_named_with_the_step_it_did_not_come_to():
+    with pytest.raises(RunError) as caught:
+        penstock.launch(leaves_early, 2, timeout=40)
+    assert "rank 0 stopped, because rank 1 had done all its work before the beginning of step 3" in str(caught.value)
+
+
+def sleeps_between_steps():
+    model = nn.Sequential(*[Fateful() for _ in range(2)])
+    plan = penstock.plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    options = penstock.RunOptions(deadline_seconds=1.0)
+    pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, options=options)
+    for step in range(3):
+        if step == 2 and dist.get_rank() == 0:
+            time.sleep(20)
+        pipe.step(X, target=Y)
+
+
+def test_a_rank_that_does_not_come_to_a_step_is_named_with_that_step():
+    with pytest.raises(RunError) as caught:
+        penstock.launch(sleeps_between_steps, 2)
+    text = str(caught.value)
+    assert text.startswith("a rank failed (rank: 1, step: 2)")
+    assert "rank 1 waited in vain for the other ranks at the beginning of step 2 (step: 2, deadline seconds: 1" in text
+    assert "rank 0: did not come to the beginning of step 2, between steps for 1." in text
+    assert "after step 1" in text
+
+
+def refused_and_going_on():
+    model = nn.Sequential(*[Fateful() for _ in range(2)])
+    plan = penstock.plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss)
+    pipe.step(X, target=Y)
+    try:
+        pipe.step(X, target=Y, record=dist.get_rank() == 1)
+    except RunError:
+        # Longer than a rank looks on while another has failed.
+        time.sleep(3.0 * dist.get_rank())
+    return float(pipe.step(X, target=Y).loss)
+
+
+def test_ranks_go_on_after_an_error_that_all_of_them_know():
+    first, second = penstock.launch(refused_and_going_on, 2)
+    assert first == second
 
 
 def different_batches():

@@ -80,10 +80,10 @@ def bytes_sent() -> list[list[int]]:
     """How many bytes of two batches of one form rank 0 gives to each of the others."""
     pipe, sent, give = masked_pipe(inputs="first"), [], Delivery.give
 
-    def counting(self: Delivery, note: str, tensors: list[Tensor], wanted: Any) -> None:
+    def counting(self: Delivery, tensors: list[Tensor], wanted: Any) -> None:
         places = [range(len(tensors)) if wanted(rank) is None else wanted(rank) for rank in (1, 2)]
         sent.append([sum(tensors[place].nbytes for place in one) for one in places])
-        give(self, note, tensors, wanted)
+        give(self, tensors, wanted)
 
     with mock.patch.object(Delivery, "give", counting):
         for inputs, target in BATCHES[:2]:
@@ -136,6 +136,36 @@ def test_every_rank_refuses_a_batch_that_another_does_not_have(pools: Pools) -> 
     assert "float64[2, 4, 4]" in first[2]
 
 
+class Scaled(nn.Module):
+    """Takes a tensor and a plain number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor, bias: Tensor, times: float) -> Tensor:
+        """The number is used by every block."""
+        for block in self.blocks:
+            x = block(x) * times + bias
+        return x
+
+
+def plain_numbers() -> list[str]:
+    """What is said where the ranks pass arguments in different ways, and where they pass different numbers."""
+    model, x, rank = fixed(Scaled()), noise(6, WIDTH), dist.get_rank()
+    plan = penstock.plan(model, (x, x, 1.0), ranks=2, microbatches=3, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, options=penstock.RunOptions(check_inputs_every=1))
+    ways = [{"bias": x, "times": 2.0}, {"times": 2.0, "bias": x}]
+    return [refused(pipe, x, target=x, **ways[rank]), refused(pipe, x, x, 2.0 + rank, target=x)]
+
+
+@pytest.mark.gloo
+def test_plain_values_are_compared_too_however_they_are_passed(pools: Pools) -> None:
+    for accepted, words in pools[2].run(plain_numbers):
+        assert accepted == "not refused"
+        assert words.startswith("the ranks were given different batches")
+
+
 @dataclass
 class Packed:
     """An input that only its model knows."""
@@ -167,8 +197,9 @@ def test_a_batch_may_be_built_of_dataclasses_dicts_and_numbers() -> None:
 
 
 def dataclass_refused() -> str:
-    (ids, mask, bias), _ = BATCHES[0]
-    return refused(masked_pipe(2, inputs="first"), *((Packed(ids), mask, bias) if dist.get_rank() == 0 else ()))
+    (ids, mask, bias), target = BATCHES[0]
+    given = (Packed(ids), mask, bias) if dist.get_rank() == 0 else ()
+    return refused(masked_pipe(2, inputs="first"), *given, target=target)
 
 
 @pytest.mark.gloo

@@ -99,7 +99,17 @@ def test_every_process_sees_the_number_of_another(pools: Pools) -> None:
     assert float(largest) == 0.0
 
 
-def test_a_norm_of_an_impossible_type_is_refused() -> None:
-    _, pipe = pipe_of()
-    with pytest.raises(penstock.RunError, match="the type of a norm"):
-        pipe.clip_grad_norm_(1.0, -1.0)
+def test_the_norm_of_no_gradients_is_zero_as_in_torch() -> None:
+    model = chain(2)
+    plan = penstock.plan(model, (X,), ranks=2, microbatches=1, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
+    assert float(pipe.clip_grad_norm_(1.0)) == float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) == 0.0
+
+
+def test_a_limit_may_be_infinite_a_tensor_or_a_whole_number() -> None:
+    for limit in (math.inf, torch.tensor(1e9), 10**9):
+        model, pipe = pipe_of()
+        before = [parameter.grad.clone() for parameter in model.parameters()]
+        pipe.clip_grad_norm_(limit, "inf")
+        after = [parameter.grad for parameter in model.parameters()]
+        assert all(map(torch.equal, after, before))

@@ -167,6 +167,41 @@ def test_all_replicas_refuse_a_step_that_one_of_them_broke(pools: Pools) -> None
     assert "stage: 0, during: forward" in words[0]
 
 
+def begun_differently() -> str:
+    try:
+        replicated(fixed(nn.Sequential(*(Block() for _ in range(4))), seed=1 + dist.get_rank() // 2), ROWS, mse_loss)
+    except penstock.RunError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_replicas_must_begin_with_the_same_numbers(pools: Pools) -> None:
+    (words,) = set(pools[4].run(begun_differently))
+    assert words.startswith("the replicas do not begin with the same numbers (replicas: (0, 1))")
+
+
+def halves() -> tuple[list[str], list[str]]:
+    """The types of gradients of a model of which one block is in float32, and those of its parameters."""
+    model = fixed(nn.Sequential(*(Block() for _ in range(3)), Halved()))
+    model[3].float()
+    pipe = replicated(model, ROWS, mse_loss)
+    pipe.step(share(ROWS), target=share(ANSWERS))
+    return [str(p.grad.dtype) for p in pipe.parameters()], [str(p.dtype) for p in pipe.parameters()]
+
+
+class Halved(Block):
+    """A block that computes in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer."""
+        return super().forward(x.float()).double()
+
+
+def test_gradients_of_different_types_keep_their_types(pools: Pools) -> None:
+    for gradients_found, parameters in pools[4].run(halves):
+        assert gradients_found == parameters
+
+
 def recorded() -> list[list[str]]:
     """The actions of every rank, as recorded."""
     pipe = replicated(chain(4), ROWS, mse_loss, "interleaved")

@@ -61,9 +61,14 @@ class Difference:
 
 def of_model(model: nn.Module, batch: Batch) -> Outcome:
     """The outcome of the model itself."""
+    return of_call(model, model, batch)
+
+
+def of_call(model: nn.Module, call: Callable[..., Any], batch: Batch) -> Outcome:
+    """The outcome of something that is called in the place of the model."""
 
     def run(args: Any, kwargs: Any) -> list[Tensor]:
-        output = tensors_of(model(*args, **kwargs))
+        output = tensors_of(call(*args, **kwargs))
         roots = _roots(output, batch.is_scored)
         torch.autograd.backward([output[place] for place in roots], list(roots.values()))
         return output

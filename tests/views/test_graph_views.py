@@ -9,6 +9,7 @@ from rich.console import Console
 from penstock.errors import PartitionError, ViewError
 from penstock.ir.graph import Graph, Node, Value
 from penstock.ir.partition import Partition
+from penstock.ir.profile import Profile
 from penstock.ir.trace import Trace
 from penstock.views import VIEWS
 from penstock.views.base import RichView, Staged
@@ -52,8 +53,8 @@ def test_a_view_prints_on_a_console_of_any_width(view: type[RichView[Any]], widt
     assert max(map(len, console.file.getvalue().splitlines())) <= width
 
 
-def test_every_view_draws_traces_or_graphs() -> None:
-    assert {view.noun for view in VIEWS.values()} == {Trace, Graph}
+def test_every_view_draws_traces_graphs_or_profiles() -> None:
+    assert {view.noun for view in VIEWS.values()} == {Trace, Graph, Profile}
 
 
 @pytest.mark.parametrize("view", OF_GRAPHS)

@@ -1,0 +1,140 @@
+"""partition: how even the stages are that partitioners make, against what is proven to be possible, and how fast."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from benchmarks.clock import cpu_seconds
+from benchmarks.graphs import BYTES_PER_UNIT, DATA, PIPEDREAM, Measured, chain, devices, pipedream
+from benchmarks.table import Line, Table
+from penstock.ir.cluster import Cluster
+from penstock.ir.placement import Placement
+from penstock.partitioners import PARTITIONERS, Division, Problem, divide
+from penstock.partitioners.metis import is_installed
+
+OPTIMA = {"bert24_inference": 17.7899, "bert24_training": 41.7458, "resnet50_inference": 33.7747}
+"""largest loads of the best partitions, from the README of the data"""
+SLOW = 10.0
+"""times that the processor beside the devices is slower"""
+
+
+def tables() -> tuple[Table, ...]:
+    """Everything that `make bench` shows about partitioners; what others measured only if it is there."""
+    ours = (speed(), several_per_rank(), mixed())
+    return (*ours, measured(), fewest_bytes(), known_optima()) if DATA.exists() else ours
+
+
+def speed(nodes: int = 10_000, stages: int = 64, times: int = 7) -> Table:
+    """CPU seconds of the exact cut into runs, from graph and profile to the division."""
+
+    def lines() -> Iterator[Line]:
+        costs = np.random.default_rng(0).lognormal(size=nodes).tolist()
+        graph, profile = chain(costs)
+        seconds = cpu_seconds(lambda: divide("linear", Problem(graph, profile, Cluster(stages))), times)
+        division = divide("linear", Problem(graph, profile, Cluster(stages)))
+        cells = ("linear", f"{nodes:,}", str(stages), f"{division.ratio:.4f}", f"{seconds * 1000:.1f}")
+        yield Line(cells, seconds * 1000, 50.0, at_least=False)
+
+    return Table("the exact cut into runs, CPU time", ("partitioner", "nodes", "stages", "ratio", "ms"), lines())
+
+
+def several_per_rank(ranks: int = 8, layers: int = 32, head: int = 4) -> Table:
+    """Equal layers and a heavy head: the busiest rank over an even share."""
+
+    def lines() -> Iterator[Line]:
+        graph, profile = chain([1.0] * layers + [float(head)])
+        even = (layers + head) / ranks
+        for name, placement in (("loop", Placement.loop(ranks, 2)), ("vee", Placement.vee(ranks))):
+            stages = divide("uniform", Problem(graph, profile, Cluster(ranks), placement))
+            sums = divide("linear", Problem(graph, profile, Cluster(ranks), placement))
+            ratios = [division.bottleneck_seconds / even for division in (stages, sums)]
+            proven = sums.contiguous_bound_seconds / even
+            yield Line((name, *(f"{each:.3f}" for each in (*ratios, proven))), ratios[1], 1.112, at_least=False)
+
+    title = f"{layers} equal layers and a head worth {head} on {ranks} ranks, 2 stages each"
+    return Table(f"{title}: busiest rank over an even share", ("placement", "uniform", "linear", "bound"), lines())
+
+
+def mixed() -> Table:
+    """Heavy blocks, then light ones: runs cannot be even, several stages per rank can."""
+
+    def lines() -> Iterator[Line]:
+        problem = Problem(*chain([4.0] * 8 + [1.0] * 8), Cluster(4))
+        for name, target in (("linear", 12.0), ("mpipe", 10.0)):
+            division = divide(name, problem)
+            cells = (name, str(division.partition.num_stages), f"{division.bottleneck_seconds:g}")
+            yield Line(cells, division.bottleneck_seconds, target, at_least=False)
+
+    return Table("costs [4] * 8 + [1] * 8 on 4 ranks: the busiest rank", ("partitioner", "stages", "seconds"), lines())
+
+
+def measured(names: tuple[str, ...] = PIPEDREAM) -> Table:
+    """Graphs profiled by PipeDream: every partitioner over an even share; acyclic over what is proven to be needed."""
+    members = [name for name in PARTITIONERS if name not in ("mpipe", "auto") and (name != "metis" or is_installed())]
+
+    def lines() -> Iterator[Line]:
+        for name in names:
+            graph, profile = pipedream(name)
+            for ranks in (4, 8):
+                found = {each: _checked(each, (graph, profile), ranks) for each in members}
+                shares = [found[each].bottleneck_seconds * ranks / profile.seconds for each in members]
+                best = found["acyclic"]
+                cells = (f"{name} {ranks}", *(f"{share:.3f}" for share in shares), f"{best.ratio:.3f}")
+                yield Line(cells, best.ratio, 1.03, at_least=False)
+
+    return Table("busiest rank over an even share; acyclic over its bound", ("graph", *members, "over bound"), lines())
+
+
+def fewest_bytes(names: tuple[str, ...] = PIPEDREAM) -> Table:
+    """Where another partitioner has the bottleneck of linear, the bytes over its cuts against those of linear."""
+
+    def lines() -> Iterator[Line]:
+        for name in names:
+            for ranks in (4, 8):
+                problem = Problem(*pipedream(name), Cluster(ranks))
+                linear, acyclic = divide("linear", problem), divide("acyclic", problem)
+                is_equal = np.isclose(linear.bottleneck_seconds, acyclic.bottleneck_seconds)
+                ratio = acyclic.cut_bytes / linear.cut_bytes if is_equal else 0.0
+                gain = 1 - acyclic.bottleneck_seconds / linear.bottleneck_seconds
+                cells = (f"{name} {ranks}", f"{gain:.1%}", f"{acyclic.cut_bytes / linear.cut_bytes:.3f}")
+                yield Line(cells, ratio, 1.0, at_least=False)
+
+    title = "acyclic against linear: seconds saved, and bytes over the cuts, which at equal seconds must not be more"
+    return Table(title, ("graph", "shorter by", "bytes"), lines())
+
+
+def known_optima(optima: dict[str, float] | None = None) -> Table:
+    """Six devices and one slow processor at any place among them, messages waited for: against the known optimum."""
+
+    def lines() -> Iterator[Line]:
+        for name, known in (optima or OPTIMA).items():
+            graph, profile, memory = devices(name)
+            cluster = Cluster(6, memory=memory, bandwidth=BYTES_PER_UNIT)
+            without = divide("acyclic", Problem(graph, profile, cluster, overlaps=False)).bottleneck_seconds
+            least = min(without, *(_with_slow(name, at) for at in range(7)))
+            cells = (
+                name.replace("_inference", "").replace("training", "tr"),
+                f"{without:.4f}",
+                f"{least:.4f}",
+                f"{known:.4f}",
+            )
+            yield Line(cells, abs(least / known - 1), 1e-5, at_least=False)
+
+    columns = ("graph", "6 devices", "and 1 slow", "known")
+    return Table("largest load of the best partition against the known optimum", columns, lines())
+
+
+def _with_slow(name: str, at: int) -> float:
+    graph, profile, memory = devices(name)
+    slowness = [1.0] * 7
+    slowness[at] = SLOW
+    cluster = Cluster(7, memory=memory, bandwidth=BYTES_PER_UNIT)
+    problem = Problem(graph, profile, cluster, overlaps=False, slowness=tuple(slowness))
+    return divide("acyclic", problem).bottleneck_seconds
+
+
+def _checked(name: str, measured: Measured, ranks: int) -> Division:
+    """The division, after the proof that its stages are legal."""
+    division = divide(name, Problem(*measured, Cluster(ranks)))
+    division.partition.check(measured[0])
+    return division

@@ -1,0 +1,1 @@
+"""The graph in figures: what a partitioner looks at instead of nodes, values and parameters."""

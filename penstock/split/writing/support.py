@@ -1,0 +1,100 @@
+"""Support: what a generated file holds besides its stages; the definitions are copied into it as they stand here."""
+
+import hashlib
+import inspect
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import load
+from torch import Tensor, nn
+
+TRAINING = True
+HOME = "cpu"
+
+
+class Part(nn.Module):
+    """Some modules, parameters and buffers of a model, under the names that they have there."""
+
+    def __getitem__(self, name: int | str) -> Any:
+        """A part whose name is a number or no Python name."""
+        key, held = str(name), (self._modules, self._parameters, self._buffers, vars(self))
+        return next(parts[key] for parts in held if key in parts)
+
+    def take(self, model: nn.Module, path: str) -> None:
+        """Hang what the model has at a path, itself and no copy, at the same path of this one."""
+        *parents, name = path.split(".")
+        branch: Any = self
+        owner = model
+        for parent in parents:
+            branch = branch._modules.setdefault(parent, Part())
+            owner = owner.get_submodule(parent)
+        if branch is owner:
+            return
+        for kind in ("_modules", "_parameters", "_buffers"):
+            if name in getattr(owner, kind):
+                getattr(branch, kind)[name] = getattr(owner, kind)[name]
+                if kind == "_buffers" and name in owner._non_persistent_buffers_set:
+                    branch._non_persistent_buffers_set.add(name)
+                return
+        vars(branch)[name] = getattr(owner, name)
+
+
+class Stage(Part):
+    """A stage of the model: its parts are the model's own, its state dict has the model's keys."""
+
+    PARTS: ClassVar[tuple[str, ...]]
+    TAKES: ClassVar[dict[str, tuple[torch.dtype, tuple[int | None, ...]]]]
+    RECEIVES: ClassVar[dict[str, int]]
+    SENDS: ClassVar[dict[str, tuple[int, ...]]]
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for path in self.PARTS:
+            self.take(model, path)
+        self.training = model.training
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stage is."""
+        return next((tensor.device for tensor in (*self.parameters(), *self.buffers())), torch.device(HOME))
+
+    def check(self, **values: Tensor) -> None:
+        """Stop for a mode, a type or a size other than the recorded one; None is any size."""
+        expect(self.training, TRAINING, "training")
+        for name, value in values.items():
+            dtype, sizes = self.TAKES[name]
+            expect(value.dtype, dtype, f"the type of {name}")
+            if len(sizes) != value.dim() or any(s not in (None, n) for s, n in zip(sizes, value.shape, strict=True)):
+                expect(tuple(value.shape), sizes, f"the size of {name}")
+
+
+def expect(found: object, recorded: object, what: str) -> None:
+    """Stop where the model would go another way than it did when it was recorded."""
+    if type(found) is not type(recorded) or (found != recorded and repr(found) != repr(recorded)):
+        raise ValueError(f"{what} is {found!r}, and was {recorded!r} when the stages were written: write them again")
+
+
+def arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of the model that are not left at their defaults, by name."""
+    signature = inspect.signature(model.forward)
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(parameter.name, {})
+        elif parameter.name in given and is_default(given[parameter.name], parameter.default):
+            del given[parameter.name]
+    return given
+
+
+def is_default(value: object, default: object) -> bool:
+    """Whether an argument is what it would be if it were not given."""
+    is_plain = type(value) is type(default) and isinstance(value, bool | int | float | str)
+    return value is default or (is_plain and value == default)
+
+
+def constants(name: str, digest: str) -> dict[str, Tensor]:
+    """The tensors in the file beside this one, which must be the file that was written with it."""
+    content = Path(__file__).with_name(name).read_bytes()
+    expect(hashlib.sha256(content).hexdigest(), digest, f"the content of {name}")
+    return load(content)

@@ -1,0 +1,174 @@
+"""What a Pipeline is given wrongly is refused at the door: what is wrong, the value, and what to try."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import penstock
+from tests.runtime.models import WIDTH, chain, noise
+
+X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
+MODEL = chain(4)
+PLAN = penstock.plan(MODEL, (X,), ranks=2, microbatches=2, schedule="1f1b")
+
+
+def pipe_of(**given: Any) -> penstock.Pipeline:
+    return penstock.Pipeline(**{"model": MODEL, "plan": PLAN, "loss_fn": mse_loss, "local": True, **given})
+
+
+def refusal(call: Any) -> str:
+    with pytest.raises(penstock.PenstockError) as caught:
+        call()
+    return str(caught.value)
+
+
+GIVEN = [
+    ({"model": "gpt2"}, "a Pipeline needs a torch.nn.Module (given: 'gpt2' (str))"),
+    ({"model": None}, "a Pipeline needs a torch.nn.Module (given: None (NoneType))"),
+    ({"model": nn.Linear}, "a Pipeline needs a torch.nn.Module (given: <class 'torch.nn.modules.linear.Linear'>"),
+    ({"plan": None}, "a Pipeline needs a Plan (given: None (NoneType))"),
+    ({"plan": "plan.json"}, "a Pipeline needs a Plan (given: 'plan.json' (str))"),
+    ({"plan": PLAN.schedule}, "a Pipeline needs a Plan (given: Schedule("),
+    ({"loss_fn": "mse"}, "loss_fn is a function (given: 'mse' (str))"),
+    ({"loss_fn": nn.MSELoss}, "loss_fn is a class, not a function (given: MSELoss)"),
+    ({"local": "yes"}, "local is True or False (given: 'yes' (str))"),
+    ({"mesh": object()}, "a local pipeline has no mesh"),
+    ({"mesh": 2, "local": False}, "mesh is a DeviceMesh (given: 2 (int))"),
+    ({"inputs": "bogus"}, "unknown inputs (given: 'bogus' (str))"),
+    ({"inputs": None}, "unknown inputs (given: None (NoneType))"),
+    ({"inputs": ["all"]}, "unknown inputs (given: ['all'] (list))"),
+    ({"reduction": "median"}, "unknown reduction (given: 'median' (str))"),
+    ({"reduction": 1}, "unknown reduction (given: 1 (int))"),
+    ({"split": 0}, "split has dimensions by the name of an argument (given: 0 (int))"),
+    ({"split": ["x"]}, "split has dimensions by the name of an argument (given: ['x'] (list))"),
+    ({"split": {"bogus": 0}}, "split names no argument of the model (name: 'bogus')"),
+    ({"split": {"input": "0"}}, "split gives a dimension or None (name: 'input', given: '0')"),
+    ({"split": {0: 0}}, "split gives a dimension or None (name: 0, given: 0)"),
+    ({"parallelize_fn": "fsdp"}, "parallelize_fn is a function (given: 'fsdp' (str))"),
+    ({"parallelize_fn": nn.Identity()}, "parallelize_fn is a function (given: Identity() (Identity))"),
+    ({"scaler": 65536.0}, "scaler is a GradScaler (given: 65536.0 (float))"),
+    ({"options": {"seed": 1}}, "options are RunOptions (given: {'seed': 1} (dict))"),
+    ({"options": None}, "options are RunOptions (given: None (NoneType))"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), GIVEN)
+def test_a_wrong_argument_is_refused_with_its_value(given: dict[str, Any], words: str) -> None:
+    assert refusal(lambda: pipe_of(**given)).startswith(words)
+
+
+@pytest.mark.parametrize("given", [given for given, _ in GIVEN if "local" not in given])
+def test_a_wrong_argument_comes_with_a_way_out(given: dict[str, Any]) -> None:
+    assert "\ntry: " in refusal(lambda: pipe_of(**given))
+
+
+OPTIONS = [
+    ({"seed": -1}, "seed is a whole number, 0 or more (given: -1)"),
+    ({"seed": "1"}, "seed is a whole number, 0 or more (given: '1')"),
+    ({"seed": True}, "seed is a whole number, 0 or more (given: True)"),
+    ({"nonfinite": "stop"}, "unknown nonfinite (given: 'stop')"),
+    ({"nonfinite": ["skip"]}, "unknown nonfinite (given: ['skip'])"),
+    ({"deadline_seconds": "60"}, "a deadline is seconds above 0 (deadline seconds: '60')"),
+    ({"deadline_seconds": 0}, "a deadline is seconds above 0 (deadline seconds: 0)"),
+    ({"deadline_seconds": float("nan")}, "a deadline is seconds above 0 (deadline seconds: nan)"),
+    ({"deadline_seconds": None}, "a deadline is seconds above 0 (deadline seconds: None)"),
+    ({"check_inputs_every": 1.5}, "check_inputs_every is a whole number, 0 or more (given: 1.5)"),
+    ({"restore_gradients": 1}, "restore_gradients is True or False (given: 1)"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), OPTIONS)
+def test_a_wrong_option_is_refused_with_its_value(given: dict[str, Any], words: str) -> None:
+    assert refusal(lambda: penstock.RunOptions(**given)).startswith(words)
+
+
+SCALERS = [
+    ({"init_scale": "big"}, "init_scale of a scaler is a number (given: 'big')"),
+    ({"init_scale": float("inf")}, "init_scale of a scaler is a number (given: inf)"),
+    ({"init_scale": 0.0}, "a scaler needs a scale above 0"),
+    ({"growth_factor": None}, "growth_factor of a scaler is a number (given: None)"),
+    ({"growth_factor": 0.5}, "a scaler needs a scale above 0, growth of at least 1"),
+    ({"backoff_factor": 1.0}, "a scaler needs a scale above 0, growth of at least 1 and a backoff below 1"),
+    ({"growth_interval": 0}, "growth_interval of a scaler is a whole number above 0 (given: 0)"),
+    ({"growth_interval": 2.5}, "growth_interval of a scaler is a whole number above 0 (given: 2.5)"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), SCALERS)
+def test_a_wrong_scaler_is_refused_with_its_value(given: dict[str, Any], words: str) -> None:
+    assert refusal(lambda: penstock.GradScaler(**given)).startswith(words)
+
+
+def test_a_step_without_the_target_that_its_loss_function_needs_says_so() -> None:
+    pipe = pipe_of()
+    words = refusal(lambda: pipe.step(X))
+    assert words.startswith("AttributeError: 'NoneType' object has no attribute 'size' (step: 0, rank: 1, stage: 1,")
+    assert words.endswith("try: pipe.step(x, target=y), if the loss function needs a target")
+    assert pipe.eval(X).loss is None
+
+
+def test_a_loss_function_may_do_without_a_target() -> None:
+    loss = pipe_of(loss_fn=lambda output, target: output.square().mean()).step(X).loss
+    assert float(loss) == pytest.approx(MODEL(X).square().mean().item())
+
+
+CLIPPINGS = [
+    (("1",), "max_norm is a number of 0 or more (given: '1')"),
+    ((-1.0,), "max_norm is a number of 0 or more (given: -1.0)"),
+    ((float("nan"),), "max_norm is a number of 0 or more (given: nan)"),
+    ((None,), "max_norm is a number of 0 or more (given: None)"),
+    ((True,), "max_norm is a number of 0 or more (given: True)"),
+    ((1.0, 0), "the type of a norm is a number above 0, or inf (norm type: 0)"),
+    ((1.0, -2.0), "the type of a norm is a number above 0, or inf (norm type: -2.0)"),
+    ((1.0, float("nan")), "the type of a norm is a number above 0, or inf (norm type: nan)"),
+    ((1.0, "two"), "the type of a norm is a number above 0, or inf (norm type: 'two')"),
+    ((1.0, None), "the type of a norm is a number above 0, or inf (norm type: None)"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), CLIPPINGS)
+def test_a_wrong_limit_or_type_of_a_norm_is_refused(given: tuple[Any, ...], words: str) -> None:
+    assert refusal(lambda: pipe_of().clip_grad_norm_(*given)).startswith(words)
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    return {**MODEL.state_dict(), **{name.replace("_", "."): value for name, value in values.items()}}
+
+
+def without(name: str) -> dict[str, Tensor]:
+    return {key: value for key, value in MODEL.state_dict().items() if key != name}
+
+
+def raised(value: Any) -> Any:
+    return value + 1 if isinstance(value, Tensor) else value
+
+
+STATES = [
+    (None, "a state dict has tensors by name (given: NoneType)"),
+    ([1, 2], "a state dict has tensors by name (given: list)"),
+    ({}, "numbers are missing (missing: 12, first: 0.seen)"),
+    (without("2.linear.bias"), "numbers are missing (missing: 1, first: 2.linear.bias)"),
+    ({**without(""), "0.linear.wieght": X}, "the model has nothing of this name (name: '0.linear.wieght')"),
+    ({**without(""), 0: X}, "the model has nothing of this name (name: 0)"),
+    (changed(**{"3_linear_bias": 1.0}), "a state dict has tensors by name (name: 3.linear.bias, given: float)"),
+    (changed(**{"3_linear_bias": X}), "a tensor has another shape than in the model (name: 3.linear.bias, given: [6,"),
+    (changed(**{"3_linear_bias": torch.empty(WIDTH, device="meta")}), "a tensor has no numbers"),
+]
+
+
+@pytest.mark.parametrize(("state", "words"), STATES)
+def test_a_wrong_state_dict_is_refused_before_any_number_is_changed(state: Any, words: str) -> None:
+    model = chain(4)
+    pipe = pipe_of(model=model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    other = {name: raised(value) for name, value in state.items()} if isinstance(state, dict) else state
+    assert refusal(lambda: pipe.load_state_dict(other)).startswith(words)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_misspelt_name_of_a_state_dict_comes_with_the_right_one() -> None:
+    words = refusal(lambda: pipe_of().load_state_dict({**MODEL.state_dict(), "0.linear.wieght": X}))
+    assert words.endswith("try: '0.linear.weight'")

@@ -1,0 +1,53 @@
+"""Links: every pair of ranks is measured, and all ranks know the same."""
+
+from itertools import chain, combinations, permutations
+
+import pytest
+
+import penstock
+from penstock.errors import RunError
+from penstock.ir.cluster import Cluster
+from penstock.measure.links import Messages, measure_links, tournament
+
+FEW = Messages(small_bytes=8, large_bytes=1 << 16, small_times=3, large_times=2)
+
+
+def links() -> Cluster:
+    return measure_links(messages=FEW)
+
+
+def cluster_with_memory() -> Cluster:
+    return penstock.measure_links(memory="1GiB")
+
+
+@pytest.mark.parametrize("ranks", range(1, 10))
+def test_in_a_tournament_all_meet_once_and_nobody_two_at_a_time(ranks: int):
+    rounds = list(tournament(ranks))
+    assert sorted(chain(*rounds)) == list(combinations(range(ranks), 2))
+    for pairs in rounds:
+        players = list(chain(*pairs))
+        assert len(players) == len(set(players))
+
+
+@pytest.mark.gloo
+def test_every_rank_knows_the_same_links_between_all(pools):
+    first, *others = pools[4].run(links)
+    assert others == [first] * 3
+    assert {(link.source, link.target) for link in first.links} == set(permutations(range(4), 2))
+
+
+@pytest.mark.gloo
+def test_links_have_a_latency_and_a_bandwidth_that_are_possible(pools):
+    cluster = pools[4].run(links)[0]
+    assert all(1e-7 < link.latency < 10 and 1e3 < link.bandwidth < 1e13 for link in cluster.links)
+    assert min(link.latency for link in cluster.links) <= cluster.latency <= max(each.latency for each in cluster.links)
+
+
+@pytest.mark.gloo
+def test_the_door_adds_what_memory_a_rank_has(pools):
+    assert pools[4].run(cluster_with_memory)[0].limits == (2**30,) * 4
+
+
+def test_without_a_group_there_are_no_links():
+    with pytest.raises(RunError, match="between the ranks of a running group"):
+        measure_links()

@@ -1,0 +1,120 @@
+"""measure: every node has a cost, the sum is the step's, and the model is as it was."""
+
+import math
+import time
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.ir.fold import fold
+from penstock.ir.profile import Profile
+from penstock.measure import estimate, measure
+from penstock.measure.measure import calibration
+from penstock.measure.times import Times
+from penstock.partitioners import uniform
+from tests.measure.subjects import WIDTH, Block, batch, chain, solo
+from tests.measure.test_memory import SPEED
+
+
+class Sleep(nn.Module):
+    """Takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x times one."""
+        time.sleep(self.seconds)
+        return x * 1.0
+
+
+def quick(model: nn.Module, *args: object) -> Profile:
+    return measure(solo(model, *args), iterations=1)
+
+
+def test_a_node_that_takes_four_times_as_long_is_found_to():
+    profile = quick(chain(Block(), Sleep(0.005), Sleep(0.02)))
+    assert 2.5 < profile["2"].forward / profile["1"].forward < 6.0
+    assert profile["0"].forward < profile["1"].forward
+
+
+def test_the_nodes_together_take_as_long_as_the_step():
+    profile = quick(chain(Block(), Sleep(0.005), Block()))
+    assert profile.seconds == pytest.approx(profile.step_seconds)
+    assert profile.step_seconds > 0.005
+
+
+def test_forwards_and_backwards_are_calibrated_each():
+    assert calibration([Times(1.0, 4.0), Times(1.0, 6.0)], Times(3.0, 5.0)) == (1.5, 0.5)
+    assert calibration([Times()], Times(3.0, 5.0)) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(("ratio", "different"), [(math.inf, 1), (0.0, 7)])
+def test_nodes_that_look_alike_share_their_cost_unless_samples_of_them_are_far_apart(monkeypatch, ratio, different):
+    monkeypatch.setattr(import_module("penstock.measure.measure"), "_ALIKE", ratio)
+    monkeypatch.setattr(import_module("penstock.measure.measure"), "_LITTLE_SECONDS", 0.0)
+    costs = quick(chain(*(Block(number) for number in range(8)))).costs
+    assert len({(cost.forward, cost.backward) for cost in costs[1:]}) == different
+
+
+def test_a_node_that_looks_like_others_and_takes_longer_is_found():
+    slow, *others = (Sleep(0.001) for _ in range(5))
+    slow.forward = lambda x: time.sleep(0.02) or x * 1.0
+    profile = quick(chain(slow, *others))
+    assert profile["0"].forward > 3 * profile["4"].forward
+
+
+def test_a_profile_fits_its_graph_and_any_cut_of_it():
+    subject = solo(chain())
+    costs = fold(subject.graph, measure(subject, iterations=1), uniform(subject.graph, 3))
+    assert min(*costs.forward, *costs.backward, *costs.activation_bytes) > 0
+
+
+def test_measured_memory_is_the_estimated_one():
+    subject = solo(chain(Block(), nn.BatchNorm1d(WIDTH), Block()))
+    measured, estimated = measure(subject, iterations=1), estimate(subject, SPEED)
+    assert [cost.memory for cost in measured.costs] == [cost.memory for cost in estimated.costs]
+    assert measured.held == estimated.held
+
+
+def test_a_model_without_parameters_has_no_backward():
+    assert quick(chain(nn.ReLU(), nn.Tanh()))["1"].backward == 0.0
+
+
+def test_the_model_is_left_as_it_was():
+    model = chain(Block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
+    model(batch()).sum().backward()
+    model[2].eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    generator = torch.get_rng_state()
+    quick(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(map(torch.equal, gradients, (parameter.grad for parameter in model.parameters())))
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert [model.training, model[2].training] == [True, False]
+
+
+def test_no_optimizer_that_hangs_on_gradients_takes_a_step():
+    model, steps = chain(), []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: steps.append(1))
+    quick(model)
+    model(batch()).sum().backward()
+    assert len(steps) == len(list(model.parameters()))
+
+
+def test_hooks_of_the_user_run_as_they_do_in_training():
+    model, calls = chain(), []
+    model[1].register_forward_hook(lambda *_: calls.append(1))
+    quick(model)
+    assert calls
+
+
+def test_turns_are_told_and_end_with_the_budget():
+    told = []
+    measure(solo(chain()), 50, budget_seconds=0.0, tell=lambda done, total: told.append((done, total)))
+    assert told == [(1, 52), (2, 52), (3, 52)]

@@ -1,0 +1,50 @@
+"""metis: parts without direction become stages with one."""
+
+import sys
+
+import pytest
+
+from benchmarks.graphs import chain
+from penstock.errors import PartitionError
+from penstock.ir.cluster import Cluster
+from penstock.ir.graph import Graph, Node, TensorSpec, Value
+from penstock.ir.profile import NodeCost, Profile
+from penstock.partitioners import Problem, divide
+from tests.partitioners.examples import outcome, wild
+
+
+def branches(number, length):
+    """Chains side by side that meet in one node."""
+    names = [
+        (f"b{branch}.{at}", f"b{branch}.{at - 1}" if at else "x") for at in range(length) for branch in range(number)
+    ]
+    ends = tuple(f"b{branch}.{length - 1}" for branch in range(number))
+    nodes = [Node(name, (source,), (Value(name, TensorSpec((10,), "uint8")),)) for name, source in names]
+    graph = Graph(
+        (*nodes, Node("end", ends, (Value("y", TensorSpec((1,), "uint8")),))), (Value("x", TensorSpec((1,))),), ("y",)
+    )
+    costs = tuple(NodeCost(node.name, 1.0, 0.0, 0.0, 0.0) for node in graph.nodes)
+    return graph, Profile(costs, 1.0, graph.fingerprint, "made up")
+
+
+def test_without_the_library_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pymetis", None)
+    with pytest.raises(PartitionError, match=r"metis is not installed\ntry: pip install 'penstock\[metis\]'"):
+        divide("metis", Problem(*chain([1, 1]), Cluster(2)))
+
+
+def test_branches_are_stages_of_their_own():
+    pytest.importorskip("pymetis")
+    graph, profile = branches(4, 6)
+    metis, linear = (divide(name, Problem(graph, profile, Cluster(4))) for name in ("metis", "linear"))
+    metis.partition.check(graph)
+    assert metis.bottleneck_seconds == 7
+    assert metis.cut_bytes == 3 * 10
+    assert linear.cut_bytes > 3 * metis.cut_bytes
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_metis_is_never_worse_than_linear(seed):
+    pytest.importorskip("pymetis")
+    problem = Problem(*wild(seed, 40), Cluster(4))
+    assert outcome(divide("metis", problem)) <= outcome(divide("linear", problem))

@@ -1,0 +1,193 @@
+"""A step that fails half way leaves the gradients as they were before it, also those of earlier steps."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import penstock
+from tests.runtime.models import WIDTH, Block, fixed, noise, tied, tokens
+from tests.runtime.oracle import Numbers, assert_identical
+from tests.runtime.workers import Pools
+
+X, TARGET = noise(8, WIDTH), noise(8, WIDTH, seed=1)
+SCHEDULES = ("gpipe", "1f1b", "zb_h1", "zbv")
+
+
+class Failing(torch.autograd.Function):
+    """Hands on its input; one of its calls fails when told to, on the way there or back."""
+
+    left: dict[str, int]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """As it is."""
+        count("forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """As it is."""
+        count("backward")
+        return grad.clone()
+
+
+def count(way: str) -> None:
+    Failing.left[way] -= 1
+    if Failing.left[way] == 0:
+        raise ValueError("not today")
+
+
+def fail(forward: int = 0, backward: int = 0) -> None:
+    """Let the call of this number fail, from now on counted from 1; 0: none."""
+    Failing.left = {"forward": forward, "backward": backward}
+
+
+class Fragile(Block):
+    """A block with a fault."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer."""
+        return Failing.apply(super().forward(x))
+
+
+def fragile(place: int) -> nn.Module:
+    fail()
+    return fixed(nn.Sequential(*(Fragile() if index == place else Block() for index in range(4))))
+
+
+def pipe_of(model: nn.Module, schedule: str = "1f1b", **given: Any) -> Any:
+    plan = penstock.plan(model, (X,), ranks=2, microbatches=4, schedule=schedule)
+    given = {"loss_fn": mse_loss, "local": True, **given}
+    return penstock.Pipeline(model, plan, **given)
+
+
+def gradients(held: Any) -> Numbers:
+    found = {name: parameter.grad for name, parameter in held.named_parameters()}
+    return {name: None if gradient is None else gradient.clone() for name, gradient in found.items()}
+
+
+def after_failure(pipe: Any, break_it: Callable[[], None], num_before: int) -> tuple[Numbers, Numbers]:
+    """The gradients before and after a step that fails."""
+    for _ in range(num_before):
+        pipe.step(X, target=TARGET)
+    before = gradients(pipe)
+    break_it()
+    with pytest.raises(penstock.RunError, match="not today"):
+        pipe.step(X, target=TARGET)
+    return before, gradients(pipe)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize("calls", [{"forward": 3}, {"backward": 1}, {"backward": 4}])
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_gradients_are_what_they_were_before(schedule: str, place: int, calls: dict[str, int], num_before: int) -> None:
+    before, after = after_failure(pipe_of(fragile(place), schedule), lambda: fail(**calls), num_before)
+    assert_identical(after, before)
+    assert all(gradient is None for gradient in after.values()) is (num_before == 0)
+
+
+def test_a_loss_function_that_fails_leaves_no_trace() -> None:
+    bad = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if any(torch.equal(target, one) for one in bad):
+            raise ValueError("not today")
+        return mse_loss(output, target)
+
+    pipe = pipe_of(fragile(0), loss_fn=loss_fn)
+    before, after = after_failure(pipe, lambda: bad.append(TARGET[4:6]), 1)
+    assert_identical(after, before)
+
+
+def test_the_next_step_adds_to_what_was_kept() -> None:
+    pipe, plain = pipe_of(fragile(3)), pipe_of(fragile(3))
+    after_failure(pipe, lambda: fail(backward=3), 1)
+    pipe.num_steps = plain.num_steps = 1
+    fail()
+    pipe.step(X, target=TARGET)
+    for _ in range(2):
+        plain.step(X, target=TARGET)
+    assert_identical(gradients(pipe), gradients(plain))
+
+
+def test_a_gradient_stays_the_same_tensor() -> None:
+    """As in plain training, so that flat buffers of gradients stay what they are."""
+    model = fragile(3)
+    pipe = pipe_of(model)
+    pipe.step(X, target=TARGET)
+    held = [parameter.grad for parameter in model.parameters()]
+    fail(backward=2)
+    with pytest.raises(penstock.RunError):
+        pipe.step(X, target=TARGET)
+    fail()
+    pipe.step(X, target=TARGET)
+    assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), held, strict=True))
+
+
+def test_accumulation_has_every_bit_of_the_plain_loop() -> None:
+    model, plain = fragile(0), fragile(0)
+    pipe = pipe_of(model)
+    for _ in range(3):
+        pipe.step(X, target=TARGET)
+        for x, target in zip(X.split(2), TARGET.split(2), strict=True):
+            (mse_loss(plain(x), target) * 0.25).backward()
+    assert_identical(gradients(model), gradients(plain))
+
+
+def test_without_restoring_a_step_that_fails_drops_all_gradients() -> None:
+    pipe = pipe_of(fragile(3), options=penstock.RunOptions(restore_gradients=False))
+    _, after = after_failure(pipe, lambda: fail(backward=3), 1)
+    assert set(after.values()) == {None}
+
+
+@pytest.mark.xdist_group("gloo")
+def test_every_rank_of_a_step_that_fails_on_one_keeps_what_it_had() -> None:
+    for before, after in penstock.launch(alone_with_a_failure, 2):
+        assert_identical(after, before)
+
+
+def alone_with_a_failure() -> tuple[Numbers, Numbers]:
+    os.environ["PENSTOCK_WATCH"] = "0"
+    model = fragile(0)
+    pipe = pipe_of(model, local=False, options=penstock.RunOptions(deadline_seconds=2.0))
+    for _ in range(2):
+        pipe.step(X, target=TARGET)
+    before = gradients(pipe)
+    fail(backward=4)
+    with pytest.raises(penstock.RunError):
+        pipe.step(X, target=TARGET)
+    return before, gradients(pipe)
+
+
+def tied_and_broken() -> tuple[Numbers, Numbers, Numbers]:
+    """The gradients after a good step, after one that is refused, and after one more good step."""
+    model, x = tied(), tokens(6, 5)
+    plan = penstock.plan(model, (x,), ranks=2, microbatches=3, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=scores)
+    pipe.step(x, target=x)
+    found = [gradients(pipe)]
+    hook = model.blocks[1].register_forward_hook(lambda module, given, result: result * float("nan"))
+    with pytest.raises(penstock.RunError, match="not a finite number"):
+        pipe.step(x, target=x)
+    hook.remove()
+    found.append(gradients(pipe))
+    pipe.step(x, target=x)
+    return (*found, gradients(pipe))
+
+
+def scores(output: Tensor, target: Tensor) -> Tensor:
+    return (output**2).mean()
+
+
+@pytest.mark.gloo
+def test_parameters_of_several_ranks_keep_what_they_had_too(pools: Pools) -> None:
+    for before, after, more in pools[2].run(tied_and_broken):
+        assert_identical(after, before)
+        for name, gradient in more.items():
+            assert torch.allclose(gradient, 2 * before[name], rtol=1e-12, atol=0)
