@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip install --quiet --quiet
 comma := ,
 
 # The rooms without torch; those that are not built yet are left out.
-PURE_ROOMS := errors.py ir partitioners schedules passes views simulate planner
+PURE_ROOMS := errors.py ir partitioners schedules passes views simulate synthesis planner
 PURE := $(wildcard $(addprefix penstock/,$(PURE_ROOMS)))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -1,0 +1,7 @@
+"""MECHANISM: StageCosts + Placement + Cluster -> an order made for them, beside a bound that no order can undercut."""
+
+from penstock.synthesis.bound import Bound, lower_bound
+from penstock.synthesis.making import Synthesis, synthesise
+from penstock.synthesis.problem import Problem
+
+__all__ = ["Bound", "Problem", "Synthesis", "lower_bound", "synthesise"]
