@@ -15,8 +15,8 @@ class Sizes(NamedTuple):
     heads: int = 4
     words: int = 512
     length: int = 128
-    samples: int = 16
-    microbatches: int = 8
+    samples: int = 32
+    microbatches: int = 16
 
     @property
     def tokens(self) -> int:

@@ -3,7 +3,8 @@
 Passes sleep, so that more ranks than cores overlap. Both runtimes drive the same stages in the same order, by turns.
 The same passes also run alone on every rank, without any message: what they take then no runtime can save. Two lines
 say what is left to the runtime: the step against its simulation with passes that are as long as they were alone, and
-the CPU time beyond theirs.
+the CPU time beyond theirs. Where a bare loop over isend and irecv knows the schedule, it runs as well: it shows what of
+the CPU time is that of the messages themselves.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from benchmarks.bare import BareLoop
 from benchmarks.sleeping import SIZE, SleepingBlock, costs
 from benchmarks.table import Line, Table
 from benchmarks.torch_pipeline import TorchPipeline
@@ -20,6 +22,8 @@ from benchmarks.turns import Step, Turn, joined, load, take_turns
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv")
 _CPU_SHARE = 0.6
+_OVER_BARE = 1.25
+"""CPU time over that of a loop that checks nothing"""
 
 
 class Setting(NamedTuple):
@@ -98,6 +102,10 @@ def _cpu(name: str, found: Found) -> Iterator[Line]:
         ours, theirs = found.cpu("penstock") - own, found.cpu("torch") - own
         cells = (name, "", f"{ours * 1e6:.0f} us", f"{theirs * 1e6:.0f} us", load(), against)
         yield _line(cells, ours / theirs, _CPU_SHARE)
+    if "bare" in found.steps:
+        ours, bare = found.cpu("penstock"), found.cpu("bare")
+        cells = (name, "", f"{ours * 1e6:.0f} us", f"{bare * 1e6:.0f} us", load(), "bare loop's")
+        yield _line(cells, ours / bare, _OVER_BARE)
 
 
 def recording(setting: Setting, names: tuple[str, ...] = ("1f1b", "zbv")) -> Table:
@@ -134,11 +142,14 @@ def _beside_torch(name: str, plan: penstock.Plan, model: nn.Sequential, setting:
     ours = penstock.Pipeline(model, plan, loss_fn=_loss)
     parts = {stage: model[stage] for stage in plan.schedule.placement.stages[rank]}
     theirs = TorchPipeline.in_order(name, plan.schedule, parts, _loss)
-    runs = {
+    runs: dict[str, Callable[[], object]] = {
         "penstock": lambda: ours.step(batch, target=batch),
         "torch": lambda: theirs.step(batch, target=batch),
         "alone": lambda: _alone(parts, batch),
     }
+    if BareLoop.can_run(plan.schedule):
+        bare = BareLoop(plan.schedule, model[rank], _loss)
+        runs["bare"] = lambda: bare.step(batch)
     return take_turns(runs, setting.times)
 
 
@@ -154,7 +165,7 @@ def _with_and_without_record(
     name: str, plan: penstock.Plan, model: nn.Sequential, setting: Setting
 ) -> dict[str, list[Turn]]:
     batch, ours = _batch(setting), penstock.Pipeline(model, plan, loss_fn=_loss)
-    runs = {
+    runs: dict[str, Callable[[], object]] = {
         "penstock": lambda: ours.step(batch, target=batch),
         "recorded": lambda: ours.step(batch, target=batch, record=True),
     }

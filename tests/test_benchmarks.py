@@ -8,12 +8,16 @@ from benchmarks import (
     backward,
     breaking,
     capture,
+    joint_plan,
     measure,
+    meetings,
     partition,
     planning,
+    prediction,
     runtime_compute,
     runtime_memory,
     runtime_sleep,
+    synthesis,
 )
 from benchmarks.__main__ import main
 from benchmarks.clock import cpu_seconds
@@ -53,6 +57,13 @@ def test_growth_and_speed_are_measured_for_every_schedule(capsys):
     planning.speed(ranks=2, microbatches=4, times=1).show()
     shown = capsys.readouterr().out
     assert all(len(re.findall(rf"^  {name} .*(PASS|FAIL)$", shown, re.MULTILINE)) == 2 for name in SCHEDULES)
+
+
+def test_a_meeting_is_measured_beside_an_all_gather():
+    pytest.importorskip("torch")
+    (line,) = meetings.costs((2,), turns=1, times=2).lines
+    assert line.cells[0] == "2 ranks"
+    assert line.value > 0
 
 
 def test_every_schedule_that_torch_has_is_measured_beside_it():
@@ -128,3 +139,31 @@ def test_a_rank_holds_just_the_bytes_that_were_simulated():
 def test_receive_buffers_exist_for_the_microbatches_in_flight_only():
     lines = list(runtime_memory.receive_buffers(2, 8).lines)
     assert all(line.value < 0.5 for line in lines)
+
+
+def test_made_orders_are_held_against_the_solver_the_bound_and_named_schedules():
+    pytest.importorskip("ortools")
+    assert [line.value for line in synthesis.certified(count=4).lines] == [0, 0]
+    share, worst = synthesis.optimal(count=2, budget_seconds=0.3).lines
+    assert 0 <= share.value <= 1 <= worst.value
+    assert all(line.value > 0 for line in synthesis.near_the_bound(2, 4, budget_seconds=0.1).lines)
+    assert len(list(synthesis.against_named(2, 4, budget_seconds=0.1).lines)) == 6
+
+
+@pytest.mark.skipif(not synthesis.GOLDEN.exists(), reason="the published figures are not here")
+def test_made_orders_are_held_against_published_rates():
+    line = next(iter(synthesis.published(budget_seconds=0.2).lines))
+    assert line.cells[0] == "8 x 24"
+
+
+def test_a_searched_plan_is_held_against_an_even_division():
+    even, linear, auto = joint_plan.heavy_head(8, 2.0, 2, 4).lines
+    assert auto.value <= linear.value <= even.value
+
+
+def test_predictions_are_held_against_steps():
+    pytest.importorskip("torch")
+    tiny = Sizes(layers=2, width=16, heads=2, words=16, length=8, samples=4, microbatches=2)
+    (line,) = prediction.computing(tiny, times=1, names=("1f1b",)).lines
+    assert line.cells[0] == "1f1b"
+    assert len(list(prediction.against_torch(8, 2, 2, unit=0.0005, times=1, budget_seconds=0.5).lines)) >= 5

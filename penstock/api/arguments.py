@@ -1,16 +1,13 @@
 """What a Pipeline is given is checked here, once, before anything is built from it."""
 
-import hashlib
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PlanError, RunError
 from penstock.ir.plan import Plan
-from penstock.runtime.agreement import Form
 from penstock.runtime.scaler import GradScaler
 from penstock.training.batch_cutter import INPUTS
 from penstock.training.losses.given import REDUCTIONS
@@ -93,29 +90,6 @@ def _check_choice(name: str, given: object, choices: tuple[str | None, ...]) -> 
     if not (given is None or isinstance(given, str)) or given not in choices:
         hint = " or ".join("None" if choice is None else f'"{choice}"' for choice in choices)
         raise RunError(f"unknown {name}", given=_shown(given), hint=hint)
-
-
-def compared(plan: Plan, loss_fn: object, options: RunOptions, **choices: Any) -> Form:
-    """What must be the same on every rank, in words."""
-    schedule, stages = plan.schedule, plan.partition.stages
-    given = {
-        "number of microbatches": plan.num_microbatches,
-        "schedule": f"{plan.choices.schedule}, orders {_digest(schedule.table.codes.tobytes())}",
-        "placement": [schedule.placement[stage] for stage in range(plan.num_stages)],
-        "stages": f"{len(stages)} of {list(map(len, stages))} nodes {_digest(repr(stages).encode())}",
-        "recompute": list(plan.choices.recompute),
-        "loss_fn": "none" if loss_fn is None else "given",
-        **{name: repr(value) for name, value in choices.items()},
-        "seed": options.seed,
-        "nonfinite": options.nonfinite,
-        "check_inputs_every": options.check_inputs_every,
-        "restore_gradients": options.restore_gradients,
-    }
-    return Form.of_options(given)
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:12]
 
 
 def _shown(value: object) -> str:

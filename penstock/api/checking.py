@@ -13,11 +13,10 @@ from penstock.api.arguments import check_loss_fn, check_model_and_plan, check_sp
 from penstock.api.pipeline import Pipeline
 from penstock.capture import Captured
 from penstock.errors import RunError
-from penstock.ir.cluster import Cluster
 from penstock.ir.comparison import GRADIENT, compared
 from penstock.ir.containers import transform
 from penstock.ir.plan import Plan
-from penstock.planner import Request, estimate, make
+from penstock.planner import unsplit
 from penstock.runtime.batch import Microbatch, Split, cut
 from penstock.split.distances import distances
 from penstock.split.ownership import Ownership
@@ -62,7 +61,7 @@ def check(
     notes = [remark.sentence for remark in found.remarks]
     if any(node.is_random for node in bench.captured.recording(pieces[0].args, pieces[0].kwargs).graph.nodes):
         # The unsplit model as one stage: the same seeds go to the same blocks.
-        loop = bench.pipeline(_unsplit(plan), batch)
+        loop = bench.pipeline(unsplit(plan), batch)
         notes.append("the model draws random numbers: compared block by block from the same seeds")
     else:
         loop = bench.plain(pieces, found.weights)
@@ -180,12 +179,6 @@ def _heard() -> Iterator[list[Remark]]:
 def _copied(leaf: object) -> object:
     """The model may write into its inputs."""
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
-def _unsplit(plan: Plan) -> Plan:
-    """The same microbatches through one stage on one rank."""
-    request = Request(Cluster(1), plan.num_microbatches, "gpipe", "uniform", 1)
-    return make(plan.graph, estimate(plan.graph), request)
 
 
 def _stages(plan: Plan) -> dict[str, int]:

@@ -7,13 +7,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.api.agreeing import agreed
 from penstock.api.arguments import (
     check_choices,
     check_loss_fn,
     check_model_and_plan,
     check_places,
     check_split,
-    compared,
 )
 from penstock.errors import RunError
 from penstock.ir.plan import Plan
@@ -62,25 +62,23 @@ class Pipeline:
         check_places(mesh, local, parallelize_fn)
         check_choices(reduction, inputs, scaler, options)
         check_split(split, model)
-        self.plan = plan
         self.num_steps = 0
         """how many steps were taken; part of what seeds random numbers"""
         crew = _crew(plan, mesh, local, options.deadline_seconds)
         self._meeting = Meeting(crew)
         choices = {"reduction": reduction, "inputs": inputs, "split": split or {}, "scaler": _numbers(scaler)}
-        self._meeting.found(compared(plan, loss_fn, options, **choices))
+        self.plan = plan = agreed(plan, crew, self._meeting, loss_fn, options, **choices)
         parallelize = _parallelize(parallelize_fn, mesh)
-        self._part = ModelPart(model, plan, crew, parallelize, options.restore_gradients)
-        part = self._part
+        self._part = part = ModelPart(model, plan, crew, parallelize, options.restore_gradients)
         self._weighing = Weighing(part.captured, part.replicas, loss_fn, reduction, part.elsewhere)
         self._scaler = scaler
         if scaler is not None:
             scaler.bind(self._meeting)
-        ending = Ending(self._part.captured, self._weighing, scaler)
+        ending = Ending(part.captured, self._weighing, scaler)
 
         def engine(plan: Plan) -> Engine:
-            cutter = BatchCutter(self._part, plan, inputs, split or {}, loss_fn is not None)
-            return Engine(self._part, self._meeting, ending, cutter, options)
+            cutter = BatchCutter(part, plan, inputs, split or {}, loss_fn is not None)
+            return Engine(part, self._meeting, ending, cutter, options)
 
         self._engine_of = engine
         self._engine = engine(plan)

@@ -7,6 +7,8 @@ from penstock.errors import ScheduleError
 from penstock.ir.cluster import Cluster, parse_bytes
 from penstock.ir.costs import StageCosts
 from penstock.ir.cuts import Cuts
+from penstock.ir.figures import whole
+from penstock.ir.placement import Placement
 from penstock.ir.plan import Plan
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
@@ -16,6 +18,9 @@ from penstock.passes import lower as lower_schedule
 from penstock.passes import verify as verify_orders
 from penstock.passes.base import Pass
 from penstock.simulate import simulate as simulate_program
+from penstock.synthesis import Problem, synthesise
+
+AUTO = "auto"
 
 
 def schedule(
@@ -27,15 +32,39 @@ def schedule(
     costs: StageCosts | None = None,
     memory: int | str | None = None,
 ) -> Schedule:
-    """A schedule of the table, such as "1f1b" or "zbv".
+    """A schedule of the table, such as "1f1b" or "zbv", or with "auto" an order made for the costs and the memory.
 
     With costs, zero-bubble and V schedules put their weight gradients where they fill gaps. With memory, a limit in
     bytes per rank ("24GiB" also), a schedule that would hold more is refused; that needs the bytes of the costs.
     """
+    if str(name).lower() == AUTO:
+        return _made(whole(ranks) or 0, microbatches, stages_per_rank, costs, memory)
     built = schedules.build(name, ranks, microbatches, stages_per_rank, costs)
     if memory is not None:
         _check_memory(built, costs, parse_bytes(memory))
     return built
+
+
+def _made(
+    ranks: int, microbatches: int, stages_per_rank: int | None, costs: StageCosts | None, memory: int | str | None
+) -> Schedule:
+    """The best order for the stages in a loop or, with two per rank, in a vee."""
+    depth = stages_per_rank or (costs.num_stages // max(ranks, 1) if costs else 1)
+    if ranks < 1 or (whole(depth) or 0) < 1 or (costs is not None and costs.num_stages != ranks * depth):
+        raise ScheduleError(
+            "ranks and stages per rank must be 1 or more and make the stages of the costs",
+            ranks=repr(ranks),
+            stages_per_rank=repr(depth),
+            stages_of_costs=costs.num_stages if costs else None,
+            hint="costs with ranks * stages_per_rank stages",
+        )
+    costs = costs or StageCosts.uniform(ranks * depth)
+    if memory is not None:
+        _check_bytes(costs, parse_bytes(memory))
+    placements = [Placement.loop(ranks, depth)] + [Placement.vee(ranks)] * (depth == 2 and ranks > 1)
+    cluster = Cluster(ranks, memory)
+    found = [synthesise(Problem.of(costs, placement, microbatches, cluster)) for placement in placements]
+    return min(found, key=lambda one: one.seconds).best.schedule
 
 
 def _check_memory(built: Schedule, costs: StageCosts | None, limit: int) -> None:
@@ -43,8 +72,7 @@ def _check_memory(built: Schedule, costs: StageCosts | None, limit: int) -> None
         raise ScheduleError(
             "a memory limit needs costs to compare with", hint="costs=StageCosts(..., activation_bytes=...)"
         )
-    if not any(costs.activation_bytes) and not any(state.total for state in costs.state):
-        raise ScheduleError("a memory limit needs bytes", limit=limit, hint="costs with activation_bytes and state")
+    _check_bytes(costs, limit)
     trace = simulate_program(lower_schedule(built), costs)
     peaks = [trace.peak_bytes(rank) for rank in range(trace.num_ranks)]
     if max(peaks) > limit:
@@ -55,6 +83,11 @@ def _check_memory(built: Schedule, costs: StageCosts | None, limit: int) -> None
             limit=limit,
             hint="v_half or v_min, which hold fewer activations, or more microbatches of smaller size",
         )
+
+
+def _check_bytes(costs: StageCosts, limit: int) -> None:
+    if not any(costs.activation_bytes) and not any(state.total for state in costs.state):
+        raise ScheduleError("a memory limit needs bytes", limit=limit, hint="costs with activation_bytes and state")
 
 
 def lower(schedule: Schedule, *, cuts: Cuts | None = None, passes: Sequence[str | Pass] = DEFAULT_PASSES) -> Program:

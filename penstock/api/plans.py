@@ -1,28 +1,30 @@
 """The door from a model and a cluster to a plan."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.capture import Captured
-from penstock.capture import capture as record_model
+from penstock.api.examples import Examples
+from penstock.api.progress import progress
 from penstock.errors import PlanError
-from penstock.ir.cluster import Cluster, parse_bytes
+from penstock.ir.cluster import Cluster
+from penstock.ir.device_speed import DeviceSpeed
 from penstock.ir.figures import whole
-from penstock.ir.graph import Graph
-from penstock.ir.liveness import trained
 from penstock.ir.partition import Partition
 from penstock.ir.plan import Plan
 from penstock.ir.profile import Profile
 from penstock.ir.schedule import Schedule
-from penstock.planner import Request, estimate, make
-from penstock.runtime.batch import Split, cut
-from penstock.training.roots import roots_of
+from penstock.planner import Request, search
 
 LossFn = Callable[[Any, Any], Tensor]
-_MICROBATCHES_PER_RANK = 4
+_LEAST_SEARCH = 0.2
+"""the share of the budget that is for searching, however long measuring takes"""
+_PER_RANK = (4, 1, 2, 8)
+"""microbatches per rank that "auto" looks at, the usual number first"""
 
 
 def plan(
@@ -39,41 +41,38 @@ def plan(
     recompute: str = "none",
     profile: Profile | None = None,
     loss_fn: LossFn | None = None,
-    split: Split | None = None,
+    split: Mapping[str, int | None] | None = None,
+    speed: DeviceSpeed | None = None,
+    budget_seconds: float = 10.0,
 ) -> Plan:
     """How to train the model as a pipeline, from one example batch: cuts, schedule, predicted time and memory.
 
     `schedule` is a name, a Schedule or a path to a CSV; `partitioner` a name, a Partition, or lists of module names
-    per stage. With a `loss_fn`, gradients of all outputs are predicted to return, else of the loss among them. `split`
-    is that of the Pipeline: along which dimension arguments are cut, None for whole.
+    per stage. What is "auto" is searched for, all together, for about `budget_seconds`; `plan.describe()` says what was
+    looked at and why this was chosen. With a `loss_fn`, gradients of all outputs are predicted to return, else of the
+    loss among them. `split` is that of a Pipeline. A model on the meta device is not measured: its seconds are those of
+    a device of that `speed`, by default this one.
     """
     cluster = ranks if isinstance(ranks, Cluster) else Cluster(_count("ranks", ranks))
-    count = _microbatches(microbatches, cluster)
-    graph = _graph(_example(model, (args, kwargs), count, split), loss_fn)
-    limits = (parse_bytes(memory),) * cluster.ranks if memory is not None else cluster.limits
-    request = Request(cluster, count, _schedule(schedule), partitioner, stages_per_rank, recompute, limits)
-    return make(graph, profile or estimate(graph), request)
+    if memory is not None:
+        cluster = replace(cluster, memory=memory)
+    start = time.monotonic()
+    request = Request(cluster, _schedule(schedule), partitioner, stages_per_rank, recompute, budget_seconds)
+    examples = Examples(model, args, kwargs, split, loss_fn, speed)
+    models = examples.measured(_counts(microbatches, cluster, examples), profile)
+    # Measuring is part of what the user waits for; some time to search is left in any case.
+    left = max(budget_seconds - (time.monotonic() - start), _LEAST_SEARCH * budget_seconds)
+    with progress("planning") as tell:
+        return search(models, replace(request, budget_seconds=left), tell)
 
 
-def _graph(captured: Captured, loss_fn: LossFn | None) -> Graph:
-    """The graph of a microbatch; gradients return of what the loss is made of, all outputs for a `loss_fn`."""
-    return trained(captured.graph, roots_of(captured, loss_fn is not None), captured.first.adding)
-
-
-def _example(
-    model: nn.Module, batch: tuple[Any, Mapping[str, Any] | None], count: int, split: Split | None
-) -> Captured:
-    args, kwargs = batch
-    if not isinstance(model, nn.Module):
-        raise PlanError("a plan needs a torch.nn.Module", given=type(model).__name__)
-    if not isinstance(args, list | tuple):
-        raise PlanError("args is a tuple of what the model is called with", given=type(args).__name__, hint="(x,)")
-    first = cut(model.forward, tuple(args), dict(kwargs or {}), None, count, split)[0]
-    return record_model(model, first.args, first.kwargs)
-
-
-def _microbatches(given: int | str, cluster: Cluster) -> int:
-    return _MICROBATCHES_PER_RANK * cluster.ranks if given == "auto" else _count("microbatches", given)
+def _counts(given: int | str, cluster: Cluster, examples: Examples) -> list[int]:
+    """The numbers of microbatches to look at."""
+    if given != "auto":
+        return [_count("microbatches", given)]
+    counts = [each * cluster.ranks for each in _PER_RANK]
+    samples = examples.num_samples(max(counts))
+    return [count for count in counts if count <= samples] or [samples]
 
 
 def _count(name: str, given: object) -> int:

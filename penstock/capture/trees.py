@@ -1,9 +1,11 @@
 """Trees: writes Python arguments down as plain trees; what text cannot hold goes into the live table."""
 
 import enum
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -132,9 +134,16 @@ def _name(thing: Any) -> str:
 def _function_name(function: Any) -> str:
     if isinstance(function, Apply):
         return f"{function.function.__module__}.{function.function.__qualname__}.apply"
-    name = resolve_name(function) or getattr(function, "__qualname__", None) or type(function).__name__
+    name = _name_in_torch()(function) or getattr(function, "__qualname__", None) or type(function).__name__
     module = getattr(function, "__module__", None)
     return name if name.startswith("torch.") or not module else f"{module}.{name}"
+
+
+@cache
+def _name_in_torch() -> Callable[[Any], str | None]:
+    """What torch calls a function; it silences warnings around every call, which only the first one needs."""
+    resolve_name(torch.relu)
+    return inspect.unwrap(resolve_name)
 
 
 def short_name(function: Any) -> str:

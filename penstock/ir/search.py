@@ -54,6 +54,8 @@ class Search:
 
     candidates: tuple[Candidate, ...] = ()
     reasons: tuple[str, ...] = ()
+    asked: tuple[tuple[str, str], ...] = ()
+    """the wishes that the search was given, by name"""
 
     def __post_init__(self) -> None:
         for place, candidate in enumerate(self.candidates):

@@ -75,6 +75,7 @@ class Acyclic(Partitioner):
             chain = chains.fewest_bytes(rates.loads, nudged(least))
             # An atom is in the stage that ends with the first ideal it is inside of.
             stage = inside[chain[1:]].argmax(axis=0)
-            is_proof = is_plain or len(atoms) == len(problem.atoms)
+            # Named links are told apart by the judge only.
+            is_proof = is_plain or (len(atoms) == len(problem.atoms) and not problem.cluster.links)
             return improved(Judged(problem, problem.atoms, stage[group])), least if is_proof else 0.0
         return None

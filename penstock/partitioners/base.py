@@ -194,7 +194,10 @@ class Partitioner(ABC):
                 stages=problem.num_stages,
                 hint="memory or a buffer that is written keeps nodes together: fewer stages" if closed else "",
             )
-        return self.divide(problem)
+        division = self.divide(problem)
+        if problem.graph.storage or problem.graph.updates:
+            division.partition.check(problem.graph)
+        return division
 
     @abstractmethod
     def divide(self, problem: Problem) -> Division:

@@ -132,13 +132,22 @@ class Crew:
 
     def tell_text(self, text: str, source: int) -> str:
         """The text of one rank, on every rank."""
-        content = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        return self._told(text, source, self.rank == source, self.control)
+
+    def tell_all(self, text: str) -> str:
+        """The text of the first rank of the first replica, on every rank of all."""
+        text = self.tell_text(text, 0)
+        return text if self.replicas is None else self._told(text, 0, self.replica == 0, self.replica_control)
+
+    def _told(self, text: str, source: int, is_source: bool, group: Any) -> str:
+        data = bytearray(text.encode())
+        content = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([len(content)])
-        self.do(dist.broadcast, size, group=self.control, group_src=source, async_op=True)
-        if self.rank != source:
+        self.do(dist.broadcast, size, group=group, group_src=source, async_op=True)
+        if not is_source:
             content = torch.empty(int(size), dtype=torch.uint8)
-        self.do(dist.broadcast, content, group=self.control, group_src=source, async_op=True)
-        return bytes(content.tolist()).decode()
+        self.do(dist.broadcast, content, group=group, group_src=source, async_op=True)
+        return content.numpy().tobytes().decode()
 
 
 def _control_of(mesh: Any, axis: str) -> Any:

@@ -75,12 +75,19 @@ class Meeting:
         """that of the last meeting"""
         self._open: tuple[Occasion, Said, Row] | None = None
 
-    def found(self, options: Form) -> None:
-        """The first meeting: the ranks compare what their Pipeline was given, and agree on a number for it."""
-        if self._circle is not None:
-            said = Said(options, figures=Figures(maxes=(float(Meeting._next_pipeline),)), is_for_replicas=True)
-            self._pipeline = int(self.hold(Occasion("Pipeline", 0), said).figures.maxes[0])
-            Meeting._next_pipeline = self._pipeline + 1
+    def found(self, options: Form, plan: int = 0) -> bool:
+        """The first meeting: the ranks compare what their Pipeline was given, and agree on a number for it.
+
+        Returns whether the digest of the plan is the same on all.
+        """
+        if self._circle is None:
+            return True
+        figures = Figures(maxes=(float(Meeting._next_pipeline), float(plan), -float(plan)))
+        heard = self.hold(Occasion("Pipeline", 0), Said(options, figures=figures, is_for_replicas=True))
+        number, largest, smallest = heard.figures.maxes[:3]
+        self._pipeline = int(number)
+        Meeting._next_pipeline = self._pipeline + 1
+        return largest == -smallest
 
     def hold(self, occasion: Occasion, said: Said = _NOTHING) -> Heard:
         """Meet now."""
@@ -134,7 +141,7 @@ class Meeting:
         """The figures of all replicas; a problem of one is one of all."""
         if problem is not None:
             said = Said(Form([_written(problem)]))
-        elif not said.is_for_replicas:
+        elif not said.is_for_replicas and own.key.occasion != _REFUSED:
             said = _NOTHING
         form = said.form or Form(())
         occasion = own.key.occasion if problem is None else _REFUSED

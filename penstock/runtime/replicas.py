@@ -33,7 +33,7 @@ class Replicas:
     def start(self, stage: int) -> None:
         """Begin to average the gradients of a stage, while other stages still compute."""
         for own in _alike(self._own(stage)):
-            flat = torch.cat([_flat(parameter) for parameter in own])
+            flat = torch.cat([*map(_flat, own), _are_there(own)])
             work = self._crew.start(dist.all_reduce, flat, group=self._crew.replicas, async_op=True)
             self._under_way.append((work, flat, own))
 
@@ -41,10 +41,11 @@ class Replicas:
         """Wait for all averages and put them in place; of a parameter that two stages use the later one counts."""
         for work, flat, own in self._under_way:
             self._crew.wait(work)
-            parts = torch.split(flat.div_(self._crew.num_replicas), [parameter.numel() for parameter in own])
-            for parameter, part in zip(own, parts, strict=True):
-                # No replica used it: it has no gradient, as in plain training.
-                if parameter.grad is not None or bool(part.any()):
+            sizes = [parameter.numel() for parameter in own]
+            *parts, there = torch.split(flat.div_(self._crew.num_replicas), [*sizes, len(own)])
+            for parameter, part, is_there in zip(own, parts, there.tolist(), strict=True):
+                # What no replica used has no gradient, as in plain training; what one of them used, all have.
+                if is_there:
                     parameter.grad = part.view_as(parameter).clone()
         self._under_way.clear()
 
@@ -69,6 +70,12 @@ def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Those of one type together, so that none changes its type on the way."""
     dtypes = dict.fromkeys(parameter.dtype for parameter in parameters)
     return [[parameter for parameter in parameters if parameter.dtype == dtype] for dtype in dtypes]
+
+
+def _are_there(parameters: list[nn.Parameter]) -> Tensor:
+    """For each parameter, whether it has a gradient at all."""
+    first = parameters[0]
+    return torch.tensor([p.grad is not None for p in parameters], dtype=first.dtype, device=first.device)
 
 
 def _flat(parameter: nn.Parameter) -> Tensor:

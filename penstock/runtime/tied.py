@@ -44,10 +44,10 @@ class Tied:
 
     def _summed(self, one: Shared) -> Tensor | None:
         owner, *others = one.ranks
+        total = _dense(one.parameter.grad)
         if self._crew.rank != owner:
-            self._send(one.parameter.grad, one, owner)
+            self._send(total, one, owner)
             return self._receive(one, owner)
-        total = one.parameter.grad
         for rank in others:
             part = self._receive(one, rank)
             total = part if total is None else total if part is None else total + part
@@ -71,3 +71,8 @@ class Tied:
         gradient = torch.empty_like(one.parameter, memory_format=torch.contiguous_format).detach()
         self._crew.do(dist.irecv, gradient, group=self._crew.group, group_src=rank)
         return gradient
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    """All entries of a gradient, of which a sparse embedding has only some."""
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient

@@ -26,7 +26,7 @@ def term_weights(rule: LossRule, counts: Counts) -> tuple[tuple[float, ...], ...
     """For each term of the rule, the factors of the microbatches."""
     if any(len(count) != len(rule.terms) for count in counts):
         raise RunError("one count for each term is needed", terms=len(rule.terms), given=[len(c) for c in counts])
-    return tuple(_shares(term, [count[place] for count in counts]) for place, term in enumerate(rule.terms))
+    return tuple(_of_term(term, [count[place] for count in counts]) for place, term in enumerate(rule.terms))
 
 
 def is_exact(rule: LossRule, counts: Counts, tolerance: float = 1e-14) -> bool:
@@ -35,12 +35,12 @@ def is_exact(rule: LossRule, counts: Counts, tolerance: float = 1e-14) -> bool:
     return all(
         abs(sum(lead) - 1) <= tolerance
         if term.kind == "constant"
-        else all(abs(one - other) <= tolerance for one, other in zip(shares, lead, strict=True))
-        for term, shares in zip(rule.terms, term_weights(rule, counts), strict=True)
+        else all(abs(one - other) <= tolerance for one, other in zip(own, lead, strict=True))
+        for term, own in zip(rule.terms, term_weights(rule, counts), strict=True)
     )
 
 
-def _shares(term: Term, counts: Sequence[float]) -> tuple[float, ...]:
+def _of_term(term: Term, counts: Sequence[float]) -> tuple[float, ...]:
     if term.kind == "sum":
         return (1.0,) * len(counts)
     total = float(sum(counts))

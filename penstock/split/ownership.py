@@ -47,7 +47,18 @@ class Ownership:
                 # The number in the name of a function may be that of another call in this recording.
                 placed[node.name] = min(max(owned.get(node.name, 0), earliest), max(latest[node.name], earliest))
         stages = range(self._partition.num_stages)
-        return Partition(tuple(tuple(name for name, at in placed.items() if at == stage) for stage in stages))
+        return self._of(tuple(tuple(name for name, at in placed.items() if at == stage) for stage in stages))
+
+    def _of(self, stages: tuple[tuple[str, ...], ...]) -> Partition:
+        if () in stages:
+            idle = stages.index(())
+            raise PartitionError(
+                "this batch leaves a stage nothing to do",
+                stage=idle,
+                planned=" ".join(self._partition.stages[idle]),
+                hint="plan with a batch of this kind as the example, or with fewer stages",
+            )
+        return Partition(stages)
 
     def _is_same(self, graph: Graph) -> bool:
         """Whether the graph has the very nodes of the example, so that each goes where it was put."""

@@ -43,11 +43,10 @@ class Closing:
         inline = known if len(known) <= ROOM else ()
         occasion = Occasion("the end of step" if data.is_training else "the end of eval", step)
         heard = self._meeting.hold(occasion, Said(figures=figures, content=inline))
-        if data.is_training:
-            self._remarks.say(data, self._ending, lambda: self._part.parameters)
-        total, (has_loss, dtype, _, _) = heard.figures.sums, heard.figures.maxes
+        self._remarks.say(data, self._ending, lambda: self._part.parameters)
+        total, (has_loss, place, _, _) = heard.figures.sums, heard.figures.maxes
         losses, weights = self._told(heard, known, data) if has_loss > 0 else ((), ())
-        dtype = _DTYPES[int(dtype)] if has_loss > 0 else torch.float64
+        dtype = _DTYPES[int(place)] if has_loss > 0 else torch.float64
         mean = (total[0] + total[1]) / self._part.crew.num_replicas
         return Result(
             torch.tensor(mean, dtype=torch.float64).to(dtype) if has_loss > 0 else None,

@@ -46,6 +46,8 @@ class Ending:
 
     def remarks(self, load: StepData) -> tuple[str, ...]:
         """What the user should know about the losses of a step's microbatches."""
+        if not load.is_training:
+            return self._weighing.doubts if load.losses else ()
         return (*(self._weighing.remarks(load) if load.losses else ()), *self._added.doubts())
 
     def finish(self, load: StepData, microbatch: int, left: dict[str, Any]) -> Tensor | None:
@@ -55,28 +57,33 @@ class Ending:
         output = self._captured.output(recording, values)
         if load.keeps_outputs:
             load.outputs[microbatch] = transform(output, _detached)
-        loss = self._loss(load, microbatch, output, values)
-        if loss is None:
+        if not self._has_loss(load, microbatch):
             return None
+        loss = self._loss(load, microbatch, output, values)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise RunError("a loss is one number", found=found, microbatch_size=piece.size)
+        if not loss.is_floating_point():
+            raise RunError("a loss is a floating-point number", found=loss.dtype, hint="loss.float()")
         if load.is_training and not loss.requires_grad:
-            raise RunError(
-                "the loss depends on nothing that needs a gradient", hint="unfreeze a parameter, or use eval"
-            )
+            way_out = "unfreeze a parameter, or use eval"
+            hint = way_out if torch.is_grad_enabled() else "call step outside of torch.no_grad()"
+            raise RunError("the loss depends on nothing that needs a gradient", hint=hint)
         self._weighing.look_at(load, microbatch, output, loss)
         # A copy: some losses are computed in the memory of a tensor as large as the output, and would keep it.
         load.losses[microbatch] = loss.detach().reshape(()).clone()
         return loss.reshape(())
 
+    def _has_loss(self, load: StepData, microbatch: int) -> bool:
+        """An evaluation may have none: without a target, or of a model that was given no labels."""
+        if self._weighing.has_function:
+            return load.is_training or load.inputs.microbatches[microbatch].target is not None
+        return bool(self.roots(load.inputs.recordings[microbatch], load.is_training))
+
     def _loss(self, load: StepData, microbatch: int, output: Any, values: dict[str, Any]) -> Any:
-        if not self._weighing.has_function:
-            roots = self.roots(load.inputs.recordings[microbatch], load.is_training)
-            return values[roots[0]] if roots else None
-        if load.inputs.microbatches[microbatch].target is None and not load.is_training:
-            return None
-        return self._weighing.loss(load, microbatch, output)
+        if self._weighing.has_function:
+            return self._weighing.loss(load, microbatch, output)
+        return values[self.roots(load.inputs.recordings[microbatch], load.is_training)[0]]
 
     def added(self, load: StepData, stage: int, microbatch: int, added: Sequence[Added]) -> Tensor:
         """What a stage adds to the loss of the batch for a microbatch."""

@@ -57,6 +57,11 @@ class FirstInputs:
         number = self._numbers.get(_kind(header, found), len(self._ways))
         return Offer(number, header, tensors, own, found)
 
+    @property
+    def num_known(self) -> int:
+        """How many ways all ranks know."""
+        return len(self._ways)
+
     def is_new(self, number: int) -> bool:
         """Whether a way is met for the first time."""
         return number == len(self._ways)

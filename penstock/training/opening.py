@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from penstock.errors import PenstockError, RunError
+from penstock.runtime.agreement import Form
 from penstock.runtime.checksum import checksum
 from penstock.runtime.gate import Gate
 from penstock.runtime.meeting import Meeting, Occasion, Said
@@ -15,7 +16,7 @@ from penstock.runtime.row import Figures
 from penstock.runtime.seeds import mix
 from penstock.training.batch_cutter import BatchCutter
 from penstock.training.course import Course
-from penstock.training.first_inputs import FirstInputs
+from penstock.training.first_inputs import FirstInputs, Offer
 from penstock.training.model_part import ModelPart
 from penstock.training.options import RunOptions
 from penstock.training.step_data import CutBatch, Inputs, StepData
@@ -64,8 +65,9 @@ class Opening:
             return pieces, self._course_of(pieces, is_training), checksum(self._cutter.content(pieces)) if looks else 0
 
         pieces, course, content = self._attempt(look, occasion)
-        size = float(sum(piece.size for piece in pieces.microbatches))
-        self._meeting.begin(occasion, Said(course.form, content, self._size(size)))
+        size, has_loss = self._load_of(pieces, course)
+        says = self._part.crew.rank == 0
+        self._meeting.begin(occasion, Said(course.form, content, Figures((size, has_loss) if says else (0.0, 0.0))))
         if self._gate is not None:
             self._gate.close(self._meeting.end)
         else:
@@ -75,27 +77,51 @@ class Opening:
     def _handed_out(
         self, first: FirstInputs, batch: Batch, occasion: Occasion, is_training: bool
     ) -> tuple[Inputs, Course]:
-        offer = None
+        offer, said = None, Said(figures=Figures((0.0, 0.0), (0.0,)))
         if self._part.crew.rank == 0:
-            offer = self._attempt(lambda: first.offer(self._cutter.placed(batch)), occasion)
-        size = 0.0 if offer is None else float(sum(piece.size for piece in offer.cut.microbatches))
-        said = Said(figures=self._size(size), content=() if offer is None else (float(offer.number),))
-        heard = self._meeting.hold(occasion, said)
+
+            def offered() -> tuple[Offer, Said]:
+                found = first.offer(self._cutter.placed(batch))
+                return found, self._offered(found, self._course_of(found.cut, is_training))
+
+            offer, said = self._attempt(offered, occasion)
+        heard = self._meeting.hold(occasion, said._replace(form=self._settings(first)))
         number = int(heard.content(0)[0])
 
         def look() -> tuple[CutBatch, Course]:
             pieces = first.take(number) if offer is None else first.give(offer)
             return pieces, self._course_of(pieces, is_training)
 
-        if (number, is_training) in self._agreed:
+        if heard.figures.maxes[0] <= 0:
             pieces, course = look()
         else:
+            # New to one of the replicas: all of them meet.
             new = Occasion(_NEW_FORM, occasion.step)
             pieces, course = self._attempt(look, new)
             self._meeting.hold(new, Said(course.form))
             first.learn()
             self._agreed.add((number, is_training))
         return self._inputs(pieces, occasion.step, self._mean(heard.figures)), course
+
+    def _offered(self, offer: Offer, course: Course) -> Said:
+        """What rank 0 tells of a batch: its size, the number of its kind, and whether that is new."""
+        is_new = float((offer.number, course.kind.is_training) not in self._agreed)
+        figures = Figures(self._load_of(offer.cut, course), (is_new,))
+        return Said(figures=figures, content=(float(offer.number),))
+
+    def _settings(self, first: FirstInputs) -> Form:
+        """All ranks must have met as many kinds of batches since their number of microbatches was set.
+
+        Else they would not be sent what they wait for.
+        """
+        count = self._cutter.plan.num_microbatches
+        return Form.of_options({"microbatches": f"{count}, with {first.num_known} kinds of batches met since"})
+
+    def _load_of(self, pieces: CutBatch, course: Course) -> tuple[float, float]:
+        """The samples of this pipeline, and whether there is a loss; said by one of its ranks."""
+        has_target = course.kind.is_training or pieces.microbatches[0].target is not None
+        has_loss = has_target if self._cutter.has_loss_fn else all(course.kind.roots)
+        return float(sum(piece.size for piece in pieces.microbatches)), float(has_loss)
 
     def _attempt(self, look: Callable[[], Found], occasion: Occasion) -> Found:
         """Look at a batch; what this rank cannot take, all others hear of."""
@@ -109,12 +135,19 @@ class Opening:
             told.is_shared = True
             raise told from (error.__cause__ if isinstance(error, PenstockError) else error)
 
-    def _size(self, size: float) -> Figures:
-        """The samples of this pipeline, said by one of its ranks."""
-        return Figures(sums=(size if self._part.crew.rank == 0 else 0.0,))
-
     def _mean(self, figures: Figures) -> float:
-        return figures.sums[0] / self._part.crew.num_replicas
+        """The samples, as a mean over the replicas, of which all or none must have a loss."""
+        count, (samples, losses) = self._part.crew.num_replicas, figures.sums[:2]
+        if losses not in (0.0, count):
+            error = RunError(
+                "some replicas were given what a loss needs and others were not",
+                with_loss=int(losses),
+                replicas=count,
+                hint="a target, or labels, on every replica or on none",
+            )
+            error.is_shared = True
+            raise error
+        return samples / count
 
     def _inputs(self, pieces: CutBatch, step: int, mean_size: float) -> Inputs:
         return Inputs(*pieces, mix(self._options.seed, step, self._part.crew.replica), mean_size)

@@ -11,11 +11,15 @@ from penstock.training.step_data import StepData
 _NAMED = 3
 
 
+_OF_STEP = "gradients are those of a loop over the microbatches"
+_OF_EVAL = "the loss is the mean over the microbatches"
+
+
 class Remark(UserWarning):
     """Says why the numbers of microbatches are not, or where not certain may not be, those of the whole batch."""
 
-    def __init__(self, sentence: str, is_certain: bool = True) -> None:
-        super().__init__(f"{sentence}; gradients are those of a loop over the microbatches")
+    def __init__(self, sentence: str, is_certain: bool = True, outcome: str = _OF_STEP) -> None:
+        super().__init__(f"{sentence}; {outcome}")
         self.sentence, self.is_certain = sentence, is_certain
 
 
@@ -23,7 +27,8 @@ class Remarks:
     """Remembers what was said."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._said: dict[str, bool] = {}
+        """the sentences, and whether each was said of a step, for which it means more than for an evaluation"""
         self._num_steps = 0
 
     def say(self, load: StepData, ending: Ending, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -31,14 +36,15 @@ class Remarks:
 
         Parameters are looked at in the 1st, 2nd, 4th, 8th ... step.
         """
-        self._num_steps += 1
-        found = [Remark(sentence) for sentence in ending.remarks(load)]
-        if not self._num_steps & (self._num_steps - 1):
+        outcome = _OF_STEP if load.is_training else _OF_EVAL
+        found = [Remark(sentence, outcome=outcome) for sentence in ending.remarks(load)]
+        self._num_steps += load.is_training
+        if load.is_training and not self._num_steps & (self._num_steps - 1):
             found += _on_hooks(parameters())
         for remark in found:
-            if remark.sentence not in self._said:
-                self._said.add(remark.sentence)
-                warnings.warn(remark, stacklevel=6)
+            if remark.sentence not in self._said or (load.is_training and not self._said[remark.sentence]):
+                self._said[remark.sentence] = load.is_training
+                warnings.warn(remark, stacklevel=5)
 
 
 def _on_hooks(parameters: Mapping[str, Tensor]) -> Iterator[Remark]:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import penstock
+from tests.runtime.plans import quick_plan
 
 X, Y = torch.randn(10, 8, dtype=torch.float64), torch.randn(10, 8, dtype=torch.float64)
 
@@ -19,7 +20,7 @@ def chain(*extra):
 
 
 def checked(model, schedule="1f1b", **kwargs):
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=4, schedule=schedule)
+    plan = quick_plan(model, (X,), ranks=2, microbatches=4, schedule=schedule)
     return penstock.check(model, plan, (X,), loss_fn=functional.mse_loss, target=Y, **kwargs)
 
 
@@ -120,7 +121,7 @@ class Halved(nn.Module):
 
 def test_half_precision_inside_blocks_is_allowed_for_and_said():
     model = nn.Sequential(*[Halved() for _ in range(4)])
-    plan = penstock.plan(model, (X.float(),), ranks=2, microbatches=4, schedule="1f1b")
+    plan = quick_plan(model, (X.float(),), ranks=2, microbatches=4, schedule="1f1b")
     report = penstock.check(model, plan, (X.float(),), loss_fn=functional.mse_loss, target=Y.float())
     assert report.ok
     assert report.loop.is_identical
@@ -140,7 +141,7 @@ def test_a_buffer_that_counts_calls_is_compared_with_the_loop_only():
 
 def test_a_loss_that_couples_samples_is_named_and_not_shown_as_a_warning():
     model = chain()
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=4, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=4, schedule="1f1b")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = penstock.check(model, plan, (X,), loss_fn=lambda y, t: (y - y.mean(0)).square().mean(), target=Y)
@@ -179,7 +180,7 @@ class TimeFirst(nn.Module):
 def test_arguments_are_cut_along_the_dimension_that_is_given():
     x = torch.randn(3, 10, 8, dtype=torch.float64)
     model, split = TimeFirst().double(), {"x": 1, "target": 1}
-    plan = penstock.plan(model, (x,), ranks=2, microbatches=4, schedule="1f1b", split={"x": 1})
+    plan = quick_plan(model, (x,), ranks=2, microbatches=4, schedule="1f1b", split={"x": 1})
     assert plan.graph.inputs[0].spec.shape == (3, 3, 8)
     report = penstock.check(model, plan, (x,), loss_fn=functional.mse_loss, target=x, split=split)
     assert report.ok
@@ -200,7 +201,7 @@ def test_arguments_are_cut_along_the_dimension_that_is_given():
 )
 def test_wrong_arguments_are_named(changed, words):
     model = chain()
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=4, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=4, schedule="1f1b")
     given = {"model": model, "plan": plan, "args": (X,), "kwargs": None, "loss_fn": functional.mse_loss, "target": Y}
     with pytest.raises(penstock.PenstockError, match=words):
         penstock.check(**{**given, **changed})

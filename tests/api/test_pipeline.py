@@ -9,10 +9,11 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from tests.runtime.models import WIDTH, chain, noise
+from tests.runtime.plans import quick_plan
 
 X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
 MODEL = chain(4)
-PLAN = penstock.plan(MODEL, (X,), ranks=2, microbatches=2, schedule="1f1b")
+PLAN = quick_plan(MODEL, (X,), ranks=2, microbatches=2, schedule="1f1b")
 
 
 def pipe_of(**given: Any) -> penstock.Pipeline:

@@ -203,3 +203,39 @@ def test_planning_needs_no_torch():
     repository = Path(penstock.__file__).parents[1]
     result = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+UNEVEN = penstock.StageCosts((1, 3, 2, 2), (2, 2, 3, 1), (1, 2, 1, 2), activation_bytes=(1, 1, 1, 1))
+
+
+def test_auto_is_an_order_made_for_the_costs():
+    made = penstock.schedule("auto", 4, 8, costs=UNEVEN)
+    penstock.verify(made)
+    named = [penstock.schedule(name, 4, 8, costs=UNEVEN) for name in ("1f1b", "zb_h1", "zb_h2", "gpipe")]
+    best = min(penstock.simulate(one, UNEVEN).makespan for one in named)
+    assert penstock.simulate(made, UNEVEN).makespan <= best
+
+
+def test_auto_keeps_the_memory_limit():
+    trace = penstock.simulate(penstock.schedule("auto", 4, 8, costs=UNEVEN, memory=2), UNEVEN)
+    assert max(trace.peak_bytes(rank) for rank in range(4)) <= 2
+
+
+def test_auto_with_two_stages_per_rank_takes_loop_or_vee_whichever_is_shorter():
+    made = penstock.schedule("auto", 2, 4, costs=UNEVEN)
+    assert made.num_stages == 4
+    assert (
+        penstock.simulate(made, UNEVEN).makespan
+        <= penstock.simulate(penstock.schedule("zbv", 2, 4, costs=UNEVEN), UNEVEN).makespan
+    )
+
+
+def test_auto_without_costs_takes_passes_of_equal_length():
+    assert penstock.schedule("auto", 3, 6).num_stages == 3
+
+
+def test_auto_for_costs_of_other_stages_is_refused():
+    with pytest.raises(penstock.ScheduleError, match="stages of the costs"):
+        penstock.schedule("auto", 3, 6, costs=UNEVEN)
+    with pytest.raises(penstock.ScheduleError, match="needs bytes"):
+        penstock.schedule("auto", 2, 6, memory=100)

@@ -389,6 +389,7 @@ def path_of_refusal(text):
 FILLED_IN = ("backward", "activation_bytes", "weight_grad_bytes", "state", "memory")
 
 
+@pytest.mark.no_cover
 @by_noun
 def test_every_mutation_is_refused_near_its_place_or_read_as_what_it_says(noun):
     tree = json.loads(to_json(noun))
@@ -409,6 +410,7 @@ def test_every_mutation_of_the_frame_is_refused_or_read_as_what_it_says(noun):
             path_of_refusal(json.dumps(mutant))
 
 
+@pytest.mark.no_cover
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_any_change_of_characters_is_refused_or_read_as_what_it_says(data):

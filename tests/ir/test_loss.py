@@ -200,6 +200,15 @@ def test_a_number_of_items_given_to_a_language_model_makes_a_sum(count: Any) -> 
     assert (rule.kind, rule.terms[0].divided_by) in (("sum", "24"), ("sum", "num_items_in_batch"))
 
 
+def test_a_rule_knows_its_leading_term_and_whether_it_is_known() -> None:
+    penalty, total, odd = Term("constant", "a"), Term("sum", "b"), Term("curved", "c")
+    rule = combined([penalty, total])
+    assert (rule.kind, rule.leading, rule.lead.kind, rule.is_known) == ("mixed", 1, "sum", True)
+    assert (combined([total, odd]).is_known, combined([odd]).kind) == (False, "curved")
+    assert combined([total, odd]).has("curved")
+    assert not rule.has("curved")
+
+
 def test_a_rule_has_a_term() -> None:
     with pytest.raises(RunError, match="without terms"):
         LossRule("mean", ())

@@ -13,7 +13,7 @@ def wild(seed, num_nodes, knows_held=False):
     draw = random.Random(seed)
     nodes, values, from_inputs, parameters, costs = [], ["x"], {"x"}, [], []
     for at in range(num_nodes):
-        is_free = draw.random() < 0.2
+        is_free = draw.random() < 0.2 and at > 0
         pool = [value for value in values if not is_free or value in from_inputs][-6:]
         reads = tuple(dict.fromkeys(draw.choice(pool) for _ in range(draw.randint(1, 3))))
         names = [f"p{at}"] if draw.random() < 0.6 else []

@@ -1,6 +1,7 @@
 """Models: tiny networks in float64 with fixed numbers, each with the one trait that a test is about."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,15 @@ def fixed(model: nn.Module, seed: int = 1) -> nn.Module:
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / WIDTH**0.5)
     return model
+
+
+def anew(model: nn.Module) -> Iterator[nn.Module]:
+    """The model again and again, each time with the numbers that it began with and without gradients."""
+    state = copy.deepcopy(model.state_dict())
+    while True:
+        model.load_state_dict(state)
+        model.zero_grad()
+        yield model
 
 
 class Block(nn.Module):

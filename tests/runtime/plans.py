@@ -9,14 +9,17 @@ from unittest import mock
 from torch import nn
 
 import penstock
+from penstock.api import examples
 from penstock.capture import Captured
 from penstock.ir.action import Backward, WeightGrad
 from penstock.ir.cluster import Cluster
 from penstock.ir.graph import Graph
 from penstock.ir.plan import Plan
-from penstock.planner import Request, estimate, make
+from penstock.ir.profile import NodeBytes, NodeCost, Profile
+from penstock.planner import Measured, Request, search
 from penstock.schedules import SCHEDULES
 from penstock.training import model_part
+from penstock.training.solo import Solo
 from tests.runtime.models import WIDTH, chain, noise
 
 ROWS = 10
@@ -47,11 +50,28 @@ def chain_graph(stages: int) -> Graph:
     return penstock.capture(fresh_chain(stages), (BATCHES[0][0],)).graph
 
 
+def quick_plan(model: nn.Module, *batch: Any, partitioner: Any = "uniform", **choices: Any) -> Plan:
+    """A plan as the user gets it, but at once and always the same: nothing is measured, and the first one is taken."""
+    with mock.patch.object(examples, "measure", _unmeasured):
+        return penstock.plan(model, *batch, partitioner=partitioner, budget_seconds=0.0, **choices)
+
+
+def _unmeasured(captured: Captured, loss_fn: Any = None, speed: Any = None) -> Profile:
+    return made_up(Solo.of(captured, loss_fn is not None).graph)
+
+
+def made_up(graph: Graph) -> Profile:
+    """Every node costs the same."""
+    costs = tuple(NodeCost(node.name, 1.0, 2.0, 1.0, 1.0, NodeBytes()) for node in graph.nodes)
+    return Profile(costs, 1.0, graph.fingerprint, "made up")
+
+
 @cache
 def chain_plan(name: str, ranks: int, depth: int, microbatches: int) -> Plan:
     """A plan for the chain with one block per stage."""
     graph = chain_graph(ranks * depth)
-    return make(graph, estimate(graph), Request(Cluster(ranks), microbatches, name, "uniform", depth))
+    models = {microbatches: Measured(graph, made_up(graph))}
+    return search(models, Request(Cluster(ranks), name, "uniform", depth, budget_seconds=0.0))
 
 
 def goes_in_order(plan: Plan) -> bool:

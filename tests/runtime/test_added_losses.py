@@ -11,8 +11,9 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock.schedules import SCHEDULES
-from tests.runtime.models import WIDTH, Block, fixed, noise
+from tests.runtime.models import WIDTH, Block, anew, fixed, noise
 from tests.runtime.oracle import Numbers, assert_equal, numbers
+from tests.runtime.plans import quick_plan, recorded_once
 from tests.runtime.workers import Pools
 
 X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
@@ -74,11 +75,11 @@ def plain_numbers(where: str) -> Numbers:
     return numbers(model, [total.detach()])
 
 
+@recorded_once()
 def pipeline_numbers(where: str, schedules: list[str], local: bool = False) -> list[Numbers]:
     found = []
-    for schedule in schedules:
-        model = fixed(Adding(where))
-        plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule=schedule)
+    for schedule, model in zip(schedules, anew(fixed(Adding(where))), strict=False):
+        plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule=schedule)
         pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
         found.append(numbers(pipe, [pipe.step(X, target=TARGET).loss]))
     return found
@@ -100,7 +101,7 @@ def test_added_losses_count_on_every_process(pools: Pools, where: str) -> None:
 
 def test_added_losses_count_in_an_evaluation_too() -> None:
     model = fixed(Adding("in blocks"))
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
     found = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True).eval(X, target=TARGET).loss
     with penstock.added_losses() as added, torch.no_grad():
         expected = mse_loss(model(X), TARGET) + torch.stack(added).sum()
@@ -177,7 +178,7 @@ DOUBTED: dict[str, Callable[[Any, Tensor], None]] = {
 def added_step(make: Any, schedule: str, recompute: str = "none", rows: int = 7) -> tuple[Numbers, list[str]]:
     """Losses of a step and of an evaluation and all gradients, and what is said."""
     model = fixed(Branching(make))
-    plan = penstock.plan(model, (X[:rows],), ranks=2, microbatches=3, schedule=schedule, recompute=recompute)
+    plan = quick_plan(model, (X[:rows],), ranks=2, microbatches=3, schedule=schedule, recompute=recompute)
     pipe = penstock.Pipeline(model, plan, loss_fn=of_chain, local=True)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

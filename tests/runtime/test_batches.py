@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import penstock
 from tests.runtime.models import tied, token_loss, tokens
 from tests.runtime.oracle import Numbers, assert_equal, assert_identical, assert_parts_equal, numbers, whole
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
@@ -26,7 +27,7 @@ BATCHES = [(tokens(rows, length).to(dtype), tokens(rows, length, seed=1)) for ro
 def tied_pipe(ranks: int = 2, schedule: str = "1f1b", local: bool = True) -> tuple[nn.Module, Any]:
     """A small language model and its pipeline."""
     model = tied()
-    plan = penstock.plan(model, BATCHES[0][:1], ranks=ranks, microbatches=4, schedule=schedule)
+    plan = quick_plan(model, BATCHES[0][:1], ranks=ranks, microbatches=4, schedule=schedule)
     return model, penstock.Pipeline(model, plan, loss_fn=token_loss, local=local)
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 import penstock
 from penstock.errors import RunError
 from penstock.runtime import circle
+from tests.runtime.plans import quick_plan
 
 RANKS, MICROBATCHES, FATEFUL = 4, 4, 6
 X, Y = torch.randn(8, 8), torch.randn(8, 8)
@@ -73,7 +74,7 @@ def losing():
 def train(fate, place=2, fateful=FATEFUL):
     blocks = [Fateful(fate if index == place else None) for index in range(RANKS)]
     model = nn.Sequential(*blocks)
-    plan = penstock.plan(model, (X,), ranks=RANKS, microbatches=MICROBATCHES, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=RANKS, microbatches=MICROBATCHES, schedule="1f1b")
     options = penstock.RunOptions(deadline_seconds=1.5)
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, options=options)
     for block in blocks:
@@ -129,7 +130,7 @@ def test_running_out_of_memory_comes_with_ways_out():
 
 def leaves_early():
     model = nn.Sequential(*[Fateful() for _ in range(2)])
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss)
     for step in range(5):
         if step == 3 and dist.get_rank() == 1:
@@ -145,7 +146,7 @@ def test_a_rank_that_returns_early_is_named_with_the_step_it_did_not_come_to():
 
 def sleeps_between_steps():
     model = nn.Sequential(*[Fateful() for _ in range(2)])
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
     options = penstock.RunOptions(deadline_seconds=1.0)
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, options=options)
     for step in range(3):
@@ -166,7 +167,7 @@ def test_a_rank_that_does_not_come_to_a_step_is_named_with_that_step():
 
 def refused_and_going_on():
     model = nn.Sequential(*[Fateful() for _ in range(2)])
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss)
     pipe.step(X, target=Y)
     try:
@@ -184,7 +185,7 @@ def test_ranks_go_on_after_an_error_that_all_of_them_know():
 
 def different_batches():
     model = nn.Sequential(*[Fateful() for _ in range(RANKS)])
-    plan = penstock.plan(model, (X,), ranks=RANKS, microbatches=MICROBATCHES, schedule="gpipe")
+    plan = quick_plan(model, (X,), ranks=RANKS, microbatches=MICROBATCHES, schedule="gpipe")
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss)
     rows = 4 if dist.get_rank() == 2 else 8
     try:
@@ -209,7 +210,7 @@ def failing_and_going_on():
             raise ValueError("a bad sample")
 
     model = nn.Sequential(*[Fateful(once if index == 1 else None) for index in range(2)])
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, local=True)
     pipe.step(X, target=Y)
     before = [parameter.grad.clone() for parameter in model.parameters()]

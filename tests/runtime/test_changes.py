@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
 from tests.runtime.models import WIDTH, Block, fixed, noise
 from tests.runtime.oracle import Numbers, assert_equal, loop, numbers
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
@@ -61,7 +62,7 @@ def changed(take: Any, model: nn.Module, held: Any) -> list[Numbers]:
 
 def changed_pipeline(schedule: str, local: bool = False) -> list[Numbers]:
     model = normalised()
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=2, schedule=schedule)
+    plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule=schedule)
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
     return changed(lambda x, target: pipe.step(x, target=target).loss, model, pipe)
 
@@ -99,7 +100,7 @@ class Failing(nn.Module):
 
 def test_a_step_after_a_failed_one_is_right_again() -> None:
     model = fixed(nn.Sequential(Block(), nn.Sequential(Block(), Failing()), nn.Sequential(Block(), Failing()), Block()))
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
     pipe.step(X, target=TARGET)
     model[2][1].fails = True
@@ -117,3 +118,26 @@ def test_a_step_after_a_failed_one_is_right_again() -> None:
 def without_counts(found: Numbers) -> Numbers:
     """Blocks also count the samples of a step that fails later."""
     return {name: value for name, value in found.items() if not name.endswith("seen")}
+
+
+class Scaled(nn.Module):
+    """Two layers, and between them a product that is left out without a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """The product is by the scale."""
+        x = self.first(x)
+        return self.second(x if scale is None else x * scale)
+
+
+def test_a_batch_that_leaves_a_stage_nothing_to_do_is_refused_in_words() -> None:
+    model, scale = fixed(Scaled()), noise(WIDTH)
+    stages = penstock.Partition((("first",), ("/mul",), ("second",)))
+    plan = quick_plan(model, (X, scale), ranks=3, microbatches=2, schedule="1f1b", partitioner=stages)
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
+    with pytest.raises(penstock.PartitionError, match=r"nothing to do \(stage: 1, planned: /mul\)\ntry: plan with a"):
+        pipe.step(X, target=TARGET)
+    pipe.step(X, scale, target=TARGET)

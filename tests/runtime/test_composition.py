@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import penstock
+from tests.runtime.plans import quick_plan
 
 # From a generator of its own: every process that loads this file has the same.
 X, Y = torch.randn(2, 12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -35,7 +36,7 @@ def trained_sharded(parallelize_fn, schedule):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     half = slice(6 * mesh.get_local_rank("dp"), 6 * mesh.get_local_rank("dp") + 6)
     model = chain().double()
-    plan = penstock.plan(model, (X[half],), ranks=2, microbatches=3, schedule=schedule)
+    plan = quick_plan(model, (X[half],), ranks=2, microbatches=3, schedule=schedule)
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, mesh=mesh, parallelize_fn=parallelize_fn)
     optimizer, norms = torch.optim.Adam(pipe.parameters(), 1e-2), []
     for _ in range(3):
@@ -77,7 +78,7 @@ def test_autocast_around_a_step_gives_every_bit_of_the_loop(schedule):
             loss.backward(torch.tensor(1 / 3))
         expected = gradients_of(model)
         model.zero_grad()
-        plan = penstock.plan(model, (x,), ranks=2, microbatches=3, schedule=schedule)
+        plan = quick_plan(model, (x,), ranks=2, microbatches=3, schedule=schedule)
         pipe = penstock.Pipeline(model, plan, loss_fn=lambda o, t: functional.mse_loss(o.float(), t), local=True)
         pipe.step(x, target=y)
     assert all(map(torch.equal, gradients_of(model), expected))
@@ -90,7 +91,7 @@ def test_compiled_blocks_are_trained_right_and_described(backend):
     functional.mse_loss(plain(x), y).backward()
     for place in range(len(model)):
         model[place] = torch.compile(model[place], backend=backend)
-    plan = penstock.plan(model, (x,), ranks=2, microbatches=3, schedule="zb_h1")
+    plan = quick_plan(model, (x,), ranks=2, microbatches=3, schedule="zb_h1")
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, local=True)
     pipe.step(x, target=y)
     for gradient, expected in zip(gradients_of(model), gradients_of(plain), strict=True):

@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 import penstock
 from tests.runtime.models import WIDTH, Block, fixed, noise
 from tests.runtime.oracle import Numbers, assert_equal, assert_identical, loop, numbers
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
@@ -45,7 +46,7 @@ def one_step(case: str, schedules: tuple[str, ...], local: bool = False) -> list
     found = []
     for schedule in schedules:
         model, loss_fn = CASES[case][0](), CASES[case][1]
-        plan = penstock.plan(model, (X,), ranks=2, microbatches=2, schedule=schedule, stages_per_rank=None)
+        plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule=schedule, stages_per_rank=None)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             pipe = penstock.Pipeline(model, plan, loss_fn=loss_fn, local=local)
@@ -76,7 +77,7 @@ def test_processes_do_as_the_loop_does(pools: Pools, case: str) -> None:
 
 def test_samples_that_do_not_act_on_each_other_need_no_words() -> None:
     model = plain()
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True).step(X, target=TARGET)
@@ -86,7 +87,7 @@ def test_samples_that_do_not_act_on_each_other_need_no_words() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_hooks_are_called_once_for_every_microbatch_from_the_first_step_on(schedule: str) -> None:
     model, called = plain(), []
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule=schedule, stages_per_rank=None)
+    plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule=schedule, stages_per_rank=None)
     for number, block in enumerate(model):
         block.register_forward_pre_hook(lambda module, given, number=number: called.append(("before", number)))
         block.register_forward_hook(lambda module, given, result, number=number: called.append(("after", number)))
@@ -102,9 +103,34 @@ def test_hooks_are_called_once_for_every_microbatch_from_the_first_step_on(sched
 
 def test_no_forward_is_hidden() -> None:
     model = plain()
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
     assert [float(block.seen) for block in model] == [0.0] * 4
     pipe.step(X, target=TARGET)
     pipe.eval(X, target=TARGET)
     assert_equal({"seen": model[3].seen}, {"seen": torch.tensor(7.0, dtype=torch.float64)})
+
+
+def test_an_evaluation_says_that_its_loss_is_not_that_of_the_whole_batch() -> None:
+    model = plain()
+    plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=contrast, local=True)
+    with pytest.warns(UserWarning, match="with each other.*; the loss is the mean over the microbatches"):
+        pipe.eval(X, target=TARGET)
+
+
+def test_an_evaluation_says_nothing_of_a_plain_mean() -> None:
+    model = normalised()
+    plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True).eval(X, target=TARGET)
+
+
+def test_an_embedding_that_counts_the_words_of_a_microbatch_is_named() -> None:
+    words = torch.tensor([0, 1, 1, 2, 1, 0, 1])
+    model = fixed(nn.Sequential(nn.Embedding(3, WIDTH, scale_grad_by_freq=True), Block(), Block()))
+    plan = penstock.plan(model, (words,), ranks=2, microbatches=2, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
+    with pytest.warns(UserWarning, match="scale_grad_by_freq counts the words of each microbatch .*: 0; gradients"):
+        pipe.step(words, target=TARGET)

@@ -10,6 +10,7 @@ from torch.nn.functional import mse_loss
 import penstock
 from tests.runtime.models import WIDTH, Block, fixed, noise
 from tests.runtime.oracle import Numbers, assert_identical, loop, numbers
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
@@ -49,7 +50,7 @@ def crossed(forms: list[str], local: bool = False) -> list[Numbers]:
     for form in forms:
         model = fixed(Crossing(form))
         stages = [["blocks.0", "blocks.1"], ["blocks.2", "blocks.3"]]
-        plan = penstock.plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b", partitioner=stages)
+        plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b", partitioner=stages)
         pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
         found.append(numbers(pipe, [pipe.step(X, target=TARGET).loss]))
     return found

@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 import penstock
 from tests.runtime.models import WIDTH, Block, fixed, noise, tied, tokens
 from tests.runtime.oracle import Numbers, assert_identical
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 X, TARGET = noise(8, WIDTH), noise(8, WIDTH, seed=1)
@@ -61,7 +62,7 @@ def fragile(place: int) -> nn.Module:
 
 
 def pipe_of(model: nn.Module, schedule: str = "1f1b", **given: Any) -> Any:
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=4, schedule=schedule)
+    plan = quick_plan(model, (X,), ranks=2, microbatches=4, schedule=schedule)
     given = {"loss_fn": mse_loss, "local": True, **given}
     return penstock.Pipeline(model, plan, **given)
 
@@ -168,7 +169,7 @@ def alone_with_a_failure() -> tuple[Numbers, Numbers]:
 def tied_and_broken() -> tuple[Numbers, Numbers, Numbers]:
     """The gradients after a good step, after one that is refused, and after one more good step."""
     model, x = tied(), tokens(6, 5)
-    plan = penstock.plan(model, (x,), ranks=2, microbatches=3, schedule="1f1b")
+    plan = quick_plan(model, (x,), ranks=2, microbatches=3, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=scores)
     pipe.step(x, target=x)
     found = [gradients(pipe)]

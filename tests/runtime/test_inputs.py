@@ -13,6 +13,7 @@ import penstock
 from penstock.runtime.delivery import Delivery
 from tests.runtime.models import VOCABULARY, WIDTH, Block, fixed, noise, token_loss, tokens
 from tests.runtime.oracle import Numbers, assert_equal, assert_parts_equal, numbers, whole
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 
@@ -50,7 +51,7 @@ BATCHES = [batch(6, 5, 0), batch(6, 5, 10), batch(6, 5, 20, is_masked=False), ba
 
 def masked_pipe(ranks: int = 3, **options: Any) -> Any:
     model = fixed(Masked())
-    plan = penstock.plan(model, BATCHES[0][0], ranks=ranks, microbatches=3, schedule="1f1b")
+    plan = quick_plan(model, BATCHES[0][0], ranks=ranks, microbatches=3, schedule="1f1b")
     return penstock.Pipeline(model, plan, loss_fn=token_loss, **options)
 
 
@@ -153,7 +154,7 @@ class Scaled(nn.Module):
 def plain_numbers() -> list[str]:
     """What is said where the ranks pass arguments in different ways, and where they pass different numbers."""
     model, x, rank = fixed(Scaled()), noise(6, WIDTH), dist.get_rank()
-    plan = penstock.plan(model, (x, x, 1.0), ranks=2, microbatches=3, schedule="1f1b")
+    plan = quick_plan(model, (x, x, 1.0), ranks=2, microbatches=3, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, options=penstock.RunOptions(check_inputs_every=1))
     ways = [{"bias": x, "times": 2.0}, {"times": 2.0, "bias": x}]
     return [refused(pipe, x, target=x, **ways[rank]), refused(pipe, x, x, 2.0 + rank, target=x)]
@@ -191,7 +192,7 @@ class Unpacking(nn.Module):
 def test_a_batch_may_be_built_of_dataclasses_dicts_and_numbers() -> None:
     model, x = fixed(Unpacking()), noise(7, WIDTH)
     batch = (Packed(x), {"scale": noise(7, 1, seed=1), "nothing": None}, 2)
-    plan = penstock.plan(model, batch, ranks=2, microbatches=3, schedule="1f1b")
+    plan = quick_plan(model, batch, ranks=2, microbatches=3, schedule="1f1b")
     found = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True).step(*batch, target=x).loss
     assert_equal({"loss": found}, {"loss": mse_loss(model(*batch), x).detach()})
 
@@ -208,3 +209,23 @@ def test_every_rank_refuses_a_batch_that_cannot_be_sent(pools: Pools) -> None:
     assert first == second
     assert "found: Packed" in first
     assert 'inputs="all"' in first
+
+
+def set_on_one_rank() -> list[str]:
+    """What is said where one rank is told another number of microbatches, or is told the old one again."""
+    pipe, is_first = masked_pipe(2, inputs="first"), dist.get_rank() == 0
+    (inputs, target), found = BATCHES[0] if is_first else ((), None), []
+    pipe.step(*inputs, target=target)
+    for count in (2, 3):
+        if is_first:
+            pipe.microbatches = count
+        found.append(refused(pipe, *inputs, target=target))
+    return found
+
+
+@pytest.mark.gloo
+def test_every_rank_refuses_a_number_of_microbatches_that_only_one_was_told(pools: Pools) -> None:
+    first, second = pools[2].run(set_on_one_rank)
+    assert first == second
+    assert first[0].startswith("the ranks were given different microbatches (step: 1, rank 0: 2, ")
+    assert "rank 0: 3, with 0 kinds of batches met since, rank 1: 3, with 1 kinds" in first[1]

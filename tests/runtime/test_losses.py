@@ -12,6 +12,7 @@ from torch.nn import functional
 import penstock
 from tests.runtime.models import CLASSES, WIDTH, classifier, noise, tied, token_loss, tokens
 from tests.runtime.oracle import assert_equal, numbers, whole
+from tests.runtime.plans import quick_plan
 from tests.zoo import ZOO
 
 SCHEDULES = ("1f1b", "zbv")
@@ -30,7 +31,7 @@ def labels_with_gaps(rows: int, length: int = 6) -> Tensor:
 def step_and_compare(model: nn.Module, loss_fn: Any, x: Tensor, target: Tensor, schedule: str, **options: Any) -> None:
     plain = copy.deepcopy(model)
     expected = [whole(plain, loss_fn)(x, target)]
-    plan = penstock.plan(model, (x,), ranks=2, microbatches=4, schedule=schedule)
+    plan = quick_plan(model, (x,), ranks=2, microbatches=4, schedule=schedule)
     result = penstock.Pipeline(model, plan, loss_fn=loss_fn, local=True, **options).step(x, target=target)
     assert_equal(numbers(model, [result.loss]), numbers(plain, expected))
 
@@ -97,7 +98,7 @@ def padded_batch(rows: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_model_that_returns_its_loss(name: str, rows: int) -> None:
     model, batch = language_model(name), padded_batch(rows)
-    plan = penstock.plan(model, kwargs=batch, ranks=2, microbatches=4, schedule="1f1b")
+    plan = quick_plan(model, kwargs=batch, ranks=2, microbatches=4, schedule="1f1b")
     loss = penstock.Pipeline(model, plan, local=True).step(**batch).loss
     found = numbers(model, [loss])
     model.zero_grad()
@@ -109,7 +110,7 @@ def test_a_model_that_returns_its_loss(name: str, rows: int) -> None:
 def test_a_model_that_returns_its_loss_for_a_microbatch_without_labels() -> None:
     model, batch = language_model("llama"), padded_batch(4)
     batch["labels"][2] = IGNORED
-    plan = penstock.plan(model, kwargs=batch, ranks=2, microbatches=4, schedule="1f1b")
+    plan = quick_plan(model, kwargs=batch, ranks=2, microbatches=4, schedule="1f1b")
     result = penstock.Pipeline(model, plan, local=True).step(**batch)
     found = numbers(model, [result.loss])
     model.zero_grad()

@@ -9,6 +9,7 @@ from torch.nn.functional import mse_loss
 import penstock
 from tests.runtime.models import WIDTH, chain, noise
 from tests.runtime.oracle import Numbers, assert_equal, numbers
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
@@ -42,7 +43,7 @@ def gradients(model: Any, losses: list[Tensor]) -> Numbers:
 
 def pipeline(make: Any, local: bool = False) -> Numbers:
     model = chain(4)
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b", partitioner="uniform")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=make(model), local=local)
     return gradients(pipe, [pipe.step(X, target=TARGET).loss])
 

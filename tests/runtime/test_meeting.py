@@ -1,7 +1,9 @@
 """All ranks make the same calls in the same order; else each of them says who called what, and all go on."""
 
+import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from tests.runtime.models import WIDTH, chain, noise
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 pytestmark = pytest.mark.gloo
@@ -23,7 +26,7 @@ Call = Callable[[Any], Any]
 
 def pipe_of(ranks: int = 2, model: nn.Module | None = None, **given: Any) -> Any:
     model = chain(4) if model is None else model
-    plan = penstock.plan(model, (X,), ranks=ranks, microbatches=3, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=ranks, microbatches=3, schedule="1f1b")
     return penstock.Pipeline(model, plan, loss_fn=mse_loss, **given)
 
 
@@ -206,9 +209,7 @@ def other_plans() -> list[str]:
     rank, model = dist.get_rank(), chain(4)
 
     def built(loss_fn: Any = mse_loss, microbatches: int = 3, schedule: str = "1f1b", cuts: Any = "uniform") -> Any:
-        plan = penstock.plan(
-            model, (X,), ranks=2, microbatches=microbatches, schedule=schedule, partitioner=cuts
-        )
+        plan = quick_plan(model, (X,), ranks=2, microbatches=microbatches, schedule=schedule, partitioner=cuts)
         return penstock.Pipeline(model, plan, loss_fn=loss_fn)
 
     cases = [
@@ -225,6 +226,24 @@ def test_ranks_with_different_plans_are_refused(pools: Pools) -> None:
     assert first == second
     for found, name in zip(first, ("schedule", "number of microbatches", "stages", "loss_fn"), strict=True):
         assert found.startswith(f"the ranks were given different {name} (rank 0: ")
+
+
+def each_its_own_plan(axes: tuple[int, ...]) -> tuple[list[list[str]], float]:
+    """Ranks that asked for the same and found different cuts: the stages that they follow, and their loss."""
+    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("dp", "pp")) if len(axes) > 1 else None
+    model, cut = chain(4), 1 + dist.get_rank() % 3
+    names = [str(block) for block in range(4)]
+    plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b", partitioner=[names[:cut], names[cut:]])
+    plan = replace(plan, search=replace(plan.search, asked=(("schedule", "auto"),)))
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, mesh=mesh)
+    return [list(stage) for stage in pipe.plan.partition.stages], float(pipe.step(X, target=X).loss)
+
+
+@pytest.mark.parametrize("axes", [(2,), (2, 2)])
+def test_ranks_that_searched_for_the_same_follow_the_plan_of_the_first(pools: Pools, axes: tuple[int, ...]) -> None:
+    found = pools[math.prod(axes)].run(each_its_own_plan, axes)
+    assert [len(stage) for stage in found[0][0]] == [1, 3]
+    assert all(each == found[0] for each in found)
 
 
 # --------------------------------------------------------------------------------------------------------- replicas

@@ -1,8 +1,10 @@
 """Mistakes are refused before any training starts, in words that say what to do."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,13 +12,14 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from tests.runtime.models import WIDTH, chain, noise
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
 
 
 def plan_for(model: nn.Module, ranks: int = 2) -> penstock.Plan:
-    return penstock.plan(model, (X,), ranks=ranks, microbatches=2, schedule="1f1b")
+    return quick_plan(model, (X,), ranks=ranks, microbatches=2, schedule="1f1b")
 
 
 def test_a_pipeline_needs_processes_or_to_be_local() -> None:
@@ -73,17 +76,34 @@ class Scoring(nn.Module):
 
 def test_a_loss_function_beside_a_forward_that_takes_the_target_is_refused() -> None:
     model = Scoring()
-    plan = penstock.plan(model, (X, TARGET), ranks=2, microbatches=2, schedule="1f1b")
+    plan = quick_plan(model, (X, TARGET), ranks=2, microbatches=2, schedule="1f1b")
     with pytest.raises(penstock.RunError, match="both a loss_fn and the model's forward take the target"):
         penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
     loss = penstock.Pipeline(model, plan, local=True).step(X, target=TARGET).loss
     assert float(loss) == pytest.approx(float(model(X, TARGET).detach()), rel=1e-12)
 
 
-def test_a_loss_that_is_not_one_number_is_refused() -> None:
+NO_LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "many numbers": (lambda output, target: output - target, "a loss is one number .*found: \\(3, 4\\)"),
+    "nothing": (lambda output, target: None, "a loss is one number .*found: NoneType"),
+    "complex": (lambda output, target: mse_loss(output, target) * 1j, "floating-point number .*complex128"),
+    "a count": (lambda output, target: (output > target).sum(), "floating-point number .*int64"),
+}
+
+
+@pytest.mark.parametrize("case", NO_LOSSES)
+@pytest.mark.parametrize("call", ["step", "eval"])
+def test_a_loss_that_is_not_one_number_is_refused(call: str, case: str) -> None:
+    model, (loss_fn, words) = chain(4), NO_LOSSES[case]
+    pipe = penstock.Pipeline(model, plan_for(model), loss_fn=loss_fn, local=True)
+    with pytest.raises(penstock.RunError, match=words):
+        getattr(pipe, call)(X, target=TARGET)
+
+
+def test_a_step_without_gradients_is_refused() -> None:
     model = chain(4)
-    pipe = penstock.Pipeline(model, plan_for(model), loss_fn=lambda output, target: output - target, local=True)
-    with pytest.raises(penstock.RunError, match="a loss is one number"):
+    pipe = penstock.Pipeline(model, plan_for(model), loss_fn=mse_loss, local=True)
+    with torch.no_grad(), pytest.raises(penstock.RunError, match=r"call step outside of torch\.no_grad"):
         pipe.step(X, target=TARGET)
 
 

@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss
 import penstock
 from tests.runtime.models import WIDTH, Block, fixed, noise, tied, token_loss, tokens
 from tests.runtime.oracle import Numbers, assert_equal, assert_identical, numbers, whole
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
@@ -57,7 +58,7 @@ class Breakable(Block):
 
 def fragile_pipe(local: bool = True, **options: Any) -> tuple[nn.Module, Any]:
     model = fixed(Fragile())
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b", stages_per_rank=1)
+    plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b", stages_per_rank=1)
     options = {"options": penstock.RunOptions(**options)} if options else {}
     return model, penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local, **options)
 
@@ -144,7 +145,7 @@ def test_every_process_refuses_and_skips_alike(pools: Pools, block: int, during:
 def gradients_around_a_skip() -> tuple[Numbers, Numbers]:
     """The gradients after a good step, and after one more that was skipped, of a model with tied weights."""
     model, x = tied(), tokens(6, 5)
-    plan = penstock.plan(model, (x,), ranks=2, microbatches=3, schedule="1f1b")
+    plan = quick_plan(model, (x,), ranks=2, microbatches=3, schedule="1f1b")
     options = penstock.RunOptions(nonfinite="skip")
     pipe = penstock.Pipeline(model, plan, loss_fn=token_loss, options=options)
     pipe.step(x, target=x)
@@ -166,7 +167,7 @@ def scaled_steps(local: bool = False) -> tuple[list[float], int, Numbers]:
     """Five steps of which the second overflows on rank 0 only: the scale after each, skipped steps, what is held."""
     scaler = penstock.GradScaler(init_scale=8.0, growth_interval=2)
     model = fixed(Fragile())
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, scaler=scaler, local=local)
     optimizer, scales = torch.optim.SGD(pipe.parameters(), lr=0.1), []
     for step in range(5):
@@ -212,7 +213,7 @@ def test_every_process_skips_when_one_overflows(pools: Pools) -> None:
 def test_a_scaler_may_come_down_to_one_and_still_decides_itself() -> None:
     scaler = penstock.GradScaler(init_scale=1.0)
     model = fixed(Fragile())
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, scaler=scaler, local=True)
     broken(model, 0, "backward")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)

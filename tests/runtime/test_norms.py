@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss
 import penstock
 from tests.runtime.models import WIDTH, chain, noise
 from tests.runtime.oracle import Numbers, assert_equal, numbers
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
@@ -20,7 +21,7 @@ LIMIT = 0.01
 
 def pipe_of(local: bool = True) -> tuple[nn.Module, Any]:
     model = chain(4)
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
     pipe.step(X, target=TARGET)
     return model, pipe
@@ -60,7 +61,7 @@ def test_every_process_clips_by_the_norm_of_all(pools: Pools) -> None:
 def given_gradients(first: float, others: float) -> tuple[Tensor, Tensor]:
     """Norm and largest gradient after clipping to 1, where one gradient is another number, in float32."""
     model = chain(2).float()
-    plan = penstock.plan(model, (X.float(),), ranks=2, microbatches=1, schedule="1f1b")
+    plan = quick_plan(model, (X.float(),), ranks=2, microbatches=1, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=not torch.distributed.is_initialized())
     for name, parameter in pipe.named_parameters():
         parameter.grad = torch.full_like(parameter, first if name == "0.linear.bias" else others)
@@ -101,7 +102,7 @@ def test_every_process_sees_the_number_of_another(pools: Pools) -> None:
 
 def test_the_norm_of_no_gradients_is_zero_as_in_torch() -> None:
     model = chain(2)
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=1, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=1, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
     assert float(pipe.clip_grad_norm_(1.0)) == float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) == 0.0
 

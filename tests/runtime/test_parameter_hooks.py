@@ -10,6 +10,7 @@ from torch.nn.functional import mse_loss
 import penstock
 from tests.runtime.models import WIDTH, chain, noise
 from tests.runtime.oracle import assert_identical, loop, numbers
+from tests.runtime.plans import quick_plan
 
 X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
 
@@ -26,7 +27,7 @@ def hooked() -> nn.Module:
 
 
 def stepped(model: nn.Module, schedule: str) -> tuple[Any, list[str]]:
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule=schedule)
+    plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule=schedule)
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

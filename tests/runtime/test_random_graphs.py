@@ -12,6 +12,7 @@ import penstock
 from penstock.schedules import SCHEDULES
 from tests.runtime.models import WIDTH, Block, fixed, noise
 from tests.runtime.oracle import Numbers, assert_equal, numbers
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 BLOCKS = 12
@@ -71,6 +72,7 @@ def case(seed: int, ranks: int) -> Case:
     inputs = noise(rows, WIDTH, seed=seed), noise(rows, 1, seed=seed + 1).abs()
     recompute = random.choice(("none", "full"))
     choices = {"ranks": ranks, "microbatches": microbatches, "schedule": schedule, "recompute": recompute}
+    choices["partitioner"] = random.choice(("uniform", "linear", "acyclic"))
     return Case(fixed(Woven(random), seed), inputs, noise(rows, WIDTH, seed=seed + 2), choices)
 
 
@@ -79,7 +81,7 @@ def pipeline_numbers(seeds: list[int], ranks: int, local: bool = False) -> list[
     found = []
     for seed in seeds:
         model, inputs, target, choices = case(seed, ranks)
-        plan = penstock.plan(model, inputs, **choices)
+        plan = quick_plan(model, inputs, **choices)
         pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
         found.append(numbers(pipe, [pipe.step(*inputs, target=target).loss for _ in range(2)]))
     return found

@@ -12,6 +12,7 @@ import penstock
 from penstock.schedules import SCHEDULES
 from tests.runtime.models import WIDTH, Block, fixed, noise
 from tests.runtime.oracle import Numbers, assert_equal, numbers
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
@@ -39,7 +40,7 @@ def dropped(
     """After two steps; the user's own numbers are drawn in between, and differ from run to run."""
     model = fixed(Dropping())
     sizes = {"ranks": ranks, "microbatches": 3, "stages_per_rank": depth}
-    plan = penstock.plan(model, (X,), schedule=schedule, recompute=recompute, **sizes)
+    plan = quick_plan(model, (X,), schedule=schedule, recompute=recompute, **sizes)
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
     losses = []
     for _ in range(2):
@@ -57,7 +58,7 @@ def expected() -> Numbers:
 def test_steps_and_microbatches_draw_other_numbers() -> None:
     assert expected()["loss 0"] != expected()["loss 1"]
     model = fixed(Dropping())
-    plan = penstock.plan(model, (X,), ranks=1, microbatches=3, schedule="gpipe")
+    plan = quick_plan(model, (X,), ranks=1, microbatches=3, schedule="gpipe")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
     same = X[:2].repeat(3, 1)
     assert len({float(loss) for loss in pipe.step(same, target=same).losses}) == 3
@@ -76,7 +77,7 @@ def test_recomputation_drops_the_same_again(schedule: str) -> None:
 
 def test_another_seed_drops_others() -> None:
     model = fixed(Dropping())
-    plan = penstock.plan(model, (X,), ranks=1, microbatches=3, schedule="gpipe")
+    plan = quick_plan(model, (X,), ranks=1, microbatches=3, schedule="gpipe")
     options = penstock.RunOptions(seed=1)
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True, options=options)
     assert pipe.step(X, target=TARGET).loss != expected()["loss 0"]

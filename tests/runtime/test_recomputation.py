@@ -7,6 +7,7 @@ import penstock
 from penstock.schedules import SCHEDULES
 from tests.runtime.models import WIDTH, chain, noise
 from tests.runtime.oracle import Numbers, assert_equal, numbers, whole
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
@@ -17,7 +18,7 @@ def recomputed(schedules: list[str], local: bool = False) -> list[tuple[Numbers,
     found = []
     for schedule in schedules:
         model, runs = chain(8), [0] * 8
-        plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule=schedule, recompute="full")
+        plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule=schedule, recompute="full")
         pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
         losses = [pipe.step(X, target=TARGET).loss]
         for number, block in enumerate(model):

@@ -9,6 +9,7 @@ import penstock
 from penstock.ir.trace import Trace
 from penstock.schedules import SCHEDULES
 from tests.runtime.models import WIDTH, chain, noise
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
@@ -18,7 +19,7 @@ Row = list[tuple[str, float, float]]
 def recorded(schedule: str, local: bool = False) -> tuple[Trace, penstock.Plan]:
     """The trace of a second step, and its plan."""
     model = chain(8)
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=3, schedule=schedule)
+    plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule=schedule)
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
     pipe.step(X, target=TARGET)
     trace = pipe.step(X, target=TARGET, record=True).trace
@@ -58,7 +59,7 @@ def test_a_local_step_runs_the_predicted_program(schedule: str) -> None:
 @pytest.mark.gloo
 def test_processes_run_the_predicted_program(pools: Pools) -> None:
     for schedule, *found in zip(SCHEDULES, *pools[2].run(rows_on_processes, list(SCHEDULES)), strict=True):
-        plan = penstock.plan(chain(8), (X,), ranks=2, microbatches=3, schedule=schedule)
+        plan = quick_plan(chain(8), (X,), ranks=2, microbatches=3, schedule=schedule)
         assert found[0] == found[1]
         assert_in_order(found[0], predicted(plan))
 

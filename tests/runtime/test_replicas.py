@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 import penstock
 from tests.runtime.models import WIDTH, Block, chain, fixed, noise, tied, token_loss, tokens
 from tests.runtime.oracle import Numbers, assert_equal, assert_identical, numbers, whole
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 pytestmark = pytest.mark.gloo
@@ -37,7 +38,7 @@ def share(tensor: Tensor, sizes: tuple[int, int] = SHARES[0]) -> Tensor:
 
 def replicated(model: nn.Module, x: Tensor, loss_fn: Any, schedule: str = "1f1b", **options: Any) -> Any:
     """A pipeline with a replica."""
-    plan = penstock.plan(model, (x,), ranks=2, microbatches=3, schedule=schedule)
+    plan = quick_plan(model, (x,), ranks=2, microbatches=3, schedule=schedule)
     return penstock.Pipeline(model, plan, loss_fn=loss_fn, mesh=mesh(), **options)
 
 
@@ -213,3 +214,67 @@ def recorded() -> list[list[str]]:
 def test_averaging_begins_before_the_pipeline_is_drained(pools: Pools) -> None:
     for rank, order in enumerate(pools[4].run(recorded)[0]):
         assert order.index(f"{rank + 2}REDUCE_GRAD") < order.index(f"{rank}B2")
+
+
+def differing_steps() -> Numbers:
+    """The kind of the second batch is new to one replica only."""
+    pipe = replicated(tied(), X, token_loss, inputs="first")
+    is_first = mesh().get_local_rank("pp") == 0
+    sizes = (SHARES[1], SHARES[0], SHARES[1])
+    batches = [((share(X, one),), {"target": share(LABELS, one)}) if is_first else ((), {}) for one in sizes]
+    return gradients(pipe, [pipe.step(*args, **kwargs).loss for args, kwargs in batches])
+
+
+def test_a_kind_of_batch_may_be_new_to_one_replica(pools: Pools) -> None:
+    plain = tied()
+    losses = [whole(plain, token_loss)(X, LABELS) for _ in range(3)]
+    assert_whole(pools[4].run(differing_steps), plain, losses)
+
+
+class Adapter(nn.Module):
+    """While `up` is zero, so is the gradient of `down`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What came, and a correction."""
+        return x + self.up(self.down(x))
+
+
+def adapted() -> dict[str, bool]:
+    """Which parameters have a gradient after a step in which no label of the second replica counts."""
+    model = fixed(nn.Sequential(*(Adapter() for _ in range(4))))
+    for adapter in model:
+        nn.init.zeros_(adapter.up.weight)
+    pipe = replicated(model, ROWS, nn.functional.cross_entropy)
+    labels = torch.arange(8).remainder(WIDTH).where(torch.arange(8) < 4, -100)
+    pipe.step(share(ROWS, SHARES[1]), target=share(labels, SHARES[1]))
+    return {name: parameter.grad is not None for name, parameter in pipe.named_parameters()}
+
+
+def test_a_gradient_of_zeros_is_there_on_every_replica(pools: Pools) -> None:
+    for found in pools[4].run(adapted):
+        assert all(found.values()), found
+
+
+def one_sided() -> list[str]:
+    """What is said where only one replica has a target, and where only one has a batch that the model takes."""
+    pipe, is_second, found = replicated(tied(), X, token_loss), mesh().get_local_rank("dp") == 1, []
+    for call, x, labels in (
+        (pipe.eval, X, LABELS if is_second else None),
+        (pipe.step, X if is_second else X.double(), LABELS),
+    ):
+        try:
+            call(x, target=labels)
+        except penstock.PenstockError as error:
+            found.append(str(error))
+    pipe.step(share(X), target=share(LABELS))
+    return found
+
+
+def test_all_replicas_refuse_what_only_one_can_take(pools: Pools) -> None:
+    for without_target, without_batch in pools[4].run(one_sided):
+        assert without_target.startswith("some replicas were given what a loss needs and others were not")
+        assert without_batch.startswith("the model cannot be run on this batch")

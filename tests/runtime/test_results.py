@@ -1,5 +1,7 @@
 """What a step brings home: losses, weights and outputs, the same on every rank."""
 
+import gc
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch.nn.functional import mse_loss
 import penstock
 from tests.runtime.models import WIDTH, Block, fixed, noise
 from tests.runtime.oracle import assert_equal
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 from tests.zoo import ZOO
 
@@ -60,7 +63,7 @@ def loss_fn(output: Any, target: Tensor) -> Tensor:
 
 def answering(form: str, local: bool = True) -> Any:
     model = fixed(Answering(form))
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=4, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=4, schedule="1f1b")
     return penstock.Pipeline(model, plan, loss_fn=loss_fn, local=local)
 
 
@@ -85,6 +88,15 @@ def test_outputs_of_the_microbatches_are_merged(form: str) -> None:
         assert type(result.outputs) is type(plain)
         assert_equal({"x": first_of(result.outputs)}, {"x": first_of(plain).detach()})
         assert not first_of(result.outputs).requires_grad
+
+
+def test_a_step_that_is_over_holds_on_to_no_batch() -> None:
+    pipe, batch = answering("tensor"), X.clone()
+    pipe.step(batch, target=TARGET, return_outputs=True)
+    held = weakref.ref(batch)
+    del batch
+    gc.collect()
+    assert held() is None
 
 
 def test_an_evaluation_without_a_target_has_no_loss() -> None:
@@ -114,7 +126,7 @@ def test_every_process_has_the_outputs_and_losses(pools: Pools) -> None:
 
 def language_outputs() -> tuple[Tensor, Tensor, Tensor]:
     model, _, kwargs = ZOO["llama"]()
-    plan = penstock.plan(model, kwargs=kwargs, ranks=2, microbatches=2, schedule="1f1b")
+    plan = quick_plan(model, kwargs=kwargs, ranks=2, microbatches=2, schedule="1f1b")
     result = penstock.Pipeline(model, plan).step(**kwargs, return_outputs=True)
     return result.loss, result.outputs["loss"], result.outputs["logits"]
 

@@ -10,6 +10,7 @@ from torch.nn.functional import mse_loss
 import penstock
 from tests.runtime.models import WIDTH, chain, noise
 from tests.runtime.oracle import assert_identical
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 X, TARGET = noise(8, WIDTH), noise(8, WIDTH, seed=1)
@@ -20,7 +21,7 @@ def scaled(local: bool = True, **given: Any) -> tuple[Any, penstock.GradScaler]:
     """A pipeline whose gradients are scaled, after a step."""
     scaler = penstock.GradScaler(SCALE)
     model = chain(4)
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, scaler=scaler, local=local, **given)
     pipe.step(X, target=TARGET)
     return pipe, scaler
@@ -117,7 +118,7 @@ def test_scaled_gradients_are_not_added_to_unscaled_ones() -> None:
 
 def test_gradients_that_the_user_set_have_no_scale() -> None:
     scaler, model = penstock.GradScaler(SCALE), chain(4)
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, scaler=scaler, local=True)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 import penstock
 from tests.runtime.models import WIDTH, chain, fixed, noise
 from tests.runtime.oracle import Numbers, assert_identical
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 
 pytestmark = pytest.mark.gloo
@@ -38,7 +39,7 @@ class Mixed(nn.Module):
 
 def state_of_all_types() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model = Mixed()
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss)
     return pipe.full_state_dict(), pipe.full_state_dict(everywhere=True)
 
@@ -58,7 +59,7 @@ def shard(stage: nn.Module, mesh: Any) -> None:
 
 def sharded(model: nn.Module, **given: Any) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    plan = penstock.plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
     return penstock.Pipeline(model, plan, loss_fn=mse_loss, mesh=mesh, parallelize_fn=shard, **given)
 
 

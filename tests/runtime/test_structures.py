@@ -1,5 +1,6 @@
 """Whatever goes from stage to stage, the pipeline has the numbers of the model that was not cut."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import penstock
 from penstock.ir.containers import leaves
 from tests.runtime.models import WIDTH, Block, fixed, noise
 from tests.runtime.oracle import Numbers, assert_equal, assert_identical, numbers, whole
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 from tests.zoo import ZOO, has_labels
 
@@ -35,7 +37,7 @@ def size_of(output: Any, target: Any = None) -> Tensor:
 def planned(name: str, schedule: str, ranks: int = 2) -> tuple[Any, ...]:
     """A model of the zoo, its batch, its plan, and the loss that it lacks."""
     model, args, kwargs = ZOO[name]()
-    plan = penstock.plan(model, args, kwargs, ranks=ranks, microbatches=2, schedule=schedule)
+    plan = quick_plan(model, args, kwargs, ranks=ranks, microbatches=2, schedule=schedule, partitioner="auto")
     return model, args, kwargs, plan, None if has_labels(kwargs) else size_of
 
 
@@ -91,11 +93,16 @@ MASK = (noise(7, 1, seed=4) > 0).double()
 X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
 
 
-def woven_numbers(schedules: list[str], local: bool = False) -> list[Numbers]:
+@cache
+def woven_plans() -> list[penstock.Plan]:
+    sizes = {"ranks": 4, "microbatches": 3}
+    return [quick_plan(fixed(Woven()), (X, MASK), **sizes, schedule=name, partitioner="acyclic") for name in SCHEDULES]
+
+
+def woven_numbers(plans: list[penstock.Plan], local: bool = False) -> list[Numbers]:
     found = []
-    for schedule in schedules:
+    for plan in plans:
         model = fixed(Woven())
-        plan = penstock.plan(model, (X, MASK), ranks=4, microbatches=3, schedule=schedule)
         pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
         found.append(numbers(pipe, [pipe.step(X, MASK, target=TARGET).loss]))
     return found
@@ -107,11 +114,11 @@ def plain_woven() -> Numbers:
 
 
 def test_values_may_skip_stages_and_be_read_by_many() -> None:
-    for found in woven_numbers(list(SCHEDULES), local=True):
+    for found in woven_numbers(woven_plans(), local=True):
         assert_equal(found, plain_woven())
 
 
 @pytest.mark.gloo
 def test_values_may_skip_ranks_and_be_read_by_many(pools: Pools) -> None:
-    for parts in zip(*pools[4].run(woven_numbers, list(SCHEDULES)), strict=True):
+    for parts in zip(*pools[4].run(woven_numbers, woven_plans()), strict=True):
         assert_equal({name: value for part in parts for name, value in part.items()}, plain_woven())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import penstock
 from tests.runtime.models import tied, token_loss, tokens
 from tests.runtime.oracle import Numbers, assert_identical, assert_parts_equal, numbers, whole
+from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
 from tests.zoo import ZOO
 
@@ -21,7 +22,7 @@ SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv")
 def tied_pipe(schedule: str = "1f1b", ranks: int = 2, model: nn.Module | None = None) -> Any:
     """A pipeline whose first and last rank share a table and a matrix."""
     model = tied(6) if model is None else model
-    plan = penstock.plan(model, (X,), ranks=ranks, microbatches=3, schedule=schedule)
+    plan = quick_plan(model, (X,), ranks=ranks, microbatches=3, schedule=schedule)
     return penstock.Pipeline(model, plan, loss_fn=token_loss)
 
 
@@ -136,7 +137,7 @@ def language_model() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def language_pipe(model: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    plan = penstock.plan(model, kwargs=kwargs, ranks=2, microbatches=2, schedule="1f1b")
+    plan = quick_plan(model, kwargs=kwargs, ranks=2, microbatches=2, schedule="1f1b")
     return penstock.Pipeline(model, plan), kwargs
 
 
@@ -147,3 +148,23 @@ def test_a_language_model_with_a_tied_head(pools: Pools) -> None:
     parts = pools[2].run(language_model_gradients)
     assert_parts_equal(parts, model, 1e-5)
     assert torch.equal(parts[0]["gradient transformer.wte.weight"], parts[1]["gradient lm_head.weight"])
+
+
+def sparsely_tied() -> nn.Module:
+    """A table of which one end wants some rows, the other all of it."""
+    model = tied(6)
+    model.embed.sparse = True
+    return model
+
+
+def sparse_gradients() -> Numbers:
+    pipe = tied_pipe(model=sparsely_tied())
+    pipe.step(X, target=TARGET)
+    return numbers(pipe)
+
+
+@pytest.mark.gloo
+def test_a_sparse_gradient_is_summed_with_a_dense_one(pools: Pools) -> None:
+    plain = sparsely_tied()
+    whole(plain, token_loss)(X, TARGET)
+    assert_parts_equal(pools[2].run(sparse_gradients), plain)

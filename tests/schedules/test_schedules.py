@@ -25,6 +25,7 @@ every_schedule = pytest.mark.parametrize("name", SCHEDULES)
 every_number_of_ranks = pytest.mark.parametrize("ranks", SIZES)
 
 
+@pytest.mark.no_cover
 @every_number_of_ranks
 @every_schedule
 def test_orders_are_lawful_and_complete_before_and_after_lowering(name, ranks):

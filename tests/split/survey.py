@@ -7,7 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 from penstock.partitioners import uniform
-from tests.split.trials import DEPTHS, Trial, modes
+from tests.split.trials import DEPTHS, Trial
 from tests.zoo import ZOO, ambient
 
 TABLE = Path(__file__).parents[2] / "docs" / "architectures.md"
@@ -28,13 +28,10 @@ Written by `python -m tests.split.survey`; `tests/split` runs the same trials.
 
 def row(name: str, granularity: str) -> str:
     """The line of one model at one granularity."""
-    sizes = []
+    trial = Trial(name, granularity)
     with ambient(name):
-        for mode in modes(name):
-            trial = Trial(name, mode, granularity)
-            found = trial.differences((2, False), (3, False), (4, False), (3, True))
-            sizes += [apart.size for apart in found.values()]
-        graph = Trial(name, "plain", granularity).recorded()[0].graph
+        sizes = [apart.size for apart in trial.differences().values()]
+        graph = trial.recorded("plain")[0].graph
     crossings = uniform(graph, 4).crossings(graph)
     sent = ", ".join(str(len(crossing.values)) for crossing in crossings)
     worst = f"{max(sizes):.0e}" if max(sizes) else "exact"

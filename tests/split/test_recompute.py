@@ -64,7 +64,7 @@ def test_a_model_whose_stages_recompute_gives_the_same_outcome(name, is_split, m
         return sequence
 
     with ambient(name):
-        captured, batch = Trial(name, "plain", "blocks").recorded()
+        captured, batch = Trial(name, "blocks").recorded("plain")
         partition = uniform(captured.graph, 3)
         expected = parity.of_stages(captured, partition, batch)
         monkeypatch.setattr(parity, "Sequence", recomputing)

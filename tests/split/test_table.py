@@ -16,7 +16,7 @@ def test_the_table_lists_every_model_at_every_granularity():
 
 def test_the_table_shows_no_difference_beyond_what_the_trials_allow():
     for (name, granularity), shown in rows().items():
-        assert (0.0 if shown == "exact" else float(shown)) <= Trial(name, "plain", granularity).tolerance
+        assert (0.0 if shown == "exact" else float(shown)) <= Trial(name, granularity).tolerance
 
 
 def test_at_least_forty_architectures_are_shown():

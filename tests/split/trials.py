@@ -6,7 +6,7 @@ from penstock.capture import Captured, capture
 from penstock.capture.captured import without_cache
 from penstock.partitioners import uniform
 from tests.split.parity import Batch, Difference, difference, of_model, of_stages
-from tests.zoo import ZOO, has_labels, without_labels
+from tests.zoo import UNSCORED, ZOO, has_labels, without_labels
 
 DEPTHS = {"blocks": None, "functions": 100}
 
@@ -15,42 +15,46 @@ SUMMED_IN_PARTS = frozenset(
     {"t5", "bart", "whisper", "deberta_v2", "transformer", "branches", "model_output_between", "nested_between"}
 )
 
+# How many stages, and whether backward is split.
+CUTS = ((2, False), (3, False), (4, False), (3, True))
+
 
 @dataclass(frozen=True)
 class Trial:
-    """One model, recorded at one granularity with or without labels."""
+    """One model, recorded at one granularity."""
 
     name: str
-    mode: str
     granularity: str
-
-    def recorded(self) -> tuple[Captured, Batch]:
-        """The recorded model and its batch."""
-        model, args, kwargs = ZOO[self.name]()
-        kwargs = kwargs if self.mode == "labels" else without_labels(model, kwargs)
-        captured = capture(model, args, kwargs, depth=DEPTHS[self.granularity])
-        return captured, Batch(args, without_cache(model, kwargs), has_labels(kwargs))
 
     @property
     def tolerance(self) -> float:
         """How far the stages may be from the model."""
         return 1e-6 if self.name in SUMMED_IN_PARTS else 0.0
 
-    def differences(self, *cuts: tuple[int, bool]) -> dict[str, Difference]:
-        """How far the stages are from the model, for cuts given as (number of stages, whether backward is split)."""
-        captured, batch = self.recorded()
-        expected = of_model(captured.model, batch)
-        return {
-            f"{stages} stages{', split backward' if is_split else ''}": difference(
-                expected, of_stages(captured, uniform(captured.graph, stages), batch, is_split)
-            )
-            for stages, is_split in cuts
-        }
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """A model that scores itself is tried with labels, and every model without."""
+        return ("plain",) if self.name in UNSCORED else ("labels", "plain")
+
+    def recorded(self, mode: str) -> tuple[Captured, Batch]:
+        """The recorded model and its batch."""
+        model, args, kwargs = ZOO[self.name]()
+        kwargs = kwargs if mode == "labels" else without_labels(model, kwargs)
+        captured = capture(model, args, kwargs, depth=DEPTHS[self.granularity])
+        return captured, Batch(args, without_cache(model, kwargs), has_labels(kwargs))
+
+    def differences(self) -> dict[str, Difference]:
+        """How far the stages are from the model, by what was tried: at last, the last record on other data."""
+        found: dict[str, Difference] = {}
+        for mode in self.modes:
+            captured, batch = self.recorded(mode)
+            expected = of_model(captured.model, batch)
+            for stages, is_split in CUTS:
+                apart = difference(expected, of_stages(captured, uniform(captured.graph, stages), batch, is_split))
+                found[f"{mode}, {stages} stages{', split backward' if is_split else ''}"] = apart
+        other = batch.other()
+        expected = of_model(captured.model, other)
+        return found | {"other data": difference(expected, of_stages(captured, uniform(captured.graph, 4), other))}
 
 
-def modes(name: str) -> tuple[str, ...]:
-    """A model that scores itself is tried with labels and without."""
-    return ("labels", "plain") if has_labels(ZOO[name]()[2]) else ("plain",)
-
-
-TRIALS = [Trial(name, mode, depth) for name in ZOO for mode in modes(name) for depth in DEPTHS]
+TRIALS = [Trial(name, depth) for name in ZOO for depth in DEPTHS]

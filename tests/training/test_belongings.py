@@ -6,6 +6,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import RunError
+from tests.runtime.plans import quick_plan
 
 
 class Tied(nn.Module):
@@ -36,7 +37,7 @@ def made_with_seeds(plan, is_alike):
 
 
 def test_tied_parameters_that_begin_differently_are_refused_on_every_rank():
-    plan = penstock.plan(Tied(), (torch.randint(0, 10, (4, 3)),), ranks=2, microbatches=2, schedule="1f1b")
+    plan = quick_plan(Tied(), (torch.randint(0, 10, (4, 3)),), ranks=2, microbatches=2, schedule="1f1b")
     assert penstock.launch(made_with_seeds, 2, plan, True) == ["", ""]
     texts = penstock.launch(made_with_seeds, 2, plan, False)
     assert all("has not the same numbers" in text and "embedding.weight" in text for text in texts)

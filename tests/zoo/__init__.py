@@ -80,6 +80,9 @@ ZOO: dict[str, Builder] = {
     "positional": situations.positional,
 }
 
+UNSCORED = frozenset({"batch_norm", "autocast_inside"})
+"""what does not return its loss; the others are given labels"""
+
 _AMBIENT: dict[str, Callable[[], AbstractContextManager[None]]] = {"autocast_around": situations.ambient_autocast}
 
 
@@ -88,4 +91,4 @@ def ambient(name: str) -> AbstractContextManager[None]:
     return _AMBIENT.get(name, nullcontext)()
 
 
-__all__ = ["ZOO", "Builder", "Example", "ambient", "has_labels", "without_labels"]
+__all__ = ["UNSCORED", "ZOO", "Builder", "Example", "ambient", "has_labels", "without_labels"]

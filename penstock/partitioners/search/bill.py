@@ -75,9 +75,14 @@ class Rates:
         return bool(np.isfinite(self.limit).any())
 
     @property
+    def are_alike(self) -> bool:
+        """Whether all ranks take equally long."""
+        return bool((self.slowness == self.slowness[0]).all())
+
+    @property
     def are_plain(self) -> bool:
         """Whether only seconds count, and count alike everywhere."""
-        return not self.has_messages and not self.has_limits and bool((self.slowness == self.slowness[0]).all())
+        return not self.has_messages and not self.has_limits and self.are_alike
 
     @property
     def without_messages(self) -> "Rates":

@@ -20,7 +20,8 @@ def without_weightless(atoms: Atoms, at_least: int) -> Ints:
     """
 
     def is_weightless(current: Atoms, source: Ints, target: Ints) -> Bools:
-        first, second = current.seconds[source] == 0, current.seconds[target] == 0
+        is_idle = _own_seconds(current) == 0
+        first, second = is_idle[source], is_idle[target]
         joined: Bools = (first & _is_read_once(current)[source]) | (second & _reads_once(current)[target])
         return joined
 
@@ -33,6 +34,15 @@ def without_weightless(atoms: Atoms, at_least: int) -> Ints:
         if int(found.max()) + 1 < at_least:
             return np.arange(len(atoms))
         group = found[group]
+
+
+def _own_seconds(atoms: Atoms) -> Floats:
+    """What each atom takes when it is alone in a stage: what it needs of the inputs is computed there too."""
+    uses, seconds = atoms.free.uses, atoms.free.seconds
+    # One more than the atoms reads what the model returns.
+    needed = np.bincount(uses.atom, weights=seconds[uses.thing], minlength=len(atoms) + 1)
+    result: Floats = atoms.seconds + needed[: len(atoms)]
+    return result
 
 
 def halved(atoms: Atoms, heaviest: float) -> Ints:

@@ -47,20 +47,30 @@ def cut(problem: Problem, atoms: Atoms, rates: Rates, *, slack: float = 0.0, is_
     if problem.is_single and rates.are_plain:
         return _by_probing(runs, rates, slack)
     is_sum = not problem.is_single and rates.are_plain and not len(runs.weighing.shared)
-    most = max(BRIEF if is_brief else DENSE, problem.num_stages)
-    group = thinned(runs, len(atoms) if is_sum else most)
+    group = thinned(runs, len(atoms) if is_sum else max(BRIEF if is_brief else DENSE, 4 * problem.num_stages))
     is_thinned = len(atoms) > len(np.unique(group))
     coarse = Runs(atoms.merged(group)) if is_thinned else runs
     if problem.is_single:
         found = _by_pairs(coarse, rates, slack)
     else:
         found = Cut(*(once if is_brief else paired)(problem.placed, coarse, rates, slack))
-    stages = [found.stage[group]]
-    if is_thinned and problem.is_single:
-        stages.append(_by_probing(runs, rates, slack).stage)
-    if rates.has_messages and not problem.is_single and not is_brief:
-        stages.append(cut(problem, atoms, rates.without_messages, slack=slack).stage)
-    return Cut(min(stages, key=lambda stage: Judged(problem, atoms, stage).score), 0.0 if is_thinned else found.bound)
+    fine = Cut(found.stage[group], 0.0 if is_thinned else found.bound)
+    return fine if is_brief else _checked(problem, atoms, rates, fine, slack)
+
+
+def _checked(problem: Problem, atoms: Atoms, rates: Rates, found: Cut, slack: float) -> Cut:
+    """The cut, or one that leaves messages or some limits out of account, if that happens to be better.
+
+    Messages within a rank are free and links may differ, which only the judge knows: then what was found is no bound.
+    """
+    is_rough = rates.has_messages and (not problem.is_single or bool(problem.cluster.links))
+    stages, bound = [found.stage], 0.0 if is_rough else found.bound
+    if is_rough:
+        other = cut(problem, atoms, rates.without_messages, slack=slack)
+        stages, bound = [found.stage, other.stage], other.bound
+    elif len(atoms) > DENSE and problem.is_single and rates.are_alike:
+        stages.append(_by_probing(Runs(atoms), rates, slack).stage)
+    return Cut(min(stages, key=lambda stage: Judged(problem, atoms, stage).score), bound)
 
 
 def stages_of(bounds: list[int] | Ints) -> Ints:

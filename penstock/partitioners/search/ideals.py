@@ -50,28 +50,32 @@ class Sharing:
     begin: Floats
     """per ideal and use: whether exactly the uses before this one are inside already"""
     end: Floats
-    """per ideal and use: whether this one is inside as well"""
-    thing: Ints
+    """per ideal and use: the weight of the thing, if this one is inside as well"""
+    total: Floats
+    """per ideal what belongs to one atom each, and is inside"""
 
     @classmethod
-    def of(cls, inside: Bools, uses: Uses, maker: Ints | None = None) -> "Sharing":
+    def of(cls, inside: Bools, uses: Uses, weights: Floats, maker: Ints | None = None) -> "Sharing":
         """Uses of a thing are counted, not told apart: more of them are in the larger ideal, or none is in between."""
-        if not len(uses.thing):
-            return cls(np.zeros((len(inside), 0)), np.zeros((len(inside), 0)), uses.thing)
-        first = np.flatnonzero(np.diff(uses.thing, prepend=-1))
-        lengths = np.diff(np.append(first, len(uses.thing)))
-        count = np.repeat(np.add.reduceat(inside[:, uses.atom].astype(np.int64), first, axis=1), lengths, axis=1)
-        before = np.arange(len(uses.thing)) - np.repeat(first, lengths)
+        is_lone = (np.bincount(uses.thing, minlength=len(weights))[uses.thing] == 1) & (maker is None)
+        total = inside[:, uses.atom[is_lone]] @ weights[uses.thing[is_lone]]
+        thing, atom = uses.thing[~is_lone], uses.atom[~is_lone]
+        if not len(thing):
+            nothing = np.zeros((len(inside), 0))
+            return cls(nothing, nothing, total)
+        first = np.flatnonzero(np.diff(thing, prepend=-1))
+        lengths = np.diff(np.append(first, len(thing)))
+        count = np.repeat(np.add.reduceat(inside[:, atom].astype(np.int64), first, axis=1), lengths, axis=1)
+        before = np.arange(len(thing)) - np.repeat(first, lengths)
         begin = count == before
         if maker is not None:
-            begin &= inside[:, maker[uses.thing]]
-        return cls(begin.astype(np.float64), (count > before).astype(np.float64), uses.thing)
+            begin &= inside[:, maker[thing]]
+        return cls(begin.astype(np.float64), (count > before) * weights[thing], total)
 
-    def over(self, begins: slice, ends: slice, weights: Floats) -> Floats:
+    def over(self, begins: slice, ends: slice) -> Floats:
         """The sum of every pair of ideals, of which the second holds the first."""
-        if not len(self.thing):
-            return np.zeros((len(self.begin[begins]), len(self.end[ends])))
-        return self.begin[begins] @ (self.end[ends] * weights[self.thing]).T
+        alone = self.total[ends] - self.total[begins][:, None]
+        return alone + self.begin[begins] @ self.end[ends].T if self.begin.shape[1] else alone
 
 
 @dataclass(frozen=True)
@@ -96,20 +100,36 @@ class Ideals:
 
     def bill(self, begins: slice, ends: slice) -> Bill:
         """A row per begin, a column per end."""
-        atoms = self.atoms
-        values, tensors, free, held = atoms.values, atoms.tensors, atoms.free, atoms.held
-        received, returned = (self._read.over(begins, ends, size) for size in (values.forward, values.backward))
-        kept = _between(self._kept, begins, ends) + self._needed.over(begins, ends, free.kept)
+        values, sharing = self.atoms.values, self._sharing
+        figures = {name: each.over(begins, ends) for name, each in sharing.items()}
+        nothing = 0 * figures["received"]
+        kept = _between(self._kept, begins, ends) + figures["free_kept"]
         return Bill(
-            _between(self._seconds, begins, ends) + self._needed.over(begins, ends, free.seconds),
-            received,
-            returned,
-            self._sent(begins, ends, values.forward) if self.with_sent else 0 * received,
-            self._sent(begins, ends, values.backward) if self.with_sent else 0 * received,
-            self._owned.over(begins, ends, tensors.parameters),
-            self._owned.over(begins, ends, tensors.state),
-            kept + (self._keeps.over(begins, ends, held.sizes) if held.is_known else received),
+            _between(self._seconds, begins, ends) + figures["free_seconds"],
+            figures["received"],
+            figures["returned"],
+            self._sent(begins, ends, values.forward) if self.with_sent else nothing,
+            self._sent(begins, ends, values.backward) if self.with_sent else nothing,
+            figures["parameters"],
+            figures["state"],
+            kept + (figures["held"] if self.atoms.held.is_known else figures["received"]),
         )
+
+    @cached_property
+    def _sharing(self) -> dict[str, Sharing]:
+        values, tensors, free, held = self.atoms.values, self.atoms.tensors, self.atoms.free, self.atoms.held
+        shared = {
+            "free_seconds": (free.uses, free.seconds),
+            "free_kept": (free.uses, free.kept),
+            "parameters": (tensors.uses, tensors.parameters),
+            "state": (tensors.uses, tensors.state),
+            "held": (held.uses, held.sizes),
+        }
+        sent = {"received": values.forward, "returned": values.backward}
+        return {
+            **{name: Sharing.of(self._everyone, *each) for name, each in shared.items()},
+            **{name: Sharing.of(self._everyone, values.uses, size, values.maker) for name, size in sent.items()},
+        }
 
     def _sent(self, begins: slice, ends: slice, weights: Floats) -> Floats:
         """Values made in the stage of which a reader is still to come."""
@@ -146,22 +166,6 @@ class Ideals:
     @cached_property
     def _kept(self) -> Floats:
         return self._inside @ self.atoms.kept
-
-    @cached_property
-    def _read(self) -> Sharing:
-        return Sharing.of(self._everyone, self.atoms.values.uses, self.atoms.values.maker)
-
-    @cached_property
-    def _needed(self) -> Sharing:
-        return Sharing.of(self._everyone, self.atoms.free.uses)
-
-    @cached_property
-    def _owned(self) -> Sharing:
-        return Sharing.of(self._everyone, self.atoms.tensors.uses)
-
-    @cached_property
-    def _keeps(self) -> Sharing:
-        return Sharing.of(self._everyone, self.atoms.held.uses)
 
 
 def _between(total: Floats, begins: slice, ends: slice) -> Floats:

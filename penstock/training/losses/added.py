@@ -38,7 +38,7 @@ class AddedLosses:
         """In words, what may not be as in one process; to be asked at the end of a step."""
         for (place, _), divided in self._divided.items():
             counts, terms = [(weight,) for weight, _ in divided], [term for _, term in divided]
-            fits = {kind for kind in ("mean", "sum") if are_divisors(assumed(kind), counts, [terms])}  # type: ignore[arg-type]
+            fits = {kind for kind in ("mean", "sum") if are_divisors(assumed(kind), counts, [terms])}
             if self._kinds[place] not in fits:
                 self._doubt(place, "is divided by something else than the number of samples")
                 # Only sizes that differ tell a number of samples from another number.

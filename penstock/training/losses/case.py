@@ -55,8 +55,8 @@ def partner_of(pieces: Sequence[Microbatch], microbatch: int) -> Partner:
 
 
 def _sample(piece: Microbatch, row: int, has_other_labels: bool) -> Partner:
-    given = rows((piece.args, piece.kwargs, piece.target), piece.size, row, 1)
-    return Partner(*given, has_other_labels)
+    args, kwargs, target = rows((piece.args, piece.kwargs, piece.target), piece.size, row, 1)
+    return Partner(args, kwargs, target, has_other_labels)
 
 
 def _num_labels(piece: Microbatch) -> list[int]:
@@ -68,4 +68,4 @@ def _num_labels(piece: Microbatch) -> list[int]:
 
 
 def _counted(labels: Tensor) -> list[int]:
-    return (labels != _IGNORED).reshape(len(labels), -1).sum(1).tolist()  # type: ignore[no-any-return]
+    return (labels != _IGNORED).reshape(len(labels), -1).sum(1).tolist()

@@ -27,9 +27,9 @@ def couplings(
 ) -> tuple[str, ...]:
     """One sentence for each way in which the samples of a batch act on each other; none if they do not.
 
-    What happens inside blocks that stay whole is seen only for batch norm. `known` are the inputs that are there before
-    the step, if not all are: to a loss function, the output of the model is an input too. If a trial has shown of what
-    follows the last blocks that samples do not act on each other, nothing is said of that.
+    What happens inside blocks that stay whole is seen only for batch norm and embeddings. `known` are the inputs that
+    are there before the step, if not all are: to a loss function, the output of the model is an input too. If a trial
+    has shown of what follows the last blocks that samples do not act on each other, nothing is said of that.
     """
     cone = Cone(recording.record, recording.graph, known, num_samples=num_samples)
     roots = _roots(recording)
@@ -44,6 +44,7 @@ def couplings(
         rule = loss_rule(recording.record, recording.graph, roots[0], facts_of(recording, model), known, num_samples)
     found = (
         _batch_norm(model, cone),
+        _frequencies(model, cone),
         _contrast(cone, None if is_tried else rule, [node for node in mixing if node.kind in _PRODUCTS]),
         _statistics(cone, rule, [node for node in mixing if node.kind not in _PRODUCTS]),
     )
@@ -71,6 +72,18 @@ def _batch_norm(model: nn.Module, cone: Cone) -> str:
     if not layers:
         return ""
     return f"batch norm takes its statistics from each microbatch instead of the whole batch: {_listed(layers)}"
+
+
+def _frequencies(model: nn.Module, cone: Cone) -> str:
+    blocks = {node.module for node in cone.graph.nodes if node.is_leaf}
+    tables = [name for name, part in model.named_modules() if _counts_rows(part) and _is_within(name, blocks)]
+    if not tables:
+        return ""
+    return f"scale_grad_by_freq counts the words of each microbatch instead of the whole batch: {_listed(tables)}"
+
+
+def _counts_rows(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq
 
 
 def _is_within(name: str, blocks: Collection[str]) -> bool:

@@ -68,7 +68,7 @@ class FunctionRule:
     def after(self, loss: Tensor, case: Case) -> None:
         """Whether the function went a way that it never went before."""
         way = way_of(loss, case.output)
-        if way in self._ways:
+        if way in self._ways or len(self._ways) > _NUM_WAYS:
             return
         self._refuse_elsewhere(parameters_of(loss, case.output))
         is_new, self._ways = bool(self._ways), self._ways | {way}

@@ -94,7 +94,7 @@ class StandIn:
 
         with watched_modules(self._captured.model, called), from_the_same_start(self._written):
             loss = loss_of(self._captured.whole(*batch[0], **batch[1]))
-        return outcome(loss, list(leaves.values()))
+            return outcome(loss, list(leaves.values()))
 
     @cached_property
     def _random(self) -> frozenset[str]:

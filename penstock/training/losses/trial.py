@@ -37,6 +37,7 @@ class Trial:
     """of the model, by which the samples that were tried are counted"""
 
 
+_MOST_SAMPLES = 8
 RANDOM = "it draws random numbers"
 NO_LABELS = "it has no number for this microbatch"
 NOT_CUT = "it uses a value of the model that is not made of samples"
@@ -48,10 +49,13 @@ def try_function(loss_fn: LossFn, case: Case, place: int, as_pair: bool = False)
     A single sample is joined by its partner; so is the first of several if a pair is asked for. `place` says where to
     cut, so that several trials cut elsewhere.
     """
-    output, target, size = transform(case.output, _cut_off), case.piece.target, case.piece.size
+    size = case.piece.size
+    # Few samples tell as much as many.
+    few = 1 if as_pair else min(size, _MOST_SAMPLES)
+    output, target = rows((transform(case.output, _cut_off), case.piece.target), size, 0, few)
+    size = few
     try:
-        if size == 1 or as_pair:
-            output, target = rows((output, target), size, 0, 1)
+        if size == 1:
             # Its entries in other places are an output that is in range.
             output, target, size = joined(output, another(output)), _pair(target, case.partner.target), 2
     except (ValueError, RuntimeError):
@@ -64,7 +68,7 @@ def try_function(loss_fn: LossFn, case: Case, place: int, as_pair: bool = False)
         leaves = transform(rows(output, size, start, length), _leaf)
         with from_the_same_start(module.buffers()):
             loss = loss_fn(transform(leaves, _copied), transform(rows(target, size, start, length), _copied))
-        return outcome(loss, tensors(leaves))
+            return outcome(loss, tensors(leaves))
 
     with undisturbed(module), uncompiled(), torch.enable_grad():
         return tried(answer, size, dims, place, lambda span: Microbatch((), {}, rows(target, size, *span), span[1]))

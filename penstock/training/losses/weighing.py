@@ -1,5 +1,6 @@
 """Weighing: the weight of each microbatch's loss in that of the batch, by a rule that is looked after in every step."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from penstock.training.losses.case import Case
 from penstock.training.losses.coupling import couplings
 from penstock.training.losses.divisors import LiveTerm, live_terms
 from penstock.training.losses.function_rule import FunctionRule
-from penstock.training.losses.given import check_reduction
+from penstock.training.losses.given import check_reduction, given_rule
 from penstock.training.losses.judge import Judge
 from penstock.training.losses.model_rule import ModelRule
 from penstock.training.losses.proof import are_divisors, have_equal_weights
@@ -25,6 +26,9 @@ from penstock.training.step_data import StepData
 LossFn = Callable[[Any, Any], Tensor]
 _KINDS = {"sum": 1.0, "tokens": 2.0}
 CHANGED = "the loss function goes another way for some microbatches, and by that they would have other weights"
+UNCOUNTED = (
+    "what the loss is divided by cannot be counted in all microbatches, so that each sample is taken to count alike"
+)
 WRONG = "the loss was divided by other numbers than were counted, so that the microbatches are weighted wrongly"
 
 
@@ -78,7 +82,7 @@ class Weighing:
 
     def look_at(self, load: StepData, microbatch: int, output: Any, loss: Tensor) -> None:
         """Note by what a loss was divided; the first of a step tells whether the rule still holds."""
-        if self._step.load is not load:
+        if not self._step.is_of(load):
             self._step = _Step(load)
         terms = live_terms(loss, load.inputs.microbatches[microbatch].size)
         self._step.divided[microbatch] = terms
@@ -89,7 +93,10 @@ class Weighing:
         """The weight of every microbatch."""
         found = self._verdict(load)
         counts = self._counts(found, load)
-        if self._step.load is not load:
+        if counts is None:
+            found = Verdict(*given_rule("mean", found.rule, found.counter), (UNCOUNTED,))
+            counts = [(float(size),) for size in load.inputs.sizes]
+        if not self._step.is_of(load):
             self._step = _Step(load)
         self._step.verdict, self._step.counts = found, counts
         if self._replicas.count == 1:
@@ -106,6 +113,11 @@ class Weighing:
             doubts = [*coupled, *self._function.doubts]
         return tuple(dict.fromkeys((*doubts, *self._step_doubts(found, load))))
 
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why the loss function on a whole batch is not, or may not be, that of the microbatches."""
+        return tuple(dict.fromkeys(self._function.doubts)) if self._function is not None else ()
+
     def _coupled(self, recording: Any) -> tuple[str, ...]:
         """How samples act on each other inside the model; the recording is kept, so that no other has its identity."""
         if id(recording) not in self._couplings:
@@ -118,12 +130,12 @@ class Weighing:
         assert self._function.verdict is not None
         return self._function.verdict
 
-    def _counts(self, found: Verdict, load: StepData) -> Counts:
-        """By the rule, or by samples if it does not hold for all microbatches."""
+    def _counts(self, found: Verdict, load: StepData) -> Counts | None:
+        """What the terms are divided by in every microbatch; None if the rule does not hold for all of them."""
         pairs = zip(load.inputs.microbatches, load.inputs.recordings, strict=True)
         counts = [found.counter(piece, recording) for piece, recording in pairs]
-        plain = [(float(size),) * len(found.rule.terms) for size in load.inputs.sizes]
-        return plain if None in counts else counts  # type: ignore[return-value]
+        known = [count for count in counts if count is not None]
+        return known if len(known) == len(counts) else None
 
     def _among_replicas(self, rule: LossRule, counts: Sequence[float]) -> tuple[float, ...]:
         """The weights among the microbatches of all replicas, which must have found the same kind of rule."""
@@ -145,11 +157,15 @@ class Weighing:
     def _step_doubts(self, found: Verdict, load: StepData) -> tuple[str, ...]:
         """What the numbers of the step itself say."""
         step = self._step
-        if step.load is not load or step.verdict is None or step.verdict.is_given:
+        if not step.is_of(load) or step.verdict is None or step.verdict.is_given:
             return ()
         used, counts = step.verdict, step.counts
-        if used is not found and not have_equal_weights(used.rule, counts, found.rule, self._counts(found, load)):
-            return (CHANGED,)
+        if UNCOUNTED in used.doubts:
+            return (UNCOUNTED,)
+        if used is not found:
+            others = self._counts(found, load)
+            if others is None or not have_equal_weights(used.rule, counts, found.rule, others):
+                return (CHANGED,)
         terms = step.terms(len(counts))
         if _can_tell(used, terms, load.inputs.sizes) and not are_divisors(used.rule, counts, terms):
             if self._function is not None:
@@ -174,10 +190,15 @@ class _Step:
     """What one step was weighted by, and what its losses were divided by."""
 
     def __init__(self, load: StepData | None = None) -> None:
-        self.load = load
+        # Only to tell steps apart: the batch and outputs of one that is over are not held on to.
+        self._load = None if load is None else weakref.ref(load)
         self.verdict: Verdict | None = None
         self.counts: Counts = ()
         self.divided: dict[int, tuple[LiveTerm, ...] | None] = {}
+
+    def is_of(self, load: StepData) -> bool:
+        """Whether this is about the step that works on this load."""
+        return self._load is not None and self._load() is load
 
     def terms(self, num_microbatches: int) -> list[tuple[LiveTerm, ...]]:
         """For each term, that of every microbatch; empty if not all of them show the same terms."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
+from tests.runtime.plans import quick_plan
 from tests.training.losses.table import ALL, CLASSES, LABELS, PLACES, SAMPLES, VALUES, WEIGHTS, flat, numbers
 
 X = numbers(SAMPLES, PLACES, 4, seed=0)
@@ -64,7 +65,7 @@ def model() -> nn.Module:
 
 def pipeline(loss_fn: Any, microbatches: int = 3, **options: Any) -> tuple[nn.Module, penstock.Pipeline]:
     own = model()
-    plan = penstock.plan(own, (X,), ranks=2, microbatches=microbatches, schedule="1f1b", partitioner="uniform")
+    plan = quick_plan(own, (X,), ranks=2, microbatches=microbatches, schedule="1f1b")
     return own, penstock.Pipeline(own, plan, loss_fn=loss_fn, local=True, **options)
 
 

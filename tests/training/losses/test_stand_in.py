@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.capture import capture
+from penstock.capture.captured import without_cache
 from penstock.runtime.batch import cut
 from penstock.training.losses.case import Case
 from penstock.training.losses.model_rule import ModelRule
 from penstock.training.losses.stand_in import try_model
 from penstock.training.losses.verdict import Verdict
+from tests.zoo import ZOO
 
 X, T = torch.randn(6, 4), torch.randn(6, 3)
 
@@ -139,3 +141,18 @@ def test_hooks_and_state_are_left_alone() -> None:
     assert (called, mode) == ([], model.training)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+SOME = (
+    "llama", "gemma3", "deepseek_v3", "opt", "bert_question_answering", "deberta_v2", "t5", "vit", "swin", "tied",
+    "in_place", "non_contiguous", "model_output_between", "long_skips", "lora", "checkpointed", "hidden_states",
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("name", SOME)
+def test_models_whose_samples_do_not_act_on_each_other_raise_no_doubt(name: str) -> None:
+    model, args, kwargs = ZOO[name]()
+    pieces = cut(model.forward, args, without_cache(model, kwargs), None, 1)
+    captured = capture(model, pieces[0].args, pieces[0].kwargs)
+    assert ModelRule(captured, None).of(captured.first, Case(pieces, 0)).doubts == ()

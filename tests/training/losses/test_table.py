@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from tests.runtime.plans import recorded_once
+from tests.runtime.plans import quick_plan, recorded_once
 from tests.training.losses.table import CLASSES, PLACES, SAMPLES, TABLE, Row, numbers
 
 X = numbers(SAMPLES, PLACES, 4, seed=0)
@@ -50,10 +50,7 @@ class Scored(nn.Module):
 
 
 MODEL = Scores()
-PLANS = {
-    count: penstock.plan(MODEL, (X,), ranks=2, microbatches=count, schedule="1f1b", partitioner="uniform")
-    for count in (3, SAMPLES)
-}
+PLANS = {count: quick_plan(MODEL, (X,), ranks=2, microbatches=count, schedule="1f1b") for count in (3, SAMPLES)}
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +119,7 @@ def test_a_model_that_returns_its_loss_is_exact_or_said_not_to_be(name: str) -> 
     row = TABLE[name]
     model = Scored(copy.deepcopy(row.loss_fn))
     batch = {"x": X, "labels": row.target}
-    plan = penstock.plan(model, kwargs=batch, ranks=2, microbatches=3, schedule="1f1b", partitioner="uniform")
+    plan = quick_plan(model, kwargs=batch, ranks=2, microbatches=3, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, local=True, options=penstock.RunOptions(nonfinite="ignore"))
     assert_exact_or_said(name, row, lambda: pipe.step(**batch), lambda: model(**batch), model)
 

@@ -1,0 +1,129 @@
+"""joint_plan: how good a searched plan is, and what planning costs, also for models and clusters that are not here."""
+
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from benchmarks.capture import llama
+from benchmarks.table import Line, Table
+from penstock.ir.cluster import Cluster
+from penstock.ir.graph import Graph, Node, Origin, TensorSpec, Value
+from penstock.ir.links import Replicas
+from penstock.ir.plan import Plan
+from penstock.ir.profile import NodeBytes, NodeCost, Profile
+from penstock.planner import Measured, Request, search
+
+_VALUE, _WEIGHT = TensorSpec((4, 1024), requires_grad=True), TensorSpec((1024, 1024), requires_grad=True)
+_GIGABYTE = 1e9
+
+
+def tables() -> tuple[Table, ...]:
+    """Everything that `make bench` shows about searched plans."""
+    return (heavy_head(), without_weights(), large())
+
+
+def layers(seconds: list[float]) -> Measured:
+    """A chain of layers whose forward, input gradient and weight gradient take so long each."""
+    names = [f"layers.{index}" for index in range(len(seconds))]
+    nodes = tuple(
+        Node(name, (read,), (Value(name, _VALUE),), (f"{name}.weight",), origin=Origin(name, "Linear", True))
+        for name, read in zip(names, ["x", *names], strict=False)
+    )
+    weights = tuple(Value(f"{name}.weight", _WEIGHT) for name in names)
+    graph = Graph(nodes, (Value("x", TensorSpec((4, 1024))),), (names[-1],), weights)
+    memory = NodeBytes(kept=2 * _VALUE.bytes, kept_for_weight_grad=_VALUE.bytes)
+    costs = tuple(NodeCost(name, each, 2 * each, each, each, memory) for name, each in zip(names, seconds, strict=True))
+    return Measured(graph, Profile(costs, 3 * sum(seconds), graph.fingerprint, "made up"))
+
+
+def heavy_head(count: int = 32, head: float = 4.0, ranks: int = 8, microbatches: int = 32) -> Table:
+    """Equal layers and a head worth several: the step over the work of all ranks divided evenly."""
+
+    def lines() -> Iterator[Line]:
+        model = layers([1.0] * count + [head])
+        ideal = 3 * (count + head) * microbatches / ranks
+        equal = [
+            [f"layers.{rank * count // ranks + layer}" for layer in range(count // ranks)] for rank in range(ranks)
+        ]
+        equal[-1].append(f"layers.{count}")
+        asked = {
+            "equal layers, 1f1b": (Request(Cluster(ranks), "1f1b", equal), 2.0),
+            "linear, 1f1b": (Request(Cluster(ranks), "1f1b", "linear"), 1.5),
+            "auto": (Request(Cluster(ranks)), 1.2),
+        }
+        for name, (request, target) in asked.items():
+            made = search({microbatches: model}, request)
+            share, least = made.predicted.makespan / ideal, made.lower_bound / ideal
+            cells = (name, made.choices.schedule, made.choices.placement, f"{least:.3f}", f"{share:.3f}")
+            yield Line(cells, share, target, at_least=False)
+
+    columns = ("plan", "schedule", "placement", "at best", "step")
+    title = f"{count} layers and a head worth {head:g}, {ranks} ranks, {microbatches} microbatches"
+    return Table(f"{title}: seconds over those of an even division", columns, lines())
+
+
+def without_weights() -> Table:
+    """Wall seconds and memory of planning eight billion parameters on the meta device, on its own."""
+
+    def lines() -> Iterator[Line]:
+        run = [sys.executable, "-m", "benchmarks.joint_plan"]
+        done = subprocess.run(run, capture_output=True, text=True, check=True)
+        seconds, gigabytes, step, peak = map(float, done.stdout.split()[-4:])
+        cells = (f"step {step:.2f} s", f"{peak:.0f} GB per rank")
+        yield Line(("8 billion, time", *cells, f"{seconds:.1f} s"), seconds, 10.0, at_least=False)
+        yield Line(("8 billion, peak", *cells, f"{gigabytes:.2f} GB"), gigabytes, 2.0, at_least=False)
+
+    return Table("a plan for Llama-3 8B on 8 ranks, no weights", ("model", "predicted", "holds", ""), lines())
+
+
+def large() -> Table:
+    """Plans for clusters that are not here."""
+
+    def lines() -> Iterator[Line]:
+        deep, wide = layers([1e-3] * 256), layers([1e-3] * 64 + [4e-3])
+        ring = Replicas(125, latency=1e-5, bandwidth=1e10)
+        link = {"memory": "80GiB", "latency": 1e-5, "bandwidth": 2e10}
+        asked = {
+            "64 x 1,024": (deep, 1024, Request(Cluster(64, **link), "interleaved", "linear", 2)),
+            "64 x 1,024 auto": (deep, 1024, Request(Cluster(64, **link), stages_per_rank=2)),
+            "8 x 125 dp": (wide, 32, Request(Cluster(8, **link, replicas=ring))),
+        }
+        for name, (model, count, request) in asked.items():
+            start = time.perf_counter()
+            made = search({count: model}, request)
+            seconds = time.perf_counter() - start
+            cells = (name, str(made.num_stages), str(_ranks(made)), f"{made.predicted.makespan:.3f} s")
+            cells += (f"{max(made.predicted.peaks) / _GIGABYTE:.2f} GB", f"{seconds:.1f} s")
+            yield Line(cells, seconds, 60.0, at_least=False)
+
+    columns = ("plan", "stages", "ranks", "step", "holds", "planned in")
+    return Table("large clusters, on paper", columns, lines())
+
+
+def _ranks(plan: Plan) -> int:
+    return plan.num_ranks * plan.cluster.replicas.count
+
+
+def _plan_alone() -> None:
+    """Prints wall seconds, the process's peak in gigabytes, and the predicted step and peak."""
+    import torch
+
+    import penstock
+
+    with torch.device("meta"):
+        sizes = {"intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+        model = llama(32, 4096, **sizes)
+    tokens = torch.zeros(32, 2048, dtype=torch.long, device="meta")
+    speed = penstock.DeviceSpeed(3e14, 2e12)
+    start = time.perf_counter()
+    given = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    made = penstock.plan(model, (), given, ranks=8, microbatches=32, speed=speed)
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIGABYTE
+    print(seconds, peak, made.predicted.makespan, max(made.predicted.peaks) / _GIGABYTE)
+
+
+if __name__ == "__main__":
+    _plan_alone()

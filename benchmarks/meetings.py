@@ -1,0 +1,54 @@
+"""meetings: what it costs all ranks to compare what they were called for, beside an all_gather of as many bytes."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+import penstock
+from benchmarks.table import Line, Table
+from penstock.runtime.crew import Crew
+from penstock.runtime.meeting import Meeting, Occasion
+from penstock.runtime.row import ROW_BYTES
+
+_DEADLINE_SECONDS = 60.0
+
+
+def tables() -> tuple[Table, ...]:
+    """Everything that `make bench` shows about meetings."""
+    return (costs(),)
+
+
+def costs(ranks: tuple[int, ...] = (2, 4, 8), turns: int = 8, times: int = 50) -> Table:
+    """Microseconds of CPU time of a rank, and until all have met; both the least of some turns."""
+
+    def lines() -> Iterator[Line]:
+        for count in ranks:
+            found = penstock.launch(_measured, count, turns, times)
+            cpu, other, seconds, others = (sum(column) / count for column in zip(*found, strict=True))
+            cells = (f"{count} ranks", *(f"{1e6 * value:.0f}" for value in (cpu, other, seconds, others)))
+            yield Line((*cells, f"{cpu / other:.2f}"), cpu / other, 1.0, at_least=False)
+
+    columns = ("", "CPU", "all_gather", "time", "all_gather", "CPU ratio")
+    return Table("a meeting of all ranks beside an all_gather, microseconds", columns, lines())
+
+
+def _measured(turns: int, times: int) -> tuple[float, float, float, float]:
+    """CPU seconds of a meeting and of an all_gather, then the seconds of both, on this rank."""
+    crew = Crew.of_world(dist.get_world_size(), _DEADLINE_SECONDS)
+    meeting, own = Meeting(crew), torch.zeros(ROW_BYTES, dtype=torch.uint8)
+    pairs = [
+        (_timed(lambda: meeting.hold(Occasion("step", 0)), times), _timed(lambda: crew.gather(own), times))
+        for _ in range(turns)
+    ]
+    (cpu, seconds), (other, others) = (map(min, zip(*side, strict=True)) for side in zip(*pairs, strict=True))
+    return cpu, other, seconds, others
+
+
+def _timed(call: Callable[[], object], times: int) -> tuple[float, float]:
+    call()
+    cpu, begin = time.process_time(), time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.process_time() - cpu) / times, (time.perf_counter() - begin) / times

@@ -1,0 +1,150 @@
+"""prediction: how near a measured step comes to the step and the memory that the plan predicted, and what "auto" gains.
+
+Models are measured, planned and run as a user would do it. Passes of sleeping blocks sleep, so that more ranks than
+cores overlap.
+"""
+
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import penstock
+from benchmarks.gpt import Sizes, batch, gpt, loss
+from benchmarks.sleeping import SIZE, SleepingBlock
+from benchmarks.table import Line, Table
+from benchmarks.torch_pipeline import NAMES, TorchPipeline
+from benchmarks.turns import joined, load, take_turns
+
+_SEED = 20
+_SLEEPING_ERROR, _COMPUTING_ERROR = 0.03, 0.10
+_OVER_1F1B, _OVER_BEST = 1.4, 1.08
+
+
+class Sleeper(NamedTuple):
+    """A random model of sleeping blocks and how it is to be planned."""
+
+    units: tuple[float, ...]
+    ranks: int
+    microbatches: int
+    schedule: str
+
+    def model(self) -> nn.Sequential:
+        """The blocks, one after the other."""
+        return nn.Sequential(*(SleepingBlock(unit) for unit in self.units))
+
+
+def tables() -> tuple[Table, ...]:
+    """Everything that `make bench` shows about predictions."""
+    return (sleeping(), computing(), against_torch())
+
+
+def sleeping(count: int = 20, times: int = 3) -> Table:
+    """The predicted step of random plans against the measured one."""
+
+    def lines() -> Iterator[Line]:
+        errors = []
+        for sleeper in _sleepers(count):
+            model = sleeper.model()
+            data = torch.ones(sleeper.microbatches, SIZE)
+            plan = _planned(model, data, sleeper.ranks, sleeper.microbatches, sleeper.schedule)
+            predicted, found = plan.predicted.makespan, _measured(plan, model, (data, data), mean_square, times)
+            errors.append(abs(found / predicted - 1))
+            cells = (f"{sleeper.schedule} {sleeper.ranks}x{sleeper.microbatches}", f"{predicted:.3f}", f"{found:.3f}")
+            yield Line((*cells, load(), f"{errors[-1]:.2%}"), errors[-1], 1.0, at_least=False)
+        middle = statistics.median(errors)
+        yield Line(("median", "", "", load(), f"{middle:.2%}"), middle, _SLEEPING_ERROR, at_least=False)
+
+    columns = ("plan", "predicted", "measured", "load", "error")
+    return Table(f"seconds of a step, sleeping blocks, {count} random plans; least of {times} steps", columns, lines())
+
+
+def computing(sizes: Sizes = Sizes(), times: int = 5, names: Sequence[str] = ("1f1b", "zbv", "auto")) -> Table:  # noqa: B008
+    """The predicted step of a small GPT on two ranks against the measured one."""
+
+    def lines() -> Iterator[Line]:
+        for name in names:
+            model, (tokens, wanted) = gpt(sizes), batch(sizes)
+            plan = _planned(model, tokens, 2, sizes.microbatches, name)
+            predicted, found = plan.predicted.makespan, _measured(plan, model, (tokens, wanted), loss, times)
+            error = abs(found / predicted - 1)
+            cells = (name, f"{predicted:.3f}", f"{found:.3f}", load(), f"{error:.2%}")
+            yield Line(cells, error, _COMPUTING_ERROR, at_least=False)
+
+    columns = ("schedule", "predicted", "measured", "load", "error")
+    return Table(f"seconds of a step, a small GPT on two ranks; least of {times} steps", columns, lines())
+
+
+def against_torch(
+    layers: int = 16, head: int = 4, ranks: int = 4, unit: float = 0.01, times: int = 3, budget_seconds: float = 10.0
+) -> Table:
+    """The plan of "auto" against torch's schedules with as many layers in every stage, run for real."""
+
+    def lines() -> Iterator[Line]:
+        model = nn.Sequential(*(SleepingBlock(unit) for _ in range(layers)), SleepingBlock(head * unit))
+        microbatches = 4 * ranks
+        data = torch.ones(microbatches, SIZE)
+        plan = penstock.plan(model, (data,), ranks=ranks, microbatches=microbatches, budget_seconds=budget_seconds)
+        found = joined(penstock.launch(_beside_torch, ranks, plan, model, data, times))
+        seconds = {name: min(step.seconds for step in steps) for name, steps in found.items()}
+        ours, others = seconds.pop("penstock"), seconds
+        for name, theirs in others.items():
+            target = _OVER_1F1B if name == "1f1b" else _OVER_BEST
+            cells = (name, f"{plan.predicted.makespan:.3f}", f"{ours:.3f}", f"{theirs:.3f}", load())
+            yield Line((*cells, f"{theirs / ours:.3f}"), theirs / ours, target)
+
+    columns = ("torch's", "predicted", "auto", "torch", "load", "ratio")
+    title = f"{layers} sleeping layers and a head worth {head}, {ranks} ranks, seconds of a step"
+    return Table(f"{title}; least of {times} steps", columns, lines())
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    """The loss of sleeping blocks."""
+    return nn.functional.mse_loss(output, target)
+
+
+def _sleepers(count: int) -> Iterator[Sleeper]:
+    chance = random.Random(_SEED)
+    for _ in range(count):
+        ranks = chance.choice((2, 3, 4))
+        units = tuple(chance.choice((5, 10, 15, 20)) / 1000 for _ in range(chance.randint(3 * ranks, 4 * ranks)))
+        names = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "auto")
+        yield Sleeper(units, ranks, chance.randint(ranks, 3 * ranks), chance.choice(names))
+
+
+def _planned(model: nn.Module, data: Tensor, ranks: int, microbatches: int, schedule: str) -> penstock.Plan:
+    return penstock.plan(model, (data,), ranks=ranks, microbatches=microbatches, schedule=schedule)
+
+
+def _measured(plan: penstock.Plan, model: nn.Module, data: tuple[Tensor, Tensor], loss_fn: Any, times: int) -> float:
+    """The least seconds of a step."""
+    ranks = penstock.launch(_steps, plan.num_ranks, plan, model, data, loss_fn, times)
+    return min(step.seconds for step in joined(ranks)["penstock"])
+
+
+def _steps(plan: penstock.Plan, model: nn.Module, data: tuple[Tensor, Tensor], loss_fn: Any, times: int) -> Any:
+    pipe = penstock.Pipeline(model, plan, loss_fn=loss_fn)
+    return take_turns({"penstock": lambda: pipe.step(data[0], target=data[1])}, times)
+
+
+def _beside_torch(plan: penstock.Plan, model: nn.Sequential, data: Tensor, times: int) -> Any:
+    pipe = penstock.Pipeline(model, plan, loss_fn=mean_square)
+    runs: dict[str, Any] = {"penstock": lambda: pipe.step(data, target=data)}
+    for name in NAMES:
+        order = penstock.schedule(name, plan.num_ranks, plan.num_microbatches)
+        parts = _equal_layers(model, order.num_stages)
+        own = {stage: parts[stage] for stage in order.placement.stages[dist.get_rank()]}
+        theirs = TorchPipeline.named(name, own, order.num_stages, plan.num_microbatches, mean_square)
+        runs[name] = lambda theirs=theirs: theirs.step(data, target=data)
+    return take_turns(runs, times)
+
+
+def _equal_layers(model: nn.Sequential, num_stages: int) -> list[nn.Sequential]:
+    """The same number of layers in every stage, the head with the last."""
+    layers, each = list(model), (len(model) - 1) // num_stages
+    bounds = [stage * each for stage in range(num_stages)] + [len(layers)]
+    return [nn.Sequential(*layers[bounds[stage] : bounds[stage + 1]]) for stage in range(num_stages)]

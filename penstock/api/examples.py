@@ -1,0 +1,98 @@
+"""Examples: a model recorded and measured on microbatches of the sizes that a plan may use."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.api.measuring import measure
+from penstock.capture import Captured
+from penstock.capture import capture as record_model
+from penstock.errors import PlanError
+from penstock.ir.device_speed import DeviceSpeed
+from penstock.ir.graph import Graph
+from penstock.ir.liveness import trained
+from penstock.ir.profile import Profile
+from penstock.planner import Measured, between
+from penstock.runtime.batch import Microbatch, cut
+from penstock.training.roots import roots_of
+
+LossFn = Callable[[Any, Any], Tensor]
+_PATIENCE_SECONDS = 2.0
+"""if one size takes longer than this, no other is looked at"""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """One batch of a model, from which microbatches of any size are cut."""
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+    split: Mapping[str, int | None] | None = None
+    loss_fn: LossFn | None = None
+    speed: DeviceSpeed | None = None
+    """of the device that seconds are estimated for, in place of measuring"""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise PlanError("a plan needs a torch.nn.Module", given=type(self.model).__name__)
+        if not isinstance(self.args, list | tuple):
+            given = type(self.args).__name__
+            raise PlanError("args is a tuple of what the model is called with", given=given, hint="(x,)")
+
+    def measured(self, counts: Sequence[int], profile: Profile | None) -> dict[int, Measured]:
+        """The model for each number of microbatches; the first of them in any case.
+
+        Beside the first, the largest and the smallest are measured, and those between are told from both. With a
+        profile of the user's own only the size that it was measured for can be planned.
+        """
+        if profile is not None:
+            return self._of_profile(counts, profile)
+        start = time.monotonic()
+        found = {counts[0]: self._measured(counts[0])}
+        if len(counts) == 1 or time.monotonic() - start > _PATIENCE_SECONDS:
+            return found
+        ends = (min(counts), max(counts))
+        found |= {count: self._measured(count) for count in ends if count not in found}
+        found |= {count: self._between(count, ends, found) for count in counts if count not in found}
+        return found
+
+    def _measured(self, count: int) -> Measured:
+        captured = self._captured(count)
+        return Measured(self._graph(captured), measure(captured, loss_fn=self.loss_fn, speed=self.speed))
+
+    def _between(self, count: int, ends: tuple[int, int], known: Mapping[int, Measured]) -> Measured:
+        captured = self._captured(count)
+        graph, sizes = self._graph(captured), [self._first(each).size for each in (ends[0], count, ends[1])]
+        share = (sizes[1] - sizes[0]) / (sizes[2] - sizes[0]) if sizes[2] != sizes[0] else 0.0
+        one, other = (known[end].profile for end in ends)
+        try:
+            return Measured(graph, between(graph, share, one, other))
+        except PlanError:
+            # Another size takes another way through the model.
+            return Measured(graph, measure(captured, loss_fn=self.loss_fn, speed=self.speed))
+
+    def _of_profile(self, counts: Sequence[int], profile: Profile) -> dict[int, Measured]:
+        graphs = {count: self._graph(self._captured(count)) for count in counts}
+        found = {count: graph for count, graph in graphs.items() if graph.fingerprint == profile.fingerprint}
+        if not found:
+            profile.check(graphs[counts[0]])
+        return {count: Measured(graph, profile) for count, graph in found.items()}
+
+    def _first(self, count: int) -> Microbatch:
+        return cut(self.model.forward, tuple(self.args), dict(self.kwargs or {}), None, count, self.split)[0]
+
+    def _captured(self, count: int) -> Captured:
+        first = self._first(count)
+        return record_model(self.model, first.args, first.kwargs)
+
+    def _graph(self, captured: Captured) -> Graph:
+        """The graph of a microbatch; gradients return of what the loss is made of, all outputs for a loss function."""
+        return trained(captured.graph, roots_of(captured, self.loss_fn is not None), captured.first.adding)
+
+    def num_samples(self, most: int) -> int:
+        """How many samples the batch has, or the most that are of interest."""
+        return len(cut(self.model.forward, tuple(self.args), dict(self.kwargs or {}), None, most, self.split))
