@@ -11,13 +11,21 @@ if TYPE_CHECKING:
     from penstock.api.launching import launch
     from penstock.api.measuring import clear_profiles, measure, measure_links, measure_speed
     from penstock.api.modeling import capture, explain, split
+    from penstock.api.partitioned import PartitionedGraph
+    from penstock.api.pipe_models import pipe_model
     from penstock.api.pipeline import Pipeline
     from penstock.api.planning import lower, schedule, simulate, verify
     from penstock.api.plans import plan
+    from penstock.auto.config import AutoPipelineConfig
+    from penstock.auto.info import PipelineInfo
+    from penstock.auto.names import generate_hf_model_fqn_per_model_part
+    from penstock.auto.parallelize import ParallelizeFnProtocol
+    from penstock.auto.pipeline import AutoPipeline
     from penstock.errors import (
         CaptureError,
         CodeError,
         CostError,
+        FitError,
         FormatError,
         GraphError,
         PartitionError,
@@ -47,23 +55,29 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "AutoPipeline",
+    "AutoPipelineConfig",
     "CaptureError",
     "Cluster",
     "CodeError",
     "CostError",
     "Cuts",
     "DeviceSpeed",
+    "FitError",
     "FormatError",
     "GradScaler",
     "Graph",
     "GraphError",
     "Link",
     "MessageCost",
+    "ParallelizeFnProtocol",
     "ParityReport",
     "Partition",
     "PartitionError",
+    "PartitionedGraph",
     "PenstockError",
     "Pipeline",
+    "PipelineInfo",
     "Plan",
     "PlanError",
     "Profile",
@@ -85,11 +99,13 @@ __all__ = [
     "clear_profiles",
     "explain",
     "generate_code",
+    "generate_hf_model_fqn_per_model_part",
     "launch",
     "lower",
     "measure",
     "measure_links",
     "measure_speed",
+    "pipe_model",
     "plan",
     "schedule",
     "simulate",
@@ -105,14 +121,22 @@ _HOMES = {
     "penstock.api.modeling": ("capture", "explain", "split"),
     "penstock.training.options": ("RunOptions",),
     "penstock.training.parity": ("ParityReport",),
+    "penstock.api.partitioned": ("PartitionedGraph",),
+    "penstock.api.pipe_models": ("pipe_model",),
     "penstock.api.pipeline": ("Pipeline",),
     "penstock.api.planning": ("lower", "schedule", "simulate", "verify"),
     "penstock.api.plans": ("plan",),
     "penstock.training.result": ("Result",),
+    "penstock.auto.config": ("AutoPipelineConfig",),
+    "penstock.auto.info": ("PipelineInfo",),
+    "penstock.auto.names": ("generate_hf_model_fqn_per_model_part",),
+    "penstock.auto.parallelize": ("ParallelizeFnProtocol",),
+    "penstock.auto.pipeline": ("AutoPipeline",),
     "penstock.errors": (
         "CaptureError",
         "CodeError",
         "CostError",
+        "FitError",
         "FormatError",
         "GraphError",
         "PartitionError",

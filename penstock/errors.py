@@ -50,6 +50,10 @@ class PlanError(PenstockError):
     """Choices that do not fit together."""
 
 
+class FitError(PlanError):
+    """Nothing that was asked for fits in memory."""
+
+
 class ViewError(PenstockError):
     """A picture that cannot be drawn as asked."""
 

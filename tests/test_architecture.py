@@ -34,7 +34,8 @@ FLOORS = (
     ("synthesis",),
     ("planner", "training"),
     ("api",),
-    ("penstock", "flat"),  # the package itself: its public names, and the other doors
+    ("auto", "flat"),  # doors with the names of other libraries
+    ("penstock",),  # the package itself: its public names
     ("cli",),
     ("__main__",),
 )
@@ -234,7 +235,8 @@ def num_arguments(function: Function) -> int:
 
 def has_too_many_arguments(path: Path, function: Function) -> bool:
     by_position, _ = arguments_of(function)
-    is_door = room_of(path) == "api" and (not function.name.startswith("_") or function.name == "__init__")
+    is_public = not function.name.startswith("_") or function.name == "__init__"
+    is_door = room_of(path) in ("api", "auto", "flat") and is_public
     limit = DOOR_ARGUMENTS if is_door else ARGUMENTS
     return len(by_position) > ARGUMENTS or num_arguments(function) > limit
 

@@ -4,6 +4,7 @@ A failing comparison shows what the document should say; copy it from there.
 """
 
 import ast
+import contextlib
 import inspect
 import os
 import re
@@ -89,7 +90,9 @@ def test_paths_in_the_commands_of_contributing_exist() -> None:
 def run_python(code: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """What the code prints."""
     (directory / "block.py").write_text(code, encoding="utf-8")
-    runpy.run_path(str(directory / "block.py"), run_name="__main__")
+    # What a page saves is not left in the project.
+    with contextlib.chdir(directory):
+        runpy.run_path(str(directory / "block.py"), run_name="__main__")
     return capsys.readouterr().out
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.api.arguments import check_loss_fn, check_split
 from penstock.api.measuring import measure
 from penstock.capture import Captured
 from penstock.capture import capture as record_model
@@ -38,10 +39,19 @@ class Examples:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
-            raise PlanError("a plan needs a torch.nn.Module", given=type(self.model).__name__)
+            hint = "penstock.plan(model, args, ranks=..., microbatches=...)"
+            raise PlanError("a plan needs a torch.nn.Module", given=type(self.model).__name__, hint=hint)
         if not isinstance(self.args, list | tuple):
             given = type(self.args).__name__
             raise PlanError("args is a tuple of what the model is called with", given=given, hint="(x,)")
+        if self.kwargs is not None and not isinstance(self.kwargs, Mapping):
+            given = type(self.kwargs).__name__
+            raise PlanError("kwargs are arguments of the model by name", given=given, hint='{"mask": mask}')
+        if self.speed is not None and not isinstance(self.speed, DeviceSpeed):
+            hint = "penstock.measure_speed(), or penstock.DeviceSpeed(...)"
+            raise PlanError("speed is a DeviceSpeed", given=repr(self.speed), hint=hint)
+        check_loss_fn(self.model, self.loss_fn)
+        check_split(self.split, self.model)
 
     def measured(self, counts: Sequence[int], profile: Profile | None) -> dict[int, Measured]:
         """The model for each number of microbatches; the first of them in any case.
@@ -76,6 +86,9 @@ class Examples:
             return Measured(graph, measure(captured, loss_fn=self.loss_fn, speed=self.speed))
 
     def _of_profile(self, counts: Sequence[int], profile: Profile) -> dict[int, Measured]:
+        if not isinstance(profile, Profile):
+            hint = "penstock.measure(penstock.capture(model, args)), or None to measure here"
+            raise PlanError("profile is a Profile", given=type(profile).__name__, hint=hint)
         graphs = {count: self._graph(self._captured(count)) for count in counts}
         found = {count: graph for count, graph in graphs.items() if graph.fingerprint == profile.fingerprint}
         if not found:

@@ -17,10 +17,10 @@ def generate_code(captured: Captured, cut: Partition | Plan, path: str | Path) -
     `cut` is a Partition of the captured graph, each stage on a rank of its own, or a Plan. `run(model, ...)` of the
     file is called like the model and returns what it returns. Nothing is written if a part of the model cannot be.
     """
-    if not isinstance(captured, Captured) or not isinstance(cut, Partition | Plan):
+    if not isinstance(captured, Captured) or not isinstance(cut, Partition | Plan) or not isinstance(path, str | Path):
         raise CodeError(
-            "generate_code takes a captured model and a partition or plan of it",
-            given=(type(captured).__name__, type(cut).__name__),
+            "generate_code takes a captured model and a partition or plan of it, and a path",
+            given=(type(captured).__name__, type(cut).__name__, type(path).__name__),
             hint="generate_code(capture(model, args), plan, 'stages.py')",
         )
     if isinstance(cut, Partition):

@@ -44,6 +44,7 @@ def measure(
     On the meta device, or if a `speed` is given, nothing is timed: seconds are estimated from operations and bytes.
     """
     _check(captured, iterations, budget)
+    _check_kinds(loss_fn, speed, cache)
     subject = Solo.of(captured, loss_fn is not None)
     with progress_bar("measuring", progress) as tell:
         if captured.is_meta or speed is not None:
@@ -95,3 +96,12 @@ def _check(captured: object, iterations: object, budget: object) -> None:
         raise CostError("iterations must be a whole number, 1 or more", iterations=repr(iterations))
     if not is_finite(budget) or budget < 0:  # type: ignore[operator]  # a number by now
         raise CostError("the budget is seconds, 0 or more", budget=repr(budget))
+
+
+def _check_kinds(loss_fn: object, speed: object, cache: object) -> None:
+    if not (loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, type))):
+        raise CostError("loss_fn is a function", given=repr(loss_fn), hint="a function of output and target")
+    if not (speed is None or isinstance(speed, DeviceSpeed)):
+        raise CostError("speed is a DeviceSpeed", given=repr(speed), hint="penstock.measure_speed()")
+    if not (cache is None or isinstance(cache, bool | str | Path)):
+        raise CostError("the cache is a directory", given=repr(cache), hint="cache=True, cache=False, or a path")

@@ -6,7 +6,7 @@ from penstock import schedules
 from penstock.errors import ScheduleError
 from penstock.ir.cluster import Cluster, parse_bytes
 from penstock.ir.costs import StageCosts
-from penstock.ir.cuts import Cuts
+from penstock.ir.cuts import MAX_STAGES, Cuts
 from penstock.ir.figures import whole
 from penstock.ir.placement import Placement
 from penstock.ir.plan import Plan
@@ -37,8 +37,10 @@ def schedule(
     With costs, zero-bubble and V schedules put their weight gradients where they fill gaps. With memory, a limit in
     bytes per rank ("24GiB" also), a schedule that would hold more is refused; that needs the bytes of the costs.
     """
+    if costs is not None and not isinstance(costs, StageCosts):
+        raise ScheduleError("costs are StageCosts", given=repr(costs), hint="StageCosts.uniform(num_stages)")
     if str(name).lower() == AUTO:
-        return _made(whole(ranks) or 0, microbatches, stages_per_rank, costs, memory)
+        return _made(ranks, microbatches, stages_per_rank, costs, memory)
     built = schedules.build(name, ranks, microbatches, stages_per_rank, costs)
     if memory is not None:
         _check_memory(built, costs, parse_bytes(memory))
@@ -49,8 +51,11 @@ def _made(
     ranks: int, microbatches: int, stages_per_rank: int | None, costs: StageCosts | None, memory: int | str | None
 ) -> Schedule:
     """The best order for the stages in a loop or, with two per rank, in a vee."""
-    depth = stages_per_rank or (costs.num_stages // max(ranks, 1) if costs else 1)
-    if ranks < 1 or (whole(depth) or 0) < 1 or (costs is not None and costs.num_stages != ranks * depth):
+    depth = stages_per_rank
+    if depth is None:
+        depth = costs.num_stages // max(whole(ranks) or 1, 1) if costs else 1
+    stages = (whole(ranks) or 0) * (whole(depth) or 0)
+    if not 1 <= stages <= MAX_STAGES or ranks < 1 or (costs is not None and costs.num_stages != stages):
         raise ScheduleError(
             "ranks and stages per rank must be 1 or more and make the stages of the costs",
             ranks=repr(ranks),

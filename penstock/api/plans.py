@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from penstock.api.examples import Examples
 from penstock.api.progress import progress
 from penstock.errors import PlanError
+from penstock.ir.action import MAX_MICROBATCHES
 from penstock.ir.cluster import Cluster
 from penstock.ir.device_speed import DeviceSpeed
 from penstock.ir.figures import whole
@@ -21,8 +22,8 @@ from penstock.ir.schedule import Schedule
 from penstock.planner import Request, search
 
 LossFn = Callable[[Any, Any], Tensor]
-_LEAST_SEARCH = 0.2
-"""the share of the budget that is for searching, however long measuring takes"""
+_LEAST_SEARCH, _SEARCH_ENDS = 0.2, 0.85
+"""the share of the budget that is for searching, however long measuring takes, and after which nothing new is begun"""
 _PER_RANK = (4, 1, 2, 8)
 """microbatches per rank that "auto" looks at, the usual number first"""
 
@@ -59,18 +60,20 @@ def plan(
     start = time.monotonic()
     request = Request(cluster, _schedule(schedule), partitioner, stages_per_rank, recompute, budget_seconds)
     examples = Examples(model, args, kwargs, split, loss_fn, speed)
-    models = examples.measured(_counts(microbatches, cluster, examples), profile)
-    # Measuring is part of what the user waits for; some time to search is left in any case.
-    left = max(budget_seconds - (time.monotonic() - start), _LEAST_SEARCH * budget_seconds)
+    models = examples.measured(_counts(microbatches, request, examples), profile)
+    # Measuring is part of what the user waits for, and what is looked at last will be finished.
+    left = max(_SEARCH_ENDS * budget_seconds - (time.monotonic() - start), _LEAST_SEARCH * budget_seconds)
     with progress("planning") as tell:
         return search(models, replace(request, budget_seconds=left), tell)
 
 
-def _counts(given: int | str, cluster: Cluster, examples: Examples) -> list[int]:
-    """The numbers of microbatches to look at."""
+def _counts(given: int | str, request: Request, examples: Examples) -> list[int]:
+    """The numbers of microbatches to look at; a given order has its own."""
     if given != "auto":
         return [_count("microbatches", given)]
-    counts = [each * cluster.ranks for each in _PER_RANK]
+    if isinstance(request.schedule, Schedule):
+        return [request.schedule.num_microbatches]
+    counts = [each * request.cluster.ranks for each in _PER_RANK]
     samples = examples.num_samples(max(counts))
     return [count for count in counts if count <= samples] or [samples]
 
@@ -78,7 +81,10 @@ def _counts(given: int | str, cluster: Cluster, examples: Examples) -> list[int]
 def _count(name: str, given: object) -> int:
     number = whole(given) if not isinstance(given, str) else None
     if number is None or number < 1:
-        raise PlanError(f"{name} must be a whole number, 1 or more", given=repr(given))
+        hint = f'{name}=4, or "auto"' if name == "microbatches" else f"{name}=4, or a penstock.Cluster"
+        raise PlanError(f"{name} must be a whole number, 1 or more", given=repr(given), hint=hint)
+    if name == "microbatches" and number > MAX_MICROBATCHES:
+        raise PlanError("too many microbatches", given=number, hint=f"at most {MAX_MICROBATCHES}")
     return number
 
 

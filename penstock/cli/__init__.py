@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
-from penstock.cli import capture, check, demo, show, simulate, trace
+from penstock.cli import capture, check, demo, explain, plan, show, simulate, trace
 from penstock.cli.outcome import explained
 from penstock.cli.records import flat
 
@@ -20,7 +20,16 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help needs no rich and reads the same in a file
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for verb in (demo.demo, capture.capture, simulate.simulate, show.show, check.check, trace.trace):
+for verb in (
+    demo.demo,
+    capture.capture,
+    plan.plan,
+    explain.explain,
+    simulate.simulate,
+    show.show,
+    check.check,
+    trace.trace,
+):
     app.command()(flat(verb))
 
 

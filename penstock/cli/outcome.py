@@ -8,12 +8,14 @@ from dataclasses import fields
 import typer
 
 from penstock.cli.options import Sizes, Times
-from penstock.errors import CaptureError, PartitionError, PenstockError
+from penstock.errors import CaptureError, FitError, PartitionError, PenstockError
 
 BAD_INPUT = 2
 """wrong usage, or a file that does not say what it should"""
 CANNOT_CUT = 3
 """the model cannot be captured or cut"""
+DOES_NOT_FIT = 4
+"""no plan keeps within the memory"""
 RUN_FAILED = 5
 """the work itself could not be done"""
 INTERRUPTED = 130
@@ -34,6 +36,8 @@ def explained() -> Iterator[None]:
         yield
     except (CaptureError, PartitionError) as error:
         raise failed(_in_flags(error), CANNOT_CUT) from None
+    except FitError as error:
+        raise failed(_in_flags(error), DOES_NOT_FIT) from None
     except PenstockError as error:
         raise failed(_in_flags(error), BAD_INPUT) from None
     except BrokenPipeError:

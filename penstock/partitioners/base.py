@@ -192,7 +192,9 @@ class Partitioner(ABC):
                 "the graph has fewer places to cut than asked for",
                 places=places,
                 stages=problem.num_stages,
-                hint="memory or a buffer that is written keeps nodes together: fewer stages" if closed else "",
+                hint="memory or a buffer that is written keeps nodes together: fewer stages"
+                if closed
+                else "fewer stages",
             )
         division = self.divide(problem)
         if problem.graph.storage or problem.graph.updates:

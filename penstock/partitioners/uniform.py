@@ -46,7 +46,7 @@ def uniform(graph: Graph, num_stages: int) -> Partition:
             "the graph has fewer places to cut than asked for",
             places=len(allowed),
             stages=num_stages,
-            hint="memory or a buffer that is written keeps nodes together: fewer stages" if closed else "",
+            hint="memory or a buffer that is written keeps nodes together: fewer stages" if closed else "fewer stages",
         )
     return cut_at(graph, _spread(_weighty(graph, count), allowed, count))
 

@@ -61,7 +61,7 @@ def _seconds(change: Moved) -> float:
 
 def _limit(plan: Plan) -> str:
     seen = plan.predicted
-    gap = percent_text(seen.makespan / seen.lower_bound - 1) if seen.lower_bound else percent_text(0)
+    gap = percent_text(1 - seen.lower_bound / seen.makespan) if seen.makespan else percent_text(0)
     proof = f"no order of these stages can be more than {gap} shorter"
     if plan.cluster.limits:
         rank = worst_rank(plan)

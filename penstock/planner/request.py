@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 from penstock.errors import PlanError
 from penstock.ir.cluster import Cluster
-from penstock.ir.figures import is_finite
+from penstock.ir.cuts import MAX_STAGES
+from penstock.ir.figures import is_finite, whole
 from penstock.ir.partition import Partition
 from penstock.ir.schedule import Schedule
+from penstock.partitioners import find as find_partitioner
+from penstock.schedules import find as find_schedule
 
 RECOMPUTE = ("none", "full", "auto")
 AUTO = "auto"
@@ -50,9 +53,49 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
-            raise PlanError("unknown recompute", given=repr(self.recompute), choices=RECOMPUTE)
+            hint = ", ".join(f'"{choice}"' for choice in RECOMPUTE)
+            raise PlanError("unknown recompute", given=repr(self.recompute), hint=f"one of {hint}")
         if not is_finite(self.budget_seconds) or self.budget_seconds < 0:
-            raise PlanError("the budget is seconds, 0 or more", budget_seconds=repr(self.budget_seconds))
+            hint = "budget_seconds=10.0"
+            raise PlanError("the budget is seconds, 0 or more", budget_seconds=repr(self.budget_seconds), hint=hint)
+        self._check_depth()
+        object.__setattr__(self, "schedule", _schedule(self.schedule))
+        object.__setattr__(self, "partitioner", _partitioner(self.partitioner))
+
+    def _check_depth(self) -> None:
+        depth = self.stages_per_rank
+        if depth is None:
+            return
+        if (whole(depth) or 0) < 1:
+            hint = "stages_per_rank=2, or None for what suits"
+            raise PlanError("stages per rank are a whole number, 1 or more", stages_per_rank=repr(depth), hint=hint)
+        if depth * self.cluster.ranks > MAX_STAGES:
+            raise PlanError(
+                "too many stages",
+                stages_per_rank=depth,
+                ranks=self.cluster.ranks,
+                hint=f"at most {MAX_STAGES} in all",
+            )
+
+
+def _schedule(given: object) -> str | Schedule:
+    """The name as it stands in the table, or the order itself."""
+    if isinstance(given, Schedule):
+        return given
+    if not isinstance(given, str):
+        hint = 'a name such as "1f1b", a Schedule, or the path of a CSV'
+        raise PlanError("no schedule", given=repr(given), hint=hint)
+    return AUTO if given.lower() == AUTO else find_schedule(given).name
+
+
+def _partitioner(given: object) -> str | Partition | Sequence[Sequence[str]]:
+    """The name as it stands in the table, or the stages themselves."""
+    if isinstance(given, str):
+        return find_partitioner(given).name
+    if not isinstance(given, Partition | list | tuple) or not given:
+        hint = 'a name such as "linear", a Partition, or a list of names of modules per stage'
+        raise PlanError("no partitioner", given=repr(given), hint=hint)
+    return given
 
 
 def _digest(given: object) -> str:

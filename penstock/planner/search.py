@@ -16,6 +16,7 @@ from penstock.planner.request import AUTO, Request
 from penstock.planner.shortfall import refusal
 from penstock.planner.space import drafts, further
 from penstock.planner.verdict import why_lost
+from penstock.synthesis import is_too_large
 
 Tell = Callable[[int, int], None]
 """is told how much of how much time is spent, in thousandths of a second"""
@@ -99,6 +100,8 @@ class _Searching:
             self._budget.tell(self._tell)
             # What is left after the last one is for the cuts.
             share = self._budget.left / (len(chosen) - place + 1)
+            if self._fitting and is_too_large(draft.problem, share):
+                continue  # all that is left is the table, and that has been looked at
             self._found += synthesised(draft, share)
 
     def _improve_cuts(self) -> list[Moved]:

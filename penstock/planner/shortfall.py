@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from penstock.errors import PartitionError, PlanError, ScheduleError
+from penstock.errors import FitError, PartitionError, PlanError, ScheduleError
 from penstock.ir.cluster import Cluster
 from penstock.ir.plan import Plan
 from penstock.ir.units import bytes_text
@@ -17,12 +17,12 @@ _MORE = (2, 4, 8, 16)
 _MORE_RANKS = (2, 4)
 
 
-def refusal(plans: Sequence[Plan], models: Models, request: Request) -> PlanError:
+def refusal(plans: Sequence[Plan], models: Models, request: Request) -> FitError:
     """The error for a request that nothing fulfils."""
     nearest = min(plans, key=excess)
     rank = worst_rank(nearest)
     hints = list(_ways_out(nearest, models, request))
-    return PlanError(
+    return FitError(
         f"no plan fits in memory: with {nearest.choices.schedule}, the nearest, {shortage(nearest)}",
         parameters_and_gradients=bytes_text(_state(nearest, rank)),
         activations=bytes_text(nearest.predicted.peaks[rank] - _state(nearest, rank)),

@@ -77,7 +77,8 @@ def _of_given(schedule: Schedule, count: int, request: Request) -> Placement:
     found = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}
     asked = {"ranks": request.cluster.ranks, "microbatches": count}
     if found != asked:
-        raise PlanError("the schedule is for other numbers than asked for", schedule=found, asked=asked)
+        hint = "ranks={ranks}, microbatches={microbatches}".format(**found)
+        raise PlanError("the schedule is for other numbers than asked for", schedule=found, asked=asked, hint=hint)
     return schedule.placement
 
 
@@ -88,7 +89,10 @@ def _depth(request: Request) -> int | None:
         return request.stages_per_rank
     stages = given.num_stages if isinstance(given, Partition) else len(given)
     if stages % request.cluster.ranks:
-        raise PlanError("the stages do not divide among the ranks", stages=stages, ranks=request.cluster.ranks)
+        hint = "as many lists for every rank"
+        raise PlanError(
+            "the stages do not divide among the ranks", stages=stages, ranks=request.cluster.ranks, hint=hint
+        )
     return stages // request.cluster.ranks
 
 
@@ -126,7 +130,10 @@ def _draft(
     request, name = asked
     if partition.num_stages != placement.num_stages:
         raise PlanError(
-            "the partition has another number of stages", partition=partition.num_stages, schedule=placement.num_stages
+            "the partition has another number of stages",
+            partition=partition.num_stages,
+            schedule=placement.num_stages,
+            hint="stages_per_rank=None, or a schedule for so many stages per rank",
         )
     partition.check(measured.graph)
     schedule = request.schedule if isinstance(request.schedule, str) else GIVEN

@@ -1,6 +1,9 @@
 """Verdict: why a plan lost to another, in words."""
 
+import numpy as np
+
 from penstock.ir.plan import Plan
+from penstock.ir.timing import pass_seconds
 from penstock.ir.units import percent_text
 from penstock.planner.fitting import excess, shortage
 
@@ -24,10 +27,10 @@ def why_lost(plan: Plan, best: Plan) -> str:
 
 
 def work_seconds(plan: Plan) -> list[float]:
-    """Seconds of compute per rank in a step."""
-    costs = plan.costs
-    each = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
-    return [plan.num_microbatches * sum(each[stage] for stage in stages) for stages in plan.schedule.placement.stages]
+    """Seconds of compute per rank in a step, of backwards that are whole or split as the order has them."""
+    table = plan.schedule.table
+    seconds = pass_seconds(table, plan.costs, plan.cluster.overlap)
+    return [float(each) for each in np.bincount(table.rank_of, seconds, minlength=plan.num_ranks)]
 
 
 def busiest(plan: Plan) -> tuple[int, float]:

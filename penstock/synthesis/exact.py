@@ -7,17 +7,22 @@ seconds as well: its bound is a bound. Where all durations are whole ticks, noth
 from collections.abc import Iterable
 from importlib.util import find_spec
 from itertools import pairwise
-from math import ceil, floor, gcd, inf
+from math import floor, gcd, inf
 from typing import Any, NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.synthesis.evaluate import evaluate
+from penstock.synthesis.goal import Goal
+from penstock.synthesis.joining import joined
+from penstock.synthesis.polish import settled
 from penstock.synthesis.problem import Problem
 from penstock.synthesis.rows import Rows
 from penstock.synthesis.shop import B, F, I, Shop, W, Words
 
 _TICKS = 2_000
 """ticks of the longest pass, if passes are not whole multiples of something"""
+_JOINING = 0.1
+"""the effort, in parts of the limit, for backwards that are quicker whole: the solver splits them all"""
 
 
 class Proof(NamedTuple):
@@ -44,7 +49,8 @@ def prove(problem: Problem, known: Words, bound: float, limit_seconds: float = 6
     shop = Shop.of(problem)
     model = _Model(cp_model.CpModel(), Rows.least(shop))
     seconds = evaluate(shop, known).makespan
-    model.limit(floor(seconds / model.tick * (1 + 1e-12)), ceil(bound / model.tick * (1 - 1e-9)))
+    # In ticks an order is no longer, but up to a tick shorter: both limits round down.
+    model.limit(model.whole(seconds), floor(bound / model.tick))
     model.hint(known)
     solver = cp_model.CpSolver()
     # Counted by the solver itself, not by the clock, so that equal problems get equal answers; the clock is a cap.
@@ -56,7 +62,9 @@ def prove(problem: Problem, known: Words, bound: float, limit_seconds: float = 6
     proven = max(bound, solver.best_objective_bound * model.tick) if status != cp_model.UNKNOWN else bound
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Proof(known, seconds, min(proven, seconds))
-    words = model.words(solver)
+    # Passes of no ticks start at one moment, in any order; memory may want one.
+    words = [settled(shop, rank, word) or word for rank, word in enumerate(model.words(solver))]
+    words = joined(shop, words, Goal(bound, _JOINING * limit_seconds))
     found = evaluate(shop, words).makespan
     best = (words, found) if found < seconds else (known, seconds)
     return Proof(*best, min(proven, best[1]))

@@ -14,15 +14,13 @@ TRIAL = 0.1
 
 
 def joined(shop: Shop, words: Words, goal: Goal) -> Words:
-    """The same words with parts joined; those that stand side by side first, all at once."""
-    shorter = {stage for stage in range(len(shop.home)) if _saved(shop, stage) > 0}
+    """The same words with parts joined; those that stand side by side first, many at once."""
+    shorter = sorted(stage for stage in range(len(shop.home)) if _saved(shop, stage) > 0)
     if not shorter:
         return words
-    words = [_side_by_side(word, shorter) for word in words]
-    length = measure(shop, evaluate(shop, words))
-    for rank in range(len(words)):
-        for stage in sorted(shorter.intersection(shop.stages[rank])):
-            words, length = _pairs_joined(shop, words, (rank, stage), length, goal)
+    words, length = _side_by_side(shop, words, shorter, goal)
+    for stage in shorter:
+        words, length = _pairs_joined(shop, words, (shop.home[stage], stage), length, goal)
     return words
 
 
@@ -30,7 +28,23 @@ def _saved(shop: Shop, stage: int) -> float:
     return shop.seconds[stage << 2 | I] + shop.seconds[stage << 2 | W] - shop.seconds[stage << 2 | B]
 
 
-def _side_by_side(word: Word, stages: set[int]) -> Word:
+def _side_by_side(shop: Shop, words: Words, stages: list[int], goal: Goal) -> tuple[Words, float]:
+    """All stages together, or one by one where others would wait for what a full backward sends later."""
+    length = measure(shop, evaluate(shop, words))
+    together = [_without_gaps(word, set(stages)) for word in words]
+    at_once = measure(shop, evaluate(shop, together))
+    for stage in stages:
+        if goal.is_over(min(length, at_once)):
+            break
+        goal.spend(TRIAL * sum(map(len, words)))
+        trial = [_without_gaps(word, {stage}) for word in words]
+        taken = measure(shop, evaluate(shop, trial))
+        if taken <= length:
+            words, length = trial, taken
+    return (together, at_once) if at_once <= length else (words, length)
+
+
+def _without_gaps(word: Word, stages: set[int]) -> Word:
     """With a full backward wherever nothing stands between its parts, and no weight gradient is left from before."""
     result, waiting = list[int](), dict[int, int]()
     for code in word:

@@ -20,6 +20,7 @@ from penstock.synthesis.rows import Rows
 from penstock.synthesis.search import search
 from penstock.synthesis.seeds import seeds
 from penstock.synthesis.shop import Shop, Words
+from penstock.synthesis.thrifty import thrifty
 from penstock.synthesis.words import peak, schedule_of, words_of
 
 DEFAULT_BUDGET = 5.0
@@ -64,17 +65,22 @@ def synthesise(problem: Problem, *, budget_seconds: float = DEFAULT_BUDGET, may_
     goal = Goal(bound.seconds, budget_seconds)
     named = sorted((order for order in seeds(problem) if order.fits), key=_rank)
     found = list(named)
-    is_large = bool(named) and goal.runs(1.0, problem.num_passes, (0, _FEWEST_ORDERS)) < _FEWEST_ORDERS
-    ways = () if is_large else tuple(_ways(problem))
+    ways = () if named and is_too_large(problem, budget_seconds) else tuple(_ways(problem))
     for whole in ways:
         if found and goal.is_met(min(map(_rank, found))[0]):
             break
         found += _searched(problem, whole, goal.part(1 / len(ways)), named)
+    found = found or [order for order in thrifty(problem, SYNTHESISED) if order.fits]
     if not found:
         raise _refusal(problem)
     made = Synthesis(min(found, key=_rank), bound, tuple(named))
     can_prove = may_prove and problem.num_passes <= _PROVABLE and exact.can_prove(problem)
     return _proven(made, budget_seconds) if can_prove and not goal.is_met(made.seconds) else made
+
+
+def is_too_large(problem: Problem, budget_seconds: float) -> bool:
+    """Whether there is no time for a search that has a chance to find something better than the table has."""
+    return Goal(0.0, budget_seconds).runs(1.0, problem.num_passes, (0, _FEWEST_ORDERS)) < _FEWEST_ORDERS
 
 
 def _proven(made: Synthesis, seconds: float) -> Synthesis:

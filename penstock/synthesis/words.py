@@ -41,17 +41,3 @@ def peak(shop: Shop, word: Word) -> float:
         held += shop.taken[code]
         most = max(most, held)
     return most
-
-
-def is_lawful(shop: Shop, word: Word) -> bool:
-    """Whether every pass of a word comes after those of its own stage that it needs."""
-    done: dict[int, int] = {}
-    for code in word:
-        kind, stage = code & 3, code >> 2
-        if kind == W and done.get(stage << 2 | W, 0) >= done.get(stage << 2 | I, 0):
-            return False
-        backwards = done.get(stage << 2 | I, 0) + done.get(stage << 2 | B, 0)
-        if kind in (B, I) and backwards >= done.get(stage << 2, 0):
-            return False
-        done[code] = done.get(code, 0) + 1
-    return True

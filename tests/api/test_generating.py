@@ -27,6 +27,12 @@ def test_without_a_plan_every_stage_is_on_a_rank_of_its_own(tmp_path):
     assert imported(path).PLACEMENT == (0, 1, 2)
 
 
+def test_a_path_that_is_none_is_refused():
+    captured = penstock.capture(Stack(), (BATCH,))
+    with pytest.raises(CodeError, match="and a path"):
+        penstock.generate_code(captured, uniform(captured.graph, 2), 5)
+
+
 def test_things_that_are_no_model_or_cut_are_refused(tmp_path):
     captured = penstock.capture(Stack(), (BATCH,))
     with pytest.raises(CodeError, match="a captured model and a partition or plan"):

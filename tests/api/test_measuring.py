@@ -88,3 +88,9 @@ def test_figures_that_make_no_sense_are_refused(options: dict[str, float]):
 def test_links_need_a_group():
     with pytest.raises(penstock.RunError, match="running group"):
         penstock.measure_links()
+
+
+@pytest.mark.parametrize("options", [{"cache": 5}, {"speed": 5}, {"loss_fn": 5}, {"loss_fn": nn.MSELoss}])
+def test_what_is_of_another_kind_is_refused_with_the_way_out(options: dict[str, object]):
+    with pytest.raises(penstock.PenstockError, match="try: "):
+        penstock.measure(captured(), **options)

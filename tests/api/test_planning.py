@@ -239,3 +239,11 @@ def test_auto_for_costs_of_other_stages_is_refused():
         penstock.schedule("auto", 3, 6, costs=UNEVEN)
     with pytest.raises(penstock.ScheduleError, match="needs bytes"):
         penstock.schedule("auto", 2, 6, memory=100)
+
+
+@pytest.mark.parametrize(
+    "options", [{"stages_per_rank": 0}, {"stages_per_rank": 10**9}, {"stages_per_rank": "2"}, {"costs": 5}]
+)
+def test_auto_for_what_is_no_number_of_stages_and_no_cost_is_refused(options):
+    with pytest.raises(ScheduleError, match="try: "):
+        penstock.schedule("auto", 2, 4, **options)

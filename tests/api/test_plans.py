@@ -33,6 +33,11 @@ def test_a_schedule_may_come_from_a_csv(tmp_path):
     assert plan(schedule=str(path)).choices.schedule == "given"
 
 
+def test_a_given_schedule_brings_its_microbatches():
+    given = penstock.schedule("gpipe", 2, 3)
+    assert plan(schedule=given, microbatches="auto").num_microbatches == 3
+
+
 def test_explicit_module_lists_are_the_stages():
     lists = [["0", "1", "2"], ["3", "4", "5", "6", "7"]]
     assert [len(nodes) for nodes in plan(partitioner=lists).partition.stages] == [3, 5]
@@ -91,6 +96,12 @@ def test_a_model_on_the_meta_device_is_planned_and_not_trained():
         ({"partitioner": "metiss"}, PartitionError, "unknown partitioner"),
         ({"recompute": True}, PlanError, "unknown recompute"),
         ({"memory": "10 bananas"}, penstock.PenstockError, "bananas"),
+        ({"microbatches": 10**9}, PlanError, "too many microbatches"),
+        ({"profile": "x"}, PlanError, "profile is a Profile"),
+        ({"speed": "fast"}, PlanError, "speed is a DeviceSpeed"),
+        ({"loss_fn": nn.MSELoss}, RunError, "an instance"),
+        ({"split": "x"}, RunError, "split has dimensions"),
+        ({"kwargs": [1]}, PlanError, "kwargs are arguments of the model by name"),
     ],
 )
 def test_wrong_arguments_are_named(changed, error, words):

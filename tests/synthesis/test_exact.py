@@ -51,6 +51,30 @@ def test_durations_that_are_no_ticks_are_rounded_down() -> None:
     assert 0.99 * proof.seconds < proof.bound <= proof.seconds
 
 
+def test_what_is_proven_from_a_bound_between_two_ticks_is_no_more_than_the_optimum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exact, "_TICKS", 4)
+    problem = Problem.of(StageCosts((0.89, 0.83), (0.59, 0.48), (0.66, 0.58)), Placement.loop(2), 2)
+    optimum = lower_bound(problem).seconds * (1 + 1e-8)
+    assert synthesise(problem, budget_seconds=0.1, may_prove=False).seconds <= optimum
+    assert exact.prove(problem, words_of(build("gpipe", 2, 2)), lower_bound(problem).seconds, 5.0).bound <= optimum
+
+
+def test_the_solver_joins_what_is_quicker_as_one() -> None:
+    costs = StageCosts((1.0, 1.0), (2.0, 2.0), (2.0, 2.0), backward=(3.0, 3.0))
+    problem = Problem.of(costs, Placement.loop(2), 1)
+    split = [[0, 2, 3], [4, 6, 7]]
+    assert exact.prove(problem, split, 0.0, 5.0).seconds == 7.0
+
+
+def test_backwards_that_take_no_time_give_back_memory_before_it_is_taken_again() -> None:
+    costs = StageCosts((1.0, 0.5), (0.0, 1.0), (0.0, 0.27), activation_bytes=(5, 2))
+    problem = Problem.of(costs, Placement.loop(2), 2, Cluster(2, memory=9, latency=0.2))
+    proof = exact.prove(problem, [[0, 1, 0, 1], [4, 5, 4, 5]], 0.0, 5.0)
+    assert lower_bound(problem).seconds <= proof.seconds
+
+
 def test_small_problems_are_proven_by_themselves() -> None:
     """Here the bound is below the optimum, and the solver closes the gap."""
     problem = Instance(2, 4, 2, "loop", "random", 1, 0, seed=15).problem

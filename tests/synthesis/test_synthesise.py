@@ -6,13 +6,15 @@ from benchmarks.instances import Instance, instances
 from penstock.errors import ScheduleError
 from penstock.ir.cluster import Cluster
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes
+from penstock.ir.cuts import Cuts
 from penstock.ir.placement import Placement
 from penstock.passes import lower, verify
 from penstock.schedules import build
 from penstock.simulate import simulate
-from penstock.synthesis import Problem, Synthesis, synthesise
+from penstock.synthesis import Problem, Synthesis, goal, synthesise
+from penstock.synthesis.thrifty import thrifty
 
-BRIEF = 0.4
+BRIEF = 0.2
 
 
 def checked(problem: Problem, seconds: float = BRIEF) -> Synthesis:
@@ -46,12 +48,12 @@ def test_balanced_stages_come_near_the_bound(placement: Placement, most: float) 
     assert checked(problem, 2.0).gap <= most
 
 
-def test_the_same_problem_gets_the_same_order() -> None:
+def test_the_same_problem_gets_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Effort is counted in passes; only the clock, which is a cap for slow machines, could make a difference."""
+    monkeypatch.setattr(goal, "_SLACK", 1000.0)
     problem = instances(4, seed=2)[3].problem
-    assert (
-        synthesise(problem, budget_seconds=BRIEF, may_prove=False).best.schedule
-        == synthesise(problem, budget_seconds=BRIEF, may_prove=False).best.schedule
-    )
+    one, other = (synthesise(problem, budget_seconds=BRIEF, may_prove=False) for _ in range(2))
+    assert one.best.schedule == other.best.schedule
 
 
 def test_messages_over_slow_links_are_reckoned_with() -> None:
@@ -60,6 +62,21 @@ def test_messages_over_slow_links_are_reckoned_with() -> None:
     costs = StageCosts(uneven, uneven[::-1], uneven, activation_bytes=(20,) * 4, messages=messages)
     found = checked(Problem.of(costs, Placement.loop(4), 12, Cluster(4, memory=200, latency=0.1, bandwidth=20.0)))
     assert found.gap < 0.01
+
+
+def test_a_backward_is_whole_only_where_nobody_waits_for_its_first_part() -> None:
+    costs = StageCosts((1.0, 1.0), (2.0, 2.0), (2.0, 2.0), backward=(3.0, 3.0))
+    found = checked(Problem.of(costs, Placement.loop(2), 1))
+    assert [" ".join(map(str, order)) for order in found.best.schedule.orders] == ["0F0 0B0", "1F0 1I0 1W0"]
+
+
+def test_an_order_is_found_where_only_one_microbatch_at_a_time_fits() -> None:
+    """Whoever runs ahead sends a value for which there is no room yet."""
+    messages = tuple(MessageCost(stage, stage + 1, 2, 2) for stage in range(2))
+    costs = StageCosts((1.0,) * 3, (1.0,) * 3, (1.0,) * 3, activation_bytes=(4,) * 3, messages=messages)
+    unlimited = Problem.of(costs, Placement.loop(3), 4)
+    least = [min(peaks) for peaks in zip(*(order.peaks for order in thrifty(unlimited, "auto")), strict=True)]
+    checked(Problem.of(costs, Placement.loop(3), 4, Cluster(3, memory=tuple(least))))
 
 
 def test_received_values_must_fit_beside_activations() -> None:
@@ -121,3 +138,15 @@ def test_many_passes_are_left_to_the_table() -> None:
     """A search that could place only a few orders is not begun."""
     found = checked(Problem.of(StageCosts.uniform(16), Placement.loop(16), 64), 0.2)
     assert found.best.name in {order.name for order in found.named}
+
+
+def test_spans_can_be_made_short_in_place_of_the_step() -> None:
+    """With twice the memory of 1f1b a rank computes nearly all the time between its first and its last pass."""
+    equal = StageCosts.uniform(4, 2.0, 2.0, 1.0)
+    costs = StageCosts(
+        equal.forward, equal.input_grad, equal.weight_grad, activation_bytes=(3,) * 4, weight_grad_bytes=(1,) * 4
+    )
+    problem = Problem(costs, Placement.loop(4), 12, Cluster(4, memory=24, latency=0.05), Cuts.chain(4), "span")
+    found = checked(problem)
+    assert found.seconds < 1.03 * 12 * 5
+    assert found.seconds < min(order.seconds for order in found.named)

@@ -1,0 +1,58 @@
+"""Where would a model with branches be cut, and what does each stage do? One call per method, then a file to read.
+
+Run it with `python examples/pipe_model.py`. Put your own model and batch in the place of these.
+"""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor, nn
+
+import penstock
+
+
+class Inception(nn.Module):
+    """Two branches of different work that meet again."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(nn.Linear(width, inner), nn.ReLU(), nn.Linear(inner, width))
+        self.narrow = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keeps the shape."""
+        return torch.tanh(self.wide(x) + self.narrow(x))
+
+
+class Net(nn.Module):
+    """Blocks that become smaller, so that equal numbers of them are no equal work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Inception(64, inner) for inner in (512, 512, 256, 256, 64, 64))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def main() -> None:
+    """Compare the methods, show the metrics of a block, and write the stages of one of them."""
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(32, 64)
+    for method in ("pipedream", "acyclic", "mpipe"):
+        print(penstock.pipe_model(model, (x,), ranks=3, method=method, depth=3, iterations=3), end="\n\n")
+
+    piped = penstock.pipe_model(model, (x,), ranks=3, method="pipedream", basic_blocks=[Inception], iterations=3)
+    print("blocks.0:", piped.metrics["blocks.0"], end="\n\n")
+    with TemporaryDirectory() as directory:
+        text = piped.generate_code(Path(directory) / "stages.py").read_text(encoding="utf-8")
+    print(text[text.index("class Stage1") : text.index("class Stage2")])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""PartitionedGraph: a model that was recorded, measured and cut, with the metrics of its nodes by their usual names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+
+from penstock.api.modeling import split
+from penstock.capture import Captured
+from penstock.errors import PartitionError
+from penstock.ir.graph import Edge, Graph, Node
+from penstock.ir.partition import Partition
+from penstock.ir.placement import Placement
+from penstock.ir.profile import NodeCost, Profile
+from penstock.partitioners import Division
+from penstock.split import Stage
+from penstock.split.writing import write_stages
+from penstock.views.sheet import Sheet
+
+_MS, _MB = 1e3, 1e-6
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What was measured of one node, or of all nodes of a stage together, for one batch like the example."""
+
+    forward_time: float
+    """ms"""
+    backward_time: float
+    """ms, of a full backward"""
+    cuda_memory_forward: float
+    """MB that a forward leaves behind until its backward, on whatever device the model is"""
+    cuda_memory_backward: float
+    """MB, the most above what was there before, until the backward is through; of a stage the largest of its nodes"""
+    size: float
+    """MB of parameters and buffers; several users of one tensor each count it"""
+    input_size: float
+    """MB that it reads"""
+    output_size: float
+    """MB that it makes"""
+
+    @classmethod
+    def of(cls, cost: NodeCost) -> "Metrics":
+        """Those of a node."""
+        memory = cost.memory
+        sizes = (memory.kept, memory.peak, memory.parameters + memory.buffers, memory.inputs, memory.outputs)
+        return cls(cost.forward * _MS, cost.backward * _MS, *(size * _MB for size in sizes))
+
+
+@dataclass(frozen=True)
+class PartitionedGraph:
+    """The graph of a model and the stages that it was cut into."""
+
+    captured: Captured
+    graph: Graph
+    profile: Profile
+    division: Division
+    method: str
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """In an order in which they can run."""
+        return self.graph.nodes
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """Which node reads what of which other."""
+        return self.graph.edges
+
+    @property
+    def partition(self) -> Partition:
+        """Which stage owns each node."""
+        return self.division.partition
+
+    @property
+    def placement(self) -> Placement:
+        """Which rank holds each stage; with mpipe several that are not neighbours may share one."""
+        return self.division.placement
+
+    @property
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the nodes of every stage."""
+        return self.partition.stages
+
+    @cached_property
+    def metrics(self) -> Mapping[str, Metrics]:
+        """What was measured, by the names of the nodes."""
+        return {node.name: Metrics.of(self.profile[node.name]) for node in self.nodes}
+
+    def stage_of(self, node: str) -> int:
+        """The stage that a node is in."""
+        found = next((stage for stage, names in enumerate(self.stages) if node in names), None)
+        if found is None:
+            raise PartitionError("no such node", name=repr(node), hint="a name among .nodes")
+        return found
+
+    def split(self) -> tuple[Stage, ...]:
+        """The stages as modules, run against the unsplit model first."""
+        return split(self.captured, self.partition)
+
+    def generate_code(self, path: str | Path) -> Path:
+        """Write a Python file with one class per stage, in plain PyTorch and with the model's own names."""
+        return write_stages(self.captured, self.partition, self.placement, path)
+
+    def __str__(self) -> str:
+        rows = tuple(self._row(stage) for stage in range(len(self.stages)))
+        names = ("stage", "rank", "nodes", "from", "to", *(field.name for field in fields(Metrics)[:5]))
+        return f"{self.method}: {self.division}\n\n{Sheet(names, rows).markdown()}"
+
+    def _row(self, stage: int) -> tuple[str, ...]:
+        own = self.stages[stage]
+        found = [self.metrics[name] for name in own]
+        sums = [sum(getattr(each, field.name) for each in found) for field in fields(Metrics)[:5]]
+        sums[3] = max(each.cuda_memory_backward for each in found)
+        return (str(stage), str(self.placement[stage]), str(len(own)), own[0], own[-1], *(f"{x:.3g}" for x in sums))

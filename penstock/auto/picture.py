@@ -1,0 +1,65 @@
+"""Picture: the order of a schedule drawn into a PNG, SVG or HTML file, every pass alike long."""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+from penstock.api.planning import simulate
+from penstock.errors import ViewError
+from penstock.ir.schedule import Schedule
+from penstock.ir.trace import Trace
+from penstock.views.png import Png
+from penstock.views.svg import Svg
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>body { margin: 2rem; font-family: sans-serif; } svg { max-width: 100%; height: auto; background: white; }</style>
+</head>
+<body>
+{{ picture }}
+</body>
+</html>
+"""
+
+
+def draw(schedule: Schedule, name: str, path: str | Path) -> None:
+    """Write the picture into the file, in the format that its name ends with."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in _FORMATS:
+        raise ViewError("a picture of this kind cannot be drawn", file=str(path), hint=", ".join(_FORMATS))
+    document = _FORMATS[suffix](simulate(schedule), name)
+    _write(Path(path), document.encode() if isinstance(document, str) else document)
+
+
+def _page(trace: Trace, name: str) -> str:
+    template = Environment(autoescape=True).from_string(_PAGE)
+    # The view has escaped what it draws.
+    return template.render(title=name, picture=Markup(Svg()({name: trace})))
+
+
+_FORMATS: dict[str, Callable[[Trace, str], str | bytes]] = {
+    ".png": lambda trace, name: Png()({name: trace}),
+    ".svg": lambda trace, name: Svg()({name: trace}),
+    ".html": _page,
+}
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all: all ranks may write the same file at once."""
+    draft = Path(f"{path}.{os.getpid()}.draft")
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    except OSError as error:
+        raise ViewError("cannot write the picture", file=path, reason=error.strerror) from None
+    finally:
+        with suppress(OSError):
+            draft.unlink()

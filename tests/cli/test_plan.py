@@ -1,0 +1,78 @@
+"""plan and explain: the best plan of a model from a file of the user's, and why it is the best."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock import Plan
+from penstock.ir import codec
+
+FILE = """\
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), torch.ones(8, 4)
+
+def misfit():
+    return nn.Linear(4, 4), torch.ones(8, 5)
+"""
+QUICK = ("--ranks", "2", "--budget", "0.1")
+MISTAKES = {
+    "a number that is none": (("--microbatches", "four"), 2, "try: --microbatches 8"),
+    "a schedule that is misspelled": (("--schedule", "1fb1"), 2, "did you mean 1f1b?"),
+    "a way to cut that there is not": (("--partitioner", "metiss"), 3, "did you mean metis?"),
+    "memory that is no size": (("--memory", "much"), 2, "not a size in bytes"),
+    "memory that is too small": (("--memory", "100", "--microbatches", "4"), 4, "no plan fits in memory"),
+    "more ranks than places": (("--ranks", "99"), 3, "try:"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _file(written: Callable[[str, str], Path]) -> None:
+    written("model.py", FILE)
+
+
+def test_a_plan_is_shown_written_and_explained(call, tmp_path: Path) -> None:
+    shown = call("plan", "model.py:build", *QUICK, "--microbatches", "4", "--out", "plan.json")
+    assert shown.exit_code == 0
+    assert "on 2 ranks" in shown.stdout
+    assert "works most" in shown.stdout
+    assert "wrote plan.json" in shown.stderr
+    assert Plan.load(tmp_path / "plan.json").num_microbatches == 4
+    assert call("explain", "plan.json").stdout == shown.stdout
+
+
+def test_a_plan_is_printed_for_programs(call) -> None:
+    text = call("plan", "model.py:build", *QUICK, "--schedule", "1f1b", "--json").stdout
+    assert codec.from_json(text, Plan).choices.schedule == "1f1b"
+
+
+def test_reasons_are_printed_for_programs(call) -> None:
+    call("plan", "model.py:build", *QUICK, "--schedule", "1f1b", "--microbatches", "2", "--out", "plan.json")
+    found = json.loads(call("explain", "plan.json", "--json").stdout)
+    assert found["asked"]["schedule"] == "1f1b"
+    assert found["bound"] > 0
+    assert found["reasons"]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_with_its_code(mistake: str, call) -> None:
+    options, code, words = MISTAKES[mistake]
+    result = call("plan", "model.py:build", *QUICK, *options)
+    assert result.exit_code == code
+    assert words in result.stderr
+
+
+def test_a_batch_that_does_not_fit_the_model_is_told(call) -> None:
+    result = call("plan", "model.py:misfit", *QUICK)
+    assert result.exit_code == 3
+    assert "cannot be run on this batch" in result.stderr
+
+
+def test_only_plans_are_explained(call, written: Callable[[str, str], Path]) -> None:
+    result = call("explain", written("s.csv", "0F0,0B0\n"))
+    assert result.exit_code == 2
+    assert "only a plan can be explained" in result.stderr

@@ -1,0 +1,70 @@
+"""The topology on real processes: groups that work, queries by name, and a setup that all ranks must make alike."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.errors import RunError
+from penstock.flat import topology
+from penstock.flat.topology import Topology
+from tests.runtime.workers import Pools
+
+NEIGHBOURS = {0: (2, 2), 1: (3, 3), 2: (0, 0), 3: (1, 1)}
+
+
+def queries() -> dict[str, object]:
+    topology.setup_process_groups([("pipe", 2), ("data", 2)])
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total, group=topology.get_group("pipe"))
+    return {
+        "pipe": topology.get_ranks_in_group("pipe"),
+        "data": topology.get_ranks_in_group("data"),
+        "sum over pipe": float(total),
+        "ranks": (topology.get_pp_rank(), topology.get_dp_rank(), topology.get_mp_rank()),
+        "sizes": (topology.get_pp_size(), topology.get_dp_size(), topology.get_mp_size()),
+        "pipe ends": (topology.is_first_in_pipeline_group(), topology.is_last_in_pipeline_group()),
+        "data ends": (topology.is_first_in_data_group(), topology.is_last_in_data_group()),
+        "model ends": (topology.is_first_in_model_group(), topology.is_last_in_model_group()),
+        "neighbours": (topology.get_prev_global_rank(), topology.get_next_global_rank()),
+        "inited": [mode for mode in ("data", "pipe", "tensor", "model", "global") if topology.is_mode_inited(mode)],
+        "first": topology.is_first_group("data"),
+    }
+
+
+@pytest.mark.gloo
+def test_every_process_knows_its_place(pools: Pools) -> None:
+    for rank, found in enumerate(pools[4].run(queries)):
+        pipe, data = divmod(rank, 2)
+        assert found == {
+            "pipe": [data, data + 2],
+            "data": [2 * pipe, 2 * pipe + 1],
+            "sum over pipe": 2.0 * data + 2,
+            "ranks": (pipe, data, pipe),
+            "sizes": (2, 2, 2),
+            "pipe ends": (pipe == 0, pipe == 1),
+            "data ends": (data == 0, data == 1),
+            "model ends": (pipe == 0, pipe == 1),
+            "neighbours": NEIGHBOURS[rank],
+            "inited": ["data", "pipe", "model", "global"],
+            "first": pipe == 0,
+        }
+
+
+def set_up_differently() -> str:
+    with pytest.raises(RunError) as caught:
+        topology.setup_process_groups([("pipe", 2)] if dist.get_rank() else [("data", 2)])
+    return str(caught.value)
+
+
+@pytest.mark.gloo
+def test_different_dimensions_are_an_error_on_every_rank(pools: Pools) -> None:
+    first, second = pools[2].run(set_up_differently)
+    assert first == second
+    assert "the ranks were given different dimensions" in first
+
+
+def test_without_processes_the_way_to_them_is_told() -> None:
+    with pytest.raises(RunError, match=r"try: dist.init_process_group\('gloo'\), torchrun, or penstock.launch"):
+        Topology().setup_process_groups([("pipe", 2)])
+    with pytest.raises(RunError, match="the topology is not set up"):
+        Topology().get_pp_rank()
