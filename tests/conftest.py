@@ -53,10 +53,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def pools() -> Iterator[Any]:
     """Processes to run jobs on, by their number."""
+    from penstock.processes.scratch import scratch
     from tests.runtime.workers import Pools
 
-    made = Pools(tmp_path_factory.mktemp("boards"))
-    yield made
-    made.close()
+    with scratch() as boards:
+        made = Pools(boards)
+        yield made
+        made.close()

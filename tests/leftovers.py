@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.processes import scratch
+
 DEADLINE_SECONDS = 60
 
 
@@ -16,6 +18,7 @@ def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     place = tmp_path / "temporary"
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setattr(scratch, "_IN_MEMORY", place)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     before = children()
     signal.alarm(DEADLINE_SECONDS)

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
-from penstock.cli import capture, check, demo, explain, plan, show, simulate, trace
+from penstock.cli import capture, check, demo, doctor, explain, plan, show, simulate, trace
 from penstock.cli.outcome import explained
 from penstock.cli.records import flat
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 for verb in (
     demo.demo,
+    doctor.doctor,
     capture.capture,
     plan.plan,
     explain.explain,

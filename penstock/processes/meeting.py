@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.processes.rank import board_directory
+from penstock.processes.scratch import place
 
 _LONGEST = 4096
 
@@ -24,7 +25,7 @@ def shared_directory(group: Any = None) -> Path:
     if known is not None:
         return known
     first = dist.get_rank(group) == 0
-    made = tempfile.mkdtemp(prefix="penstock-") if first else ""
+    made = tempfile.mkdtemp(prefix="penstock-", dir=place()) if first else ""
     directory = Path(_told_by_first(made, group))
     if first or _make(directory):
         atexit.register(_remove, directory, os.getpid())

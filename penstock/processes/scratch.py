@@ -8,14 +8,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+# A mapped page of a file on a disk waits for the disk whenever the kernel writes it back; in memory it never does.
+_IN_MEMORY = Path("/dev/shm")
+_ENOUGH_BYTES = 16 << 20
 # The shell waits for the end of its input, which comes when the last process that holds the other end is gone.
 _CARETAKER = 'read -r _; rm -rf -- "$0"'
+
+
+def place() -> Path:
+    """Where small files that are written all the time belong: in memory, where the system has room for it."""
+    try:
+        has_room = shutil.disk_usage(_IN_MEMORY).free >= _ENOUGH_BYTES and os.access(_IN_MEMORY, os.W_OK | os.X_OK)
+    except OSError:
+        has_room = False
+    return _IN_MEMORY if has_room else Path(tempfile.gettempdir())
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
     """A new directory that only this user can read; a caretaker process removes it if this one no longer can."""
-    directory = Path(tempfile.mkdtemp(prefix="penstock-"))
+    directory = Path(tempfile.mkdtemp(prefix="penstock-", dir=place()))
     try:
         caretaker = subprocess.Popen(
             ["/bin/sh", "-c", _CARETAKER, os.fspath(directory)],

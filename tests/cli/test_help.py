@@ -9,7 +9,7 @@ import pytest
 import penstock
 from penstock.cli import app
 
-VERBS = ("demo", "capture", "plan", "explain", "simulate", "show", "check", "trace")
+VERBS = ("demo", "doctor", "capture", "plan", "explain", "simulate", "show", "check", "trace")
 
 
 def test_help_names_every_verb(call) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runtime.workers import Pools
+from tests.runtime.workers import Patience, Pools
 
 pytestmark = pytest.mark.gloo
 
@@ -44,6 +44,19 @@ def test_a_failing_job_fails_its_test_with_the_words_of_the_rank(pools: Pools) -
 
 
 def test_a_hanging_job_fails_its_test_and_says_who_did_not_move(pools: Pools) -> None:
-    with pytest.raises(pytest.fail.Exception, match=r"rank 1:\nnot done in time\nrank 0: .*\nrank 1: "):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"rank 1:\nnot done in time\nrank 0: .*\nrank 1: (.*\n)*.*in hanging"
+    ):
         pools[2].run(hanging, deadline=0.5)
     assert [total for _, total in pools[2].run(added, 1)] == [3.0, 3.0]
+
+
+def test_nobody_is_late_if_the_machine_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    patience = Patience(5.0)
+    clock[0] = 100.0
+    assert not patience.is_over
+    for clock[0] in range(101, 106):
+        is_over = patience.is_over
+    assert is_over

@@ -1,0 +1,115 @@
+"""Diagnosis: what this machine has for a pipeline, and what would slow one down or stop it, each with its mend."""
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from penstock.api.launching import launch
+from penstock.api.measuring import measure_links
+from penstock.errors import PenstockError
+from penstock.ir.units import bytes_text, seconds_text
+
+_TRIED_PYTHON, _TRIED_TORCH = (3, 11), (2, 13)
+_LEAST_MEMORY = 2 * 2**30
+_RANKS = 2
+_REDUCED_BYTES = 4 * 2**20
+_THREADS = "OMP_NUM_THREADS"
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at; with a warning, also what to do about it."""
+
+    name: str
+    found: str
+    warning: str = ""
+    mend: str = ""
+
+
+def diagnosis() -> Iterator[Finding]:
+    """Everything that is looked at, from what takes no time to what starts processes."""
+    yield _python()
+    yield _torch()
+    yield _backends()
+    yield _cores()
+    yield _memory()
+    yield _threads()
+    yield from _loopback()
+
+
+def _python() -> Finding:
+    finding = Finding("python", platform.python_version())
+    if sys.version_info[:2] == _TRIED_PYTHON:
+        return finding
+    return finding._replace(warning="another version than the tests ran on", mend="Python 3.11, if something is odd")
+
+
+def _torch() -> Finding:
+    finding = Finding("torch", torch.__version__)
+    if tuple(map(int, torch.__version__.split(".")[:2])) == _TRIED_TORCH:
+        return finding
+    return finding._replace(warning="another version than the tests ran on", mend="pip install torch==2.13.0")
+
+
+def _backends() -> Finding:
+    have = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
+    devices = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU"
+    finding = Finding("backends", f"{', '.join(have) or 'none'}; {devices}")
+    if "gloo" in have:
+        return finding
+    return finding._replace(
+        warning="ranks compare figures over gloo, which is missing", mend="a build of torch with it"
+    )
+
+
+def _cores() -> Finding:
+    count = len(os.sched_getaffinity(0))
+    finding = Finding("cores", str(count))
+    if count >= _RANKS:
+        return finding
+    return finding._replace(warning="ranks on this machine take turns", mend="more cores, or ranks on other machines")
+
+
+def _memory() -> Finding:
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    finding = Finding("memory", bytes_text(size))
+    if size >= _LEAST_MEMORY:
+        return finding
+    return finding._replace(warning="every rank loads torch, about 300 MB each", mend="fewer local ranks")
+
+
+def _threads() -> Finding:
+    given = os.environ.get(_THREADS)
+    finding = Finding("threads", f"{torch.get_num_threads()} per process, {_THREADS} {given or 'not set'}")
+    if given is not None or len(os.sched_getaffinity(0)) == 1:
+        return finding
+    warning = "ranks on this machine would each start as many, and wait for each other"
+    return finding._replace(warning=warning, mend=f"export {_THREADS}=1")
+
+
+def _loopback() -> Iterator[Finding]:
+    """What two local processes reach, or why they do not find each other."""
+    try:
+        latency, bandwidth, seconds = launch(_probed, _RANKS)[0]
+    except (PenstockError, OSError, RuntimeError) as error:
+        first = str(error).splitlines()[0]
+        yield Finding("loopback", "no connection", first, "a firewall or a sandbox may forbid sockets on 127.0.0.1")
+        return
+    rate = f", {bytes_text(int(bandwidth))}/s" if bandwidth else ""
+    yield Finding("messages", f"{seconds_text(latency)}{rate} between {_RANKS} local ranks")
+    yield Finding("all-reduce", f"{bytes_text(_REDUCED_BYTES)} in {seconds_text(seconds)} on {_RANKS} local ranks")
+
+
+def _probed() -> tuple[float, float | None, float]:
+    """On one of the processes: latency and bandwidth of a message, and the seconds of an all-reduce."""
+    link = measure_links(progress=False).link(0, 1)
+    values = torch.ones(_REDUCED_BYTES // 4)
+    dist.all_reduce(values)
+    start = time.perf_counter()
+    dist.all_reduce(values)
+    return link.latency, link.bandwidth, time.perf_counter() - start
