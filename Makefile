@@ -1,6 +1,6 @@
 # Every target works on a machine that has only Python 3.11, make and git: what it needs is installed into .venv once.
 #
-#   make demo    simulate every schedule side by side and draw it
+#   make demo    measure, plan and train a small GPT on 4 processes, and write a report
 #   make test    run the tests; the pure rooms must be covered to 95 %
 #   make lint    ruff, and mypy --strict on the pure rooms
 #   make bench   run the benchmarks, which print ratios

@@ -15,6 +15,7 @@ from benchmarks import (
     runtime_compute,
     runtime_memory,
     runtime_sleep,
+    saving,
     synthesis,
 )
 
@@ -31,6 +32,7 @@ SCRIPTS = {
     "meetings": meetings.tables,
     "runtime_memory": runtime_memory.tables,
     "runtime_sleep": runtime_sleep.tables,
+    "saving": saving.tables,
     "runtime_compute": runtime_compute.tables,
 }
 

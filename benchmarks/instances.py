@@ -25,6 +25,11 @@ class Instance(NamedTuple):
     seed: int
 
     @property
+    def num_passes(self) -> int:
+        """Forwards, input gradients and weight gradients of all microbatches."""
+        return 3 * self.ranks * self.stages_per_rank * self.microbatches
+
+    @property
     def problem(self) -> Problem:
         """The problem that this is short for."""
         is_vee = self.shape == "vee"

@@ -15,9 +15,9 @@ from torch.nn import functional
 import penstock
 from benchmarks.capture import batch as tokens
 from benchmarks.capture import llama
-from benchmarks.gpt import Sizes, gpt
-from benchmarks.gpt import batch as gpt_batch
 from benchmarks.table import Line, Table
+from penstock.demo.gpt import Sizes, gpt
+from penstock.demo.gpt import batch as gpt_batch
 from penstock.measure.clock import Clock, typical
 from penstock.measure.timing import time_whole
 from penstock.training.solo import Solo

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
-from benchmarks.gpt import Sizes, batch, cut, gpt, loss
 from benchmarks.table import Line, Table
 from benchmarks.torch_pipeline import NAMES, TorchPipeline
 from benchmarks.turns import Step, Turn, joined, load, take_turns
+from penstock.demo.gpt import Sizes, batch, cut, gpt, loss
 
 _RANKS = 2
 _ALONE = 1.7

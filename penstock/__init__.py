@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.api.pipeline import Pipeline
     from penstock.api.planning import lower, schedule, simulate, verify
     from penstock.api.plans import plan
+    from penstock.api.reporting import report
     from penstock.auto.config import AutoPipelineConfig
     from penstock.auto.info import PipelineInfo
     from penstock.auto.names import generate_hf_model_fqn_per_model_part
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
     from penstock.auto.pipeline import AutoPipeline
     from penstock.errors import (
         CaptureError,
+        CheckpointError,
         CodeError,
         CostError,
+        DamagedError,
         FitError,
         FormatError,
         GraphError,
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from penstock.ir.plan import Plan
     from penstock.ir.profile import Profile
     from penstock.ir.program import Program
+    from penstock.ir.run import Run, StepFigures
     from penstock.ir.schedule import Schedule
     from penstock.ir.trace import Trace
     from penstock.runtime.scaler import GradScaler
@@ -58,10 +62,12 @@ __all__ = [
     "AutoPipeline",
     "AutoPipelineConfig",
     "CaptureError",
+    "CheckpointError",
     "Cluster",
     "CodeError",
     "CostError",
     "Cuts",
+    "DamagedError",
     "DeviceSpeed",
     "FitError",
     "FormatError",
@@ -84,12 +90,14 @@ __all__ = [
     "Program",
     "Replicas",
     "Result",
+    "Run",
     "RunError",
     "RunOptions",
     "Schedule",
     "ScheduleError",
     "StageCosts",
     "StateBytes",
+    "StepFigures",
     "Trace",
     "ViewError",
     "add_loss",
@@ -107,6 +115,7 @@ __all__ = [
     "measure_speed",
     "pipe_model",
     "plan",
+    "report",
     "schedule",
     "simulate",
     "split",
@@ -126,6 +135,7 @@ _HOMES = {
     "penstock.api.pipeline": ("Pipeline",),
     "penstock.api.planning": ("lower", "schedule", "simulate", "verify"),
     "penstock.api.plans": ("plan",),
+    "penstock.api.reporting": ("report",),
     "penstock.training.result": ("Result",),
     "penstock.auto.config": ("AutoPipelineConfig",),
     "penstock.auto.info": ("PipelineInfo",),
@@ -134,8 +144,10 @@ _HOMES = {
     "penstock.auto.pipeline": ("AutoPipeline",),
     "penstock.errors": (
         "CaptureError",
+        "CheckpointError",
         "CodeError",
         "CostError",
+        "DamagedError",
         "FitError",
         "FormatError",
         "GraphError",
@@ -156,6 +168,7 @@ _HOMES = {
     "penstock.ir.plan": ("Plan",),
     "penstock.ir.profile": ("Profile",),
     "penstock.ir.program": ("Program",),
+    "penstock.ir.run": ("Run", "StepFigures"),
     "penstock.ir.schedule": ("Schedule",),
     "penstock.ir.trace": ("Trace",),
     "penstock.runtime.scaler": ("GradScaler",),

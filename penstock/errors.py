@@ -62,8 +62,19 @@ class CaptureError(PenstockError):
     """A model that cannot be recorded as calls on values, or a batch for which a record does not hold."""
 
 
+class CheckpointError(PenstockError):
+    """Files that do not hold a model's numbers, or not those of this model."""
+
+
+class DamagedError(CheckpointError):
+    """Files of a checkpoint that are not what was written: cut off, exchanged, missing or changed."""
+
+
 class RunError(PenstockError):
     """A step that failed, and where: rank, step, stage, microbatch and action as far as they are known."""
+
+    words_of_rank = ""
+    """what the rank that broke said itself, if it was an error of this family"""
 
     def at(self, **where: object) -> "RunError":
         """The same error with more about where it happened; what it already says stays."""

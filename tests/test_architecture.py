@@ -34,7 +34,7 @@ FLOORS = (
     ("synthesis",),
     ("planner", "training"),
     ("api",),
-    ("auto", "flat"),  # doors with the names of other libraries
+    ("auto", "flat", "hf", "demo"),  # doors with the names of other libraries, and what the demo trains
     ("penstock",),  # the package itself: its public names
     ("cli",),
     ("__main__",),
@@ -134,9 +134,13 @@ def imported_rooms(path: Path, node: ast.AST) -> list[str]:
     return [room_named(parts) for parts in names if parts[0] == "penstock"]
 
 
+@cache
+def known_rooms() -> frozenset[str]:
+    return frozenset({room for floor in FLOORS for room in floor} | set(rooms()))
+
+
 def room_named(parts: list[str]) -> str:
-    known = {room for floor in FLOORS for room in floor} | set(rooms())
-    return parts[1] if len(parts) > 1 and parts[1] in known else "penstock"
+    return parts[1] if len(parts) > 1 and parts[1] in known_rooms() else "penstock"
 
 
 def needs_torch(module: str) -> bool:
@@ -236,7 +240,7 @@ def num_arguments(function: Function) -> int:
 def has_too_many_arguments(path: Path, function: Function) -> bool:
     by_position, _ = arguments_of(function)
     is_public = not function.name.startswith("_") or function.name == "__init__"
-    is_door = room_of(path) in ("api", "auto", "flat") and is_public
+    is_door = room_of(path) in ("api", "auto", "flat", "hf") and is_public
     limit = DOOR_ARGUMENTS if is_door else ARGUMENTS
     return len(by_position) > ARGUMENTS or num_arguments(function) > limit
 

@@ -17,12 +17,13 @@ from benchmarks import (
     runtime_compute,
     runtime_memory,
     runtime_sleep,
+    saving,
     synthesis,
 )
 from benchmarks.__main__ import main
 from benchmarks.clock import cpu_seconds
-from benchmarks.gpt import Sizes
 from benchmarks.table import Line, Table
+from penstock.demo.gpt import Sizes
 from penstock.schedules import SCHEDULES
 
 
@@ -167,3 +168,9 @@ def test_predictions_are_held_against_steps():
     (line,) = prediction.computing(tiny, times=1, names=("1f1b",)).lines
     assert line.cells[0] == "1f1b"
     assert len(list(prediction.against_torch(8, 2, 2, unit=0.0005, times=1, budget_seconds=0.5).lines)) >= 5
+
+
+def test_a_save_is_measured_while_ranks_wait_and_beside_their_steps():
+    (line,) = saving.lost(width=8, layers=2, steps=1, turns=1).lines
+    assert all(float(cell) >= 0 for cell in line.cells[1:])
+    assert line.value > 0

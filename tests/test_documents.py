@@ -30,7 +30,18 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"
 README, CONTRIBUTING = REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"
 PAGES = sorted((*REPOSITORY.glob("*.md"), *DOCS.glob("*.md")))
+VERBS = [command.callback.__name__.replace("_", "-") for command in app.registered_commands]
+GROUPS = {group.typer_instance.info.name: group.typer_instance.registered_commands for group in app.registered_groups}
+VERBS += [*GROUPS, *(f"{name} {command.callback.__name__}" for name, own in GROUPS.items() for command in own)]
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
+
+
+@pytest.fixture(autouse=True)
+def _quick_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages and examples plan as users do; here no search needs to be thorough."""
+    from penstock.api.plans import plan
+
+    monkeypatch.setitem(plan.__kwdefaults__, "budget_seconds", 0.5)
 
 
 def text_of(path: Path) -> str:
@@ -78,6 +89,18 @@ def test_the_commands_of_the_readme_run_as_written(tmp_path: Path, monkeypatch: 
         call(*arguments)
 
 
+def test_the_commands_of_the_tutorial_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = DOCS / "tutorial.md"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(blocks(page, "python")[0], encoding="utf-8")
+    ours = [
+        shlex.split(command)[1:] for command in commands(page) if command != "penstock demo"
+    ]  # tests/cli/test_demo.py
+    assert {"capture", "plan", "explain", "check", "train", "report"} <= {verb for verb, *_ in ours}
+    for arguments in ours:
+        call(*arguments)
+
+
 def test_paths_in_the_commands_of_contributing_exist() -> None:
     words = [word for command in commands(CONTRIBUTING) for word in command.split() if word.startswith("tests/")]
     assert words
@@ -115,7 +138,7 @@ def test_every_example_runs_and_is_short(example: Path, capsys: pytest.CaptureFi
 
 
 def test_the_refusal_shown_in_semantics_is_a_real_one(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(REPOSITORY / "examples" / "own_schedule.py"), run_name="__main__")
+    runpy.run_path(str(REPOSITORY / "examples" / "custom_schedule.py"), run_name="__main__")
     (refusal,) = blocks(DOCS / "semantics.md", "text")
     assert refusal in capsys.readouterr().out
 
@@ -200,9 +223,9 @@ def plain(text: str) -> str:
     return " ".join(re.sub(r"<\w+>|[\[\]{}]", " ", text).split())
 
 
-@pytest.mark.parametrize("verb", ["", *(command.callback.__name__ for command in app.registered_commands)])
+@pytest.mark.parametrize("verb", ["", *VERBS])
 def test_the_help_in_the_documents_is_the_real_one(verb: str) -> None:
-    real = call(*filter(None, (verb, "--help")))
+    real = call(*verb.split(), "--help")
     shown = [plain(block) for block in blocks(DOCS / "cli.md", "text")]
     assert plain(real) in shown, f"docs/cli.md should hold\n\n{real}"
 

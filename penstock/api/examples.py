@@ -14,11 +14,10 @@ from penstock.capture import capture as record_model
 from penstock.errors import PlanError
 from penstock.ir.device_speed import DeviceSpeed
 from penstock.ir.graph import Graph
-from penstock.ir.liveness import trained
 from penstock.ir.profile import Profile
 from penstock.planner import Measured, between
 from penstock.runtime.batch import Microbatch, cut
-from penstock.training.roots import roots_of
+from penstock.training.solo import Solo
 
 LossFn = Callable[[Any, Any], Tensor]
 _PATIENCE_SECONDS = 2.0
@@ -104,7 +103,7 @@ class Examples:
 
     def _graph(self, captured: Captured) -> Graph:
         """The graph of a microbatch; gradients return of what the loss is made of, all outputs for a loss function."""
-        return trained(captured.graph, roots_of(captured, self.loss_fn is not None), captured.first.adding)
+        return Solo.of(captured, self.loss_fn is not None).graph
 
     def num_samples(self, most: int) -> int:
         """How many samples the batch has, or the most that are of interest."""

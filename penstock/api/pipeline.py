@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -15,15 +16,20 @@ from penstock.api.arguments import (
     check_places,
     check_split,
 )
-from penstock.errors import RunError
+from penstock.api.resuming import Loader, Wanted
+from penstock.api.saving import Given, SaveOptions, Saver
+from penstock.checkpoint import Loaded
+from penstock.errors import CheckpointError, RunError
 from penstock.ir.plan import Plan
 from penstock.planner import with_microbatches
 from penstock.runtime.collect import collect
 from penstock.runtime.crew import Crew
-from penstock.runtime.meeting import Meeting, Occasion
+from penstock.runtime.meeting import Meeting, Occasion, Said
 from penstock.runtime.norms import check_clipping, clip, global_norm
+from penstock.runtime.row import MOST_FIGURES, Figures
 from penstock.runtime.scaler import GradScaler
 from penstock.training.batch_cutter import BatchCutter
+from penstock.training.belongings import check_alike
 from penstock.training.description import describe
 from penstock.training.ending import Ending
 from penstock.training.engine import Engine
@@ -70,11 +76,11 @@ class Pipeline:
         self.plan = plan = agreed(plan, crew, self._meeting, loss_fn, options, **choices)
         parallelize = _parallelize(parallelize_fn, mesh)
         self._part = part = ModelPart(model, plan, crew, parallelize, options.restore_gradients)
-        self._weighing = Weighing(part.captured, part.replicas, loss_fn, reduction, part.elsewhere)
-        self._scaler = scaler
+        weighing = Weighing(part.captured, part.replicas, loss_fn, reduction, part.elsewhere)
+        self._saver = Saver(part, self._meeting)
         if scaler is not None:
             scaler.bind(self._meeting)
-        ending = Ending(part.captured, self._weighing, scaler)
+        self._ending = ending = Ending(part.captured, weighing, scaler)
 
         def engine(plan: Plan) -> Engine:
             cutter = BatchCutter(part, plan, inputs, split or {}, loss_fn is not None)
@@ -87,8 +93,9 @@ class Pipeline:
         self, *args: Any, target: Any = None, return_outputs: bool = False, record: bool = False, **kwargs: Any
     ) -> Result:
         """Forward and backward of one whole batch, the same call on every rank; gradients add to those there."""
-        if self._scaler is not None:
-            self._scaler.begin()
+        self._saver.check(Occasion("step", self.num_steps))
+        if self._ending.scaler is not None:
+            self._ending.scaler.begin()
         result = self._engine.train((args, kwargs, target), self.num_steps, bool(return_outputs), bool(record))
         self.num_steps += 1
         return result
@@ -121,12 +128,21 @@ class Pipeline:
         self._meeting.close()
         return norm
 
+    def largest(self, *values: float) -> tuple[float, ...]:
+        """The largest of each value over all ranks, at most four, on every rank: such as whether one wants to stop."""
+        if len(values) > MOST_FIGURES:
+            raise RunError("so many values cannot be compared at once", values=len(values), limit=MOST_FIGURES)
+        figures = Figures(maxes=tuple(map(float, values)))
+        heard = self._meeting.hold(Occasion("largest", self.num_steps, str(len(values))), Said(figures=figures))
+        self._meeting.close()
+        return heard.figures.maxes[: len(values)]
+
     def _scale(self, occasion: Occasion) -> float:
         """By how much gradients are too large at present."""
-        if self._scaler is None:
+        if self._ending.scaler is None:
             return 1.0
         try:
-            return self._scaler.scale_of(self.parameters())
+            return self._ending.scaler.scale_of(self.parameters())
         except RunError as error:
             self._meeting.refuse(occasion, error)
             raise
@@ -155,9 +171,59 @@ class Pipeline:
         self._meeting.close()
         return found
 
+    def save(
+        self,
+        path: str | Path,
+        optimizer: Any = None,
+        extra: Any = None,
+        *,
+        scheduler: Any = None,
+        position: Any = None,
+        keep: int | None = None,
+        asynchronous: bool = False,
+    ) -> Path:
+        """Write all that training needs to go on into `path/step-000100`, on every rank; returns that directory.
+
+        `extra` and `position`, where in the data training stands, are numbers, texts, lists, dicts and tensors, and
+        those of rank 0 count. Only the newest `keep` checkpoints stay. With `asynchronous` everything is copied, and
+        written while training goes on; if that fails, the next step or save says so.
+        """
+        options = self._options_of_saving(keep, asynchronous)
+        given = {"scheduler": scheduler, "scaler": self._ending.scaler}
+        run = {name: one.state_dict() for name, one in given.items() if one is not None}
+        kept = Given(optimizer, {**run, "position": position, "extra": extra})
+        return self._saver.save(path, self.plan, self.num_steps, kept, options)
+
+    def _options_of_saving(self, keep: int | None, asynchronous: bool) -> SaveOptions:
+        try:
+            return SaveOptions(keep, asynchronous)
+        except CheckpointError as error:
+            self._meeting.refuse(Occasion("save", self.num_steps), error)
+            raise
+
+    def wait_for_save(self) -> None:
+        """Until what `save(..., asynchronous=True)` began is written, on every rank; an error if it could not be."""
+        self._saver.wait(self.num_steps)
+
+    def load(
+        self, path: str | Path, optimizer: Any = None, *, scheduler: Any = None, random_state: bool = True
+    ) -> Loaded:
+        """Go on from what any plan has saved, on every rank; or take over a model that `save_pretrained` wrote.
+
+        `path` is a checkpoint, or the directory of several: then the newest good one counts. Each rank reads its own
+        tensors only; what was read is returned. A model on the meta device gets its numbers here. Unless
+        `random_state` is False, torch, numpy and Python go on with the random numbers that were next.
+        """
+        self._saver.check(Occasion("load", self.num_steps))
+        wanted = Wanted(optimizer, scheduler, self._ending.scaler, bool(random_state))
+        loaded = Loader(self._part, self._meeting).load(path, self.num_steps, wanted)
+        check_alike(self.plan, self._part.tied, self._part.crew)
+        self.num_steps = self.num_steps if loaded.step is None else loaded.step
+        return loaded
+
     def describe(self) -> str:
         """Stages, parameters, what crosses, schedule, prediction, and everything worth knowing about this run."""
-        return describe(self.plan, self._part, self._weighing.rule)
+        return describe(self.plan, self._part, self._ending.rule)
 
 
 def _parallelize(given: Callable[..., Any] | None, mesh: Any) -> Callable[[nn.Module], Any] | None:

@@ -17,10 +17,9 @@ from penstock.passes import DEFAULT_PASSES
 from penstock.passes import lower as lower_schedule
 from penstock.passes import verify as verify_orders
 from penstock.passes.base import Pass
+from penstock.planner.request import AUTO
 from penstock.simulate import simulate as simulate_program
 from penstock.synthesis import Problem, synthesise
-
-AUTO = "auto"
 
 
 def schedule(

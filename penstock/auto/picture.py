@@ -1,8 +1,6 @@
 """Picture: the order of a schedule drawn into a PNG, SVG or HTML file, every pass alike long."""
 
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from jinja2 import Environment
@@ -10,6 +8,7 @@ from markupsafe import Markup
 
 from penstock.api.planning import simulate
 from penstock.errors import ViewError
+from penstock.ir.files import write_whole
 from penstock.ir.schedule import Schedule
 from penstock.ir.trace import Trace
 from penstock.views.png import Png
@@ -36,7 +35,7 @@ def draw(schedule: Schedule, name: str, path: str | Path) -> None:
     if suffix not in _FORMATS:
         raise ViewError("a picture of this kind cannot be drawn", file=str(path), hint=", ".join(_FORMATS))
     document = _FORMATS[suffix](simulate(schedule), name)
-    _write(Path(path), document.encode() if isinstance(document, str) else document)
+    write_whole(path, document)  # all ranks may write the same file at once
 
 
 def _page(trace: Trace, name: str) -> str:
@@ -50,16 +49,3 @@ _FORMATS: dict[str, Callable[[Trace, str], str | bytes]] = {
     ".svg": lambda trace, name: Svg()({name: trace}),
     ".html": _page,
 }
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all: all ranks may write the same file at once."""
-    draft = Path(f"{path}.{os.getpid()}.draft")
-    try:
-        draft.write_bytes(content)
-        draft.replace(path)
-    except OSError as error:
-        raise ViewError("cannot write the picture", file=path, reason=error.strerror) from None
-    finally:
-        with suppress(OSError):
-            draft.unlink()

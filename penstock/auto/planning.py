@@ -7,9 +7,8 @@ from penstock.auto.stages import partition_of, schedule_of
 from penstock.capture import capture
 from penstock.errors import PlanError
 from penstock.ir.cluster import Cluster
-from penstock.ir.graph import Graph
 from penstock.ir.plan import Plan
-from penstock.ir.profile import NodeBytes, NodeCost, Profile
+from penstock.ir.profile import Profile
 from penstock.ir.schedule import Schedule
 from penstock.passes import verify
 from penstock.planner import Measured, Request, search
@@ -27,7 +26,7 @@ def plan_of(config: AutoPipelineConfig, model: nn.Module, example: Microbatch, h
         stages = {"stages": partition.num_stages, "stages_of_the_CSV": schedule.num_stages}
         raise PlanError("the CSV is for another number of stages", hint="", **stages)
     request = Request(Cluster(config.num_ranks), schedule, partition, budget_seconds=0.0)
-    return search({config.num_microbatches: Measured(graph, _alike(graph))}, request)
+    return search({config.num_microbatches: Measured(graph, Profile.alike(graph))}, request)
 
 
 def _given(config: AutoPipelineConfig) -> Schedule | None:
@@ -41,9 +40,3 @@ def _given(config: AutoPipelineConfig) -> Schedule | None:
         raise PlanError("the CSV is for other numbers than configured", csv=found, configured=asked)
     verify(schedule)
     return schedule
-
-
-def _alike(graph: Graph) -> Profile:
-    """A plan needs costs; where nothing is left to choose by them, any will do."""
-    costs = tuple(NodeCost(node.name, 1.0, 2.0, 1.0, 1.0, NodeBytes()) for node in graph.nodes)
-    return Profile(costs, 1.0, graph.fingerprint, "not measured")

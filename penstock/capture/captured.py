@@ -96,7 +96,7 @@ class Captured:
 
         The model is looked at once for all of them.
         """
-        signature, own = signature_of(self.model.forward), model_form(self.model, self._granularity)
+        signature, own = signature_of(self.model.forward), self._form()
         found: list[tuple[Recording, Values]] = []
         known: dict[Any, list[Recording]] = {}
         for args, kwargs in batches:
@@ -109,11 +109,16 @@ class Captured:
             recording = next((one for one in known[form] if self._holds(one, inputs)), None)
             if recording is None:
                 recording = self._made(form, args, kwargs)
-                own, known = model_form(self.model, self._granularity), {}
+                own, known = self._form(), {}
             if recording.written_inputs:
                 check_apart(inputs, recording.written_inputs)
             found.append((recording, inputs))
         return found
+
+    def _form(self, *more: Recording) -> Any:
+        """The form of the model now, for all recordings that there are and some more."""
+        volatile = [one.traits.volatile for known in (*self._recordings.values(), more) for one in known]
+        return model_form(self.model, self._granularity, frozenset[str]().union(*volatile))
 
     def _made(self, form: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
         check_mode()
@@ -122,7 +127,7 @@ class Captured:
         self._first = self._first or made
         # Leaves that had to be opened are open from now on, also in what tells forms apart.
         self._granularity = made.granularity
-        self._recordings.setdefault((form, model_form(self.model, self._granularity)), []).append(made)
+        self._recordings.setdefault((form, self._form(made)), []).append(made)
         return made
 
     def _holds(self, recording: Recording, inputs: Values) -> bool:

@@ -1,18 +1,18 @@
 """Form: everything that a recording depends on besides the content of the batch."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.capture.contents import PLAIN, content_of, said_by
 from penstock.capture.leaves import Granularity
+from penstock.capture.mentions import mentioned
 
-_PLAIN = (bool, int, float, str, type(None))
 _TORCHS = frozenset(vars(nn.Module()))
 """what every module has, and is looked at by other means"""
-_DEPTH, _LONGEST = 5, 256
-"""how far and how much of a setting is looked at"""
+_KINDS = frozenset(PLAIN)
 
 
 def batch_form(leaves: Mapping[str, object]) -> Any:
@@ -27,52 +27,64 @@ def batch_form(leaves: Mapping[str, object]) -> Any:
     )
 
 
-def model_form(model: nn.Module, granularity: Granularity) -> Any:
-    """Equal for a model at two times exactly if a recording made at one of them holds at the other."""
-    modes = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
-    return *_modules_form(model, granularity), modes
+def model_form(model: nn.Module, granularity: Granularity, volatile: Collection[str] = ()) -> Any:
+    """Equal for a model at two times exactly if a recording made at one of them holds at the other.
+
+    `volatile` names settings that change by themselves, and so are none.
+    """
+    leaves, modules = granularity.found(model), list(model.modules())
+    opened = _opened(modules, leaves)
+    found = _settings(leaves, opened)
+    return (
+        tuple([(one.dtype, one.requires_grad, one.device) for module in modules for one in _state(module)]),
+        tuple([(id(one), one.training) for one in modules]),
+        tuple(map(_own_form, opened)),
+        tuple([item for item in found.items() if item[0] not in volatile]),
+        _modes(),
+    )
+
+
+def settings(model: nn.Module, granularity: Granularity) -> dict[str, object]:
+    """What the code between leaves may go by, by name, and that a user may change between two steps."""
+    leaves = granularity.found(model)
+    return _settings(leaves, _opened(model.modules(), leaves))
+
+
+def _opened(modules: Any, leaves: Mapping[str, nn.Module]) -> list[nn.Module]:
+    inside = {id(part) for leaf in leaves.values() for part in leaf.modules()}
+    return [module for module in modules if id(module) not in inside]
+
+
+def _settings(leaves: Mapping[str, nn.Module], opened: list[nn.Module]) -> dict[str, object]:
+    """Attributes of opened modules, plain ones of leaves, and what the code of opened modules mentions."""
+    found: dict[str, object] = {}
+    for place, module in enumerate(opened):
+        for name, value in vars(module).items():
+            if name not in _TORCHS:
+                found[f"{place}/{name}"] = content_of(value)
+    for path, leaf in leaves.items():
+        for name, value in vars(leaf).items():
+            # Other things of a leaf are seldom looked at from outside, and often its own business.
+            if type(value) in _KINDS and name not in _TORCHS:
+                found[f"{path}.{name}"] = type(value), value
+    return found | mentioned(dict.fromkeys(map(type, opened)))
+
+
+def _own_form(module: nn.Module) -> tuple[object, ...]:
+    hooks = (*module._forward_hooks, "pre", *module._forward_pre_hooks)
+    return hooks, tuple(map(id, (*module._parameters.values(), *module._buffers.values())))
+
+
+def _state(module: nn.Module) -> Iterator[Tensor]:
+    return (one for kind in (module._parameters, module._buffers) for one in kind.values() if one is not None)
+
+
+def _modes() -> tuple[object, ...]:
+    autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+    return torch.is_grad_enabled(), autocast, torch.get_default_dtype()
 
 
 def _leaf_form(leaf: object) -> object:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-    return type(leaf), leaf if isinstance(leaf, _PLAIN) else repr(leaf)
-
-
-def _modules_form(model: nn.Module, granularity: Granularity) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """Which modules there are, in which mode and with what state.
-
-    Of opened ones also what the user may have set between two steps.
-    """
-    modules = list(model.modules())
-    inside = {id(part) for leaf in granularity.found(model).values() for part in leaf.modules()}
-    state = [tensor for module in modules for kind in (module._parameters, module._buffers) for tensor in kind.values()]
-    return (
-        tuple((one.dtype, one.requires_grad, one.device) for one in state if one is not None),
-        tuple((id(one), one.training, None if id(one) in inside else _own_form(one)) for one in modules),
-    )
-
-
-def _own_form(module: nn.Module) -> tuple[object, ...]:
-    hooks = (*module._forward_hooks, "pre", *module._forward_pre_hooks)
-    state = tuple(map(id, (*module._parameters.values(), *module._buffers.values())))
-    own = tuple((name, _value_form(value, _DEPTH)) for name, value in vars(module).items() if name not in _TORCHS)
-    return hooks, state, own
-
-
-def _value_form(value: object, depth: int) -> object:
-    """A setting by its content, down to some depth: numbers, names, types, lists, dicts and configurations."""
-    if isinstance(value, (*_PLAIN, torch.dtype, torch.device)):
-        return value
-    if depth and isinstance(value, dict) and len(value) <= _LONGEST:
-        return tuple((str(key), _value_form(item, depth - 1)) for key, item in value.items())
-    if depth and isinstance(value, list | tuple) and len(value) <= _LONGEST:
-        return tuple(_value_form(item, depth - 1) for item in value)
-    if (
-        depth
-        and not isinstance(value, nn.Module | Tensor | type)
-        and not callable(value)
-        and hasattr(value, "__dict__")
-    ):
-        return id(value), _value_form(vars(value), depth - 1)
-    return id(value)
+    return type(leaf), said_by(leaf)

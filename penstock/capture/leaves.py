@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from penstock.errors import CaptureError
@@ -74,6 +75,9 @@ class Granularity:
         if self.basic_blocks and (path in self.basic_blocks or type(module) in self.basic_blocks):
             return True
         if type(module).__name__ in self.basic_blocks:
+            return True
+        if path and isinstance(module, torch.jit.ScriptModule):
+            # What happens inside is not seen.
             return True
         if self.depth is not None:
             return level >= self.depth

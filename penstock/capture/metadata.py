@@ -37,6 +37,12 @@ def is_metadata(func: Any) -> bool:
     return name in _CALLS
 
 
+def is_gradient(func: Any) -> bool:
+    """Whether the function tells the gradient that a tensor has."""
+    name = getattr(func, "__name__", "")
+    return name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "grad"
+
+
 def is_writing(func: Any) -> bool:
     """Whether the function writes into its first argument, also where no version is counted, as through `data`."""
     name = getattr(func, "__name__", "")

@@ -1,8 +1,10 @@
 """Moods: the contexts in which a call was made; those that a replay can enter again are told, others refused."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.errors import CaptureError
 from penstock.ir.record import Mood
@@ -15,12 +17,39 @@ class Moods:
         self._usual = _moods()
         self._usual_hooks = _saving()
         self._is_inference = torch.is_inference_mode_enabled()
+        self._num_applied = 0
+        self._drawn: Tensor | None = None
 
     def now(self) -> Mood:
         """That of a call that is made now."""
         grad, autocast = _moods()
         usual_grad, usual_autocast = self._usual
         return Mood(None if grad == usual_grad else grad, None if autocast == usual_autocast else autocast)
+
+    def within(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The `apply` of an autograd function, with a note that what happens meanwhile is inside of it."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._num_applied += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._num_applied -= 1
+
+        return run
+
+    def has_own_graph(self) -> bool:
+        """Whether an autograd function runs and has turned gradients on: its backward will walk what it makes."""
+        return self._num_applied > 0 and torch.is_grad_enabled()
+
+    def begin_drawing(self) -> None:
+        """From where torch's generator is now, only calls move it."""
+        self._drawn = torch.get_rng_state()
+
+    def generator_was_set(self, before: Tensor) -> bool:
+        """Whether torch's generator was elsewhere before a call that drew than the last one had left it."""
+        last, self._drawn = self._drawn, torch.get_rng_state()
+        return last is not None and not torch.equal(last, before)
 
     def refuse_others(self, scope: str) -> None:
         """Raise a CaptureError if something is in force that a replay would lose."""

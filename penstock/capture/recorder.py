@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.capture.attributes import kept_objects
 from penstock.capture.book import Book, memory_of
+from penstock.capture.expected import Expected
 from penstock.capture.hooks import refuse_backward_hooks
-from penstock.capture.metadata import is_metadata, is_size, is_writing
+from penstock.capture.metadata import is_gradient, is_metadata, is_size, is_writing
 from penstock.capture.moods import Moods
 from penstock.capture.structure import TENSOR, answer_of, opaque_leaves, structure_of
 from penstock.capture.trees import Apply, Trees, short_name
@@ -50,6 +50,7 @@ class Note:
     is_random: bool
     written_state: tuple[str, ...]
     adds_loss: bool = False
+    takes_gradients: bool = False
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Leaf:
     own: set[int] | None = None
     draws: bool = False
     adds_loss: bool = False
+    takes_gradients: bool = False
     wrote: set[int] = field(default_factory=set)
     """the memory of what it wrote in place"""
     number: int = field(default_factory=count().__next__)
@@ -69,7 +71,6 @@ class Leaf:
 
 _WRITING = Leaf("", set())
 """in place of a leaf while the recorder itself uses torch"""
-_WITH_NAN = (float, complex, list, tuple)
 
 
 @dataclass
@@ -119,15 +120,20 @@ class Recorder(TorchFunctionMode):
             return self._inside_leaf(func, args, kwargs)
         if is_metadata(func):
             self._note_size(func, args)
+            if is_gradient(func) and id(args[0]) in self.book.state:
+                raise self._refused("the model reads the gradient of a parameter between its blocks", func)
             return func(*args, **kwargs)
         if func in _GRADIENTS:
-            raise CaptureError(
-                "the model takes gradients between its blocks, where a cut would take them apart",
-                module=(self.scopes[-1] if self.scopes else "") or "the model",
-                function=short_name(func),
-                hint="keep the module that does so whole (basic_blocks)",
-            )
+            raise self._refused("the model takes gradients between its blocks, where a cut would take them apart", func)
         return self._outside(func, func, args, kwargs)
+
+    def _refused(self, problem: str, func: Any) -> CaptureError:
+        return CaptureError(
+            problem,
+            module=(self.scopes[-1] if self.scopes else "") or "the model",
+            function=short_name(func),
+            hint="keep the module that does so whole (basic_blocks)",
+        )
 
     def _keep_state(self, func: Any, args: Any) -> None:
         """Before a parameter or plain tensor of the model is written in place, keep what it held."""
@@ -173,9 +179,13 @@ class Recorder(TorchFunctionMode):
     def apply_called(self, cls: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """An autograd function is applied: one call; a recomputation is only looked through."""
         if self.leaf is not None:
-            return self._inside_leaf(original, args, kwargs)
+            return self._inside_leaf(self.moods.within(original), args, kwargs)
         if cls.__name__ == "CheckpointFunction":
-            return args[0](*args[2:])
+            # Where nothing that goes in needs a gradient, nothing that comes out has one.
+            needs_gradient = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args[2:])
+            with torch.set_grad_enabled(needs_gradient and torch.is_grad_enabled()):
+                return args[0](*args[2:])
+        original = self.moods.within(original)
         return self._outside(original, Apply(cls), args, kwargs)
 
     def script_called(self, function: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -229,8 +239,10 @@ class Recorder(TorchFunctionMode):
         names = tuple(self.book.state[id(tensor)] for tensor in written)
         draws = draws_without_numbers(target, args, kwargs, result) or is_given_generator(args, kwargs)
         is_random = leaf.draws or watch.has_drawn() or draws
+        if is_random and self.moods.generator_was_set(watch.generator):
+            raise self._refused("the model sets torch's generator between its blocks, before it draws from it", target)
         adds = leaf.adds_loss or kind == ADDED_LOSS
-        self.page.notes[name] = Note(where if is_module else scope, kind, is_random, names, adds)
+        self.page.notes[name] = Note(where if is_module else scope, kind, is_random, names, adds, leaf.takes_gradients)
         return result
 
     def _run(self, run: Callable[..., Any], leaf: Leaf, is_meta: bool, args: Any, kwargs: Any) -> Any:
@@ -334,6 +346,8 @@ class Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         self.leaf.draws |= draws_without_numbers(func, args, kwargs, result)
         self.leaf.adds_loss |= getattr(func, "__name__", "") == ADDED_LOSS
+        # An autograd function that turns gradients on has a graph of its own, which its backward walks.
+        self.leaf.takes_gradients |= func in _GRADIENTS or self.moods.has_own_graph()
         for leaf in leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in given and self.book.name(leaf) is None:
                 self.book.note_inside(leaf, self.leaf.name, self.leaf.number)
@@ -347,27 +361,6 @@ class Recorder(TorchFunctionMode):
         if id(tensor) in self.book.state:
             return self.leaf.own is not None and id(tensor) not in self.leaf.own
         return self.book.name(tensor) is not None or self.book.call_of(tensor) not in (None, self.leaf.number)
-
-
-@dataclass(frozen=True, eq=False)
-class Expected:
-    """What a guard expects to read."""
-
-    value: Any
-
-    def agrees(self, found: Any) -> bool:
-        """Whether the same was read again."""
-        if isinstance(self.value, np.ndarray):
-            return np.array_equal(found, self.value, equal_nan=True)
-        if type(found) is not type(self.value):
-            return False
-        # What is not a number is the same as itself, also inside a list.
-        return bool(found == self.value) or (isinstance(found, _WITH_NAN) and repr(found) == repr(self.value))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Expected) and self.agrees(other.value)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def _is_meta(target: Any, tensors: list[Tensor]) -> bool:

@@ -1,14 +1,16 @@
 """Recording: a record with what it needs to be played, and how it is made."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.capture.book import home_of, other_state
 from penstock.capture.calls import watched_functions, watched_modules, watched_scripts
+from penstock.capture.form import settings
 from penstock.capture.generators import seed_generators
 from penstock.capture.graphing import graph_of
 from penstock.capture.hooks import has_users_hooks, silent_hooks
@@ -27,6 +29,18 @@ _SEEDS = (1, 2)
 
 
 @dataclass(frozen=True)
+class Traits:
+    """What was noticed of a forward besides its calls."""
+
+    adding: frozenset[str] = frozenset()
+    """the nodes that add to the loss"""
+    differentiating: frozenset[str] = frozenset()
+    """the nodes that take gradients in their forward: there a gradient is a value like any other"""
+    volatile: frozenset[str] = frozenset()
+    """settings that the forward itself changes, so that a change tells nothing"""
+
+
+@dataclass(frozen=True)
 class Recording:
     """One forward of a model for batches of one form."""
 
@@ -40,8 +54,12 @@ class Recording:
     """values that lie in the memory of a buffer and are written there: whoever takes one out of a stage needs a copy"""
     answers: dict[str, Any] = field(default_factory=dict)
     """what the calls returned that returned no single tensor, by name: Parts, with Refs for tensors"""
-    adding: frozenset[str] = frozenset()
-    """the nodes that add to the loss, and so matter whoever reads what they make"""
+    traits: Traits = Traits()
+
+    @property
+    def adding(self) -> frozenset[str]:
+        """The nodes that add to the loss, and so matter whoever reads what they make."""
+        return self.traits.adding
 
     @cached_property
     def has_guards(self) -> bool:
@@ -65,11 +83,14 @@ def make_recording(
 ) -> Recording:
     """Run the model twice on the batch, from different seeds, and write down what happens."""
     with undisturbed(model), uncompiled():
+        before = settings(model, granularity)
         first = _record_opening(model, args, kwargs, granularity, _SEEDS[0])
         # The second forward starts from what the first one left behind, so that a count that it keeps shows.
         second = _record_opening(model, args, kwargs, first.granularity, _SEEDS[1])
-    _check_same(first, second)
-    return first
+        after = settings(model, granularity)
+        _check_same(first, second, lambda: _record_opening(model, args, kwargs, first.granularity, _SEEDS[0]))
+    changed = (name for name in {**before, **after} if before.get(name) != after.get(name))
+    return replace(first, traits=replace(first.traits, volatile=frozenset(changed)))
 
 
 def _record_opening(
@@ -112,6 +133,7 @@ def _record_once(
     for name, tensor in inputs:
         recorder.book.add(tensor, name)
     seed_generators(seed)
+    recorder.moods.begin_drawing()
     try:
         output = _output(model, recorder, args, kwargs)
     finally:
@@ -133,8 +155,11 @@ def _record_once(
     graph = graph_of(model, record, recorder.book, recorder.page.notes)
     in_state = frozenset(filter(recorder.book.is_in_state, graph.written))
     home, page = str(home_of(model)), recorder.page
-    adding = frozenset(name for name, note in page.notes.items() if note.adds_loss)
-    return Recording(record, recorder.trees.live, graph, granularity, home, in_state, page.answers, adding)
+    traits = Traits(
+        frozenset(name for name, note in page.notes.items() if note.adds_loss),
+        frozenset(name for name, note in page.notes.items() if note.takes_gradients),
+    )
+    return Recording(record, recorder.trees.live, graph, granularity, home, in_state, page.answers, traits)
 
 
 def _output(model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,7 +213,8 @@ def _check_state(model: nn.Module, recorder: Recorder) -> None:
             raise CaptureError(
                 "a parameter or buffer is replaced during the forward",
                 name=name,
-                hint="write into it in place (copy_, mul_ ...), or keep its module whole (basic_blocks)",
+                hint="call the model once before, if only its first forward does so; else write in place (copy_, mul_ "
+                "...), or keep its module whole (basic_blocks)",
             )
 
 
@@ -197,8 +223,28 @@ def _own(leaf: object) -> object:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-def _check_same(first: Recording, second: Recording) -> None:
-    """Refuse a forward that goes another way the second time."""
+def _check_same(first: Recording, second: Recording, again: Callable[[], Recording]) -> None:
+    """Refuse a forward that goes another way the second time; a third one tells whether it does so ever after."""
+    difference = _difference(first, second)
+    if difference and not _difference(second, again()):
+        raise CaptureError(
+            "the first forward prepares something that later ones use",
+            where=difference.values["where"],
+            hint="call the model once on this batch, and capture it then",
+        )
+    if difference:
+        raise difference
+
+
+def _difference(first: Recording, second: Recording) -> CaptureError | None:
+    try:
+        _compare(first, second)
+    except CaptureError as error:
+        return error
+    return None
+
+
+def _compare(first: Recording, second: Recording) -> None:
     for one, other in zip(first.record.steps, second.record.steps, strict=False):
         if one != other:
             raise _changed(one.name)
@@ -218,6 +264,9 @@ def _check_same(first: Recording, second: Recording) -> None:
 def _alike(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
+    if isinstance(one, torch.Generator):
+        # One that is made in every forward begins anew each time, and one that is kept goes on.
+        return one is other
     try:
         if one is other or bool(one == other) or callable(one):
             return True

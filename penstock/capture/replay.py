@@ -21,6 +21,7 @@ Values = dict[str, Any]
 Step = Callable[[Values], None]
 Getter = Callable[[Values], Any]
 Wrap = Callable[[str, nn.Module], Callable[..., Any]]
+_LONGEST_LINE = 60
 _WORD = (1 << 64) - 1
 
 
@@ -43,6 +44,8 @@ class Replay:
         self._keep = set(wanted)
         self._steps = list(self._prepared(chosen))
         random = {node.name for node in recording.graph.nodes if node.is_random}
+        self.takes_gradients = any(step.name in recording.traits.differentiating for step in chosen)
+        """some block takes gradients in its forward"""
         self._draws = {place: _key(step.name) for place, step in enumerate(chosen) if step.name in random}
 
     def run(self, values: Values, seed: int | None = None) -> Values:
@@ -75,8 +78,11 @@ class Replay:
         for place, step in enumerate(steps):
             for name in (*_reads(step), *_makes(step)):
                 last[name] = place
+        ended: dict[int, list[str]] = {}
+        for name in last.keys() - self._keep:
+            ended.setdefault(last[name], []).append(name)
         for place, step in enumerate(steps):
-            dropped = [name for name, end in last.items() if end == place and name not in self._keep]
+            dropped = ended.get(place, [])
             run = self._call(step) if isinstance(step, Call) else self._guard(step)
             yield _then_drop(run, dropped) if dropped else run
 
@@ -147,9 +153,10 @@ class Replay:
                     "the model decides by the content of a tensor, and decides otherwise for this batch",
                     module=guard.scope or "the model",
                     read_by=guard.name,
-                    recorded=expected.value,
-                    found=found,
-                    hint="keep the module that decides whole (basic_blocks), or record with a batch of this kind",
+                    recorded=shortened(expected.value),
+                    found=shortened(found),
+                    hint="keep the module that decides whole (basic_blocks), or record with a batch of this kind; a "
+                    "number that is only reported can be returned as a tensor (detach)",
                 )
 
         return run
@@ -199,6 +206,12 @@ class Replay:
         if kind is dict:
             return lambda values: {key: item(values) for key, item in zip(keys, items, strict=True)}
         return lambda values: put_together(kind, keys, [item(values) for item in items])
+
+
+def shortened(value: object) -> str:
+    """A value in one line that is not long."""
+    line = " ".join(str(value).split())
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}..."
 
 
 def _key(name: str) -> int:

@@ -33,7 +33,7 @@ class Watch:
         if self._module is not None or isinstance(target, Apply):
             # Functions of torch draw from torch alone.
             sources += [*python_sources(), *own_sources(self._module.modules() if self._module is not None else ())]
-        self._generators = States(sources)
+        self._generators, self.generator = States(sources), torch.get_rng_state()
 
     def touched(self, wrote: set[int]) -> list[Tensor]:
         """The arguments that the call wrote into, or in whose memory it was seen to write."""

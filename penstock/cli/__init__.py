@@ -1,11 +1,26 @@
 """The command `penstock`: one file per verb, thin; a verb imports what it needs when it runs: help answers fast."""
 
+import signal
 from typing import Annotated
 
 import typer
 
 from penstock import __version__
-from penstock.cli import capture, check, demo, doctor, explain, plan, show, simulate, trace
+from penstock.cli import (
+    capture,
+    check,
+    ckpt,
+    demo,
+    doctor,
+    explain,
+    plan,
+    report,
+    show,
+    simulate,
+    trace,
+    train,
+    why_hung,
+)
 from penstock.cli.outcome import explained
 from penstock.cli.records import flat
 
@@ -29,9 +44,23 @@ for verb in (
     simulate.simulate,
     show.show,
     check.check,
+    train.train,
+    why_hung.why_hung,
+    report.report,
     trace.trace,
 ):
     app.command()(flat(verb))
+
+of_checkpoints = typer.Typer(
+    name="ckpt",
+    help="List, verify, show and export checkpoints.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings=app.info.context_settings,
+)
+for act in (ckpt.ls, ckpt.verify, ckpt.show, ckpt.export):
+    of_checkpoints.command()(flat(act))
+app.add_typer(of_checkpoints)
 
 
 def _print_version(asked: bool) -> None:
@@ -56,3 +85,6 @@ def main() -> None:
             app(prog_name="penstock")
     except typer.Exit as end:  # of what happens outside a verb
         raise SystemExit(end.exit_code) from None
+    finally:
+        # All is said: one more ctrl-c, while libraries take their leave, ends the process without their tracebacks.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

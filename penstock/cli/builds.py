@@ -1,19 +1,26 @@
-"""Builds: a model and its example batch, made by a function in a file that the user names as FILE.py:FUNCTION."""
+"""Builds: a model and its example batch, from a function in a file of the user's or a Hugging Face configuration."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from difflib import get_close_matches
-from importlib.util import module_from_spec, spec_from_file_location
-from inspect import isfunction
+from inspect import signature
 from pathlib import Path
-from traceback import extract_tb
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from penstock.errors import PenstockError
+from typer import Argument
+
+from penstock.cli.named_functions import named_function, told
+from penstock.cli.options import Example
+from penstock.errors import CaptureError, PenstockError
 
 EXAMPLE = "return model, args, kwargs"
+HF = "hf:"
+NOTHING_MADE_UP = Example()
+MODEL_HELP = (
+    "FILE.py:FUNCTION that returns a model, and args and kwargs of one batch; or hf:NAME, a Hugging Face model type or "
+    "a directory with a config.json."
+)
+Model = Annotated[str, Argument(metavar="MODEL", help=MODEL_HELP)]
 
 
 class Build(NamedTuple):
@@ -25,72 +32,61 @@ class Build(NamedTuple):
 
 
 @contextmanager
-def built(target: str) -> Iterator[Build]:
-    """What the function returns; while it is in use, the file's neighbours can be imported and prints go to stderr."""
-    path, name = _parted(target)
-    folder = str(path.resolve().parent)
-    module_name = f"penstock_build_{path.stem}"
-    sys.path.insert(0, folder)
-    try:
-        with redirect_stdout(sys.stderr):
-            function = _function(_load(path, module_name), path, name)
-            with told(f"the function {name} failed", path):
-                returned = function()
-            yield _build(returned, name)
-    finally:
-        sys.path.remove(folder)
-        sys.modules.pop(module_name, None)
+def built(target: str, example: Example = NOTHING_MADE_UP) -> Iterator[Build]:
+    """The model and its batch; what is printed meanwhile goes to stderr."""
+    if target.startswith(HF):
+        from penstock.cli.hf_builds import hf_build
+
+        with redirect_stdout(sys.stderr), _without_numbers(example):
+            yield Build(*hf_build(target.removeprefix(HF), example))
+        return
+    if example != NOTHING_MADE_UP:
+        hint = f"make the batch in {target}, or name an hf: model"
+        raise PenstockError("--batch, --sequence and --weights are for hf: models", given=target, hint=hint)
+    with _returned(target) as build:
+        yield build
 
 
 @contextmanager
-def told(problem: str, path: Path, kind: type[PenstockError] = PenstockError) -> Iterator[None]:
-    """An error in code of the user's becomes one message, with the line of the user's file where it has one."""
+def _without_numbers(example: Example) -> Iterator[None]:
+    """What fails without weights may run with them."""
     try:
         yield
-    except (PenstockError, KeyboardInterrupt):
-        raise
-    except (Exception, SystemExit) as error:
-        frames = extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
-        if isinstance(error, SyntaxError):
-            lines.append(error.lineno)
-        where = f"{path}:{lines[-1]}" if lines else path
-        message = " ".join(str(error).split())
-        what = f"{type(error).__name__}: {message}" if message else type(error).__name__
-        raise kind(problem, file=where, error=what) from error
+    except CaptureError as error:
+        if example.weights:
+            raise
+        hint = "--weights, as this model asks for the numbers on its way, if they fit in memory here"
+        raise CaptureError(error.problem, report=error.report, hint=hint, **error.values) from error
 
 
-def _parted(target: str) -> tuple[Path, str]:
-    file, colon, name = target.rpartition(":")
-    if not colon or not file or not name:
-        hint = "FILE.py:FUNCTION, such as model.py:build"
-        raise PenstockError("not a file and a function", given=repr(target), hint=hint)
-    path = Path(file)
-    if not path.is_file():
-        raise PenstockError("no such file", file=path)
-    return path, name
+def source_of(target: str) -> Path:
+    """The file that a model is made from."""
+    return Path(target.removeprefix(HF) if target.startswith(HF) else target.rpartition(":")[0])
 
 
-def _load(path: Path, module_name: str) -> ModuleType:
-    spec = spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise PenstockError("not a Python file", file=path, hint="a file whose name ends in .py")
-    module = module_from_spec(spec)
-    sys.modules[module_name] = module  # as dataclasses and others look their classes' module up
-    with told("the file cannot be loaded", path):
-        spec.loader.exec_module(module)
-    return module
+@contextmanager
+def _returned(target: str) -> Iterator[Build]:
+    """What the function returns; while it is in use, the file's neighbours can be imported."""
+    with named_function(target, example=EXAMPLE) as found, redirect_stdout(sys.stderr):
+        shown = f'python -c "import {found.path.stem}; {found.path.stem}.{found.name}()" shows all of the traceback'
+        with told(f"the function {found.name} failed", found.path, hint=shown):
+            returned = found.function()
+        build = _build(returned, found.name)
+        _check_batch(build, found.name)
+        yield build
 
 
-def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
-    found = vars(module).get(name)
-    if callable(found):
-        return found  # type: ignore[no-any-return]
-    own = [key for key, value in vars(module).items() if isfunction(value) and value.__module__ == module.__name__]
-    hint = f"one of {', '.join(own)}" if own else f"def {name}(): ... {EXAMPLE}"
-    if close := get_close_matches(name, own, n=1):
-        hint = f"did you mean {close[0]}?"
-    raise PenstockError("no such function in the file", function=repr(name), file=path, hint=hint)
+def _check_batch(build: Build, name: str) -> None:
+    try:
+        signature(build.model.forward).bind(*build.args, **build.kwargs)
+    except TypeError as error:
+        raise CaptureError(
+            "the model cannot be called with the batch of the function",
+            function=name,
+            model=type(build.model).__name__,
+            reason=error,
+            hint=EXAMPLE,
+        ) from None
 
 
 def _build(returned: Any, name: str) -> Build:

@@ -1,15 +1,16 @@
 """capture: a model of the user's as a graph, and what crosses when it is cut."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
-from penstock.cli.builds import built, told
+from penstock.cli.builds import Model, built, source_of, told
 from penstock.cli.files import check_targets, write
-from penstock.cli.options import AsJson
+from penstock.cli.options import AsJson, Example
 from penstock.cli.screen import look, note, print_json
 from penstock.errors import CaptureError
 
@@ -17,22 +18,29 @@ if TYPE_CHECKING:
     from penstock.ir.graph import Graph
     from penstock.ir.partition import Partition
 
-Target = Annotated[
-    str, Argument(metavar="FILE.py:FUNCTION", help="A function that returns a model, and args and kwargs of one batch.")
-]
-Depth = Annotated[int | None, Option(min=1, metavar="N", help="Open modules so many levels down; else find blocks.")]
-Block = Annotated[list[str] | None, Option(metavar="NAME", help="A module or class to keep whole; may be repeated.")]
 Stages = Annotated[int, Option(min=1, metavar="N", help="Cut into so many stages and show what crosses.")]
 Picture = Annotated[Path | None, Option(metavar="FILE", help="Draw the graph, and its stages, as an SVG picture.")]
 
 
+@dataclass(frozen=True)
+class Granularity:
+    """How far a model is opened."""
+
+    depth: Annotated[
+        int | None, Option(min=1, metavar="N", help="Open modules so many levels down; else find blocks.")
+    ] = None
+    block: Annotated[
+        list[str] | None, Option(metavar="NAME", help="A module or class to keep whole; may be repeated.")
+    ] = None
+
+
 def capture(
     *,
-    target: Target,
-    depth: Depth = None,
-    block: Block = None,
+    target: Model,
+    granularity: Granularity,
     stages: Stages = 1,
     svg: Picture = None,
+    example: Example,
     as_json: AsJson = False,
 ) -> None:
     """Show a model as a graph of blocks.
@@ -42,28 +50,28 @@ def capture(
     """
     from penstock.partitioners import uniform
 
-    check_targets((svg,), source=Path(target.rpartition(":")[0]))
-    graph, title = _graph(target, depth, tuple(block or ()))
+    check_targets((svg,), source=source_of(target))
+    graph, title = _graph(target, granularity, example)
     partition = uniform(graph, stages)
     if as_json:
         print_json(_plain(graph, partition))
     else:
         _print(graph, partition)
     if svg:
-        from penstock.views.model import Model
+        from penstock.views.model import Model as ModelView
 
-        write(svg, Model(title=title)((graph, partition)))
+        write(svg, ModelView(title=title)((graph, partition)))
         note(f"wrote {svg}")
 
 
-def _graph(target: str, depth: int | None, blocks: tuple[str, ...]) -> "tuple[Graph, str]":
+def _graph(target: str, granularity: Granularity, example: Example) -> "tuple[Graph, str]":
     """The graph, and what the model is called."""
     import penstock
 
-    with built(target) as (model, args, kwargs):
-        path = Path(target.rpartition(":")[0])
-        with told("the model failed on the batch while it was recorded", path, CaptureError):
-            captured = penstock.capture(model, args, kwargs, depth=depth, basic_blocks=blocks)
+    opened = {"depth": granularity.depth, "basic_blocks": tuple(granularity.block or ())}
+    with built(target, example) as (model, args, kwargs):
+        with told("the model failed on the batch while it was recorded", source_of(target), CaptureError):
+            captured = penstock.capture(model, args, kwargs, **opened)
         return captured.graph, type(model).__name__
 
 

@@ -3,6 +3,7 @@
 import gzip
 import os
 from collections.abc import Iterable
+from difflib import get_close_matches
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,26 @@ def read_noun(path: Path) -> Any:
         with path.open("rb") as file:
             is_json = file.read(64).lstrip()[:1] == b"{"
     except OSError as error:
-        raise FormatError("cannot read the file", file=path, reason=(error.strerror or str(error)).lower()) from None
-    return codec.load(path) if is_json else _read_orders(path)
+        reason = (error.strerror or str(error)).lower()
+        raise FormatError("cannot read the file", file=path, reason=reason, hint=_instead(path)) from None
+    try:
+        return codec.load(path) if is_json else _read_orders(path)
+    except FormatError as error:
+        if error.hint:
+            raise
+        hint = "a file that penstock wrote, whole and unchanged" if is_json else ""
+        raise FormatError(error.problem, report=error.report, hint=hint, **error.values) from None
+
+
+def _instead(path: Path) -> str:
+    """What may have been meant by a path that cannot be read."""
+    if ":" in path.name and not path.exists():
+        return f"a plan's file here; models are for penstock plan {path}, and for check PLAN --model {path}"
+    if path.is_dir():
+        return f"a file in it, such as {path / 'plan.json'}"
+    names = sorted(each.name for each in path.parent.iterdir() if each.is_file()) if path.parent.is_dir() else []
+    close = get_close_matches(path.name, names, n=1)
+    return f"did you mean {path.parent / close[0]}?" if close else ""
 
 
 def _read_orders(path: Path) -> Any:

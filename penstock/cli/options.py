@@ -78,3 +78,16 @@ class Outputs:
     memory_svg: Annotated[Path | None, _File(help="Write the memory of every rank over time as an SVG picture.")] = None
     trace: Annotated[Path | None, _File(help="Write a Chrome trace; compressed if the name ends in .gz.")] = None
     csv: Annotated[Path | None, _File(help="Write the order of one schedule as CSV, as torch reads it.")] = None
+
+
+@dataclass(frozen=True)
+class Example:
+    """What is made up for a model of Hugging Face, of which only the configuration is known."""
+
+    batch: Annotated[int, Option(min=1, metavar="N", help="Samples of the batch made up for an hf: model.")] = 32
+    sequence: Annotated[
+        int | None, Option(min=1, metavar="N", help="Tokens of each; else 512, or what the model has positions for.")
+    ] = None
+    weights: Annotated[
+        bool, Option("--weights", help="Give an hf: model random weights and measure it, in place of estimating.")
+    ] = False

@@ -8,7 +8,7 @@ from dataclasses import fields
 import typer
 
 from penstock.cli.options import Sizes, Times
-from penstock.errors import CaptureError, FitError, PartitionError, PenstockError
+from penstock.errors import CaptureError, CheckpointError, FitError, PartitionError, PenstockError, RunError
 
 BAD_INPUT = 2
 """wrong usage, or a file that does not say what it should"""
@@ -18,11 +18,14 @@ DOES_NOT_FIT = 4
 """no plan keeps within the memory"""
 RUN_FAILED = 5
 """the work itself could not be done"""
+BAD_CHECKPOINT = 6
+"""files that do not hold a model's numbers, or not what was written"""
 INTERRUPTED = 130
 FLAGS = {
     **{field.name: field.name for record in (Sizes, Times) for field in fields(record)},
     "in_flight": "in_flight",
     "depth": "depth",
+    "budget_seconds": "budget",
     "basic_blocks": "block",
 }
 """by the name that Python users give, the option of the command"""
@@ -38,6 +41,10 @@ def explained() -> Iterator[None]:
         raise failed(_in_flags(error), CANNOT_CUT) from None
     except FitError as error:
         raise failed(_in_flags(error), DOES_NOT_FIT) from None
+    except RunError as error:
+        raise failed(_in_flags(error), RUN_FAILED) from None
+    except CheckpointError as error:
+        raise failed(_in_flags(error), BAD_CHECKPOINT) from None
     except PenstockError as error:
         raise failed(_in_flags(error), BAD_INPUT) from None
     except BrokenPipeError:
@@ -50,7 +57,9 @@ def explained() -> Iterator[None]:
 
 def failed(message: str, code: int) -> typer.Exit:
     """The end of a command with a message on stderr."""
-    typer.echo(message, err=True)
+    from penstock.ir.units import harmless
+
+    typer.echo(harmless(message), err=True)
     return typer.Exit(code)
 
 

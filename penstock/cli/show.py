@@ -9,11 +9,12 @@ from typer import Argument
 from penstock.cli.files import read_noun
 from penstock.cli.options import AsJson
 from penstock.cli.runs import prove
-from penstock.cli.screen import look
+from penstock.cli.screen import look, print_sheet
 from penstock.errors import ScheduleError
 
 if TYPE_CHECKING:
     from penstock.ir.program import Program
+    from penstock.ir.run import Run
     from penstock.ir.schedule import Schedule
 
 File = Annotated[Path, Argument(metavar="FILE", help="JSON of any noun, or the CSV or text of a schedule or program.")]
@@ -24,16 +25,19 @@ MOST_SHOWN = 40
 def show(*, file: File, as_json: AsJson = False) -> None:
     """Show what a file holds, in the terminal.
 
-    A schedule, program, trace, plan, graph, profile, costs, cluster, or any other noun. Orders are drawn as they run
-    when every pass takes one second. With --json the noun is printed as a document that penstock reads: a CSV becomes
-    JSON.
+    A schedule, program, trace, plan, graph, profile, run, costs, cluster, or any other noun. Orders are drawn as they
+    run when every pass takes one second. With --json the noun is printed as a document that penstock reads: a CSV
+    becomes JSON.
     """
     from penstock.ir import codec
+    from penstock.ir.graph import Graph
     from penstock.ir.plan import Plan
     from penstock.ir.profile import Profile
     from penstock.ir.program import Program
+    from penstock.ir.run import Run
     from penstock.ir.schedule import Schedule
     from penstock.ir.trace import Trace
+    from penstock.views.outline import Outline
     from penstock.views.profile import Profile as ProfileView
 
     noun = read_noun(file)
@@ -45,6 +49,10 @@ def show(*, file: File, as_json: AsJson = False) -> None:
         _show_trace(noun)
     elif isinstance(noun, Plan):
         typer.echo(str(noun))
+    elif isinstance(noun, Graph):
+        look(Outline(), noun)
+    elif isinstance(noun, Run):
+        _show_run(noun)
     elif isinstance(noun, Profile):
         look(ProfileView(), noun)
     else:
@@ -77,6 +85,31 @@ def _show_trace(trace: Any) -> None:
 
     look(Terminal(color=False), trace)
     look(Table(), {"trace": trace})
+
+
+def _show_run(run: "Run") -> None:
+    """The plan, how training went, and the last step that was recorded."""
+    from penstock.ir.units import bytes_text, seconds_text
+
+    typer.echo(f"{run.plan}\n")
+    rows = [(str(f.step), _figure(f.loss), _figure(f.grad_norm), seconds_text(f.seconds)) for f in run.steps]
+    if len(rows) > MOST_SHOWN:
+        rows = [*rows[: MOST_SHOWN // 2], ("...", "", "", ""), *rows[-MOST_SHOWN // 2 :]]
+    print_sheet(("step", "loss", "gradient norm", "time"), rows)
+    if run.step_seconds is not None:
+        predicted = seconds_text(run.plan.predicted.makespan)
+        typer.echo(f"\n{seconds_text(run.step_seconds)} per step, {predicted} predicted")
+    if run.peaks:
+        typer.echo(f"peak per rank, measured: {', '.join(map(bytes_text, run.peaks))}")
+    if run.largest_difference is not None:
+        typer.echo(f"largest difference to the unsplit model: {run.largest_difference:.1e}")
+    if run.trace is not None:
+        typer.echo()
+        _show_trace(run.trace)
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.6g}"
 
 
 def _show_record(noun: Any) -> None:

@@ -11,7 +11,9 @@ from penstock.cli.runs import prove, timed
 from penstock.cli.screen import note, print_json
 from penstock.errors import FormatError
 
-File = Annotated[Path, Argument(metavar="FILE", help="The CSV, text or JSON of a schedule, program or trace.")]
+File = Annotated[
+    Path, Argument(metavar="FILE", help="The CSV, text or JSON of a schedule, program, trace, plan or run.")
+]
 Target = Annotated[Path, Argument(metavar="TARGET", help="The file to write; compressed if the name ends in .gz.")]
 Flows = Annotated[bool, Option("--flows", help="Draw an arrow from the maker of each message to its user.")]
 
@@ -20,13 +22,18 @@ def trace(*, file: File, target: Target, times: Times, flows: Flows = False, as_
     """Write a Chrome trace, to zoom and measure in.
 
     It opens in ui.perfetto.dev and chrome://tracing. Orders are proven and simulated first, with the given seconds; a
-    trace is written as it is.
+    plan brings its own, and a trace is written as it is, also that of a run.
     """
     import penstock
+    from penstock.ir.run import Run
     from penstock.views.chrome import Chrome
 
     check_targets((target,), source=file)
     noun = read_noun(file)
+    if isinstance(noun, Run):
+        noun = noun.trace or noun.plan
+    if isinstance(noun, penstock.Plan):
+        noun = penstock.simulate(noun)
     if isinstance(noun, penstock.Schedule | penstock.Program):
         prove(noun)
     if isinstance(noun, penstock.Schedule):
@@ -34,7 +41,9 @@ def trace(*, file: File, target: Target, times: Times, flows: Flows = False, as_
     if isinstance(noun, penstock.Program):
         noun = timed(noun, times)
     if not isinstance(noun, penstock.Trace):
-        raise FormatError("nothing that runs", file=file, noun=type(noun).__name__, hint="a schedule, program or trace")
+        raise FormatError(
+            "nothing that runs", file=file, noun=type(noun).__name__, hint="a schedule, program, trace, plan or run"
+        )
     write(target, Chrome(flows=flows)(noun))
     if as_json:
         print_json({"file": str(target), "makespan": noun.makespan, "bubble": noun.bubble})

@@ -23,7 +23,8 @@ class Cluster:
     `memory` is bytes per rank: one figure (`"24GiB"` also) or one per rank; None is no limit. `latency` in seconds and
     `bandwidth` in bytes per second (None: infinite) hold for every link that is not named in `links`. `overlap` is the
     share of the shorter half that an overlapped pair of passes hides: 0 runs them one after the other, 1 hides it all.
-    With `replicas`, a step ends when the gradients of all copies of the pipeline are averaged.
+    With `replicas`, a step ends when the gradients of all copies of the pipeline are averaged. `cores` is how many of
+    the ranks can compute at the same time, where they are processes of one machine; None: all of them.
     """
 
     ranks: int
@@ -33,6 +34,7 @@ class Cluster:
     links: tuple[Link, ...] = ()
     overlap: float = 0.0
     replicas: Replicas = ALONE
+    cores: int | None = None
 
     def __post_init__(self) -> None:
         _check_replicas(self.replicas)
@@ -47,6 +49,8 @@ class Cluster:
             raise CostError("overlap is a share between 0 and 1", overlap=repr(self.overlap))
         if self.memory is not None:
             object.__setattr__(self, "memory", _figures(self.memory, ranks))
+        if self.cores is not None and ((cores := whole(self.cores)) is None or cores < 1):
+            raise CostError("cores is a whole number above 0, or None", cores=repr(self.cores))
 
     @property
     def limits(self) -> tuple[int, ...]:

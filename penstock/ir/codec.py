@@ -33,6 +33,7 @@ from penstock.ir.plan import Plan
 from penstock.ir.prediction import Prediction
 from penstock.ir.profile import Holds, NodeBytes, NodeCost, Profile
 from penstock.ir.program import Program
+from penstock.ir.run import Run, StepFigures
 from penstock.ir.schedule import Schedule
 from penstock.ir.search import Candidate, Choices, Search
 from penstock.ir.series import Series
@@ -60,6 +61,7 @@ NOUNS: dict[str, type] = {
         *(Placement, Schedule, Program),
         *(Curve, Trace),
         *(Choices, Prediction, Candidate, Search, Plan),
+        *(StepFigures, Run),
     )
 }
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "null"}

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from penstock.ir.units import harmless
+
 GRADIENT = "gradient of "
 """how the names of gradients begin"""
 _TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
@@ -39,7 +41,7 @@ class Difference:
         return self.relative <= self.tolerance
 
     def __str__(self) -> str:
-        return f"{self.name} in stage {self.stage}: {self.relative:.3g} (limit {self.tolerance:g})"
+        return f"{harmless(self.name)} in stage {self.stage}: {self.relative:.3g} (limit {self.tolerance:g})"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from penstock.errors import CaptureError
@@ -23,16 +24,24 @@ class Parts(NamedTuple):
 
 def take_apart(thing: object) -> Parts | None:
     """The parts of a container; None for anything else."""
+    kind: Any = type(thing)
+    if not _is_container(kind):
+        return None
     if isinstance(thing, list | tuple):
         return Parts(type(thing), tuple(range(len(thing))), tuple(thing))
     if isinstance(thing, Mapping):
         return Parts(type(thing), tuple(thing.keys()), tuple(thing.values()))
     if isinstance(thing, slice):
         return Parts(slice, ("start", "stop", "step"), (thing.start, thing.stop, thing.step))
-    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        names = tuple(field.name for field in dataclasses.fields(thing) if field.init)
-        return Parts(type(thing), names, tuple(getattr(thing, name) for name in names))
-    return None
+    fields: Any = dataclasses.fields(thing)  # type: ignore[arg-type]
+    names = tuple(field.name for field in fields if field.init)
+    return Parts(type(thing), names, tuple(getattr(thing, name) for name in names))
+
+
+@lru_cache(maxsize=4096)
+def _is_container(kind: type) -> bool:
+    """Asked for every leaf of every call, so that the answer is kept."""
+    return issubclass(kind, list | tuple | Mapping | slice) or dataclasses.is_dataclass(kind)
 
 
 def put_together(kind: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:

@@ -14,7 +14,7 @@ from penstock.ir.partition import Partition
 from penstock.ir.prediction import Prediction
 from penstock.ir.schedule import Schedule
 from penstock.ir.search import UNSEARCHED, Choices, Search
-from penstock.ir.units import aligned, bytes_text, counted, percent_text, seconds_text
+from penstock.ir.units import aligned, bytes_text, counted, harmless, percent_text, seconds_text
 
 _COLUMNS = ("stage", "rank", "nodes", "forward", "backward", "activations", "parameters", "first node")
 
@@ -95,11 +95,12 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [self._row(stage) for stage in range(self.num_stages)]
-        return "\n".join((*self._headline(), "", *aligned([_COLUMNS, *rows])))
+        return harmless("\n".join((*self._headline(), "", *aligned([_COLUMNS, *rows]))))
 
     def describe(self) -> str:
         """The plan, why it was chosen, and what else was looked at, in words and tables."""
-        return "\n\n".join(part for part in (str(self), "\n".join(self.search.reasons), str(self.search)) if part)
+        parts = (str(self), "\n".join(self.search.reasons), str(self.search))
+        return harmless("\n\n".join(part for part in parts if part))
 
     def _headline(self) -> Iterable[str]:
         seen, recomputed = self.predicted, sum(self.choices.recompute)

@@ -101,6 +101,12 @@ class Profile:
         if not (math.isfinite(self.step_seconds) and self.step_seconds >= 0):
             raise GraphError("step seconds must be finite, 0 or more", seconds=self.step_seconds)
 
+    @classmethod
+    def alike(cls, graph: Graph) -> "Profile":
+        """Every node costs the same: for a plan of which nothing is left to choose by costs."""
+        costs = tuple(NodeCost(node.name, 1.0, 2.0, 1.0, 1.0, NodeBytes()) for node in graph.nodes)
+        return cls(costs, 1.0, graph.fingerprint, "not measured")
+
     def __getitem__(self, node: str) -> NodeCost:
         if node not in self._cost_of:
             raise GraphError("the profile has no such node", node=repr(node))

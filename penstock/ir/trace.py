@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import COMPUTE_KINDS, Action, Kind
+from penstock.ir.code import stage_of
 from penstock.ir.program import Program
 from penstock.ir.series import Series
 
@@ -136,6 +137,13 @@ class Trace:
         """Seconds of compute of every rank."""
         busy = np.where(self._compute, self.ends.values - self.starts.values, 0.0)
         return tuple(np.bincount(self.program.table.rank_of, busy, self.num_ranks).tolist())
+
+    @cached_property
+    def stage_seconds(self) -> tuple[float, ...]:
+        """Seconds of compute of every stage; two passes that overlap count for the stage of the forward."""
+        table, busy = self.program.table, np.where(self._compute, self.ends.values - self.starts.values, 0.0)
+        stages = np.where(self._compute, stage_of(table.codes), 0)
+        return tuple(np.bincount(stages, busy, self.program.num_stages).tolist())
 
     @cached_property
     def windows(self) -> tuple[tuple[float, float], ...]:

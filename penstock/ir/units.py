@@ -8,6 +8,11 @@ _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 _BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
+def harmless(text: str) -> str:
+    """The text without control characters, by which a name could change a terminal; lines and tabs stay."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
+
+
 def seconds_text(seconds: float, digits: int = 4) -> str:
     """`12.5 ms`; the unit is the largest in which the figure is 1 or more."""
     scale, unit = seconds_unit(abs(seconds))

@@ -1,9 +1,7 @@
 """FAMILY: Problem -> Division, one way to cut per file; explicit cuts beside them."""
 
-import difflib
-import re
-
 from penstock.errors import PartitionError
+from penstock.ir.names import find_named
 from penstock.partitioners.acyclic import Acyclic
 from penstock.partitioners.assess import assess, moves
 from penstock.partitioners.auto import Auto
@@ -50,13 +48,4 @@ def divide(name: str, problem: Problem) -> Division:
 
 def find(name: str) -> type[Partitioner]:
     """The member of that name; case and punctuation do not matter."""
-    known = {_plain(key): key for key in PARTITIONERS}
-    if _plain(name) in known:
-        return PARTITIONERS[known[_plain(name)]]
-    close = difflib.get_close_matches(_plain(name), known, n=1)
-    hint = f"did you mean {known[close[0]]}? " if close else ""
-    raise PartitionError("unknown partitioner", name=repr(name), hint=f"{hint}one of {', '.join(PARTITIONERS)}")
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", str(name).lower())
+    return find_named("partitioner", name, PARTITIONERS, PartitionError)

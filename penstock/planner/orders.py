@@ -10,7 +10,7 @@ from penstock.planner.draft import GIVEN, Draft
 from penstock.planner.fitting import excess
 from penstock.planner.recompute import one_more
 from penstock.planner.request import AUTO, Request
-from penstock.schedules import SCHEDULES, build, find
+from penstock.schedules import SCHEDULES, build_on, find
 from penstock.synthesis import synthesise
 
 _PROMISING = tuple(sorted(SCHEDULES, key=lambda name: not SCHEDULES[name].splits_backward))
@@ -52,12 +52,5 @@ def _with(draft: Draft, name: str, asked: str | Schedule) -> Found | None:
     """None where the schedule puts stages elsewhere, or does not work with so many of them."""
     if isinstance(asked, Schedule):
         return Found(draft.plan(asked, GIVEN), draft)
-    ranks, stages = draft.placement.num_ranks, draft.placement.num_stages
-    if stages % ranks:
-        return None
-    try:
-        # Weight gradients go where they fill gaps of the stages as they are.
-        built = build(name, ranks, draft.num_microbatches, stages // ranks, draft.costs)
-    except ScheduleError:
-        return None
-    return Found(draft.plan(built, name), draft) if built.placement == draft.placement else None
+    built = build_on(draft.placement, name, draft.num_microbatches, draft.costs)
+    return Found(draft.plan(built, name), draft) if built is not None else None

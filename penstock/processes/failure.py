@@ -26,6 +26,8 @@ class Failure:
     follows: bool = False
     """Whether it only says that another rank went away."""
     hint: str = ""
+    words: str = ""
+    """The whole message, where the error was raised on purpose: its reader needs no traceback."""
     at: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -37,7 +39,8 @@ class Failure:
         text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
         values = error.values if isinstance(error, PenstockError) else {}
         places = {name: str(values[name]) for name in PLACES if name in values}
-        return cls(rank, one_line(error), text, places, follows_another(error))
+        words = str(error) if isinstance(error, PenstockError) else ""
+        return cls(rank, one_line(error), text, places, follows_another(error), words=words)
 
     @classmethod
     def from_json(cls, text: str) -> "Failure | None":
@@ -57,7 +60,7 @@ class Failure:
         text = json.dumps(asdict(self))
         if limit is None or len(text) <= limit:
             return text
-        short = replace(self, summary=self.summary[:500], text="", hint="")
+        short = replace(self, summary=self.summary[:500], text="", hint="", words=self.words[:2000])
         room = max(0, limit - len(short.to_json()) - 100)
         # A character takes up to twelve bytes in JSON, so the halves are shortened until they fit.
         half = room // 2

@@ -22,6 +22,7 @@ from penstock.processes.scratch import scratch
 STARTS = ("fork", "spawn")
 _LOOK_SECONDS = 0.1  # how often the processes are counted; reports and most deaths are seen at once
 _SETTLE_SECONDS = 0.3  # how long after a failure the others may still tell theirs, which may be the earlier one
+_CAUSE_SECONDS = 3.0  # the same while nothing is known but that others lost contact: a large process is long in dying
 _LEAVE_SECONDS = 5.0  # how long a rank that has delivered may take to end
 
 
@@ -84,12 +85,17 @@ class _Listener:
 
     def _verdict(self) -> RunError:
         statuses, now = Board.read(self._boards), time.monotonic()
-        while (waiting := self._without_report()) and time.monotonic() - now < _SETTLE_SECONDS:
+        while (waiting := self._without_report()) and time.monotonic() - now < self._patience:
             self._listen(waiting, _SETTLE_SECONDS / 10)
         silent = {member.rank for member in waiting}
         noted = [status for status in Board.read(self._boards) if status.rank in silent and status.failure]
         self._failures += [Failure.from_board(status.rank, status.failure) for status in noted]
         return verdict.broken(self._failures, statuses, now)
+
+    @property
+    def _patience(self) -> float:
+        """How long more may be heard: where ranks only lost contact, the death that they felt is still to be seen."""
+        return _CAUSE_SECONDS if all(failure.follows for failure in self._failures) else _SETTLE_SECONDS
 
     def _without_report(self) -> list[Member]:
         told = {*self._parcels, *(failure.rank for failure in self._failures)}

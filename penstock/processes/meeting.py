@@ -1,8 +1,5 @@
 """Where the ranks of a group keep their boards: the launcher's directory, or one that the group agrees on."""
 
-import atexit
-import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from penstock.processes.rank import board_directory
-from penstock.processes.scratch import place
+from penstock.processes.scratch import place, remove_at_end
 
 _LONGEST = 4096
 
 
 def shared_directory(group: Any = None) -> Path:
-    """A directory of the same name on every rank; called by all ranks of the group, removed at exit by who made it.
+    """A directory of the same name on every rank; called by all ranks of the group, removed at the end of who made it.
 
     A rank on another host makes its own of that name, and sees the boards of its host only.
     """
@@ -28,7 +25,7 @@ def shared_directory(group: Any = None) -> Path:
     made = tempfile.mkdtemp(prefix="penstock-", dir=place()) if first else ""
     directory = Path(_told_by_first(made, group))
     if first or _make(directory):
-        atexit.register(_remove, directory, os.getpid())
+        remove_at_end(directory)
     return directory
 
 
@@ -46,8 +43,3 @@ def _make(directory: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _remove(directory: Path, owner: int) -> None:
-    if os.getpid() == owner:  # not a process that this one has forked
-        shutil.rmtree(directory, ignore_errors=True)

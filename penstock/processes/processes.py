@@ -1,11 +1,13 @@
 """The processes of one launch: started together, listened to, and ended together."""
 
+import gc
 import os
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -15,6 +17,7 @@ from penstock.processes.rank import Job, Seat, serve
 
 _TERM_SECONDS, _KILL_SECONDS = 0.5, 5.0
 _LOOK_SECONDS = 0.01
+_FORKING = threading.Lock()
 
 
 class Member:
@@ -44,6 +47,19 @@ class Member:
                 send(pid, number)
             except (ProcessLookupError, PermissionError):
                 continue
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside nothing is collected, nor in a process that is forked inside until it has set apart what it inherited."""
+    with _FORKING:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 class Processes:
@@ -116,7 +132,7 @@ class Processes:
     def _start_one(self, seat: Seat, job: "Job | bytes") -> Member:
         here, there = self._context.Pipe()
         process = self._context.Process(target=serve, args=(seat, there, job), name=f"rank {seat.rank}")
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _uncollected():
             # Newer Pythons warn of forks beside threads; the ranks use nothing that another thread could hold.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import io
 import os
 import signal
@@ -61,6 +62,9 @@ def serve(seat: Seat, line: Connection, job: "Job | bytes") -> None:
 
 
 def _settle(seat: Seat) -> None:
+    # What a fork inherits is never collected: to end it properly could take threads that only the parent has.
+    gc.freeze()
+    gc.enable()
     # A group of its own, so that the launcher ends a rank together with what it has started, such as loader workers.
     os.setpgid(0, 0)
     liveness.die_with(seat.parent)

@@ -1,5 +1,6 @@
 """A private directory that is gone when its owner is done with it, also when the owner is killed."""
 
+import atexit
 import os
 import shutil
 import subprocess
@@ -29,14 +30,7 @@ def scratch() -> Iterator[Path]:
     """A new directory that only this user can read; a caretaker process removes it if this one no longer can."""
     directory = Path(tempfile.mkdtemp(prefix="penstock-", dir=place()))
     try:
-        caretaker = subprocess.Popen(
-            ["/bin/sh", "-c", _CARETAKER, os.fspath(directory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,  # ctrl-c is not for the caretaker
-        )
+        caretaker = _caretaker(directory)
         try:
             yield directory
         finally:
@@ -44,3 +38,27 @@ def scratch() -> Iterator[Path]:
             caretaker.communicate()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def remove_at_end(directory: Path) -> None:
+    """The directory is removed when this process ends, however that happens."""
+    caretaker, owner = _caretaker(directory), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # not a process that this one has forked
+            caretaker.kill()
+            caretaker.communicate()
+            shutil.rmtree(directory, ignore_errors=True)
+
+    atexit.register(remove)
+
+
+def _caretaker(directory: Path) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        ["/bin/sh", "-c", _CARETAKER, os.fspath(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,  # ctrl-c is not for the caretaker
+    )

@@ -29,6 +29,7 @@ OCCASIONS = (
     ("the form of a batch", "what follows from the batch of step {step}"),
     ("clip_grad_norm_", "clip_grad_norm_ before step {step}"),
     ("unscale_", "unscale_ of the scaler before step {step}"),
+    ("largest", "the comparison of values before step {step}"),
     ("full_state_dict", "full_state_dict before step {step}"),
     ("Pipeline", "the making of a Pipeline"),
 )

@@ -28,7 +28,9 @@ def broken(failures: Sequence[Failure], statuses: Sequence[Status], now: float) 
     problem = "a rank failed" if first.text else first.summary
     report = "\n".join(part for part in (first.text, *lines) if part)
     values = {"rank": first.rank, **first.places}
-    return RunError(problem, report=report, hint=first.hint, **values)
+    error = RunError(problem, report=report, hint=first.hint, **values)
+    error.words_of_rank = first.words
+    return error
 
 
 def overdue(statuses: Sequence[Status], now: float, seconds: float) -> RunError:

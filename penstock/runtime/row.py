@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 ROOM = 36
 """numbers that a row has room for beside its figures"""
-_NUM_FIGURES = 4
+MOST_FIGURES = 4
+"""sums that a row has room for, and as many maxima"""
 _WORDS_BYTES = 104
-_HEAD = struct.Struct(f"<6q{_WORDS_BYTES}sii{2 * _NUM_FIGURES}d")
+_HEAD = struct.Struct(f"<6q{_WORDS_BYTES}sii{2 * MOST_FIGURES}d")
 _NUMBER_BYTES = 8
-_NO_SUMS, _NO_MAXES = (0.0,) * _NUM_FIGURES, (-math.inf,) * _NUM_FIGURES
-_FIGURES = struct.Struct(f"<{2 * _NUM_FIGURES}d")
+_NO_SUMS, _NO_MAXES = (0.0,) * MOST_FIGURES, (-math.inf,) * MOST_FIGURES
+_FIGURES = struct.Struct(f"<{2 * MOST_FIGURES}d")
 _FIGURES_START = _HEAD.size - _FIGURES.size
 KEY_BYTES = 5 * _NUMBER_BYTES
 """at the beginning of a row: its key"""
@@ -72,7 +73,7 @@ class Row(NamedTuple):
         number, step, occasion, form, batch, text_bytes, words, length, count, *figures = _HEAD.unpack_from(data)
         content = struct.unpack_from(f"<{count}d", data, _HEAD.size)
         key = Key(number, step, occasion, form, batch)
-        parted = Figures(tuple(figures[:_NUM_FIGURES]), tuple(figures[_NUM_FIGURES:]))
+        parted = Figures(tuple(figures[:MOST_FIGURES]), tuple(figures[MOST_FIGURES:]))
         return cls(key, words[:length].decode(), text_bytes, parted, content)
 
 
@@ -85,7 +86,7 @@ def _cut(words: str) -> bytes:
 def figures_in(data: bytes | bytearray, start: int) -> Figures:
     """Only the figures of the row that begins there."""
     found = _FIGURES.unpack_from(data, start + _FIGURES_START)
-    return Figures(found[:_NUM_FIGURES], found[_NUM_FIGURES:])
+    return Figures(found[:MOST_FIGURES], found[MOST_FIGURES:])
 
 
 def merged(figures: Sequence[Figures]) -> Figures:

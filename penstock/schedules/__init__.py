@@ -1,10 +1,9 @@
 """FAMILY: (ranks, microbatches, costs) -> Schedule, one idea per file."""
 
-import difflib
-import re
-
 from penstock.errors import ScheduleError
 from penstock.ir.costs import StageCosts
+from penstock.ir.names import find_named
+from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.schedules.base import Scheduler
 from penstock.schedules.dualpipe_v import DualPipeV
@@ -34,7 +33,7 @@ SCHEDULES: dict[str, type[Scheduler]] = {
 }
 OTHER_NAMES = {"interleaved1f1b": "interleaved", "interleavedzerobubble": "interleaved_zb", "zbvzerobubble": "zbv"}
 
-__all__ = ["SCHEDULES", "build", "find"]
+__all__ = ["SCHEDULES", "build", "build_on", "find"]
 
 
 def build(
@@ -46,15 +45,19 @@ def build(
     return scheduler(ranks, microbatches, costs)
 
 
+def build_on(placement: Placement, name: str, microbatches: int, costs: StageCosts) -> Schedule | None:
+    """The named schedule if it puts stages on ranks like this; None if it puts them elsewhere or wants others."""
+    per_rank, rest = divmod(placement.num_stages, placement.num_ranks)
+    if rest:
+        return None
+    try:
+        # Weight gradients go where they fill gaps of the stages as they are.
+        built = build(name, placement.num_ranks, microbatches, per_rank, costs)
+    except ScheduleError:
+        return None
+    return built if built.placement == placement else None
+
+
 def find(name: str) -> type[Scheduler]:
     """The member of that name; case and punctuation do not matter."""
-    known = {_plain(key): key for key in SCHEDULES} | OTHER_NAMES
-    if _plain(name) in known:
-        return SCHEDULES[known[_plain(name)]]
-    close = difflib.get_close_matches(_plain(name), known, n=1)
-    hint = f"did you mean {known[close[0]]}? " if close else ""
-    raise ScheduleError("unknown schedule", name=repr(name), hint=f"{hint}one of {', '.join(SCHEDULES)}")
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", str(name).lower())
+    return find_named("schedule", name, SCHEDULES, ScheduleError, OTHER_NAMES)

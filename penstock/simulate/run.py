@@ -4,7 +4,8 @@ Ranks and links are lines that do one thing at a time: a rank its passes in orde
 ranks) its messages in the order of their Sends. A message leaves when its rank gets to the Send and the link is free,
 occupies the link for bytes / bandwidth and has arrived one latency later; receives are posted ahead, so it does not
 wait for them. Sends, receives and the like take no time of their rank. Every order being fixed, one walk settles all
-times. Replicas average the gradients of a stage from its Reduce on, while the passes go on.
+times, unless the ranks are more than the cores that they share: shared_cores.py. Replicas average the gradients of a
+stage from its Reduce on, while the passes go on.
 """
 
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from penstock.ir.trace import Trace
 from penstock.ir.walk import Needs, walk
 from penstock.simulate.memory import curves
 from penstock.simulate.reductions import reduced
+from penstock.simulate.shared_cores import Happened, Mail, run_on
 
 Indices = NDArray[np.int64]
 Seconds = NDArray[np.float64]
@@ -39,12 +41,12 @@ def simulate(program: Program, costs: StageCosts | None = None, cluster: Cluster
     wires = _wires(program, costs, cluster)
     computes = np.flatnonzero(np.isin(program.table.kinds, COMPUTE_KINDS))
     durations = pass_seconds(program.table, costs, cluster.overlap)[computes]
-    ends = _walk(program, computes, durations, wires)
-    action_ends = _spread(program, computes, ends[: len(computes)])
+    happened = _happened(program, computes, durations, wires, cluster.cores)
+    action_ends = _spread(program, computes, happened.ends)
     # A difference may fall short, by rounding, of the moment that was waited for.
     starts = action_ends.copy()
-    starts[computes] = np.maximum(ends[: len(computes)] - durations, _above(program, action_ends)[computes])
-    arrived = ends[len(computes) :]
+    starts[computes] = np.maximum(happened.starts, _above(program, action_ends)[computes])
+    arrived = happened.arrived
     sent = np.maximum(arrived - wires.seconds - wires.latency, action_ends[wires.send])
     by_send = np.argsort(wires.send)
     held = curves(program, costs, starts, action_ends)
@@ -124,28 +126,59 @@ def _users(program: Program, source: Codes, target: Codes, microbatch: Codes) ->
     )
 
 
-def _walk(program: Program, computes: Indices, durations: Seconds, wires: Wires) -> Seconds:
-    """When every pass ends and, after those, when every message arrives."""
-    table, num_passes, num_messages = program.table, len(computes), len(wires.send)
+class Passes(NamedTuple):
+    """The passes of a program, rank by rank in order, and how its messages hang on them."""
+
+    starts: Indices
+    """where the passes of each rank begin"""
+    seconds: Seconds
+    above: Indices
+    """per message the pass after which it leaves, the last one above its Send; -1: none is above"""
+    user: Indices
+    """per message the pass that uses it"""
+
+
+def _passes(program: Program, computes: Indices, durations: Seconds, wires: Wires) -> Passes:
+    table = program.table
     item = np.full(len(table.codes), -1, dtype=np.int64)
-    item[computes] = np.arange(num_passes)
-    pass_starts = np.searchsorted(computes, table.starts)
-    # A message leaves once its rank has finished the last pass above the Send.
+    item[computes] = np.arange(len(computes))
+    starts = np.searchsorted(computes, table.starts)
     above = np.searchsorted(computes, wires.send) - 1
-    has_above = above >= pass_starts[table.rank_of[wires.send]]
-    message_items = num_passes + np.arange(num_messages)
+    above[above < starts[table.rank_of[wires.send]]] = -1
+    return Passes(starts, durations, above, item[wires.user])
+
+
+def _happened(program: Program, computes: Indices, durations: Seconds, wires: Wires, cores: int | None) -> Happened:
+    passes = _passes(program, computes, durations, wires)
+    is_crowded = cores is not None and cores < program.num_ranks
+    found = _shared(passes, wires, cores) if cores is not None and is_crowded else _walked(passes, wires)
+    if found is None:
+        raise ScheduleError("the program cannot run to its end", hint="penstock.verify(program) says where it blocks")
+    return found
+
+
+def _walked(passes: Passes, wires: Wires) -> Happened | None:
+    """Every rank computes at its own pace, so passes are as long as they are."""
+    num_passes, num_messages = len(passes.seconds), len(wires.send)
+    messages, has_above = num_passes + np.arange(num_messages), passes.above >= 0
     needs = Needs.of(
         num_passes + num_messages,
-        np.concatenate((message_items[has_above], item[wires.user])),
-        np.concatenate((above[has_above], message_items)),
+        np.concatenate((messages[has_above], passes.user)),
+        np.concatenate((passes.above[has_above], messages)),
     )
-    lines = (*pass_starts[:-1], *(num_passes + wires.line_starts), num_passes + num_messages)
-    seconds = np.concatenate((durations, wires.seconds))
+    lines = (*passes.starts[:-1], *(num_passes + wires.line_starts), num_passes + num_messages)
+    seconds = np.concatenate((passes.seconds, wires.seconds))
     tails = np.concatenate((np.zeros(num_passes), wires.latency))
     result = walk([int(start) for start in lines], needs, seconds.tolist(), tails.tolist())
-    if not result.finished:
-        raise ScheduleError("the program cannot run to its end", hint="penstock.verify(program) says where it blocks")
-    return result.ends
+    ends = result.ends[:num_passes]
+    return Happened(ends - passes.seconds, ends, result.ends[num_passes:]) if result.finished else None
+
+
+def _shared(passes: Passes, wires: Wires, cores: int) -> Happened | None:
+    link = np.searchsorted(wires.line_starts, np.arange(len(wires.send)), side="right")
+    columns = (passes.above, passes.user, link, wires.seconds, wires.latency)
+    mail = list(map(Mail, *(column.tolist() for column in columns)))
+    return run_on(cores, passes.starts.tolist(), passes.seconds.tolist(), mail)
 
 
 def _spread(program: Program, computes: Indices, ends: Seconds) -> Seconds:

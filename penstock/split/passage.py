@@ -35,13 +35,16 @@ class Passage:
         self._returned: dict[str, Tensor | None] = {}
         given = enter(incoming, recording.graph.written, self._returned)
         # Without a value to return a gradient for, there is nothing to do but weight gradients.
-        self._deferral = Deferral(DEFERRABLE) if is_split and self._returned else None
+        puts_off = is_split and self._returned and not stage.takes_gradients(recording)
+        self._deferral = Deferral(DEFERRABLE) if puts_off else None
         self._is_late = is_split and not self._returned
         if self._deferral is None:
             self.left: dict[str, Any] = stage(recording, inputs, given, seed)
         else:
+            self._deferral.is_forward = True
             with self._deferral:
                 self.left = stage(recording, inputs, given, seed)
+            self._deferral.is_forward = False
         self._edges: dict[str, GradientEdge] = {}
         self._waiting: dict[str, Tensor | None] = {}
         for name, value in self.left.items():

@@ -8,7 +8,9 @@ from torch import nn
 
 from penstock.ir.graph import Graph
 from penstock.ir.partition import Partition
+from penstock.split.decisions import check_guards
 from penstock.split.deferred import Deferred
+from penstock.split.memory import check_memory
 from penstock.split.origin import Origin
 from penstock.split.ownership import Ownership
 from penstock.split.recompute import Recompute
@@ -51,6 +53,7 @@ class Stage(nn.Module):
         self._prepared: dict[tuple[int, bool], tuple[Any, Any]] = {}
         self._release = Release()
         graph = source.graph
+        check_memory(source.model, graph, partition)
         nodes = partition.runs(graph)[index]
         leaves = source.leaf_modules(node.name for node in nodes)
         state = [name for node in nodes for name in (*node.parameters, *node.buffers)]
@@ -100,6 +103,10 @@ class Stage(nn.Module):
         values.update(incoming)
         return self._replay(recording).run(values, seed)  # type: ignore[no-any-return]
 
+    def takes_gradients(self, recording: Any) -> bool:
+        """Whether one of its blocks takes gradients in its forward, of which weight gradients may be a part."""
+        return bool(self._replay(recording).takes_gradients)
+
     def release(self, queue: list[Deferred]) -> None:
         """Accumulate the weight gradients that were put off, and empty the queue."""
         self._release.look(self.parameters, queue)
@@ -119,6 +126,7 @@ class Stage(nn.Module):
             graph: Graph = recording.graph
             self._origin.check_modules()
             partition = Ownership(self._source[0].graph, self._partition).fit(graph)
+            check_guards(recording, partition)
             nodes = [node.name for node in partition.runs(graph)[self.stage_index]]
             wanted = leaving(partition, graph, self.stage_index)
             wrap = Recompute(self, graph) if self.recomputes else None

@@ -40,7 +40,7 @@ def lower_bound(problem: Problem) -> Bound:
     shop = Shop.of(problem)
     rows = Rows.least(shop)
     if problem.objective == "makespan":
-        found = _bounds(rows, range(shop.num_ranks))
+        found = [*_bounds(rows, range(shop.num_ranks)), *_crowded(rows, problem.cluster.cores)]
     else:
         found = [each for rank in range(shop.num_ranks) for each in _bounds(_alone(rows, rank), (rank,))]
     best = max(found)
@@ -60,6 +60,14 @@ def _bounds(rows: Rows, ranks: Iterable[int]) -> list[Bound]:
         found.append(Bound(busy, f"work and forced idle time of rank {rank}"))
         found.append(Bound(memory_bound(rows, begin, end, rank), f"memory of rank {rank}"))
     return found
+
+
+def _crowded(rows: Rows, cores: int | None) -> list[Bound]:
+    """Ranks that share fewer cores than they are cannot work faster than those."""
+    if cores is None or cores >= rows.shop.num_ranks:
+        return []
+    work = rows.share * float(rows.seconds.sum()) * rows.shop.num_microbatches
+    return [Bound(work / cores, f"work of all ranks on {cores} cores")]
 
 
 def _alone(rows: Rows, rank: int) -> Rows:

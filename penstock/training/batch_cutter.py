@@ -35,6 +35,7 @@ class BatchCutter:
 
     def cut(self, batch: Batch, recordings: tuple[Any, ...] | None = None) -> CutBatch:
         """Cut a batch, and find the recordings unless they are known."""
+        self._part.check_numbers()
         captured, (args, kwargs, target) = self._part.captured, batch
         pieces = cut(captured.model.forward, args, kwargs, target, self.plan.num_microbatches, self._split)
         if recordings is not None:

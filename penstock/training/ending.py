@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.capture import Captured
 from penstock.errors import RunError
 from penstock.ir.containers import transform
+from penstock.ir.loss import LossRule
 from penstock.runtime.scaler import GradScaler
 from penstock.training.adding import Added
 from penstock.training.losses.added import AddedLosses
@@ -20,18 +21,23 @@ class Ending:
     """The loss of every microbatch, and the gradient with which its backward begins."""
 
     def __init__(self, captured: Captured, weighing: Weighing, scaler: GradScaler | None) -> None:
-        self._captured, self._weighing, self._scaler = captured, weighing, scaler
+        self._captured, self._weighing, self.scaler = captured, weighing, scaler
         self._added = AddedLosses()
 
     @property
     def scale(self) -> float:
         """What gradients are multiplied with for a scaler."""
-        return 1.0 if self._scaler is None else self._scaler.scale
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
     def is_scaled(self) -> bool:
         """Whether a scaler looks after gradients that are too large."""
-        return self._scaler is not None
+        return self.scaler is not None
+
+    @property
+    def rule(self) -> LossRule | None:
+        """By what the loss of a batch is made of those of its microbatches, as far as that is known."""
+        return self._weighing.rule
 
     def roots(self, recording: Any, is_training: bool) -> tuple[str, ...]:
         """The values that the loss is made of."""

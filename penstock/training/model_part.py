@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capture import Captured
+from penstock.checkpoint import Loaded, ModelNames, match, open_directory
 from penstock.errors import RunError
 from penstock.ir.plan import Plan
 from penstock.runtime.crew import Crew
@@ -23,6 +24,8 @@ from penstock.training.belongings import (
     shared_parameters,
 )
 from penstock.training.state import check_state, spread
+from penstock.training.unsaved_buffers import unsaved_names
+from penstock.training.without_numbers import furnish, is_bare
 
 Parallelize = Callable[[nn.Module], Any]
 
@@ -35,18 +38,16 @@ class ModelPart:
     ) -> None:
         """`restores`: whether a step that fails leaves the gradients of earlier ones as they were."""
         check_model(plan, model)
-        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-            raise RunError(
-                "the model has no numbers: it is on the meta device",
-                hint="plan with it, and give the Pipeline the model with its weights",
-            )
         self.crew = crew
         self.captured = Captured.planned(model, plan.graph)
-        ranks = range(plan.num_ranks) if crew.is_alone else (crew.rank,)
-        placement = plan.schedule.placement
-        own = (index for index in range(plan.num_stages) if placement[index] in ranks)
-        self.stages = {index: Stage(self.captured, plan.partition, index) for index in own}
-        check_replicas(crew, self.stages)
+        self.stages = self._cut(plan)
+        self.has_numbers = not is_bare(model)
+        """whether there is anything to compute with: a model on the meta device must be loaded first"""
+        if not self.has_numbers:
+            furnish(model, _names(self.stages), torch.get_default_device())
+            self.stages = self._cut(plan)
+        else:
+            check_replicas(crew, self.stages)
         for index, stage in self.stages.items():
             stage.recomputes = plan.choices.recompute[index]
             if parallelize is not None:
@@ -55,9 +56,17 @@ class ModelPart:
         self.captured.surroundings = self.shards.gathered
         self.replicas = Replicas(crew, {index: list(stage.parameters()) for index, stage in self.stages.items()})
         self.tied = Tied(crew, shared_parameters(plan, self.stages, crew.rank))
-        check_alike(plan, self.tied, crew)
+        if self.has_numbers:
+            check_alike(plan, self.tied, crew)
         apart = (*self.replicas.parameters, *self.tied.parameters)
         self._earlier = Earlier(apart, self.parameters.values(), restores)
+
+    def _cut(self, plan: Plan) -> dict[int, Stage]:
+        """The stages of this process."""
+        ranks = range(plan.num_ranks) if self.crew.is_alone else (self.crew.rank,)
+        placement = plan.schedule.placement
+        own = (index for index in range(plan.num_stages) if placement[index] in ranks)
+        return {index: Stage(self.captured, plan.partition, index) for index in own}
 
     @property
     def device(self) -> torch.device:
@@ -75,6 +84,14 @@ class ModelPart:
         """The names of the model's parameters that are on other ranks, by the identity of what this process has."""
         own = {id(parameter) for stage in self.stages.values() for parameter in stage.parameters()}
         return {id(p): name for name, p in self.captured.model.named_parameters() if id(p) not in own}
+
+    def check_numbers(self) -> None:
+        """Refuse to compute before there are numbers."""
+        if not self.has_numbers:
+            raise RunError(
+                "the model was on the meta device and has no numbers yet",
+                hint="pipe.load(directory), where save_pretrained wrote, or pipe.load_state_dict(state)",
+            )
 
     def begin(self, num_microbatches: int) -> None:
         """A step begins: what it adds to the gradients is told apart from what is there."""
@@ -104,12 +121,38 @@ class ModelPart:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers by their original names."""
+        self.check_numbers()
+        return self._state()
+
+    def _state(self) -> dict[str, Tensor]:
         return {name: tensor for stage in self.stages.values() for name, tensor in stage.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the numbers of these names; nothing is changed unless all of them fit."""
         whole = set(self.captured.model.state_dict())
-        check_state(state, self.state_dict(), whole)
+        check_state(state, self._state(), whole)
         for stage in self.stages.values():
             own = stage.state_dict()
             stage.load_state_dict({name: spread(state[name], tensor) for name, tensor in own.items()})
+        self.has_numbers = True
+
+    def read(self, path: Any) -> tuple[dict[str, Tensor], Loaded]:
+        """The numbers of this process in a directory, of which nothing else is read; nothing is changed yet."""
+        model = self.captured.model
+        names = ModelNames(
+            frozenset(model.state_dict()),
+            self.captured.graph.tied,
+            unsaved_names(model),
+            str(getattr(model, "base_model_prefix", "")),
+            tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+        )
+        reader = open_directory(path)
+        return reader.read(match(reader.names, names), self._state())
+
+
+def _names(stages: Mapping[int, Stage]) -> set[str]:
+    """All names of the parameters of some stages."""
+    found: set[str] = set()
+    for stage in stages.values():
+        found.update(name for name, _ in stage.named_parameters(remove_duplicate=False))
+    return found

@@ -31,6 +31,10 @@ class Part:
         values, self._values = self._values, {}
         return self._play(values)
 
+    def takes_gradients(self, recording: Any) -> bool:
+        """Whether its forward runs a backward of its own; one that does would show it in its time alone."""
+        return False
+
     def release(self, queue: list[Any]) -> None:
         """Accumulate the weight gradients that were put off."""
         Release().run(queue)

@@ -14,6 +14,7 @@ from penstock.views.model import Model
 from penstock.views.outline import Outline
 from penstock.views.png import Png
 from penstock.views.profile import Profile
+from penstock.views.report import Report
 from penstock.views.svg import Svg
 from penstock.views.table import Table
 from penstock.views.terminal import Terminal
@@ -32,6 +33,7 @@ VIEWS: dict[str, type[View[Any, Any]]] = {
     "outline": Outline,
     "cuts": Cuts,
     "profile": Profile,
+    "report": Report,
 }
 
 __all__ = ["VIEWS", "RichView", "Staged", "Traces", "View", "find"]

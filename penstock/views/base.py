@@ -25,12 +25,12 @@ class View(ABC, Generic[Subject, Document]):
 
     Views of traces take one or several by name, `Svg(width=900)(trace)` or `Svg()({"gpipe": one, "1f1b": other})`.
     Views of graphs take a graph, or one with its cut, `Model()(graph)` or `Model()((graph, partition))`. That of
-    profiles takes one.
+    profiles takes one, and the report takes the contents that `penstock.report` gathers.
     """
 
     name: ClassVar[str]
     noun: ClassVar[type]
-    """what it draws: Trace, Graph or Profile"""
+    """what it draws: Trace, Graph, Profile or Plan"""
     suffix: ClassVar[str]
     """how the name of a file with the document ends"""
 

@@ -50,7 +50,7 @@ class Timeline(Drawn[Document]):
             if are_marked(content, panel):
                 parts.append(marks(content, panel))
             if self.critical:
-                parts.append(_path(content, panel))
+                parts.append(critical_line(content, panel))
         legend, end = self._legend(blocks, height, any(map(are_merged, blocks, placed)))
         return Drawing(self.width, end).with_parts(*parts, legend)
 
@@ -86,7 +86,7 @@ def _legend_line(entries: list[Entry], width: float, y: float) -> tuple[Drawing,
     return Drawing(0, 0, tuple(placed), (), tuple(lines), tuple(labels)), y + SWATCH + MARGIN
 
 
-def _path(blocks: Blocks, panel: Panel) -> Drawing:
+def critical_line(blocks: Blocks, panel: Panel) -> Drawing:
     """One line from the first item to the last: along the lower edge of a pass, across the rows with a message."""
     points: list[Point] = []
     for item in critical_path(blocks.trace):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import CaptureError
@@ -105,6 +106,18 @@ REFUSED = {
         r"takes gradients between its blocks.* \(module: the model, function: grad\)\ntry: keep the module",
     ),
     "a backward": (lambda self, x: (x.sum().backward(), x)[1], "takes gradients between its blocks"),
+    "a gradient that is there": (
+        lambda self, x: x if self.head.weight.grad is None else x * 2,
+        r"reads the gradient of a parameter between its blocks \(module: the model, function: grad\)\ntry: keep",
+    ),
+    "a generator that is set": (
+        lambda self, x: (torch.manual_seed(11), x + torch.randn(8))[1],
+        r"sets torch's generator between its blocks.* \(module: the model, function: randn\)\ntry: keep",
+    ),
+    "a generator made in the forward": (
+        lambda self, x: x + torch.randn(8, generator=torch.Generator().manual_seed(3)),
+        r"something else each time it runs.*where: generator\)",
+    ),
     "random numbers of numpy": (lambda self, x: x * np.random.rand(), "something else each time"),
     "a module given to a function": (lambda self, x: Handed.apply(x, self.blocks[3]), "a module is handed to"),
     "an object that holds tensors": (lambda self, x: self.unbox(Box(x)), "an object that holds tensors goes from"),
@@ -216,3 +229,57 @@ def test_a_size_that_depends_on_numbers_is_compared_however_it_is_read(way):
         model.embed.bias.fill_(-1e3), model.embed.weight.zero_(), model.blocks[0].linear.weight.zero_()
     with pytest.raises(CaptureError, match=r"recorded: size \(.*found: size \(0?,?"):
         run(torch.randn(6, 4))
+
+
+class Lazy(Stack):
+    """Makes a table in its first forward, as a plain tensor or as a buffer."""
+
+    def __init__(self, is_buffer):
+        super().__init__()
+        self.register_buffer("table", None) if is_buffer else setattr(self, "table", None)
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.cos(torch.arange(4.0))
+        return super().forward(x * self.table)
+
+
+@pytest.mark.parametrize(
+    ("is_buffer", "problem"), [(False, "the first forward prepares"), (True, "is replaced during")]
+)
+def test_a_model_that_prepares_itself_is_refused_until_it_was_called(is_buffer, problem):
+    model = Lazy(is_buffer).eval()
+    with pytest.raises(CaptureError, match=rf"{problem}.*\ntry: call the model once"):
+        penstock.capture(model, (BATCH,))
+    model(BATCH)
+    captured = penstock.capture(model, (BATCH,))
+    assert torch.equal(Sequence(captured, uniform(captured.graph, 2))(BATCH), model(BATCH))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_module_is_never_opened():
+    model = Stack().eval()
+    model.blocks[1] = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    captured = penstock.capture(model, (BATCH,), depth=9)
+    assert torch.equal(Sequence(captured, uniform(captured.graph, 3))(BATCH), model(BATCH))
+
+
+class Recomputing(Stack):
+    """A reentrant checkpoint around a block whose input needs no gradient: the block is not trained."""
+
+    def forward(self, x):
+        return self.head(checkpoint(self.embed, x, use_reentrant=True))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+def test_what_a_reentrant_checkpoint_does_not_train_is_not_trained():
+    captured = penstock.capture(Recomputing(), (BATCH,))
+    penstock.split(captured, uniform(captured.graph, 2))
+    assert not captured.graph.spec("embed").requires_grad
+
+
+def test_a_long_value_that_decides_is_told_in_short():
+    captured = penstock.capture(Glued("a number read from the input"), (BATCH,))
+    replay = captured.replay(captured.first, [node.name for node in captured.graph.nodes], captured.model, ())
+    with pytest.raises(CaptureError, match=r"recorded: [^,]{,64}, found: [^,]{,64}\)\ntry"):
+        replay.run({"x": -BATCH})

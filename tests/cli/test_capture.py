@@ -52,7 +52,7 @@ def leave(): raise SystemExit(1)
 def needy(model): return model
 """
 MISTAKES = {
-    "no function": ("model.py", "try: FILE.py:FUNCTION, such as model.py:build"),
+    "no function": ("model.py", "try: model.py:FUNCTION, which returns the model and a batch"),
     "a file that is not there": ("none.py:build", "no such file (file: none.py)"),
     "a file that is not Python": ("model.txt:build", "not a Python file (file: model.txt)"),
     "a file with an error of syntax": ("broken.py:build", "cannot be loaded (file: broken.py:2, error: SyntaxError"),

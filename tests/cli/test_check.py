@@ -32,3 +32,54 @@ def test_a_limit_of_what_is_in_flight_is_part_of_the_proof(call, written) -> Non
     file = written("gpipe.csv", schedule("gpipe", 2, 4).to_csv())
     assert call("check", file, "--in-flight", 4).exit_code == 0
     assert "more microbatches in flight than stated" in call("check", file, "--in-flight", 3).output
+
+
+FILE = """\
+import torch
+from torch import nn
+
+class Coupled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.other(self.one(x) * x.mean(0))
+
+def build(): return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), torch.randn(8, 4)
+def coupled(): return Coupled(), torch.randn(8, 4)
+"""
+PLANNED = (
+    "--ranks",
+    "2",
+    "--microbatches",
+    "4",
+    "--schedule",
+    "1f1b",
+    "--partitioner",
+    "uniform",
+    "--out",
+    "plan.json",
+)
+
+
+def test_a_plan_is_compared_with_the_unsplit_model(call, written) -> None:
+    written("model.py", FILE)
+    call("plan", "model.py:build", *PLANNED)
+    result = call("check", "plan.json", "--model", "model.py:build")
+    assert result.stdout.startswith("proven\n")
+    assert "the pipeline has the numbers of the unsplit model" in result.stdout
+    parity = json.loads(call("check", "plan.json", "--model", "model.py:build", "--json").stdout)["parity"]
+    assert parity["equal"]
+    assert parity["microbatches"]["identical"]
+    assert parity["whole_batch"]["compared"] == 9
+
+
+def test_numbers_that_are_not_those_of_the_model_end_with_5(call, written) -> None:
+    written("model.py", FILE)
+    call("plan", "model.py:coupled", *PLANNED)
+    result = call("check", "plan.json", "--model", "model.py:coupled")
+    assert "samples act on each other" in result.stdout
+    assert "DIFFERENT" in result.stdout
+    assert result.exit_code == 5
+    assert not json.loads(call("check", "plan.json", "--model", "model.py:coupled", "--json").stdout)["parity"]["equal"]

@@ -1,67 +1,57 @@
-"""demo: every schedule compared, drawn and written."""
+"""demo: a small GPT planned, trained on processes, compared with one process, and reported."""
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 
-from penstock import Schedule, verify
-from penstock.cli import claims
-from penstock.schedules import SCHEDULES
+from penstock.ir.run import Run
+
+FILES = {"plan.json", "run.json", "trace.json.gz", "report.html"}
+QUICK = ("--ranks", "2", "--steps", "3")
 
 
-@pytest.fixture
-def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the extra `plot` were not installed: also faster."""
-    monkeypatch.setattr("penstock.cli.demo.find_spec", lambda name: None)
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cli.demo.SEARCH_SECONDS", 0.5)
 
 
-@pytest.mark.usefixtures("without_matplotlib")
-def test_the_demo_compares_draws_and_says_what_to_try(call) -> None:
-    result = call("demo")
-    assert result.exit_code == 0
-    assert f"{len(claims.CLAIMS)} of {len(claims.CLAIMS)} agree" in result.output
-    assert "zbv: makespan 25.5 s, bubble 5.9 %" in result.output
-    assert "try next\n  penstock simulate" in result.output
+def test_the_demo_trains_like_one_process_and_writes_a_report(call, tmp_path: Path) -> None:
+    result = call("demo", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert "cannot deadlock" in result.output
+    assert "as measured" in result.output
+    out = tmp_path / "penstock-demo"
+    assert {path.name for path in out.iterdir()} == FILES
+    run = Run.load(out / "run.json")
+    assert len(run.steps) == 3
+    assert run.largest_difference is not None
+    assert run.largest_difference < 1e-5
+    names = {event["args"]["name"] for event in _events(out) if event["name"] == "process_name"}
+    assert {name.partition(":")[0] for name in names} == {"predicted", "measured"}
 
 
-def test_the_demo_writes_pictures_a_trace_and_every_order(call, tmp_path: Path) -> None:
-    answer = json.loads(call("demo", "--out", "deep/er", "--json").stdout)
-    out = tmp_path / "deep" / "er"
-    assert {"schedules.svg", "memory.svg", "trace.json.gz", "orders"} <= {path.name for path in out.iterdir()}
-    assert [row["schedule"] for row in answer["runs"]] == list(SCHEDULES)
-    for name in SCHEDULES:
-        verify(Schedule.from_csv(out / "orders" / f"{name}.csv"))
+def _events(out: Path) -> list[dict[str, object]]:
+    return json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))["traceEvents"]
 
 
-@pytest.mark.usefixtures("without_matplotlib")
-def test_the_demo_does_without_matplotlib(call, tmp_path: Path) -> None:
-    assert call("demo").exit_code == 0
-    assert not (tmp_path / "penstock-demo" / "schedules.png").exists()
+def test_the_demo_tells_programs_what_it_found(call) -> None:
+    found = json.loads(call("demo", *QUICK, "--out", "there", "--json").stdout)
+    assert len(found["losses"]) == 3
+    assert found["predicted_seconds"] > 0
+    assert {Path(path).name for path in found["files"]} == FILES
 
 
-@pytest.mark.usefixtures("without_matplotlib")
-def test_what_the_demo_says_to_try_works(call) -> None:
-    output = call("demo").output
-    commands = [line.split()[1:] for line in output.splitlines() if line.startswith("  penstock ")]
-    assert len(commands) == 5
-    for command in commands:
-        assert call(*command).exit_code == 0
-
-
-@pytest.mark.usefixtures("without_matplotlib")
-def test_a_figure_that_is_not_as_known_fails_the_demo(call, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = claims.Claim("1f1b", "bubble", "0", lambda p, m: 0.0)
-    monkeypatch.setattr(claims, "CLAIMS", (wrong,))
-    result = call("demo")
-    assert "the simulator disagrees with what is known (1f1b bubble)" in result.output
+def test_a_pipeline_that_trains_otherwise_fails_the_demo(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.demo.training.largest_difference", lambda ranks, plain: 0.5)
+    result = call("demo", *QUICK)
     assert result.exit_code == 5
+    assert "the pipeline trains otherwise than one process (5.0e-01)" in result.output
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 16), (8, 32)])
-def test_what_is_known_holds_at_other_sizes_too(ranks: int, microbatches: int) -> None:
-    from penstock.cli.options import Sizes, Times
-    from penstock.cli.runs import run
-
-    runs = [run(name, Sizes(ranks, microbatches), Times()) for name in SCHEDULES]
-    assert [finding for finding in claims.findings(runs) if not finding.agrees] == []
+def test_a_file_in_the_place_of_the_directory_is_refused_before_anything_is_measured(call, tmp_path: Path) -> None:
+    (tmp_path / "there").touch()
+    result = call("demo", "--out", "there")
+    assert result.exit_code == 2
+    assert "a file stands where the directory should go (directory: there)" in result.output

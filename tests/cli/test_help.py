@@ -9,7 +9,20 @@ import pytest
 import penstock
 from penstock.cli import app
 
-VERBS = ("demo", "doctor", "capture", "plan", "explain", "simulate", "show", "check", "trace")
+VERBS = (
+    "demo",
+    "doctor",
+    "capture",
+    "plan",
+    "explain",
+    "simulate",
+    "show",
+    "check",
+    "train",
+    "why-hung",
+    "report",
+    "trace",
+)
 
 
 def test_help_names_every_verb(call) -> None:

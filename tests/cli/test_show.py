@@ -1,10 +1,16 @@
 """show: any noun of a file in the terminal, or as a document."""
 
+from functools import cache
 from pathlib import Path
 
-from penstock import StageCosts, lower, schedule, simulate
+import torch
+from torch import nn
+
+import penstock
+from penstock import Plan, StageCosts, lower, schedule, simulate
 from penstock.ir import codec
 from penstock.ir.profile import NodeCost, Profile
+from penstock.ir.run import Run, StepFigures
 
 
 def test_a_csv_is_drawn_and_measured(call, written) -> None:
@@ -44,6 +50,37 @@ def test_a_profile_is_a_table_of_costs(call, tmp_path: Path) -> None:
     output = call("show", "profile.json").output
     assert "1 node, a step of one microbatch 3 ms" in output
     assert "| head |      1.000 |       2.000 |" in output
+
+
+@cache
+def plan() -> Plan:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    return penstock.plan(model, (torch.ones(4, 4),), ranks=2, microbatches=2, schedule="1f1b", partitioner="uniform")
+
+
+def test_a_graph_is_an_outline(call, tmp_path: Path) -> None:
+    codec.save(plan().graph, tmp_path / "graph.json")
+    assert call("show", "graph.json").output.startswith("4 nodes, 80 parameters, 320 B")
+
+
+def test_a_run_is_its_plan_its_steps_and_its_last_recorded_step(call, tmp_path: Path) -> None:
+    steps = (StepFigures(0, 2.5, 0.1, 4, 1.0), StepFigures(1, float("nan"), 0.2, 4))
+    codec.save(Run(plan(), steps, (simulate(plan()),), (100, 200), 1e-7), tmp_path / "run.json")
+    output = call("show", "run.json").output
+    assert "2 stages (uniform) on 2 ranks" in output
+    assert "2.5 |             1 | 100 ms |" in output
+    assert "not finite" in output
+    assert "200 ms per step" in output
+    assert "largest difference to the unsplit model: 1.0e-07" in output
+    assert "rank 1 " in output
+
+
+def test_the_trace_of_a_plan_and_of_a_run_is_written(call, tmp_path: Path) -> None:
+    codec.save(plan(), tmp_path / "plan.json")
+    codec.save(Run(plan(), (), (simulate(plan()),)), tmp_path / "run.json")
+    for name in ("plan", "run"):
+        assert call("trace", f"{name}.json", f"{name}.trace.json").exit_code == 0
+    assert (tmp_path / "plan.trace.json").read_text() == (tmp_path / "run.trace.json").read_text()
 
 
 def test_any_other_noun_is_printed_by_its_fields(call, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from penstock.ir.plan import Plan
 from penstock.ir.prediction import Prediction
 from penstock.ir.profile import Holds, NodeBytes, NodeCost, Profile
 from penstock.ir.program import Program
+from penstock.ir.run import Run, StepFigures
 from penstock.ir.schedule import Schedule
 from penstock.ir.search import Candidate, Choices, Search
 from penstock.ir.series import Series
@@ -75,20 +76,17 @@ SEARCH = Search((CANDIDATE, Candidate(CHOICES, 4, 12, PREDICTION, "slower")), ("
 HALVES = Partition((("layers.0",), ("mask",)))
 PAIR = Schedule.of(Placement((0, 1)), 1, [[Forward(0, 0), Backward(0, 0)], [Forward(1, 0), Backward(1, 0)]])
 REST = (StageCosts((0.1, 0.2), (0.1, 0.2), (0.1, 0.2)), CLUSTER, PREDICTION, SEARCH)
+PLAN = Plan(GRAPH, HALVES, PAIR, Choices("linear", "gpipe", (False, True)), *REST)
+TRACE = Trace(PROGRAM, Series(range(6)), Series(range(6)), Series([1, 2]), Series([3, 4]), (CURVE, CURVE))
+STEP = StepFigures(0, 2.5, 0.25, 8, 1.5)
 SAMPLES = (
     *(SPEC, VALUE, ORIGIN, NODE, STORAGE, UPDATE, GRAPH, COST.memory, HOLDS, COST),
     Profile((COST,), 0.3, GRAPH.fingerprint, "cpu", (("torch", "2.13.0"),), (("layers.0", 12),)),
     DeviceSpeed(1e12, 1e11, 1e-6),
     *(Crossing(0, 1, (VALUE,)), PARTITION, CUTS, STAGE_COSTS.messages[0], STAGE_COSTS.state[0], STAGE_COSTS),
     *(LINK, REPLICAS, CLUSTER, PLACEMENT, SCHEDULE, PROGRAM, CURVE),
-    Trace(PROGRAM, Series(range(6)), Series(range(6)), Series([1, 2]), Series([3, 4]), (CURVE, CURVE)),
-    *(
-        CHOICES,
-        PREDICTION,
-        CANDIDATE,
-        SEARCH,
-        Plan(GRAPH, HALVES, PAIR, Choices("linear", "gpipe", (False, True)), *REST),
-    ),
+    *(TRACE, CHOICES, PREDICTION, CANDIDATE, SEARCH, PLAN),
+    *(STEP, Run(PLAN, (STEP, StepFigures(1, None, 0.25, 8)), (TRACE,), (1, 2), 1e-7, (("torch", "2.13.0"),))),
 )
 by_noun = pytest.mark.parametrize("noun", SAMPLES, ids=lambda noun: type(noun).__name__)
 

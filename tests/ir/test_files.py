@@ -18,11 +18,11 @@ def test_a_file_takes_the_place_of_the_old_one(tmp_path):
 def test_a_failed_write_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch):
     (tmp_path / "orders.csv").write_text("old")
 
-    def full(self, text, encoding):
+    def full(self, content):
         self.touch()
         raise OSError("disk full")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(FormatError, match=r"cannot write the file \(file: .*orders.csv, reason: disk full\)"):
         write_whole(tmp_path / "orders.csv", "new")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"orders.csv": "old"}

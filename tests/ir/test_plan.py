@@ -77,6 +77,12 @@ def test_a_plan_prints_as_a_table():
     ]
 
 
+def test_a_name_cannot_change_the_terminal_that_a_plan_is_printed_on():
+    hostile = replace(PLAN, choices=replace(PLAN.choices, schedule="\x1b[2Jgpipe"))
+    assert "schedule ?[2Jgpipe, 1 microbatch" in str(hostile)
+    assert "\x1b" not in hostile.describe()
+
+
 def test_a_plan_describes_why_it_was_chosen_and_what_lost():
     slower = replace(PREDICTED, makespan=4.0)
     candidates = (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.ir.units import bytes_text, count_text, counted, percent_text, round_step, seconds_text
+from penstock.ir.units import bytes_text, count_text, counted, harmless, percent_text, round_step, seconds_text
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,10 @@ def test_the_steps_of_an_axis_are_round(largest: float, count: int, step: float)
 def test_parameters_are_counted_in_thousands_millions_and_billions() -> None:
     counts = (0, 999, 1000, 12_345_678, 8_030_261_248)
     assert [count_text(count) for count in counts] == ["0", "999", "1 K", "12.3 M", "8.03 B"]
+
+
+def test_control_characters_are_shown_as_question_marks_and_lines_stay() -> None:
+    assert harmless("a\x1b]0;b\x07\nc\td\u202e") == "a?]0;b?\nc\td?"
 
 
 def test_one_is_singular() -> None:

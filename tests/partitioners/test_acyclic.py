@@ -27,15 +27,12 @@ def test_branches_are_put_where_they_even_out():
 
 
 def test_the_search_comes_near_to_what_all_partitions_give():
-    ratios = []
     for seed in range(6):
         problem = Problem(*wild(seed, 22), Cluster(3))
         exact, search = Acyclic(ideals=100_000)(problem), Acyclic(ideals=1)(problem)
         assert search.why.startswith("nodes moved between")
         assert exact.lower_bound_seconds == pytest.approx(exact.bottleneck_seconds)
-        ratios.append(search.bottleneck_seconds / exact.bottleneck_seconds)
-    assert sum(ratios) / len(ratios) <= 1.05
-    assert max(ratios) <= 1.1
+        assert search.bottleneck_seconds <= 1.05 * exact.bottleneck_seconds
 
 
 @pytest.mark.parametrize("placement", [None, Placement.vee(3), Placement.loop(3, 2)])

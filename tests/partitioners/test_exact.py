@@ -42,7 +42,7 @@ def test_pipedream_is_the_best_cut_into_runs_when_messages_count(latency):
 
 
 def test_acyclic_is_the_best_of_all_partitions():
-    for problem in problems(500, sizes=(3, 4, 5)):
+    for problem in problems(200, sizes=(3, 4, 5)):
         division = divide("acyclic", problem)
         assert outcome(division)[0] == Trial(problem).best_partition()[0]
         assert division.lower_bound_seconds == pytest.approx(division.bottleneck_seconds)

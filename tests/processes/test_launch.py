@@ -1,5 +1,6 @@
 """launch: results come back, and whatever breaks, the first cause is told and nothing is left behind."""
 
+import gc
 import os
 import signal
 import sys
@@ -30,6 +31,27 @@ def sum_of_ranks() -> float:
     total = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(total)
     return total.item()
+
+
+class Mourned:
+    """What only the process that made it may end."""
+
+    def __init__(self) -> None:
+        self.itself, self.owner = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.owner:
+            os.abort()
+
+
+def test_ranks_do_not_collect_what_they_inherit() -> None:
+    gc.disable()
+    try:
+        Mourned()  # garbage that the parent has not collected yet
+        assert launch(gc.isenabled, 2) == [True, True]
+        assert all(found >= 0 for found in launch(gc.collect, 2))
+    finally:
+        gc.enable()
 
 
 def broken(fn: Callable[..., Any], ranks: int, **options: Any) -> tuple[str, float]:

@@ -15,7 +15,7 @@ from penstock.ir.action import Backward, WeightGrad
 from penstock.ir.cluster import Cluster
 from penstock.ir.graph import Graph
 from penstock.ir.plan import Plan
-from penstock.ir.profile import NodeBytes, NodeCost, Profile
+from penstock.ir.profile import Profile
 from penstock.planner import Measured, Request, search
 from penstock.schedules import SCHEDULES
 from penstock.training import model_part
@@ -57,20 +57,14 @@ def quick_plan(model: nn.Module, *batch: Any, partitioner: Any = "uniform", **ch
 
 
 def _unmeasured(captured: Captured, loss_fn: Any = None, speed: Any = None) -> Profile:
-    return made_up(Solo.of(captured, loss_fn is not None).graph)
-
-
-def made_up(graph: Graph) -> Profile:
-    """Every node costs the same."""
-    costs = tuple(NodeCost(node.name, 1.0, 2.0, 1.0, 1.0, NodeBytes()) for node in graph.nodes)
-    return Profile(costs, 1.0, graph.fingerprint, "made up")
+    return Profile.alike(Solo.of(captured, loss_fn is not None).graph)
 
 
 @cache
 def chain_plan(name: str, ranks: int, depth: int, microbatches: int) -> Plan:
     """A plan for the chain with one block per stage."""
     graph = chain_graph(ranks * depth)
-    models = {microbatches: Measured(graph, made_up(graph))}
+    models = {microbatches: Measured(graph, Profile.alike(graph))}
     return search(models, Request(Cluster(ranks), name, "uniform", depth, budget_seconds=0.0))
 
 

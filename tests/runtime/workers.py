@@ -110,7 +110,8 @@ class Pool:
     def _stacks(self, late: list[int]) -> str:
         """Where those that are late are."""
         for rank in late if self._pids else ():
-            os.kill(self._pids[rank], signal.SIGUSR1)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[rank], signal.SIGUSR1)
         time.sleep(_STACK_SECONDS)
         return "\n".join(
             f"stacks of {path.name}:\n{path.read_text()}" for path in sorted(self._boards.glob("rank*.stacks"))

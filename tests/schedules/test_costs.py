@@ -11,7 +11,7 @@ from penstock.schedules import SCHEDULES, build
 from penstock.simulate import simulate
 
 SPLIT = [name for name, member in SCHEDULES.items() if member.splits_backward]
-TRIALS = 70
+TRIALS = 40
 
 
 def drawn(random, name):

@@ -1,6 +1,7 @@
 """Blocks: modules that use their weights in every way that a split backward meets."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +140,38 @@ WAITING: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 }
 """blocks whose weight gradients wait, at least some"""
 
+
+def _force(x: Tensor, layer: nn.Module) -> Tensor:
+    """The gradient of an energy, which is trained through."""
+    (found,) = torch.autograd.grad(torch.tanh(layer(x)).square().sum(), x, create_graph=True)
+    return found
+
+
+class Solved(torch.autograd.Function):
+    """A layer whose backward walks a graph that its forward made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        with torch.enable_grad():
+            given = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            result = functional.linear(*given)
+        ctx.save_for_backward(*given, result)
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        *given, result = ctx.saved_tensors
+        return torch.autograd.grad(result, given, gradient)
+
+
+def _adapted(x: Tensor, layer: nn.Module) -> Tensor:
+    """The layer after one step of its own."""
+    weights = dict(layer.named_parameters())
+    loss = torch.func.grad(lambda own: torch.func.functional_call(layer, own, (x,)).square().mean())
+    moved = loss(weights)
+    return torch.func.functional_call(layer, {name: weights[name] - moved[name] for name in weights}, (x,))
+
+
 AT_ONCE: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "all arguments by name": (
         lambda: Does(lambda x, a: functional.linear(input=x, weight=a.weight, bias=a.bias), nn.Linear(8, 6)),
@@ -156,5 +189,12 @@ AT_ONCE: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "conv2d padded to the same size": (lambda: nn.Conv2d(4, 6, 2, padding="same"), rows(2, 4, 5, 5)),
     "conv1d of a single sample": (lambda: nn.Conv1d(4, 6, 3), rows(4, 9)),
     "attention": (lambda: Does(lambda x, a: a(x, x, x)[0], nn.MultiheadAttention(8, 2)), rows(4, 2, 8)),
+    "a gradient in the forward": (lambda: Does(_force, nn.Linear(8, 6, bias=False)), rows(4, 8)),
+    "a graph of its own": (
+        lambda: Does(lambda x, a: Solved.apply(x, a.weight), nn.Linear(8, 6, bias=False)),
+        rows(4, 8),
+    ),
+    "a mapped function": (lambda: Does(lambda x, a: torch.vmap(a)(x), nn.Linear(8, 6)), rows(4, 8)),
+    "a function that is differentiated": (lambda: Does(_adapted, nn.Linear(8, 6)), rows(4, 8)),
 }
 """blocks whose weight gradients are computed with the input gradients"""

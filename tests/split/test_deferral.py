@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from penstock.errors import PartitionError
 from penstock.split import deferrable
 from penstock.split.deferral import Deferral
 from tests.split.behind import Behind, differing
@@ -147,3 +148,13 @@ def test_a_stage_tells_how_few_of_its_weight_gradients_can_wait():
     passage = module.passage(is_split=True)
     passage.backward({name: torch.ones_like(value) for name, value in passage.take_left().items()})
     assert module.stage.split_backward_note.startswith("only 1% of the weight gradients can be put off")
+
+
+def test_a_gradient_that_was_not_recorded_is_refused():
+    """What was put off before it would be missing in it."""
+    block = Does(lambda x, a: a(x) if block.is_plain else torch.autograd.grad(a(x).sum(), x)[0], nn.Linear(8, 8))
+    block.is_plain = True
+    module = Behind(block, rows(4, 8))
+    block.is_plain = False
+    with pytest.raises(PartitionError, match=r"takes gradients in its forward.*\(function: grad\)\ntry: a schedule"):
+        module.passage(True)

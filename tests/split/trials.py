@@ -7,6 +7,7 @@ from penstock.capture.captured import without_cache
 from penstock.partitioners import uniform
 from tests.split.parity import Batch, Difference, difference, of_model, of_stages
 from tests.zoo import UNSCORED, ZOO, has_labels, without_labels
+from tests.zoo.batch import Example
 
 DEPTHS = {"blocks": None, "functions": 100}
 
@@ -16,7 +17,10 @@ SUMMED_IN_PARTS = frozenset(
 )
 
 # How many stages, and whether backward is split.
-CUTS = ((2, False), (3, False), (4, False), (3, True))
+CUTS = {
+    "labels": ((2, False), (3, True), (4, False)),
+    "plain": ((2, True), (3, False), (4, False)),
+}
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,9 @@ class Trial:
         """A model that scores itself is tried with labels, and every model without."""
         return ("plain",) if self.name in UNSCORED else ("labels", "plain")
 
-    def recorded(self, mode: str) -> tuple[Captured, Batch]:
-        """The recorded model and its batch."""
-        model, args, kwargs = ZOO[self.name]()
+    def recorded(self, mode: str, example: Example | None = None) -> tuple[Captured, Batch]:
+        """The recorded model and its batch; the model is built if none is given."""
+        model, args, kwargs = example or ZOO[self.name]()
         kwargs = kwargs if mode == "labels" else without_labels(model, kwargs)
         captured = capture(model, args, kwargs, depth=DEPTHS[self.granularity])
         return captured, Batch(args, without_cache(model, kwargs), has_labels(kwargs))
@@ -46,10 +50,11 @@ class Trial:
     def differences(self) -> dict[str, Difference]:
         """How far the stages are from the model, by what was tried: at last, the last record on other data."""
         found: dict[str, Difference] = {}
+        example = ZOO[self.name]()
         for mode in self.modes:
-            captured, batch = self.recorded(mode)
+            captured, batch = self.recorded(mode, example)
             expected = of_model(captured.model, batch)
-            for stages, is_split in CUTS:
+            for stages, is_split in CUTS[mode]:
                 apart = difference(expected, of_stages(captured, uniform(captured.graph, stages), batch, is_split))
                 found[f"{mode}, {stages} stages{', split backward' if is_split else ''}"] = apart
         other = batch.other()

@@ -9,6 +9,7 @@ from rich.console import Console
 from penstock.errors import PartitionError, ViewError
 from penstock.ir.graph import Graph, Node, Value
 from penstock.ir.partition import Partition
+from penstock.ir.plan import Plan
 from penstock.ir.profile import Profile
 from penstock.ir.trace import Trace
 from penstock.views import VIEWS
@@ -54,7 +55,7 @@ def test_a_view_prints_on_a_console_of_any_width(view: type[RichView[Any]], widt
 
 
 def test_every_view_draws_traces_graphs_or_profiles() -> None:
-    assert {view.noun for view in VIEWS.values()} == {Trace, Graph, Profile}
+    assert {view.noun for view in VIEWS.values()} == {Trace, Graph, Profile, Plan}
 
 
 @pytest.mark.parametrize("view", OF_GRAPHS)

@@ -13,6 +13,9 @@ from penstock.partitioners.search.moves import improved
 from penstock.partitioners.search.orders import ordered, other_orders
 
 _ATOMS_PER_STAGE = 8
+_NOISE = (1.0, 1.5, 2.0, 3.0)
+"""by how many stages atoms change places in the orders that are tried; by less than one they stay in their stages"""
+_MOST_TURNS, _TURNS_TIMES_ATOMS = 8, 800
 _SHARE = 0.25
 """the heaviest atom that is made by joining, as a share of what a stage gets"""
 
@@ -37,11 +40,13 @@ def cut_in_order(problem: Problem, position: Ints, rates: Rates, is_brief: bool 
 
 
 def _recut(best: Judged, rates: Rates, attempts: int) -> Judged:
-    """Cuts of orders in which the best partition is one of runs, so that they are at least as good."""
+    """Cuts of orders in which the best partition is one of runs, and by turns of orders that shake it up."""
     random = np.random.default_rng(1)
-    for turn in range(attempts):
-        position = ordered(best.atoms, best.stage + random.random(len(best.atoms)))
-        again = cut_in_order(best.problem, position, rates, is_brief=turn < attempts - 1)
+    # Few atoms are cut in no time, and then hang together too much for one of them to move alone.
+    turns = max(attempts, min(_MOST_TURNS * attempts, _TURNS_TIMES_ATOMS // len(best.atoms)))
+    for turn in range(turns):
+        position = ordered(best.atoms, best.stage + _NOISE[turn % len(_NOISE)] * random.random(len(best.atoms)))
+        again = cut_in_order(best.problem, position, rates, is_brief=turn < turns - 1)
         best = min(best, improved(again), key=lambda judged: judged.score)
     return best
 

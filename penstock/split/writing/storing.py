@@ -1,11 +1,8 @@
 """Storing: the file of stages and the constants beside it, written whole or not at all."""
 
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import FormatError
 from penstock.ir.files import write_whole
 from penstock.ir.partition import Partition
 from penstock.ir.placement import Placement
@@ -19,18 +16,6 @@ def write_stages(captured: Any, partition: Partition, placement: Placement, path
     written = document(captured, partition, placement, beside)
     if written.constants:
         # The code knows the digest of its constants: if only one of the two gets written, it says so when imported.
-        _write_bytes(beside, written.constants)
+        write_whole(beside, written.constants)
     write_whole(path, written.text)
     return path
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    draft = Path(f"{path}.{os.getpid()}.draft")
-    try:
-        draft.write_bytes(content)
-        draft.replace(path)
-    except OSError as error:
-        raise FormatError("cannot write the file", file=path, reason=error) from None
-    finally:
-        with suppress(OSError):
-            draft.unlink()

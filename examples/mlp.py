@@ -1,6 +1,6 @@
 """A small model trained as a pipeline on 2 local processes, with the losses of one process beside it.
 
-Run it with `python examples/train_processes.py`.
+Run it with `python examples/mlp.py`.
 """
 
 import copy
@@ -67,6 +67,7 @@ def main() -> None:
     first, *_ = penstock.launch(train, RANKS, copy.deepcopy(model), plan)
     for step, (ours, plain) in enumerate(zip(first, train_alone(model), strict=True)):
         print(f"step {step}: pipeline {ours:.6f}, one process {plain:.6f}, apart {abs(ours - plain):.1e}")
+        assert abs(ours - plain) < 1e-4
 
 
 if __name__ == "__main__":

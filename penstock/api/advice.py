@@ -1,0 +1,172 @@
+"""Advice: changes of a plan that its own costs can tell about, each simulated, the most rewarding first."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from penstock.errors import PenstockError
+from penstock.ir.cluster import Cluster
+from penstock.ir.costs import StageCosts
+from penstock.ir.plan import Plan
+from penstock.ir.schedule import Schedule
+from penstock.ir.trace import Trace
+from penstock.passes import lower
+from penstock.planner import with_microbatches
+from penstock.schedules import SCHEDULES, build
+from penstock.simulate import simulate
+from penstock.synthesis import Problem, is_too_large, synthesise
+from penstock.views.page.contents import Advice
+
+LEAST_GAIN = 0.005
+MOST = 6
+MAX_PASSES = 20_000
+"""of a plan for which other orders are simulated"""
+SEARCH_SECONDS = 0.5
+
+
+def advise(plan: Plan) -> tuple[Advice, ...]:
+    """What makes a step shorter by half a per cent or more, within the memory of every rank."""
+    if not plan.predicted.makespan or len(plan.schedule.table.codes) > MAX_PASSES:
+        return ()
+    found = [each for tried in _TRIED for each in tried(plan) if each.gain >= LEAST_GAIN]
+    return tuple(sorted(found, key=lambda each: -each.gain)[:MOST])
+
+
+def _other_orders(plan: Plan) -> Iterator[Advice]:
+    """The best other schedule of the table, and an order made for these costs where that is better still."""
+    seconds = plan.predicted.makespan
+    if fitting := {name: trace.makespan for name, trace in _of_table(plan).items() if _fits(plan, trace)}:
+        name = min(fitting, key=lambda each: fitting[each])
+        seconds = min(seconds, fitting[name])
+        yield _advice(plan, f"schedule {name}", fitting[name], "the same cuts in another order")
+    made = _made(plan)
+    if made is not None and made < (1 - LEAST_GAIN) * seconds:
+        yield _advice(plan, "schedule auto", made, "an order searched for these cuts and costs")
+
+
+def _of_table(plan: Plan) -> dict[str, Trace]:
+    """The schedules of the table for stages that lie as they do."""
+    depth, left = divmod(plan.num_stages, plan.num_ranks)
+    traces: dict[str, Trace] = {}
+    for name in SCHEDULES if not left else ():
+        with suppress(PenstockError):
+            built = build(name, plan.num_ranks, plan.num_microbatches, depth, plan.costs)
+            if built.placement == plan.schedule.placement and name != plan.choices.schedule:
+                traces[name] = _run(plan, built)
+    return traces
+
+
+def _made(plan: Plan) -> float | None:
+    """Seconds of an order made for these costs; None where the plan has one, or nothing is left to be gained."""
+    if plan.choices.schedule == "auto" or plan.lower_bound > (1 - LEAST_GAIN) * plan.predicted.makespan:
+        return None
+    problem = Problem(plan.costs, plan.schedule.placement, plan.num_microbatches, plan.cluster, plan.cuts)
+    if is_too_large(problem, SEARCH_SECONDS):
+        return None
+    with suppress(PenstockError):
+        made = synthesise(problem, budget_seconds=SEARCH_SECONDS, may_prove=False)
+        return _run(plan, made.best.schedule).makespan
+    return None
+
+
+def _smaller_microbatches(plan: Plan) -> Iterator[Advice]:
+    """The same batch in twice as many microbatches, where they can be halved."""
+    count = 2 * plan.num_microbatches
+    if _num_samples(plan) % 2 == 0:
+        with suppress(PenstockError):
+            halved = with_microbatches(replace(plan, costs=_scaled(plan.costs, 0.5)), count)
+            if not halved.cluster.limits or _within(halved.predicted.peaks, halved.cluster.limits):
+                note = "the same batch; holds if half a microbatch takes half the time"
+                yield _advice(plan, f"{count} microbatches", halved.predicted.makespan, note)
+
+
+def _larger_batch(plan: Plan) -> Iterator[Advice]:
+    """Twice the batch: what the bubble costs is shared by twice as many samples."""
+    count = 2 * plan.num_microbatches
+    with suppress(PenstockError):
+        longer = with_microbatches(plan, count)
+        if not longer.cluster.limits or _within(longer.predicted.peaks, longer.cluster.limits):
+            note = f"{count} microbatches of the same size; seconds are for as many samples as now"
+            yield _advice(plan, "twice the batch", longer.predicted.makespan / 2, note)
+
+
+def _balance(plan: Plan) -> Iterator[Advice]:
+    """What the best cuts could bring at most: every rank with the same work."""
+    costs, placement = plan.costs, plan.schedule.placement
+    work = [0.0] * plan.num_ranks
+    for stage, rank in enumerate(placement.ranks):
+        work[rank] += costs.forward[stage] + costs.backward[stage]
+    if not all(work):
+        return
+    mean = sum(work) / len(work)
+    factors = [mean / work[rank] for rank in placement.ranks]
+    even = replace(
+        costs,
+        **{
+            name: tuple(value * factor for value, factor in zip(getattr(costs, name), factors, strict=True))
+            for name in ("forward", "input_grad", "weight_grad", "backward")
+        },
+    )
+    note = "at most: ranks with exactly equal work; opening blocks (capture depth) lets cuts come nearer"
+    yield _advice(plan, "finer cuts", _run(plan, plan.schedule, even).makespan, note)
+
+
+def _links(plan: Plan) -> Iterator[Advice]:
+    """What messages cost: the same order over links that take no time."""
+    free = replace(plan.cluster, latency=0.0, bandwidth=None, links=())
+    if free != plan.cluster:
+        note = "at most: messages that take no time at all"
+        yield _advice(plan, "faster links", _run(plan, plan.schedule, cluster=free).makespan, note)
+
+
+def _cores(plan: Plan) -> Iterator[Advice]:
+    """What ranks lose that share the cores of one machine."""
+    if plan.cluster.cores is not None and plan.cluster.cores < plan.num_ranks:
+        alone = replace(plan.cluster, cores=None)
+        note = f"now {plan.num_ranks} ranks share {plan.cluster.cores}"
+        yield _advice(plan, "a core for every rank", _run(plan, plan.schedule, cluster=alone).makespan, note)
+
+
+_TRIED = (_other_orders, _smaller_microbatches, _larger_batch, _balance, _links, _cores)
+
+
+def _run(plan: Plan, schedule: Schedule, costs: StageCosts | None = None, cluster: Cluster | None = None) -> Trace:
+    return simulate(lower(schedule, cuts=plan.cuts), costs or plan.costs, cluster or plan.cluster)
+
+
+def _advice(plan: Plan, change: str, seconds: float, note: str) -> Advice:
+    return Advice(change, seconds, 1 - seconds / plan.predicted.makespan, note)
+
+
+def _fits(plan: Plan, trace: Trace) -> bool:
+    peaks = tuple(trace.peak_bytes(rank) for rank in range(trace.num_ranks))
+    return not plan.cluster.limits or _within(peaks, plan.cluster.limits)
+
+
+def _within(peaks: tuple[int, ...], limits: tuple[int, ...]) -> bool:
+    return all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+
+
+def _num_samples(plan: Plan) -> int:
+    """Samples of a microbatch, as far as its first input tells; 1 where it does not."""
+    shapes = [value.spec.shape for value in plan.graph.inputs if value.spec.shape]
+    return shapes[0][0] if shapes else 1
+
+
+def _scaled(costs: StageCosts, factor: float) -> StageCosts:
+    """The costs of a microbatch of another size; what is held during the whole step stays."""
+    seconds = ("forward", "input_grad", "weight_grad", "backward")
+    sizes = ("activation_bytes", "weight_grad_bytes")
+    return replace(
+        costs,
+        **{name: tuple(value * factor for value in getattr(costs, name)) for name in seconds},
+        **{name: tuple(int(value * factor) for value in getattr(costs, name)) for name in sizes},
+        messages=tuple(
+            replace(
+                each,
+                forward_bytes=int(factor * each.forward_bytes),
+                backward_bytes=int(factor * each.backward_bytes),
+            )
+            for each in costs.messages
+        ),
+    )

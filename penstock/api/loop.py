@@ -1,0 +1,153 @@
+"""Loop: a Pipeline trained batch by batch, with the figures of every step, until batches end or a rank is to stop."""
+
+import math
+import platform
+import resource
+import statistics
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.api.batches import StepCall, size_of, step_call
+from penstock.api.pipeline import Pipeline
+from penstock.errors import RunError
+from penstock.ir.run import Run, StepFigures
+from penstock.ir.trace import Trace
+from penstock.processes.stopping import wish_to_stop
+
+_RECENT = 9
+"""steps of which one is shown"""
+MOST_SKIPPED = 3
+"""steps in a row that may be left out"""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a pipeline is trained."""
+
+    steps: int | None = None
+    """how many steps to take; None: as many as there are batches"""
+    clip: float | None = None
+    """the norm that gradients are scaled down to"""
+    has_loss_fn: bool = False
+    """whether batches are inputs and a target"""
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise RunError("steps is a whole number above 0", steps=self.steps)
+        if self.clip is not None and not (math.isfinite(self.clip) and self.clip > 0):
+            raise RunError("clip is a norm above 0", clip=self.clip)
+
+
+class StepReport(NamedTuple):
+    """One step as it is told while training goes on."""
+
+    figures: StepFigures
+    of: int | None
+    """how many steps there will be, where that is known"""
+    tokens: int
+    """0 where the batch is not one of tokens"""
+    pipeline_seconds: float
+    """from the first action of the step to its last, which is what a plan predicts"""
+    slowest: tuple[int, float]
+    """the stage that took longest, and its seconds"""
+    memory: int
+    """bytes that the largest process holds"""
+    eta_seconds: float | None
+    skipped: str = ""
+    """why the step was left out; empty if it was not"""
+
+
+Tell = Callable[[StepReport], None]
+
+
+def train(pipe: Pipeline, batches: Iterable[Any], optimizer: Any, recipe: Recipe, tell: Tell) -> Run:
+    """Train until batches or steps end, or a rank is asked to stop; then all ranks stop after the same step.
+
+    A step whose numbers are not finite is left out if the options of the pipeline say so; several in a row end it.
+    """
+    steps: list[StepFigures] = []
+    taken, num_skipped = None, 0
+    recent: deque[Trace] = deque(maxlen=_RECENT)
+    with wish_to_stop() as wish:
+        for batch in islice(batches, recipe.steps):
+            call = step_call(batch, recipe.has_loss_fn)
+            taken = _step(pipe, call, optimizer, recipe.clip, len(steps))
+            wants_to_stop, memory = pipe.largest(float(bool(wish)), float(_bytes_held()))
+            steps.append(taken.figures)
+            if taken.trace is not None:
+                recent.append(taken.trace)
+            tell(_report(steps, recipe.steps, call, taken, int(memory)))
+            num_skipped = num_skipped + 1 if taken.skipped else 0
+            if num_skipped == MOST_SKIPPED:
+                hint = "a lower learning rate, clipping, or a look at the batch"
+                raise RunError(f"{MOST_SKIPPED} steps in a row: {taken.skipped}", hint=hint)
+            if wants_to_stop:
+                break
+    if taken is None:
+        raise RunError("there are no batches to train on", hint="a data function that yields at least one")
+    return Run(pipe.plan, tuple(steps), _usual(recent), versions=_versions())
+
+
+def _usual(traces: Collection[Trace]) -> tuple[Trace, ...]:
+    """The one of middle length: the last step may have been an unusual one."""
+    return tuple(sorted(traces, key=lambda trace: trace.makespan)[len(traces) // 2 :][:1])
+
+
+class _Taken(NamedTuple):
+    """A step that was taken."""
+
+    figures: StepFigures
+    trace: Trace | None
+    skipped: str
+
+
+def _step(pipe: Pipeline, call: StepCall, optimizer: Any, clip: float | None, number: int) -> _Taken:
+    began = time.perf_counter()
+    optimizer.zero_grad()
+    with warnings.catch_warnings():
+        # A step that is left out is told in its line.
+        warnings.filterwarnings("ignore", "a loss or gradient is not a finite number", RuntimeWarning)
+        result = pipe.step(*call.args, target=call.target, record=True, **call.kwargs)
+    assert result.loss is not None  # a step without one is refused
+    norm = None
+    if not result.skipped:
+        norm = float(pipe.clip_grad_norm_(math.inf if clip is None else clip))
+        optimizer.step()
+    seconds = time.perf_counter() - began
+    figures = StepFigures(number, float(result.loss), seconds, size_of(call)[0], norm)
+    return _Taken(figures, result.trace, result.skipped.partition("\n")[0])
+
+
+def _report(steps: list[StepFigures], of: int | None, call: StepCall, taken: _Taken, memory: int) -> StepReport:
+    # The first step also records the model and warms caches: it says nothing of the others.
+    usual = statistics.median(figures.seconds for figures in steps[1:] or steps)
+    eta = None if of is None else (of - len(steps)) * usual
+    trace = taken.trace
+    makespan = 0.0 if trace is None else trace.makespan
+    return StepReport(steps[-1], of, size_of(call)[1], makespan, _slowest(trace), memory, eta, taken.skipped)
+
+
+def _slowest(trace: Trace | None) -> tuple[int, float]:
+    """The stage whose passes took longest together."""
+    seconds = () if trace is None else trace.stage_seconds
+    return max(enumerate(seconds), key=lambda item: item[1], default=(0, 0.0))
+
+
+def _bytes_held() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    return (("python", platform.python_version()), ("torch", str(torch.__version__)))

@@ -1,0 +1,175 @@
+"""Resuming: the state of a training from a directory: each rank reads its own, and all of them change or none."""
+
+import json
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.api.saving import parameter_names
+from penstock.api.together import all_or_none, told_by_first
+from penstock.checkpoint import Loaded, Stored, candidates, is_hugging_face
+from penstock.checkpoint.optimizer_state import check_optimizer
+from penstock.checkpoint.random_state import restorer
+from penstock.checkpoint.shelf import is_checkpoint, tidy
+from penstock.checkpoint.stored import RUN
+from penstock.errors import CheckpointError, DamagedError
+from penstock.runtime.meeting import Meeting, Occasion, Said
+from penstock.runtime.row import Figures
+from penstock.training.model_part import ModelPart
+from penstock.training.state import spread
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What gets its state back beside the model."""
+
+    optimizer: Any = None
+    scheduler: Any = None
+    scaler: Any = None
+    random: bool = True
+    """whether the generators of random numbers do"""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """All that was read, and what puts it in place."""
+
+    loaded: Loaded
+    commit: Callable[[], None]
+
+
+class Loader:
+    """Reads checkpoints for one Pipeline."""
+
+    def __init__(self, part: ModelPart, meeting: Meeting) -> None:
+        self._part, self._meeting = part, meeting
+
+    def load(self, path: Any, step: int, wanted: Wanted) -> Loaded:
+        """Read the newest good checkpoint, and put it in place on all ranks."""
+        occasion = Occasion("load", step)
+        with all_or_none(self._meeting, occasion):
+            is_foreign = is_hugging_face(path)
+            if is_foreign:
+                _check_foreign(wanted)
+            elif wanted.optimizer is not None:
+                check_optimizer(wanted.optimizer, parameter_names(self._part))
+        names = json.loads(told_by_first(self._part.crew, lambda: json.dumps(_names(Path(path), is_foreign))))
+        skipped: list[str] = []
+        for place, name in enumerate(names):
+            ready = self._attempt(Path(path) / name, wanted, Occasion("load", step, name), place + 1 == len(names))
+            if isinstance(ready, Ready):
+                if skipped:
+                    self._warn(skipped, name)
+                ready.commit()
+                return ready.loaded
+            skipped.append(f"{name}: {ready}")
+        raise AssertionError("the last one is read or refused")
+
+    def _attempt(self, directory: Path, wanted: Wanted, occasion: Occasion, is_last: bool) -> Ready | str:
+        """What was read of a checkpoint, on all ranks or on none; why it is of no use, if there is another one."""
+        problem: Exception | None = None
+        try:
+            ready = self._read(directory, wanted)
+        except Exception as error:
+            problem = error
+        is_damaged = isinstance(problem, DamagedError) and not is_last
+        figures = Figures(maxes=(float(is_damaged), float(problem is not None and not is_damaged)))
+        heard = self._meeting.hold(occasion, Said(figures=figures)).figures.maxes
+        if heard[1]:
+            # Not to be mended by an older checkpoint.
+            with all_or_none(self._meeting, occasion):
+                if problem is not None and not is_damaged:
+                    raise problem
+        self._meeting.close()
+        if not heard[0]:
+            return ready
+        return self._reason(problem)
+
+    def _reason(self, problem: Exception | None) -> str:
+        """Why a checkpoint was passed over, in the words of the first rank that found it."""
+        crew = self._part.crew
+        told = (
+            [crew.tell_text("" if problem is None else str(problem), rank) for rank in range(crew.ranks)]
+            if not crew.is_alone
+            else [str(problem)]
+        )
+        said = next(((rank, text) for rank, text in enumerate(told) if text), (0, "another replica cannot read it"))
+        return f"{said[1].splitlines()[0]} [rank {said[0]}]"
+
+    def _warn(self, skipped: list[str], name: str) -> None:
+        if self._part.crew.rank == 0 and self._part.crew.replica == 0:
+            newer = "\n  ".join(skipped)
+            warnings.warn(
+                f"newer checkpoints are damaged and were passed over; training goes on from {name}:\n  {newer}",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def _read(self, directory: Path, wanted: Wanted) -> Ready:
+        if is_hugging_face(directory):
+            state, loaded = self._part.read(directory)
+            return Ready(loaded, lambda: self._part.load_state_dict(state))
+        crew = self._part.crew
+        rank, ranks = (0, 1) if crew.is_alone else (crew.rank, crew.ranks)
+        with Stored(directory) as stored:
+            checked = stored.verify(rank, ranks)
+            state, loaded = self._part.read(directory)
+            run = stored.document(RUN)
+            commits = [lambda: self._part.load_state_dict(state), *self._others(stored, run, wanted)]
+            if wanted.random:
+                own = f"random-{rank:03d}"
+                commits.append(restorer(stored.document(own if stored.has(f"{own}.json") else "random-000")))
+            return Ready(
+                replace(
+                    loaded,
+                    bytes_read=loaded.bytes_read + stored.bytes_read,
+                    path=str(directory),
+                    step=stored.manifest.step,
+                    position=run.get("position"),
+                    extra=run.get("extra"),
+                    bytes_checked=checked,
+                ),
+                lambda: _all(commits),
+            )
+
+    def _others(self, stored: Stored, run: dict[str, Any], wanted: Wanted) -> list[Callable[[], None]]:
+        """What gives optimizer, scheduler and scaler their state back."""
+        found: list[Callable[[], None]] = []
+        if wanted.optimizer is not None:
+            names = parameter_names(self._part)
+            found.append(stored.optimizer.restorer(wanted.optimizer, names, spread))
+        if wanted.scheduler is not None:
+            if "scheduler" not in run:
+                raise CheckpointError("no scheduler was saved in this checkpoint", hint="load without the scheduler")
+            found.append(lambda: wanted.scheduler.load_state_dict(run["scheduler"]))
+        if wanted.scaler is not None and "scaler" in run:
+            found.append(lambda: wanted.scaler.load_state_dict(run["scaler"]))
+        return found
+
+
+def _all(commits: list[Callable[[], None]]) -> None:
+    for commit in commits:
+        commit()
+
+
+def _names(path: Path, is_foreign: bool) -> list[str]:
+    """The checkpoints that a path may mean, by their names in it, the newest first."""
+    if is_foreign:
+        return ["."]
+    if not is_checkpoint(path):
+        with suppress(OSError):  # of a directory that may only be read
+            tidy(path)
+    return [str(found.relative_to(path)) for found in candidates(path)]
+
+
+def _check_foreign(wanted: Wanted) -> None:
+    for name, given in (("optimizer", wanted.optimizer), ("scheduler", wanted.scheduler)):
+        if given is not None:
+            article = "an" if name == "optimizer" else "a"
+            raise CheckpointError(
+                f"a directory of Hugging Face has no state of {article} {name}",
+                hint="pipe.load(path), and a new optimizer over pipe.parameters()",
+            )

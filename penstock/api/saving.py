@@ -1,0 +1,280 @@
+"""Saving: the state of a training from all ranks into one directory, while they wait or while they go on."""
+
+import functools
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from penstock.api.together import all_or_none, told_by_first
+from penstock.checkpoint import Background, Content, Draft, FileRecord, Manifest, fingerprint
+from penstock.checkpoint.optimizer_state import check_optimizer, parted
+from penstock.checkpoint.random_state import random_state
+from penstock.checkpoint.shelf import name_of, tidy
+from penstock.checkpoint.stored import CONFIG, PLAN, RUN
+from penstock.checkpoint.tensors_file import form_of
+from penstock.checkpoint.values import Tensors, to_plain, to_text
+from penstock.errors import CheckpointError
+from penstock.ir import codec
+from penstock.ir.figures import whole
+from penstock.ir.plan import Plan
+from penstock.runtime.meeting import Meeting, Occasion
+from penstock.training.model_part import ModelPart
+from penstock.training.state_owners import StateOwners
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How a checkpoint is written."""
+
+    keep: int | None = None
+    """how many of the newest stay; None: all"""
+    asynchronous: bool = False
+    """whether a thread writes while training goes on"""
+
+    def __post_init__(self) -> None:
+        count = whole(self.keep)
+        if self.keep is not None and (count is None or count < 1):
+            raise CheckpointError("keep is a whole number above 0, or None", given=repr(self.keep))
+        if not isinstance(self.asynchronous, bool):
+            raise CheckpointError("asynchronous is True or False", given=repr(self.asynchronous))
+
+    @property
+    def words(self) -> str:
+        """As the user would write them."""
+        kept = [] if self.keep is None else [f"keep={self.keep}"]
+        return ", ".join([*kept, "asynchronous=True"] if self.asynchronous else kept)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is saved beside the model."""
+
+    optimizer: Any = None
+    run: Mapping[str, Any] | None = None
+    """scheduler, scaler, position and extra, as far as there are any"""
+
+
+class Saver:
+    """Writes the checkpoints of one Pipeline, one after the other."""
+
+    def __init__(self, part: ModelPart, meeting: Meeting) -> None:
+        self._part, self._meeting = part, meeting
+        self._background = Background()
+        self._owners: StateOwners | None = None
+
+    def save(self, path: Any, plan: Plan, step: int, given: Given, options: SaveOptions) -> Path:
+        """Write a checkpoint; the same call on every rank."""
+        occasion = Occasion("save", step, options.words)
+        self._background.wait()
+        self.check(occasion)
+        with all_or_none(self._meeting, occasion):
+            root = _root(path)
+            self._part.check_numbers()
+            if given.optimizer is not None:
+                check_optimizer(given.optimizer, parameter_names(self._part))
+            documents = _documents(given.run) if self._part.crew.rank == 0 else {}
+        self._owners = self._owners or StateOwners.agreed(self._part, _forms)
+        draft = self._created(root, step)
+        try:
+            with all_or_none(self._meeting, occasion):
+                contents = self._entered(draft, given.optimizer, options.asynchronous)
+                contents |= {name: _copied(content, options.asynchronous) for name, content in documents.items()}
+                if self._part.crew.rank == 0:
+                    contents |= _of_plan(plan, self._part)
+        except BaseException:
+            draft.abandon()
+            raise
+        work = functools.partial(self._write, draft, contents, self._manifest_of(plan, step), step, options.keep)
+        if options.asynchronous:
+            self._background.start(work)
+        else:
+            self._together(work)
+        return root / name_of(step)
+
+    def check(self, occasion: Occasion) -> None:
+        """Say on all ranks that the last checkpoint was not written, if it was not."""
+        problem = self._background.problem()
+        if problem is not None:
+            self._meeting.refuse(occasion, problem)
+            raise problem
+
+    def wait(self, step: int) -> None:
+        """Until what is under way is written, and an error on every rank if it could not be."""
+        self._background.wait()
+        with all_or_none(self._meeting, Occasion("wait_for_save", step)):
+            if problem := self._background.problem():
+                raise problem
+
+    def _created(self, root: Path, step: int) -> Draft:
+        """The draft that the first rank makes."""
+        crew = self._part.crew
+        made: list[Draft] = []
+
+        def create() -> str:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            tidy(root)
+            made.append(Draft.create(root, step, 1 if crew.is_alone else crew.ranks))
+            return made[0].path.name
+
+        name = told_by_first(crew, create)
+        return made[0] if made else Draft(root / name, crew.ranks)
+
+    def _entered(self, draft: Draft, optimizer: Any, copies: bool) -> dict[str, Content]:
+        """The files of this rank, which is about to write. Replicas help to make whole what is sharded."""
+        assert self._owners is not None
+        crew, state = self._part.crew, self._part.state_dict()
+        if not crew.replica:
+            _enter(draft, crew.rank)
+        found: dict[str, Content] = {}
+        for index, own in self._owners.own.items():
+            tensors = {name: _ready(state[here], copies) for name, here in own.items()}
+            if tensors:
+                found[f"stage-{index:03d}.safetensors"] = tensors
+        if optimizer is not None:
+            for index, part in parted(optimizer, parameter_names(self._part), self._owners.kept).items():
+                tensors = {name: _ready(tensor, copies) for name, tensor in part.tensors.items()}
+                found |= _files(f"optimizer-{index:03d}", part.document, tensors)
+        tensors = {}
+        plain = to_plain(random_state(), tensors, "random")
+        return found | _files(f"random-{crew.rank:03d}", plain, tensors)
+
+    def _manifest_of(self, plan: Plan, step: int) -> Callable[[Mapping[str, FileRecord]], Manifest]:
+        assert self._owners is not None
+        tied = plan.graph.tied
+        tensors = {
+            name: (f"stage-{stage:03d}.safetensors", kind, tuple(shape))
+            for name, (stage, kind, shape) in self._owners.everywhere.items()
+        }
+        model = fingerprint({name: form[1:] for name, form in tensors.items()}, tied)
+        versions = {
+            "penstock": version("penstock"),
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+        }
+        words = {
+            "ranks": plan.num_ranks,
+            "processes": 1 if self._part.crew.is_alone else plan.num_ranks,
+            "stages": plan.num_stages,
+            "microbatches": plan.num_microbatches,
+            "schedule": plan.choices.schedule,
+        }
+
+        def manifest(files: Mapping[str, FileRecord]) -> Manifest:
+            return Manifest(step, _now(), model, words, versions, tied, tensors, dict(sorted(files.items())))
+
+        return manifest
+
+    def _write(
+        self, draft: Draft, contents: dict[str, Content], manifest_of: Any, step: int, keep: int | None
+    ) -> CheckpointError | None:
+        """Write what this rank has; the first rank also ends it, and tells what went wrong on any of them."""
+        crew = self._part.crew
+        if not crew.replica:
+            draft.write(crew.rank, contents)
+        if crew.rank or crew.replica:
+            draft.wait()
+            return None
+        try:
+            draft.finish(step, keep, manifest_of)
+        except CheckpointError as error:
+            return error
+        return None
+
+    def _together(self, work: Callable[[], CheckpointError | None]) -> None:
+        """Write now, and go on when all have."""
+        problem = work()
+
+        def outcome() -> str:
+            if problem is not None:
+                raise problem
+            return ""
+
+        told_by_first(self._part.crew, outcome)
+
+
+def parameter_names(part: ModelPart) -> dict[int, str]:
+    """The names of this process's parameters by their identity, of tied ones that which stands in checkpoints."""
+    tensor_of = part.captured.graph.tensor_of
+    return {id(parameter): tensor_of(name) for name, parameter in part.parameters.items()}
+
+
+def _enter(draft: Draft, rank: int) -> None:
+    try:
+        draft.enter(rank)
+    except OSError as error:
+        raise CheckpointError(
+            "a rank does not reach the directory in which the first one writes",
+            path=draft.path,
+            reason=error.strerror,
+            hint="a path that all ranks share",
+        ) from None
+
+
+def _root(path: Any) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError("a checkpoint is written into a directory", given=repr(path))
+    root = Path(path)
+    if root.exists() and not root.is_dir():
+        raise CheckpointError("checkpoints are written into a directory, and this is none", path=root)
+    return root
+
+
+def _documents(run: Mapping[str, Any] | None) -> dict[str, Content]:
+    if run is None:
+        return {}
+    tensors: Tensors = {}
+    return _files(RUN, {name: to_plain(value, tensors, name) for name, value in run.items()}, tensors)
+
+
+def _files(stem: str, document: Any, tensors: Tensors) -> dict[str, Content]:
+    files: dict[str, Content] = {f"{stem}.json": to_text(document)}
+    return {**files, f"{stem}.safetensors": tensors} if tensors else files
+
+
+@functools.lru_cache(maxsize=1)
+def _plan_text(plan: Plan) -> bytes:
+    return codec.to_json(plan).encode()
+
+
+def _of_plan(plan: Plan, part: ModelPart) -> dict[str, Content]:
+    """The plan, and the configuration of a model that has one as those of transformers do."""
+    found: dict[str, Content] = {PLAN: _plan_text(plan)}
+    model = part.captured.model
+    config: Any = getattr(model, "config", None)
+    if callable(getattr(config, "to_dict", None)):
+        values = {**config.to_dict(), "architectures": [type(model).__name__]}
+        try:
+            found[CONFIG] = to_text(values)
+        except (TypeError, ValueError):
+            return found
+    return found
+
+
+def _forms(state: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
+    return {name: form_of(tensor, name) for name, tensor in state.items()}
+
+
+def _ready(tensor: Tensor, copies: bool) -> Tensor:
+    """Whole, and if it will be written later, as it is now."""
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor().detach().cpu()
+    return tensor.detach().to("cpu", copy=True) if copies else tensor.detach()
+
+
+def _copied(content: Content, copies: bool) -> Content:
+    if isinstance(content, bytes):
+        return content
+    return {name: _ready(tensor, copies) for name, tensor in content.items()}
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

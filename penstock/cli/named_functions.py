@@ -1,0 +1,100 @@
+"""Named functions: a function in a file of the user's, named as FILE.py:FUNCTION."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from difflib import get_close_matches
+from importlib.util import module_from_spec, spec_from_file_location
+from inspect import isfunction
+from pathlib import Path
+from traceback import extract_tb
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from penstock.errors import PenstockError
+
+
+class NamedFunction(NamedTuple):
+    """A function, its name, and the file that it was loaded from."""
+
+    function: Callable[..., Any]
+    name: str
+    path: Path
+
+
+@contextmanager
+def named_function(target: str, example: str) -> Iterator[NamedFunction]:
+    """The function; while it is in use, the file's neighbours can be imported. `example` shows what one looks like."""
+    path, name = _parted(target)
+    folder = str(path.resolve().parent)
+    # Of the whole path: two files of one name in two folders are two modules.
+    module_name = f"penstock_file_{path.stem}_{abs(hash(path.resolve())):x}"
+    sys.path.insert(0, folder)
+    try:
+        with redirect_stdout(sys.stderr):
+            function = _function(_load(path, module_name), path, name, example)
+        yield NamedFunction(function, name, path)
+    finally:
+        sys.path.remove(folder)
+        sys.modules.pop(module_name, None)
+
+
+@contextmanager
+def told(problem: str, path: Path, kind: type[PenstockError] = PenstockError, hint: str = "") -> Iterator[None]:
+    """An error in code of the user's becomes one message, with the line of the user's file where it has one."""
+    try:
+        yield
+    except (PenstockError, KeyboardInterrupt):
+        raise
+    except (Exception, SystemExit) as error:
+        frames = extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+        if isinstance(error, SyntaxError):
+            lines.append(error.lineno)
+        where = f"{path}:{lines[-1]}" if lines else path
+        message = " ".join(str(error).split())
+        what = f"{type(error).__name__}: {message}" if message else type(error).__name__
+        raise kind(problem, file=where, error=what, hint=hint) from error
+
+
+def _parted(target: str) -> tuple[Path, str]:
+    file, colon, name = target.rpartition(":")
+    if not colon or not file or not name:
+        hint = "FILE.py:FUNCTION, such as model.py:build, or hf:NAME, such as hf:llama"
+        if target.endswith(".py"):
+            hint = f"{target}:FUNCTION, which returns the model and a batch"
+        if target.endswith(".json"):
+            hint = f"penstock explain {target} if that is a plan, or penstock show {target}"
+        raise PenstockError("not a file and a function", given=repr(target), hint=hint)
+    path = Path(file)
+    if path.is_dir():
+        raise PenstockError("a directory, not a file", given=path, hint=f"{path / 'FILE.py'}:{name}")
+    if not path.is_file():
+        near = [str(each) for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        close = get_close_matches(str(path), near, n=1) or near[:1]
+        raise PenstockError("no such file", file=path, hint=f"{close[0]}:{name}" if close else "the path from here")
+    return path, name
+
+
+def _load(path: Path, module_name: str) -> ModuleType:
+    if module_name in sys.modules:  # another function of the same file is in use
+        return sys.modules[module_name]
+    spec = spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise PenstockError("not a Python file", file=path, hint="a file whose name ends in .py")
+    module = module_from_spec(spec)
+    sys.modules[module_name] = module  # as dataclasses and others look their classes' module up
+    with told("the file cannot be loaded", path, hint=f"python {path}, until it ends without an error"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _function(module: ModuleType, path: Path, name: str, example: str) -> Callable[..., Any]:
+    found = vars(module).get(name)
+    if callable(found):
+        return found  # type: ignore[no-any-return]
+    own = [key for key, value in vars(module).items() if isfunction(value) and value.__module__ == module.__name__]
+    hint = f"one of {', '.join(own)}" if own else f"def {name}(): ... {example}"
+    if close := get_close_matches(name, own, n=1):
+        hint = f"did you mean {close[0]}?"
+    raise PenstockError("no such function in the file", function=repr(name), file=path, hint=hint)

@@ -1,0 +1,40 @@
+"""Installed: whether transformers is there, and has the methods that a PipelineTrainer replaces."""
+
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+
+from penstock.errors import RunError
+
+_LIBRARIES = ("transformers", "accelerate")
+_METHODS = (
+    "create_accelerator_and_postprocess",
+    "training_step",
+    "prediction_step",
+    "create_optimizer",
+    "get_decay_parameter_names",
+    "save_model",
+    "_wrap_model",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_get_num_items_in_batch",
+    "_load_best_model",
+    "_move_model_to_device",
+)
+"""a Trainer that lacks one of them would go on without the Pipeline, and be wrong in silence"""
+
+
+def check_installed() -> None:
+    """Refuse to go on without the libraries, or with another Trainer than is known here."""
+    for name in _LIBRARIES:
+        if find_spec(name) is None:
+            raise RunError(f"penstock.hf needs {name}, which is not installed", hint='pip install "penstock[hf]"')
+    trainer = import_module("transformers").Trainer
+    lacking = [name for name in _METHODS if not hasattr(trainer, name)]
+    if lacking:
+        raise RunError(
+            "this version of transformers has another Trainer than penstock.hf knows",
+            installed=version("transformers"),
+            lacks=lacking[0],
+            hint='pip install "transformers>=5.22"',
+        )

@@ -1,0 +1,69 @@
+"""Stopping: a wish to end after the present step, by a signal to a rank or by a file beside the boards.
+
+The launcher of the ranks passes a wish on as a file, because signals to the ranks are how it ends them.
+"""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from penstock.processes.rank import board_directory
+
+_NAME = "stop"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Wish:
+    """Whether this rank was asked to stop; the ranks agree among themselves on when."""
+
+    def __init__(self, board: Path | None) -> None:
+        self._file = board / _NAME if board is not None else None
+        self._was_signalled = False
+
+    def __bool__(self) -> bool:
+        return self._was_signalled or (self._file is not None and self._file.exists())
+
+    def signalled(self) -> None:
+        """A signal came."""
+        self._was_signalled = True
+
+
+@contextmanager
+def wish_to_stop() -> Iterator[Wish]:
+    """On a rank: a first signal becomes a wish, a second one ends the process at once."""
+    wish = Wish(board_directory())
+
+    def once(number: int, frame: FrameType | None) -> None:
+        wish.signalled()
+        signal.signal(number, before[number] if callable(before[number]) else signal.SIG_DFL)
+
+    # One that is ignored stays so: a launcher that passes wishes on has its reasons.
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, once)
+    try:
+        yield wish
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def passing_on(board: Path, tell: Callable[[], None]) -> Iterator[None]:
+    """In the launcher: a first signal asks the ranks to stop after their step, a second one interrupts as usual."""
+
+    def once(number: int, frame: FrameType | None) -> None:
+        (board / _NAME).touch()
+        for each in _SIGNALS:
+            signal.signal(each, signal.default_int_handler)
+        tell()
+
+    before = {number: signal.signal(number, once) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

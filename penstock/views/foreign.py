@@ -1,0 +1,173 @@
+"""Foreign: a plan as the configuration that another tool reads, where that tool can do what the plan says."""
+
+import json
+import re
+from collections.abc import Callable
+
+from penstock.errors import PartitionError, PlanError
+from penstock.ir.placement import Placement
+from penstock.ir.plan import Plan
+
+_ELEMENT = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
+"""how the name of an element of the outermost list of modules begins"""
+
+
+def torchtitan(plan: Plan, csv: str) -> str:
+    """The TOML of torchtitan's `[parallelism]`; `csv` is the file with the order of actions.
+
+    Newer versions of it take the same names from Python and have `num_pp_microbatches` in the place of the size.
+    """
+    names = module_lists(plan)
+    for name in (name for stage in names for name in stage):
+        words = name.split(".")
+        if len(words) > 2 or (len(words) == 2 and not words[1].isdigit()):
+            hint = "--emit automodel, or a model whose layers are a list at its top, as those of torchtitan are"
+            raise PartitionError("torchtitan splits a model at its own children only", module=name, hint=hint)
+    lines = [
+        "[parallelism]",
+        f"pipeline_parallel_degree = {plan.num_ranks}",
+        f'pipeline_parallel_schedule = "{_schedule(plan)}"',
+        f"pipeline_parallel_schedule_csv = {json.dumps(csv)}",
+        f"pipeline_parallel_microbatch_size = {_samples(plan)}",
+        "module_fqns_per_model_part = [",
+        *(f"  {json.dumps(stage)}," for stage in names),
+        "]",
+        "",
+        "[training]",
+        f"local_batch_size = {_samples(plan) * plan.num_microbatches}",
+    ]
+    if _recomputes(plan):
+        lines += ["", "[activation_checkpoint]", 'mode = "full"']
+    return "\n".join(lines) + "\n"
+
+
+def automodel(plan: Plan, csv: str) -> str:
+    """The YAML of NeMo AutoModel's `distributed` section; `csv` is the file with the order of actions."""
+    lines = [
+        "distributed:",
+        "  strategy: fsdp2",
+        f"  pp_size: {plan.num_ranks}",
+        f"  activation_checkpointing: {json.dumps(_recomputes(plan))}",
+        "  pipeline:",
+        f"    pp_schedule: {_schedule(plan)}",
+        f"    pp_schedule_csv: {json.dumps(csv)}",
+        f"    pp_microbatch_size: {_samples(plan)}",
+        f"    pp_batch_size: {_samples(plan) * plan.num_microbatches}",
+        "    module_fqns_per_model_part:",
+        *(f"      - {json.dumps(stage)}" for stage in module_lists(plan)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+FOREIGN: dict[str, Callable[[Plan, str], str]] = {"torchtitan": torchtitan, "automodel": automodel}
+"""by the name of the tool"""
+
+
+def module_lists(plan: Plan) -> list[list[str]]:
+    """The names of the modules of every stage, with the cuts moved to where modules begin.
+
+    Refused where a cut is inside a module. What depends on inputs only is in every stage that runs it again.
+    """
+    home = _units(plan)
+    stages = list(home.values())
+    if stages == sorted(stages):
+        home = dict(zip(home, _filled(stages, plan.num_stages), strict=True))
+    lists = [[name for name, stage in home.items() if stage == own] for own in range(plan.num_stages)]
+    for stage, names in enumerate(lists):
+        if not names:
+            hint = "fewer stages: --stages-per-rank 1, or fewer --ranks"
+            nodes = ", ".join(plan.partition.stages[stage][:3])
+            raise PartitionError("a stage without a module to name", stage=stage, nodes=nodes, hint=hint)
+    again = {_unit(node.module): None for node in plan.graph.nodes if node.from_inputs and node.buffers}
+    return [[*names, *(name for name in again if name and name not in home)] for names in lists]
+
+
+def check_can_run(plan: Plan) -> None:
+    """Refuse what torch's pipelining, on which both tools are built, does not do."""
+    _check_edges(plan)
+    _check_tied(plan)
+
+
+def _units(plan: Plan) -> dict[str, int]:
+    """The modules that a list can name, in the order in which they are called, and the stage of each."""
+    found: dict[str, int] = {}
+    for node in plan.graph.nodes:
+        name, stage = _unit(node.module), plan.partition.stage_of(node.name)
+        if node.parameters and not name:
+            raise PartitionError(
+                "a parameter of the model itself is in no module that a list could name",
+                parameter=node.parameters[0],
+                hint="put it into a module of its own",
+            )
+        is_part = node.is_leaf or node.parameters or node.buffers or name != node.module
+        if not name or not is_part or node.from_inputs:
+            continue
+        if found.setdefault(name, stage) != stage:
+            raise PartitionError(
+                "a cut inside a module, which no list of names can express",
+                module=name,
+                stages=(found[name], stage),
+                hint="--partitioner uniform, or fewer stages",
+            )
+    return found
+
+
+def _filled(stages: list[int], num_stages: int) -> list[int]:
+    """The stages of modules in order, moved as little as gives every stage one: loss and reshaping are no modules."""
+    starts = [next((i for i, stage in enumerate(stages) if stage >= own), len(stages)) for own in range(num_stages)]
+    for own in range(1, num_stages):
+        starts[own] = max(starts[own], starts[own - 1] + 1)
+    for own in range(num_stages):
+        starts[own] = min(starts[own], len(stages) - num_stages + own)
+    return [sum(start <= i for start in starts) - 1 for i in range(len(stages))]
+
+
+def _unit(module: str) -> str:
+    """The element of a list that a module is part of, or the module itself."""
+    found = _ELEMENT.match(module)
+    return found[0] if found else module
+
+
+def _check_edges(plan: Plan) -> None:
+    for producer, consumer in plan.cuts.edges:
+        if consumer != producer + 1:
+            values = [c.values[0].name for c in plan.partition.crossings(plan.graph) if c.consumer == consumer]
+            raise PartitionError(
+                "a value skips a stage, which torch's pipelining cannot send",
+                value=values[0],
+                made_in_stage=producer,
+                read_in_stage=consumer,
+                hint="penstock train, which sends it directly",
+            )
+
+
+def _check_tied(plan: Plan) -> None:
+    stage_of = {name: plan.partition.stage_of(node.name) for node in plan.graph.nodes for name in node.parameters}
+    for names in plan.graph.tied:
+        if len(found := {stage_of[name] for name in names if name in stage_of}) > 1:
+            hint = "penstock train, which adds the gradients of both, or a model with weights of its own for each"
+            raise PartitionError("a tied parameter is in two stages", names=names, stages=sorted(found), hint=hint)
+
+
+def _schedule(plan: Plan) -> str:
+    """The name that gives the tool this placement; the order itself is in the CSV."""
+    ranks, placement = plan.num_ranks, plan.schedule.placement
+    depth, rest = divmod(plan.num_stages, ranks)
+    if not rest and placement == Placement.loop(ranks, depth):
+        return "1F1B" if depth == 1 else "Interleaved1F1B"
+    if placement == Placement.vee(ranks):
+        return "ZBVZeroBubble"
+    hint = "--stages-per-rank 1, or a schedule such as interleaved or zbv"
+    raise PlanError("stages lie on the ranks neither in a loop nor in a vee", placement=placement.ranks, hint=hint)
+
+
+def _samples(plan: Plan) -> int:
+    """Samples of a microbatch: the first dimension of the first input that has one."""
+    return next((value.spec.shape[0] for value in plan.graph.inputs if value.spec.shape), 1)
+
+
+def _recomputes(plan: Plan) -> bool:
+    chosen = plan.choices.recompute
+    if any(chosen) and not all(chosen):
+        raise PlanError("only some stages are computed again", stages=chosen, hint="--recompute none or full")
+    return all(chosen)

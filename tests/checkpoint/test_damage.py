@@ -1,0 +1,145 @@
+"""Whatever happens to the files of a checkpoint is found before any number changes."""
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.checkpoint.listing import verified
+from penstock.checkpoint.manifest import NAME, read_manifest
+from penstock.checkpoint.values import from_text, to_text
+from penstock.errors import CheckpointError, DamagedError
+from tests.checkpoint.trainings import Training, numbers, saved, the_plan
+
+ROUNDS = 200
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints."""
+    root = tmp_path_factory.mktemp("good")
+    saved(root, 1, 2)
+    return root
+
+
+@pytest.fixture(scope="module")
+def training() -> Training:
+    made = Training(the_plan(2), local=True)
+    made.losses(1)
+    return made
+
+
+def cut(newest: Path, rng: random.Random) -> None:
+    path = rng.choice(sorted(newest.iterdir()))
+    content = path.read_bytes()
+    path.write_bytes(content[: rng.randrange(len(content))])
+
+
+def swap(newest: Path, rng: random.Random) -> None:
+    one, other = rng.sample(sorted(newest.iterdir()), 2)
+    held = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(held)
+
+
+def remove(newest: Path, rng: random.Random) -> None:
+    rng.choice(sorted(newest.iterdir())).unlink()
+
+
+def flip(newest: Path, rng: random.Random) -> None:
+    path = rng.choice(sorted(newest.iterdir()))
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def edit(newest: Path, rng: random.Random) -> None:
+    text = (newest / NAME).read_text()
+    place = rng.choice([place for place, letter in enumerate(text) if letter.isalnum()])
+    (newest / NAME).write_text(text[:place] + rng.choice("0aX\n ") * (1 + rng.randrange(2)) + text[place + 1 :])
+
+
+DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (cut, swap, remove, flip, flip, edit)
+
+
+def worse(good: Path, target: Path, number: int) -> Path:
+    """A copy of which the newest checkpoint has some damage."""
+    shutil.copytree(good, target)
+    newest, rng = target / "step-000002", random.Random(number)
+    before = {path.name: path.read_bytes() for path in newest.iterdir()}
+    while before == {path.name: path.read_bytes() for path in newest.iterdir()}:  # a letter may have stayed the same
+        DAMAGES[number % len(DAMAGES)](newest, rng)
+    return target
+
+
+def test_damage_of_any_kind_is_found(good: Path, tmp_path: Path) -> None:
+    found = 0
+    for number in range(ROUNDS):
+        newer, older = verified(worse(good, tmp_path / str(number), number))
+        found += bool(newer.problem) and not older.problem
+        shutil.rmtree(tmp_path / str(number))
+    assert found == ROUNDS
+
+
+@pytest.mark.filterwarnings("ignore:newer checkpoints are damaged")
+@pytest.mark.parametrize("number", range(len(DAMAGES)))
+def test_the_checkpoint_before_a_damaged_one_is_taken(
+    number: int, good: Path, training: Training, tmp_path: Path
+) -> None:
+    assert training.pipe.load(worse(good, tmp_path / "worse", number), training.optimizer).step == 1
+
+
+def test_a_damaged_one_by_its_own_name_is_refused_and_changes_nothing(
+    good: Path, training: Training, tmp_path: Path
+) -> None:
+    shutil.copytree(good, tmp_path / "worse")
+    flip_in = tmp_path / "worse" / "step-000002" / "stage-001.safetensors"
+    content = flip_in.read_bytes()
+    flip_in.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    before = numbers(training)
+    with pytest.raises(DamagedError, match="not what was written"):
+        training.pipe.load(tmp_path / "worse" / "step-000002", training.optimizer)
+    assert all(torch.equal(one, other) for one, other in zip(before, numbers(training), strict=True))
+
+
+def forged(directory: Path, name: str) -> None:
+    """A manifest that names another file, with a digest that is right."""
+    manifest = read_manifest(directory)
+    files = {name if file == "plan.json" else file: record for file, record in manifest.files.items()}
+    path = directory / NAME
+    path.unlink()
+    path.write_bytes(type(manifest)(**{**vars(manifest), "files": files}).text())
+
+
+@pytest.mark.parametrize("name", ["../plan.json", "/etc/passwd", "in/plan.json", "..", "", "a\\b", NAME, "a\0b", ".x"])
+def test_a_manifest_that_leads_elsewhere_is_refused(name: str, good: Path, tmp_path: Path) -> None:
+    shutil.copytree(good / "step-000001", tmp_path / "one")
+    forged(tmp_path / "one", name)
+    with pytest.raises(DamagedError, match="no plain file beside it"):
+        read_manifest(tmp_path / "one")
+
+
+@pytest.mark.parametrize("name", [NAME, "plan.json", "stage-000.safetensors"])
+def test_links_are_refused(name: str, good: Path, training: Training, tmp_path: Path) -> None:
+    shutil.copytree(good / "step-000001", tmp_path / "one")
+    (tmp_path / "one" / name).unlink()
+    (tmp_path / "one" / name).symlink_to(good / "step-000001" / name)
+    with pytest.raises(DamagedError, match="link"):
+        training.pipe.load(tmp_path / "one")
+
+
+def test_a_linked_directory_is_no_checkpoint_of_the_shelf(good: Path, training: Training, tmp_path: Path) -> None:
+    shutil.copytree(good / "step-000001", tmp_path / "step-000001")
+    (tmp_path / "step-000009").symlink_to(good / "step-000002")
+    assert training.pipe.load(tmp_path).step == 1
+
+
+def test_a_newer_format_is_no_damage(good: Path, training: Training, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "new")
+    path = tmp_path / "new" / "step-000002" / NAME
+    path.write_bytes(to_text({**from_text(path.read_bytes(), path), "penstock_checkpoint": 2}))
+    with pytest.raises(CheckpointError, match="newer format"):
+        training.pipe.load(tmp_path / "new")

@@ -1,0 +1,220 @@
+"""Ranks save together and go on together: on any plan, with the numbers of a training that never stopped."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
+
+import penstock
+from penstock.checkpoint import draft
+from penstock.errors import PenstockError
+from penstock.ir.plan import Plan
+from tests.checkpoint.trainings import OPTIMIZERS, Training, the_plan
+from tests.runtime.models import chain, tied
+from tests.runtime.plans import BATCHES, chain_plan
+
+pytestmark = pytest.mark.gloo
+
+# Other numbers of ranks, other schedules, other cuts.
+WAY = (
+    the_plan(4, "1f1b"),
+    the_plan(2, "gpipe"),
+    the_plan(3, "zb_h1", partitioner="parameters"),
+    the_plan(1, "gpipe"),
+    the_plan(4, "1f1b", partitioner="parameters"),
+)
+
+
+def leg(plan: Plan, optimizer: str, root: str) -> tuple[list[float], Any]:
+    """Two steps from where the last leg ended."""
+    training = Training(plan, optimizer)
+    loaded = training.pipe.load(root, training.optimizer) if any(Path(root).iterdir()) else None
+    losses = training.losses(2)
+    training.save(root, position=training.pipe.num_steps)
+    return losses, loaded
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_plan_goes_on_from_what_any_plan_wrote(optimizer: str, pools: Any, tmp_path: Path) -> None:
+    losses: list[float] = []
+    for place, plan in enumerate(WAY):
+        found = pools[plan.num_ranks].run(leg, plan, optimizer, str(tmp_path))
+        assert all(each == found[0][0] for each, _ in found)
+        assert place == 0 or {loaded.position for _, loaded in found} == {2 * place}
+        losses += found[0][0]
+    assert losses == pytest.approx(Training(WAY[3], optimizer, local=True).losses(10), rel=1e-6)
+
+
+def interrupted(plan: Plan, root: str) -> tuple[list[float], list[float], Any, dict[str, int]]:
+    """Twenty losses after a save, and the same after a load into a pipeline without numbers; random numbers too."""
+    training = Training(plan)
+    torch.manual_seed(plan.num_ranks)
+    training.losses(3)
+    training.save(root)
+    expected = [*training.losses(20), float(torch.rand(()))]
+    with torch.device("meta"):
+        bare = tied()
+    again = Training(plan, model=bare)
+    loaded = again.pipe.load(root, again.optimizer)
+    sizes = {name: p.nbytes for name, p in again.pipe.state_dict().items()}
+    return expected, [*again.losses(20), float(torch.rand(()))], loaded, sizes
+
+
+def test_the_same_plan_goes_on_bit_by_bit_and_each_rank_reads_its_own(pools: Any, tmp_path: Path) -> None:
+    found = pools[2].run(interrupted, the_plan(2), str(tmp_path))
+    for rank, (expected, losses, loaded, sizes) in enumerate(found):
+        assert losses == expected
+        # Of the tied table, which both have, the first keeps it.
+        assert loaded.files == tuple(f"stage-{stage:03d}.safetensors" for stage in range(rank + 1))
+        assert loaded.num_tensors == len(sizes)
+    checked = sum(loaded.bytes_checked for *_, loaded, _ in found)
+    assert checked == sum(path.stat().st_size for path in tmp_path.glob("step-*/*") if path.stem != "manifest")
+
+
+def broken(plan: Plan, root: str, others: str, asynchronous: bool) -> tuple[list[str], list[float], Any]:
+    """What each rank hears if the second one has no room, and another directory; then it goes on and loads."""
+    training, said = Training(plan), []
+    training.losses(1)
+    training.save(root)
+    is_second = torch.distributed.get_rank() == 1
+
+    def heard(call: Any) -> None:
+        try:
+            call()
+            said.append("")
+        except PenstockError as error:
+            said.append(str(error))
+
+    training.losses(1)
+    full = OSError(28, "No space left on device")
+    with mock.patch.object(draft, "_written", side_effect=full if is_second else draft._written):
+        heard(lambda: training.save(root, asynchronous=asynchronous))
+        heard(training.pipe.wait_for_save)
+    heard(lambda: training.save(others if is_second else root))
+    heard(lambda: training.pipe.save(root, extra=print if not is_second else None))
+    losses = training.losses(1)
+    return said, losses, training.pipe.load(root, training.optimizer).step
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_error_of_one_rank_is_one_of_all_and_the_old_checkpoint_stays(
+    asynchronous: bool, pools: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "one").mkdir()
+    results = pools[2].run(broken, the_plan(2), str(tmp_path / "one"), str(tmp_path / "other"), asynchronous)
+    for said, _, step in results:
+        saving, waiting, apart, strange = said
+        assert "No space left" in (waiting if asynchronous else saving)
+        assert "does not reach the directory" in apart
+        assert "cannot hold" in strange
+        assert step == 1
+    assert results[0][1] == results[1][1]
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["step-000001"]
+
+
+def beside(plan: Plan, root: str) -> tuple[list[float], list[float], str]:
+    """Steps while a thread writes; then the files of a rank cannot be written, which the next step says."""
+    training = Training(plan)
+    training.losses(1)
+    training.save(root, asynchronous=True)
+    training.losses(2)
+    training.save(root, asynchronous=True, keep=1)
+    expected = training.losses(2)
+    training.pipe.wait_for_save()
+    training.pipe.load(root, training.optimizer)
+    losses = training.losses(2)
+    full = OSError(28, "No space left on device")
+    with mock.patch.object(draft, "_written", side_effect=full):
+        training.save(root, asynchronous=True)
+        training.pipe._saver._background.wait()
+    try:
+        training.losses(1)
+        said = ""
+    except PenstockError as error:
+        said = str(error)
+    training.losses(1)
+    return expected, losses, said
+
+
+def test_a_thread_writes_what_was_there_and_its_failure_is_loud_at_the_next_step(pools: Any, tmp_path: Path) -> None:
+    for expected, losses, said in pools[2].run(beside, the_plan(2), str(tmp_path)):
+        assert losses == expected
+        assert "No space left" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
+def passed_over(plan: Plan, root: str) -> tuple[int | None, list[str]]:
+    """Which checkpoint is read, and what is said about the others."""
+    training = Training(plan)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step = training.pipe.load(root, training.optimizer).step
+    return step, [str(one.message) for one in said if one.category is RuntimeWarning]
+
+
+def test_all_ranks_fall_back_to_the_same_checkpoint_and_say_so(pools: Any, tmp_path: Path) -> None:
+    training = Training(the_plan(2), local=True)
+    for _ in range(3):
+        training.losses(1)
+        training.save(tmp_path)
+    flip(tmp_path / "step-000003" / "stage-001.safetensors", -1)
+    (tmp_path / "step-000002" / "optimizer-000.json").unlink()
+    (first, said), (second, nothing) = pools[2].run(passed_over, the_plan(2), str(tmp_path))
+    assert first == second == 1
+    assert not nothing
+    assert "goes on from step-000001" in said[0]
+    assert "stage-001" in said[0]
+    assert "optimizer-000.json" in said[0]
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def copies(plan: Plan, root: str, shards: bool) -> tuple[list[float], list[float]]:
+    """Two replicas of two ranks, saved and loaded."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+
+    def sharded(stage: Any, mesh: Any) -> None:
+        if shards:
+            fully_shard(stage, mesh=mesh["dp"])
+
+    def made() -> tuple[penstock.Pipeline, torch.optim.Optimizer]:
+        pipe = penstock.Pipeline(chain(4), plan, loss_fn=mse_loss, mesh=mesh, parallelize_fn=sharded)
+        return pipe, OPTIMIZERS["adam"](pipe.parameters())
+
+    def losses(pipe: penstock.Pipeline, optimizer: torch.optim.Optimizer) -> list[float]:
+        found = []
+        for x, y in BATCHES[:2]:
+            optimizer.zero_grad()
+            found.append(float(pipe.step(x, target=y).loss))
+            optimizer.step()
+        return found
+
+    pipe, optimizer = made()
+    losses(pipe, optimizer)
+    pipe.save(root, optimizer)
+    expected = losses(pipe, optimizer)
+    again, other = made()
+    again.load(root, other)
+    return expected, losses(again, other)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_of_replicas_one_writes_and_all_go_on(shards: bool, pools: Any, tmp_path: Path) -> None:
+    plans = [chain_plan("interleaved", 2, 2, 2), chain_plan("interleaved", 1, 4, 2)]
+    results = pools[4].run(copies, plans[0], str(tmp_path), shards)
+    alone = penstock.Pipeline(chain(4), plans[1], loss_fn=mse_loss, local=True)
+    assert alone.load(tmp_path, OPTIMIZERS["adam"](alone.parameters())).step == 2
+    for expected, losses in results:
+        assert losses == expected
+        assert float(alone.eval(*BATCHES[0][:1], target=BATCHES[0][1]).loss) == pytest.approx(losses[0])
+    assert not list(tmp_path.glob("step-000002/random-002*"))

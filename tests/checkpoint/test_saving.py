@@ -1,0 +1,186 @@
+"""What lies in a directory after a save, and what does not."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import penstock
+from penstock.checkpoint.shelf import locked, tidy
+from penstock.errors import CheckpointError
+from penstock.ir.plan import Plan
+from tests.checkpoint.trainings import Training, saved, the_plan
+from tests.runtime.models import tied, token_loss
+from tests.runtime.plans import quick_plan
+
+
+def test_every_parameter_is_in_one_file_by_its_own_name(tmp_path: Path) -> None:
+    training = saved(tmp_path, 1)
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(tmp_path.glob("step-000001/stage-*.safetensors")):
+        with safe_open(path, framework="pt") as opened:
+            assert not set(opened.keys()) & set(found)
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    state = training.pipe.full_state_dict()
+    assert set(state) - set(found) == {"head.weight"}  # it is embed.weight
+    assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
+
+
+def test_only_the_owner_may_read(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        saved(tmp_path / "new", 1)
+    finally:
+        os.umask(old)
+    for path in (tmp_path / "new").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+
+
+def test_the_plan_is_kept_as_a_plan(tmp_path: Path) -> None:
+    training = saved(tmp_path, 1)
+    assert Plan.load(tmp_path / "step-000001" / "plan.json") == training.pipe.plan
+
+
+def test_older_ones_are_pruned_and_damaged_ones_do_not_count(tmp_path: Path) -> None:
+    training = saved(tmp_path, 1, 2, 3)
+    (tmp_path / "step-000002" / "manifest.json").unlink()
+    training.losses(1)
+    training.save(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_the_same_step_may_be_saved_again(tmp_path: Path) -> None:
+    training = saved(tmp_path, 1)
+    training.save(tmp_path, extra="again")
+    assert training.pipe.load(tmp_path).extra == "again"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_what_saves_that_never_ended_have_left_is_cleared_away(tmp_path: Path) -> None:
+    training = saved(tmp_path, 1)
+    (tmp_path / ".draft-step-000002-00000000").mkdir()
+    (tmp_path / "step-000001").rename(tmp_path / ".replaced-step-000001")
+    (tmp_path / ".draft-mine").mkdir()
+    assert training.pipe.load(tmp_path).step == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".draft-mine", "step-000001"]
+
+
+def test_a_draft_that_a_process_still_writes_stays(tmp_path: Path) -> None:
+    draft = tmp_path / ".draft-step-000002-00000000"
+    draft.mkdir()
+    lock = locked(draft)
+    assert tidy(tmp_path) == []
+    os.close(lock or 0)
+    assert tidy(tmp_path) == [draft.name]
+
+
+def test_whatever_is_given_comes_back(tmp_path: Path) -> None:
+    training = Training(the_plan(1, "gpipe"), local=True)
+    extra = {"a": [1, 2.5, None, True, "x"], "b": (float("inf"), {3: "c"}), "c": torch.arange(3), "d": torch.float16}
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(training.optimizer, [2, 2, 5])
+    training.losses(1)
+    scheduler.step()
+    training.save(tmp_path, extra=extra, position={"epoch": 1, "batch": 7}, scheduler=scheduler)
+    again = Training(the_plan(1, "gpipe"), local=True)
+    other = torch.optim.lr_scheduler.MultiStepLR(again.optimizer, [9])
+    loaded = again.pipe.load(tmp_path, again.optimizer, scheduler=other)
+    assert {**loaded.extra, "c": 0} == {**extra, "c": 0}
+    assert torch.equal(loaded.extra["c"], extra["c"])
+    assert loaded.position == {"epoch": 1, "batch": 7}
+    assert other.state_dict() == scheduler.state_dict()
+
+
+def test_the_scale_of_a_scaler_is_kept(tmp_path: Path) -> None:
+    scalers = [penstock.GradScaler(8.0), penstock.GradScaler(2.0)]
+    saving, loading = (
+        penstock.Pipeline(tied(), the_plan(1, "gpipe"), loss_fn=token_loss, local=True, scaler=scaler)
+        for scaler in scalers
+    )
+    saving.save(tmp_path)
+    loading.load(tmp_path)
+    assert scalers[1].scale == 8.0
+
+
+def test_random_numbers_go_on_unless_they_are_left_alone(tmp_path: Path) -> None:
+    training = saved(tmp_path, 1)
+    expected = torch.rand(3)
+    training.pipe.load(tmp_path, random_state=False)
+    assert not torch.equal(torch.rand(3), expected)
+    training.pipe.load(tmp_path)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def other_model(blocks: int) -> penstock.Pipeline:
+    x = torch.ones(4, 4, dtype=torch.float64)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(blocks))).double()
+    plan = quick_plan(model, (x,), ranks=1, microbatches=1, schedule="gpipe", loss_fn=nn.functional.mse_loss)
+    return penstock.Pipeline(model, plan, loss_fn=nn.functional.mse_loss, local=True)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
+    other_model(3).save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"unexpected: 2\.weight, 2\.bias"):
+        other_model(2).load(tmp_path)
+    with pytest.raises(CheckpointError, match="missing"):
+        other_model(4).load(tmp_path)
+
+
+def sgd(training: Training) -> torch.optim.Optimizer:
+    return torch.optim.SGD(training.pipe.parameters())
+
+
+def split_groups(training: Training) -> torch.optim.Optimizer:
+    first, *others = training.pipe.parameters()
+    return torch.optim.Adam([{"params": [first], "lr": 1.0}, {"params": others}])
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads", "said"),
+    [
+        (sgd, lambda t: t.optimizer, "another optimizer was saved"),
+        (split_groups, lambda t: t.optimizer, "groups with other options"),
+        (lambda t: None, lambda t: t.optimizer, "no optimizer was saved"),
+        (
+            lambda t: torch.optim.Adam(list(t.pipe.parameters())[:2]),
+            lambda t: t.optimizer,
+            "did not have all parameters",
+        ),
+    ],
+)
+def test_an_optimizer_that_does_not_fit_is_refused(saves, loads, said: str, tmp_path: Path) -> None:
+    training = Training(the_plan(1, "gpipe"), local=True)
+    training.pipe.save(tmp_path, saves(training))
+    with pytest.raises(CheckpointError, match=said):
+        training.pipe.load(tmp_path, loads(training))
+
+
+def test_groups_keep_their_options_by_parameter(tmp_path: Path) -> None:
+    training = Training(the_plan(1, "gpipe"), local=True)
+    training.pipe.save(tmp_path, split_groups(training))
+    first, *others = training.pipe.parameters()
+    turned = torch.optim.Adam([{"params": others}, {"params": [first]}, {"params": []}], lr=0.5)
+    training.pipe.load(tmp_path, turned)
+    assert [group["lr"] for group in turned.param_groups] == [1e-3, 1.0, 0.5]
+
+
+WRONG = {
+    "keep is a whole number": {"keep": 0},
+    "asynchronous is True or False": {"asynchronous": 1},
+    "one of torch.optim": {"optimizer": 3},
+    "not of this rank": {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
+    "cannot hold": {"extra": {"f": print}},
+    "written into a directory": {"path": 3},
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_what_cannot_be_saved_is_refused_and_leaves_nothing(said: str, tmp_path: Path) -> None:
+    training = Training(the_plan(1, "gpipe"), local=True)
+    with pytest.raises(CheckpointError, match=said):
+        training.pipe.save(**{"path": tmp_path / "new", **WRONG[said]})
+    assert list(tmp_path.iterdir()) == []

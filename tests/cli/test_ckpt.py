@@ -1,0 +1,114 @@
+"""ckpt: checkpoints listed, verified, shown and exported."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from tests.checkpoint.trainings import saved
+from tests.runtime.plans import quick_plan
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("shelf")
+    saved(root, 1, 2)
+    return root
+
+
+def damaged(shelf: Path, target: Path) -> Path:
+    """A copy whose newest checkpoint lacks the end of a file."""
+    shutil.copytree(shelf, target)
+    path = target / "step-000002" / "stage-001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    (target / ".draft-step-000003-00000000").mkdir()
+    return target
+
+
+def test_ls_lists_the_newest_first(shelf: Path, call: Any, tmp_path: Path) -> None:
+    rows = json.loads(call("ckpt", "ls", shelf, "--json").output)
+    assert [(row["name"], row["state"], row["ranks"]) for row in rows] == [
+        ("step-000002", "whole", 2),
+        ("step-000001", "whole", 2),
+    ]
+    shown = call("ckpt", "ls", damaged(shelf, tmp_path / "bad")).output
+    assert "another size" in shown
+    assert ".draft-step-000003-00000000 | " in shown
+    assert "half written" in shown
+
+
+def test_verify_ends_with_6_if_one_is_damaged_and_names_the_one_that_counts(
+    shelf: Path, call: Any, tmp_path: Path
+) -> None:
+    assert call("ckpt", "verify", shelf).exit_code == 0
+    result = call("ckpt", "verify", damaged(shelf, tmp_path / "bad"))
+    assert result.exit_code == 6
+    assert "step-000002: a file has another size" in result.output
+    assert "step-000001: good" in result.output
+    assert "goes on from step-000001" in result.output
+    told = json.loads(call("ckpt", "verify", shelf, "--json").output)
+    assert told["newest_good"] == "step-000002"
+
+
+def test_show_tells_what_a_checkpoint_holds(shelf: Path, call: Any) -> None:
+    told = json.loads(call("ckpt", "show", shelf / "step-000001", "--json").output)
+    assert (told["step"], told["optimizer"], told["tied"]) == (1, "Adam", [["embed.weight", "head.weight"]])
+    assert {"name": "mix", "file": "stage-000.safetensors", "type": "F64", "shape": "[4, 4]"} in told["tensors"]
+    assert "optimizer: Adam" in call("ckpt", "show", shelf).output
+
+
+@pytest.mark.parametrize("verb", ["ls", "verify", "show"])
+def test_what_is_no_checkpoint_ends_with_6(verb: str, call: Any, tmp_path: Path) -> None:
+    result = call("ckpt", verb, tmp_path / "nowhere")
+    assert result.exit_code == 6
+    assert "no such directory" in result.output
+
+
+def saved_llama(root: Path) -> Any:
+    """A tiny model of transformers, saved after a step."""
+    hf = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    config = hf.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)
+    model = hf.LlamaForCausalLM(config)
+    batch = {"input_ids": torch.arange(8).view(2, 4), "labels": torch.arange(8).view(2, 4)}
+    plan = quick_plan(model, (), batch, ranks=2, microbatches=2, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, local=True)
+    pipe.step(**batch)
+    torch.optim.SGD(pipe.parameters(), lr=0.5).step()
+    pipe.save(root)
+    return model.eval()
+
+
+def test_an_exported_model_is_loaded_by_from_pretrained_with_equal_outputs(call: Any, tmp_path: Path) -> None:
+    model = saved_llama(tmp_path / "run")
+    result = call("ckpt", "export", tmp_path / "run", "--hf", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    again = type(model).from_pretrained(tmp_path / "out").eval()
+    ids = torch.arange(6).view(1, 6)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert "already" in call("ckpt", "export", tmp_path / "run", "--hf", tmp_path / "out").output
+    given = call("ckpt", "export", tmp_path / "run", "--hf", tmp_path / "two", "--config", tmp_path / "out", "--json")
+    assert json.loads(given.stdout)["model"] == "LlamaForCausalLM"
+
+
+def test_without_a_configuration_nothing_is_exported(shelf: Path, call: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    result = call("ckpt", "export", shelf, "--hf", tmp_path / "out")
+    assert result.exit_code == 6
+    assert "--config PATH" in result.output
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    assert "no configuration" in call("ckpt", "export", shelf, "--hf", tmp_path / "out", "--config", tmp_path).output
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_verb_of_ckpt_has_help(call: Any) -> None:
+    for verb in ("ls", "verify", "show", "export"):
+        result = call("ckpt", verb, "--help")
+        assert result.exit_code == 0
+        assert "--json" in result.output
+    assert "export" in call("ckpt").output

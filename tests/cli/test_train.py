@@ -1,0 +1,199 @@
+"""train: a model of the user's trained on processes, a line per step, and the mistakes that users make."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from penstock.ir.run import Run
+
+FILE = """\
+import torch
+from torch import nn
+from torch.nn import functional
+
+def build():
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), torch.ones(8, 4)
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        yield torch.randn(8, 4, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+
+def forever():
+    while True:
+        yield torch.ones(8, 4), torch.zeros(8, dtype=torch.long)
+
+def inputs_alone():
+    yield torch.ones(8, 4)
+
+def none():
+    return iter(())
+
+def number():
+    return 7
+
+def broken():
+    yield torch.ones(8, 4), torch.zeros(8, dtype=torch.long)
+    raise KeyError("page 3")
+
+def spoilt():
+    while True:
+        yield torch.full((8, 4), float("inf")), torch.zeros(8, dtype=torch.long)
+
+def loss(output, target):
+    return functional.cross_entropy(output, target)
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+def no_optimizer(parameters):
+    return list(parameters)
+
+def broken_optimizer(parameters):
+    raise KeyError("groups")
+"""
+TRAIN = ("train", "model.py:build", "--ranks", "2", "--microbatches", "4", "--schedule", "1f1b", "--budget", "0")
+GOOD = (*TRAIN, "--data", "model.py:batches", "--loss", "cross_entropy", "--optimizer", "sgd", "--lr", "0.1")
+MISTAKES = {
+    "no such data function": ((*TRAIN, "--data", "model.py:batchs"), 2, "did you mean batches?"),
+    "no such loss": ((*GOOD, "--loss", "cross"), 2, "try: cross_entropy"),
+    "no such optimizer": ((*GOOD, "--optimizer", "adamm"), 2, "try: adamw"),
+    "an optimizer that is none": (
+        (*GOOD, "--optimizer", "model.py:no_optimizer"),
+        5,
+        "the function does not return an optimizer (function: no_optimizer, got: list)",
+    ),
+    "an optimizer that breaks": ((*GOOD, "--optimizer", "model.py:broken_optimizer"), 5, "KeyError: 'groups'"),
+    "an optimizer that refuses": ((*GOOD, "--optimizer", "sparseadam", "--lr", "0"), 5, "SparseAdam cannot be made"),
+    "a rate that is no number": ((*GOOD, "--lr", "nan"), 2, "try: --lr 1e-3"),
+    "a norm below zero": ((*GOOD, "--clip", "-1"), 2, "try: --clip 1.0"),
+    "no steps": ((*GOOD, "--steps", "0"), 2, "--steps"),
+    "a plan that is no file": ((*GOOD, "--plan", "plan.json"), 2, "plan.json"),
+    "a loss and no target": ((*GOOD, "--data", "model.py:inputs_alone"), 5, "try: yield inputs, target"),
+    "no loss at all": ((*TRAIN, "--data", "model.py:inputs_alone"), 5, "--loss"),
+    "no batches": ((*GOOD, "--data", "model.py:none"), 5, "there are no batches to train on"),
+    "data that is none": ((*GOOD, "--data", "model.py:number"), 5, "the data function does not return batches"),
+    "data that breaks": ((*GOOD, "--data", "model.py:broken"), 5, "KeyError: 'page 3'"),
+    "numbers that are none": ((*GOOD, "--data", "model.py:spoilt"), 5, "3 steps in a row: "),
+    "a file in the place of the directory": ((*GOOD, "--out", "model.py"), 2, "a file stands where"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _file(written: Callable[[str, str], Path]) -> None:
+    written("model.py", FILE)
+
+
+def plain_losses() -> list[float]:
+    """Of the same training in one process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(6):
+        x, y = torch.randn(8, 4, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_it_trains_like_one_process_and_keeps_the_run(call, tmp_path: Path) -> None:
+    result = call(*GOOD, "--clip", "0.5", "--out", "run")
+    assert result.exit_code == 0, result.output
+    run = Run.load(tmp_path / "run" / "run.json")
+    assert run.losses == pytest.approx(plain_losses(), rel=1e-6)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "plan.json",
+        "run.json",
+        "trace.json.gz",
+        "report.html",
+    }
+
+
+def test_loss_and_optimizer_may_be_functions_of_the_user(call, tmp_path: Path) -> None:
+    own = ("--loss", "model.py:loss", "--optimizer", "model.py:optimizer", "--clip", "0.5", "--steps", "2")
+    assert call(*TRAIN, "--data", "model.py:batches", *own, "--out", "run").exit_code == 0
+    assert Run.load(tmp_path / "run" / "run.json").losses == pytest.approx(plain_losses()[:2], rel=1e-6)
+
+
+@pytest.mark.parametrize(("arguments", "code", "text"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_message(call, arguments: tuple[str, ...], code: int, text: str) -> None:
+    result = call(*arguments)
+    assert text in result.output
+    assert "Traceback" not in result.output
+    assert result.exit_code == code
+
+
+def test_under_torchrun_a_plan_is_needed(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    result = call(*GOOD)
+    assert "every rank needs the same plan" in result.output
+    assert result.exit_code == 2
+
+
+def test_under_torchrun_every_process_is_a_rank(call, tmp_path: Path) -> None:
+    plan = ("plan", "model.py:build", "--ranks", "2", "--microbatches", "4", "--schedule", "1f1b", "--budget", "0")
+    assert call(*plan, "--out", "plan.json").exit_code == 0
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "penstock",
+    ]
+    options = ("--plan", "plan.json", "--clip", "0.5", "--steps", "2", "--out", "run", "--json")
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([*torchrun, *GOOD, *options], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == [0, 1]
+    assert Run.load(tmp_path / "run" / "run.json").losses == pytest.approx(plain_losses()[:2], rel=1e-6)
+
+
+def started(tmp_path: Path, *arguments: str) -> "subprocess.Popen[str]":
+    """The command as a user starts it."""
+    command = [sys.executable, "-m", "penstock", *arguments]
+    return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_ctrl_c_stops_all_ranks_after_the_same_step_and_keeps_what_was_done(tmp_path: Path) -> None:
+    process = started(tmp_path, *GOOD, "--data", "model.py:forever", "--out", "run", "--json")
+    assert process.stdout is not None
+    lines = [json.loads(process.stdout.readline()) for _ in range(3)]
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    steps = [json.loads(line)["step"] for line in out.splitlines()]
+    assert "stopping after this step" in err
+    run = Run.load(tmp_path / "run" / "run.json")
+    assert [figures.step for figures in run.steps] == [line["step"] for line in lines] + steps
+
+
+def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    process = started(tmp_path, *GOOD, "--data", "model.py:forever", "--out", "run", "--json")
+    assert process.stdout is not None
+    process.stdout.readline()
+    os.kill(process.pid, signal.SIGSTOP)  # both signals are there when it goes on
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    os.kill(process.pid, signal.SIGCONT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert list((tmp_path / "run").iterdir()) == []

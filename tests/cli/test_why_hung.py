@@ -1,0 +1,41 @@
+"""why-hung: the notes of the ranks of a run, joined to an answer."""
+
+import json
+from pathlib import Path
+
+from penstock.ir.action import Forward, Recv
+from penstock.ir.code import encode
+from penstock.processes.board import Board
+
+
+def noted(run: Path) -> None:
+    """Rank 1 waits for what rank 0, which is still in its forward, has not sent."""
+    boards = [Board.create(run / "board", rank, 2) for rank in range(2)]
+    boards[0].working(7, code_of(Forward(0, 3)))
+    boards[1].waiting(7, code_of(Recv(1, 3, 0)), 0)
+
+
+def code_of(action: Forward | Recv) -> int:
+    return int(encode([action])[0])
+
+
+def test_it_says_which_rank_the_others_wait_for(call, tmp_path: Path) -> None:
+    noted(tmp_path / "run")
+    first, second = call("why-hung", "run").stdout.splitlines()
+    assert first.startswith("rank 0: did not move, working on 0F3 of step 7 for ")
+    assert second.startswith("rank 1: waiting for 1RECV_F3 of step 7 from rank 0 for ")
+
+
+def test_programs_get_the_notes_themselves(call, tmp_path: Path) -> None:
+    noted(tmp_path / "run")
+    found = json.loads(call("why-hung", "run", "--json").stdout)
+    assert [(each["rank"], each["state"], each["step"], each["peer"]) for each in found] == [
+        (0, "working", 7, None),
+        (1, "waiting", 7, 0),
+    ]
+
+
+def test_a_directory_without_notes_is_refused(call) -> None:
+    result = call("why-hung", "nothing")
+    assert result.exit_code == 2
+    assert "no rank has noted anything there (directory: nothing/board)" in result.output

@@ -1,0 +1,189 @@
+"""What a PipelineTrainer refuses, shows and does inside one process."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from accelerate.state import PartialState
+
+import penstock
+from penstock.errors import PlanError, RunError
+from penstock.hf import PipelineTrainer, installed
+from tests.hf import runs
+from tests.runtime.plans import quick_plan
+
+REFUSED = [
+    ({"fp16_full_eval": True}, "fp16_full_eval"),
+    ({"bf16": True}, "bf16"),
+    ({"gradient_checkpointing": True}, "recompute"),
+    ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+    ({"torch_compile": True}, "torch_compile"),
+    ({"push_to_hub": True}, "push_to_hub"),
+    ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+    ({"optim": "lomo"}, "adamw_torch"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED, ids=[next(iter(given)) for given, _ in REFUSED])
+def test_a_setting_that_would_not_be_followed_is_refused(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=said):
+        runs.made(PipelineTrainer, tmp_path, given, local=True)
+
+
+@pytest.mark.parametrize("name", ["compute_loss_func", "optimizers", "model_init", "colour"])
+def test_an_argument_that_would_not_be_used_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="PipelineTrainer"):
+        runs.made(PipelineTrainer, tmp_path, {}, local=True, **{name: "something"})
+
+
+def test_a_loss_that_would_not_be_called_is_refused(tmp_path: Path) -> None:
+    class Own(PipelineTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    with pytest.raises(RunError, match="compute_loss is not called"):
+        runs.made(Own, tmp_path, {}, local=True)
+
+
+def test_a_stream_of_data_needs_a_plan(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return iter(runs.samples(8))
+
+    with pytest.raises(PlanError, match=r"plan=penstock\.plan"):
+        runs.made(PipelineTrainer, tmp_path, {}, local=True, ranks=2, train_dataset=Stream())
+
+
+def test_where_to_run_must_be_said(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="ranks=2"):
+        runs.made(PipelineTrainer, tmp_path, {}, local=True)
+    with pytest.raises(RunError, match=r"penstock\.launch"):
+        runs.made(PipelineTrainer, tmp_path, {})
+
+
+def local(directory: Path, given: dict[str, Any], **others: Any) -> Any:
+    plan = runs.plan_for(others["model"]) if "model" in others else runs.the_plan()
+    return runs.made(PipelineTrainer, directory, given, plan=plan, local=True, **others)
+
+
+def test_a_plan_that_is_searched_for_leaves_no_trace_in_the_order_of_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.hf.trainer.planned", lambda model, **given: quick_plan(model, **given))
+    given = {"microbatches": 2, "schedule": "1f1b", "ranks": 2, "local": True}
+    found = runs.trained(runs.made(PipelineTrainer, tmp_path, {"max_steps": 2}, **given))
+    assert list(runs.differences(runs.trained(runs.made(hf.Trainer, tmp_path, {"max_steps": 2})), found)) == []
+
+
+def test_resuming_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"trainer\.pipe\.load"):
+        local(tmp_path, {}).train(resume_from_checkpoint=True)
+
+
+def broken() -> Any:
+    made = runs.model()
+    with torch.no_grad():
+        made.model.norm.weight.fill_(math.inf)
+    return made
+
+
+def test_a_loss_that_is_no_number_stops_the_run_or_is_logged(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="not a finite number"):
+        local(tmp_path, {}, model=broken()).train()
+    going_on = local(tmp_path, {"max_steps": 1}, model=broken(), options=penstock.RunOptions(nonfinite="ignore"))
+    logs, _ = runs.trained(going_on)
+    assert math.isnan(logs[0]["loss"])
+
+
+def test_the_mean_of_batches_that_accumulate_is_that_of_a_plain_trainer(tmp_path: Path) -> None:
+    # 6 batches an epoch in groups of 4 and 2, of a model that knows no number of tokens.
+    given = {"gradient_accumulation_steps": 4, "max_steps": 4, "learning_rate": 0.01}
+    expected = runs.trained(runs.made(hf.Trainer, tmp_path, given, model=runs.Plain()))
+    found = runs.trained(local(tmp_path, given, model=runs.Plain()))
+    assert list(runs.differences(expected, found)) == []
+
+
+def test_a_model_of_the_users_own_is_saved_by_name(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    trainer = local(tmp_path, {}, model=runs.Plain())
+    trainer.save_model(str(tmp_path / "saved"))
+    state = load_file(tmp_path / "saved" / "model.safetensors")
+    assert all(torch.equal(tensor, state[name]) for name, tensor in runs.Plain().state_dict().items())
+
+
+def test_the_best_model_is_found_also_where_transformers_has_renamed_tensors(tmp_path: Path) -> None:
+    sizes = {"vocab_size": runs.VOCABULARY, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    model = hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**sizes, num_hidden_layers=2))
+    trainer = local(tmp_path, {}, model=model)
+    trainer.save_model(str(tmp_path / "best"))
+    before = trainer.pipe.full_state_dict()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    trainer.state.best_model_checkpoint = str(tmp_path / "best")
+    trainer._load_best_model()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.pipe.full_state_dict().items())
+
+
+def test_an_adapter_of_peft_is_trained_and_saved_as_by_a_plain_trainer(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        base = runs.model()
+        return peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).double()
+
+    given = {"max_steps": 2}
+    model = adapted()
+    trainer = runs.made(PipelineTrainer, tmp_path, given, model=model, plan=runs.plan_for(model), local=True)
+    found = runs.trained(trainer)
+    assert list(runs.differences(runs.trained(runs.made(hf.Trainer, tmp_path, given, model=adapted())), found)) == []
+    trainer.save_model(str(tmp_path / "adapter"))
+    back, ids = peft.PeftModel.from_pretrained(runs.model(), tmp_path / "adapter"), runs.samples(1)[0]["input_ids"]
+    torch.testing.assert_close(back.double().eval()(ids[None]).logits, model.eval()(ids[None]).logits)
+
+
+def test_what_the_user_gave_is_left_as_it_was(tmp_path: Path) -> None:
+    given = runs.settings(tmp_path)
+    model = runs.model()
+    trainer = PipelineTrainer(model, given, train_dataset=runs.samples(4), plan=runs.the_plan(), local=True)
+    assert given.logging_nan_inf_filter
+    assert not trainer.args.logging_nan_inf_filter
+    assert not given.save_only_model
+
+
+def test_predictions_are_those_of_the_model(tmp_path: Path) -> None:
+    trainer = local(tmp_path, {})
+    found = trainer.predict([{"input_ids": sample["input_ids"]} for sample in runs.samples(3)])
+    expected = runs.model().eval()(torch.stack([sample["input_ids"] for sample in runs.samples(3)])).logits
+    torch.testing.assert_close(torch.tensor(found.predictions), expected.detach())
+
+
+def test_to_accelerate_a_rank_is_the_only_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = runs.settings(tmp_path)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    model = runs.model()
+    trainer = PipelineTrainer(model, given, train_dataset=runs.samples(4), plan=runs.the_plan(), local=True)
+    assert (trainer.accelerator.num_processes, PartialState().num_processes) == (1, 1)
+
+
+def test_workers_that_load_data_are_seeded_alike_on_every_rank(tmp_path: Path) -> None:
+    trainer = local(tmp_path, {})
+    trainer.args.distributed_state.process_index = 1
+    assert trainer.get_train_dataloader().worker_init_fn.keywords["rank"] == 0
+    assert trainer.args.process_index == 1
+
+
+def test_a_trainer_of_another_kind_is_not_taken_for_the_one_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(hf.Trainer, "_clip_grad_norm")
+    with pytest.raises(RunError, match="_clip_grad_norm"):
+        installed.check_installed()
+
+
+def test_without_transformers_the_way_to_get_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    with pytest.raises(RunError, match=r"penstock\[hf\]"):
+        installed.check_installed()

@@ -1,0 +1,165 @@
+"""Foreign: what of a plan other tools can be told, and what is refused."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import PartitionError, PlanError
+from penstock.ir.device_speed import DeviceSpeed
+from penstock.ir.partition import Partition
+from penstock.ir.plan import Plan
+from penstock.views.foreign import automodel, check_can_run, module_lists, torchtitan
+
+
+class Net(nn.Module):
+    """A list of layers whose parts are visible when it is opened, and glue behind the head."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(4, 4)
+        if tied:
+            self.head.weight = self.layers[0][0].weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).exp().square()
+
+
+class Skip(Net):
+    """The first layer feeds the head directly."""
+
+    def forward(self, x):
+        first = self.layers[0](x)
+        return self.head(self.layers[3](self.layers[2](self.layers[1](first))) + first)
+
+
+class Own(Net):
+    """A parameter that is in no module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def planned(model: nn.Module, schedule: str, ranks: int = 2) -> Plan:
+    options = {"schedule": schedule, "partitioner": "uniform", "speed": DeviceSpeed(1e12, 1e11)}
+    return penstock.plan(model, (torch.ones(6, 4),), ranks=ranks, microbatches=3, **options)
+
+
+@cache
+def plan(schedule: str = "1f1b") -> Plan:
+    return planned(Net(), schedule)
+
+
+def cut(*stages: tuple[str, ...]) -> Plan:
+    """The plan of a model that was opened, cut as given."""
+    graph = penstock.capture(Net(), (torch.ones(2, 4),), depth=3).graph
+    names = [node.name for node in graph.nodes]
+    cuts = [0, *(names.index(first) for first, *_ in stages), len(names)]
+    partition = Partition(tuple(tuple(names[a:b]) for a, b in pairwise(cuts)))
+    return replace(plan(), graph=graph, partition=partition)
+
+
+def test_every_stage_is_its_modules_in_order() -> None:
+    lists = module_lists(plan())
+    assert [name for names in lists for name in names] == ["layers.0", "layers.1", "layers.2", "layers.3", "head"]
+    assert len(lists) == 2
+
+
+def test_parts_of_a_layer_go_by_the_name_of_the_layer() -> None:
+    assert module_lists(cut(("layers.2.0",))) == [["layers.0", "layers.1"], ["layers.2", "layers.3", "head"]]
+
+
+def test_a_stage_without_modules_gets_the_nearest_one() -> None:
+    found = cut(("/exp",))
+    assert module_lists(found) == [["layers.0", "layers.1", "layers.2", "layers.3"], ["head"]]
+
+
+def test_a_cut_inside_a_layer_is_refused() -> None:
+    with pytest.raises(PartitionError, match=r"a cut inside a module.*module: layers.1, stages: \(0, 1\)"):
+        module_lists(cut(("layers.1.1",)))
+
+
+def test_fewer_modules_than_stages_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    graph = penstock.capture(nn.ModuleList([model])[0], (torch.ones(2, 4),)).graph
+    found = replace(plan())
+    object.__setattr__(found, "graph", graph)
+    object.__setattr__(found, "partition", Partition((tuple(node.name for node in graph.nodes), ("nothing",))))
+    with pytest.raises(PartitionError, match="a stage without a module to name"):
+        module_lists(found)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name"),
+    [("1f1b", "1F1B"), ("gpipe", "1F1B"), ("interleaved", "Interleaved1F1B"), ("zbv", "ZBVZeroBubble")],
+)
+def test_the_name_gives_the_placement(schedule: str, name: str) -> None:
+    assert f"pp_schedule: {name}\n" in automodel(plan(schedule), "s.csv")
+
+
+def test_stages_in_neither_loop_nor_vee_are_refused() -> None:
+    own = penstock.Schedule.from_csv("1F0,1F1,1F2,1B0,1B1,1B2\n0F0,0B0,0F1,0B1,0F2,0B2\n")
+    with pytest.raises(PlanError, match="neither in a loop nor in a vee"):
+        torchtitan(replace(plan(), schedule=own), "s.csv")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"), [((True, True), 'mode = "full"'), ((False, False), "local_batch_size = 6")]
+)
+def test_all_stages_or_none_are_computed_again(chosen: tuple[bool, ...], words: str) -> None:
+    found = replace(plan(), choices=replace(plan().choices, recompute=chosen))
+    assert words in torchtitan(found, "s.csv")
+    assert f"activation_checkpointing: {str(chosen[0]).lower()}\n" in automodel(found, "s.csv")
+
+
+def test_some_stages_computed_again_are_refused() -> None:
+    with pytest.raises(PlanError, match="only some stages are computed again"):
+        automodel(replace(plan(), choices=replace(plan().choices, recompute=(True, False))), "s.csv")
+
+
+def test_a_chain_can_run() -> None:
+    check_can_run(plan("zbv"))
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "words"),
+    [
+        (Net(tied=True), 2, "a tied parameter is in two stages"),
+        (Skip(), 3, "a value skips a stage"),
+    ],
+)
+def test_what_the_tools_cannot_run_is_refused(model: nn.Module, ranks: int, words: str) -> None:
+    with pytest.raises(PartitionError, match=words):
+        check_can_run(planned(model, "1f1b", ranks))
+
+
+def test_a_parameter_outside_of_modules_is_refused() -> None:
+    with pytest.raises(PartitionError, match=r"in no module that a list could name \(parameter: scale\)"):
+        module_lists(planned(Own(), "1f1b"))
+
+
+class Outer(nn.Module):
+    """A model inside another, as Hugging Face has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Net()
+
+    def forward(self, x):
+        return self.model(x)
+
+
+def test_torchtitan_is_not_told_of_modules_inside_others() -> None:
+    with pytest.raises(PartitionError, match=r"at its own children only \(module: model.layers.0"):
+        torchtitan(planned(Outer(), "1f1b"), "s.csv")
