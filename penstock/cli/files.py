@@ -10,6 +10,9 @@ from typing import Any
 
 from penstock.errors import FormatError, PenstockError
 
+ORDERS = (".csv", ".txt", "")
+"""what the names of files with orders end in"""
+
 
 def read_noun(path: Path) -> Any:
     """The noun of a JSON document, or the Schedule or Program of a CSV or plain text."""
@@ -23,6 +26,9 @@ def read_noun(path: Path) -> Any:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise FormatError("cannot read the file", file=path, reason=reason, hint=_instead(path)) from None
+    if not is_json and path.suffix.lower() not in ORDERS:
+        hint = "JSON that penstock wrote, or orders in a file that ends in .csv"
+        raise FormatError("neither JSON nor orders", file=path, hint=hint)
     try:
         return codec.load(path) if is_json else _read_orders(path)
     except FormatError as error:
