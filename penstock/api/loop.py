@@ -71,7 +71,8 @@ Tell = Callable[[StepReport], None]
 def train(pipe: Pipeline, batches: Iterable[Any], optimizer: Any, recipe: Recipe, tell: Tell) -> Run:
     """Train until batches or steps end, or a rank is asked to stop; then all ranks stop after the same step.
 
-    A step whose numbers are not finite is left out if the options of the pipeline say so; several in a row end it.
+    The first rank tells every step. One whose numbers are not finite is left out, if the options of the pipeline say
+    so; several in a row end it.
     """
     steps: list[StepFigures] = []
     taken, num_skipped = None, 0
@@ -84,7 +85,8 @@ def train(pipe: Pipeline, batches: Iterable[Any], optimizer: Any, recipe: Recipe
             steps.append(taken.figures)
             if taken.trace is not None:
                 recent.append(taken.trace)
-            tell(_report(steps, recipe.steps, call, taken, int(memory)))
+            if pipe.is_first:
+                tell(_report(steps, recipe.steps, call, taken, int(memory)))
             num_skipped = num_skipped + 1 if taken.skipped else 0
             if num_skipped == MOST_SKIPPED:
                 hint = "a lower learning rate, clipping, or a look at the batch"

@@ -128,6 +128,11 @@ class Pipeline:
         self._meeting.close()
         return norm
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks for all: the first of the first replica."""
+        return self._part.crew.rank == 0 and self._part.crew.replica == 0
+
     def largest(self, *values: float) -> tuple[float, ...]:
         """The largest of each value over all ranks, at most four, on every rank: such as whether one wants to stop."""
         if len(values) > MOST_FIGURES:

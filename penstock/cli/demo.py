@@ -1,6 +1,5 @@
 """demo: a small GPT measured, planned, proven, trained on local processes, checked, and shown in a report."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typer import Option
 from penstock.cli.demo_schedules import Out, compare_schedules
 from penstock.cli.options import AsJson
 from penstock.cli.outcome import RUN_FAILED, failed
+from penstock.cli.plan import Machine
 from penstock.cli.run_files import check_directory, write_run
 from penstock.cli.screen import look, note, print_json
 from penstock.cli.step_line import step_line
@@ -112,10 +112,9 @@ def _planned(ranks: int, say: Say) -> "Plan":
     tokens, _ = next(batches(SIZES, 1))
     count = f"{sum(value.numel() for value in whole.parameters()):,}"
     say(f"a GPT of {SIZES.layers} blocks and {count} parameters; a batch is {len(tokens)} x {SIZES.length} letters")
-    cores = os.cpu_count() or 1
-    cluster = penstock.Cluster(ranks, cores=cores if cores < ranks else None)
+    cluster = Machine.here(ranks).cluster(ranks)
     if cluster.cores:
-        say(f"{ranks} ranks share {counted(cores, 'core')} here, and are planned and predicted so")
+        say(f"{ranks} ranks share {counted(cluster.cores, 'core')} here, and are planned and predicted so")
     plan = penstock.plan(
         whole, (tokens,), ranks=cluster, microbatches=SIZES.microbatches, budget_seconds=SEARCH_SECONDS
     )

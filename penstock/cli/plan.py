@@ -55,6 +55,12 @@ class Machine:
         Option(min=1, metavar="N", help="Ranks that compute at once, as processes of one machine; else all."),
     ] = None
 
+    @classmethod
+    def here(cls, ranks: int) -> "Machine":
+        """This one: its cores are shared where the ranks are more."""
+        cores = os.cpu_count() or 1
+        return cls(cores=cores if cores < ranks else None)
+
     @property
     def speed(self) -> "DeviceSpeed | None":
         """The device to estimate for; None for this one."""

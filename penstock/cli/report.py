@@ -7,6 +7,7 @@ from typer import Argument, Option
 
 from penstock.cli.files import check_targets, read_noun, write
 from penstock.cli.options import AsJson
+from penstock.cli.run_files import PLAN, RUN
 from penstock.cli.screen import note, print_json
 from penstock.errors import FormatError
 
@@ -19,7 +20,7 @@ Source = Annotated[
     Path, Argument(metavar="SOURCE", help="The JSON of a plan or a run, or the directory that a training wrote.")
 ]
 Out = Annotated[Path, Option(metavar="FILE", help="Write the report here.")]
-NAMES = ("run.json", "plan.json")
+NAMES = (RUN, PLAN)
 """what is looked for in a directory, in this order"""
 
 

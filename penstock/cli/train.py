@@ -71,7 +71,7 @@ def _plan(job: Job, wishes: Wishes, file: Path | None) -> "Plan":
     if _is_rank():
         hint = "penstock plan MODEL --out plan.json, then torchrun ... -m penstock train MODEL --plan plan.json"
         raise PenstockError("under torchrun every rank needs the same plan", hint=hint)
-    return planned(job.model, wishes, Machine(), job.example)
+    return planned(job.model, wishes, Machine.here(wishes.ranks), job.example)
 
 
 def _is_rank() -> bool:
@@ -84,7 +84,7 @@ def _launched(job: Job, plan: "Plan", out: Path | None) -> "Run":
     from penstock.processes.launch import launch
     from penstock.processes.stopping import passing_on
 
-    if plan.num_ranks > (cores := os.cpu_count() or 1):
+    if plan.cluster.cores is None and (cores := Machine.here(plan.num_ranks).cores) is not None:
         note(f"{plan.num_ranks} ranks share {cores} cores: steps take longer than predicted")
     with _board(out) as board, passing_on(board, lambda: note("stopping after this step; ctrl-c again stops at once")):
         try:

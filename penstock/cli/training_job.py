@@ -77,10 +77,8 @@ def work(job: Job, plan: "Plan") -> str:
         pipe = Pipeline(build.model, plan, loss_fn=loss_fn, options=RunOptions(seed=job.how.seed, nonfinite="skip"))
         optimizer = enter(optimizer_of(job))(pipe.parameters())
         batches = enter(batches_of(job.how.data))
-        is_first = torch.distributed.get_rank() == 0
         recipe = Recipe(job.how.steps, job.how.clip, loss_fn is not None)
-        tell = _teller(plan, job.as_json, out) if is_first else _silent
-        return codec.to_json(train(pipe, batches, optimizer, recipe, tell))
+        return codec.to_json(train(pipe, batches, optimizer, recipe, _teller(plan, job.as_json, out)))
 
 
 @contextmanager
@@ -177,7 +175,3 @@ def _teller(plan: "Plan", as_json: bool, out: TextIO) -> "Callable[[StepReport],
         typer.echo(line, file=out)
 
     return tell
-
-
-def _silent(report: "StepReport") -> None:
-    """Only the first rank speaks."""

@@ -36,10 +36,9 @@ def on_rank(plan: Plan, steps: int, tell: Callable[[StepReport], None]) -> Train
     """Train this rank's stages."""
     pipe = Pipeline(model(), plan, loss_fn=loss)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=RATE, eps=EPSILON)
-    is_first = torch.distributed.get_rank() == 0
     recipe = Recipe(steps, CLIP, has_loss_fn=True)
-    run = train(pipe, batches(SIZES, steps), optimizer, recipe, tell if is_first else _silent)
-    text = codec.to_json(run) if is_first else ""
+    run = train(pipe, batches(SIZES, steps), optimizer, recipe, tell)
+    text = codec.to_json(run) if pipe.is_first else ""
     return Trained(text, list(run.losses), {name: value.detach() for name, value in pipe.named_parameters()})
 
 
@@ -68,7 +67,3 @@ def largest_difference(ranks: list[Trained], plain: Trained) -> float:
 
 def _apart(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
-
-
-def _silent(report: StepReport) -> None:
-    """Only the first rank speaks."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock import Plan
+from penstock.cli.plan import Machine
 from penstock.ir import codec
 
 FILE = """\
@@ -59,3 +60,9 @@ def test_a_batch_that_does_not_fit_the_model_is_told(call) -> None:
     result = call("plan", "model.py:misfit", *QUICK)
     assert result.exit_code == 3
     assert "cannot be run on this batch" in result.stderr
+
+
+def test_ranks_share_the_cores_of_this_machine_where_they_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert Machine.here(4).cluster(4).cores == 2
+    assert Machine.here(2).cluster(2).cores is None
