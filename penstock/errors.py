@@ -21,6 +21,11 @@ class PenstockError(ValueError):
         lines = (f"{problem} ({shown})" if shown else problem, self.report, f"try: {hint}" if hint else "")
         super().__init__("\n".join(line for line in lines if line))
 
+    def plain(self) -> dict[str, object]:
+        """What it says as values that JSON can hold, to be told to other processes."""
+        values = {name: str(value) for name, value in self.values.items()}
+        return {"problem": self.problem, "hint": self.hint, "report": self.report, "values": values}
+
 
 class FormatError(PenstockError):
     """A text, CSV or JSON document that does not say a noun."""

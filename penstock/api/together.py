@@ -40,8 +40,7 @@ def told_by_first(crew: Crew, work: Callable[[], str]) -> str:
 def written(error: Exception) -> dict[str, object]:
     """An error as it is told to other ranks."""
     if isinstance(error, PenstockError):
-        values = {name: str(value) for name, value in error.values.items()}
-        return {"problem": error.problem, "hint": error.hint, "values": values}
+        return error.plain()
     file = {"file": str(error.filename)} if isinstance(error, OSError) and error.filename else {}
     reason = error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
     return {"problem": "the checkpoint could not be written", "hint": "", "values": {"reason": reason, **file}}

@@ -192,8 +192,7 @@ def _told(circle: Circle, rows: Sequence[Row], said: Said, who: str) -> RunError
 def _written(error: Exception) -> str:
     if not isinstance(error, PenstockError):
         error = RunError(f"{type(error).__name__}: {error}")
-    values = {name: str(value) for name, value in error.values.items()}
-    return json.dumps({"problem": error.problem, "hint": error.hint, "report": error.report, "values": values})
+    return json.dumps(error.plain())
 
 
 def _read(text: str, who: str, place: int) -> RunError:
