@@ -200,6 +200,16 @@ def test_the_idle_time_that_the_readme_gives_as_about_a_share_of_1f1b_is_about_t
     assert ratio == pytest.approx(share, abs=0.05)
 
 
+def test_the_readme_counts_the_architectures_of_the_table_whose_numbers_are_those_of_the_model() -> None:
+    rows = re.findall(
+        r"^\| (\w+) \| (?:blocks|functions) \|.*\| (\S+) \|$", text_of(DOCS / "architectures.md"), re.MULTILINE
+    )
+    tried = {model for model, _ in rows}
+    far = {model for model, difference in rows if difference != "exact" and float(difference) > 1e-6}
+    assert len(rows) >= 2 * len(tried) > 80
+    assert f"[{len(tried) - len(far)} of {len(tried)} tried](docs/architectures.md)" in text_of(README)
+
+
 def test_the_readme_states_the_stages_per_rank() -> None:
     stated = {row["name"].strip("`"): row["v"] for row in rows(README, "name")}
     assert stated == {name: "/".join(map(str, member.choices)) or "any" for name, member in SCHEDULES.items()}
