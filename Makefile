@@ -2,8 +2,10 @@
 #
 #   make demo    measure, plan and train a small GPT on 4 processes, and write a report
 #   make test    run the tests; the pure rooms must be covered to 95 %
+#   make test-whole   all combinations of what `make test` shows by a selection
 #   make lint    ruff, and mypy --strict on the pure rooms
 #   make bench   run the benchmarks, which print ratios
+#   make soak    break a training every 10 seconds for 10 minutes, and hold it against one that nothing happens to
 #   make docs    build the documentation, warnings are errors
 #   make clean   remove .venv and everything built
 
@@ -25,7 +27,7 @@ PURE := $(wildcard $(addprefix penstock/,$(PURE_ROOMS)))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test lint bench docs clean
+.PHONY: help demo test test-whole lint bench soak docs clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -64,12 +66,18 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --cov --cov-report=term
 
+test-whole: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --whole
+
 lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy $(PURE)
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
+
+soak: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.soak
 
 docs: $(VENV)/.dev
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -6,6 +6,7 @@ from benchmarks import (
     backward,
     breaking,
     capture,
+    faults,
     joint_plan,
     measure,
     meetings,
@@ -16,7 +17,9 @@ from benchmarks import (
     runtime_memory,
     runtime_sleep,
     saving,
+    slow_ranks,
     synthesis,
+    two_hosts,
 )
 
 SCRIPTS = {
@@ -29,11 +32,14 @@ SCRIPTS = {
     "prediction": prediction.tables,
     "backward": backward.tables,
     "breaking": breaking.tables,
+    "faults": faults.tables,
     "meetings": meetings.tables,
     "runtime_memory": runtime_memory.tables,
     "runtime_sleep": runtime_sleep.tables,
     "saving": saving.tables,
+    "slow_ranks": slow_ranks.tables,
     "runtime_compute": runtime_compute.tables,
+    "two_hosts": two_hosts.tables,
 }
 
 

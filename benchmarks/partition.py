@@ -128,9 +128,8 @@ def _with_slow(name: str, at: int) -> float:
     graph, profile, memory = devices(name)
     slowness = [1.0] * 7
     slowness[at] = SLOW
-    cluster = Cluster(7, memory=memory, bandwidth=BYTES_PER_UNIT)
-    problem = Problem(graph, profile, cluster, overlaps=False, slowness=tuple(slowness))
-    return divide("acyclic", problem).bottleneck_seconds
+    cluster = Cluster(7, memory=memory, bandwidth=BYTES_PER_UNIT, slowness=tuple(slowness))
+    return divide("acyclic", Problem(graph, profile, cluster, overlaps=False)).bottleneck_seconds
 
 
 def _checked(name: str, measured: Measured, ranks: int) -> Division:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.api.pipe_models import pipe_model
     from penstock.api.pipeline import Pipeline
     from penstock.api.planning import lower, schedule, simulate, verify
+    from penstock.api.planning_together import plan_together
     from penstock.api.plans import plan
     from penstock.api.reporting import report
     from penstock.auto.config import AutoPipelineConfig
@@ -115,6 +116,7 @@ __all__ = [
     "measure_speed",
     "pipe_model",
     "plan",
+    "plan_together",
     "report",
     "schedule",
     "simulate",
@@ -134,6 +136,7 @@ _HOMES = {
     "penstock.api.pipe_models": ("pipe_model",),
     "penstock.api.pipeline": ("Pipeline",),
     "penstock.api.planning": ("lower", "schedule", "simulate", "verify"),
+    "penstock.api.planning_together": ("plan_together",),
     "penstock.api.plans": ("plan",),
     "penstock.api.reporting": ("report",),
     "penstock.training.result": ("Result",),

@@ -80,6 +80,8 @@ class RunError(PenstockError):
 
     words_of_rank = ""
     """what the rank that broke said itself, if it was an error of this family"""
+    summary_of_rank = ""
+    """the error of the rank that broke in one line"""
 
     def at(self, **where: object) -> "RunError":
         """The same error with more about where it happened; what it already says stays."""

@@ -31,13 +31,22 @@ _PROJECT = tomllib.loads((_TESTS.parent / "pyproject.toml").read_text(encoding="
 _COUNTED = {Path(pattern).parts[1] for pattern in _PROJECT["tool"]["coverage"]["report"]["include"]}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole", action="store_true", help="run every combination, not only some that show every pair")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "whole: runs with --whole only; see tests/selection.py")
     config.addinivalue_line("markers", "gloo: runs on the long-lived processes of the session, all on one worker")
     config.addinivalue_line("markers", "no_cover: runs without counting lines")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Lines are counted while the pure rooms are tested: elsewhere it would double the time and show nothing."""
+    if not config.getoption("--whole"):
+        left_out = [item for item in items if item.get_closest_marker("whole")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("whole")]
     for item in items:
         if item.path.relative_to(_TESTS).parts[0] not in _COUNTED:
             item.add_marker(pytest.mark.no_cover)
@@ -50,6 +59,12 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(scope="session")
+def is_whole(request: pytest.FixtureRequest) -> bool:
+    """Whether every combination is asked for."""
+    return bool(request.config.getoption("--whole"))
 
 
 @pytest.fixture(scope="session")

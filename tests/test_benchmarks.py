@@ -18,6 +18,7 @@ from benchmarks import (
     runtime_memory,
     runtime_sleep,
     saving,
+    slow_ranks,
     synthesis,
 )
 from benchmarks.__main__ import main
@@ -174,3 +175,9 @@ def test_a_save_is_measured_while_ranks_wait_and_beside_their_steps():
     (line,) = saving.lost(width=8, layers=2, steps=1, turns=1).lines
     assert all(float(cell) >= 0 for cell in line.cells[1:])
     assert line.value > 0
+
+
+def test_a_slow_rank_is_watched_for(capsys):
+    setting = slow_ranks.Setting(ranks=2, microbatches=2, unit=0.001, clean=2)
+    slow_ranks.delays(setting, factors=(4.0,)).show()
+    assert re.search(r"^  4 times .*(PASS|FAIL)$", capsys.readouterr().out, re.MULTILINE)

@@ -41,7 +41,7 @@ def _quick_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages and examples plan as users do; here no search needs to be thorough."""
     from penstock.api.plans import plan
 
-    monkeypatch.setitem(plan.__kwdefaults__, "budget_seconds", 0.5)
+    monkeypatch.setitem(plan.__kwdefaults__, "budget_seconds", 0.1)
 
 
 def text_of(path: Path) -> str:

@@ -99,14 +99,7 @@ def _balance(plan: Plan) -> Iterator[Advice]:
     if not all(work):
         return
     mean = sum(work) / len(work)
-    factors = [mean / work[rank] for rank in placement.ranks]
-    even = replace(
-        costs,
-        **{
-            name: tuple(value * factor for value, factor in zip(getattr(costs, name), factors, strict=True))
-            for name in ("forward", "input_grad", "weight_grad", "backward")
-        },
-    )
+    even = costs.times([mean / work[rank] for rank in placement.ranks])
     note = "at most: ranks with exactly equal work; opening blocks (capture depth) lets cuts come nearer"
     yield _advice(plan, "finer cuts", _run(plan, plan.schedule, even).makespan, note)
 

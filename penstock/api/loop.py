@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -16,10 +16,13 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.api.batches import StepCall, size_of, step_call
+from penstock.api.keeping import Batches, Keeper, Keeping, batches_from
 from penstock.api.pipeline import Pipeline
 from penstock.errors import RunError
+from penstock.ir.plan import Plan
 from penstock.ir.run import Run, StepFigures
 from penstock.ir.trace import Trace
+from penstock.planner import Watch
 from penstock.processes.stopping import wish_to_stop
 
 _RECENT = 9
@@ -45,6 +48,10 @@ class Recipe:
         if self.clip is not None and not (math.isfinite(self.clip) and self.clip > 0):
             raise RunError("clip is a norm above 0", clip=self.clip)
 
+    def num_left(self, num_taken: int) -> int | None:
+        """How many steps are left after so many; None for as many as there are batches."""
+        return None if self.steps is None else max(0, self.steps - num_taken)
+
 
 class StepReport(NamedTuple):
     """One step as it is told while training goes on."""
@@ -63,44 +70,77 @@ class StepReport(NamedTuple):
     eta_seconds: float | None
     skipped: str = ""
     """why the step was left out; empty if it was not"""
+    remarks: tuple[str, ...] = ()
+    """what else is worth knowing"""
 
 
 Tell = Callable[[StepReport], None]
 
 
-def train(pipe: Pipeline, batches: Iterable[Any], optimizer: Any, recipe: Recipe, tell: Tell) -> Run:
+def train(
+    pipe: Pipeline, batches: Batches, optimizer: Any, recipe: Recipe, tell: Tell, keeping: Keeping | None = None
+) -> Run:
     """Train until batches or steps end, or a rank is asked to stop; then all ranks stop after the same step.
 
     The first rank tells every step. One whose numbers are not finite is left out, if the options of the pipeline say
-    so; several in a row end it.
+    so; several in a row end it. With `keeping`, checkpoints are written on the way and at the end, and the Run has the
+    steps since the one that it went on from.
     """
-    steps: list[StepFigures] = []
-    taken, num_skipped = None, 0
-    recent: deque[Trace] = deque(maxlen=_RECENT)
+    log = _Log(pipe.plan)
+    keeper = None if keeping is None else Keeper(pipe, optimizer, keeping)
     with wish_to_stop() as wish:
-        for batch in islice(batches, recipe.steps):
+        left, remark = (batches_from(batches, 0), "") if keeper is None else keeper.begun(batches)
+        num_before = pipe.num_steps
+        for batch in islice(left, recipe.num_left(num_before)):
             call = step_call(batch, recipe.has_loss_fn)
-            taken = _step(pipe, call, optimizer, recipe.clip, len(steps))
+            taken = _step(pipe, call, optimizer, recipe.clip)
+            log.add(taken)
             wants_to_stop, memory = pipe.largest(float(bool(wish)), float(_bytes_held()))
-            steps.append(taken.figures)
-            if taken.trace is not None:
-                recent.append(taken.trace)
+            remarks = (remark, "" if keeper is None else keeper.stepped())
             if pipe.is_first:
-                tell(_report(steps, recipe.steps, call, taken, int(memory)))
-            num_skipped = num_skipped + 1 if taken.skipped else 0
-            if num_skipped == MOST_SKIPPED:
-                hint = "a lower learning rate, clipping, or a look at the batch"
-                raise RunError(f"{MOST_SKIPPED} steps in a row: {taken.skipped}", hint=hint)
+                remarks = (*remarks, log.slow_ranks())
+                tell(_report(log.steps, recipe.steps, call, taken, int(memory), remarks))
+            remark = ""
+            log.check()
             if wants_to_stop:
                 break
-    if taken is None:
-        raise RunError("there are no batches to train on", hint="a data function that yields at least one")
-    return Run(pipe.plan, tuple(steps), _usual(recent), versions=_versions())
+        if not pipe.num_steps:
+            raise RunError("there are no batches to train on", hint="a data function that yields at least one")
+        if keeper is not None:
+            keeper.finish()
+    return Run(pipe.plan, tuple(log.steps), log.usual, versions=_versions())
 
 
-def _usual(traces: Collection[Trace]) -> tuple[Trace, ...]:
-    """The one of middle length: the last step may have been an unusual one."""
-    return tuple(sorted(traces, key=lambda trace: trace.makespan)[len(traces) // 2 :][:1])
+class _Log:
+    """What a training has come to."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.steps: list[StepFigures] = []
+        self._watch = Watch(plan)
+        self._recent: deque[Trace] = deque(maxlen=_RECENT)
+        self._skipped: list[str] = []
+
+    def add(self, taken: "_Taken") -> None:
+        """One more step."""
+        self.steps.append(taken.figures)
+        if taken.trace is not None:
+            self._recent.append(taken.trace)
+        self._skipped = [*self._skipped, taken.skipped] if taken.skipped else []
+
+    def slow_ranks(self) -> str:
+        """A remark, if the last step shows a rank to be slow."""
+        return self._watch.look(self.steps[-1].step + 1, self._recent[-1]) if self._recent else ""
+
+    def check(self) -> None:
+        """Refuse to go on after too many steps in a row that were left out."""
+        if len(self._skipped) == MOST_SKIPPED:
+            hint = "a lower learning rate, clipping, or a look at the batch"
+            raise RunError(f"{MOST_SKIPPED} steps in a row: {self._skipped[-1]}", hint=hint)
+
+    @property
+    def usual(self) -> tuple[Trace, ...]:
+        """The recorded step of middle length: the last one may have been unusual."""
+        return tuple(sorted(self._recent, key=lambda trace: trace.makespan)[len(self._recent) // 2 :][:1])
 
 
 class _Taken(NamedTuple):
@@ -111,8 +151,8 @@ class _Taken(NamedTuple):
     skipped: str
 
 
-def _step(pipe: Pipeline, call: StepCall, optimizer: Any, clip: float | None, number: int) -> _Taken:
-    began = time.perf_counter()
+def _step(pipe: Pipeline, call: StepCall, optimizer: Any, clip: float | None) -> _Taken:
+    began, number = time.perf_counter(), pipe.num_steps
     optimizer.zero_grad()
     with warnings.catch_warnings():
         # A step that is left out is told in its line.
@@ -128,13 +168,16 @@ def _step(pipe: Pipeline, call: StepCall, optimizer: Any, clip: float | None, nu
     return _Taken(figures, result.trace, result.skipped.partition("\n")[0])
 
 
-def _report(steps: list[StepFigures], of: int | None, call: StepCall, taken: _Taken, memory: int) -> StepReport:
+def _report(
+    steps: list[StepFigures], of: int | None, call: StepCall, taken: _Taken, memory: int, remarks: Sequence[str]
+) -> StepReport:
     # The first step also records the model and warms caches: it says nothing of the others.
     usual = statistics.median(figures.seconds for figures in steps[1:] or steps)
-    eta = None if of is None else (of - len(steps)) * usual
+    eta = None if of is None else (of - steps[-1].step - 1) * usual
     trace = taken.trace
     makespan = 0.0 if trace is None else trace.makespan
-    return StepReport(steps[-1], of, size_of(call)[1], makespan, _slowest(trace), memory, eta, taken.skipped)
+    said = tuple(remark for remark in remarks if remark)
+    return StepReport(steps[-1], of, size_of(call)[1], makespan, _slowest(trace), memory, eta, taken.skipped, said)
 
 
 def _slowest(trace: Trace | None) -> tuple[int, float]:

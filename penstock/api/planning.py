@@ -107,12 +107,19 @@ def verify(schedule_or_program: Schedule | Program, *, in_flight: int | None = N
 def simulate(
     program: Plan | Program | Schedule, costs: StageCosts | None = None, cluster: Cluster | None = None
 ) -> Trace:
-    """Predict when everything happens; a Schedule is lowered first, a Plan brings its costs and cluster."""
+    """Predict when everything happens; a Schedule is lowered first, a Plan brings its costs and cluster.
+
+    Costs that are given are those of ranks that are alike: passes on a rank that the cluster calls slow take longer.
+    """
     if isinstance(program, Plan):
-        costs, cluster = costs or program.costs, cluster or program.cluster
-        program = lower_schedule(program.schedule, cuts=program.cuts)
+        lowered, cluster = lower_schedule(program.schedule, cuts=program.cuts), cluster or program.cluster
+        if costs is None:
+            return simulate_program(lowered, program.costs_on(cluster), cluster)
+        program = lowered
     elif isinstance(program, Schedule):
         program = lower_schedule(program)
     elif not isinstance(program, Program):
         raise ScheduleError("simulate takes a Plan, a Program or a Schedule", given=type(program).__name__)
+    if cluster is not None and cluster.slowness:
+        costs = (costs or StageCosts.uniform(program.num_stages)).times(cluster.slowness_of(program.placement))
     return simulate_program(program, costs, cluster)

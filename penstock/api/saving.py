@@ -97,7 +97,7 @@ class Saver:
         if options.asynchronous:
             self._background.start(work)
         else:
-            self._together(work)
+            self._together(work, occasion)
         return root / name_of(step)
 
     def check(self, occasion: Occasion) -> None:
@@ -189,8 +189,12 @@ class Saver:
             return error
         return None
 
-    def _together(self, work: Callable[[], CheckpointError | None]) -> None:
+    def _together(self, work: Callable[[], CheckpointError | None], occasion: Occasion) -> None:
         """Write now, and go on when all have."""
+        lookout = self._part.crew.lookout
+        if lookout is not None:
+            # Who dies while the others wait for its files is missed as in any other wait for all.
+            lookout.meets(occasion.name, occasion.step)
         problem = work()
 
         def outcome() -> str:
@@ -198,7 +202,10 @@ class Saver:
                 raise problem
             return ""
 
-        told_by_first(self._part.crew, outcome)
+        try:
+            told_by_first(self._part.crew, outcome)
+        finally:
+            self._meeting.close()
 
 
 def parameter_names(part: ModelPart) -> dict[int, str]:

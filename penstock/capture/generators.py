@@ -74,7 +74,7 @@ class States:
 def seed_generators(seed: int) -> None:
     """Seed all generators that everyone shares."""
     random.seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed % 2**32)  # numpy takes no larger ones
     torch.manual_seed(seed)
 
 

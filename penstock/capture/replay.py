@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.capture.book import spec_of
 from penstock.capture.hooks import has_users_hooks
+from penstock.capture.onlooker import present_onlooker
 from penstock.capture.recording import Recording
 from penstock.capture.structure import TENSOR, structure_of
 from penstock.errors import CaptureError
@@ -42,7 +43,7 @@ class Replay:
         self._whole = whole or modules
         chosen = [step for step in recording.record.steps if self._belongs(step, set(nodes))]
         self._keep = set(wanted)
-        self._steps = list(self._prepared(chosen))
+        self._steps = list(zip(self._prepared(chosen), chosen, strict=True))
         random = {node.name for node in recording.graph.nodes if node.is_random}
         self.takes_gradients = any(step.name in recording.traits.differentiating for step in chosen)
         """some block takes gradients in its forward"""
@@ -56,10 +57,13 @@ class Replay:
         """
         values, draws = dict(values), self._draws if seed is not None else {}
         is_cuda = bool(draws) and self._is_on_cuda()
-        for place, step in enumerate(self._steps):
+        show = present_onlooker()
+        for place, (step, recorded) in enumerate(self._steps):
             if place in draws:
                 _seed(seed, draws[place], is_cuda)  # type: ignore[arg-type]
             step(values)
+            if show is not None:
+                show(recorded.name, {name: values[name] for name in _makes(recorded) if name in values})
         return {name: self._taken_out(name, values[name]) for name in self._keep}
 
     def _is_on_cuda(self) -> bool:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,7 @@ from penstock.errors import CaptureError, PartitionError, PlanError
 
 if TYPE_CHECKING:
     from penstock.api.examples import Examples
+    from penstock.cli.running import RunningRanks
     from penstock.ir.cluster import Cluster
     from penstock.ir.device_speed import DeviceSpeed
     from penstock.ir.plan import Plan
@@ -54,6 +55,9 @@ class Machine:
         int | None,
         Option(min=1, metavar="N", help="Ranks that compute at once, as processes of one machine; else all."),
     ] = None
+    slowness: Annotated[
+        str | None, Option(metavar="F,F,...", help="How many times longer each rank takes, such as 1,1,1.8,1.")
+    ] = None
 
     @classmethod
     def here(cls, ranks: int) -> "Machine":
@@ -77,7 +81,8 @@ class Machine:
 
         if ranks < 1:
             raise PlanError("a pipeline has 1 rank or more", ranks=ranks, hint="--ranks 4")
-        return Cluster(ranks, latency=self.latency, bandwidth=self.bandwidth, cores=self.cores)
+        slowness = _factors(self.slowness)
+        return Cluster(ranks, None, self.latency, self.bandwidth, cores=self.cores, slowness=slowness)
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,8 @@ def plan(
 
     The model is measured on the batch, here; without weights, as hf: models are, its seconds are estimated. Cuts,
     placement, order, microbatches and recomputation are searched for together, by the predicted step, under the memory
-    of a rank; the runners-up are shown, and why each lost.
+    of a rank; the runners-up are shown, and why each lost. Under torchrun the plan is for the ranks that run, with the
+    links that are measured between them.
     """
     from penstock.ir import codec
 
@@ -115,7 +121,9 @@ def plan(
     check_targets((out,), source=source_of(target))
     if results.emit:
         check_tool(results.emit, out)
-    found = planned(target, wishes, machine, example, in_modules=bool(results.emit))
+    found = _found(target, wishes, machine, example, in_modules=bool(results.emit))
+    if found is None:
+        return
     if results.emit:
         emit(found, results.emit, out, as_json)
     else:
@@ -123,8 +131,21 @@ def plan(
         if out:
             write(out, codec.to_json(found))
             note(f"wrote {out}")
-    if machine == Machine() and found.num_ranks > (cores := os.cpu_count() or 1):
+    is_plain = replace(machine, slowness=None) == Machine() and not found.cluster.links
+    if is_plain and found.num_ranks > (cores := os.cpu_count() or 1):
         note(f"the figures are for {found.num_ranks} ranks with a core each; for this machine: --cores {cores}")
+
+
+def _found(target: str, wishes: Wishes, machine: Machine, example: Example, in_modules: bool) -> "Plan | None":
+    """The best plan; under torchrun on the first rank only."""
+    from penstock.cli.running import is_rank, planned_under_torchrun
+
+    if not is_rank():
+        return planned(target, wishes, machine, example, in_modules)
+    if machine != Machine():
+        hint = "no option that describes the machine"
+        raise PlanError("under torchrun links are measured and cores are counted", hint=hint)
+    return planned_under_torchrun(target, wishes, example, in_modules)
 
 
 def _print(found: "Plan", as_json: bool) -> None:
@@ -136,7 +157,9 @@ def _print(found: "Plan", as_json: bool) -> None:
         typer.echo(found.describe())
 
 
-def planned(target: str, wishes: Wishes, machine: Machine, example: Example, in_modules: bool = False) -> "Plan":
+def planned(
+    target: str, wishes: Wishes, machine: "Machine | RunningRanks", example: Example, in_modules: bool = False
+) -> "Plan":
     """The best plan of a model that is found; `in_modules`, one whose stages lists of modules can tell."""
     import penstock
     from penstock.api.examples import Examples
@@ -190,6 +213,16 @@ def _check_samples(examples: "Examples", microbatches: int | str) -> None:
             hint = f"--microbatches {samples}, or a batch with more samples"
             sizes = {"samples": samples, "microbatches": microbatches}
             raise PlanError("the batch has fewer samples than microbatches", hint=hint, **sizes)
+
+
+def _factors(given: str | None) -> tuple[float, ...] | None:
+    if given is None:
+        return None
+    try:
+        return tuple(map(float, given.split(",")))
+    except ValueError:
+        hint = "--slowness 1,1,1.8,1"
+        raise PlanError("slowness is a number for each rank", given=repr(given), hint=hint) from None
 
 
 def _number(given: str) -> int | str:

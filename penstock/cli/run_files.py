@@ -1,5 +1,7 @@
 """The directory of a run: its plan, what it came to, its trace and its report, each written whole."""
 
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -7,9 +9,11 @@ from penstock.cli.files import write
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.ir.run import Run
+    from penstock.ir.run import Run, StepFigures
 
 PLAN, RUN, TRACE, REPORT = "plan.json", "run.json", "trace.json.gz", "report.html"
+STEPS = "steps.jsonl"
+"""the figures of every step, written as it ends"""
 BOARD = "board"
 """what the ranks note while they run"""
 
@@ -40,3 +44,46 @@ def write_run(run: "Run", directory: Path) -> list[Path]:
     for name, document in documents.items():
         write(directory / name, document)
     return [directory / name for name in documents]
+
+
+class Diary:
+    """The figures of a run's steps, one line each, which also outlive a run that is killed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / STEPS
+        self._has_begun = False
+
+    def add(self, figures: "StepFigures") -> None:
+        """One more step; those after it were of an earlier life, which went further before it broke."""
+        if not self._has_begun:
+            earlier = [known for known in self.steps() if known.step < figures.step]
+            write(self._path, "".join(map(_line, earlier)))
+            self._has_begun = True
+        with self._path.open("a") as file:
+            file.write(_line(figures))
+
+    def steps(self) -> "tuple[StepFigures, ...]":
+        """What was written so far; a line that was cut off does not count."""
+        from penstock.ir.run import StepFigures
+
+        try:
+            lines = self._path.read_text().splitlines()
+        except FileNotFoundError:
+            return ()
+        found: list[StepFigures] = []
+        for line in lines:
+            try:
+                found.append(StepFigures(**json.loads(line)))
+            except (ValueError, TypeError):
+                break
+        return tuple(found)
+
+    def completed(self, run: "Run") -> "Run":
+        """A run with the steps of all its lives."""
+        first = run.steps[0].step if run.steps else None
+        earlier = [known for known in self.steps() if first is None or known.step < first]
+        return replace(run, steps=(*earlier, *run.steps))
+
+
+def _line(figures: "StepFigures") -> str:
+    return json.dumps(asdict(figures), allow_nan=False) + "\n"

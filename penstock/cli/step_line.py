@@ -47,6 +47,7 @@ def step_plain(report: "StepReport", predicted_seconds: float) -> dict[str, Any]
         "memory_bytes": report.memory,
         "eta_seconds": report.eta_seconds,
         "skipped": report.skipped,
+        "remarks": list(report.remarks),
     }
 
 

@@ -12,25 +12,29 @@ import typer
 from typer import Option
 
 from penstock.cli.builds import Model
+from penstock.cli.lasting import Lasting, check_lasting
 from penstock.cli.options import AsJson, Example
-from penstock.cli.outcome import RUN_FAILED, failed
-from penstock.cli.plan import Machine, Wishes, planned
-from penstock.cli.run_files import BOARD, check_directory, write_run
+from penstock.cli.plan import Machine, Wishes
+from penstock.cli.planning import Planning
+from penstock.cli.run_files import BOARD, Diary, check_directory, write_run
+from penstock.cli.running import is_rank
 from penstock.cli.screen import note
+from penstock.cli.supervised import Supervisor
 from penstock.cli.training_job import How, Job, check_job, work
-from penstock.errors import PenstockError, RunError
 
 if TYPE_CHECKING:
-    from penstock.ir.plan import Plan
     from penstock.ir.run import Run
+
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
 @dataclass(frozen=True)
 class Files:
-    """What is read and written."""
+    """What is read, written and printed."""
 
     plan: Annotated[Path | None, Option(metavar="FILE", help="Train by this plan; else one is searched for.")] = None
     out: Annotated[Path | None, Option(metavar="DIRECTORY", help="Keep plan, run, trace and report there.")] = None
+    as_json: AsJson = False
 
 
 def train(
@@ -40,60 +44,44 @@ def train(
     wishes: Wishes,
     example: Example,
     files: Files,
-    as_json: AsJson = False,
+    lasting: Lasting,
 ) -> None:
     """Train a model by a plan.
 
     Every rank is a process of this machine; under torchrun this process is one of them. A line per step tells the loss,
     the norm of all gradients, the time against the prediction, and what is left. The first ctrl-c stops all ranks after
-    their step and keeps what was done; a second one stops at once.
+    their step, and with --checkpoint saves it; a second one stops at once. With --checkpoint a training whose ranks
+    break is taken up again from its last good checkpoint, and has the numbers of one that nothing happened to.
     """
     if files.out is not None:
         check_directory(files.out)
-    job = Job(model, example, how, as_json)
+    life = int(os.environ.get(_RESTARTS, 0)) if is_rank() else 0
+    check_lasting(lasting, None if files.plan or is_rank() else wishes.ranks, life)
+    job = Job(model, example, how, lasting, files.out, files.as_json, life)
     check_job(job)
-    plan = _plan(job, wishes, files.plan)
-    run = _under_torchrun(job, plan) if _is_rank() else _launched(job, plan, files.out)
+    planning = Planning(job, wishes, files.plan)
+    run = _under_torchrun(job, planning) if is_rank() else _launched(job, planning)
     if run is None:
         return
-    if not as_json:
+    if files.out is not None:
+        run = Diary(files.out).completed(run)
+    if not files.as_json:
         typer.echo(_summary(run))
     if files.out is not None:
         for path in write_run(run, files.out):
             note(f"wrote {path}")
 
 
-def _plan(job: Job, wishes: Wishes, file: Path | None) -> "Plan":
-    from penstock.ir.plan import Plan
-
-    if file is not None:
-        return Plan.load(file)
-    if _is_rank():
-        hint = "penstock plan MODEL --out plan.json, then torchrun ... -m penstock train MODEL --plan plan.json"
-        raise PenstockError("under torchrun every rank needs the same plan", hint=hint)
-    return planned(job.model, wishes, Machine.here(wishes.ranks), job.example)
-
-
-def _is_rank() -> bool:
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
-
-
-def _launched(job: Job, plan: "Plan", out: Path | None) -> "Run":
-    from penstock.ir import codec
-    from penstock.ir.run import Run
-    from penstock.processes.launch import launch
+def _launched(job: Job, planning: Planning) -> "Run":
     from penstock.processes.stopping import passing_on
 
+    plan = planning.first()
     if plan.cluster.cores is None and (cores := Machine.here(plan.num_ranks).cores) is not None:
         note(f"{plan.num_ranks} ranks share {cores} cores: steps take longer than predicted")
-    with _board(out) as board, passing_on(board, lambda: note("stopping after this step; ctrl-c again stops at once")):
-        try:
-            first, *_ = launch(work, plan.num_ranks, job, plan, board=board)
-        except RunError as error:
-            # Raised on purpose, it says what is wrong without the way that led there.
-            words = error.words_of_rank or str(error)
-            raise failed(words.replace("loss_fn=...", "--loss NAME"), RUN_FAILED) from None
-    return codec.from_json(first, Run)
+    told = "stopping after this step; ctrl-c again stops at once"
+    with _board(job.out) as board, passing_on(board, lambda: note(told)) as wish:
+        supervisor = Supervisor(job, board, wish)
+        return supervisor.run(plan, lambda ranks: planning.for_fewer(plan, ranks))
 
 
 @contextmanager
@@ -118,7 +106,7 @@ def _board(out: Path | None) -> Iterator[Path]:
     rmtree(board, ignore_errors=True)
 
 
-def _under_torchrun(job: Job, plan: "Plan") -> "Run | None":
+def _under_torchrun(job: Job, planning: Planning) -> "Run | None":
     import torch.distributed as dist
 
     from penstock.ir import codec
@@ -126,16 +114,36 @@ def _under_torchrun(job: Job, plan: "Plan") -> "Run | None":
 
     dist.init_process_group("gloo")
     try:
-        text = work(job, plan)
+        _share_board(job.out)
+        text = work(job, planning.together(dist.get_world_size()))
+        if job.out is not None and dist.get_rank() == 0:
+            rmtree(job.out / BOARD, ignore_errors=True)
         return codec.from_json(text, Run) if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()
+
+
+def _share_board(out: Path | None) -> None:
+    """Let all ranks note what they do beside the run, where it stays if one breaks."""
+    import torch.distributed as dist
+
+    from penstock.processes.board import VARIABLE, Board
+
+    if out is None:
+        return
+    if dist.get_rank() == 0:
+        (out / BOARD).mkdir(mode=0o700, exist_ok=True)
+        Board.clear(out / BOARD)
+    dist.barrier()
+    os.environ[VARIABLE] = os.fspath(out / BOARD)
 
 
 def _summary(run: "Run") -> str:
     from penstock.cli.step_line import number_text
     from penstock.ir.units import counted, seconds_text
 
+    if not run.steps:
+        return "nothing was left to do"
     losses = " to ".join(number_text(figures.loss) for figures in (run.steps[0], run.steps[-1]))
     return (
         f"{counted(len(run.steps), 'step')}: loss {losses}, "

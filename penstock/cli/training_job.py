@@ -1,25 +1,29 @@
 """A training job: what `penstock train` asks of every rank, in words and numbers, and how a rank does it."""
 
-import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from inspect import signature
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from penstock.cli.builds import built
+from penstock.cli.lasting import Lasting
 from penstock.cli.named_functions import NamedFunction, named_function, told
 from penstock.cli.options import Example
-from penstock.cli.step_line import step_line, step_plain
+from penstock.cli.voice import Voice
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.api.loop import StepReport
     from penstock.ir.plan import Plan
 
+_START = "start"
+"""of a data function: with which batch to begin"""
 DATA_EXAMPLE = "yield inputs, target"
 LOSS_EXAMPLE = "return functional.cross_entropy(output, target)"
 OPTIMIZER_EXAMPLE = "return torch.optim.AdamW(parameters, lr=1e-3)"
@@ -45,7 +49,11 @@ class Job:
     model: str
     example: Example
     how: How
-    as_json: bool
+    lasting: Lasting
+    out: Path | None = None
+    as_json: bool = False
+    life: int = 0
+    """how often it was taken up again"""
 
 
 def check_job(job: Job) -> None:
@@ -61,44 +69,70 @@ def check_job(job: Job) -> None:
 
 def work(job: Job, plan: "Plan") -> str:
     """Train on this rank; the Run as JSON."""
-    import torch
-
     from penstock.api.loop import Recipe, train
     from penstock.api.pipeline import Pipeline
+    from penstock.capture.generators import seed_generators
     from penstock.ir import codec
+    from penstock.processes.stopping import wish_to_stop
     from penstock.training.options import RunOptions
 
-    torch.manual_seed(job.how.seed)
+    seed_generators(job.how.seed)  # also those of numpy and Python, which data may be drawn with
     out = sys.stdout  # in the user's functions prints go elsewhere
     with ExitStack() as open_files:
         enter = open_files.enter_context
+        enter(wish_to_stop())
         build = enter(built(job.model, job.example))
         loss_fn = enter(loss_of(job.how.loss))
-        pipe = Pipeline(build.model, plan, loss_fn=loss_fn, options=RunOptions(seed=job.how.seed, nonfinite="skip"))
+        options = RunOptions(seed=job.how.seed, nonfinite="skip", deadline_seconds=job.lasting.deadline)
+        pipe = Pipeline(build.model, plan, loss_fn=loss_fn, options=options)
         optimizer = enter(optimizer_of(job))(pipe.parameters())
         batches = enter(batches_of(job.how.data))
         recipe = Recipe(job.how.steps, job.how.clip, loss_fn is not None)
-        return codec.to_json(train(pipe, batches, optimizer, recipe, _teller(plan, job.as_json, out)))
+        _inject(job)
+        keeping = job.lasting.keeping(job.life)
+        return codec.to_json(train(pipe, batches, optimizer, recipe, Voice(plan, job, out), keeping))
+
+
+def _inject(job: Job) -> None:
+    """Let the faults of this rank happen, if there are any."""
+    import torch.distributed as dist
+
+    from penstock.checkpoint.shelf import DRAFT
+    from penstock.processes.faults import allowed
+    from penstock.processes.injection import Injection
+
+    faults = [fault for fault in allowed(job.lasting.fault or ()) if fault.is_in(dist.get_rank(), job.life)]
+    if faults:
+        Injection(faults, DRAFT).begin()
 
 
 @contextmanager
-def batches_of(target: str) -> Iterator[Iterable[Any]]:
-    """What the data function hands out, with errors of the user's code told in his words."""
+def batches_of(target: str) -> "Iterator[Callable[[int], Iterable[Any]]]":
+    """What hands out batches from one on, with errors of the user's code told in his words."""
     with named_function(target, DATA_EXAMPLE) as found:
-        with told(f"the function {found.name} failed", found.path):
-            batches = found.function()
-        if not isinstance(batches, Iterable):
-            got = type(batches).__name__
-            raise PenstockError(
-                "the data function does not return batches", function=found.name, got=got, hint=DATA_EXAMPLE
-            )
-        yield _told_batches(batches, found.name, found.path)
+        yield lambda number: _batches_from(found, number)
 
 
-def _told_batches(batches: Iterable[Any], name: str, path: Any) -> Iterator[Any]:
+def _batches_from(found: NamedFunction, number: int) -> Iterator[Any]:
+    """The batches from one on: a function that takes `start` begins there, of others the first ones are passed over."""
+    can_start = _START in signature(found.function).parameters
+    with told(f"the function {found.name} failed", found.path):
+        batches = found.function(**{_START: number} if can_start else {})
+    if not isinstance(batches, Iterable):
+        got = type(batches).__name__
+        raise PenstockError(
+            "the data function does not return batches", function=found.name, got=got, hint=DATA_EXAMPLE
+        )
+    left = _told_batches(batches, found)
+    if not can_start:
+        next(islice(left, number, number), None)
+    return left
+
+
+def _told_batches(batches: Iterable[Any], source: NamedFunction) -> Iterator[Any]:
     found = iter(batches)
     while True:
-        with told(f"the function {name} failed", path):
+        with told(f"the function {source.name} failed", source.path):
             try:
                 batch = next(found)
             except StopIteration:
@@ -164,14 +198,3 @@ def _is_optimizer(found: object) -> bool:
     from torch import optim
 
     return isinstance(found, type) and issubclass(found, optim.Optimizer) and found is not optim.Optimizer
-
-
-def _teller(plan: "Plan", as_json: bool, out: TextIO) -> "Callable[[StepReport], None]":
-    import typer
-
-    def tell(report: "StepReport") -> None:
-        seconds = plan.predicted.makespan
-        line = json.dumps(step_plain(report, seconds), allow_nan=False) if as_json else step_line(report, seconds)
-        typer.echo(line, file=out)
-
-    return tell

@@ -8,8 +8,9 @@ from decimal import Decimal
 from functools import cached_property
 
 from penstock.errors import CostError
-from penstock.ir.figures import is_finite, whole
+from penstock.ir.figures import whole
 from penstock.ir.links import ALONE, MAX_RANKS, Link, Replicas, check_link
+from penstock.ir.pace import Pace
 
 _DECIMAL_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS = {**_DECIMAL_UNITS, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -17,14 +18,13 @@ MAX_MEMORY = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(Pace):
     """Where a pipeline runs.
 
     `memory` is bytes per rank: one figure (`"24GiB"` also) or one per rank; None is no limit. `latency` in seconds and
-    `bandwidth` in bytes per second (None: infinite) hold for every link that is not named in `links`. `overlap` is the
-    share of the shorter half that an overlapped pair of passes hides: 0 runs them one after the other, 1 hides it all.
-    With `replicas`, a step ends when the gradients of all copies of the pipeline are averaged. `cores` is how many of
-    the ranks can compute at the same time, where they are processes of one machine; None: all of them.
+    `bandwidth` in bytes per second (None: infinite) hold for every link that is not named in `links`. With `replicas`,
+    a step ends when the gradients of all copies of the pipeline are averaged. `overlap`, `cores` and `slowness` are
+    those of a Pace.
     """
 
     ranks: int
@@ -32,9 +32,7 @@ class Cluster:
     latency: float = 0.0
     bandwidth: float | None = None
     links: tuple[Link, ...] = ()
-    overlap: float = 0.0
     replicas: Replicas = ALONE
-    cores: int | None = None
 
     def __post_init__(self) -> None:
         _check_replicas(self.replicas)
@@ -45,12 +43,9 @@ class Cluster:
         object.__setattr__(self, "ranks", ranks)
         object.__setattr__(self, "links", _links(self.links, ranks))
         check_link(self.latency, self.bandwidth)
-        if not is_finite(self.overlap) or not 0.0 <= self.overlap <= 1.0:
-            raise CostError("overlap is a share between 0 and 1", overlap=repr(self.overlap))
+        self._check_pace(ranks)
         if self.memory is not None:
             object.__setattr__(self, "memory", _figures(self.memory, ranks))
-        if self.cores is not None and ((cores := whole(self.cores)) is None or cores < 1):
-            raise CostError("cores is a whole number above 0, or None", cores=repr(self.cores))
 
     @property
     def limits(self) -> tuple[int, ...]:

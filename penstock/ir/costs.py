@@ -1,7 +1,7 @@
 """StageCosts: seconds and bytes per stage, a Profile folded over a Partition."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,6 +107,18 @@ class StageCosts:
     ) -> "StageCosts":
         """Equal stages; by default each pass takes one second and a full backward two."""
         return cls((forward,) * num_stages, (input_grad,) * num_stages, (weight_grad,) * num_stages)
+
+    def times(self, factors: Sequence[float]) -> "StageCosts":
+        """The same with passes that take so many times longer, a factor per stage; bytes stay."""
+        if len(factors) != self.num_stages:
+            raise CostError("costs are for another number of stages", costs=self.num_stages, factors=len(factors))
+        return replace(
+            self,
+            **{
+                name: tuple(value * factor for value, factor in zip(getattr(self, name), factors, strict=True))
+                for name in ("forward", "input_grad", "weight_grad", "backward")
+            },
+        )
 
     def message_bytes(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np.float64]:
         """Bytes of each message from a source stage to a target stage; 0 where no message cost is named."""

@@ -23,7 +23,7 @@ _COLUMNS = ("stage", "rank", "nodes", "forward", "backward", "activations", "par
 class Plan:
     """How one model is trained as a pipeline, and how long a step will take.
 
-    `graph` and `costs` are those of one microbatch.
+    `graph` and `costs` are those of one microbatch; the costs are those on the ranks, the slowness of each included.
     """
 
     graph: Graph
@@ -79,6 +79,13 @@ class Plan:
         """Seconds that no order of this partition and placement can undercut, certified."""
         return self.predicted.lower_bound
 
+    def costs_on(self, cluster: Cluster) -> StageCosts:
+        """What the stages cost on ranks of which others are slow."""
+        if cluster.slowness == self.cluster.slowness:
+            return self.costs
+        there, here = (each.slowness_of(self.schedule.placement) for each in (cluster, self.cluster))
+        return self.costs.times([new / old for new, old in zip(there, here, strict=True)])
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
         # The codec lists every noun, this one too, so it cannot be imported above.
@@ -114,6 +121,8 @@ class Plan:
         step, least = seconds_text(seen.makespan), seconds_text(seen.lower_bound)
         yield f"step {step}, bubble {percent_text(seen.bubble)}, at best {least}"
         yield "peak per rank: " + ", ".join(map(bytes_text, seen.peaks))
+        if self.cluster.slowness:
+            yield "slowness per rank: " + ", ".join(f"{factor:g}" for factor in self.cluster.slowness)
 
     def _row(self, stage: int) -> tuple[str, ...]:
         nodes, costs = self.partition.stages[stage], self.costs

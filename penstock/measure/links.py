@@ -27,6 +27,8 @@ class Messages:
     large_bytes: int = 1 << 22
     small_times: int = 20
     large_times: int = 5
+    most_seconds: float = 0.25
+    """after so long only one more message of a kind is sent: a slow link needs no more to be told"""
 
 
 USUAL = Messages()
@@ -94,9 +96,18 @@ class _Pair:
             found[1, peer, rank] = extra / (back - both if back > both else back)
 
     def _seconds(self, question: Tensor, answer: Tensor, times: int) -> float:
-        """The median of the time from a question to its answer."""
-        turn = self._ask if self._asks else self._reply
-        return median(turn(question, answer) for _ in range(times))
+        """The median of the time from a question to its answer; a question tells whether it is the last one."""
+        if not self._asks:
+            while not self._reply(question, answer):
+                pass
+            return 0.0
+        found: list[float] = []
+        is_last = False
+        while not is_last:
+            is_last = len(found) + 1 == times or sum(found) > self._messages.most_seconds
+            question[0] = is_last
+            found.append(self._ask(question, answer))
+        return median(found)
 
     def _ask(self, question: Tensor, answer: Tensor) -> float:
         start = time.perf_counter()
@@ -105,10 +116,10 @@ class _Pair:
         _settle(answer)
         return time.perf_counter() - start
 
-    def _reply(self, question: Tensor, answer: Tensor) -> float:
+    def _reply(self, question: Tensor, answer: Tensor) -> bool:
         dist.recv(question, group=self._group, group_src=self._peer)
         dist.send(answer, group=self._group, group_dst=self._peer)
-        return 0.0
+        return bool(question[0])
 
 
 def _cluster(found: Tensor) -> Cluster:

@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.errors import PartitionError
 from penstock.ir.cluster import Cluster
-from penstock.ir.figures import is_finite, whole
+from penstock.ir.figures import whole
 from penstock.ir.graph import Graph
 from penstock.ir.partition import Partition
 from penstock.ir.placement import Placement
@@ -47,7 +47,7 @@ class Problem:
     graph: Graph
     profile: Profile
     cluster: Cluster
-    """the ranks, their memory, the links between them"""
+    """the ranks, their memory and slowness, the links between them"""
     placement: Placement | None = None
     """which rank holds each stage; None: one stage per rank, unless the partitioner chooses placements (mpipe, auto)"""
     holding: Holding = Holding()
@@ -55,20 +55,13 @@ class Problem:
     """names of nodes or modules that must not be separated, group by group"""
     overlaps: bool = True
     """messages travel while ranks compute, so that a rank is as busy as the longer of both; False: it waits for them"""
-    slowness: tuple[float, ...] = ()
-    """per rank, how many times the seconds of the profile it takes; empty: all are alike"""
 
     def __post_init__(self) -> None:
         self.profile.check(self.graph)
-        ranks = self.cluster.ranks
-        if self.placement is not None and self.placement.num_ranks != ranks:
+        if self.placement is not None and self.placement.num_ranks != self.cluster.ranks:
             raise PartitionError(
                 "the placement is for other ranks", placement=self.placement.num_ranks, cluster=self.cluster.ranks
             )
-        if self.slowness and len(self.slowness) != ranks:
-            raise PartitionError("slowness needs one figure per rank", figures=len(self.slowness), ranks=ranks)
-        if not all(is_finite(factor) and factor > 0 for factor in self.slowness):
-            raise PartitionError("slowness must be finite and above 0", slowness=self.slowness)
         if any(isinstance(group, str) for group in self.together):
             raise PartitionError("nodes to keep together are given as groups of names", together=self.together)
         flight = self.holding.in_flight
@@ -118,7 +111,7 @@ class Problem:
     @cached_property
     def slowness_of(self) -> Floats:
         """Per rank."""
-        return np.array(self.slowness or (1.0,) * self.cluster.ranks)
+        return np.array(self.cluster.slowness or (1.0,) * self.cluster.ranks)
 
     @cached_property
     def limit_of(self) -> Floats:

@@ -90,7 +90,7 @@ def _dealt_out(problem: Problem, number: int) -> Iterator[Judged]:
 
 def _from_zero(ranks: list[int], problem: Problem) -> tuple[int, ...]:
     """Where ranks are alike, they are numbered by their first stage."""
-    if problem.slowness or problem.cluster.links or len(set(problem.cluster.limits)) > 1:
+    if problem.cluster.slowness or problem.cluster.links or len(set(problem.cluster.limits)) > 1:
         return tuple(ranks)
     number: dict[int, int] = {}
     return tuple(number.setdefault(rank, len(number)) for rank in ranks)

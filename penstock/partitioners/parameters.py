@@ -31,6 +31,8 @@ class Parameters(Partitioner):
         weighed = replace(atoms, seconds=0.5 * atoms.seconds / max(float(atoms.seconds.sum()), 1e-30), free=shared)
         rates = replace(Rates.of(problem).without_messages, slowness=np.ones(problem.num_stages))
         found = cut(problem, weighed, rates)
-        most = max(Judged(replace(problem, slowness=()), weighed, found.stage).loads)
+        most = max(
+            Judged(replace(problem, cluster=replace(problem.cluster, slowness=None)), weighed, found.stage).loads
+        )
         why = f"runs of the model's order, even in parameters: {int(most)} bytes at most on one rank"
         return division(problem, found.stage, why)

@@ -5,5 +5,6 @@ from penstock.planner.measured import Measured
 from penstock.planner.request import Request
 from penstock.planner.resize import unsplit, with_microbatches
 from penstock.planner.search import search
+from penstock.planner.watch import Watch
 
-__all__ = ["Measured", "Request", "between", "search", "unsplit", "with_microbatches"]
+__all__ = ["Measured", "Request", "Watch", "between", "search", "unsplit", "with_microbatches"]

@@ -80,7 +80,8 @@ class Draft:
 
     def _costs(self, recomputed: Collection[int]) -> StageCosts:
         graph, profile = self.measured
-        return fold(graph, profile, self.partition, placement=self.placement, recomputed=recomputed)
+        costs = fold(graph, profile, self.partition, placement=self.placement, recomputed=recomputed)
+        return costs.times(self.cluster.slowness_of(self.placement)) if self.cluster.slowness else costs
 
     def plan(self, schedule: Schedule, name: str, bound: float = 0.0) -> Plan:
         """The plan with this order, predicted; `bound` is one that was found in other ways."""

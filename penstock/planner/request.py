@@ -44,6 +44,7 @@ class Request:
             ("recompute", self.recompute),
             ("ranks", str(self.cluster.ranks)),
             ("memory", str(self.cluster.memory)),
+            ("slowness", str(self.cluster.slowness)),
         )
 
     @property

@@ -33,11 +33,13 @@ def unsplit(plan: Plan) -> Plan:
     """The same microbatches through one stage on one rank."""
     partition = Partition((tuple(node.name for node in plan.graph.nodes),))
     cluster, schedule = Cluster(1), build("gpipe", 1, plan.num_microbatches)
+    # The one rank is like any other, whichever ranks of the plan are slow.
+    alike = plan.costs_on(replace(plan.cluster, slowness=None))
     costs = StageCosts(
-        forward=(sum(plan.costs.forward),),
-        input_grad=(sum(plan.costs.input_grad),),
-        weight_grad=(sum(plan.costs.weight_grad),),
-        activation_bytes=(sum(plan.costs.activation_bytes),),
+        forward=(sum(alike.forward),),
+        input_grad=(sum(alike.input_grad),),
+        weight_grad=(sum(alike.weight_grad),),
+        activation_bytes=(sum(alike.activation_bytes),),
     )
     trace = simulate(lower(schedule), costs, cluster)
     choices = Choices("given", "gpipe", (False,), "loop")

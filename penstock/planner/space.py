@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from penstock.errors import PartitionError, PlanError
+from penstock.ir.cluster import Cluster
 from penstock.ir.partition import Partition
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
@@ -21,6 +22,9 @@ _FIRST = "linear"
 """cuts in no time what most models are best cut like"""
 _FURTHER = ("pipedream", "acyclic")
 _MIXED = "mpipe"
+_THRIFTY = "pipedream"
+_THRIFT = 4.0
+"""how many times slower links are taken to be for cuts with fewer bytes"""
 
 
 def drafts(models: Models, request: Request) -> Iterator[Draft]:
@@ -48,6 +52,7 @@ def further(draft: Draft, request: Request) -> Iterator[Draft]:
     """Other cuts for the same placement and, where that is open as well, stages of one rank wherever they suit it."""
     if request.partitioner != AUTO:
         return
+    yield from _thrifty(draft, request)
     for name in _FURTHER:
         asked = replace(request, partitioner=name)
         with suppress(PartitionError):
@@ -57,6 +62,29 @@ def further(draft: Draft, request: Request) -> Iterator[Draft]:
         with suppress(PartitionError):
             found = divide(_MIXED, problem)
             yield _draft(draft.measured, found.partition, found.placement, draft.num_microbatches, (request, _MIXED))
+
+
+def _thrifty(draft: Draft, request: Request) -> Iterator[Draft]:
+    """Cuts with fewer bytes than a partitioner asks for.
+
+    That lets messages be as long as the passes behind which they hide; but the first and the last ones hide behind
+    nothing, and where few microbatches are in flight hardly any does.
+    """
+    cluster, slower = request.cluster, _slower(request.cluster)
+    if slower == cluster:
+        return
+    problem = Problem(draft.measured.graph, draft.measured.profile, replace(slower, memory=None), draft.placement)
+    with suppress(PartitionError):
+        found = divide(_THRIFTY, problem)
+        if found.placement == draft.placement:
+            asked = (request, _THRIFTY)
+            yield _draft(draft.measured, found.partition, draft.placement, draft.num_microbatches, asked)
+
+
+def _slower(cluster: Cluster) -> Cluster:
+    """The same ranks with slower links, if they have a limit at all."""
+    links = tuple(replace(link, bandwidth=link.bandwidth and link.bandwidth / _THRIFT) for link in cluster.links)
+    return replace(cluster, bandwidth=cluster.bandwidth and cluster.bandwidth / _THRIFT, links=links)
 
 
 def _placements(request: Request, count: int) -> list[Placement]:

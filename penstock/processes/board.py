@@ -4,6 +4,7 @@ A file holds a header, a ring of the last notes, and the text of a failure. A no
 at both ends; the newest number tells the present. A record that is torn or being written is left out by the reader.
 """
 
+import errno
 import mmap
 import os
 import struct
@@ -68,6 +69,11 @@ class Board:
         """Whether the page is still there and belongs to this process."""
         is_there = _path(self.directory, self.rank).exists()
         return is_there and _HEADER.unpack_from(self._page) == _header(rank, ranks)
+
+    @staticmethod
+    def opened() -> "list[Board]":
+        """Those that this process writes."""
+        return [board for (pid, *_), board in _OPEN.items() if pid == os.getpid()]
 
     @staticmethod
     def clear(directory: str | Path) -> None:
@@ -192,10 +198,20 @@ def _header(rank: int, ranks: int) -> tuple[bytes, int, int, int, int, int]:
 def _mapped(path: Path) -> mmap.mmap:
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        os.ftruncate(handle, _SIZE)
+        _reserve(handle)
         return mmap.mmap(handle, _SIZE)
     finally:
         os.close(handle)
+
+
+def _reserve(handle: int) -> None:
+    """Take the room now: to write into a mapped page for which a full disk has none would kill the process."""
+    try:
+        os.posix_fallocate(handle, 0, _SIZE)
+    except (AttributeError, OSError) as error:
+        if getattr(error, "errno", None) == errno.ENOSPC:
+            raise
+        os.ftruncate(handle, _SIZE)  # some file systems and systems cannot promise it
 
 
 def _path(directory: Path, rank: int) -> Path:

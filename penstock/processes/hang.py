@@ -115,6 +115,8 @@ def _verdict(chain: Sequence[Status], by_rank: dict[int, Status], now: float) ->
         return f"rank {culprit.rank}: did not come to {waiter.now.occasion}, {doing(culprit, now)}"
     if waiter and culprit.state in (IDLE, ENDED, STARTED):
         return f"rank {culprit.rank}: does not send what rank {waiter.rank} waits for, {doing(culprit, now)}"
+    if culprit.state == ABSENT:
+        return line(culprit, now) + (f", and rank {waiter.rank} waits for it" if waiter else "")
     return f"rank {culprit.rank}: did not move, {doing(culprit, now)}"
 
 

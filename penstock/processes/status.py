@@ -31,6 +31,9 @@ OCCASIONS = (
     ("unscale_", "unscale_ of the scaler before step {step}"),
     ("largest", "the comparison of values before step {step}"),
     ("full_state_dict", "full_state_dict before step {step}"),
+    ("save", "the saving of a checkpoint before step {step}"),
+    ("load", "the loading of a checkpoint before step {step}"),
+    ("wait_for_save", "wait_for_save before step {step}"),
     ("Pipeline", "the making of a Pipeline"),
 )
 """what all ranks meet for, each with the words for it in a report"""

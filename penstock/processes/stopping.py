@@ -30,10 +30,18 @@ class Wish:
         self._was_signalled = True
 
 
+_HEARD: list[Wish] = []
+"""the wish that signals of this process become, while one is waited for"""
+
+
 @contextmanager
 def wish_to_stop() -> Iterator[Wish]:
-    """On a rank: a first signal becomes a wish, a second one ends the process at once."""
+    """On a rank: a first signal becomes a wish, a second one ends the process at once. Inside another one, the same."""
+    if _HEARD:
+        yield _HEARD[-1]
+        return
     wish = Wish(board_directory())
+    _HEARD.append(wish)
 
     def once(number: int, frame: FrameType | None) -> None:
         wish.signalled()
@@ -47,13 +55,15 @@ def wish_to_stop() -> Iterator[Wish]:
     try:
         yield wish
     finally:
+        _HEARD.remove(wish)
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def passing_on(board: Path, tell: Callable[[], None]) -> Iterator[None]:
+def passing_on(board: Path, tell: Callable[[], None]) -> Iterator[Wish]:
     """In the launcher: a first signal asks the ranks to stop after their step, a second one interrupts as usual."""
+    (board / _NAME).unlink(missing_ok=True)
 
     def once(number: int, frame: FrameType | None) -> None:
         (board / _NAME).touch()
@@ -63,7 +73,7 @@ def passing_on(board: Path, tell: Callable[[], None]) -> Iterator[None]:
 
     before = {number: signal.signal(number, once) for number in _SIGNALS}
     try:
-        yield
+        yield Wish(board)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

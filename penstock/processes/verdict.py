@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from penstock.errors import RunError
 from penstock.processes.failure import Failure
 from penstock.processes.hang import explain
-from penstock.processes.status import Status
+from penstock.processes.status import BUSY, Status
 
 _HINTS = {
     signal.SIGKILL: "more memory or a smaller batch: the system kills processes when memory runs out (see dmesg)",
@@ -27,10 +27,22 @@ def broken(failures: Sequence[Failure], statuses: Sequence[Status], now: float) 
     ]
     problem = "a rank failed" if first.text else first.summary
     report = "\n".join(part for part in (first.text, *lines) if part)
-    values = {"rank": first.rank, **first.places}
+    values = {"rank": first.rank, **_places(first, statuses)}
     error = RunError(problem, report=report, hint=first.hint, **values)
-    error.words_of_rank = first.words
+    error.words_of_rank, error.summary_of_rank = first.words, first.summary if first.text else ""
     return error
+
+
+def _places(failure: Failure, statuses: Sequence[Status]) -> dict[str, str]:
+    """Where a rank failed, by its own words or else by what it was last seen doing."""
+    status = next((status for status in statuses if status.rank == failure.rank), Status(failure.rank))
+    has_begun = status.now.state in BUSY or status.step > 0
+    if "step" in failure.places or not has_begun:
+        return failure.places
+    seen = {"step": str(status.step)}
+    if not failure.text:
+        seen["action"] = status.action or status.now.occasion or status.now.state
+    return {**failure.places, **seen}
 
 
 def overdue(statuses: Sequence[Status], now: float, seconds: float) -> RunError:

@@ -132,12 +132,15 @@ class Crew:
 
     def tell_text(self, text: str, source: int) -> str:
         """The text of one rank, on every rank."""
-        return self._told(text, source, self.rank == source, self.control)
+        return text if self.is_alone else self._told(text, source, self.rank == source, self.control)
 
     def tell_all(self, text: str) -> str:
         """The text of the first rank of the first replica, on every rank of all."""
-        text = self.tell_text(text, 0)
-        return text if self.replicas is None else self._told(text, 0, self.replica == 0, self.replica_control)
+        return self.tell_replicas(self.tell_text(text, 0), 0)
+
+    def tell_replicas(self, text: str, source: int) -> str:
+        """The text of one replica, on every rank that holds the same stages."""
+        return text if self.replicas is None else self._told(text, source, self.replica == source, self.replica_control)
 
     def _told(self, text: str, source: int, is_source: bool, group: Any) -> str:
         data = bytearray(text.encode())

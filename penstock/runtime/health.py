@@ -1,5 +1,6 @@
 """Health: which stage first made a number that is none, NaN or infinite."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -40,6 +41,17 @@ def last_broken(parameters: Mapping[int, Iterable[nn.Parameter]]) -> int:
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether every entry is a finite number, of what is sharded every entry of this rank's part."""
     return _are_finite([extreme for tensor in tensors for extreme in _extremes(_local(tensor))])
+
+
+def severity(values: Iterable[object]) -> int:
+    """2 if any entry is NaN or positive infinity, 1 if one is negative infinity, as masks have it; else 0."""
+    worst = 0
+    for value in values:
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+            for extreme in _extremes(_local(value.detach())):
+                number = float(extreme)
+                worst = max(worst, 0 if math.isfinite(number) else 1 if number < 0 else 2)
+    return worst
 
 
 def is_stage(number: float) -> bool:

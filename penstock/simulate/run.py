@@ -33,7 +33,10 @@ Seconds = NDArray[np.float64]
 
 
 def simulate(program: Program, costs: StageCosts | None = None, cluster: Cluster | None = None) -> Trace:
-    """The predicted Trace. Without costs every pass takes one second; without a cluster messages take no time."""
+    """The predicted Trace. Without costs every pass takes one second; without a cluster messages take no time.
+
+    Costs are those on the ranks that hold the stages: the slowness of a rank is in them.
+    """
     costs = costs or StageCosts.uniform(program.num_stages)
     cluster = cluster or Cluster(program.num_ranks)
     _check_fit(program, costs, cluster)

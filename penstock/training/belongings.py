@@ -1,12 +1,13 @@
 """Belongings: which rank has which parameters of a plan, and which ones several ranks have."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import PlanError, RunError
+from penstock.ir.graph import Graph
 from penstock.ir.plan import Plan
 from penstock.runtime.checksum import checksum
 from penstock.runtime.crew import Crew
@@ -25,6 +26,15 @@ def shared_parameters(plan: Plan, stages: Mapping[int, Stage], rank: int) -> tup
         for name, ranks in users.items()
         if len(ranks) > 1 and rank in ranks
     )
+
+
+def written_buffers(graph: Graph, stages: Iterable[Stage]) -> list[tuple[nn.Module, str]]:
+    """The buffers that the forward of some stages writes: the modules that have them, and how they call them."""
+    written = {name for update in graph.updates for name in update.names}
+    named = [
+        (stage, name) for stage in stages for name, _ in stage.named_buffers(remove_duplicate=False) if name in written
+    ]
+    return [(stage.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for stage, name in named]
 
 
 def ranks_of_parameters(plan: Plan) -> dict[str, set[int]]:

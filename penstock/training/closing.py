@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,6 +14,7 @@ from penstock.runtime.meeting import Heard, Meeting, Occasion, Said
 from penstock.runtime.outputs import Outputs
 from penstock.runtime.row import ROOM, Figures
 from penstock.runtime.times import Times, gathered
+from penstock.training.blame import agreed
 from penstock.training.course import Course
 from penstock.training.ending import Ending
 from penstock.training.model_part import ModelPart
@@ -22,7 +23,10 @@ from penstock.training.recorded import trace_of
 from penstock.training.remarks import Remarks
 from penstock.training.result import Result
 from penstock.training.step_data import StepData
+from penstock.training.witness import Witness
 
+_LEFT = {True: ", gradients, weights and buffers are as before it", False: ", and with it all gradients"}
+"""what becomes of a step without numbers, by whether the gradients before it are kept"""
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,8 +40,15 @@ class Closing:
         self._last = plan.schedule.placement[plan.num_stages - 1]
         self._outputs = Outputs(part.crew, self._last, part.device)
 
-    def bring(self, data: StepData, course: Course, times: Sequence[Times] | None, step: int) -> Result:
-        """The result of a step, the same on every rank."""
+    def bring(
+        self,
+        data: StepData,
+        course: Course,
+        times: Sequence[Times] | None,
+        step: int,
+        look_again: Callable[[], Witness] | None,
+    ) -> Result:
+        """The result of a step, the same on every rank; one that trains and broke is looked at again."""
         known = self._known(data)
         figures = self._figures(data, known)
         inline = known if len(known) <= ROOM else ()
@@ -54,7 +65,7 @@ class Closing:
             tuple(weights),
             self._merged(data),
             self._trace(course, times),
-            self._broken(heard.figures, step) if data.is_training else "",
+            self._broken(heard.figures, step, look_again) if look_again else "",
         )
 
     def _known(self, data: StepData) -> tuple[float, ...]:
@@ -97,19 +108,21 @@ class Closing:
     def _looks(self) -> bool:
         return self._options.nonfinite != "ignore" and not self._ending.is_scaled
 
-    def _broken(self, figures: Figures, step: int) -> str:
+    def _broken(self, figures: Figures, step: int, look_again: Callable[[], Witness]) -> str:
         """Refuse a step that brought numbers that are none, or say what was wrong."""
         first, last = -figures.maxes[2], figures.maxes[3]
         if not is_stage(first) and not is_stage(last):
             return ""
-        stage = int(first) if is_stage(first) else int(last)
+        is_forward = is_stage(first)
+        stage = int(first) if is_forward else int(last)
+        blame = agreed(self._part.crew, look_again().own(stage if is_forward else None))
         nodes = self._plan.partition.stages[stage]
         error = RunError(
-            "a loss or gradient is not a finite number; this step was dropped, gradients and weights are as before it",
+            f"a loss or gradient is not a finite number; this step was dropped{_LEFT[self._options.restore_gradients]}",
             step=step,
-            stage=stage,
-            during="forward" if is_stage(first) else "backward",
-            nodes=f"{nodes[0]} to {nodes[-1]}",
+            stage=blame.stage if blame else stage,
+            during="forward" if is_forward else "backward",
+            **(blame.values if blame else {"nodes": f"{nodes[0]} to {nodes[-1]}"}),
             hint='a smaller learning rate, clip_grad_norm_, or nonfinite="skip" to go on without this batch',
         )
         if self._options.nonfinite == "raise":

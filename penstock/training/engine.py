@@ -25,6 +25,7 @@ from penstock.training.options import RunOptions
 from penstock.training.player import Player
 from penstock.training.result import Result
 from penstock.training.step_data import CutBatch, StepData
+from penstock.training.witness import Witness
 
 Batch = tuple[Any, Any, Any]
 
@@ -56,7 +57,7 @@ class Engine:
             try:
                 times = self._run(course, data, records)
                 self._part.finish()
-                result = self._closing.bring(data, course, times, step)
+                result = self._closing.bring(data, course, times, step, lambda: self._look_again(course, data))
             except BaseException:
                 self._part.restore()
                 raise
@@ -66,13 +67,26 @@ class Engine:
                 self._part.settle()
             return result
 
+    def _look_again(self, course: Course, data: StepData) -> Witness:
+        """Run a step once more from where it began, on every rank, and look at everything; it ends like the first."""
+        self._part.restore()
+        self._part.begin(len(data.inputs.microbatches))
+        with Witness(self._part.stages).looking() as witness:
+            self._player.witness = witness
+            try:
+                self._run(course, data.again(), False)
+            finally:
+                self._player.witness = None
+            self._part.finish()
+        return witness
+
     def evaluate(self, batch: Batch, step: int, keeps_outputs: bool) -> Result:
         """Forward of one batch in eval mode, without gradients."""
         occasion = Occasion("eval", step, _options(return_outputs=keeps_outputs))
         with self._watched(step, False), torch.no_grad(), self._evaluating():
             data, course = self._opening.begin(batch, occasion, False, keeps_outputs)
             self._run(course, data, False)
-            return self._closing.bring(data, course, None, step)
+            return self._closing.bring(data, course, None, step, None)
 
     def _course_of(self, batch: CutBatch, is_training: bool) -> Course:
         roots = tuple(self._ending.roots(recording, is_training) for recording in batch.recordings)

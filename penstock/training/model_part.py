@@ -22,6 +22,7 @@ from penstock.training.belongings import (
     check_replicas,
     own_parameters,
     shared_parameters,
+    written_buffers,
 )
 from penstock.training.state import check_state, spread
 from penstock.training.unsaved_buffers import unsaved_names
@@ -59,7 +60,8 @@ class ModelPart:
         if self.has_numbers:
             check_alike(plan, self.tied, crew)
         apart = (*self.replicas.parameters, *self.tied.parameters)
-        self._earlier = Earlier(apart, self.parameters.values(), restores)
+        places = written_buffers(self.captured.graph, self.stages.values())
+        self._earlier = Earlier(apart, self.parameters.values(), restores, places)
 
     def _cut(self, plan: Plan) -> dict[int, Stage]:
         """The stages of this process."""
@@ -108,7 +110,7 @@ class ModelPart:
         self._earlier.add()
 
     def restore(self) -> None:
-        """The step has failed: gradients are what they were before."""
+        """The step has failed: gradients and buffers are what they were before."""
         self.replicas.forget()
         self.shards.forget()
         self._earlier.restore()

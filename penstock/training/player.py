@@ -5,11 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.capture.onlooker import shown_to
 from penstock.split import Passage
 from penstock.training.adding import added_with_reductions
 from penstock.training.ending import Ending
 from penstock.training.model_part import ModelPart
 from penstock.training.step_data import StepData
+from penstock.training.witness import Witness
 
 LOSS, ADDED = "the loss", "added losses"
 
@@ -20,6 +22,8 @@ class Player:
     def __init__(self, part: ModelPart, last: int, ending: Ending) -> None:
         self._part, self._last, self._ending = part, last, ending
         self.load: StepData | None = None
+        self.witness: Witness | None = None
+        """who looks at everything, where a step is run once more to see what went wrong"""
 
     def forward(self, stage: int, microbatch: int, incoming: dict[str, Any], is_split: bool) -> Passage:
         """One forward of a stage; on the last one also the loss."""
@@ -28,7 +32,8 @@ class Player:
         # Whoever draws random numbers mixes all bits of the seed: neighbours are as different as any.
         seed = inputs.seed + microbatch
         own, recording, named = self._part.stages[stage], inputs.recordings[microbatch], inputs.named[microbatch]
-        with added_with_reductions() as added:
+        sight = self.witness.sight(stage, microbatch, recording.graph, named) if self.witness else None
+        with added_with_reductions() as added, shown_to(sight.see if sight else None):
             passage = Passage(own, recording, named, incoming, is_split, seed)
         loss = self._ending.finish(load, microbatch, passage.left) if stage == self._last else None
         if loss is not None:
@@ -36,6 +41,8 @@ class Player:
         # Without any label that counts a loss is 0/0, and has no say.
         if load.is_training and (loss is None or self._ending.weights(load)[microbatch]):
             load.health.look(stage, (*passage.left.values(), loss))
+            if sight is not None:
+                sight.end(passage.left.values(), loss)
         if added:
             total = self._ending.added(load, stage, microbatch, added)
             load.added.setdefault(microbatch, []).append(total.detach())

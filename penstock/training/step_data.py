@@ -50,3 +50,7 @@ class StepData:
     added: dict[int, list[Tensor]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     health: Health = field(default_factory=Health)
+
+    def again(self) -> "StepData":
+        """The same step before anything of it has run; the weights are known."""
+        return StepData(self.inputs, self.is_training, False, self.weights)

@@ -9,7 +9,7 @@ import penstock
 from penstock import AutoPipeline, AutoPipelineConfig, generate_hf_model_fqn_per_model_part
 from tests.auto.models import SAMPLES, alone, batches, decoder, mean_loss, piped
 
-STEPS = 10
+STEPS = 4
 pytestmark = pytest.mark.gloo
 
 

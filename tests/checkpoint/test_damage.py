@@ -1,13 +1,12 @@
 """Whatever happens to the files of a checkpoint is found before any number changes."""
 
-import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.damages import DAMAGES, damaged
 from penstock.checkpoint.listing import verified
 from penstock.checkpoint.manifest import NAME, read_manifest
 from penstock.checkpoint.values import from_text, to_text
@@ -32,53 +31,10 @@ def training() -> Training:
     return made
 
 
-def cut(newest: Path, rng: random.Random) -> None:
-    path = rng.choice(sorted(newest.iterdir()))
-    content = path.read_bytes()
-    path.write_bytes(content[: rng.randrange(len(content))])
-
-
-def swap(newest: Path, rng: random.Random) -> None:
-    one, other = rng.sample(sorted(newest.iterdir()), 2)
-    held = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(held)
-
-
-def remove(newest: Path, rng: random.Random) -> None:
-    rng.choice(sorted(newest.iterdir())).unlink()
-
-
-def flip(newest: Path, rng: random.Random) -> None:
-    path = rng.choice(sorted(newest.iterdir()))
-    content = bytearray(path.read_bytes())
-    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    path.write_bytes(content)
-
-
-def edit(newest: Path, rng: random.Random) -> None:
-    text = (newest / NAME).read_text()
-    place = rng.choice([place for place, letter in enumerate(text) if letter.isalnum()])
-    (newest / NAME).write_text(text[:place] + rng.choice("0aX\n ") * (1 + rng.randrange(2)) + text[place + 1 :])
-
-
-DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (cut, swap, remove, flip, flip, edit)
-
-
-def worse(good: Path, target: Path, number: int) -> Path:
-    """A copy of which the newest checkpoint has some damage."""
-    shutil.copytree(good, target)
-    newest, rng = target / "step-000002", random.Random(number)
-    before = {path.name: path.read_bytes() for path in newest.iterdir()}
-    while before == {path.name: path.read_bytes() for path in newest.iterdir()}:  # a letter may have stayed the same
-        DAMAGES[number % len(DAMAGES)](newest, rng)
-    return target
-
-
 def test_damage_of_any_kind_is_found(good: Path, tmp_path: Path) -> None:
     found = 0
     for number in range(ROUNDS):
-        newer, older = verified(worse(good, tmp_path / str(number), number))
+        newer, older = verified(damaged(good, tmp_path / str(number), number))
         found += bool(newer.problem) and not older.problem
         shutil.rmtree(tmp_path / str(number))
     assert found == ROUNDS
@@ -89,7 +45,7 @@ def test_damage_of_any_kind_is_found(good: Path, tmp_path: Path) -> None:
 def test_the_checkpoint_before_a_damaged_one_is_taken(
     number: int, good: Path, training: Training, tmp_path: Path
 ) -> None:
-    assert training.pipe.load(worse(good, tmp_path / "worse", number), training.optimizer).step == 1
+    assert training.pipe.load(damaged(good, tmp_path / "worse", number), training.optimizer).step == 1
 
 
 def test_a_damaged_one_by_its_own_name_is_refused_and_changes_nothing(

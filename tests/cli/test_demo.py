@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.demo import training
 from penstock.ir.run import Run
 
 FILES = {"plan.json", "run.json", "trace.json.gz", "report.html"}
@@ -15,6 +16,13 @@ QUICK = ("--ranks", "2", "--steps", "3")
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.cli.demo.SEARCH_SECONDS", 0.5)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPT of which only the way through the demo is looked at."""
+    sizes = training.SIZES._replace(layers=4, width=16, length=8, samples=8, microbatches=4)
+    monkeypatch.setattr(training, "SIZES", sizes)
 
 
 def test_the_demo_trains_like_one_process_and_writes_a_report(call, tmp_path: Path) -> None:
@@ -36,6 +44,7 @@ def _events(out: Path) -> list[dict[str, object]]:
     return json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))["traceEvents"]
 
 
+@pytest.mark.usefixtures("small")
 def test_the_demo_tells_programs_what_it_found(call) -> None:
     found = json.loads(call("demo", *QUICK, "--out", "there", "--json").stdout)
     assert len(found["losses"]) == 3
@@ -43,6 +52,7 @@ def test_the_demo_tells_programs_what_it_found(call) -> None:
     assert {Path(path).name for path in found["files"]} == FILES
 
 
+@pytest.mark.usefixtures("small")
 def test_a_pipeline_that_trains_otherwise_fails_the_demo(call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.demo.training.largest_difference", lambda ranks, plain: 0.5)
     result = call("demo", *QUICK)

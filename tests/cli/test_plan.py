@@ -62,6 +62,18 @@ def test_a_batch_that_does_not_fit_the_model_is_told(call) -> None:
     assert "cannot be run on this batch" in result.stderr
 
 
+def test_a_slow_rank_is_planned_for(call) -> None:
+    text = call("plan", "model.py:build", *QUICK, "--microbatches", "2", "--slowness", "1,2.5", "--json").stdout
+    assert codec.from_json(text, Plan).cluster.slowness == (1.0, 2.5)
+
+
+@pytest.mark.parametrize("given", ["1,two", "1,2,3", "1,-2"])
+def test_slowness_that_makes_no_sense_is_wrong_usage(call, given: str) -> None:
+    result = call("plan", "model.py:build", *QUICK, "--slowness", given)
+    assert result.exit_code == 2
+    assert "slowness" in result.stderr
+
+
 def test_ranks_share_the_cores_of_this_machine_where_they_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert Machine.here(4).cluster(4).cores == 2

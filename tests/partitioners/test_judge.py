@@ -94,5 +94,5 @@ def test_every_link_has_its_own_bandwidth_and_latency():
 
 
 def test_a_slow_rank_takes_as_many_times_longer():
-    problem = Problem(*chain([3, 5]), Cluster(2), slowness=(2.0, 1.0))
+    problem = Problem(*chain([3, 5]), Cluster(2, slowness=(2.0, 1.0)))
     assert Judged(problem, problem.atoms, np.array([0, 1])).loads.tolist() == [6.0, 5.0]

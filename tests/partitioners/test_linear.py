@@ -15,8 +15,8 @@ from penstock.partitioners.linear import Linear
 LAYERS_AND_HEAD = [1] * 32 + [4]
 
 
-def loads(costs, ranks, placement=None, **options):
-    return divide("linear", Problem(*chain(costs), Cluster(ranks), placement, **options)).load_seconds
+def loads(costs, ranks, placement=None, **cluster):
+    return divide("linear", Problem(*chain(costs), Cluster(ranks, **cluster), placement)).load_seconds
 
 
 def test_a_heavy_node_in_the_middle_is_a_stage_with_nothing_heavy_beside_it():

@@ -39,8 +39,8 @@ def test_the_known_optimum_of_six_devices_is_found_and_proven(name, least):
 
 def test_the_known_optimum_of_six_devices_and_a_slow_processor_is_found():
     graph, profile, memory = devices("resnet50_inference")
-    cluster = Cluster(7, memory=memory, bandwidth=BYTES_PER_UNIT)
     slowness = (1.0, 1.0, 1.0, 1.0, 10.0, 1.0, 1.0)
-    division = divide("acyclic", Problem(graph, profile, cluster, overlaps=False, slowness=slowness))
+    cluster = Cluster(7, memory=memory, bandwidth=BYTES_PER_UNIT, slowness=slowness)
+    division = divide("acyclic", Problem(graph, profile, cluster, overlaps=False))
     assert division.bottleneck_seconds == pytest.approx(33.7747, abs=5e-5)
     assert division.proof == "no partition is better"

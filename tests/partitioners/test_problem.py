@@ -21,8 +21,6 @@ GRAPH, PROFILE = chain([1, 1, 1, 5, 1, 1, 1, 1, 1])
     ("options", "problem"),
     [
         ({"placement": Placement.vee(2)}, r"the placement is for other ranks \(placement: 2, cluster: 3\)"),
-        ({"slowness": (1.0, 2.0)}, r"slowness needs one figure per rank \(figures: 2, ranks: 3\)"),
-        ({"slowness": (1.0, 0.0, 1.0)}, "slowness must be finite and above 0"),
         ({"holding": Holding((1, 2))}, r"microbatches in flight need one figure per stage \(figures: 2, stages: 3\)"),
         ({"together": ("1", "2")}, "given as groups of names"),
     ],

@@ -149,14 +149,14 @@ def test_a_stopped_rank_is_the_culprit_even_at_a_meeting() -> None:
 
 
 def test_a_meeting_for_something_unknown_has_words_too() -> None:
-    assert lines(meets(0, "save", 8), rank(1, note("idle", ago=9)))[0].startswith(
+    assert lines(meets(0, "a call of tomorrow", 8), rank(1, note("idle", ago=9)))[0].startswith(
         "rank 1: did not come to a call before step 4"
     )
 
 
 def test_a_rank_of_which_nothing_is_known_is_said_to_be_unknown() -> None:
     assert lines(waits(0, Recv(0, 3, 1), 1, 9), Status(1))[0] == (
-        "rank 1: did not move, nothing is known of it on this host"
+        "rank 1: nothing is known of it on this host, and rank 0 waits for it"
     )
 
 

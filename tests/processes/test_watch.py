@@ -161,7 +161,7 @@ def test_a_rank_that_does_not_notice_is_ended(capfd: pytest.CaptureFixture[str])
 
     message, seconds = beside(fail)
     reason = "rank 1 stopped, because rank 0 failed: out of luck"
-    assert message == f"out of luck (rank: 0)\nrank 1: failed too: {reason}"
+    assert message == f"out of luck (rank: 0, step: 4, action: 0F3)\nrank 1: failed too: {reason}"
     assert capfd.readouterr().err == f"penstock: {reason}\n"
     assert 1 < seconds < 10
 
@@ -173,7 +173,7 @@ def test_a_watch_that_was_not_started_leaves_the_process_alone() -> None:
         os._exit(3)
 
     message, seconds = beside(fail, starts=False)
-    assert message.splitlines() == ["out of luck (rank: 0)", "rank 1: stopped"]
+    assert message.splitlines() == ["out of luck (rank: 0, step: 4, action: 0F3)", "rank 1: stopped"]
     assert seconds > 1.6
 
 

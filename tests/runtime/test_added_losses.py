@@ -15,6 +15,7 @@ from tests.runtime.models import WIDTH, Block, anew, fixed, noise
 from tests.runtime.oracle import Numbers, assert_equal, numbers
 from tests.runtime.plans import quick_plan, recorded_once
 from tests.runtime.workers import Pools
+from tests.selection import by_turns
 
 X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
 
@@ -86,9 +87,11 @@ def pipeline_numbers(where: str, schedules: list[str], local: bool = False) -> l
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_added_losses_count_as_in_one_process(where: str) -> None:
-    for found in pipeline_numbers(where, list(SCHEDULES), local=True):
-        assert_equal(found, plain_numbers(where))
+def test_added_losses_count_as_in_one_process(where: str, is_whole: bool) -> None:
+    schedules = by_turns(SCHEDULES, PLACES.index(where), is_whole)
+    expected = plain_numbers(where)
+    for found in pipeline_numbers(where, schedules, local=True):
+        assert_equal(found, expected)
 
 
 @pytest.mark.gloo

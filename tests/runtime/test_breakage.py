@@ -105,7 +105,7 @@ def test_a_rank_that_fails_before_its_first_message_is_told_as_any_other():
 
 def test_a_killed_rank_is_named_with_its_signal():
     text = broken(killed)
-    assert text.startswith("a rank was killed (rank: 2, signal: SIGKILL)")
+    assert text.startswith("a rank was killed (rank: 2, signal: SIGKILL, step: 1, action: 2F1)")
 
 
 @pytest.mark.parametrize(("fate", "words"), [(stopped, "its process is stopped"), (endless, "working on 2F1")])

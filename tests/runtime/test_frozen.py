@@ -13,6 +13,7 @@ from tests.runtime.models import WIDTH, Block, anew, fixed, noise
 from tests.runtime.oracle import Numbers, assert_equal, numbers, whole
 from tests.runtime.plans import quick_plan, recorded_once
 from tests.runtime.workers import Pools
+from tests.selection import by_turns
 
 X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
 
@@ -92,15 +93,17 @@ def plain_numbers(name: str) -> Numbers:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_where_they_belong(name: str) -> None:
+def test_gradients_are_where_they_belong(name: str, is_whole: bool) -> None:
     expected = plain_numbers(name)
-    for found in step_numbers(name, list(SCHEDULES), 2, local=True):
+    schedules = by_turns(SCHEDULES, list(MODELS).index(name), is_whole)
+    for found in step_numbers(name, schedules, 2, local=True):
         assert_equal(found, expected)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_on_the_rank_where_they_belong(pools: Pools, name: str) -> None:
-    results = pools[2].run(step_numbers, name, ["1f1b", "zb_h1", "zbv"], 2)
+def test_gradients_are_on_the_rank_where_they_belong(pools: Pools, name: str, is_whole: bool) -> None:
+    schedules = by_turns(("1f1b", "zb_h1", "zbv"), list(MODELS).index(name), is_whole)
+    results = pools[2].run(step_numbers, name, schedules, 2)
     for parts in zip(*results, strict=True):
         assert_equal({key: value for part in parts for key, value in part.items()}, plain_numbers(name))

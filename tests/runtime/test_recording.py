@@ -16,15 +16,17 @@ X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
 Row = list[tuple[str, float, float]]
 
 
-def recorded(schedule: str, local: bool = False) -> tuple[Trace, penstock.Plan]:
-    """The trace of a second step, and its plan."""
-    model = chain(8)
-    plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule=schedule)
-    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
+def planned(schedule: str) -> penstock.Plan:
+    return quick_plan(chain(8), (X,), ranks=2, microbatches=3, schedule=schedule)
+
+
+def recorded(plan: penstock.Plan, local: bool = False) -> Trace:
+    """The trace of a second step."""
+    pipe = penstock.Pipeline(chain(8), plan, loss_fn=mse_loss, local=local)
     pipe.step(X, target=TARGET)
     trace = pipe.step(X, target=TARGET, record=True).trace
     assert trace is not None
-    return trace, plan
+    return trace
 
 
 def rows(trace: Trace) -> list[Row]:
@@ -33,8 +35,8 @@ def rows(trace: Trace) -> list[Row]:
     return [sorted(row, key=lambda item: item[1]) for row in found]
 
 
-def rows_on_processes(schedules: list[str]) -> list[list[Row]]:
-    return [rows(recorded(schedule)[0]) for schedule in schedules]
+def rows_on_processes(plans: list[penstock.Plan]) -> list[list[Row]]:
+    return [rows(recorded(plan)) for plan in plans]
 
 
 def predicted(plan: penstock.Plan) -> list[list[str]]:
@@ -52,20 +54,21 @@ def assert_in_order(found: list[Row], expected: list[list[str]]) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_local_step_runs_the_predicted_program(schedule: str) -> None:
-    trace, plan = recorded(schedule, local=True)
-    assert_in_order(rows(trace), predicted(plan))
+    plan = planned(schedule)
+    assert_in_order(rows(recorded(plan, local=True)), predicted(plan))
 
 
 @pytest.mark.gloo
 def test_processes_run_the_predicted_program(pools: Pools) -> None:
-    for schedule, *found in zip(SCHEDULES, *pools[2].run(rows_on_processes, list(SCHEDULES)), strict=True):
-        plan = quick_plan(chain(8), (X,), ranks=2, microbatches=3, schedule=schedule)
+    plans = [planned(schedule) for schedule in SCHEDULES]
+    for plan, *found in zip(plans, *pools[2].run(rows_on_processes, plans), strict=True):
         assert found[0] == found[1]
         assert_in_order(found[0], predicted(plan))
 
 
 def test_a_simulated_step_has_the_same_actions_as_a_recorded_one() -> None:
-    trace, plan = recorded("1f1b", local=True)
+    plan = planned("1f1b")
+    trace = recorded(plan, local=True)
     assert sorted(str(span.action) for span in penstock.simulate(plan).spans) == sorted(
         str(span.action) for span in trace.spans
     )

@@ -15,6 +15,7 @@ from tests.runtime.models import WIDTH, Block, chain, fixed, noise, tied, token_
 from tests.runtime.oracle import Numbers, assert_equal, assert_identical, numbers, whole
 from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools
+from tests.selection import by_turns
 
 pytestmark = pytest.mark.gloo
 
@@ -58,21 +59,22 @@ def assert_whole(parts: Any, plain: nn.Module, losses: list[Tensor]) -> None:
         assert_equal(part, {name: expected[name] for name in part})
 
 
-def token_steps(schedules: list[str]) -> list[Numbers]:
-    """Two accumulated steps for every schedule and every way to share the batch."""
+def token_steps(cases: list[tuple[str, tuple[int, int]]]) -> list[Numbers]:
+    """Two accumulated steps for a schedule and a way to share the batch."""
     found = []
-    for schedule in schedules:
-        for sizes in SHARES:
-            pipe = replicated(tied(), X, token_loss, schedule)
-            x, labels = share(X, sizes), share(LABELS, sizes)
-            found.append(gradients(pipe, [pipe.step(x, target=labels).loss for _ in range(2)]))
+    for schedule, sizes in cases:
+        pipe = replicated(tied(), X, token_loss, schedule)
+        x, labels = share(X, sizes), share(LABELS, sizes)
+        found.append(gradients(pipe, [pipe.step(x, target=labels).loss for _ in range(2)]))
     return found
 
 
-def test_gradients_and_loss_are_those_of_the_whole_batch(pools: Pools) -> None:
+def test_gradients_and_loss_are_those_of_the_whole_batch(pools: Pools, is_whole: bool) -> None:
     plain = tied()
     losses = [whole(plain, token_loss)(X, LABELS) for _ in range(2)]
-    for parts in zip(*pools[4].run(token_steps, ["1f1b", "interleaved", "zbv"]), strict=True):
+    schedules = ("1f1b", "interleaved", "zbv")
+    cases = [(name, sizes) for k, name in enumerate(schedules) for sizes in by_turns(SHARES, k, is_whole)]
+    for parts in zip(*pools[4].run(token_steps, cases), strict=True):
         assert_whole(parts, plain, losses)
 
 

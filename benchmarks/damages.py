@@ -1,0 +1,56 @@
+"""Damages: what can happen to the files of a checkpoint."""
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.checkpoint.manifest import NAME
+
+
+def cut(newest: Path, rng: random.Random) -> None:
+    """A file ends too early."""
+    path = rng.choice(sorted(newest.iterdir()))
+    content = path.read_bytes()
+    path.write_bytes(content[: rng.randrange(len(content))])
+
+
+def swap(newest: Path, rng: random.Random) -> None:
+    """Two files have each other's content."""
+    one, other = rng.sample(sorted(newest.iterdir()), 2)
+    held = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(held)
+
+
+def remove(newest: Path, rng: random.Random) -> None:
+    """A file is missing."""
+    rng.choice(sorted(newest.iterdir())).unlink()
+
+
+def flip(newest: Path, rng: random.Random) -> None:
+    """One bit of a file is another."""
+    path = rng.choice(sorted(newest.iterdir()))
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def edit(newest: Path, rng: random.Random) -> None:
+    """The manifest says something else."""
+    text = (newest / NAME).read_text()
+    place = rng.choice([place for place, letter in enumerate(text) if letter.isalnum()])
+    (newest / NAME).write_text(text[:place] + rng.choice("0aX\n ") * (1 + rng.randrange(2)) + text[place + 1 :])
+
+
+DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (cut, swap, remove, flip, flip, edit)
+
+
+def damaged(good: Path, target: Path, number: int) -> Path:
+    """A copy of a directory of checkpoints of which the newest has some damage."""
+    shutil.copytree(good, target)
+    newest, rng = max(target.glob("step-*")), random.Random(number)
+    before = {path.name: path.read_bytes() for path in newest.iterdir()}
+    while before == {path.name: path.read_bytes() for path in newest.iterdir()}:  # a letter may have stayed the same
+        DAMAGES[number % len(DAMAGES)](newest, rng)
+    return target

@@ -1,0 +1,137 @@
+"""faults: trainings that are broken on purpose have the losses of one that nothing happened to."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.damages import damaged
+from benchmarks.short_training import RANKS, STEPS, Outcome, ShortTraining
+from benchmarks.table import Line, Table
+from benchmarks.watched_training import WatchedTraining
+from penstock.checkpoint.listing import verified
+
+KINDS = ("kill", "abort", "raise", "exit")
+_LOOK_SECONDS = 0.005
+_PATIENCE_SECONDS = 60.0
+_MOST_NOTES = 20
+_MOST_FILES = {0: 36, 1: 14, 2: 14}
+"""about as many file operations a rank has for the checkpoints of one training"""
+
+
+def tables() -> tuple[Table, ...]:
+    """Everything that `python -m benchmarks faults` shows."""
+    return (broken_on_purpose(), taken_up_again())
+
+
+def taken_up_again(times: int = 5) -> Table:
+    """Seconds from the kill of a rank until all are down, and until a step is taken again; the longest of some."""
+
+    def lines() -> Iterator[Line]:
+        with ShortTraining.made(2) as made, WatchedTraining(made.directory, every=20) as training:
+            training.wait_for_steps(5, _PATIENCE_SECONDS)
+            found = [_broken(training, number % 2) for number in range(times)]
+        for name, limit, longest in zip(
+            ("all down", "a step again"), (5.0, 15.0), map(max, zip(*found, strict=True)), strict=True
+        ):
+            yield Line((name, f"{longest:.2f}"), longest, limit, at_least=False)
+
+    return Table("a rank of 2 is killed, seconds", ("until", "seconds"), lines())
+
+
+def _broken(training: WatchedTraining, rank: int) -> tuple[float, float]:
+    pids, began = training.pids, time.monotonic()
+    training.signal_rank(rank, signal.SIGKILL)
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        time.sleep(_LOOK_SECONDS)
+    down = time.monotonic() - began
+    training.resumed(_PATIENCE_SECONDS)
+    again = time.monotonic() - began
+    training.wait_for_steps(training.num_steps + 30, _PATIENCE_SECONDS)
+    return down, again
+
+
+def broken_on_purpose(rounds: int = 40, damages: int = 200) -> Table:
+    """How many of so many rounds went as they should: the run ends well, with every loss of an undisturbed one."""
+
+    def lines() -> Iterator[Line]:
+        with ShortTraining.made() as training:
+            clean = training.run()
+            assert clean.exit_code == 0, clean.output
+            for name, fault in (("killed at random", _anywhere), ("killed during a save", _in_a_save)):
+                yield _line(name, rounds, _survived(training, clean, rounds, fault))
+            yield _line("no room on the disk", 1, int(_without_room(training, clean)))
+            yield _line("damaged files", damages, _found(training, damages))
+
+    return Table("faults on purpose", ("fault", "rounds", "as it should be"), lines())
+
+
+def _line(name: str, rounds: int, good: int) -> Line:
+    return Line((name, str(rounds), str(good)), good, rounds)
+
+
+def _survived(training: ShortTraining, clean: Outcome, rounds: int, fault: Callable[[random.Random], str]) -> int:
+    good = 0
+    for number in range(rounds):
+        found = training.run([fault(random.Random(number))])
+        good += is_as_clean(found, clean) and found.restarts == 1
+    return good
+
+
+def is_as_clean(found: Outcome, clean: Outcome) -> bool:
+    """Whether a training ended well, with the losses of one that nothing happened to and nothing half written."""
+    return found.exit_code == 0 and found.losses == clean.losses and not found.bad
+
+
+def _anywhere(rng: random.Random) -> str:
+    place = f"rank={rng.randrange(RANKS)},step={rng.randrange(STEPS)},action={rng.randrange(_MOST_NOTES)}"
+    return f"{rng.choice(KINDS)},{place}"
+
+
+def _in_a_save(rng: random.Random) -> str:
+    rank = rng.randrange(RANKS)
+    return f"kill,rank={rank},save={rng.randint(1, _MOST_FILES[rank])}"
+
+
+def _without_room(training: ShortTraining, clean: Outcome) -> bool:
+    """On a full disk training goes on and says so; what was saved before still loads."""
+    with _small_disk(training.directory / "saved") as is_real:
+        faults = () if is_real else ("full-disk,rank=1,step=6", "full-disk,rank=1,step=9", "full-disk,rank=1,step=10")
+        shutil.rmtree(training.directory / "out", ignore_errors=True)
+        found = training.run(faults, "--restarts", "0", fresh=False)
+        goes_on = found.losses == clean.losses
+        loads = [one.name for one in verified(training.directory / "saved") if not one.problem]
+        return goes_on and bool(loads) and not found.bad and "the last checkpoint was not written" in found.output
+
+
+@contextmanager
+def _small_disk(place: Path) -> Iterator[bool]:
+    """A disk on which one checkpoint has room and no second one; False where none can be made."""
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(mode=0o700)
+    size = "size=160k,mode=700"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", os.fspath(place)], capture_output=True)
+    try:
+        yield mounted.returncode == 0
+    finally:
+        if mounted.returncode == 0:
+            subprocess.run(["umount", os.fspath(place)], check=True)
+
+
+def _found(training: ShortTraining, rounds: int) -> int:
+    """How many damages of the newest checkpoint were found, while the one before is good."""
+    training.run()
+    found = 0
+    with tempfile.TemporaryDirectory() as name:
+        for number in range(rounds):
+            worse = damaged(training.directory / "saved", Path(name) / str(number), number)
+            newest, *older = verified(worse)
+            found += bool(newest.problem) and not any(one.problem for one in older)
+            shutil.rmtree(worse)
+    return found

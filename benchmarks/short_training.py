@@ -1,0 +1,98 @@
+"""A short training by the command, undisturbed or with faults, and what came of it."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import chdir, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+from typer.testing import CliRunner
+
+from penstock.checkpoint.listing import listing, verified
+from penstock.cli import app
+from penstock.processes.faults import ALLOWED
+
+RANKS, STEPS, EVERY = 3, 10, 3
+MODEL = """\
+import torch
+from torch import nn
+
+def build():
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(6)]
+    return nn.Sequential(*blocks), torch.ones(8, 16)
+
+def batches():
+    while True:
+        yield torch.randn(8, 16), torch.randn(8, 16)
+"""
+_RESTART = re.compile(r"^restart \d+ of", re.MULTILINE)
+COMMAND = ("train", "model.py:build", "--data", "model.py:batches", "--loss", "mse_loss", "--plan", "plan.json")
+"""what is typed behind `penstock`, in a directory with such a model and a plan"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one training came to."""
+
+    exit_code: int
+    output: str
+    losses: tuple[float, ...]
+    bad: tuple[str, ...]
+    """checkpoints that are not good, and drafts that are left"""
+
+    @property
+    def restarts(self) -> int:
+        """How often it was taken up again."""
+        return len(_RESTART.findall(self.output))
+
+
+@dataclass(frozen=True)
+class ShortTraining:
+    """A directory with a model and a plan, in which trainings are tried."""
+
+    directory: Path
+
+    @classmethod
+    @contextmanager
+    def made(cls, ranks: int = RANKS) -> "Iterator[ShortTraining]":
+        """In a directory of its own."""
+        with TemporaryDirectory(prefix="penstock-") as name:
+            found = cls(Path(name))
+            (found.directory / "model.py").write_text(MODEL, encoding="utf-8")
+            wishes = ("--ranks", ranks, "--microbatches", "4", "--schedule", "1f1b", "--budget", "0")
+            code, output = found.call("plan", "model.py:build", *wishes, "--out", "plan.json")
+            assert code == 0, output
+            yield found
+
+    def call(self, *arguments: object) -> tuple[int, str]:
+        """The exit code and the words of a command."""
+        with chdir(self.directory), patch.dict(os.environ, {ALLOWED: "1"}):
+            result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        return result.exit_code, result.output
+
+    def run(self, faults: Iterable[str] = (), *options: object, steps: int = STEPS, fresh: bool = True) -> Outcome:
+        """Train with faults."""
+        if fresh:
+            for name in ("out", "saved"):
+                shutil.rmtree(self.directory / name, ignore_errors=True)
+        given = [word for fault in faults for word in ("--fault", fault)]
+        lasting = ("--checkpoint", "saved", "--every", EVERY, "--out", "out", "--steps", steps)
+        code, output = self.call(*COMMAND, *lasting, *given, *options)
+        return Outcome(code, output, self._losses(), self._bad())
+
+    def _losses(self) -> tuple[float, ...]:
+        path = self.directory / "out" / "steps.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return tuple(json.loads(line)["loss"] for line in lines)
+
+    def _bad(self) -> tuple[str, ...]:
+        saved = self.directory / "saved"
+        if not saved.exists() or not any(saved.iterdir()):
+            return ()
+        broken = [found.name for found in verified(saved) if found.problem]
+        return (*broken, *(found.name for found in listing(saved) if not found.written))

@@ -1,0 +1,181 @@
+"""slow_ranks: steps until a slow rank is told, alarms in clean steps, and what the plan that is advised brings.
+
+Ranks are processes. Blocks sleep, and one rank's begin to sleep longer; or they compute, and the ranks share the cores
+of this machine.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import penstock
+from benchmarks.sleeping import SIZE, SleepingBlock
+from benchmarks.table import Line, Table
+from benchmarks.turns import load
+from penstock.demo.gpt import Sizes, gpt, loss
+from penstock.ir.cluster import Cluster
+from penstock.ir.plan import Plan
+from penstock.ir.profile import NodeCost, Profile
+from penstock.planner import Measured, Request, Watch, search
+
+FACTORS = (1.3, 1.5, 2.0, 4.0)
+WITHIN = 10
+"""steps after which a rank that takes 1.5 times as long or more must have been told"""
+COMPUTING = Sizes(layers=8, width=64, words=64, length=32, samples=16, microbatches=8)
+
+
+class Setting(NamedTuple):
+    """Ranks whose blocks sleep, four for each, in so many microbatches, and the steps before one of them is slow."""
+
+    ranks: int = 4
+    microbatches: int = 8
+    unit: float = 0.004
+    clean: int = 20
+
+    @property
+    def slow_rank(self) -> int:
+        """Not the first, which looks, nor the last if there are others."""
+        return self.ranks // 2
+
+    def slowness(self, factor: float) -> tuple[float, ...]:
+        """With one rank that takes so many times longer."""
+        return tuple(factor if rank == self.slow_rank else 1.0 for rank in range(self.ranks))
+
+
+class Seen(NamedTuple):
+    """Seconds of every step of a rank, and what the first rank said, by the step."""
+
+    seconds: list[float]
+    told: list[tuple[int, str]]
+
+
+SLEEPING = Setting()
+
+
+def tables() -> tuple[Table, ...]:
+    """Everything that `make bench` shows about slow ranks."""
+    return (delays(SLEEPING), alarms(200), remedies(SLEEPING))
+
+
+def delays(setting: Setting, factors: Sequence[float] = FACTORS) -> Table:
+    """Steps that a rank is slow until it is told; below 1.5 times it need not be."""
+
+    def lines() -> Iterator[Line]:
+        plan = sleeping_plan(setting, Cluster(setting.ranks))
+        for factor in factors:
+            seen = _launched(plan, setting, setting.clean + 2 * WITHIN, setting.clean, factor)
+            steps = [step - setting.clean + 1 for step, _ in seen.told]
+            after, shown = (float(steps[0]), str(steps[0])) if steps else (float("inf"), "never")
+            target = WITHIN if factor >= 1.5 else float("inf")
+            yield Line((f"{factor:g} times", shown, str(len(steps)), load()), after, target, at_least=False)
+
+    title = f"one of {setting.ranks} ranks slow from step {setting.clean} on; blocks that sleep"
+    return Table(title, ("slow", "told after", "times told", "load"), lines())
+
+
+def alarms(steps: int, ranks: Sequence[int] = (2, 4)) -> Table:
+    """Ranks that are told to be slow where none is."""
+
+    def lines() -> Iterator[Line]:
+        for count in ranks:
+            setting = SLEEPING._replace(ranks=count, unit=0.001)
+            found = _launched(sleeping_plan(setting, Cluster(count)), setting, steps, steps, 1.0).told
+            yield _none(f"sleep, {count} ranks", steps, found)
+        for count in ranks:
+            found = penstock.launch(_computing, count, computing_plan(count), steps)[0]
+            yield _none(f"compute, {count}", steps, found)
+
+    title = f"ranks told to be slow in {steps} clean steps; those that compute share {os.cpu_count()} cores"
+    return Table(title, ("ranks", "steps", "told", "load"), lines())
+
+
+def remedies(setting: Setting, factors: Sequence[float] = (1.5, 2.0, 4.0)) -> Table:
+    """Steps with a slow rank by the plan for ranks that are alike and by one for these, both measured."""
+
+    def lines() -> Iterator[Line]:
+        alike = sleeping_plan(setting, Cluster(setting.ranks))
+        for factor in factors:
+            made = sleeping_plan(setting, Cluster(setting.ranks, slowness=setting.slowness(factor)))
+            before, after = (min(_launched(each, setting, 8, 0, factor).seconds) for each in (alike, made))
+            predicted = made.predicted.makespan
+            cells = (f"{factor:g} times", f"{before:.3f}", f"{after:.3f}", f"{predicted:.3f}", load())
+            yield Line((*cells, f"{after / before:.3f}"), after / before, 0.95, at_least=False)
+
+    columns = ("slow", "as planned", "planned anew", "predicted", "load", "ratio")
+    return Table("seconds of a step with one slow rank, least of 8; blocks that sleep", columns, lines())
+
+
+def _none(name: str, steps: int, found: list[Any]) -> Line:
+    return Line((name, str(steps), str(len(found)), load()), float(len(found)), 0.0, at_least=False)
+
+
+def sleeping_plan(setting: Setting, cluster: Cluster) -> Plan:
+    """A plan by the seconds that the blocks sleep."""
+    graph = penstock.capture(_sleeping(setting), (_batch(setting)[:1],)).graph
+    unit = setting.unit
+    costs = tuple(NodeCost(node.name, unit, 2 * unit, unit, unit) for node in graph.nodes)
+    measured = Measured(graph, Profile(costs, 3 * unit * len(costs), graph.fingerprint, "slept"))
+    return search({setting.microbatches: measured}, Request(cluster, "1f1b", budget_seconds=2.0))
+
+
+def computing_plan(ranks: int) -> Plan:
+    """A plan for ranks that share the cores of this machine."""
+    torch.manual_seed(0)
+    cores = os.cpu_count() or 1
+    cluster = Cluster(ranks, cores=cores if cores < ranks else None)
+    tokens, _ = _tokens()
+    return penstock.plan(
+        gpt(COMPUTING), (tokens,), ranks=cluster, microbatches=COMPUTING.microbatches, schedule="1f1b", loss_fn=loss
+    )
+
+
+def _launched(plan: Plan, setting: Setting, steps: int, since: int, factor: float) -> Seen:
+    return penstock.launch(_slept, plan.num_ranks, plan, setting, steps, since, factor)[0]
+
+
+def _slept(plan: Plan, setting: Setting, steps: int, since: int, factor: float) -> Seen:
+    """Train; from step `since` on the blocks of one rank sleep so many times longer."""
+    warnings.filterwarnings("ignore", "hooks on parameters")  # the blocks sleep in them
+    model = _sleeping(setting)
+    pipe, watch = penstock.Pipeline(model, plan, loss_fn=nn.functional.mse_loss), Watch(plan)
+    batch, seen = _batch(setting), Seen([], [])
+    for step in range(steps):
+        for block in model if step == since and torch.distributed.get_rank() == setting.slow_rank else ():
+            assert isinstance(block, SleepingBlock)
+            block.unit = factor * setting.unit
+        trace = pipe.step(batch, target=batch, record=True).trace
+        assert trace is not None
+        seen.seconds.append(trace.makespan)
+        if pipe.is_first and (words := watch.look(step, trace)):
+            seen.told.append((step, words))
+    return seen
+
+
+def _computing(plan: Plan, steps: int) -> list[tuple[int, str]]:
+    torch.manual_seed(0)
+    pipe, watch, told = penstock.Pipeline(gpt(COMPUTING), plan, loss_fn=loss), Watch(plan), []
+    tokens, wanted = _tokens()
+    for step in range(steps):
+        trace = pipe.step(tokens, target=wanted, record=True).trace
+        assert trace is not None
+        if pipe.is_first and (words := watch.look(step, trace)):
+            told.append((step, words))
+    return told
+
+
+def _sleeping(setting: Setting) -> nn.Sequential:
+    return nn.Sequential(*(SleepingBlock(setting.unit) for _ in range(4 * setting.ranks)))
+
+
+def _batch(setting: Setting) -> Tensor:
+    return torch.ones(setting.microbatches, SIZE)
+
+
+def _tokens() -> tuple[Tensor, Tensor]:
+    shape = (COMPUTING.samples, COMPUTING.length)
+    both = torch.randint(COMPUTING.words, (2, *shape), generator=torch.Generator().manual_seed(0))
+    return both[0], both[1]

@@ -1,0 +1,82 @@
+"""two_hosts: what a plan gains that knows the links, on two hosts joined by a cable of 200 Mbit/s."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import two_hosts_rank
+from benchmarks.hosts import NoHostsError, two_hosts
+from benchmarks.table import Line, Table
+from benchmarks.two_hosts_rank import Task
+
+TASK = Task(wide=64, narrow=4, samples=8192, steps=12)
+RANKS = 2
+"""on each host"""
+_MOST_SECONDS = 240.0
+Found = dict[str, Any]
+
+
+def tables() -> tuple[Table, ...]:
+    """Everything that `make bench` shows about two hosts."""
+    return links(), gains()
+
+
+def links(task: Task = TASK, ranks: int = RANKS) -> Table:
+    """What the ranks measure of the cable, and of the way inside a host."""
+
+    def lines(found: Found) -> Iterator[Line]:
+        for name, is_slow in (("two hosts", True), ("one host", False)):
+            own = [link for link in found["links"] if ((link["source"] < ranks) != (link["target"] < ranks)) is is_slow]
+            if own:
+                rate = 8e-6 * median(link["bandwidth"] for link in own)
+                delay = 1e6 * median(link["latency"] for link in own)
+                yield Line((name, f"{rate:,.0f}", f"{delay:,.0f}"), rate, 210.0 if is_slow else 1000.0, not is_slow)
+
+    return Table("links between ranks of", ("", "Mbit/s", "us latency"), _found(task, ranks, lines, 3))
+
+
+def gains(task: Task = TASK, ranks: int = RANKS) -> Table:
+    """A step by the plan that takes links for free, and by the one that knows them."""
+
+    def lines(found: Found) -> Iterator[Line]:
+        blind, seeing = found["without links"], found["with links"]
+        for name, key, unit, target in (
+            ("KiB over the cable", "bytes", 1 / 1024, 4.0),
+            ("ms predicted", "predicted", 1e3, 1.2),
+            ("ms measured", "seconds", 1e3, 1.2),
+        ):
+            ratio = blind[key] / seeing[key]
+            yield Line((name, f"{unit * blind[key]:,.1f}", f"{unit * seeing[key]:,.1f}", f"{ratio:.2f}"), ratio, target)
+        apart = f"{blind['apart']:.1e}", f"{seeing['apart']:.1e}"
+        yield Line(("apart from one process", *apart, ""), max(blind["apart"], seeing["apart"]), 1e-12, at_least=False)
+
+    title = f"a step on two hosts, {ranks} ranks each"
+    return Table(title, ("", "without links", "with links", "ratio"), _found(task, ranks, lines, 4))
+
+
+def _found(task: Task, ranks: int, lines: Callable[[Found], Iterator[Line]], columns: int) -> Iterator[Line]:
+    try:
+        yield from lines(measured(task, ranks))
+    except NoHostsError as reason:
+        yield Line((f"not here: {reason}", *[""] * (columns - 1)), 0.0, 0.0)
+
+
+@cache
+def measured(task: Task, ranks: int) -> Found:
+    """What the first rank found on two hosts; of a step's seconds those of the slowest rank count."""
+    with two_hosts() as hosts, tempfile.TemporaryDirectory() as name:
+        directory, args = Path(name), (name, json.dumps(asdict(task)))
+        ended = hosts.torchrun(Path(two_hosts_rank.__file__), ranks, directory, args, _MOST_SECONDS)
+        pages = [directory / f"rank{rank}.json" for rank in range(2 * ranks)]
+        if not all(page.exists() for page in pages):
+            raise RuntimeError("\n".join(one.text for one in ended))
+        found = [json.loads(page.read_text()) for page in pages]
+    for plan in ("without links", "with links"):
+        for key in ("seconds", "apart"):
+            found[0][plan][key] = max(one[plan][key] for one in found)
+    return found[0]

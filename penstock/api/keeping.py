@@ -1,0 +1,111 @@
+"""Keeping: the checkpoints that a loop writes while it trains, and where it goes on."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from penstock.api.pipeline import Pipeline
+from penstock.checkpoint import Loaded
+from penstock.checkpoint.random_state import random_state, restorer
+from penstock.errors import CheckpointError, RunError
+
+Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
+"""all batches in order, or what gives those from one on, by its number"""
+_BATCHES = "batches"
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What is kept of a training while it goes on."""
+
+    directory: Path
+    every: int = 100
+    """how many steps lie between two checkpoints"""
+    keep: int | None = None
+    """how many of the newest stay; None: all"""
+    resume: Path | None = None
+    """what to go on from; None: begin"""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise CheckpointError(f"{name} is a whole number above 0", given=count)
+
+
+class Keeper:
+    """Saves one training, and begins where an earlier one ended."""
+
+    def __init__(self, pipe: Pipeline, optimizer: Any, keeping: Keeping) -> None:
+        self._pipe, self._optimizer, self._keeping = pipe, optimizer, keeping
+        self._num_batches = 0
+        self._saved: int | None = None
+        self._problem: CheckpointError | RunError | None = None
+
+    def begun(self, batches: Batches) -> tuple[Iterator[Any], str]:
+        """The batches that are left, once the training is where it was; and a remark about that."""
+        if self._keeping.resume is None:
+            return batches_from(batches, 0), ""
+        # Batches may be drawn at random: those that were had are drawn as they were, and the next ones follow them.
+        fresh = random_state()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loaded = self._pipe.load(self._keeping.resume, self._optimizer)
+        resumed = random_state()
+        self._num_batches, self._saved = _num_batches(loaded), loaded.step
+        restorer(fresh)()
+        left = batches_from(batches, self._num_batches)
+        restorer(resumed)()
+        warned = [f"; {warning.message}" for warning in caught]
+        return left, f"went on from {loaded.path}, after step {loaded.step}{''.join(warned)}"
+
+    def stepped(self) -> str:
+        """A batch was taken: save if it is time to; a remark if that failed. Training goes on without."""
+        self._num_batches += 1
+        return self._save() if self._pipe.num_steps % self._keeping.every == 0 else ""
+
+    def finish(self) -> None:
+        """Save what was done since the last checkpoint; an error if it is lost otherwise."""
+        if self._saved != self._pipe.num_steps:
+            self._save()
+        if self._saved != self._pipe.num_steps and self._problem is not None:
+            problem = f"the last checkpoint was not written: {self._problem.problem}"
+            values = {"step": self._pipe.num_steps, **self._problem.values, "newest": self._newest}
+            raise CheckpointError(problem, hint=self._problem.hint, **values)
+
+    def _save(self) -> str:
+        self._problem = None
+        step, position = self._pipe.num_steps, {_BATCHES: self._num_batches}
+        try:
+            self._pipe.save(self._keeping.directory, self._optimizer, position=position, keep=self._keeping.keep)
+        except (CheckpointError, RunError) as error:
+            if not (error.is_shared or isinstance(error, CheckpointError)):
+                raise
+            self._problem = error
+            words = str(error).replace("\n", " ")
+            return f"CHECKPOINT OF STEP {step} NOT WRITTEN, training goes on; the newest is {self._newest}: {words}"
+        self._saved = step
+        return ""
+
+    @property
+    def _newest(self) -> str:
+        return "none" if self._saved is None else f"that of step {self._saved}"
+
+
+def batches_from(batches: Batches, number: int) -> Iterator[Any]:
+    """The batches from one on."""
+    if callable(batches):
+        return iter(batches(number))
+    found = iter(batches)
+    next(islice(found, number, number), None)
+    return found
+
+
+def _num_batches(loaded: Loaded) -> int:
+    """How many batches were taken; what was saved by other means had one for every step."""
+    position = loaded.position
+    known = position.get(_BATCHES) if isinstance(position, dict) else None
+    return known if isinstance(known, int) and known >= 0 else loaded.step or 0

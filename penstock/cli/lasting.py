@@ -1,0 +1,137 @@
+"""How a training lasts: where it is saved, from where it goes on, and how often it is taken up again."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from penstock.errors import PenstockError
+from penstock.ir.figures import is_finite
+
+if TYPE_CHECKING:
+    from penstock.api.keeping import Keeping
+    from penstock.ir.plan import Plan
+    from penstock.processes.lives import Endurance
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Lasting:
+    """What survives, and how."""
+
+    checkpoint: Annotated[
+        Path | None, Option(metavar="DIRECTORY", help="Save there: on the way, at the end, and when asked to stop.")
+    ] = None
+    every: Annotated[int, Option(min=1, metavar="N", help="Steps between two checkpoints.")] = 100
+    keep: Annotated[int, Option(min=1, metavar="N", help="How many of the newest checkpoints stay.")] = 3
+    resume: Annotated[
+        str | None, Option(metavar="WHERE", help='A checkpoint to go on from, or "auto": the newest good one, if any.')
+    ] = None
+    restarts: Annotated[
+        int, Option(min=0, metavar="N", help="How often it is taken up again from its checkpoints if a rank breaks.")
+    ] = 3
+    min_ranks: Annotated[
+        int | None, Option(min=1, metavar="K", help="Go on with so few ranks, by a new plan, if one is gone for good.")
+    ] = None
+    deadline: Annotated[
+        float, Option(metavar="SECONDS", help="How long a rank waits for another before it counts as hung.")
+    ] = 60.0
+    fault: Annotated[
+        list[str] | None,
+        Option(metavar="FAULT", help="Break on purpose, such as kill,rank=1,step=5; needs PENSTOCK_ALLOW_FAULTS=1."),
+    ] = None
+
+    @property
+    def endurance(self) -> "Endurance":
+        """How much the run takes; without checkpoints there is nothing to take it up from."""
+        from penstock.processes.lives import Endurance
+
+        return Endurance(self.restarts if self.checkpoint else 0, self.min_ranks)
+
+    def keeping(self, life: int = 0) -> "Keeping | None":
+        """What a rank keeps, and where it goes on: after a restart always from what is there."""
+        from penstock.api.keeping import Keeping
+
+        if self.checkpoint is None:
+            return None
+        return Keeping(self.checkpoint, self.every, self.keep, self.source(life))
+
+    def source(self, life: int = 0) -> Path | None:
+        """What to go on from; None if there is nothing yet."""
+        from penstock.checkpoint.shelf import is_shelf
+
+        assert self.checkpoint is not None
+        has_begun = is_shelf(self.checkpoint)
+        if has_begun and (life or self.resume == AUTO):
+            return self.checkpoint
+        return None if self.resume in (None, AUTO) else Path(str(self.resume))
+
+
+def check_lasting(lasting: Lasting, ranks: int | None, life: int) -> None:
+    """Refuse what cannot be, before work is spent; make the directory."""
+    from penstock.processes.faults import allowed
+
+    if lasting.checkpoint is None:
+        given = [name for name in ("resume", "min_ranks") if getattr(lasting, name) is not None]
+        if given:
+            flag = f"--{given[0].replace('_', '-')}"
+            raise PenstockError(f"{flag} needs checkpoints", hint=f"--checkpoint DIRECTORY {flag} ...")
+    else:
+        _check_directory(lasting.checkpoint, AUTO if life else lasting.resume)
+    if lasting.min_ranks is not None and ranks is not None and lasting.min_ranks > ranks:
+        raise PenstockError("fewer ranks are planned than are to be left", ranks=ranks, min_ranks=lasting.min_ranks)
+    if not (is_finite(lasting.deadline) and lasting.deadline > 0):
+        raise PenstockError("a deadline is seconds above 0", deadline=lasting.deadline, hint="--deadline 60")
+    allowed(lasting.fault or ())
+
+
+def _check_directory(directory: Path, resume: str | None) -> None:
+    from penstock.checkpoint.directory import candidates
+    from penstock.checkpoint.shelf import is_checkpoint, is_shelf, steps
+
+    if directory.exists() and not directory.is_dir():
+        raise PenstockError("a file stands where the checkpoints should go", checkpoint=directory, hint="another name")
+    if is_checkpoint(directory):
+        hint = f"--checkpoint {directory.parent} --resume {directory}"
+        raise PenstockError("that is a checkpoint, not a directory of them", checkpoint=directory, hint=hint)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise PenstockError("nothing can be written there", checkpoint=directory, hint="another directory")
+    if resume is None and is_shelf(directory):
+        newest = steps(directory)[0].name
+        hint = "--resume auto to go on, or another directory"
+        raise PenstockError("an earlier training was saved there", checkpoint=directory, newest=newest, hint=hint)
+    if resume not in (None, AUTO):
+        _check_branch(directory, candidates(Path(str(resume)))[0])
+
+
+def _check_branch(directory: Path, source: Path) -> None:
+    """Refuse to mix two trainings: after a break the newest checkpoint counts, whichever of them wrote it."""
+    from penstock.checkpoint.shelf import step_of, steps
+
+    newest = next(iter(steps(directory)), None)
+    if newest is not None and (step_of(newest) or 0) > (step_of(source) or 0):
+        hint = "--resume auto, or another directory for the checkpoints"
+        raise PenstockError("newer checkpoints stand there already", newest=newest, resume=source, hint=hint)
+
+
+def plan_of(source: Path | None) -> "Plan | None":
+    """The plan by which a training was saved: that of its newest checkpoint that can be read."""
+    from penstock.checkpoint.directory import candidates
+    from penstock.checkpoint.stored import PLAN, Stored
+    from penstock.checkpoint.verifying import check_files
+    from penstock.errors import CheckpointError
+    from penstock.ir import codec
+    from penstock.ir.plan import Plan
+
+    for directory in candidates(source) if source is not None else ():
+        try:
+            with Stored(directory) as stored:
+                check_files(directory, stored.manifest, [PLAN])
+                return codec.from_json(stored.text(PLAN).decode(), Plan)
+        except (CheckpointError, KeyError):
+            continue  # the ranks say what is wrong with it, and pass it over
+    return None

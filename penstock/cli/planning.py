@@ -1,0 +1,70 @@
+"""Planning: by what plan a training goes, when it begins, when it goes on, and when ranks are gone."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.cli.lasting import plan_of
+from penstock.cli.plan import Machine, Wishes, planned
+from penstock.cli.running import planned_together
+from penstock.cli.screen import note
+from penstock.cli.training_job import Job
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from penstock.ir.plan import Plan
+
+
+class Planning:
+    """By what plan a training goes: the one that is given, the one by which it was saved, or one that is found."""
+
+    def __init__(self, job: Job, wishes: Wishes, file: Path | None) -> None:
+        self._job, self._wishes, self._file = job, wishes, file
+
+    def first(self) -> "Plan":
+        """The plan to begin with."""
+        if self._file is not None:
+            return self._given
+        saved = self._saved
+        # Other plans have the same numbers but for rounding; by the same one they are the same to the last bit.
+        if saved is not None and self._wishes == Wishes(ranks=saved.num_ranks):
+            note(f"by the plan of the checkpoint: {saved.choices.schedule} on {saved.num_ranks} ranks")
+            return saved
+        return self._found(self._wishes)
+
+    def for_fewer(self, plan: "Plan", ranks: int) -> "Plan":
+        """A plan for fewer ranks, with batches cut as before."""
+        return self._found(replace(self._cut_like(plan), ranks=ranks))
+
+    def together(self, ranks: int) -> "Plan":
+        """The plan for so many ranks that run, the same on all of them."""
+        fewest = self._job.lasting.min_ranks
+        if fewest is not None and ranks < fewest:
+            raise PenstockError("too few ranks are left", ranks=ranks, min_ranks=fewest)
+        known = self._given if self._file is not None else self._saved
+        is_wanted = self._file is not None or self._wishes == Wishes()
+        if known is not None and is_wanted and known.num_ranks == ranks:
+            return known
+        if self._file is not None and fewest is None:
+            return self._given  # for other ranks, which is refused where the pipeline is made
+        wishes = self._wishes if known is None else self._cut_like(known)
+        return planned_together(self._job.model, replace(wishes, ranks=ranks), self._job.example)
+
+    @property
+    def _given(self) -> "Plan":
+        from penstock.ir.plan import Plan
+
+        assert self._file is not None
+        return Plan.load(self._file)
+
+    @property
+    def _saved(self) -> "Plan | None":
+        lasting = self._job.lasting
+        return plan_of(lasting.source(self._job.life)) if lasting.checkpoint is not None else None
+
+    def _cut_like(self, plan: "Plan") -> Wishes:
+        wishes = Wishes() if self._file is not None else self._wishes
+        return replace(wishes, microbatches=str(plan.num_microbatches))
+
+    def _found(self, wishes: Wishes) -> "Plan":
+        return planned(self._job.model, wishes, Machine.here(wishes.ranks), self._job.example)

@@ -1,0 +1,91 @@
+"""Supervised: ranks that break are ended, and the training is taken up again from its last good checkpoint."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from penstock.cli.outcome import RUN_FAILED, failed
+from penstock.cli.screen import note
+from penstock.cli.training_job import Job, work
+from penstock.errors import RunError
+
+if TYPE_CHECKING:
+    from penstock.ir.plan import Plan
+    from penstock.ir.run import Run
+    from penstock.processes.lives import Death, Next
+    from penstock.processes.stopping import Wish
+
+_LOOK_SECONDS = 0.1
+PlanFor = Callable[[int], "Plan"]
+"""what makes a plan for fewer ranks"""
+
+
+class Supervisor:
+    """Sees a training through all its lives, each of which is one launch of all ranks."""
+
+    def __init__(self, job: Job, board: Path, wish: "Wish") -> None:
+        self._job, self._lasting, self._board, self._wish = job, job.lasting, board, wish
+
+    def run(self, plan: "Plan", plan_for: PlanFor) -> "Run":
+        """What the last life came to."""
+        import penstock.api.loop  # noqa: F401  # ranks are copies of this process: what it has loaded they need not
+        from penstock.processes.launch import launch
+        from penstock.processes.lives import Death, Lives
+
+        lives = Lives(self._lasting.endurance, plan.num_ranks)
+        while True:
+            job = replace(self._job, life=lives.restarts)
+            try:
+                return _run_of(launch(work, plan.num_ranks, job, plan, board=self._board))
+            except RunError as error:
+                death = Death.of(error)
+                following = lives.after(death, self._newest)
+                if following.end or self._wish or not self._lasting.endurance.restarts:
+                    self._give_up(error, following)
+                note(self._words(death, following, lives.restarts, plan.num_ranks))
+            self._pause(following.pause_seconds)
+            if following.ranks < plan.num_ranks:
+                plan = plan_for(following.ranks)
+
+    def _words(self, death: "Death", following: "Next", restart: int, ranks: int) -> str:
+        from penstock.ir.units import counted
+
+        place = f" after {death.step} steps" if death.step else ""
+        place += f", in {death.action}" if death.action else ""
+        newest = "the beginning" if self._newest is None else f"step {self._newest}"
+        if following.ranks < ranks:
+            newest += f" with {counted(following.ranks, 'rank')}, as rank {death.rank} is gone for good"
+        return (
+            f"rank {death.rank} broke{place}: {death.summary}\n"
+            f"restart {restart} of {self._lasting.restarts} in {following.pause_seconds:g} s from {newest}"
+        )
+
+    @property
+    def _newest(self) -> int | None:
+        from penstock.checkpoint.shelf import step_of, steps
+
+        directory = self._lasting.checkpoint
+        found = steps(directory) if directory is not None and directory.is_dir() else []
+        return step_of(found[0]) if found else None
+
+    def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self._wish:
+                raise failed("stopped before it was taken up again", RUN_FAILED)
+            time.sleep(_LOOK_SECONDS)
+
+    def _give_up(self, error: RunError, following: "Next") -> NoReturn:
+        # Raised on purpose, it says what is wrong without the way that led there.
+        words = (error.words_of_rank or str(error)).replace("loss_fn=...", "--loss NAME")
+        why = f"\nnot taken up again: {following.end}" if following.end else ""
+        raise failed(words + why, RUN_FAILED)
+
+
+def _run_of(results: Sequence[str]) -> "Run":
+    from penstock.ir import codec
+    from penstock.ir.run import Run
+
+    return codec.from_json(results[0], Run)

@@ -1,0 +1,43 @@
+"""Voice: what the first rank of a training says and writes down, step by step."""
+
+import json
+from typing import TYPE_CHECKING, TextIO
+
+import typer
+
+from penstock.cli.run_files import Diary
+from penstock.cli.screen import note
+from penstock.cli.step_line import step_line, step_plain
+
+if TYPE_CHECKING:
+    from penstock.api.loop import StepReport
+    from penstock.cli.training_job import Job
+    from penstock.ir.plan import Plan
+
+
+class Voice:
+    """Tells every step in a line, and keeps its figures where they outlive the run."""
+
+    def __init__(self, plan: "Plan", job: "Job", out: TextIO) -> None:
+        self._seconds, self._as_json, self._out = plan.predicted.makespan, job.as_json, out
+        self._model = job.model
+        self._diary = None if job.out is None else Diary(job.out)
+
+    def __call__(self, report: "StepReport") -> None:
+        """Tell a step that was taken."""
+        for remark in () if self._as_json else report.remarks:
+            note(remark.replace(" MODEL ", f" {self._model} "))  # in what could be typed next
+        self._write_down(report)
+        told = step_plain(report, self._seconds) if self._as_json else None
+        line = step_line(report, self._seconds) if told is None else json.dumps(told, allow_nan=False)
+        typer.echo(line, file=self._out)
+
+    def _write_down(self, report: "StepReport") -> None:
+        """A disk that is full is no reason to stop."""
+        if self._diary is None:
+            return
+        try:
+            self._diary.add(report.figures)
+        except OSError as error:
+            self._diary = None
+            note(f"STEPS ARE NOT WRITTEN DOWN ANY MORE, training goes on: {error}")

@@ -1,0 +1,87 @@
+"""Fault: something that a rank is to do wrong on purpose, at a moment that is told in words.
+
+`kill,rank=1,step=5,action=17` kills rank 1 as it notes its 17th action of step 5; `kill,rank=0,save=3` at the third
+file that it opens, renames or removes for a checkpoint; `raise,rank=2,after=1.5` raises at what it does first 1.5
+seconds after it began. Faults are for tests: they are refused unless the environment allows them.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from penstock.errors import RunError
+
+ALLOWED = "PENSTOCK_ALLOW_FAULTS"
+KILL, ABORT, EXIT, RAISE, STOP, SLOW, FULL_DISK = "kill", "abort", "exit", "raise", "stop", "slow", "full-disk"
+KINDS = {
+    KILL: "end by SIGKILL",
+    ABORT: "end by SIGABRT",
+    EXIT: "leave without a word",
+    RAISE: "raise an exception",
+    STOP: "stand still, by SIGSTOP",
+    SLOW: "sleep so many seconds before every action, from then on",
+    FULL_DISK: "find no room on the disk for any checkpoint of that step",
+}
+"""what can be done, by its name"""
+EVERY = "every"
+_EXAMPLE = "kill,rank=1,step=5,action=3"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens, to whom, and when."""
+
+    kind: str
+    rank: int = 0
+    step: int | None = None
+    """in which step, counted from 0; of a checkpoint, the number that it is named by"""
+    action: int = 0
+    """at which note of that step"""
+    save: int | None = None
+    """at which file operation of all checkpoints"""
+    after: float | None = None
+    """how many seconds after the rank began to train"""
+    seconds: float = 0.0
+    """how long a slow rank sleeps before every action"""
+    life: int | None = 0
+    """in which life of the run, counted from 0; None: in every one"""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise RunError("unknown fault", given=repr(self.kind), known=", ".join(KINDS), hint=_EXAMPLE)
+        if sum(moment is not None for moment in (self.step, self.save, self.after)) != 1:
+            raise RunError("a fault has one moment: a step, a save, or seconds", given=self, hint=_EXAMPLE)
+        if any(value is not None and value < 0 for value in (self.rank, self.step, self.action, self.save, self.after)):
+            raise RunError("the numbers of a fault are 0 or more", given=self, hint=_EXAMPLE)
+
+    @classmethod
+    def parse(cls, text: str) -> "Fault":
+        """The fault that a text tells."""
+        kind, *pairs = text.split(",")
+        given = dict(pair.partition("=")[::2] for pair in pairs)
+        known = {field.name for field in fields(cls)} - {"kind"}
+        if unknown := given.keys() - known:
+            raise RunError("unknown words in a fault", given=text, words=", ".join(sorted(unknown)), hint=_EXAMPLE)
+        return cls(kind, **{name: _number(text, name, value) for name, value in given.items()})  # type: ignore[arg-type]
+
+    def is_in(self, rank: int, life: int) -> bool:
+        """Whether it is for a rank in one of its lives."""
+        return self.rank == rank and self.life in (None, life)
+
+
+def allowed(texts: Iterable[str]) -> tuple[Fault, ...]:
+    """The faults that texts tell; refused unless faults are allowed here."""
+    faults = tuple(map(Fault.parse, texts))
+    if faults and os.environ.get(ALLOWED) != "1":
+        hint = f"{ALLOWED}=1 in the environment, if that is what you want"
+        raise RunError("faults break a training on purpose, and are not allowed here", faults=len(faults), hint=hint)
+    return faults
+
+
+def _number(text: str, name: str, value: str) -> int | float | None:
+    if name == "life" and value == EVERY:
+        return None
+    try:
+        return float(value) if name in ("after", "seconds") else int(value)
+    except ValueError:
+        raise RunError("a fault needs numbers", given=text, name=name, value=repr(value), hint=_EXAMPLE) from None

@@ -1,0 +1,116 @@
+"""A loop that saves on the way goes on where it was, with the numbers that it would have had."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.api.keeping import Keeping
+from penstock.api.loop import Recipe, StepReport, train
+from penstock.errors import CheckpointError
+from penstock.ir.plan import Plan
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2)) for _ in range(4)))
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return penstock.plan(
+        model(), (torch.ones(4, 4),), ranks=2, microbatches=2, schedule="1f1b", budget_seconds=0.0, loss_fn=nn.MSELoss()
+    )
+
+
+def batches() -> Iterator[Any]:
+    """Shuffled and drawn at random, as data often is."""
+    order = torch.randperm(40)
+    for number in order:
+        yield torch.randn(4, 4) + number, torch.randn(4, 4)
+
+
+class Trained:
+    """A loop over the batches in one process, with what it told."""
+
+    def __init__(self, plan: Plan, steps: int, keeping: Keeping | None = None, data: Any = None) -> None:
+        pipe = penstock.Pipeline(model(), plan, loss_fn=nn.MSELoss(), local=True)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        self.told: list[StepReport] = []
+        recipe = Recipe(steps, 1.0, has_loss_fn=True)
+        self.run = train(pipe, batches() if data is None else data, optimizer, recipe, self.told.append, keeping)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_it_saves_on_the_way_and_at_the_end_and_keeps_the_newest(plan: Plan, tmp_path: Path) -> None:
+    Trained(plan, 11, Keeping(tmp_path, every=4, keep=2))
+    assert names(tmp_path) == ["step-000008", "step-000011"]
+
+
+def test_what_goes_on_has_the_losses_of_what_was_not_interrupted(plan: Plan, tmp_path: Path) -> None:
+    whole = Trained(plan, 9)
+    Trained(plan, 4, Keeping(tmp_path, every=100))
+    later = Trained(plan, 9, Keeping(tmp_path, every=100, resume=tmp_path))
+    assert [figures.step for figures in later.run.steps] == [4, 5, 6, 7, 8]
+    assert later.run.losses == whole.run.losses[4:]
+    assert later.told[0].remarks == (f"went on from {tmp_path / 'step-000004'}, after step 4",)
+
+
+def test_a_function_of_the_number_of_the_batch_begins_there(plan: Plan, tmp_path: Path) -> None:
+    asked = []
+
+    def data(start: int) -> Iterator[Any]:
+        asked.append(start)
+        return iter([(torch.ones(4, 4), torch.ones(4, 4))] * 9)
+
+    Trained(plan, 3, Keeping(tmp_path, every=100), data)
+    Trained(plan, 5, Keeping(tmp_path, every=100, resume=tmp_path), data)
+    assert asked == [0, 3]
+
+
+def test_what_is_over_stays_so(plan: Plan, tmp_path: Path) -> None:
+    Trained(plan, 3, Keeping(tmp_path))
+    again = Trained(plan, 3, Keeping(tmp_path, resume=tmp_path))
+    assert again.run.steps == ()
+    assert names(tmp_path) == ["step-000003"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Path:
+        if self.num_steps == 4:
+            raise CheckpointError("the checkpoint could not be written", reason="No space left on device")
+        return save(self, *args, **kwargs)
+
+    save = penstock.Pipeline.save
+    monkeypatch.setattr(penstock.Pipeline, "save", full)
+    trained = Trained(plan, 6, Keeping(tmp_path, every=2))
+    (remark,) = trained.told[3].remarks
+    assert "CHECKPOINT OF STEP 4 NOT WRITTEN, training goes on; the newest is that of step 2" in remark
+    assert "No space left on device" in remark
+    assert names(tmp_path) == ["step-000002", "step-000006"]
+
+
+def test_if_the_last_one_cannot_be_written_that_is_an_error(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Path:
+        raise CheckpointError("the checkpoint could not be written", reason="No space left on device")
+
+    monkeypatch.setattr(penstock.Pipeline, "save", full)
+    with pytest.raises(CheckpointError, match=r"the last checkpoint was not written.*newest: none"):
+        Trained(plan, 3, Keeping(tmp_path, every=2))
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"keep": 0}])
+def test_counts_that_make_no_sense_are_refused(wrong: dict[str, int], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="above 0"):
+        Keeping(tmp_path, **wrong)

@@ -1,0 +1,54 @@
+"""A rank of several processes becomes slow, and the first rank says which, since when, and what would help."""
+
+import pytest
+import torch
+from torch import distributed, nn
+
+import penstock
+from benchmarks.sleeping import SIZE, SleepingBlock
+from penstock.ir.cluster import Cluster
+from penstock.ir.plan import Plan
+from penstock.ir.profile import NodeCost, Profile
+from penstock.planner import Measured, Request, Watch, search
+from tests.runtime.workers import Pools
+
+RANKS, MICROBATCHES, UNIT = 3, 4, 0.002
+CLEAN, SLOW = 10, 10
+BATCH = torch.ones(MICROBATCHES, SIZE)
+
+
+def sleeping() -> nn.Sequential:
+    """Two blocks for every rank."""
+    return nn.Sequential(*(SleepingBlock(UNIT) for _ in range(2 * RANKS)))
+
+
+def planned() -> Plan:
+    graph = penstock.capture(sleeping(), (BATCH[:1],)).graph
+    costs = tuple(NodeCost(node.name, UNIT, 2 * UNIT, UNIT, UNIT) for node in graph.nodes)
+    measured = Measured(graph, Profile(costs, 3 * UNIT * len(costs), graph.fingerprint, "slept"))
+    return search({MICROBATCHES: measured}, Request(Cluster(RANKS), "1f1b", budget_seconds=0.0))
+
+
+def told(text: str) -> list[tuple[int, str]]:
+    """What is said on this rank, by the step, when the blocks of rank 1 begin to sleep twice as long."""
+    plan, model = penstock.Plan.load(text), sleeping()
+    pipe, watch = penstock.Pipeline(model, plan, loss_fn=nn.functional.mse_loss), Watch(plan)
+    found = []
+    for step in range(CLEAN + SLOW):
+        for block in model if step >= CLEAN and distributed.get_rank() == 1 else ():
+            block.unit = 2 * UNIT  # type: ignore[assignment]
+        trace = pipe.step(BATCH, target=BATCH, record=True).trace
+        if pipe.is_first and trace is not None and (words := watch.look(step, trace)):
+            found.append((step, words))
+    return found
+
+
+@pytest.mark.gloo
+def test_a_rank_whose_blocks_take_longer_is_told_within_ten_steps(pools: Pools, tmp_path) -> None:
+    planned().save(tmp_path / "plan.json")
+    first, *others = pools[RANKS].run(told, str(tmp_path / "plan.json"))
+    [(step, words)] = first
+    assert CLEAN < step < CLEAN + SLOW
+    assert words.startswith(f"rank 1 is slow since step {CLEAN}: ")
+    assert " --ranks 3 --microbatches 4 --slowness 1," in words
+    assert others == [[]] * (RANKS - 1)

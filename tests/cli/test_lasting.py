@@ -1,0 +1,275 @@
+"""train with checkpoints: it goes on where it was, whatever ended it, and with the numbers that it would have had."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import faults
+from benchmarks.leftovers import left_over
+from benchmarks.short_training import COMMAND, STEPS, Outcome, ShortTraining
+from penstock.checkpoint.shelf import steps
+from penstock.cli import app
+from penstock.cli.run_files import Diary
+from penstock.processes.board import Board
+from penstock.processes.faults import ALLOWED
+from tests.leftovers import tidy
+
+__all__ = ["tidy"]
+
+
+@pytest.fixture(scope="module")
+def training() -> Iterator[ShortTraining]:
+    with ShortTraining.made(2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def clean(training: ShortTraining) -> Outcome:
+    """What it comes to if nothing happens."""
+    return training.run()
+
+
+def test_the_training_that_nothing_happens_to(clean: Outcome) -> None:
+    assert (clean.exit_code, clean.restarts, len(clean.losses), clean.bad) == (0, 0, STEPS, ())
+
+
+def test_a_second_call_goes_on_and_a_third_has_nothing_to_do(training: ShortTraining, clean: Outcome) -> None:
+    first = training.run(steps=4)
+    second = training.run((), "--resume", "auto", fresh=False)
+    third = training.run((), "--resume", "auto", fresh=False)
+    assert (first.losses, second.losses, third.losses) == (clean.losses[:4], clean.losses, clean.losses)
+    assert [path.name for path in steps(training.directory / "saved")] == ["step-000010", "step-000009", "step-000006"]
+
+
+def test_a_checkpoint_by_its_name_may_be_gone_on_from_elsewhere(training: ShortTraining, clean: Outcome) -> None:
+    training.run(steps=4)
+    (training.directory / "saved").rename(training.directory / "elsewhere")
+    found = training.run((), "--resume", "elsewhere/step-000003", fresh=False)
+    assert found.losses[3:] == clean.losses[3:]
+
+
+def test_several_breaks_in_a_row_change_no_number(training: ShortTraining, clean: Outcome) -> None:
+    breaks = ("kill,rank=1,step=5,action=4", "raise,rank=0,step=7,life=1", "exit,rank=1,save=9,life=2")
+    found = training.run(breaks)
+    assert (found.exit_code, found.restarts, found.bad) == (0, 3, ())
+    assert found.losses == clean.losses
+
+
+def test_a_rank_that_hangs_is_given_up_after_the_deadline(training: ShortTraining, clean: Outcome) -> None:
+    found = training.run(["stop,rank=1,step=5,action=3"], "--deadline", "5")
+    assert (found.exit_code, found.restarts) == (0, 1)
+    assert "waited in vain" in found.output
+    assert found.losses == clean.losses
+
+
+def test_the_same_error_at_the_same_step_twice_ends_it_with_one_report(training: ShortTraining) -> None:
+    found = training.run(["raise,rank=1,step=5,action=4,life=every"])
+    assert (found.exit_code, found.restarts, len(found.losses)) == (5, 1, 5)
+    assert "the same error came twice at the same step" in found.output
+    assert found.output.count("Traceback") <= 1
+
+
+def test_so_many_restarts_and_no_more(training: ShortTraining) -> None:
+    found = training.run([f"kill,rank=0,step={5 + life},life={life}" for life in range(3)], "--restarts", "2")
+    assert (found.exit_code, found.restarts) == (5, 2)
+    assert "as often as --restarts allows" in found.output
+
+
+def test_a_rank_that_is_gone_for_good_is_planned_around(training: ShortTraining, clean: Outcome) -> None:
+    found = training.run(["kill,rank=1,step=5", "kill,rank=1,after=0,life=1"], "--min-ranks", "1", "--budget", "0")
+    assert (found.exit_code, found.restarts) == (0, 2)
+    assert "with 1 rank, as rank 1 is gone for good" in found.output
+    assert found.losses == pytest.approx(clean.losses, rel=1e-6)
+
+
+def test_without_checkpoints_nothing_is_taken_up_again(training: ShortTraining) -> None:
+    code, output = training.call(*COMMAND, "--steps", 3, "--fault", "kill,rank=1,step=1")
+    assert code == 5
+    assert "a rank was killed (rank: 1, signal: SIGKILL, step: 1" in output
+    assert "restart" not in output
+
+
+def refused(training: ShortTraining, *options: object) -> str:
+    code, output = training.call(*COMMAND, *options)
+    assert code in (2, 5, 6), output
+    assert "Traceback" not in output
+    return output
+
+
+def test_an_earlier_training_is_not_overwritten(training: ShortTraining) -> None:
+    training.run(steps=1)
+    assert "try: --resume auto to go on" in refused(training, "--checkpoint", "saved")
+
+
+def test_two_trainings_are_not_mixed(training: ShortTraining) -> None:
+    training.run(steps=4)
+    older = ("--checkpoint", "saved", "--resume", "saved/step-000003")
+    assert "newer checkpoints stand there already" in refused(training, *older)
+
+
+def test_what_needs_checkpoints_says_so(training: ShortTraining) -> None:
+    assert "--resume needs checkpoints" in refused(training, "--resume", "auto")
+    assert "--min-ranks needs checkpoints" in refused(training, "--min-ranks", "1")
+
+
+def test_directories_that_cannot_be_are_refused(training: ShortTraining) -> None:
+    assert "a file stands where" in refused(training, "--checkpoint", "model.py")
+    training.run(steps=1)
+    assert "--checkpoint saved --resume saved/step-000001" in refused(training, "--checkpoint", "saved/step-000001")
+    assert "no such directory" in refused(training, "--checkpoint", "new", "--resume", "nowhere")
+
+
+def test_a_deadline_that_is_none_is_refused(training: ShortTraining) -> None:
+    assert "try: --deadline 60" in refused(training, "--deadline", "0")
+
+
+def test_faults_are_refused_unless_allowed(training: ShortTraining, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(training.directory)
+    monkeypatch.delenv(ALLOWED, raising=False)
+    result = CliRunner().invoke(app, [*COMMAND, "--fault", "kill,step=1"])
+    assert result.exit_code == 5
+    assert f"try: {ALLOWED}=1" in result.output
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(
+    training: ShortTraining, clean: Outcome, tmp_path: Path
+) -> None:
+    training.run(steps=7)
+    newest = steps(training.directory / "saved")[0] / "plan.json"
+    newest.write_bytes(newest.read_bytes()[:-2])
+    said = tmp_path / "said.txt"
+    pid = in_a_copy(training.directory, said, *LASTING, "--steps", str(STEPS))
+    assert os.waitpid(pid, 0)[1] == 0, said.read_text()
+    assert "newer checkpoints are damaged and were passed over; training goes on from step-000006" in said.read_text()
+    assert training.run((), "--resume", "auto", fresh=False).losses == clean.losses
+
+
+def in_a_copy(directory: Path, said: Path, *options: str) -> int:
+    """Run the command in a copy of this process, which starts at once; its number. What it says goes into a file."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.chdir(directory)
+        sys.stdout = sys.stderr = said.open("w", buffering=1)
+        app([*COMMAND, *options], standalone_mode=False)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+LASTING = ("--checkpoint", "saved", "--every", "3", "--resume", "auto", "--out", "out")
+
+
+class Started:
+    """The command in a process of its own that has taken some steps."""
+
+    def __init__(self, training: ShortTraining, scratch: Path, said: Path) -> None:
+        self._directory, self._said = training.directory, said
+        for name in ("out", "saved"):
+            shutil.rmtree(self._directory / name, ignore_errors=True)
+        os.environ["PENSTOCK_SCRATCH"] = os.fspath(scratch)
+        self.pid = in_a_copy(self._directory, said, *LASTING, "--every", "1000", "--json")
+        del os.environ["PENSTOCK_SCRATCH"]
+        deadline = time.monotonic() + 60
+        while len(self.told) < 4:
+            assert time.monotonic() < deadline, said.read_text()
+            time.sleep(0.01)
+
+    @property
+    def told(self) -> list[str]:
+        """The steps so far."""
+        return (
+            [line for line in self._said.read_text().splitlines() if line.startswith("{")]
+            if self._said.exists()
+            else []
+        )
+
+    def rank(self, rank: int) -> int:
+        return Board.read(self._directory / "out" / "board")[rank].pid
+
+    def asked(self, pid: int, number: int = signal.SIGTERM) -> tuple[int, int]:
+        """The exit code once a process was sent a signal, and how many steps were told."""
+        os.kill(pid, number)
+        _, status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(status), len(self.told)
+
+
+@pytest.fixture
+def started(training: ShortTraining, tidy: Path, tmp_path: Path) -> Started:
+    """It leaves no process and no file."""
+    return Started(training, tidy, tmp_path / "said.txt")
+
+
+@pytest.mark.parametrize("who", ["the launcher", "rank 0", "rank 1"])
+def test_who_is_asked_to_stop_saves_the_step_that_all_have_finished(
+    training: ShortTraining, started: Started, who: str
+) -> None:
+    code, told = started.asked(started.pid if who == "the launcher" else started.rank(int(who[-1])))
+    assert code == 0
+    assert [path.name for path in steps(training.directory / "saved")] == [f"step-{told:06d}"]
+
+
+def test_a_launcher_that_is_killed_takes_its_ranks_with_it(
+    training: ShortTraining, started: Started, tidy: Path
+) -> None:
+    assert started.asked(started.pid, signal.SIGKILL)[0] == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while left_over(tidy, training.directory):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)  # the caretaker comes after the ranks
+
+
+@pytest.mark.skipif(shutil.which("ss") is None, reason="ss is not installed")
+def test_ranks_listen_on_loopback_only(started: Started) -> None:
+    own = (started.pid, started.rank(0), started.rank(1))
+    listed = subprocess.run(["ss", "-Hltnup"], capture_output=True, text=True, check=True).stdout.splitlines()
+    places = [line.split()[4] for line in listed if any(f"pid={pid}," in line for pid in own)]
+    started.asked(started.pid)
+    assert places, "every rank has a socket for the others"
+    assert [place for place in places if not place.startswith(("127.", "[::1]"))] == []
+
+
+def test_torchrun_takes_it_up_again_and_passes_on_the_wish_to_stop(training: ShortTraining, clean: Outcome) -> None:
+    training.run(steps=1)
+    shutil.rmtree(training.directory / "saved")
+    torchrun = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "penstock")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *torchrun, *COMMAND, *LASTING, "--fault", "kill,rank=1,step=7"],
+        cwd=training.directory,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", ALLOWED: "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    while "step 10 " not in process.stdout.readline():
+        assert process.poll() is None
+    process.terminate()
+    told = [line for line in process.communicate(timeout=60)[0].splitlines() if line.startswith("step ")]
+    newest = steps(training.directory / "saved")[0].name
+    assert newest == f"step-{10 + len(told):06d}"
+    diary = Diary(training.directory / "out").steps()
+    assert [figures.loss for figures in diary][:STEPS] == list(clean.losses)
+
+
+def test_only_the_user_can_read_what_is_saved(training: ShortTraining) -> None:
+    training.run(steps=1)
+    paths = [training.directory / "saved", *(training.directory / "saved").rglob("*")]
+    assert {path.stat().st_mode & 0o777 for path in paths if path.is_dir()} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in paths if path.is_file()} == {0o600}
+
+
+def test_a_few_rounds_of_faults_on_purpose_come_out_as_they_should() -> None:
+    lines = list(faults.broken_on_purpose(rounds=2, damages=20).lines)
+    assert [line.cells[0] for line in lines if not line.passes] == []
+    assert len(lines) == 4

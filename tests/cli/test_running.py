@@ -1,0 +1,48 @@
+"""Under torchrun a plan is for the ranks that run, and told by the first of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock import Cluster, Plan, PlanError
+from penstock.cli.running import RunningRanks, is_rank
+
+FILE = """\
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), torch.ones(8, 4)
+"""
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, written: Callable[[str, str], Path]) -> None:
+    """This process is the only rank of a torchrun, and there is a model."""
+    written("model.py", FILE)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_plan_is_for_the_ranks_that_run(call, tmp_path: Path) -> None:
+    assert is_rank()
+    shown = call("plan", "model.py:build", "--budget", "0.1", "--out", "plan.json")
+    assert shown.exit_code == 0
+    assert "on 1 rank," in shown.stdout
+    assert Plan.load(tmp_path / "plan.json").num_ranks == 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_machine_is_not_described_where_it_is_measured(call) -> None:
+    shown = call("plan", "model.py:build", "--bandwidth", "1e9")
+    assert shown.exit_code == 2
+    assert "under torchrun links are measured and cores are counted" in shown.stderr
+
+
+def test_other_ranks_than_those_that_run_are_refused() -> None:
+    running = Cluster(2)
+    assert RunningRanks(running).cluster(2) == RunningRanks(running).cluster(4) == running
+    with pytest.raises(PlanError, match=r"other ranks run than are asked for \(asked: 3, running: 2\)"):
+        RunningRanks(running).cluster(3)

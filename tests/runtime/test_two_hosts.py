@@ -1,0 +1,73 @@
+"""Two hosts: torchrun trains exactly over a slow cable, over which the plan sends less, and a dead host is noticed."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from benchmarks import two_hosts as benchmark
+from benchmarks import two_hosts_rank
+from benchmarks.hosts import Ended, NoHostsError, two_hosts
+from tests.runtime.oracle import TOLERANCE
+
+DEADLINE_SECONDS = 150.0
+TASK = {"flops": 1e11, "schedule": "1f1b", "budget_seconds": 60.0, "dies": True}
+"""with one schedule all cuts are looked at in a moment, however busy the machine is"""
+
+
+class Found(NamedTuple):
+    """What the ranks wrote, and how torchrun ended on each host."""
+
+    first: dict[str, Any]
+    second: dict[str, Any]
+    words: str
+    ended: list[Ended]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """One run on two hosts with a rank each, of which the second dies at the end."""
+    directory = tmp_path_factory.mktemp("hosts")
+    try:
+        with two_hosts() as hosts:
+            script, args = Path(two_hosts_rank.__file__), (str(directory), json.dumps(TASK))
+            ended = hosts.torchrun(script, 1, directory, args, DEADLINE_SECONDS)
+    except NoHostsError as reason:
+        pytest.skip(f"no network namespaces: {reason}")
+    pages = [directory / f"rank{rank}.json" for rank in range(2)]
+    if not all(page.exists() for page in pages):
+        pytest.fail("\n".join(one.text for one in ended), pytrace=False)
+    words = pages[0].with_suffix(".txt")
+    return Found(*(json.loads(page.read_text()) for page in pages), words.read_text() if words.exists() else "", ended)
+
+
+def test_training_over_the_cable_is_exact(found: Found) -> None:
+    for rank in (found.first, found.second):
+        for plan in ("without links", "with links"):
+            assert rank[plan]["losses"] == pytest.approx(rank[plan]["expected"], rel=TOLERANCE, abs=0)
+            assert rank[plan]["apart"] < TOLERANCE
+
+
+def test_the_measured_links_are_no_faster_than_the_cable(found: Found) -> None:
+    assert len(found.first["links"]) == 2
+    assert all(link["bandwidth"] < 1.1 * 200e6 / 8 for link in found.first["links"])
+
+
+def test_the_plan_that_knows_the_links_sends_less_over_them(found: Found) -> None:
+    blind, seeing = found.first["without links"], found.first["with links"]
+    assert seeing["bytes"] < blind["bytes"] / 10
+    assert seeing["predicted"] < blind["predicted"]
+
+
+def test_the_benchmark_shows_both_plans(found: Found, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(benchmark, "measured", lambda task, ranks: found.first)
+    for table in (benchmark.links(ranks=1), benchmark.gains(ranks=1)):
+        table.show()
+    assert len(re.findall(r"(PASS|FAIL)$", capsys.readouterr().out, re.MULTILINE)) == 5
+
+
+def test_who_waits_for_a_host_that_died_says_so_and_ends(found: Found) -> None:
+    assert "rank 0 lost contact with rank 1" in found.words
+    assert [one.code for one in found.ended] == [1, 1]

@@ -1,0 +1,37 @@
+"""Selection: of all combinations, some that show every pair of values at least once; `--whole` runs them all."""
+
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import combinations
+from typing import Any, TypeVar
+
+import pytest
+
+Case = tuple[Hashable, ...]
+T = TypeVar("T")
+
+
+def covering(cases: Sequence[Case], together: int = 0) -> list[Case]:
+    """Some of the cases, in their order: each pair of values that occurs in a case occurs in one of these.
+
+    So does what the first values are `together`. They are always the same ones: the next is the first of those that
+    show the most that none has shown yet.
+    """
+    left = {place: {*combinations(enumerate(case), 2), case[:together]} for place, case in enumerate(cases)}
+    chosen = []
+    while left:
+        best = max(left, key=lambda place: len(left[place]))
+        shown = left[best]
+        chosen.append(best)
+        left = {place: rest for place, pairs in left.items() if (rest := pairs - shown)}
+    return [cases[place] for place in sorted(chosen)]
+
+
+def by_turns(choices: Iterable[T], place: int, is_whole: bool) -> list[T]:
+    """Every third of the choices, others at the next place, so that three places meet all; or the whole."""
+    return list(choices) if is_whole else list(choices)[place % 3 :: 3]
+
+
+def covered(cases: Sequence[Case]) -> list[Any]:
+    """All cases, as parameters of a test; those beyond `covering` run with `--whole` only."""
+    chosen = set(covering(cases))
+    return [case if case in chosen else pytest.param(*case, marks=pytest.mark.whole) for case in cases]
