@@ -11,6 +11,8 @@ class PenstockError(ValueError):
 
     is_shared = False
     """whether every rank raises it alike, so that all of them can go on"""
+    is_final = False
+    """whether it was decided on, so that another attempt makes no sense"""
 
     def __init__(self, problem: str, /, *, hint: str = "", report: object = "", **values: object) -> None:
         self.problem = problem

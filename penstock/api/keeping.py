@@ -53,7 +53,7 @@ class Keeper:
         fresh = random_state()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            loaded = self._pipe.load(self._keeping.resume, self._optimizer)
+            loaded = self._loaded(self._keeping.resume)
         resumed = random_state()
         self._num_batches, self._saved = _num_batches(loaded), loaded.step
         restorer(fresh)()
@@ -61,6 +61,14 @@ class Keeper:
         restorer(resumed)()
         warned = [f"; {warning.message}" for warning in caught]
         return left, f"went on from {loaded.path}, after step {loaded.step}{''.join(warned)}"
+
+    def _loaded(self, source: Path) -> Loaded:
+        try:
+            return self._pipe.load(source, self._optimizer)
+        except (CheckpointError, RunError) as error:
+            # Of another model, or damaged: it would be so again.
+            error.is_final = error.is_shared or isinstance(error, CheckpointError)
+            raise
 
     def stepped(self) -> str:
         """A batch was taken: save if it is time to; a remark if that failed. Training goes on without."""
@@ -74,7 +82,9 @@ class Keeper:
         if self._saved != self._pipe.num_steps and self._problem is not None:
             problem = f"the last checkpoint was not written: {self._problem.problem}"
             values = {"step": self._pipe.num_steps, **self._problem.values, "newest": self._newest}
-            raise CheckpointError(problem, hint=self._problem.hint, **values)
+            error = CheckpointError(problem, hint=self._problem.hint, **values)
+            error.is_final = True  # all steps are taken: what was not saved is not trained again
+            raise error
 
     def _save(self) -> str:
         self._problem = None

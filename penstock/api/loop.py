@@ -135,7 +135,9 @@ class _Log:
         """Refuse to go on after too many steps in a row that were left out."""
         if len(self._skipped) == MOST_SKIPPED:
             hint = "a lower learning rate, clipping, or a look at the batch"
-            raise RunError(f"{MOST_SKIPPED} steps in a row: {self._skipped[-1]}", hint=hint)
+            error = RunError(f"{MOST_SKIPPED} steps in a row: {self._skipped[-1]}", hint=hint)
+            error.is_final = True  # not to begin counting anew after a restart
+            raise error
 
     @property
     def usual(self) -> tuple[Trace, ...]:

@@ -217,13 +217,15 @@ def parameter_names(part: ModelPart) -> dict[int, str]:
 def _enter(draft: Draft, rank: int) -> None:
     try:
         draft.enter(rank)
-    except OSError as error:
+    except FileNotFoundError as error:
         raise CheckpointError(
             "a rank does not reach the directory in which the first one writes",
             path=draft.path,
             reason=error.strerror,
             hint="a path that all ranks share",
         ) from None
+    except OSError as error:
+        raise CheckpointError("the checkpoint could not be written", path=draft.path, reason=error.strerror) from None
 
 
 def _root(path: Any) -> Path:

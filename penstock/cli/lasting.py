@@ -82,10 +82,16 @@ def check_lasting(lasting: Lasting, ranks: int | None, life: int) -> None:
     else:
         _check_directory(lasting.checkpoint, AUTO if life else lasting.resume)
     if lasting.min_ranks is not None and ranks is not None and lasting.min_ranks > ranks:
-        raise PenstockError("fewer ranks are planned than are to be left", ranks=ranks, min_ranks=lasting.min_ranks)
+        raise too_few(ranks, lasting.min_ranks)
     if not (is_finite(lasting.deadline) and lasting.deadline > 0):
         raise PenstockError("a deadline is seconds above 0", deadline=lasting.deadline, hint="--deadline 60")
     allowed(lasting.fault or ())
+
+
+def too_few(ranks: int, min_ranks: int) -> PenstockError:
+    """What is said where fewer ranks are planned than are to be left."""
+    hint = f"--min-ranks {ranks} or less"
+    return PenstockError("fewer ranks are planned than are to be left", ranks=ranks, min_ranks=min_ranks, hint=hint)
 
 
 def _check_directory(directory: Path, resume: str | None) -> None:
@@ -105,6 +111,9 @@ def _check_directory(directory: Path, resume: str | None) -> None:
         hint = "--resume auto to go on, or another directory"
         raise PenstockError("an earlier training was saved there", checkpoint=directory, newest=newest, hint=hint)
     if resume not in (None, AUTO):
+        if not Path(str(resume)).exists():
+            hint = "--resume auto, or the path of a checkpoint"
+            raise PenstockError("there is nothing to go on from", resume=resume, hint=hint)
         _check_branch(directory, candidates(Path(str(resume)))[0])
 
 

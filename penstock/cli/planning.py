@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.lasting import plan_of
+from penstock.cli.lasting import plan_of, too_few
 from penstock.cli.plan import Machine, Wishes, planned
 from penstock.cli.running import planned_together
 from penstock.cli.screen import note
@@ -24,13 +24,14 @@ class Planning:
     def first(self) -> "Plan":
         """The plan to begin with."""
         if self._file is not None:
-            return self._given
+            return self._checked(self._given)
         saved = self._saved
         # Other plans have the same numbers but for rounding; by the same one they are the same to the last bit.
         if saved is not None and self._wishes == Wishes(ranks=saved.num_ranks):
             note(f"by the plan of the checkpoint: {saved.choices.schedule} on {saved.num_ranks} ranks")
             return saved
-        return self._found(self._wishes)
+        keeps_cut = saved is not None and self._wishes.microbatches == Wishes.microbatches
+        return self._found(self._cut_like(saved) if saved is not None and keeps_cut else self._wishes)
 
     def for_fewer(self, plan: "Plan", ranks: int) -> "Plan":
         """A plan for fewer ranks, with batches cut as before."""
@@ -56,6 +57,12 @@ class Planning:
 
         assert self._file is not None
         return Plan.load(self._file)
+
+    def _checked(self, plan: "Plan") -> "Plan":
+        fewest = self._job.lasting.min_ranks
+        if fewest is not None and fewest > plan.num_ranks:
+            raise too_few(plan.num_ranks, fewest)
+        return plan
 
     @property
     def _saved(self) -> "Plan | None":

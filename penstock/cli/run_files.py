@@ -79,10 +79,25 @@ class Diary:
         return tuple(found)
 
     def completed(self, run: "Run") -> "Run":
-        """A run with the steps of all its lives."""
-        first = run.steps[0].step if run.steps else None
-        earlier = [known for known in self.steps() if first is None or known.step < first]
+        """A run with the steps of all its lives; one that had nothing left to do is as it was written before."""
+        written = self.steps()
+        if not run.steps:
+            known = _known(self._path.with_name(RUN))
+            return known if known is not None and known.steps == written else replace(run, steps=written)
+        earlier = [figures for figures in written if figures.step < run.steps[0].step]
         return replace(run, steps=(*earlier, *run.steps))
+
+
+def _known(path: Path) -> "Run | None":
+    """The run of a file, if it is one."""
+    from penstock.errors import FormatError
+    from penstock.ir import codec
+    from penstock.ir.run import Run
+
+    try:
+        return codec.load(path, Run)
+    except FormatError:
+        return None
 
 
 def _line(figures: "StepFigures") -> str:

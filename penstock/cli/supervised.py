@@ -30,7 +30,11 @@ class Supervisor:
 
     def run(self, plan: "Plan", plan_for: PlanFor) -> "Run":
         """What the last life came to."""
-        import penstock.api.loop  # noqa: F401  # ranks are copies of this process: what it has loaded they need not
+        # Ranks are copies of this process: what it has loaded they need not. The first is what making any optimizer
+        # loads, a second of work for each rank of each life.
+        import torch._dynamo  # noqa: F401
+
+        import penstock.api.loop  # noqa: F401
         from penstock.processes.launch import launch
         from penstock.processes.lives import Death, Lives
 

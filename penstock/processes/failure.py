@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from penstock.errors import PenstockError
 from penstock.processes.contact import follows_another
 
+OWN, FOLLOWS, FINAL = "own", "follows", "final"
 PLACES = ("step", "stage", "microbatch", "action")
 _CUT = "\n  [...]\n"
 
@@ -23,8 +24,8 @@ class Failure:
     """The whole traceback; empty for a rank that ended without one."""
     places: dict[str, str] = field(default_factory=dict)
     """Step, stage, microbatch and action, as far as they are known."""
-    follows: bool = False
-    """Whether it only says that another rank went away."""
+    kind: str = OWN
+    """Whether it is the rank's own, only says that another one went away, or makes another attempt senseless."""
     hint: str = ""
     words: str = ""
     """The whole message, where the error was raised on purpose: its reader needs no traceback."""
@@ -40,7 +41,12 @@ class Failure:
         values = error.values if isinstance(error, PenstockError) else {}
         places = {name: str(values[name]) for name in PLACES if name in values}
         words = str(error) if isinstance(error, PenstockError) else ""
-        return cls(rank, one_line(error), text, places, follows_another(error), words=words)
+        return cls(rank, one_line(error), text, places, _kind_of(error), words=words)
+
+    @property
+    def follows(self) -> bool:
+        """Whether it only says that another rank went away."""
+        return self.kind == FOLLOWS
 
     @classmethod
     def from_json(cls, text: str) -> "Failure | None":
@@ -67,6 +73,12 @@ class Failure:
         while half and len(json.dumps(self.text[:half] + _CUT + self.text[-half:])) > room:
             half = half * 3 // 4
         return replace(short, text=self.text[:half] + _CUT + self.text[-half:] if half else "").to_json()
+
+
+def _kind_of(error: BaseException) -> str:
+    if follows_another(error):
+        return FOLLOWS
+    return FINAL if isinstance(error, PenstockError) and error.is_final else OWN
 
 
 def one_line(error: BaseException) -> str:

@@ -51,6 +51,9 @@ class Fault:
             raise RunError("unknown fault", given=repr(self.kind), known=", ".join(KINDS), hint=_EXAMPLE)
         if sum(moment is not None for moment in (self.step, self.save, self.after)) != 1:
             raise RunError("a fault has one moment: a step, a save, or seconds", given=self, hint=_EXAMPLE)
+        if self.kind == FULL_DISK and self.step is None:
+            hint = "full-disk,rank=1,step=100"
+            raise RunError("a full disk needs the number of a checkpoint", given=self, hint=hint)
         if any(value is not None and value < 0 for value in (self.rank, self.step, self.action, self.save, self.after)):
             raise RunError("the numbers of a fault are 0 or more", given=self, hint=_EXAMPLE)
 

@@ -14,6 +14,8 @@ from penstock.processes.faults import ABORT, EXIT, FULL_DISK, KILL, RAISE, SLOW,
 _NOTES = ("preparing", "meeting", "working", "waiting", "idle")
 _FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
 _OPEN = "open"
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+"""flags of opening a file that need room; who only reads or clears away finds a full disk no different"""
 
 
 class InjectedError(Exception):
@@ -64,12 +66,14 @@ class Injection:
     def _heard(self, event: str, values: tuple[Any, ...]) -> None:
         if event not in _FILE_EVENTS or not self._left or not isinstance(values[0], str | os.PathLike):
             return
-        if self._draft not in os.fspath(values[0]):
+        path = os.fspath(values[0])
+        if self._draft not in path:
             return
         self._num_files += 1
         for fault in list(self._left):
-            if fault.kind == FULL_DISK and fault.step == self._step and event == _OPEN:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(values[0]))
+            is_of_step = fault.step is not None and f"-{fault.step:06d}-" in path
+            if fault.kind == FULL_DISK and is_of_step and event == _OPEN and values[2] & _WRITES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
             if fault.save is not None and self._num_files >= fault.save:
                 self._happen(fault)
 

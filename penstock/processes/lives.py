@@ -30,6 +30,8 @@ class Death(NamedTuple):
     is_sudden: bool
     """whether the rank ended without a word"""
     is_wished: bool
+    is_final: bool = False
+    """whether the rank decided that it is over"""
 
     @classmethod
     def of(cls, error: RunError) -> "Death":
@@ -44,7 +46,14 @@ class Death(NamedTuple):
             error.summary_of_rank or f"{error.problem} {signal}".strip(),
             "signal" in values or "exit_code" in values,
             signal in _ASKED,
+            error.is_final,
         )
+
+    def is_again(self, last: "Death | None") -> bool:
+        """Whether it is the last one over again. What all ranks raise is told by one of them, each time another."""
+        if last is None or self.is_sudden:
+            return self == last
+        return (self.step, self.summary) == (last.step, last.summary)
 
 
 class Next(NamedTuple):
@@ -74,12 +83,14 @@ class Lives:
         self._newest = newest
         if death.is_wished:
             return Next(self._ranks, end="it was asked to stop")
+        if death.is_final:
+            return Next(self._ranks, end="it would come to the same")
         if self.restarts >= self._endurance.restarts:
             return Next(self._ranks, end=self._used_up())
         if self._is_gone_for_good(death, last):
             self._ranks -= 1
             self._last = None
-        elif death == last:
+        elif death.is_again(last):
             return Next(self._ranks, end="the same error came twice at the same step, and would come again")
         self.restarts += 1
         pause = self._endurance.first_pause_seconds * 2.0 ** min(self._num_idle, 30)

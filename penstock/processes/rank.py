@@ -41,14 +41,16 @@ class Seat:
 def serve(seat: Seat, line: Connection, job: "Job | bytes") -> None:
     """Run the job and send its result or its failure, then stay until the launcher has it from every rank."""
     _settle(seat)
-    board = Board.create(seat.board, seat.rank, seat.ranks)
+    board = None
     try:
+        board = Board.create(seat.board, seat.rank, seat.ranks)
         _meet(seat)
         parcel = _packed(_run(job))
         board.ended()
     except BaseException as error:
         failure = Failure.of(error, seat.rank, skip=2)
-        board.failed(failure.to_json(LARGEST_FAILURE))
+        if board is not None:
+            board.failed(failure.to_json(LARGEST_FAILURE))
         _flush()
         _send(line, FAILURE, failure.to_json().encode())
     else:

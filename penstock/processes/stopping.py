@@ -45,12 +45,14 @@ def wish_to_stop() -> Iterator[Wish]:
 
     def once(number: int, frame: FrameType | None) -> None:
         wish.signalled()
-        signal.signal(number, before[number] if callable(before[number]) else signal.SIG_DFL)
+        for each, handler in before.items():
+            signal.signal(each, handler if callable(handler) else signal.SIG_DFL)
 
-    # One that is ignored stays so: a launcher that passes wishes on has its reasons.
+    # One that is ignored stays so, as of jobs in the background; but it is launch that lets its ranks ignore ctrl-c.
+    is_launched = board_directory() is not None
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
+        if is_launched or handler is not signal.SIG_IGN:
             signal.signal(number, once)
     try:
         yield wish

@@ -4,9 +4,9 @@ import signal
 from collections.abc import Sequence
 
 from penstock.errors import RunError
-from penstock.processes.failure import Failure
+from penstock.processes.failure import FINAL, Failure
 from penstock.processes.hang import explain
-from penstock.processes.status import BUSY, Status
+from penstock.processes.status import BUSY, IDLE, Status
 
 _HINTS = {
     signal.SIGKILL: "more memory or a smaller batch: the system kills processes when memory runs out (see dmesg)",
@@ -30,6 +30,7 @@ def broken(failures: Sequence[Failure], statuses: Sequence[Status], now: float) 
     values = {"rank": first.rank, **_places(first, statuses)}
     error = RunError(problem, report=report, hint=first.hint, **values)
     error.words_of_rank, error.summary_of_rank = first.words, first.summary if first.text else ""
+    error.is_final = first.kind == FINAL
     return error
 
 
@@ -39,7 +40,8 @@ def _places(failure: Failure, statuses: Sequence[Status]) -> dict[str, str]:
     has_begun = status.now.state in BUSY or status.step > 0
     if "step" in failure.places or not has_begun:
         return failure.places
-    seen = {"step": str(status.step)}
+    # Between steps a rank notes the one that has ended.
+    seen = {"step": str(status.step + (status.now.state == IDLE))}
     if not failure.text:
         seen["action"] = status.action or status.now.occasion or status.now.state
     return {**failure.places, **seen}

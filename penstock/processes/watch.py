@@ -11,7 +11,7 @@ from penstock.errors import RunError
 from penstock.ir.action import Free, Message
 from penstock.processes.board import LARGEST_FAILURE, Board, Page
 from penstock.processes.contact import Loss, loss_of
-from penstock.processes.failure import Failure, one_line, summary_of
+from penstock.processes.failure import FOLLOWS, Failure, one_line, summary_of
 from penstock.processes.hang import explain, line
 from penstock.processes.liveness import GONE
 from penstock.processes.status import BUSY, ENDED, MEETING, WAITING, Status, action_of
@@ -149,7 +149,7 @@ class Watch:
 
     def _leave(self, reason: str) -> None:
         summary = f"rank {self._board.rank} stopped, because {reason}"
-        self._board.failed(Failure(self._board.rank, summary, follows=True).to_json(LARGEST_FAILURE))
+        self._board.failed(Failure(self._board.rank, summary, kind=FOLLOWS).to_json(LARGEST_FAILURE))
         # The main thread may sit in the middle of a print: what it holds must not keep this thread from leaving.
         flushing = threading.Thread(target=sys.stdout.flush, daemon=True)
         flushing.start()

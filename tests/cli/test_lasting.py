@@ -18,6 +18,7 @@ from benchmarks.short_training import COMMAND, STEPS, Outcome, ShortTraining
 from penstock.checkpoint.shelf import steps
 from penstock.cli import app
 from penstock.cli.run_files import Diary
+from penstock.ir.run import Run
 from penstock.processes.board import Board
 from penstock.processes.faults import ALLOWED
 from tests.leftovers import tidy
@@ -47,6 +48,25 @@ def test_a_second_call_goes_on_and_a_third_has_nothing_to_do(training: ShortTrai
     third = training.run((), "--resume", "auto", fresh=False)
     assert (first.losses, second.losses, third.losses) == (clean.losses[:4], clean.losses, clean.losses)
     assert [path.name for path in steps(training.directory / "saved")] == ["step-000010", "step-000009", "step-000006"]
+
+
+def test_other_ranks_cut_batches_as_before(training: ShortTraining, clean: Outcome) -> None:
+    training.run(steps=4)
+    ours = [word for word in COMMAND if word not in ("--plan", "plan.json")]
+    code, output = training.call(*ours, *LASTING, "--ranks", 1, "--budget", 0, "--steps", STEPS)
+    assert code == 0, output
+    assert Run.load(training.directory / "out" / "run.json").plan.num_microbatches == 4
+    assert training.run((), "--resume", "auto", fresh=False).losses == pytest.approx(clean.losses, rel=1e-6)
+
+
+def test_a_checkpoint_of_another_model_is_refused_once(training: ShortTraining) -> None:
+    training.run(steps=1)
+    other = (training.directory / "model.py").read_text().replace("range(6)", "range(5)")
+    (training.directory / "other.py").write_text(other)
+    ours = [word.replace("model.py", "other.py") for word in COMMAND if word not in ("--plan", "plan.json")]
+    code, output = training.call(*ours, *LASTING, "--ranks", 2, "--schedule", "1f1b", "--budget", 0)
+    assert (code, "restart" in output) == (5, False)
+    assert "another model" in output
 
 
 def test_a_checkpoint_by_its_name_may_be_gone_on_from_elsewhere(training: ShortTraining, clean: Outcome) -> None:
@@ -124,7 +144,7 @@ def test_directories_that_cannot_be_are_refused(training: ShortTraining) -> None
     assert "a file stands where" in refused(training, "--checkpoint", "model.py")
     training.run(steps=1)
     assert "--checkpoint saved --resume saved/step-000001" in refused(training, "--checkpoint", "saved/step-000001")
-    assert "no such directory" in refused(training, "--checkpoint", "new", "--resume", "nowhere")
+    assert "there is nothing to go on from" in refused(training, "--checkpoint", "new", "--resume", "nowhere")
 
 
 def test_a_deadline_that_is_none_is_refused(training: ShortTraining) -> None:
@@ -210,11 +230,12 @@ def started(training: ShortTraining, tidy: Path, tmp_path: Path) -> Started:
     return Started(training, tidy, tmp_path / "said.txt")
 
 
-@pytest.mark.parametrize("who", ["the launcher", "rank 0", "rank 1"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("who", ["the launcher", "rank 1"])
 def test_who_is_asked_to_stop_saves_the_step_that_all_have_finished(
-    training: ShortTraining, started: Started, who: str
+    training: ShortTraining, started: Started, who: str, number: int
 ) -> None:
-    code, told = started.asked(started.pid if who == "the launcher" else started.rank(int(who[-1])))
+    code, told = started.asked(started.pid if who == "the launcher" else started.rank(1), number)
     assert code == 0
     assert [path.name for path in steps(training.directory / "saved")] == [f"step-{told:06d}"]
 
@@ -260,6 +281,54 @@ def test_torchrun_takes_it_up_again_and_passes_on_the_wish_to_stop(training: Sho
     assert newest == f"step-{10 + len(told):06d}"
     diary = Diary(training.directory / "out").steps()
     assert [figures.loss for figures in diary][:STEPS] == list(clean.losses)
+
+
+DATA = """\
+import random
+import numpy as np
+import torch
+
+def drawn():
+    order = np.random.permutation(100)
+    for number in order:
+        yield torch.full((8, 16), number + random.random()), torch.randn(8, 16)
+
+def broken():
+    while True:
+        yield torch.full((8, 16), float("nan")), torch.randn(8, 16)
+"""
+
+
+def test_data_drawn_with_numpy_and_python_go_on_exactly(training: ShortTraining) -> None:
+    (training.directory / "data.py").write_text(DATA)
+    drawn = ("--data", "data.py:drawn")
+    whole = training.run((), *drawn, steps=5)
+    training.run((), *drawn, steps=2)
+    assert len(whole.losses) == 5
+    assert training.run((), *drawn, "--resume", "auto", fresh=False, steps=5).losses == whole.losses
+
+
+def test_three_steps_that_are_not_finite_are_the_end(training: ShortTraining) -> None:
+    (training.directory / "data.py").write_text(DATA)
+    found = training.run((), "--data", "data.py:broken", "--every", 1)
+    assert (found.exit_code, found.restarts, len(found.losses)) == (5, 0, 3)
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_the_end(training: ShortTraining) -> None:
+    found = training.run(["full-disk,rank=0,step=4"], steps=4)
+    assert (found.exit_code, found.restarts, len(found.losses)) == (5, 0, 4)
+    assert "the last checkpoint was not written" in found.output
+
+
+def test_a_run_with_nothing_left_to_do_stays_as_it_was_written(training: ShortTraining) -> None:
+    training.run(steps=2)
+    written = (training.directory / "out" / "run.json").read_text()
+    training.run((), "--resume", "auto", fresh=False, steps=2)
+    assert (training.directory / "out" / "run.json").read_text() == written
+
+
+def test_more_ranks_cannot_be_left_than_the_plan_has(training: ShortTraining) -> None:
+    assert "try: --min-ranks 2 or less" in refused(training, "--checkpoint", "new", "--min-ranks", "3")
 
 
 def test_only_the_user_can_read_what_is_saved(training: ShortTraining) -> None:

@@ -16,6 +16,7 @@ WRONG = {
     "kill": "one moment",
     "kill,step=1,save=2": "one moment",
     "kill,step=-1": "0 or more",
+    "full-disk,after=1": "number of a checkpoint",
     "kill,step=one": "needs numbers",
     "kill,stage=1": "unknown words",
     "": "unknown fault",

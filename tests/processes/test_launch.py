@@ -353,6 +353,12 @@ def test_the_caller_keeps_no_file_open() -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+def test_a_board_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="NotADirectoryError"):
+        launch(int, 2, board=tmp_path / "file" / "board")
+
+
 def test_a_board_of_the_caller_stays(tmp_path: Path) -> None:
     broken(lambda: fail_on(0), 2, board=tmp_path / "board")
     first, second = Board.read(tmp_path / "board")

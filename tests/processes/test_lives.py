@@ -67,3 +67,15 @@ def test_with_as_few_ranks_as_allowed_the_same_death_twice_is_the_end() -> None:
 def test_an_exception_is_no_sign_that_a_rank_is_gone() -> None:
     lives = Lives(Endurance(restarts=9, min_ranks=1), 4)
     assert [lives.after(raised(), 4).ranks for _ in range(2)] == [4, 4]
+
+
+def test_what_all_ranks_raise_is_the_same_whichever_tells_it() -> None:
+    lives = Lives(Endurance(restarts=9), 4)
+    lives.after(raised(), 4)
+    assert "twice at the same step" in lives.after(raised()._replace(rank=3, action="3F0"), 4).end
+
+
+def test_what_a_rank_decided_on_is_the_end() -> None:
+    error = RunError("3 steps in a row were left out", rank=0, step=5)
+    error.is_final = True
+    assert Lives(Endurance(), 4).after(Death.of(error), 4).end == "it would come to the same"
