@@ -28,6 +28,8 @@ class Keeping:
     """how many of the newest stay; None: all"""
     resume: Path | None = None
     """what to go on from; None: begin"""
+    extra: Any = None
+    """what else a checkpoint keeps"""
 
     def __post_init__(self) -> None:
         for name in ("every", "keep"):
@@ -88,9 +90,9 @@ class Keeper:
 
     def _save(self) -> str:
         self._problem = None
-        step, position = self._pipe.num_steps, {_BATCHES: self._num_batches}
+        step, position, keeping = self._pipe.num_steps, {_BATCHES: self._num_batches}, self._keeping
         try:
-            self._pipe.save(self._keeping.directory, self._optimizer, position=position, keep=self._keeping.keep)
+            self._pipe.save(keeping.directory, self._optimizer, keeping.extra, position=position, keep=keeping.keep)
         except (CheckpointError, RunError) as error:
             if not (error.is_shared or isinstance(error, CheckpointError)):
                 raise

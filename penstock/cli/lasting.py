@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Option
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.processes.lives import Endurance
 
 AUTO = "auto"
+_WISHES = "wishes"
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,13 @@ class Lasting:
 
         return Endurance(self.restarts if self.checkpoint else 0, self.min_ranks)
 
-    def keeping(self, life: int = 0) -> "Keeping | None":
+    def keeping(self, life: int, wishes: dict[str, Any]) -> "Keeping | None":
         """What a rank keeps, and where it goes on: after a restart always from what is there."""
         from penstock.api.keeping import Keeping
 
         if self.checkpoint is None:
             return None
-        return Keeping(self.checkpoint, self.every, self.keep, self.source(life))
+        return Keeping(self.checkpoint, self.every, self.keep, self.source(life), {_WISHES: wishes})
 
     def source(self, life: int = 0) -> Path | None:
         """What to go on from; None if there is nothing yet."""
@@ -127,10 +128,17 @@ def _check_branch(directory: Path, source: Path) -> None:
         raise PenstockError("newer checkpoints stand there already", newest=newest, resume=source, hint=hint)
 
 
-def plan_of(source: Path | None) -> "Plan | None":
-    """The plan by which a training was saved: that of its newest checkpoint that can be read."""
+class SavedPlan(NamedTuple):
+    """The plan by which a training was saved, and what was wished of it."""
+
+    plan: "Plan"
+    wishes: Any
+
+
+def plan_of(source: Path | None) -> SavedPlan | None:
+    """That of the newest checkpoint that can be read."""
     from penstock.checkpoint.directory import candidates
-    from penstock.checkpoint.stored import PLAN, Stored
+    from penstock.checkpoint.stored import PLAN, RUN, Stored
     from penstock.checkpoint.verifying import check_files
     from penstock.errors import CheckpointError
     from penstock.ir import codec
@@ -139,8 +147,11 @@ def plan_of(source: Path | None) -> "Plan | None":
     for directory in candidates(source) if source is not None else ():
         try:
             with Stored(directory) as stored:
-                check_files(directory, stored.manifest, [PLAN])
-                return codec.from_json(stored.text(PLAN).decode(), Plan)
+                files = stored.manifest.files
+                check_files(directory, stored.manifest, [name for name in files if name.startswith((PLAN, f"{RUN}."))])
+                extra = stored.document(RUN).get("extra")
+                plan = codec.from_json(stored.text(PLAN).decode(), Plan)
         except (CheckpointError, KeyError):
             continue  # the ranks say what is wrong with it, and pass it over
+        return SavedPlan(plan, extra.get(_WISHES) if isinstance(extra, dict) else None)
     return None

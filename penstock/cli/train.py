@@ -57,9 +57,9 @@ def train(
         check_directory(files.out)
     life = int(os.environ.get(_RESTARTS, 0)) if is_rank() else 0
     check_lasting(lasting, None if files.plan or is_rank() else wishes.ranks, life)
-    job = Job(model, example, how, lasting, files.out, files.as_json, life)
+    job = Job(model, example, how, wishes, lasting, files.out, files.as_json, life)
     check_job(job)
-    planning = Planning(job, wishes, files.plan)
+    planning = Planning(job, files.plan)
     run = _under_torchrun(job, planning) if is_rank() else _launched(job, planning)
     if run is None:
         return

@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from inspect import signature
 from itertools import islice
 from pathlib import Path
@@ -16,6 +16,7 @@ from penstock.cli.builds import built
 from penstock.cli.lasting import Lasting
 from penstock.cli.named_functions import NamedFunction, named_function, told
 from penstock.cli.options import Example
+from penstock.cli.plan import Wishes
 from penstock.cli.voice import Voice
 from penstock.errors import PenstockError
 
@@ -49,6 +50,7 @@ class Job:
     model: str
     example: Example
     how: How
+    wishes: Wishes
     lasting: Lasting
     out: Path | None = None
     as_json: bool = False
@@ -89,7 +91,7 @@ def work(job: Job, plan: "Plan") -> str:
         batches = enter(batches_of(job.how.data))
         recipe = Recipe(job.how.steps, job.how.clip, loss_fn is not None)
         _inject(job)
-        keeping = job.lasting.keeping(job.life)
+        keeping = job.lasting.keeping(job.life, asdict(job.wishes))
         return codec.to_json(train(pipe, batches, optimizer, recipe, Voice(plan, job, out), keeping))
 
 

@@ -50,6 +50,18 @@ def test_a_second_call_goes_on_and_a_third_has_nothing_to_do(training: ShortTrai
     assert [path.name for path in steps(training.directory / "saved")] == ["step-000010", "step-000009", "step-000006"]
 
 
+def test_the_same_line_goes_on_by_the_same_plan(training: ShortTraining) -> None:
+    ours = [word for word in COMMAND if word not in ("--plan", "plan.json")]
+    wishes = ("--ranks", "2", "--schedule", "1f1b", "--budget", "0")
+    for name in ("out", "saved"):
+        shutil.rmtree(training.directory / name, ignore_errors=True)
+    first = training.call(*ours, *LASTING, *wishes, "--steps", 3)
+    second = training.call(*ours, *LASTING, *wishes, "--steps", 5)
+    other = training.call(*ours, *LASTING, *wishes, "--schedule", "gpipe", "--steps", 6)
+    assert [code for code, _ in (first, second, other)] == [0, 0, 0]
+    assert ["by the plan of the checkpoint" in output for _, output in (first, second, other)] == [False, True, False]
+
+
 def test_other_ranks_cut_batches_as_before(training: ShortTraining, clean: Outcome) -> None:
     training.run(steps=4)
     ours = [word for word in COMMAND if word not in ("--plan", "plan.json")]
