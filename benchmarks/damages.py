@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.checkpoint.manifest import NAME
+from penstock.checkpoint.manifest import NAME, read_manifest
 
 
 def cut(newest: Path, rng: random.Random) -> None:
@@ -54,3 +54,19 @@ def damaged(good: Path, target: Path, number: int) -> Path:
     while before == {path.name: path.read_bytes() for path in newest.iterdir()}:  # a letter may have stayed the same
         DAMAGES[number % len(DAMAGES)](newest, rng)
     return target
+
+
+LINK = "a link"
+ELSEWHERE = ("../plan.json", "/etc/passwd", "in/plan.json", "..", "", "a\\b", NAME, "a\0b", ".x", LINK)
+"""what a forged manifest may name instead of a file beside it; or the file beside it is a link"""
+
+
+def forged(directory: Path, name: str) -> None:
+    """Let the plan of a checkpoint be somewhere else, by a manifest whose digest is right."""
+    if name == LINK:
+        (directory / "plan.json").rename(directory / "elsewhere")
+        (directory / "plan.json").symlink_to("elsewhere")
+        return
+    manifest = read_manifest(directory)
+    files = {name if file == "plan.json" else file: record for file, record in manifest.files.items()}
+    (directory / NAME).write_bytes(type(manifest)(**{**vars(manifest), "files": files}).text())

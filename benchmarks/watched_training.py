@@ -108,6 +108,12 @@ class WatchedTraining:
         self._wait(lambda: self.num_steps >= count, seconds)
 
     @property
+    def pid(self) -> int:
+        """The process of the command."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def pids(self) -> list[int]:
         """The processes of the ranks that are at work."""
         return [status.pid for status in Board.read(self.directory / "out" / "board")]

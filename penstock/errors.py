@@ -85,6 +85,11 @@ class RunError(PenstockError):
     summary_of_rank = ""
     """the error of the rank that broke in one line"""
 
+    @property
+    def kind_of_rank(self) -> str:
+        """The class of that error, by its name."""
+        return self.summary_of_rank.partition(":")[0]
+
     def at(self, **where: object) -> "RunError":
         """The same error with more about where it happened; what it already says stays."""
         return self._again(self.hint, {**where, **self.values})

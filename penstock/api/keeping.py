@@ -84,7 +84,7 @@ class Keeper:
         if self._saved != self._pipe.num_steps and self._problem is not None:
             problem = f"the last checkpoint was not written: {self._problem.problem}"
             values = {"step": self._pipe.num_steps, **self._problem.values, "newest": self._newest}
-            error = CheckpointError(problem, hint=self._problem.hint, **values)
+            error = RunError(problem, hint=self._problem.hint, **values)
             error.is_final = True  # all steps are taken: what was not saved is not trained again
             raise error
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from penstock.cli.outcome import RUN_FAILED, failed
+from penstock.cli.outcome import BAD_CHECKPOINT, RUN_FAILED, failed
 from penstock.cli.screen import note
 from penstock.cli.training_job import Job, work
-from penstock.errors import RunError
+from penstock.errors import CheckpointError, DamagedError, RunError
 
 if TYPE_CHECKING:
     from penstock.ir.plan import Plan
@@ -85,7 +85,8 @@ class Supervisor:
         # Raised on purpose, it says what is wrong without the way that led there.
         words = (error.words_of_rank or str(error)).replace("loss_fn=...", "--loss NAME")
         why = f"\nnot taken up again: {following.end}" if following.end else ""
-        raise failed(words + why, RUN_FAILED)
+        is_checkpoint = error.kind_of_rank in (CheckpointError.__name__, DamagedError.__name__)
+        raise failed(words + why, BAD_CHECKPOINT if is_checkpoint else RUN_FAILED)
 
 
 def _run_of(results: Sequence[str]) -> "Run":

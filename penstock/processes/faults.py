@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from penstock.errors import RunError
+from penstock.errors import PenstockError
 
 ALLOWED = "PENSTOCK_ALLOW_FAULTS"
 KILL, ABORT, EXIT, RAISE, STOP, SLOW, FULL_DISK = "kill", "abort", "exit", "raise", "stop", "slow", "full-disk"
@@ -48,14 +48,14 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise RunError("unknown fault", given=repr(self.kind), known=", ".join(KINDS), hint=_EXAMPLE)
+            raise PenstockError("unknown fault", given=repr(self.kind), known=", ".join(KINDS), hint=_EXAMPLE)
         if sum(moment is not None for moment in (self.step, self.save, self.after)) != 1:
-            raise RunError("a fault has one moment: a step, a save, or seconds", given=self, hint=_EXAMPLE)
+            raise PenstockError("a fault has one moment: a step, a save, or seconds", given=self, hint=_EXAMPLE)
         if self.kind == FULL_DISK and self.step is None:
             hint = "full-disk,rank=1,step=100"
-            raise RunError("a full disk needs the number of a checkpoint", given=self, hint=hint)
+            raise PenstockError("a full disk needs the number of a checkpoint", given=self, hint=hint)
         if any(value is not None and value < 0 for value in (self.rank, self.step, self.action, self.save, self.after)):
-            raise RunError("the numbers of a fault are 0 or more", given=self, hint=_EXAMPLE)
+            raise PenstockError("the numbers of a fault are 0 or more", given=self, hint=_EXAMPLE)
 
     @classmethod
     def parse(cls, text: str) -> "Fault":
@@ -64,7 +64,7 @@ class Fault:
         given = dict(pair.partition("=")[::2] for pair in pairs)
         known = {field.name for field in fields(cls)} - {"kind"}
         if unknown := given.keys() - known:
-            raise RunError("unknown words in a fault", given=text, words=", ".join(sorted(unknown)), hint=_EXAMPLE)
+            raise PenstockError("unknown words in a fault", given=text, words=", ".join(sorted(unknown)), hint=_EXAMPLE)
         return cls(kind, **{name: _number(text, name, value) for name, value in given.items()})  # type: ignore[arg-type]
 
     def is_in(self, rank: int, life: int) -> bool:
@@ -77,7 +77,8 @@ def allowed(texts: Iterable[str]) -> tuple[Fault, ...]:
     faults = tuple(map(Fault.parse, texts))
     if faults and os.environ.get(ALLOWED) != "1":
         hint = f"{ALLOWED}=1 in the environment, if that is what you want"
-        raise RunError("faults break a training on purpose, and are not allowed here", faults=len(faults), hint=hint)
+        problem = "faults break a training on purpose, and are not allowed here"
+        raise PenstockError(problem, faults=len(faults), hint=hint)
     return faults
 
 
@@ -87,4 +88,4 @@ def _number(text: str, name: str, value: str) -> int | float | None:
     try:
         return float(value) if name in ("after", "seconds") else int(value)
     except ValueError:
-        raise RunError("a fault needs numbers", given=text, name=name, value=repr(value), hint=_EXAMPLE) from None
+        raise PenstockError("a fault needs numbers", given=text, name=name, value=repr(value), hint=_EXAMPLE) from None

@@ -15,17 +15,24 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.storage import TypedStorage, UntypedStorage
 
+_TEXT, _OBJECT = b"t", b"o"
+
 
 def pack(value: Any) -> bytes:
-    """The value as bytes; whatever multiprocessing can send can be packed."""
+    """The value as bytes; whatever multiprocessing can send can be packed, and a text is never pickled."""
+    if type(value) is str:
+        return _TEXT + value.encode("utf-8", "surrogatepass")
     buffer = BytesIO()
+    buffer.write(_OBJECT)
     _Copying(buffer, 5).dump(value)
     return buffer.getvalue()
 
 
 def unpack(parcel: bytes) -> Any:
     """The value that this process or one of its own ranks packed."""
-    return ForkingPickler.loads(parcel)
+    if parcel.startswith(_TEXT):
+        return parcel[1:].decode("utf-8", "surrogatepass")
+    return ForkingPickler.loads(memoryview(parcel)[1:])
 
 
 class _Copying(ForkingPickler):

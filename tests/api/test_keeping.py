@@ -11,7 +11,7 @@ from torch import nn
 import penstock
 from penstock.api.keeping import Keeping
 from penstock.api.loop import Recipe, StepReport, train
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, RunError
 from penstock.ir.plan import Plan
 
 
@@ -106,7 +106,7 @@ def test_if_the_last_one_cannot_be_written_that_is_an_error(
         raise CheckpointError("the checkpoint could not be written", reason="No space left on device")
 
     monkeypatch.setattr(penstock.Pipeline, "save", full)
-    with pytest.raises(CheckpointError, match=r"the last checkpoint was not written.*newest: none"):
+    with pytest.raises(RunError, match=r"the last checkpoint was not written.*newest: none"):
         Trained(plan, 3, Keeping(tmp_path, every=2))
 
 

@@ -17,7 +17,7 @@ from penstock.errors import PenstockError
 from penstock.ir.plan import Plan
 from tests.checkpoint.trainings import OPTIMIZERS, Training, the_plan
 from tests.runtime.models import chain, tied
-from tests.runtime.plans import BATCHES, chain_plan
+from tests.runtime.plans import BATCHES, chain_plan, quick_plan
 
 pytestmark = pytest.mark.gloo
 
@@ -49,6 +49,42 @@ def test_any_plan_goes_on_from_what_any_plan_wrote(optimizer: str, pools: Any, t
         assert place == 0 or {loaded.position for _, loaded in found} == {2 * place}
         losses += found[0][0]
     assert losses == pytest.approx(Training(WAY[3], optimizer, local=True).losses(10), rel=1e-6)
+
+
+SAME_SUMS = tuple(
+    quick_plan(chain(6), BATCHES[0][:1], ranks=ranks, microbatches=2, schedule=schedule, loss_fn=mse_loss)
+    for ranks, schedule in ((4, "1f1b"), (2, "1f1b"), (3, "gpipe"), (1, "gpipe"), (4, "gpipe"))
+)
+
+
+def plain_leg(plan: Plan, optimizer: str, root: str) -> list[float]:
+    """Two steps from where the last leg ended; no gradient is scaled."""
+    return plain_losses(penstock.Pipeline(chain(6), plan, loss_fn=mse_loss), optimizer, root, 2)
+
+
+def plain_losses(pipe: penstock.Pipeline, optimizer: str, root: str, steps: int) -> list[float]:
+    made = OPTIMIZERS[optimizer](pipe.parameters())
+    if any(Path(root).iterdir()):
+        pipe.load(root, made)
+    losses = []
+    for step in range(pipe.num_steps, pipe.num_steps + steps):
+        made.zero_grad()
+        x, y = BATCHES[step % len(BATCHES)]
+        losses.append(float(pipe.step(x, target=y).loss))
+        made.step()
+    pipe.save(root, made)
+    return losses
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_plans_that_add_in_the_same_order_go_on_bit_by_bit(optimizer: str, pools: Any, tmp_path: Path) -> None:
+    (way := tmp_path / "way").mkdir()
+    (whole := tmp_path / "whole").mkdir()
+    losses = [
+        loss for plan in SAME_SUMS for loss in pools[plan.num_ranks].run(plain_leg, plan, optimizer, str(way))[0]
+    ]
+    alone = penstock.Pipeline(chain(6), SAME_SUMS[3], loss_fn=mse_loss, local=True)
+    assert losses == plain_losses(alone, optimizer, str(whole), 10)
 
 
 def interrupted(plan: Plan, root: str) -> tuple[list[float], list[float], Any, dict[str, int]]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.errors import RunError
+from penstock.errors import PenstockError
 from penstock.processes.faults import ALLOWED, Fault, allowed
 
 READ = {
@@ -30,14 +30,14 @@ def test_a_fault_is_read(text: str, fault: Fault) -> None:
 
 @pytest.mark.parametrize(("text", "problem"), WRONG.items(), ids=WRONG)
 def test_what_is_no_fault_is_refused(text: str, problem: str) -> None:
-    with pytest.raises(RunError, match=problem):
+    with pytest.raises(PenstockError, match=problem):
         Fault.parse(text)
 
 
 def test_faults_are_refused_unless_the_environment_allows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ALLOWED, raising=False)
     assert allowed(()) == ()
-    with pytest.raises(RunError, match=ALLOWED):
+    with pytest.raises(PenstockError, match=ALLOWED):
         allowed(["kill,step=1"])
     monkeypatch.setenv(ALLOWED, "1")
     assert allowed(["kill,step=1"]) == (Fault("kill", step=1),)

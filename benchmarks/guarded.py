@@ -1,0 +1,140 @@
+"""Guarded: what damaged and forged checkpoints come to, and who may read and listen while a training runs."""
+
+import os
+import shutil
+import stat
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+import penstock
+from benchmarks.damages import ELSEWHERE, damaged, forged
+from benchmarks.leftovers import left_over
+from benchmarks.listeners import is_local, listeners
+from benchmarks.short_training import MODEL, ShortTraining
+from benchmarks.table import Line, Table
+from benchmarks.watched_training import WatchedTraining
+from penstock.checkpoint.shelf import steps
+from penstock.cli.builds import built
+from penstock.errors import CheckpointError, DamagedError
+from penstock.ir.plan import Plan
+from penstock.processes.scratch import VARIABLE
+
+_PATIENCE_SECONDS = 60.0
+Load = Callable[[Path], int | None]
+"""loads what a path has; the step"""
+
+
+def guarded(damages: int = 200) -> Table:
+    """How many of so many were found, refused, closed or gone, as they should be."""
+
+    def lines() -> Iterator[Line]:
+        with ShortTraining.made(2) as training, _own_scratch(training.directory) as scratch:
+            training.run()
+            saved = training.directory / "saved"
+            with _loader(training, MODEL) as load:
+                good, refused = _passed_over(saved, damages, load), _refused(saved, load)
+            yield _line("damaged", damages, good)
+            yield _line("paths elsewhere", len(ELSEWHERE), refused)
+            with _loader(training, MODEL.replace("range(6)", "range(5)")) as load:
+                is_refused = _is_another(saved, load)
+            yield _line("another model", 1, int(is_refused))
+            modes = [_is_private(path) for path in (saved, *saved.rglob("*"))]
+            yield _line("private files", len(modes), sum(modes))
+            yield from _sockets(training)
+            left = left_over(scratch, training.directory)
+            yield Line(("left behind", str(len(left)), ""), len(left), 0.0, at_least=False)
+
+    title = (
+        "checkpoints that are damaged (the one before is taken, and that is said), forged or of another model\n"
+        "(refused); modes 0600 and 0700; sockets on loopback; processes and temporary files"
+    )
+    return Table(title, ("", "number", "good"), lines())
+
+
+def _line(name: str, number: int, good: int) -> Line:
+    return Line((name, str(number), str(good)), good, number)
+
+
+@contextmanager
+def _own_scratch(directory: Path) -> Iterator[Path]:
+    """Where temporary files of trainings go meanwhile."""
+    scratch = directory / "temporary"
+    scratch.mkdir()
+    with patch.dict(os.environ, {VARIABLE: os.fspath(scratch)}):
+        yield scratch
+
+
+@contextmanager
+def _loader(training: ShortTraining, model: str) -> Iterator[Load]:
+    """What loads checkpoints into such a model."""
+    path = training.directory / "loading.py"
+    path.write_text(model, encoding="utf-8")
+    with built(f"{path}:build") as build:
+        plan = Plan.load(training.directory / "plan.json")
+        if model != MODEL:
+            plan = penstock.plan(build.model, build.args, ranks=1, microbatches=1, schedule="gpipe", budget_seconds=0.0)
+        pipe = penstock.Pipeline(build.model, plan, loss_fn=torch.nn.functional.mse_loss, local=True)
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        yield lambda place: pipe.load(place, optimizer).step
+
+
+def _passed_over(saved: Path, rounds: int, load: Load) -> int:
+    """How often the newest checkpoint is damaged, the one before is taken, and a warning says so."""
+    newest, before = (int(path.name.removeprefix("step-")) for path in steps(saved)[:2])
+    good = 0
+    with tempfile.TemporaryDirectory() as name:
+        for number in range(rounds):
+            worse = damaged(saved, Path(name) / str(number), number)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                step = load(worse)
+            words = "".join(str(one.message) for one in said)
+            good += step == before and f"step-{newest:06d}" in words and f"goes on from step-{before:06d}" in words
+            shutil.rmtree(worse)
+    return good
+
+
+def _refused(saved: Path, load: Load) -> int:
+    """How many manifests and links that lead elsewhere are refused."""
+    good = 0
+    with tempfile.TemporaryDirectory() as name:
+        for number, elsewhere in enumerate(ELSEWHERE):
+            place = Path(name) / str(number)
+            shutil.copytree(steps(saved)[0], place)
+            forged(place, elsewhere)
+            try:
+                load(place)
+            except DamagedError:
+                good += 1
+    return good
+
+
+def _is_another(saved: Path, load: Load) -> bool:
+    """Whether a checkpoint of another model is refused with the difference."""
+    try:
+        load(saved)
+    except CheckpointError as error:
+        return "another model" in str(error) and "unexpected: 5.0.weight, 5.0.bias" in str(error)
+    return False
+
+
+def _is_private(path: Path) -> bool:
+    return stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+
+
+def _sockets(training: ShortTraining) -> Iterator[Line]:
+    """The sockets on which a training listens."""
+    with WatchedTraining(training.directory, every=20) as running:
+        running.wait_for_steps(5, _PATIENCE_SECONDS)
+        found = listeners([running.pid, *running.pids])
+        running.stop()
+    if found is None:
+        yield Line(("not here: there is no ss", "", ""), 0.0, 0.0)
+    else:
+        yield _line("sockets", max(1, len(found)), sum(map(is_local, found)))
