@@ -28,6 +28,8 @@ class Keeping:
     """how many of the newest stay; None: all"""
     resume: Path | None = None
     """what to go on from; None: begin"""
+    asynchronous: bool = False
+    """whether checkpoints are written while training goes on"""
     extra: Any = None
     """what else a checkpoint keeps"""
 
@@ -45,6 +47,8 @@ class Keeper:
         self._pipe, self._optimizer, self._keeping = pipe, optimizer, keeping
         self._num_batches = 0
         self._saved: int | None = None
+        self._begun: int | None = None
+        """the step of the checkpoint that is being written beside the steps"""
         self._problem: CheckpointError | RunError | None = None
 
     def begun(self, batches: Batches) -> tuple[Iterator[Any], str]:
@@ -77,10 +81,19 @@ class Keeper:
         self._num_batches += 1
         return self._save() if self._pipe.num_steps % self._keeping.every == 0 else ""
 
+    def refused(self, error: CheckpointError | RunError) -> str:
+        """A step was not taken: a remark if only the checkpoint before could not be written, else the error itself."""
+        if self._begun is None:
+            raise error
+        step, self._begun = self._begun, None
+        return self._failed(step, error)
+
     def finish(self) -> None:
         """Save what was done since the last checkpoint; an error if it is lost otherwise."""
+        self._settled()
         if self._saved != self._pipe.num_steps:
             self._save()
+            self._settled()
         if self._saved != self._pipe.num_steps and self._problem is not None:
             problem = f"the last checkpoint was not written: {self._problem.problem}"
             values = {"step": self._pipe.num_steps, **self._problem.values, "newest": self._newest}
@@ -89,18 +102,39 @@ class Keeper:
             raise error
 
     def _save(self) -> str:
-        self._problem = None
-        step, position, keeping = self._pipe.num_steps, {_BATCHES: self._num_batches}, self._keeping
+        remark, self._problem = self._settled(), None
+        step, keeping = self._pipe.num_steps, self._keeping
+        options: dict[str, Any] = {"keep": keeping.keep, "asynchronous": keeping.asynchronous}
+        position = {_BATCHES: self._num_batches}
         try:
-            self._pipe.save(keeping.directory, self._optimizer, keeping.extra, position=position, keep=keeping.keep)
+            self._pipe.save(keeping.directory, self._optimizer, keeping.extra, position=position, **options)
         except (CheckpointError, RunError) as error:
-            if not (error.is_shared or isinstance(error, CheckpointError)):
-                raise
-            self._problem = error
-            words = str(error).replace("\n", " ")
-            return f"CHECKPOINT OF STEP {step} NOT WRITTEN, training goes on; the newest is {self._newest}: {words}"
+            return "; ".join(filter(None, (remark, self._failed(step, error))))
+        if keeping.asynchronous:
+            self._begun = step
+        else:
+            self._saved = step
+        return remark
+
+    def _settled(self) -> str:
+        """Wait for what is being written beside the steps; a remark if it could not be."""
+        if self._begun is None:
+            return ""
+        step, self._begun = self._begun, None
+        try:
+            self._pipe.wait_for_save()
+        except (CheckpointError, RunError) as error:
+            return self._failed(step, error)
         self._saved = step
         return ""
+
+    def _failed(self, step: int, error: CheckpointError | RunError) -> str:
+        """What is said where a checkpoint could not be written; what else went wrong is raised."""
+        if not (error.is_shared or isinstance(error, CheckpointError)):
+            raise error
+        self._problem = error
+        words = str(error).replace("\n", " ")
+        return f"CHECKPOINT OF STEP {step} NOT WRITTEN, training goes on; the newest is {self._newest}: {words}"
 
     @property
     def _newest(self) -> str:

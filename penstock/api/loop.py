@@ -10,6 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 from penstock.api.batches import StepCall, size_of, step_call
 from penstock.api.keeping import Batches, Keeper, Keeping, batches_from
 from penstock.api.pipeline import Pipeline
-from penstock.errors import RunError
+from penstock.errors import CheckpointError, RunError
 from penstock.ir.plan import Plan
 from penstock.ir.run import Run, StepFigures
 from penstock.ir.trace import Trace
@@ -93,10 +94,10 @@ def train(
         num_before = pipe.num_steps
         for batch in islice(left, recipe.num_left(num_before)):
             call = step_call(batch, recipe.has_loss_fn)
-            taken = _step(pipe, call, optimizer, recipe.clip)
+            taken, problem = _tried(partial(_step, pipe, call, optimizer, recipe.clip), keeper)
             log.add(taken)
             wants_to_stop, memory = pipe.largest(float(bool(wish)), float(_bytes_held()))
-            remarks = (remark, "" if keeper is None else keeper.stepped())
+            remarks = (remark, problem, "" if keeper is None else keeper.stepped())
             if pipe.is_first:
                 remarks = (*remarks, log.slow_ranks())
                 tell(_report(log.steps, recipe.steps, call, taken, int(memory), remarks))
@@ -151,6 +152,17 @@ class _Taken(NamedTuple):
     figures: StepFigures
     trace: Trace | None
     skipped: str
+
+
+def _tried(take: Callable[[], _Taken], keeper: Keeper | None) -> tuple[_Taken, str]:
+    """A step; one that only says that the checkpoint before could not be written is taken again, with a remark."""
+    try:
+        return take(), ""
+    except (CheckpointError, RunError) as error:
+        if keeper is None:
+            raise
+        remark = keeper.refused(error)
+    return take(), remark
 
 
 def _step(pipe: Pipeline, call: StepCall, optimizer: Any, clip: float | None) -> _Taken:

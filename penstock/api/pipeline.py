@@ -219,7 +219,7 @@ class Pipeline:
         tensors only; what was read is returned. A model on the meta device gets its numbers here. Unless
         `random_state` is False, torch, numpy and Python go on with the random numbers that were next.
         """
-        self._saver.check(Occasion("load", self.num_steps))
+        self._saver.wait(self.num_steps)
         wanted = Wanted(optimizer, scheduler, self._ending.scaler, bool(random_state))
         loaded = Loader(self._part, self._meeting).load(path, self.num_steps, wanted)
         check_alike(self.plan, self._part.tied, self._part.crew)

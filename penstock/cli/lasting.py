@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from typer import Option
 
 from penstock.errors import PenstockError
-from penstock.ir.figures import is_finite
 
 if TYPE_CHECKING:
     from penstock.api.keeping import Keeping
@@ -28,6 +27,7 @@ class Lasting:
     ] = None
     every: Annotated[int, Option(min=1, metavar="N", help="Steps between two checkpoints.")] = 100
     keep: Annotated[int, Option(min=1, metavar="N", help="How many of the newest checkpoints stay.")] = 3
+    asynchronous: Annotated[bool, Option("--asynchronous", help="Write checkpoints while training goes on.")] = False
     resume: Annotated[
         str | None, Option(metavar="WHERE", help='A checkpoint to go on from, or "auto": the newest good one, if any.')
     ] = None
@@ -37,9 +37,6 @@ class Lasting:
     min_ranks: Annotated[
         int | None, Option(min=1, metavar="K", help="Go on with so few ranks, by a new plan, if one is gone for good.")
     ] = None
-    deadline: Annotated[
-        float, Option(metavar="SECONDS", help="How long a rank waits for another before it counts as hung.")
-    ] = 60.0
     fault: Annotated[
         list[str] | None,
         Option(metavar="FAULT", help="Break on purpose, such as kill,rank=1,step=5; needs PENSTOCK_ALLOW_FAULTS=1."),
@@ -58,7 +55,8 @@ class Lasting:
 
         if self.checkpoint is None:
             return None
-        return Keeping(self.checkpoint, self.every, self.keep, self.source(life), {_WISHES: wishes})
+        extra = {_WISHES: wishes}
+        return Keeping(self.checkpoint, self.every, self.keep, self.source(life), self.asynchronous, extra)
 
     def source(self, life: int = 0) -> Path | None:
         """What to go on from; None if there is nothing yet."""
@@ -76,7 +74,8 @@ def check_lasting(lasting: Lasting, ranks: int | None, life: int) -> None:
     from penstock.processes.faults import allowed
 
     if lasting.checkpoint is None:
-        given = [name for name in ("resume", "min_ranks") if getattr(lasting, name) is not None]
+        names = ("resume", "min_ranks", "every", "keep", "asynchronous", "restarts")
+        given = [name for name in names if getattr(lasting, name) != getattr(Lasting, name)]
         if given:
             flag = f"--{given[0].replace('_', '-')}"
             raise PenstockError(f"{flag} needs checkpoints", hint=f"--checkpoint DIRECTORY {flag} ...")
@@ -84,8 +83,6 @@ def check_lasting(lasting: Lasting, ranks: int | None, life: int) -> None:
         _check_directory(lasting.checkpoint, AUTO if life else lasting.resume)
     if lasting.min_ranks is not None and ranks is not None and lasting.min_ranks > ranks:
         raise too_few(ranks, lasting.min_ranks)
-    if not (is_finite(lasting.deadline) and lasting.deadline > 0):
-        raise PenstockError("a deadline is seconds above 0", deadline=lasting.deadline, hint="--deadline 60")
     allowed(lasting.fault or ())
 
 

@@ -41,6 +41,9 @@ class How:
     steps: Annotated[int | None, Option(min=1, metavar="N", help="Steps; else until the batches end.")] = None
     clip: Annotated[float | None, Option(metavar="NORM", help="Scale gradients down to this norm.")] = None
     seed: Annotated[int, Option(min=0, metavar="N", help="Of the model's weights and random numbers.")] = 0
+    deadline: Annotated[
+        float, Option(metavar="SECONDS", help="How long a rank waits for another before it counts as hung.")
+    ] = 60.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ def check_job(job: Job) -> None:
         raise PenstockError("the learning rate is a finite number, 0 or more", lr=how.lr, hint="--lr 1e-3")
     if how.clip is not None and not (math.isfinite(how.clip) and how.clip > 0):
         raise PenstockError("gradients are scaled down to a finite norm above 0", clip=how.clip, hint="--clip 1.0")
+    if not (math.isfinite(how.deadline) and how.deadline > 0):
+        raise PenstockError("a deadline is seconds above 0", deadline=how.deadline, hint="--deadline 60")
     with loss_of(job.how.loss), optimizer_of(job), named_function(job.how.data, DATA_EXAMPLE):
         pass
 
@@ -85,7 +90,7 @@ def work(job: Job, plan: "Plan") -> str:
         enter(wish_to_stop())
         build = enter(built(job.model, job.example))
         loss_fn = enter(loss_of(job.how.loss))
-        options = RunOptions(seed=job.how.seed, nonfinite="skip", deadline_seconds=job.lasting.deadline)
+        options = RunOptions(seed=job.how.seed, nonfinite="skip", deadline_seconds=job.how.deadline)
         pipe = Pipeline(build.model, plan, loss_fn=loss_fn, options=options)
         optimizer = enter(optimizer_of(job))(pipe.parameters())
         batches = enter(batches_of(job.how.data))

@@ -11,6 +11,8 @@ from torch import nn
 import penstock
 from penstock.api.keeping import Keeping
 from penstock.api.loop import Recipe, StepReport, train
+from penstock.api.saving import Saver
+from penstock.checkpoint import Background, draft
 from penstock.errors import CheckpointError, RunError
 from penstock.ir.plan import Plan
 
@@ -114,3 +116,48 @@ def test_if_the_last_one_cannot_be_written_that_is_an_error(
 def test_counts_that_make_no_sense_are_refused(wrong: dict[str, int], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="above 0"):
         Keeping(tmp_path, **wrong)
+
+
+@pytest.mark.parametrize("is_seen_by_a_step", [True, False])
+def test_what_is_written_beside_the_steps_may_fail_and_training_goes_on(
+    is_seen_by_a_step: bool, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *rest: Any) -> Any:
+        if "-000004-" in str(path):
+            raise OSError(28, "No space left on device")
+        return written(path, *rest)
+
+    def begun(self: Background, work: Any) -> None:
+        start(self, work)
+        if is_seen_by_a_step:
+            self.wait()
+
+    written, start = draft._written, Background.start
+    monkeypatch.setattr(draft, "_written", full)
+    monkeypatch.setattr(Background, "start", begun)
+    if not is_seen_by_a_step:
+        # Otherwise that would be a matter of luck: the thread may be faster than the next step.
+        monkeypatch.setattr(Saver, "check", lambda self, occasion: None)
+    trained = Trained(plan, 7, Keeping(tmp_path, every=2, asynchronous=True))
+    (told,) = [report for report in trained.told if report.remarks]
+    assert told.figures.step == (4 if is_seen_by_a_step else 5)
+    assert "CHECKPOINT OF STEP 4 NOT WRITTEN, training goes on; the newest is that of step 2" in told.remarks[0]
+    assert trained.run.losses == Trained(plan, 7).run.losses
+    assert names(tmp_path) == ["step-000002", "step-000006", "step-000007"]
+
+
+def test_if_the_last_one_cannot_be_written_beside_the_steps_that_is_an_error(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(draft, "_written", full)
+    with pytest.raises(RunError, match=r"the last checkpoint was not written.*No space left.*newest: none"):
+        Trained(plan, 2, Keeping(tmp_path, every=2, asynchronous=True))
+
+
+def test_a_step_that_fails_for_another_reason_is_not_tried_again(plan: Plan, tmp_path: Path) -> None:
+    data = [(torch.ones(4, 4), torch.ones(4, 4))] * 2 + [(torch.ones(4, 3), torch.ones(4, 4))]
+    with pytest.raises(penstock.PenstockError):
+        Trained(plan, 3, Keeping(tmp_path, every=9, asynchronous=True), data)

@@ -98,6 +98,13 @@ def test_several_breaks_in_a_row_change_no_number(training: ShortTraining, clean
     assert found.losses == clean.losses
 
 
+def test_checkpoints_that_are_written_beside_the_steps_are_as_good(training: ShortTraining, clean: Outcome) -> None:
+    found = training.run(["kill,rank=1,save=4", "kill,rank=0,step=8,life=1"], "--asynchronous")
+    assert (found.exit_code, found.restarts, found.bad) == (0, 2, ())
+    assert found.losses == clean.losses
+    assert "step-000010" in {path.name for path in steps(training.directory / "saved")}
+
+
 def test_a_rank_that_hangs_is_given_up_after_the_deadline(training: ShortTraining, clean: Outcome) -> None:
     found = training.run(["stop,rank=1,step=5,action=3"], "--deadline", "5")
     assert (found.exit_code, found.restarts) == (0, 1)
@@ -150,9 +157,11 @@ def test_two_trainings_are_not_mixed(training: ShortTraining) -> None:
     assert "newer checkpoints stand there already" in refused(training, *older)
 
 
-def test_what_needs_checkpoints_says_so(training: ShortTraining) -> None:
-    assert "--resume needs checkpoints" in refused(training, "--resume", "auto")
-    assert "--min-ranks needs checkpoints" in refused(training, "--min-ranks", "1")
+@pytest.mark.parametrize(
+    "option", ["--resume auto", "--min-ranks 1", "--every 10", "--keep 1", "--asynchronous", "--restarts 5"]
+)
+def test_what_needs_checkpoints_says_so(option: str, training: ShortTraining) -> None:
+    assert f"{option.split(maxsplit=1)[0]} needs checkpoints" in refused(training, *option.split())
 
 
 def test_directories_that_cannot_be_are_refused(training: ShortTraining) -> None:
@@ -200,6 +209,19 @@ def in_a_copy(directory: Path, said: Path, *options: str) -> int:
         code = 0
     finally:
         os._exit(code)
+
+
+def test_one_that_cannot_be_written_beside_the_steps_is_told(
+    training: ShortTraining, clean: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.run(steps=1)
+    monkeypatch.setenv(ALLOWED, "1")
+    options = (*LASTING, "--asynchronous", "--steps", str(STEPS), "--fault", "full-disk,rank=1,step=6")
+    assert os.waitpid(in_a_copy(training.directory, tmp_path / "said.txt", *options), 0)[1] == 0
+    told = (tmp_path / "said.txt").read_text()
+    assert "CHECKPOINT OF STEP 6 NOT WRITTEN, training goes on; the newest is that of step 3" in told
+    assert "No space left" in told
+    assert training.run((), "--resume", "auto", fresh=False).losses == clean.losses
 
 
 LASTING = ("--checkpoint", "saved", "--every", "3", "--resume", "auto", "--out", "out")
