@@ -37,9 +37,10 @@ def guarded(damages: int = 200) -> Table:
         with ShortTraining.made(2) as training, _own_scratch(training.directory) as scratch:
             training.run()
             saved = training.directory / "saved"
+            for ranks in (2, 3):
+                yield _line(f"damaged, {ranks} ranks", damages // 2, _passed_over(training, ranks, damages // 2))
             with _loader(training, MODEL) as load:
-                good, refused = _passed_over(saved, damages, load), _refused(saved, load)
-            yield _line("damaged", damages, good)
+                refused = _refused(saved, load)
             yield _line("paths elsewhere", len(ELSEWHERE), refused)
             with _loader(training, MODEL.replace("range(6)", "range(5)")) as load:
                 is_refused = _is_another(saved, load)
@@ -84,20 +85,34 @@ def _loader(training: ShortTraining, model: str) -> Iterator[Load]:
         yield lambda place: pipe.load(place, optimizer).step
 
 
-def _passed_over(saved: Path, rounds: int, load: Load) -> int:
-    """How often the newest checkpoint is damaged, the one before is taken, and a warning says so."""
-    newest, before = (int(path.name.removeprefix("step-")) for path in steps(saved)[:2])
-    good = 0
+def _passed_over(training: ShortTraining, ranks: int, rounds: int) -> int:
+    """How often the newest checkpoint is damaged, all ranks take the one before, and a warning says so."""
+    saved = training.directory / "saved"
+    newest, before = (path.name for path in steps(saved)[:2])
+    plan = training.plan_for(ranks)
     with tempfile.TemporaryDirectory() as name:
-        for number in range(rounds):
-            worse = damaged(saved, Path(name) / str(number), number)
+        worse = [damaged(saved, Path(name) / str(number), ranks * rounds + number) for number in range(rounds)]
+        first, *others = penstock.launch(_loaded, ranks, training.directory, plan, worse)
+    wanted = [int(before.removeprefix("step-"))] * rounds
+    are_alike = all([step for step, _ in found] == wanted for found in others)
+    return are_alike * sum(
+        step == right and newest in words and f"goes on from {before}" in words
+        for (step, words), right in zip(first, wanted, strict=True)
+    )
+
+
+def _loaded(directory: Path, plan: Plan, places: list[Path]) -> list[tuple[int | None, str]]:
+    """As one of several ranks: what is loaded from every place, and what is said."""
+    found = []
+    with built(f"{directory / 'model.py'}:build") as build:
+        pipe = penstock.Pipeline(build.model, plan, loss_fn=torch.nn.functional.mse_loss)
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        for place in places:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                step = load(worse)
-            words = "".join(str(one.message) for one in said)
-            good += step == before and f"step-{newest:06d}" in words and f"goes on from step-{before:06d}" in words
-            shutil.rmtree(worse)
-    return good
+                step = pipe.load(place, optimizer).step
+            found.append((step, "".join(str(one.message) for one in said)))
+    return found
 
 
 def _refused(saved: Path, load: Load) -> int:

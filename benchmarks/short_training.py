@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from penstock.checkpoint.listing import listing, verified
 from penstock.cli import app
+from penstock.ir.plan import Plan
 from penstock.processes.faults import ALLOWED
 
 RANKS, STEPS, EVERY = 3, 10, 3
@@ -64,10 +65,15 @@ class ShortTraining:
         with TemporaryDirectory(prefix="penstock-") as name:
             found = cls(Path(name))
             (found.directory / "model.py").write_text(MODEL, encoding="utf-8")
-            wishes = ("--ranks", ranks, "--microbatches", "4", "--schedule", "1f1b", "--budget", "0")
-            code, output = found.call("plan", "model.py:build", *wishes, "--out", "plan.json")
-            assert code == 0, output
+            found.plan_for(ranks, "plan.json")
             yield found
+
+    def plan_for(self, ranks: int, file: str = "other.json") -> Plan:
+        """A plan for so many ranks, also in a file."""
+        wishes = ("--ranks", ranks, "--microbatches", "4", "--schedule", "1f1b", "--budget", "0")
+        code, output = self.call("plan", "model.py:build", *wishes, "--out", file)
+        assert code == 0, output
+        return Plan.load(self.directory / file)
 
     def call(self, *arguments: object) -> tuple[int, str]:
         """The exit code and the words of a command."""

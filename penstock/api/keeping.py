@@ -11,10 +11,11 @@ from penstock.api.pipeline import Pipeline
 from penstock.checkpoint import Loaded
 from penstock.checkpoint.random_state import random_state, restorer
 from penstock.errors import CheckpointError, RunError
+from penstock.ir.figures import whole
 
 Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 """all batches in order, or what gives those from one on, by its number"""
-_BATCHES = "batches"
+_BATCHES, _SKIPPED = "batches", "skipped"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Keeping:
     """whether checkpoints are written while training goes on"""
     extra: Any = None
     """what else a checkpoint keeps"""
+    resumed: Callable[[Loaded], str] = lambda loaded: ""
+    """is shown what was read, once the training is where it was; a remark"""
 
     def __post_init__(self) -> None:
         for name in ("every", "keep"):
@@ -46,6 +49,8 @@ class Keeper:
     def __init__(self, pipe: Pipeline, optimizer: Any, keeping: Keeping) -> None:
         self._pipe, self._optimizer, self._keeping = pipe, optimizer, keeping
         self._num_batches = 0
+        self.num_skipped = 0
+        """how many steps in a row were left out, up to now"""
         self._saved: int | None = None
         self._begun: int | None = None
         """the step of the checkpoint that is being written beside the steps"""
@@ -61,12 +66,14 @@ class Keeper:
             warnings.simplefilter("always")
             loaded = self._loaded(self._keeping.resume)
         resumed = random_state()
-        self._num_batches, self._saved = _num_batches(loaded), loaded.step
+        self._num_batches, self.num_skipped = _position(loaded)
+        self._saved = loaded.step
         restorer(fresh)()
         left = batches_from(batches, self._num_batches)
         restorer(resumed)()
-        warned = [f"; {warning.message}" for warning in caught]
-        return left, f"went on from {loaded.path}, after step {loaded.step}{''.join(warned)}"
+        told = (*(str(warning.message) for warning in caught), self._keeping.resumed(loaded))
+        words = "".join(f"; {one}" for one in told if one)
+        return left, f"went on from {loaded.path}, after step {loaded.step}{words}"
 
     def _loaded(self, source: Path) -> Loaded:
         try:
@@ -76,10 +83,15 @@ class Keeper:
             error.is_final = error.is_shared or isinstance(error, CheckpointError)
             raise
 
-    def stepped(self) -> str:
-        """A batch was taken: save if it is time to; a remark if that failed. Training goes on without."""
+    def stepped(self, num_skipped: int) -> str:
+        """A batch was taken: save if it is time to; a remark if that failed. Training goes on without.
+
+        While steps are left out nothing is saved: it could be the model that is broken, and good ones would be pruned.
+        """
         self._num_batches += 1
-        return self._save() if self._pipe.num_steps % self._keeping.every == 0 else ""
+        self.num_skipped = num_skipped
+        is_time = self._pipe.num_steps % self._keeping.every == 0 and not num_skipped
+        return self._save() if is_time else ""
 
     def refused(self, error: CheckpointError | RunError) -> str:
         """A step was not taken: a remark if only the checkpoint before could not be written, else the error itself."""
@@ -105,7 +117,7 @@ class Keeper:
         remark, self._problem = self._settled(), None
         step, keeping = self._pipe.num_steps, self._keeping
         options: dict[str, Any] = {"keep": keeping.keep, "asynchronous": keeping.asynchronous}
-        position = {_BATCHES: self._num_batches}
+        position = {_BATCHES: self._num_batches, _SKIPPED: self.num_skipped}
         try:
             self._pipe.save(keeping.directory, self._optimizer, keeping.extra, position=position, **options)
         except (CheckpointError, RunError) as error:
@@ -150,8 +162,9 @@ def batches_from(batches: Batches, number: int) -> Iterator[Any]:
     return found
 
 
-def _num_batches(loaded: Loaded) -> int:
-    """How many batches were taken; what was saved by other means had one for every step."""
-    position = loaded.position
-    known = position.get(_BATCHES) if isinstance(position, dict) else None
-    return known if isinstance(known, int) and known >= 0 else loaded.step or 0
+def _position(loaded: Loaded) -> tuple[int, int]:
+    """How many batches were taken, and of the last steps left out; what was saved by other means had one per step."""
+    position = loaded.position if isinstance(loaded.position, dict) else {}
+    defaults = {_BATCHES: loaded.step or 0, _SKIPPED: 0}
+    batches, skipped = (whole(position.get(name, default)) or 0 for name, default in defaults.items())
+    return max(0, batches), max(0, skipped)

@@ -87,17 +87,17 @@ def train(
     so; several in a row end it. With `keeping`, checkpoints are written on the way and at the end, and the Run has the
     steps since the one that it went on from.
     """
-    log = _Log(pipe.plan)
     keeper = None if keeping is None else Keeper(pipe, optimizer, keeping)
     with wish_to_stop() as wish:
         left, remark = (batches_from(batches, 0), "") if keeper is None else keeper.begun(batches)
         num_before = pipe.num_steps
+        log = _Log(pipe.plan, 0 if keeper is None else keeper.num_skipped)
         for batch in islice(left, recipe.num_left(num_before)):
             call = step_call(batch, recipe.has_loss_fn)
             taken, problem = _tried(partial(_step, pipe, call, optimizer, recipe.clip), keeper)
             log.add(taken)
             wants_to_stop, memory = pipe.largest(float(bool(wish)), float(_bytes_held()))
-            remarks = (remark, problem, "" if keeper is None else keeper.stepped())
+            remarks = (remark, problem, "" if keeper is None else keeper.stepped(log.num_skipped))
             if pipe.is_first:
                 remarks = (*remarks, log.slow_ranks())
                 tell(_report(log.steps, recipe.steps, call, taken, int(memory), remarks))
@@ -115,18 +115,21 @@ def train(
 class _Log:
     """What a training has come to."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, num_skipped: int) -> None:
         self.steps: list[StepFigures] = []
+        self.num_skipped = num_skipped
+        """steps in a row that were left out"""
         self._watch = Watch(plan)
         self._recent: deque[Trace] = deque(maxlen=_RECENT)
-        self._skipped: list[str] = []
+        self._skipped = ""
 
     def add(self, taken: "_Taken") -> None:
         """One more step."""
         self.steps.append(taken.figures)
         if taken.trace is not None:
             self._recent.append(taken.trace)
-        self._skipped = [*self._skipped, taken.skipped] if taken.skipped else []
+        self._skipped = taken.skipped
+        self.num_skipped = self.num_skipped + 1 if taken.skipped else 0
 
     def slow_ranks(self) -> str:
         """A remark, if the last step shows a rank to be slow."""
@@ -134,10 +137,10 @@ class _Log:
 
     def check(self) -> None:
         """Refuse to go on after too many steps in a row that were left out."""
-        if len(self._skipped) == MOST_SKIPPED:
-            hint = "a lower learning rate, clipping, or a look at the batch"
-            error = RunError(f"{MOST_SKIPPED} steps in a row: {self._skipped[-1]}", hint=hint)
-            error.is_final = True  # not to begin counting anew after a restart
+        if self.num_skipped >= MOST_SKIPPED:
+            hint = "a lower learning rate, clipping, an earlier checkpoint, or a look at the batch"
+            error = RunError(f"{self.num_skipped} steps in a row: {self._skipped}", hint=hint)
+            error.is_final = True  # it would come to the same
             raise error
 
     @property

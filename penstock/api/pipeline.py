@@ -194,9 +194,9 @@ class Pipeline:
         written while training goes on; if that fails, the next step or save says so.
         """
         options = self._options_of_saving(keep, asynchronous)
-        given = {"scheduler": scheduler, "scaler": self._ending.scaler}
-        run = {name: one.state_dict() for name, one in given.items() if one is not None}
-        kept = Given(optimizer, {**run, "position": position, "extra": extra})
+        scaler = self._ending.scaler
+        run = {} if scaler is None else {"scaler": scaler.state_dict()}
+        kept = Given(optimizer, scheduler, {**run, "position": position, "extra": extra})
         return self._saver.save(path, self.plan, self.num_steps, kept, options)
 
     def _options_of_saving(self, keep: int | None, asynchronous: bool) -> SaveOptions:
@@ -221,7 +221,7 @@ class Pipeline:
         """
         self._saver.wait(self.num_steps)
         wanted = Wanted(optimizer, scheduler, self._ending.scaler, bool(random_state))
-        loaded = Loader(self._part, self._meeting).load(path, self.num_steps, wanted)
+        loaded = Loader(self._part, self._meeting, self.plan).load(path, self.num_steps, wanted)
         check_alike(self.plan, self._part.tied, self._part.crew)
         self.num_steps = self.num_steps if loaded.step is None else loaded.step
         return loaded

@@ -6,20 +6,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from penstock.api.saving import parameter_names
+from penstock.api.saving import parameter_names, plan_text
 from penstock.api.together import all_or_none, told_by_first
 from penstock.checkpoint import Loaded, Stored, candidates, is_hugging_face
 from penstock.checkpoint.optimizer_state import check_optimizer
 from penstock.checkpoint.random_state import restorer
+from penstock.checkpoint.scheduler_state import check_common, regrouped
 from penstock.checkpoint.shelf import is_checkpoint, tidy
-from penstock.checkpoint.stored import RUN
+from penstock.checkpoint.stored import PLAN
 from penstock.errors import CheckpointError, DamagedError
+from penstock.ir.plan import Plan
 from penstock.runtime.meeting import Meeting, Occasion, Said
 from penstock.runtime.row import Figures
 from penstock.training.model_part import ModelPart
 from penstock.training.state import spread
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,8 @@ class Ready:
 class Loader:
     """Reads checkpoints for one Pipeline."""
 
-    def __init__(self, part: ModelPart, meeting: Meeting) -> None:
-        self._part, self._meeting = part, meeting
+    def __init__(self, part: ModelPart, meeting: Meeting, plan: Plan) -> None:
+        self._part, self._meeting, self._plan = part, meeting, plan
 
     def load(self, path: Any, step: int, wanted: Wanted) -> Loaded:
         """Read the newest good checkpoint, and put it in place on all ranks."""
@@ -70,9 +74,17 @@ class Loader:
 
     def _attempt(self, directory: Path, wanted: Wanted, occasion: Occasion, is_last: bool) -> Ready | str:
         """What was read of a checkpoint, on all ranks or on none; why it is of no use, if there is another one."""
+        # Every rank looks at some files and reads others: nothing is read before all files are known to be good.
+        checked = self._agreed(lambda: self._checked(directory), occasion, is_last)
+        if isinstance(checked, str):
+            return checked
+        return self._agreed(lambda: self._read(directory, wanted, checked), occasion, is_last)
+
+    def _agreed(self, work: Callable[[], Result], occasion: Occasion, is_last: bool) -> Result | str:
+        """What this rank's work returned, if that of all ranks did; why the checkpoint is of no use otherwise."""
         problem: Exception | None = None
         try:
-            ready = self._read(directory, wanted)
+            done = work()
         except Exception as error:
             problem = error
         is_damaged = isinstance(problem, DamagedError) and not is_last
@@ -85,7 +97,7 @@ class Loader:
                     raise problem
         self._meeting.close()
         if not heard[0]:
-            return ready
+            return done
         return self._reason(problem)
 
     def _reason(self, problem: Exception | None) -> str:
@@ -108,19 +120,29 @@ class Loader:
                 stacklevel=5,
             )
 
-    def _read(self, directory: Path, wanted: Wanted) -> Ready:
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Which process this is, and of how many."""
+        crew = self._part.crew
+        return (0, 1) if crew.is_alone else (crew.rank, crew.ranks)
+
+    def _checked(self, directory: Path) -> int:
+        """How many bytes this rank has compared with their digests."""
+        if is_hugging_face(directory):
+            return 0
+        with Stored(directory) as stored:
+            return stored.verify(*self._place)
+
+    def _read(self, directory: Path, wanted: Wanted, checked: int) -> Ready:
         if is_hugging_face(directory):
             state, loaded = self._part.read(directory)
             return Ready(loaded, lambda: self._part.load_state_dict(state))
-        crew = self._part.crew
-        rank, ranks = (0, 1) if crew.is_alone else (crew.rank, crew.ranks)
         with Stored(directory) as stored:
-            checked = stored.verify(rank, ranks)
             state, loaded = self._part.read(directory)
-            run = stored.document(RUN)
+            run = stored.run
             commits = [lambda: self._part.load_state_dict(state), *self._others(stored, run, wanted)]
             if wanted.random:
-                own = f"random-{rank:03d}"
+                own = f"random-{self._place[0]:03d}"
                 commits.append(restorer(stored.document(own if stored.has(f"{own}.json") else "random-000")))
             return Ready(
                 replace(
@@ -142,12 +164,24 @@ class Loader:
             names = parameter_names(self._part)
             found.append(stored.optimizer.restorer(wanted.optimizer, names, spread))
         if wanted.scheduler is not None:
-            if "scheduler" not in run:
-                raise CheckpointError("no scheduler was saved in this checkpoint", hint="load without the scheduler")
-            found.append(lambda: wanted.scheduler.load_state_dict(run["scheduler"]))
+            found.append(self._of_scheduler(stored, wanted))
         if wanted.scaler is not None and "scaler" in run:
             found.append(lambda: wanted.scaler.load_state_dict(run["scaler"]))
         return found
+
+
+    def _of_scheduler(self, stored: Stored, wanted: Wanted) -> Callable[[], None]:
+        """What gives a scheduler its state back, once the optimizer has its groups."""
+        stems = stored.stems("scheduler")
+        if not stems:
+            raise CheckpointError("no scheduler was saved in this checkpoint", hint="load without the scheduler")
+        rank, ranks = self._place
+        if len(stems) == ranks and stored.text(PLAN) == plan_text(self._plan):
+            own = stored.document(stems[rank])
+            return lambda: wanted.scheduler.load_state_dict(own)
+        check_common([stored.plain(stem) for stem in stems])
+        state = stored.document(stems[0])
+        return lambda: wanted.scheduler.load_state_dict(regrouped(state, wanted.optimizer))
 
 
 def _all(commits: list[Callable[[], None]]) -> None:

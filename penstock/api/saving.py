@@ -18,7 +18,7 @@ from penstock.api.together import all_or_none, told_by_first
 from penstock.checkpoint import Background, Content, Draft, FileRecord, Manifest, fingerprint
 from penstock.checkpoint.optimizer_state import check_optimizer, parted
 from penstock.checkpoint.random_state import random_state
-from penstock.checkpoint.shelf import name_of, tidy
+from penstock.checkpoint.shelf import make_root, name_of, tidy
 from penstock.checkpoint.stored import CONFIG, PLAN, RUN
 from penstock.checkpoint.tensors_file import form_of
 from penstock.checkpoint.values import Tensors, to_plain, to_text
@@ -26,6 +26,7 @@ from penstock.errors import CheckpointError
 from penstock.ir import codec
 from penstock.ir.figures import whole
 from penstock.ir.plan import Plan
+from penstock.processes.leaving import wait_before_leaving
 from penstock.runtime.meeting import Meeting, Occasion
 from penstock.training.model_part import ModelPart
 from penstock.training.state_owners import StateOwners
@@ -59,8 +60,9 @@ class Given:
     """What is saved beside the model."""
 
     optimizer: Any = None
+    scheduler: Any = None
     run: Mapping[str, Any] | None = None
-    """scheduler, scaler, position and extra, as far as there are any"""
+    """scaler, position and extra, as far as there are any"""
 
 
 class Saver:
@@ -83,10 +85,10 @@ class Saver:
                 check_optimizer(given.optimizer, parameter_names(self._part))
             documents = _documents(given.run) if self._part.crew.rank == 0 else {}
         self._owners = self._owners or StateOwners.agreed(self._part, _forms)
-        draft = self._created(root, step)
+        draft = self._created(root.absolute(), step)  # a thread may write after the directory was changed
         try:
             with all_or_none(self._meeting, occasion):
-                contents = self._entered(draft, given.optimizer, options.asynchronous)
+                contents = self._entered(draft, given, options.asynchronous)
                 contents |= {name: _copied(content, options.asynchronous) for name, content in documents.items()}
                 if self._part.crew.rank == 0:
                     contents |= _of_plan(plan, self._part)
@@ -96,6 +98,7 @@ class Saver:
         work = functools.partial(self._write, draft, contents, self._manifest_of(plan, step), step, options.keep)
         if options.asynchronous:
             self._background.start(work)
+            wait_before_leaving(self._background.settle)
         else:
             self._together(work, occasion)
         return root / name_of(step)
@@ -111,8 +114,7 @@ class Saver:
         """Until what is under way is written, and an error on every rank if it could not be."""
         self._background.wait()
         with all_or_none(self._meeting, Occasion("wait_for_save", step)):
-            if problem := self._background.problem():
-                raise problem
+            self._background.settle()
 
     def _created(self, root: Path, step: int) -> Draft:
         """The draft that the first rank makes."""
@@ -120,7 +122,7 @@ class Saver:
         made: list[Draft] = []
 
         def create() -> str:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_root(root)
             tidy(root)
             made.append(Draft.create(root, step, 1 if crew.is_alone else crew.ranks))
             return made[0].path.name
@@ -128,7 +130,7 @@ class Saver:
         name = told_by_first(crew, create)
         return made[0] if made else Draft(root / name, crew.ranks)
 
-    def _entered(self, draft: Draft, optimizer: Any, copies: bool) -> dict[str, Content]:
+    def _entered(self, draft: Draft, given: Given, copies: bool) -> dict[str, Content]:
         """The files of this rank, which is about to write. Replicas help to make whole what is sharded."""
         assert self._owners is not None
         crew, state = self._part.crew, self._part.state_dict()
@@ -139,13 +141,19 @@ class Saver:
             tensors = {name: _ready(state[here], copies) for name, here in own.items()}
             if tensors:
                 found[f"stage-{index:03d}.safetensors"] = tensors
-        if optimizer is not None:
-            for index, part in parted(optimizer, parameter_names(self._part), self._owners.kept).items():
+        if given.optimizer is not None:
+            for index, part in parted(given.optimizer, parameter_names(self._part), self._owners.kept).items():
                 tensors = {name: _ready(tensor, copies) for name, tensor in part.tensors.items()}
                 found |= _files(f"optimizer-{index:03d}", part.document, tensors)
-        tensors = {}
-        plain = to_plain(random_state(), tensors, "random")
-        return found | _files(f"random-{crew.rank:03d}", plain, tensors)
+        own = {"random": random_state()}
+        if given.scheduler is not None:
+            own["scheduler"] = given.scheduler.state_dict()
+        for kind, state in own.items():
+            tensors = {}
+            plain = to_plain(state, tensors, kind)
+            tensors = {name: _ready(tensor, copies) for name, tensor in tensors.items()}
+            found |= _files(f"{kind}-{crew.rank:03d}", plain, tensors)
+        return found
 
     def _manifest_of(self, plan: Plan, step: int) -> Callable[[Mapping[str, FileRecord]], Manifest]:
         assert self._owners is not None
@@ -250,13 +258,14 @@ def _files(stem: str, document: Any, tensors: Tensors) -> dict[str, Content]:
 
 
 @functools.lru_cache(maxsize=1)
-def _plan_text(plan: Plan) -> bytes:
+def plan_text(plan: Plan) -> bytes:
+    """The plan as it stands in a checkpoint."""
     return codec.to_json(plan).encode()
 
 
 def _of_plan(plan: Plan, part: ModelPart) -> dict[str, Content]:
     """The plan, and the configuration of a model that has one as those of transformers do."""
-    found: dict[str, Content] = {PLAN: _plan_text(plan)}
+    found: dict[str, Content] = {PLAN: plan_text(plan)}
     model = part.captured.model
     config: Any = getattr(model, "config", None)
     if callable(getattr(config, "to_dict", None)):
@@ -274,9 +283,9 @@ def _forms(state: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
 
 def _ready(tensor: Tensor, copies: bool) -> Tensor:
     """Whole, and if it will be written later, as it is now."""
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor().detach().cpu()
-    return tensor.detach().to("cpu", copy=True) if copies else tensor.detach()
+    # What is replicated, or sharded over one rank, is whole already: then this is the tensor itself.
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().to("cpu", copy=True) if copies else whole.detach()
 
 
 def _copied(content: Content, copies: bool) -> Content:

@@ -38,10 +38,11 @@ class Background:
             self._thread.join()
             self._thread = None
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether something is under way."""
-        return self._thread is not None and self._thread.is_alive()
+    def settle(self) -> None:
+        """Until nothing is under way; an error if something went wrong that nobody has asked for yet."""
+        self.wait()
+        if problem := self.problem():
+            raise problem
 
     def problem(self) -> CheckpointError | None:
         """What went wrong since this was last asked."""

@@ -19,6 +19,8 @@ _LARGEST = 1 << 28
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9]+)?")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _KEYS = ("penstock_checkpoint", "step", "written", "model", "plan", "versions", "tied", "tensors", "files")
+_PLAN = {"ranks": int, "processes": int, "stages": int, "microbatches": int, "schedule": str}
+_LARGEST_STEP = 10**18 - 1
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,16 @@ def _decoded(content: dict[str, Any]) -> Manifest:
         raise DamagedError("the manifest has other keys than it should", keys=", ".join(sorted(content))[:200])
     files = {_plain_name(name): FileRecord(**record) for name, record in content["files"].items()}
     for name, record in files.items():
-        if type(record.bytes) is not int or record.bytes < 0 or not _DIGEST.fullmatch(record.sha256):
+        numbers = (record.bytes, record.rank)
+        if any(type(number) is not int or number < 0 for number in numbers) or not _DIGEST.fullmatch(record.sha256):
             raise DamagedError("the manifest does not know a file", name=name)
     tensors = {name: (file, kind, tuple(shape)) for name, (file, kind, shape) in content["tensors"].items()}
     if strange := {file for file, _, _ in tensors.values()} - set(files):
         raise DamagedError("the manifest names files that it does not list", names=sorted(map(repr, strange))[:5])
-    if type(content["step"]) is not int or content["step"] < 0:
+    if type(content["step"]) is not int or not 0 <= content["step"] <= _LARGEST_STEP:
         raise DamagedError("the manifest has no step", step=repr(content["step"])[:60])
+    if {name: type(value) for name, value in content["plan"].items()} != _PLAN:
+        raise DamagedError("the manifest does not know its plan", plan=repr(content["plan"])[:200])
     return Manifest(
         content["step"],
         str(content["written"]),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.names import listed
 from penstock.checkpoint.values import Find, Tensors, from_plain, to_plain
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, DamagedError
 
 _NOT_OPTIONS = ("params", "param_names")
 Spread = Callable[[Tensor, Tensor], Tensor]
@@ -31,6 +31,7 @@ def parted(
     check_optimizer(optimizer, names)
     parts: dict[int, OptimizerPart] = {}
     kind, states = type(optimizer).__name__, optimizer.state
+    others = {key: value for key, value in states.items() if not isinstance(key, Tensor)}
     for place, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             name = names[id(parameter)]
@@ -44,6 +45,7 @@ def parted(
             to_plain(_options(group), part.tensors, f"group-{place}")
             for place, group in enumerate(optimizer.param_groups)
         ]
+        part.document["others"] = to_plain(others, part.tensors, "others")
     return parts
 
 
@@ -51,6 +53,12 @@ def check_optimizer(optimizer: object, names: Mapping[int, str]) -> None:
     """Refuse what is no optimizer of torch, or has parameters that this rank has not."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise CheckpointError("optimizer is one of torch.optim, or a subclass", given=type(optimizer).__name__)
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        raise CheckpointError(
+            "an optimizer that says in its own way what its state is cannot be saved by the names of parameters",
+            given=type(optimizer).__name__,
+            hint="the optimizer that it is made around, if it is a wrapper; else extra=optimizer.state_dict()",
+        )
     strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
     if strange:
         raise CheckpointError(
@@ -67,12 +75,17 @@ class SavedState:
         """For each part its document, and what brings its tensors."""
         self.kind = ""
         self._groups: list[tuple[Any, Find]] = []
+        self._others: list[tuple[Any, Find]] = []
         self._found: dict[str, tuple[dict[str, Any], Any, Find]] = {}
         for document, find in parts:
             self.kind, groups = document["optimizer"], document["groups"]
             self._groups = self._groups or [(group, find) for group in groups]
+            self._others.append((document["others"], find))
             for name, own in document["parameters"].items():
-                self._found[name] = (own["state"], groups[own["group"]], find)
+                state, group = own["state"], groups[own["group"]]
+                if not (isinstance(state, dict) and isinstance(group, dict)):
+                    raise DamagedError("the state of a parameter cannot be read", name=name)
+                self._found[name] = (state, group, find)
 
     def restorer(
         self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], spread: Spread
@@ -86,8 +99,11 @@ class SavedState:
             for parameter in group["params"]
         }
 
+        others = from_plain(*self._others[0])
+
         def restore() -> None:
             optimizer.state.clear()
+            optimizer.state.update(others)
             for parameter, state in states.items():
                 if state:
                     optimizer.state[parameter] = state
@@ -108,6 +124,12 @@ class SavedState:
         if missing := [name for name in own if name not in self._found]:
             raise CheckpointError(
                 "the saved optimizer did not have all parameters of this one", missing=listed(missing)
+            )
+
+        if any(others != self._others[0][0] for others, _ in self._others):
+            raise CheckpointError(
+                "what the optimizer keeps beside the parameters differed from rank to rank",
+                hint="load without the optimizer",
             )
 
     def _options_of(self, place: int, group: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.checkpoint.names import listed
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, DamagedError
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -92,7 +92,7 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
+        raise DamagedError(
             "a file is not in the format of safetensors",
             file=file,
             error=error,
@@ -115,7 +115,7 @@ def _check_forms(parts: Mapping[str, Any], places: Mapping[str, Sequence[str]], 
                 dtypes.append(f"{name} {form.get_dtype()}, the model {_short(own.dtype)}")
     if absent:
         hint = "download or save the directory again"
-        raise CheckpointError("a file lacks tensors that the index says it has", names=listed(absent), hint=hint)
+        raise DamagedError("a file lacks tensors that the index says it has", names=listed(absent), hint=hint)
     if shapes:
         hint = "a model of the configuration in that directory"
         raise CheckpointError("tensors have other shapes than in the model", names=listed(shapes), hint=hint)

@@ -79,39 +79,48 @@ def _put_back(path: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Take a checkpoint away; it is none from the first moment on."""
+    """Take a checkpoint away, or what has its name; it is none from the first moment on."""
     away = directory.with_name(f"{DISCARDED}{directory.name.lstrip('.')}.{os.getpid()}")
     directory.rename(away)
-    shutil.rmtree(away, ignore_errors=True)
+    if away.is_symlink() or away.is_file():
+        away.unlink()
+    else:
+        shutil.rmtree(away, ignore_errors=True)
 
 
 def put_in_place(draft: Path, place: Path) -> None:
     """Give what was written its name; what had the name before stays until then."""
     older = place.with_name(f"{REPLACED}{place.name}")
-    if place.exists():
+    if os.path.lexists(place):
         place.rename(older)
     draft.rename(place)
     sync(place.parent)
-    if older.exists():
+    if os.path.lexists(older):
         discard(older)
 
 
 def prune(root: Path, keep: int, newest: Path) -> list[str]:
-    """Discard all but the newest good ones; those that are not good do not count, and go if they are older."""
+    """Of those before the newest, discard what is not good, and all but so many that are."""
     kept, gone = 1, []
     for path in steps(root):
-        if path.name == newest.name:
-            continue
-        is_good = _is_good(path)
-        if (is_good and kept >= keep) or (not is_good and (step_of(path) or 0) < (step_of(newest) or 0)):
+        if (step_of(path) or 0) >= (step_of(newest) or 0):
+            continue  # itself, or another training's
+        if kept < keep and is_good(path):
+            kept += 1
+        else:
             discard(path)
             gone.append(path.name)
-        elif is_good:
-            kept += 1
     return gone
 
 
-def _is_good(path: Path) -> bool:
+def make_root(root: Path) -> None:
+    """Make the directory of checkpoints and those around it, as far as they are missing; only the owner may enter."""
+    for place in reversed((root, *root.parents)):
+        if not place.exists():
+            place.mkdir(mode=0o700, exist_ok=True)
+
+
+def is_good(path: Path) -> bool:
     """As far as can be seen without reading its files."""
     try:
         read_manifest(path)

@@ -3,11 +3,13 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import CheckpointError, DamagedError
@@ -21,6 +23,13 @@ Find = Callable[[str], Tensor]
 
 def to_plain(value: Any, tensors: Tensors, name: str) -> Any:
     """The value as JSON has it; tensors are put among the others by where they were found."""
+    try:
+        return _plain(value, tensors, name)
+    except RecursionError:
+        raise CheckpointError("a value holds itself, or is too deep for a checkpoint", name=name) from None
+
+
+def _plain(value: Any, tensors: Tensors, name: str) -> Any:
     if isinstance(value, Tensor):
         return _tensor("$tensor", value.detach(), tensors, name)
     if isinstance(value, np.generic):
@@ -31,10 +40,10 @@ def to_plain(value: Any, tensors: Tensors, name: str) -> Any:
         return value if math.isfinite(value) else {"$float": str(value)}
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return _tensor("$array", torch.from_numpy(np.ascontiguousarray(value)), tensors, name)
+    if isinstance(value, np.ndarray) and (array := _array(value)) is not None:
+        return _tensor("$array", array, tensors, name)
     if isinstance(value, list | tuple):
-        items = [to_plain(item, tensors, f"{name}.{place}") for place, item in enumerate(value)]
+        items = [_plain(item, tensors, f"{name}.{place}") for place, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, dict):
         return _object(value, tensors, name)
@@ -46,9 +55,20 @@ def to_plain(value: Any, tensors: Tensors, name: str) -> Any:
     )
 
 
+def _array(value: NDArray[Any]) -> Tensor | None:
+    """The array as a tensor; None if it does not hold numbers that torch knows."""
+    try:
+        native = value.astype(value.dtype.newbyteorder("="))
+        return torch.from_numpy(np.ascontiguousarray(native)).reshape(value.shape)
+    except TypeError:
+        return None
+
+
 def _tensor(kind: str, tensor: Tensor, tensors: Tensors, name: str) -> dict[str, str]:
-    tensors[name] = tensor
-    return {kind: name}
+    # Keys may have dots, so that two places have one name.
+    free = next(own for own in chain((name,), (f"{name}#{number}" for number in count(2))) if own not in tensors)
+    tensors[free] = tensor
+    return {kind: free}
 
 
 def _object(value: dict[Any, Any], tensors: Tensors, name: str) -> Any:
@@ -57,22 +77,31 @@ def _object(value: dict[Any, Any], tensors: Tensors, name: str) -> Any:
         pairs = enumerate(value.items())
         return {
             kind: [
-                [to_plain(part, tensors, f"{name}.{place}.{n}") for n, part in enumerate(pair)] for place, pair in pairs
+                [_plain(part, tensors, f"{name}.{place}.{n}") for n, part in enumerate(pair)] for place, pair in pairs
             ]
         }
-    return {key: to_plain(item, tensors, f"{name}.{key}") for key, item in value.items()}
+    return {key: _plain(item, tensors, f"{name}.{key}") for key, item in value.items()}
 
 
 def from_plain(value: Any, find: Find) -> Any:
     """The value that JSON says; `find` brings a tensor by its name."""
+    try:
+        return _value(value, find)
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise DamagedError("a value cannot be read", reason=error) from None
+
+
+def _value(value: Any, find: Find) -> Any:
     if isinstance(value, list):
-        return [from_plain(item, find) for item in value]
+        return [_value(item, find) for item in value]
     if not isinstance(value, dict):
         return value
     kind = next(iter(value), "")
     if kind.startswith("$") and len(value) == 1:
         return _special(kind, value[kind], find)
-    return {key: from_plain(item, find) for key, item in value.items()}
+    return {key: _value(item, find) for key, item in value.items()}
 
 
 def _special(kind: str, content: Any, find: Find) -> Any:
@@ -86,9 +115,9 @@ def _special(kind: str, content: Any, find: Find) -> Any:
         case "$dtype" if isinstance(vars(torch).get(content), torch.dtype):
             return vars(torch)[content]
         case "$tuple":
-            return tuple(from_plain(item, find) for item in content)
+            return tuple(_value(item, find) for item in content)
         case "$dict" | "$counter":
-            pairs = {_key(from_plain(key, find)): from_plain(item, find) for key, item in content}
+            pairs = {_key(_value(key, find)): _value(item, find) for key, item in content}
             return Counter(pairs) if kind == "$counter" else pairs
     raise DamagedError("a value of a kind that is not known", kind=kind)
 
@@ -99,22 +128,12 @@ def _key(key: Any) -> Any:
     return key
 
 
-def names_of(value: Any) -> Iterable[str]:
-    """The tensors that a value of JSON names."""
-    if isinstance(value, list):
-        for item in value:
-            yield from names_of(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if key in ("$tensor", "$array") and isinstance(item, str):
-                yield item
-            else:
-                yield from names_of(item)
-
-
 def to_text(value: Any) -> bytes:
     """A document of JSON."""
-    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+    try:
+        return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+    except ValueError as error:
+        raise CheckpointError("a value cannot be written", reason=error) from None
 
 
 def from_text(text: bytes, file: object) -> Any:

@@ -60,13 +60,16 @@ def verify(*, path: Where, as_json: AsJson = False) -> None:
 
 def show(*, path: Where, as_json: AsJson = False) -> None:
     """Show what a checkpoint holds; of several, the newest."""
+    from penstock.ir.units import harmless
+
     with _newest(path) as stored:
         told = _told(stored)
     if as_json:
         print_json(told)
         return
     tensors = told.pop("tensors")
-    typer.echo("\n".join(f"{name}: {_spelled(value)}" for name, value in told.items() if value is not None))
+    lines = (f"{name}: {_spelled(value)}" for name, value in told.items() if value is not None)
+    typer.echo("\n".join(map(harmless, lines)))
     typer.echo("")
     print_sheet(
         ("tensor", "file", "type", "shape"), [(one["name"], one["file"], one["type"], one["shape"]) for one in tensors]
@@ -98,8 +101,10 @@ def _newest(path: Path) -> "Stored":
 
 
 def _told(stored: "Stored") -> dict[str, Any]:
+    from penstock.checkpoint.stored import RUN
+
     manifest = stored.manifest
-    run = stored.text("run.json").decode()
+    schedulers = stored.stems("scheduler")
     return {
         "checkpoint": str(stored.directory),
         "step": manifest.step,
@@ -108,21 +113,15 @@ def _told(stored: "Stored") -> dict[str, Any]:
         "plan": dict(manifest.plan),
         "versions": dict(manifest.versions),
         "model": manifest.model,
-        "optimizer": stored.optimizer.kind if stored.has_optimizer else None,
-        **_run(run),
+        "optimizer": stored.optimizer.kind if stored.stems("optimizer") else None,
+        "scheduler": stored.plain(schedulers[0]) if schedulers else None,
+        **{name: value for name, value in stored.plain(RUN).items() if value is not None},
         "tied": [list(group) for group in manifest.tied] or None,
         "tensors": [
             {"name": name, "file": file, "type": kind, "shape": str(list(shape))}
             for name, (file, kind, shape) in manifest.tensors.items()
         ],
     }
-
-
-def _run(text: str) -> dict[str, Any]:
-    """Position, extra and the rest as JSON has them, tensors by name."""
-    import json
-
-    return {name: value for name, value in json.loads(text).items() if value is not None}
 
 
 def _spelled(value: object) -> str:

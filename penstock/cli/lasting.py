@@ -1,12 +1,17 @@
 """How a training lasts: where it is saved, from where it goes on, and how often it is taken up again."""
 
+import fcntl
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Option
 
+from penstock.cli.changes import WISHES
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -15,7 +20,9 @@ if TYPE_CHECKING:
     from penstock.processes.lives import Endurance
 
 AUTO = "auto"
-_WISHES = "wishes"
+_PATIENCE_SECONDS = 10.0
+"""how long ranks of a command that was killed may take to end"""
+_LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -49,14 +56,13 @@ class Lasting:
 
         return Endurance(self.restarts if self.checkpoint else 0, self.min_ranks)
 
-    def keeping(self, life: int, wishes: dict[str, Any]) -> "Keeping | None":
+    def keeping(self, life: int) -> "Keeping | None":
         """What a rank keeps, and where it goes on: after a restart always from what is there."""
         from penstock.api.keeping import Keeping
 
         if self.checkpoint is None:
             return None
-        extra = {_WISHES: wishes}
-        return Keeping(self.checkpoint, self.every, self.keep, self.source(life), self.asynchronous, extra)
+        return Keeping(self.checkpoint, self.every, self.keep, self.source(life), self.asynchronous)
 
     def source(self, life: int = 0) -> Path | None:
         """What to go on from; None if there is nothing yet."""
@@ -94,14 +100,14 @@ def too_few(ranks: int, min_ranks: int) -> PenstockError:
 
 def _check_directory(directory: Path, resume: str | None) -> None:
     from penstock.checkpoint.directory import candidates
-    from penstock.checkpoint.shelf import is_checkpoint, is_shelf, steps
+    from penstock.checkpoint.shelf import is_checkpoint, is_shelf, make_root, steps
 
     if directory.exists() and not directory.is_dir():
         raise PenstockError("a file stands where the checkpoints should go", checkpoint=directory, hint="another name")
     if is_checkpoint(directory):
         hint = f"--checkpoint {directory.parent} --resume {directory}"
         raise PenstockError("that is a checkpoint, not a directory of them", checkpoint=directory, hint=hint)
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_root(directory)
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PenstockError("nothing can be written there", checkpoint=directory, hint="another directory")
     if resume is None and is_shelf(directory):
@@ -125,6 +131,35 @@ def _check_branch(directory: Path, source: Path) -> None:
         raise PenstockError("newer checkpoints stand there already", newest=newest, resume=source, hint=hint)
 
 
+@contextmanager
+def held(directory: Path | None) -> Iterator[None]:
+    """Inside, no other training saves into a directory; refused if one does."""
+    if directory is None:
+        yield
+        return
+    number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(number, directory)
+        yield
+    finally:
+        os.close(number)
+
+
+def _lock(number: int, directory: Path) -> None:
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                hint = "another directory, or end the other one"
+                raise PenstockError("another training saves there", checkpoint=directory, hint=hint) from None
+            time.sleep(_LOOK_SECONDS)
+        except OSError:
+            return  # a file system without locks
+
+
 class SavedPlan(NamedTuple):
     """The plan by which a training was saved, and what was wished of it."""
 
@@ -146,9 +181,9 @@ def plan_of(source: Path | None) -> SavedPlan | None:
             with Stored(directory) as stored:
                 files = stored.manifest.files
                 check_files(directory, stored.manifest, [name for name in files if name.startswith((PLAN, f"{RUN}."))])
-                extra = stored.document(RUN).get("extra")
+                extra = stored.run.get("extra")
                 plan = codec.from_json(stored.text(PLAN).decode(), Plan)
         except (CheckpointError, KeyError):
             continue  # the ranks say what is wrong with it, and pass it over
-        return SavedPlan(plan, extra.get(_WISHES) if isinstance(extra, dict) else None)
+        return SavedPlan(plan, extra.get(WISHES) if isinstance(extra, dict) else None)
     return None

@@ -67,7 +67,7 @@ class Diary:
         from penstock.ir.run import StepFigures
 
         try:
-            lines = self._path.read_text().splitlines()
+            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
             return ()
         found: list[StepFigures] = []

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from penstock.cli.lasting import AUTO
 from penstock.cli.outcome import BAD_CHECKPOINT, RUN_FAILED, failed
 from penstock.cli.screen import note
 from penstock.cli.training_job import Job, work
@@ -28,8 +29,8 @@ class Supervisor:
     def __init__(self, job: Job, board: Path, wish: "Wish") -> None:
         self._job, self._lasting, self._board, self._wish = job, job.lasting, board, wish
 
-    def run(self, plan: "Plan", plan_for: PlanFor) -> "Run":
-        """What the last life came to."""
+    def run(self, plan: "Plan", plan_for: PlanFor) -> "Run | None":
+        """What the last life came to; None if it was asked to stop between two of them."""
         # Ranks are copies of this process: what it has loaded they need not. The first is what making any optimizer
         # loads, a second of work for each rank of each life.
         import torch._dynamo  # noqa: F401
@@ -49,7 +50,9 @@ class Supervisor:
                 if following.end or self._wish or not self._lasting.endurance.restarts:
                     self._give_up(error, following)
                 note(self._words(death, following, lives.restarts, plan.num_ranks))
-            self._pause(following.pause_seconds)
+            if self._stops_within(following.pause_seconds):
+                note(f"stopped before it was taken up again from {self._source}")
+                return None
             if following.ranks < plan.num_ranks:
                 plan = plan_for(following.ranks)
 
@@ -58,7 +61,7 @@ class Supervisor:
 
         place = f" after {death.step} steps" if death.step else ""
         place += f", in {death.action}" if death.action else ""
-        newest = "the beginning" if self._newest is None else f"step {self._newest}"
+        newest = self._source
         if following.ranks < ranks:
             newest += f" with {counted(following.ranks, 'rank')}, as rank {death.rank} is gone for good"
         return (
@@ -68,18 +71,26 @@ class Supervisor:
 
     @property
     def _newest(self) -> int | None:
-        from penstock.checkpoint.shelf import step_of, steps
+        """The step of the newest checkpoint, as far as can be seen without reading it."""
+        from penstock.checkpoint.shelf import is_good, step_of, steps
 
         directory = self._lasting.checkpoint
         found = steps(directory) if directory is not None and directory.is_dir() else []
-        return step_of(found[0]) if found else None
+        return next((step_of(path) for path in found if is_good(path)), None)
 
-    def _pause(self, seconds: float) -> None:
+    @property
+    def _source(self) -> str:
+        """From where the next life goes on."""
+        if self._newest is not None:
+            return f"step {self._newest}"
+        return "the beginning" if self._lasting.resume in (None, AUTO) else str(self._lasting.resume)
+
+    def _stops_within(self, seconds: float) -> bool:
+        """Wait; whether it was asked to stop meanwhile."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if self._wish:
-                raise failed("stopped before it was taken up again", RUN_FAILED)
+        while time.monotonic() < end and not self._wish:
             time.sleep(_LOOK_SECONDS)
+        return bool(self._wish)
 
     def _give_up(self, error: RunError, following: "Next") -> NoReturn:
         # Raised on purpose, it says what is wrong without the way that led there.

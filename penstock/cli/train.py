@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 from penstock.cli.builds import Model
-from penstock.cli.lasting import Lasting, check_lasting
+from penstock.cli.lasting import Lasting, check_lasting, held
 from penstock.cli.options import AsJson, Example
 from penstock.cli.plan import Machine, Wishes
 from penstock.cli.planning import Planning
@@ -60,7 +60,9 @@ def train(
     job = Job(model, example, how, wishes, lasting, files.out, files.as_json, life)
     check_job(job)
     planning = Planning(job, files.plan)
-    run = _under_torchrun(job, planning) if is_rank() else _launched(job, planning)
+    is_second = is_rank() and os.environ["RANK"] != "0"
+    with held(None if is_second else lasting.checkpoint):
+        run = _under_torchrun(job, planning) if is_rank() else _launched(job, planning)
     if run is None:
         return
     if files.out is not None:
@@ -72,7 +74,7 @@ def train(
             note(f"wrote {path}")
 
 
-def _launched(job: Job, planning: Planning) -> "Run":
+def _launched(job: Job, planning: Planning) -> "Run | None":
     from penstock.processes.stopping import passing_on
 
     plan = planning.first()

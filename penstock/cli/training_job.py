@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import islice
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from penstock.cli.builds import built
+from penstock.cli.changes import asked, changes
 from penstock.cli.lasting import Lasting
 from penstock.cli.named_functions import NamedFunction, named_function, told
 from penstock.cli.options import Example
@@ -96,7 +97,9 @@ def work(job: Job, plan: "Plan") -> str:
         batches = enter(batches_of(job.how.data))
         recipe = Recipe(job.how.steps, job.how.clip, loss_fn is not None)
         _inject(job)
-        keeping = job.lasting.keeping(job.life, asdict(job.wishes))
+        keeping = job.lasting.keeping(job.life)
+        if keeping is not None:
+            keeping = replace(keeping, extra=asked(job), resumed=changes(job, optimizer))
         return codec.to_json(train(pipe, batches, optimizer, recipe, Voice(plan, job, out), keeping))
 
 
@@ -108,9 +111,14 @@ def _inject(job: Job) -> None:
     from penstock.processes.faults import allowed
     from penstock.processes.injection import Injection
 
-    faults = [fault for fault in allowed(job.lasting.fault or ()) if fault.is_in(dist.get_rank(), job.life)]
-    if faults:
-        Injection(faults, DRAFT).begin()
+    faults = allowed(job.lasting.fault or ())
+    ranks = dist.get_world_size()
+    if not job.life and (strange := [fault for fault in faults if fault.rank >= ranks]):
+        error = PenstockError("a fault is for a rank that there is not", rank=strange[0].rank, ranks=ranks)
+        error.is_final = True
+        raise error
+    if own := [fault for fault in faults if fault.is_in(dist.get_rank(), job.life)]:
+        Injection(own, DRAFT).begin()
 
 
 @contextmanager

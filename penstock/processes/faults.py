@@ -5,6 +5,7 @@ file that it opens, renames or removes for a checkpoint; `raise,rank=2,after=1.5
 seconds after it began. Faults are for tests: they are refused unless the environment allows them.
 """
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -25,6 +26,7 @@ KINDS = {
 """what can be done, by its name"""
 EVERY = "every"
 _EXAMPLE = "kill,rank=1,step=5,action=3"
+_SLOW_EXAMPLE = "slow,rank=1,step=5,seconds=0.1"
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,11 @@ class Fault:
         if self.kind == FULL_DISK and self.step is None:
             hint = "full-disk,rank=1,step=100"
             raise PenstockError("a full disk needs the number of a checkpoint", given=self, hint=hint)
-        if any(value is not None and value < 0 for value in (self.rank, self.step, self.action, self.save, self.after)):
+        numbers = (self.rank, self.step, self.action, self.save, self.after, self.seconds, self.life)
+        if not all(value is None or 0 <= value < math.inf for value in numbers):
             raise PenstockError("the numbers of a fault are 0 or more", given=self, hint=_EXAMPLE)
+        if (self.kind == SLOW) != (self.seconds > 0):
+            raise PenstockError("a slow rank, and no other, needs seconds", given=self, hint=_SLOW_EXAMPLE)
 
     @classmethod
     def parse(cls, text: str) -> "Fault":
@@ -63,6 +68,8 @@ class Fault:
         kind, *pairs = text.split(",")
         given = dict(pair.partition("=")[::2] for pair in pairs)
         known = {field.name for field in fields(cls)} - {"kind"}
+        if len(given) < len(pairs):
+            raise PenstockError("a fault says something twice", given=text, hint=_EXAMPLE)
         if unknown := given.keys() - known:
             raise PenstockError("unknown words in a fault", given=text, words=", ".join(sorted(unknown)), hint=_EXAMPLE)
         return cls(kind, **{name: _number(text, name, value) for name, value in given.items()})  # type: ignore[arg-type]

@@ -78,6 +78,8 @@ class Lives:
 
     def after(self, death: Death, newest: int | None) -> Next:
         """What follows a death, if `newest` is the step of the newest checkpoint by now."""
+        if not death.step:
+            death = death._replace(step=str(newest or 0))  # it broke before its first step
         last, self._last = self._last, death
         self._num_idle = self._num_idle + 1 if newest == self._newest and last is not None else 0
         self._newest = newest

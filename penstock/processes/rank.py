@@ -21,6 +21,7 @@ from penstock.errors import RunError
 from penstock.processes import liveness, parcels
 from penstock.processes.board import LARGEST_FAILURE, VARIABLE, Board
 from penstock.processes.failure import Failure
+from penstock.processes.leaving import wait_for_all
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 RESULT, FAILURE = b"result", b"failure"
@@ -45,7 +46,9 @@ def serve(seat: Seat, line: Connection, job: "Job | bytes") -> None:
     try:
         board = Board.create(seat.board, seat.rank, seat.ranks)
         _meet(seat)
-        parcel = _packed(_run(job))
+        result = _run(job)
+        wait_for_all()
+        parcel = _packed(result)
         board.ended()
     except BaseException as error:
         failure = Failure.of(error, seat.rank, skip=2)

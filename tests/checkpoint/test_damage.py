@@ -1,15 +1,20 @@
 """Whatever happens to the files of a checkpoint is found before any number changes."""
 
+import hashlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from benchmarks.damages import DAMAGES, ELSEWHERE, LINK, damaged, forged
 from penstock.checkpoint.listing import verified
 from penstock.checkpoint.manifest import NAME, read_manifest
+from penstock.checkpoint.tensors_file import FileRecord
 from penstock.checkpoint.values import from_text, to_text
+from penstock.cli import app
 from penstock.errors import CheckpointError, DamagedError
 from tests.checkpoint.trainings import Training, numbers, saved, the_plan
 
@@ -90,3 +95,56 @@ def test_a_newer_format_is_no_damage(good: Path, training: Training, tmp_path: P
     path.write_bytes(to_text({**from_text(path.read_bytes(), path), "penstock_checkpoint": 2}))
     with pytest.raises(CheckpointError, match="newer format"):
         training.pipe.load(tmp_path / "new")
+
+
+FORGED: dict[str, Any] = {
+    "run.json": [[], None, 5],
+    "optimizer-000.json": [{}, {"optimizer": "Adam", "groups": 3, "parameters": {}}, []],
+    "optimizer-001.json": [{"optimizer": "Adam", "groups": [], "parameters": {"x": {"group": 0, "state": {}}}}],
+    "random-000.json": [{}, {"torch": 5}, []],
+    "stage-000.safetensors": ["no tensors at all"],
+}
+
+
+@pytest.mark.filterwarnings("ignore:newer checkpoints are damaged")
+@pytest.mark.parametrize(("name", "content"), [(name, one) for name, found in FORGED.items() for one in found])
+def test_documents_that_say_nothing_are_passed_over_though_their_digests_are_right(
+    name: str, content: object, good: Path, training: Training, tmp_path: Path
+) -> None:
+    shutil.copytree(good, tmp_path / "new")
+    rewritten(tmp_path / "new" / "step-000002", name, to_text(content))
+    assert training.pipe.load(tmp_path / "new", training.optimizer).step == 1
+
+
+def rewritten(directory: Path, name: str, content: bytes, **values: object) -> None:
+    """Another file, and a manifest that says so."""
+    manifest = read_manifest(directory)
+    (directory / name).write_bytes(content)
+    record = FileRecord(len(content), hashlib.sha256(content).hexdigest(), manifest.files[name].rank)
+    made = {**vars(manifest), "files": {**manifest.files, name: record}, **values}
+    (directory / NAME).write_bytes(type(manifest)(**made).text())
+
+
+WRONG: list[dict[str, object]] = [
+    {"plan": {}},
+    {"plan": {"ranks": "2", "processes": 1, "stages": 2, "microbatches": 2, "schedule": "1f1b"}},
+    {"step": 10**30},
+    {"step": 7},
+]
+
+
+@pytest.mark.parametrize("values", WRONG, ids=repr)
+def test_a_manifest_that_makes_no_sense_counts_as_damage(values: Any, good: Path, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "new")
+    newest = tmp_path / "new" / "step-000002"
+    rewritten(newest, "run.json", (newest / "run.json").read_bytes(), **values)
+    assert [bool(one.problem) for one in verified(tmp_path / "new")] == [True, False]
+    assert CliRunner().invoke(app, ["ckpt", "ls", str(tmp_path / "new")]).exit_code == 0
+    assert CliRunner().invoke(app, ["ckpt", "show", str(newest)]).exit_code == 6
+
+
+def test_another_name_makes_no_newer_checkpoint(good: Path, training: Training, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "new")
+    (tmp_path / "new" / "step-000001").rename(tmp_path / "new" / "step-000009")
+    with pytest.warns(RuntimeWarning, match="a directory has the name of another step"):
+        assert training.pipe.load(tmp_path / "new").step == 2

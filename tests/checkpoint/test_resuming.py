@@ -1,5 +1,6 @@
 """Ranks save together and go on together: on any plan, with the numbers of a training that never stopped."""
 
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, SequentialLR
 
 import penstock
 from penstock.checkpoint import draft
@@ -31,6 +33,12 @@ WAY = (
 )
 
 
+SAME_SUMS = tuple(
+    quick_plan(chain(6), BATCHES[0][:1], ranks=ranks, microbatches=2, schedule=schedule, loss_fn=mse_loss)
+    for ranks, schedule in ((4, "1f1b"), (2, "1f1b"), (3, "gpipe"), (1, "gpipe"), (4, "gpipe"))
+)
+
+
 def leg(plan: Plan, optimizer: str, root: str) -> tuple[list[float], Any]:
     """Two steps from where the last leg ended."""
     training = Training(plan, optimizer)
@@ -49,12 +57,6 @@ def test_any_plan_goes_on_from_what_any_plan_wrote(optimizer: str, pools: Any, t
         assert place == 0 or {loaded.position for _, loaded in found} == {2 * place}
         losses += found[0][0]
     assert losses == pytest.approx(Training(WAY[3], optimizer, local=True).losses(10), rel=1e-6)
-
-
-SAME_SUMS = tuple(
-    quick_plan(chain(6), BATCHES[0][:1], ranks=ranks, microbatches=2, schedule=schedule, loss_fn=mse_loss)
-    for ranks, schedule in ((4, "1f1b"), (2, "1f1b"), (3, "gpipe"), (1, "gpipe"), (4, "gpipe"))
-)
 
 
 def plain_leg(plan: Plan, optimizer: str, root: str) -> list[float]:
@@ -215,6 +217,68 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
+FLIPS = {"Adam": b"Adal", "groups": b"gsoups", '"group"': b'"gsoup"', "exp_avg_sq": b"exp_avg_sr"}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("word", FLIPS)
+def test_a_flipped_bit_is_found_by_whoever_looks_before_anyone_reads(
+    word: str, ranks: int, pools: Any, tmp_path: Path
+) -> None:
+    training = Training(the_plan(2), local=True)
+    for _ in range(2):
+        training.losses(1)
+        training.save(tmp_path)
+    damaged = tmp_path / "step-000002" / "optimizer-001.json"
+    damaged.write_bytes(damaged.read_bytes().replace(word.encode(), FLIPS[word], 1))
+    found = pools[ranks].run(passed_over, the_plan(ranks), str(tmp_path))
+    assert [step for step, _ in found] == [1] * ranks
+    assert "optimizer-001.json" in found[0][1][0]
+
+
+def stepped(plan: Plan, root: str, steps: int, schedules: str) -> tuple[list[float], list[list[float]]]:
+    """Steps with a rate of its own for every parameter, which sinks; the losses and the rates after each."""
+    pipe = penstock.Pipeline(chain(6), plan, loss_fn=mse_loss)
+    places = {name: place for place, (name, _) in enumerate(chain(6).named_parameters())}
+    groups = [{"params": [own], "lr": 0.1 / (1 + places[name])} for name, own in pipe.named_parameters()]
+    optimizer = torch.optim.SGD(groups)
+    scheduler = SCHEDULERS[schedules](optimizer)
+    if any(Path(root).iterdir()):
+        pipe.load(root, optimizer, scheduler=scheduler)
+    losses, rates = [], []
+    for step in range(pipe.num_steps, pipe.num_steps + steps):
+        optimizer.zero_grad()
+        x, y = BATCHES[step % len(BATCHES)]
+        losses.append(float(pipe.step(x, target=y).loss))
+        optimizer.step()
+        scheduler.step()
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    pipe.save(root, optimizer, scheduler=scheduler)
+    return losses, rates
+
+
+SCHEDULERS = {
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step),
+    "sequence": lambda optimizer: SequentialLR(
+        optimizer, [LinearLR(optimizer, 0.1, total_iters=3), ExponentialLR(optimizer, 0.5)], [3]
+    ),
+}
+
+
+@pytest.mark.parametrize("schedules", SCHEDULERS)
+@pytest.mark.parametrize("other", SAME_SUMS[1:3])
+def test_every_rank_goes_on_with_the_rates_of_its_own_groups(
+    other: Plan, schedules: str, pools: Any, tmp_path: Path
+) -> None:
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole = pools[other.num_ranks].run(stepped, other, str(tmp_path / "whole"), 6, schedules)
+    pools[2].run(stepped, SAME_SUMS[1], str(tmp_path / "parts"), 3, schedules)
+    found = pools[other.num_ranks].run(stepped, other, str(tmp_path / "parts"), 3, schedules)
+    assert [rates for _, rates in found] == [rates[3:] for _, rates in whole]
+    assert found[0][0] == whole[0][0][3:]
+
+
 def copies(plan: Plan, root: str, shards: bool) -> tuple[list[float], list[float]]:
     """Two replicas of two ranks, saved and loaded."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
@@ -254,3 +318,40 @@ def test_of_replicas_one_writes_and_all_go_on(shards: bool, pools: Any, tmp_path
         assert losses == expected
         assert float(alone.eval(*BATCHES[0][:1], target=BATCHES[0][1]).loss) == pytest.approx(losses[0])
     assert not list(tmp_path.glob("step-000002/random-002*"))
+
+
+def late(plan: Plan, root: str) -> list[bool]:
+    """Whether what a slow thread writes is what was there, of stages that are sharded over one rank alone."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
+
+    def sharded(stage: Any, mesh: Any) -> None:
+        fully_shard(stage, mesh=mesh["dp"])
+
+    pipe = penstock.Pipeline(chain(4), plan, loss_fn=mse_loss, mesh=mesh, parallelize_fn=sharded)
+    optimizer = OPTIMIZERS["adam"](pipe.parameters())
+
+    def step() -> None:
+        pipe.step(BATCHES[0][0], target=BATCHES[0][1])
+        optimizer.step()
+
+    def written(*args: Any) -> Any:
+        time.sleep(0.2)
+        return write(*args)
+
+    write = draft._written
+    def numbers() -> dict[str, torch.Tensor]:
+        return {name: one.detach().full_tensor().clone() for name, one in pipe.named_parameters()}
+
+    step()
+    before = numbers()
+    with mock.patch.object(draft, "_written", written):
+        pipe.save(root, optimizer, asynchronous=True)
+        step()
+        pipe.wait_for_save()
+    pipe.load(root, optimizer)
+    return [torch.equal(one, before[name]) for name, one in numbers().items()]
+
+
+def test_a_thread_writes_copies_also_of_what_is_whole_already(pools: Any, tmp_path: Path) -> None:
+    found = pools[2].run(late, chain_plan("interleaved", 2, 2, 2), str(tmp_path))
+    assert all(all(each) and each for each in found)

@@ -2,7 +2,10 @@
 
 import os
 import stat
+import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from safetensors import safe_open
 from torch import nn
 
 import penstock
+from penstock.checkpoint import draft
 from penstock.checkpoint.shelf import locked, tidy
 from penstock.errors import CheckpointError
 from penstock.ir.plan import Plan
@@ -33,12 +37,40 @@ def test_every_parameter_is_in_one_file_by_its_own_name(tmp_path: Path) -> None:
 def test_only_the_owner_may_read(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
-        saved(tmp_path / "new", 1)
+        saved(tmp_path / "new" / "in" / "it", 1)
     finally:
         os.umask(old)
-    for path in (tmp_path / "new").rglob("*"):
+    for path in (tmp_path / "new", *(tmp_path / "new").rglob("*")):
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
-    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+
+
+def test_a_thread_writes_where_it_was_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    training = Training(the_plan(1, "gpipe"), local=True)
+    with mock.patch.object(draft, "_written", side_effect=slowly(draft._written)):
+        assert training.save("saved", asynchronous=True) == Path("saved/step-000000")
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        training.pipe.wait_for_save()
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-000000"]
+
+
+def slowly(function: Any) -> Any:
+    """The function, a moment later."""
+
+    def called(*args: Any) -> Any:
+        time.sleep(0.05)
+        return function(*args)
+
+    return called
+
+
+def test_load_waits_for_what_is_being_written(tmp_path: Path) -> None:
+    training = saved(tmp_path, 1)
+    training.losses(1)
+    with mock.patch.object(draft, "_written", side_effect=slowly(draft._written)):
+        training.save(tmp_path, asynchronous=True)
+        assert training.pipe.load(tmp_path).step == 2
 
 
 def test_the_plan_is_kept_as_a_plan(tmp_path: Path) -> None:
@@ -52,6 +84,27 @@ def test_older_ones_are_pruned_and_damaged_ones_do_not_count(tmp_path: Path) -> 
     training.losses(1)
     training.save(tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_newer_ones_of_another_training_stay(tmp_path: Path) -> None:
+    saved(tmp_path, 5)
+    saved(tmp_path, 1, 2)
+    training = Training(the_plan(1, "gpipe"), local=True)
+    training.losses(3)
+    training.save(tmp_path, keep=1)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000003", "step-000005"]
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_what_is_no_checkpoint_gives_way(link: bool, tmp_path: Path) -> None:
+    place = tmp_path / "step-000001"
+    if link:
+        place.symlink_to("nowhere")
+    else:
+        place.write_text("mine")
+    saved(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    assert place.is_dir()
 
 
 def test_the_same_step_may_be_saved_again(tmp_path: Path) -> None:
@@ -168,10 +221,38 @@ def test_groups_keep_their_options_by_parameter(tmp_path: Path) -> None:
     assert [group["lr"] for group in turned.param_groups] == [1e-3, 1.0, 0.5]
 
 
+class Counting(torch.optim.SGD):
+    """It keeps a number that is no parameter's."""
+
+    def step(self, closure: Any = None) -> Any:
+        """As usual, and count."""
+        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_keeps_beside_parameters_comes_back(tmp_path: Path) -> None:
+    training = Training(the_plan(2), local=True)
+    training.optimizer = Counting(training.pipe.parameters(), lr=0.1)
+    training.losses(2)
+    training.save(tmp_path)
+    again = Counting(training.pipe.parameters(), lr=0.1)
+    training.pipe.load(tmp_path, again)
+    assert dict(again.state["all"]) == {"steps": 2}
+
+
+class Secretive(torch.optim.SGD):
+    """What its state is only it knows."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """In a way of its own."""
+        return {**super().state_dict(), "mine": 3}
+
+
 WRONG = {
     "keep is a whole number": {"keep": 0},
     "asynchronous is True or False": {"asynchronous": 1},
     "one of torch.optim": {"optimizer": 3},
+    "says in its own way": {"optimizer": Secretive([torch.nn.Parameter(torch.ones(1))])},
     "not of this rank": {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
     "cannot hold": {"extra": {"f": print}},
     "written into a directory": {"path": 3},

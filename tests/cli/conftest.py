@@ -1,12 +1,13 @@
-"""What the tests of the command line share: a way to call it, and orders in files."""
+"""What the tests of the command line share: a way to call it, orders in files, and a short training."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.short_training import Outcome, ShortTraining
 from penstock.cli import app
 
 Call = Callable[..., Any]
@@ -28,3 +29,15 @@ def written(tmp_path: Path) -> Callable[[str, str], Path]:
         return tmp_path / name
 
     return write
+
+
+@pytest.fixture(scope="module")
+def training() -> Iterator[ShortTraining]:
+    with ShortTraining.made(2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def clean(training: ShortTraining) -> Outcome:
+    """What it comes to if nothing happens."""
+    return training.run()

@@ -1,4 +1,4 @@
-"""train with checkpoints: it goes on where it was, whatever ended it, and with the numbers that it would have had."""
+"""train with checkpoints: whatever breaks it, it is taken up again with the numbers that it would have had."""
 
 import os
 import shutil
@@ -6,11 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks import faults
 from benchmarks.guarded import guarded
@@ -18,77 +16,18 @@ from benchmarks.leftovers import left_over
 from benchmarks.listeners import is_local, listeners
 from benchmarks.short_training import COMMAND, STEPS, Outcome, ShortTraining
 from penstock.checkpoint.shelf import steps
-from penstock.cli import app
 from penstock.cli.run_files import Diary
-from penstock.ir.run import Run
+from penstock.cli.supervised import Supervisor
 from penstock.processes.board import Board
 from penstock.processes.faults import ALLOWED
+from tests.cli.lasting_trainings import LASTING, in_a_copy
 from tests.leftovers import tidy
 
 __all__ = ["tidy"]
 
 
-@pytest.fixture(scope="module")
-def training() -> Iterator[ShortTraining]:
-    with ShortTraining.made(2) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def clean(training: ShortTraining) -> Outcome:
-    """What it comes to if nothing happens."""
-    return training.run()
-
-
 def test_the_training_that_nothing_happens_to(clean: Outcome) -> None:
     assert (clean.exit_code, clean.restarts, len(clean.losses), clean.bad) == (0, 0, STEPS, ())
-
-
-def test_a_second_call_goes_on_and_a_third_has_nothing_to_do(training: ShortTraining, clean: Outcome) -> None:
-    first = training.run(steps=4)
-    second = training.run((), "--resume", "auto", fresh=False)
-    third = training.run((), "--resume", "auto", fresh=False)
-    assert (first.losses, second.losses, third.losses) == (clean.losses[:4], clean.losses, clean.losses)
-    assert [path.name for path in steps(training.directory / "saved")] == ["step-000010", "step-000009", "step-000006"]
-
-
-def test_the_same_line_goes_on_by_the_same_plan(training: ShortTraining) -> None:
-    ours = [word for word in COMMAND if word not in ("--plan", "plan.json")]
-    wishes = ("--ranks", "2", "--schedule", "1f1b", "--budget", "0")
-    for name in ("out", "saved"):
-        shutil.rmtree(training.directory / name, ignore_errors=True)
-    first = training.call(*ours, *LASTING, *wishes, "--steps", 3)
-    second = training.call(*ours, *LASTING, *wishes, "--steps", 5)
-    other = training.call(*ours, *LASTING, *wishes, "--schedule", "gpipe", "--steps", 6)
-    assert [code for code, _ in (first, second, other)] == [0, 0, 0]
-    assert ["by the plan of the checkpoint" in output for _, output in (first, second, other)] == [False, True, False]
-
-
-def test_other_ranks_cut_batches_as_before(training: ShortTraining, clean: Outcome) -> None:
-    training.run(steps=4)
-    ours = [word for word in COMMAND if word not in ("--plan", "plan.json")]
-    code, output = training.call(*ours, *LASTING, "--ranks", 1, "--budget", 0, "--steps", STEPS)
-    assert code == 0, output
-    assert Run.load(training.directory / "out" / "run.json").plan.num_microbatches == 4
-    assert training.run((), "--resume", "auto", fresh=False).losses == pytest.approx(clean.losses, rel=1e-6)
-
-
-def test_a_checkpoint_of_another_model_is_refused_once(training: ShortTraining) -> None:
-    training.run(steps=1)
-    other = (training.directory / "model.py").read_text().replace("range(6)", "range(5)")
-    (training.directory / "other.py").write_text(other)
-    ours = [word.replace("model.py", "other.py") for word in COMMAND if word not in ("--plan", "plan.json")]
-    code, output = training.call(*ours, *LASTING, "--ranks", 2, "--schedule", "1f1b", "--budget", 0)
-    assert (code, "restart" in output) == (6, False)
-    assert "the checkpoint is of another model" in output
-    assert "unexpected: 5.0.weight, 5.0.bias" in output
-
-
-def test_a_checkpoint_by_its_name_may_be_gone_on_from_elsewhere(training: ShortTraining, clean: Outcome) -> None:
-    training.run(steps=4)
-    (training.directory / "saved").rename(training.directory / "elsewhere")
-    found = training.run((), "--resume", "elsewhere/step-000003", fresh=False)
-    assert found.losses[3:] == clean.losses[3:]
 
 
 def test_several_breaks_in_a_row_change_no_number(training: ShortTraining, clean: Outcome) -> None:
@@ -139,78 +78,6 @@ def test_without_checkpoints_nothing_is_taken_up_again(training: ShortTraining) 
     assert "restart" not in output
 
 
-def refused(training: ShortTraining, *options: object) -> str:
-    code, output = training.call(*COMMAND, *options)
-    assert code in (2, 5, 6), output
-    assert "Traceback" not in output
-    return output
-
-
-def test_an_earlier_training_is_not_overwritten(training: ShortTraining) -> None:
-    training.run(steps=1)
-    assert "try: --resume auto to go on" in refused(training, "--checkpoint", "saved")
-
-
-def test_two_trainings_are_not_mixed(training: ShortTraining) -> None:
-    training.run(steps=4)
-    older = ("--checkpoint", "saved", "--resume", "saved/step-000003")
-    assert "newer checkpoints stand there already" in refused(training, *older)
-
-
-@pytest.mark.parametrize(
-    "option", ["--resume auto", "--min-ranks 1", "--every 10", "--keep 1", "--asynchronous", "--restarts 5"]
-)
-def test_what_needs_checkpoints_says_so(option: str, training: ShortTraining) -> None:
-    assert f"{option.split(maxsplit=1)[0]} needs checkpoints" in refused(training, *option.split())
-
-
-def test_directories_that_cannot_be_are_refused(training: ShortTraining) -> None:
-    assert "a file stands where" in refused(training, "--checkpoint", "model.py")
-    training.run(steps=1)
-    assert "--checkpoint saved --resume saved/step-000001" in refused(training, "--checkpoint", "saved/step-000001")
-    assert "there is nothing to go on from" in refused(training, "--checkpoint", "new", "--resume", "nowhere")
-
-
-def test_a_deadline_that_is_none_is_refused(training: ShortTraining) -> None:
-    assert "try: --deadline 60" in refused(training, "--deadline", "0")
-
-
-def test_faults_are_refused_unless_allowed(training: ShortTraining, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(training.directory)
-    monkeypatch.delenv(ALLOWED, raising=False)
-    result = CliRunner().invoke(app, [*COMMAND, "--fault", "kill,step=1"])
-    assert result.exit_code == 2
-    assert f"try: {ALLOWED}=1" in result.output
-
-
-def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(
-    training: ShortTraining, clean: Outcome, tmp_path: Path
-) -> None:
-    training.run(steps=7)
-    newest = steps(training.directory / "saved")[0] / "plan.json"
-    newest.write_bytes(newest.read_bytes()[:-2])
-    said = tmp_path / "said.txt"
-    pid = in_a_copy(training.directory, said, *LASTING, "--steps", str(STEPS))
-    assert os.waitpid(pid, 0)[1] == 0, said.read_text()
-    assert "newer checkpoints are damaged and were passed over; training goes on from step-000006" in said.read_text()
-    assert training.run((), "--resume", "auto", fresh=False).losses == clean.losses
-
-
-def in_a_copy(directory: Path, said: Path, *options: str) -> int:
-    """Run the command in a copy of this process, which starts at once; its number. What it says goes into a file."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        os.chdir(directory)
-        sys.stdout = sys.stderr = said.open("w", buffering=1)
-        app([*COMMAND, *options], standalone_mode=False)
-        code = 0
-    finally:
-        os._exit(code)
-
-
 def test_one_that_cannot_be_written_beside_the_steps_is_told(
     training: ShortTraining, clean: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,9 +89,6 @@ def test_one_that_cannot_be_written_beside_the_steps_is_told(
     assert "CHECKPOINT OF STEP 6 NOT WRITTEN, training goes on; the newest is that of step 3" in told
     assert "No space left" in told
     assert training.run((), "--resume", "auto", fresh=False).losses == clean.losses
-
-
-LASTING = ("--checkpoint", "saved", "--every", "3", "--resume", "auto", "--out", "out")
 
 
 class Started:
@@ -318,52 +182,33 @@ def test_torchrun_takes_it_up_again_and_passes_on_the_wish_to_stop(training: Sho
     assert [figures.loss for figures in diary][:STEPS] == list(clean.losses)
 
 
-DATA = """\
-import random
-import numpy as np
-import torch
-
-def drawn():
-    order = np.random.permutation(100)
-    for number in order:
-        yield torch.full((8, 16), number + random.random()), torch.randn(8, 16)
-
-def broken():
-    while True:
-        yield torch.full((8, 16), float("nan")), torch.randn(8, 16)
-"""
+def test_a_restart_says_from_where(training: ShortTraining) -> None:
+    training.run(steps=4)
+    (training.directory / "saved").rename(training.directory / "older")
+    found = training.run(["kill,rank=1,step=5"], "--resume", "older/step-000003", "--every", "100", fresh=False)
+    assert "restart 1 of 3 in 0.5 s from older/step-000003" in found.output
+    shutil.rmtree(training.directory / "older")
+    (training.directory / "saved" / "step-999999999999999999").mkdir()
+    found = training.run(["kill,rank=1,step=15"], "--resume", "auto", fresh=False, steps=20)
+    assert "from step 12" in found.output
 
 
-def test_data_drawn_with_numpy_and_python_go_on_exactly(training: ShortTraining) -> None:
-    (training.directory / "data.py").write_text(DATA)
-    drawn = ("--data", "data.py:drawn")
-    whole = training.run((), *drawn, steps=5)
-    training.run((), *drawn, steps=2)
-    assert len(whole.losses) == 5
-    assert training.run((), *drawn, "--resume", "auto", fresh=False, steps=5).losses == whole.losses
+def test_who_is_asked_to_stop_between_two_lives_is_not_taken_up_again(
+    training: ShortTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(self: Supervisor, seconds: float) -> bool:
+        return True
 
-
-def test_three_steps_that_are_not_finite_are_the_end(training: ShortTraining) -> None:
-    (training.directory / "data.py").write_text(DATA)
-    found = training.run((), "--data", "data.py:broken", "--every", 1)
-    assert (found.exit_code, found.restarts, len(found.losses)) == (5, 0, 3)
+    monkeypatch.setattr(Supervisor, "_stops_within", stopped)
+    found = training.run(["kill,rank=1,step=5"])
+    assert (found.exit_code, found.restarts) == (0, 1)
+    assert "stopped before it was taken up again from step 3" in found.output
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_the_end(training: ShortTraining) -> None:
     found = training.run(["full-disk,rank=0,step=4"], steps=4)
     assert (found.exit_code, found.restarts, len(found.losses)) == (5, 0, 4)
     assert "the last checkpoint was not written" in found.output
-
-
-def test_a_run_with_nothing_left_to_do_stays_as_it_was_written(training: ShortTraining) -> None:
-    training.run(steps=2)
-    written = (training.directory / "out" / "run.json").read_text()
-    training.run((), "--resume", "auto", fresh=False, steps=2)
-    assert (training.directory / "out" / "run.json").read_text() == written
-
-
-def test_more_ranks_cannot_be_left_than_the_plan_has(training: ShortTraining) -> None:
-    assert "try: --min-ranks 2 or less" in refused(training, "--checkpoint", "new", "--min-ranks", "3")
 
 
 def test_only_the_user_can_read_what_is_saved(training: ShortTraining) -> None:
@@ -376,4 +221,4 @@ def test_only_the_user_can_read_what_is_saved(training: ShortTraining) -> None:
 def test_a_few_rounds_of_faults_on_purpose_come_out_as_they_should() -> None:
     lines = [*faults.broken_on_purpose(rounds=2).lines, *guarded(damages=12).lines]
     assert [line.cells for line in lines if not line.passes] == []
-    assert len(lines) == 9
+    assert len(lines) == 10

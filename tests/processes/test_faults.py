@@ -18,6 +18,11 @@ WRONG = {
     "kill,step=-1": "0 or more",
     "full-disk,after=1": "number of a checkpoint",
     "kill,step=one": "needs numbers",
+    "raise,after=nan": "0 or more",
+    "slow,step=1": "needs seconds",
+    "slow,step=1,seconds=-1": "0 or more",
+    "kill,step=1,seconds=2": "no other, needs seconds",
+    "kill,step=1,step=2": "twice",
     "kill,stage=1": "unknown words",
     "": "unknown fault",
 }

@@ -41,6 +41,12 @@ def test_the_same_error_at_the_same_step_twice_is_the_end(death: Death) -> None:
     assert "twice at the same step" in lives.after(death, 4).end
 
 
+def test_who_breaks_before_its_first_step_breaks_at_the_step_of_the_checkpoint() -> None:
+    lives = Lives(Endurance(restarts=9), 4)
+    assert not lives.after(raised(4), 4).end
+    assert "twice at the same step" in lives.after(raised(4)._replace(step=""), 4).end
+
+
 @pytest.mark.parametrize("other", [killed(rank=2), killed(step=6), killed(signal="SIGABRT"), raised(5)])
 def test_another_error_is_not_the_same(other: Death) -> None:
     lives = Lives(Endurance(restarts=9), 4)

@@ -1,0 +1,130 @@
+"""A training that was saved goes on: with the numbers that it would have had, or with a word on why not."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks.short_training import COMMAND, STEPS, Outcome, ShortTraining
+from penstock.checkpoint.shelf import steps
+from penstock.cli.run_files import Diary
+from penstock.ir.run import Run
+from tests.cli.lasting_trainings import DATA, LASTING, in_a_copy
+
+
+def test_a_second_call_goes_on_and_a_third_has_nothing_to_do(training: ShortTraining, clean: Outcome) -> None:
+    first = training.run(steps=4)
+    second = training.run((), "--resume", "auto", fresh=False)
+    third = training.run((), "--resume", "auto", fresh=False)
+    assert (first.losses, second.losses, third.losses) == (clean.losses[:4], clean.losses, clean.losses)
+    assert [path.name for path in steps(training.directory / "saved")] == ["step-000010", "step-000009", "step-000006"]
+
+
+def test_the_same_line_goes_on_by_the_same_plan(training: ShortTraining) -> None:
+    ours = [word for word in COMMAND if word not in ("--plan", "plan.json")]
+    wishes = ("--ranks", "2", "--schedule", "1f1b", "--budget", "0")
+    for name in ("out", "saved"):
+        shutil.rmtree(training.directory / name, ignore_errors=True)
+    first = training.call(*ours, *LASTING, *wishes, "--steps", 3)
+    second = training.call(*ours, *LASTING, *wishes, "--steps", 5)
+    other = training.call(*ours, *LASTING, *wishes, "--schedule", "gpipe", "--steps", 6)
+    assert [code for code, _ in (first, second, other)] == [0, 0, 0]
+    assert ["by the plan of the checkpoint" in output for _, output in (first, second, other)] == [False, True, False]
+
+
+def test_other_ranks_cut_batches_as_before(training: ShortTraining, clean: Outcome) -> None:
+    training.run(steps=4)
+    ours = [word for word in COMMAND if word not in ("--plan", "plan.json")]
+    code, output = training.call(*ours, *LASTING, "--ranks", 1, "--budget", 0, "--steps", STEPS)
+    assert code == 0, output
+    assert Run.load(training.directory / "out" / "run.json").plan.num_microbatches == 4
+    assert training.run((), "--resume", "auto", fresh=False).losses == pytest.approx(clean.losses, rel=1e-6)
+
+
+def test_a_checkpoint_of_another_model_is_refused_once(training: ShortTraining) -> None:
+    training.run(steps=1)
+    other = (training.directory / "model.py").read_text().replace("range(6)", "range(5)")
+    (training.directory / "other.py").write_text(other)
+    ours = [word.replace("model.py", "other.py") for word in COMMAND if word not in ("--plan", "plan.json")]
+    code, output = training.call(*ours, *LASTING, "--ranks", 2, "--schedule", "1f1b", "--budget", 0)
+    assert (code, "restart" in output) == (6, False)
+    assert "the checkpoint is of another model" in output
+    assert "unexpected: 5.0.weight, 5.0.bias" in output
+
+
+def test_a_checkpoint_by_its_name_may_be_gone_on_from_elsewhere(training: ShortTraining, clean: Outcome) -> None:
+    training.run(steps=4)
+    (training.directory / "saved").rename(training.directory / "elsewhere")
+    found = training.run((), "--resume", "elsewhere/step-000003", fresh=False)
+    assert found.losses[3:] == clean.losses[3:]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(
+    training: ShortTraining, clean: Outcome, tmp_path: Path
+) -> None:
+    training.run(steps=7)
+    newest = steps(training.directory / "saved")[0] / "plan.json"
+    newest.write_bytes(newest.read_bytes()[:-2])
+    said = tmp_path / "said.txt"
+    pid = in_a_copy(training.directory, said, *LASTING, "--steps", str(STEPS))
+    assert os.waitpid(pid, 0)[1] == 0, said.read_text()
+    assert "newer checkpoints are damaged and were passed over; training goes on from step-000006" in said.read_text()
+    assert training.run((), "--resume", "auto", fresh=False).losses == clean.losses
+
+
+def test_data_drawn_with_numpy_and_python_go_on_exactly(training: ShortTraining) -> None:
+    (training.directory / "data.py").write_text(DATA)
+    drawn = ("--data", "data.py:drawn")
+    whole = training.run((), *drawn, steps=5)
+    training.run((), *drawn, steps=2)
+    assert len(whole.losses) == 5
+    assert training.run((), *drawn, "--resume", "auto", fresh=False, steps=5).losses == whole.losses
+
+
+def test_three_steps_that_are_not_finite_are_the_end(training: ShortTraining) -> None:
+    (training.directory / "data.py").write_text(DATA)
+    found = training.run((), "--data", "data.py:broken", "--every", 1)
+    assert (found.exit_code, found.restarts, len(found.losses)) == (5, 0, 3)
+
+
+def test_a_model_that_is_broken_does_not_prune_the_good_ones_and_stays_broken(training: ShortTraining) -> None:
+    (training.directory / "data.py").write_text(DATA)
+    options = ("--optimizer", "data.py:breaking", "--every", 1, "--keep", 2)
+    found = training.run((), *options)
+    assert (found.exit_code, len(found.losses)) == (5, 6)
+    assert [path.name for path in steps(training.directory / "saved")] == ["step-000003", "step-000002"]
+    again = training.run((), *options, "--resume", "auto", fresh=False)
+    assert (again.exit_code, "3 steps in a row" in again.output) == (5, True)
+
+
+def test_steps_that_were_left_out_before_a_stop_still_count(training: ShortTraining) -> None:
+    (training.directory / "data.py").write_text(DATA)
+    training.run((), "--data", "data.py:broken", steps=2)
+    found = training.run((), "--data", "data.py:broken", "--resume", "auto", fresh=False)
+    assert (found.exit_code, len(found.losses)) == (5, 3)
+
+
+def test_a_diary_that_was_spoilt_is_no_reason_to_stop(training: ShortTraining, clean: Outcome) -> None:
+    training.run(steps=4)
+    with (training.directory / "out" / "steps.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n")
+    assert training.run((), "--resume", "auto", fresh=False).losses == clean.losses
+
+
+def test_what_is_asked_otherwise_is_told_and_counts(training: ShortTraining, clean: Outcome, tmp_path: Path) -> None:
+    training.run(steps=4)
+    options = (*LASTING, "--steps", str(STEPS), "--lr", "0.5", "--clip", "1.0")
+    assert os.waitpid(in_a_copy(training.directory, tmp_path / "said.txt", *options), 0)[1] == 0
+    told = (tmp_path / "said.txt").read_text()
+    assert "changed since it was saved: --lr 0.001 is now 0.5, --clip none is now 1.0" in told
+    losses = [figures.loss for figures in Diary(training.directory / "out").steps()]
+    assert losses[:5] == list(clean.losses[:5])
+    assert abs(losses[6] - clean.losses[6]) > 1e-3
+
+
+def test_a_run_with_nothing_left_to_do_stays_as_it_was_written(training: ShortTraining) -> None:
+    training.run(steps=2)
+    written = (training.directory / "out" / "run.json").read_text()
+    training.run((), "--resume", "auto", fresh=False, steps=2)
+    assert (training.directory / "out" / "run.json").read_text() == written

@@ -1,0 +1,67 @@
+"""What cannot last is refused before work is spent, with a way out."""
+
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.short_training import COMMAND, ShortTraining
+from penstock.cli import app
+from penstock.cli.lasting import held
+from penstock.processes.faults import ALLOWED
+from tests.cli.lasting_trainings import refused
+
+
+def test_an_earlier_training_is_not_overwritten(training: ShortTraining) -> None:
+    training.run(steps=1)
+    assert "try: --resume auto to go on" in refused(training, "--checkpoint", "saved")
+
+
+def test_two_trainings_are_not_mixed(training: ShortTraining) -> None:
+    training.run(steps=4)
+    older = ("--checkpoint", "saved", "--resume", "saved/step-000003")
+    assert "newer checkpoints stand there already" in refused(training, *older)
+
+
+def test_two_trainings_do_not_save_into_one_directory(training: ShortTraining, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cli.lasting._PATIENCE_SECONDS", 0.0)
+    training.run(steps=1)
+    with held(training.directory / "saved"):
+        found = training.run((), "--resume", "auto", fresh=False)
+    assert (found.exit_code, len(found.losses)) == (2, 1)
+    assert "another training saves there" in found.output
+
+
+@pytest.mark.parametrize(
+    "option", ["--resume auto", "--min-ranks 1", "--every 10", "--keep 1", "--asynchronous", "--restarts 5"]
+)
+def test_what_needs_checkpoints_says_so(option: str, training: ShortTraining) -> None:
+    assert f"{option.split(maxsplit=1)[0]} needs checkpoints" in refused(training, *option.split())
+
+
+def test_directories_that_cannot_be_are_refused(training: ShortTraining) -> None:
+    assert "a file stands where" in refused(training, "--checkpoint", "model.py")
+    training.run(steps=1)
+    assert "--checkpoint saved --resume saved/step-000001" in refused(training, "--checkpoint", "saved/step-000001")
+    assert "there is nothing to go on from" in refused(training, "--checkpoint", "new", "--resume", "nowhere")
+
+
+def test_a_deadline_that_is_none_is_refused(training: ShortTraining) -> None:
+    assert "try: --deadline 60" in refused(training, "--deadline", "0")
+
+
+def test_faults_are_refused_unless_allowed(training: ShortTraining, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(training.directory)
+    monkeypatch.delenv(ALLOWED, raising=False)
+    result = CliRunner().invoke(app, [*COMMAND, "--fault", "kill,step=1"])
+    assert result.exit_code == 2
+    assert f"try: {ALLOWED}=1" in result.output
+
+
+def test_a_fault_is_for_a_rank_that_there_is(training: ShortTraining) -> None:
+    found = training.run(["kill,rank=9,step=1"])
+    assert (found.exit_code, found.restarts) == (5, 0)
+    assert "a fault is for a rank that there is not (rank: 9, ranks: 2)" in found.output
+
+
+def test_more_ranks_cannot_be_left_than_the_plan_has(training: ShortTraining) -> None:
+    assert "try: --min-ranks 2 or less" in refused(training, "--checkpoint", "new", "--min-ranks", "3")
