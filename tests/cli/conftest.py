@@ -31,13 +31,13 @@ def written(tmp_path: Path) -> Callable[[str, str], Path]:
     return write
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def training() -> Iterator[ShortTraining]:
     with ShortTraining.made(2) as made:
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def clean(training: ShortTraining) -> Outcome:
     """What it comes to if nothing happens."""
     return training.run()

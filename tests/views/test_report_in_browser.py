@@ -76,7 +76,10 @@ DRIVE = """
 })();
 """
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+    pytest.mark.xdist_group("browser"),  # one visit is enough for all tests
+]
 
 
 def driven(page: str) -> str:
