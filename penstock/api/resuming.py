@@ -13,7 +13,7 @@ from penstock.api.together import all_or_none, told_by_first
 from penstock.checkpoint import Loaded, Stored, candidates, is_hugging_face
 from penstock.checkpoint.optimizer_state import check_optimizer
 from penstock.checkpoint.random_state import restorer
-from penstock.checkpoint.scheduler_state import check_common, regrouped
+from penstock.checkpoint.scheduler_state import SavedSchedulers
 from penstock.checkpoint.shelf import is_checkpoint, tidy
 from penstock.checkpoint.stored import PLAN
 from penstock.errors import CheckpointError, DamagedError
@@ -60,7 +60,8 @@ class Loader:
                 _check_foreign(wanted)
             elif wanted.optimizer is not None:
                 check_optimizer(wanted.optimizer, parameter_names(self._part))
-        names = json.loads(told_by_first(self._part.crew, lambda: json.dumps(_names(Path(path), is_foreign))))
+        found = told_by_first(self._part.crew, lambda: json.dumps(_names(Path(path), is_foreign)), occasion)
+        names = json.loads(found)
         skipped: list[str] = []
         for place, name in enumerate(names):
             ready = self._attempt(Path(path) / name, wanted, Occasion("load", step, name), place + 1 == len(names))
@@ -176,12 +177,12 @@ class Loader:
         if not stems:
             raise CheckpointError("no scheduler was saved in this checkpoint", hint="load without the scheduler")
         rank, ranks = self._place
+        saved = SavedSchedulers([stored.plain(stem) for stem in stems], [stored.find(stem) for stem in stems])
         if len(stems) == ranks and stored.text(PLAN) == plan_text(self._plan):
-            own = stored.document(stems[rank])
+            own = saved.own(rank)
             return lambda: wanted.scheduler.load_state_dict(own)
-        check_common([stored.plain(stem) for stem in stems])
-        state = stored.document(stems[0])
-        return lambda: wanted.scheduler.load_state_dict(regrouped(state, wanted.optimizer))
+        fitted = saved.fitted(wanted.optimizer)
+        return lambda: wanted.scheduler.load_state_dict(fitted())
 
 
 def _all(commits: list[Callable[[], None]]) -> None:

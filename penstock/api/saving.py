@@ -18,6 +18,7 @@ from penstock.api.together import all_or_none, told_by_first
 from penstock.checkpoint import Background, Content, Draft, FileRecord, Manifest, fingerprint
 from penstock.checkpoint.optimizer_state import check_optimizer, parted
 from penstock.checkpoint.random_state import random_state
+from penstock.checkpoint.scheduler_state import document_of
 from penstock.checkpoint.shelf import make_root, name_of, tidy
 from penstock.checkpoint.stored import CONFIG, PLAN, RUN
 from penstock.checkpoint.tensors_file import form_of
@@ -85,7 +86,7 @@ class Saver:
                 check_optimizer(given.optimizer, parameter_names(self._part))
             documents = _documents(given.run) if self._part.crew.rank == 0 else {}
         self._owners = self._owners or StateOwners.agreed(self._part, _forms)
-        draft = self._created(root.absolute(), step)  # a thread may write after the directory was changed
+        draft = self._created(root.absolute(), occasion)  # a thread may write after the directory was changed
         try:
             with all_or_none(self._meeting, occasion):
                 contents = self._entered(draft, given, options.asynchronous)
@@ -95,12 +96,14 @@ class Saver:
         except BaseException:
             draft.abandon()
             raise
-        work = functools.partial(self._write, draft, contents, self._manifest_of(plan, step), step, options.keep)
+        write = functools.partial(self._write, draft, contents)
+        end = functools.partial(self._end, draft, self._manifest_of(plan, step), step, options.keep)
         if options.asynchronous:
-            self._background.start(work)
+            self._background.start(lambda: (write(), end())[1])
             wait_before_leaving(self._background.settle)
         else:
-            self._together(work, occasion)
+            write()
+            self._together(end, occasion)
         return root / name_of(step)
 
     def check(self, occasion: Occasion) -> None:
@@ -116,7 +119,7 @@ class Saver:
         with all_or_none(self._meeting, Occasion("wait_for_save", step)):
             self._background.settle()
 
-    def _created(self, root: Path, step: int) -> Draft:
+    def _created(self, root: Path, occasion: Occasion) -> Draft:
         """The draft that the first rank makes."""
         crew = self._part.crew
         made: list[Draft] = []
@@ -124,10 +127,10 @@ class Saver:
         def create() -> str:
             make_root(root)
             tidy(root)
-            made.append(Draft.create(root, step, 1 if crew.is_alone else crew.ranks))
+            made.append(Draft.create(root, occasion.step, 1 if crew.is_alone else crew.ranks))
             return made[0].path.name
 
-        name = told_by_first(crew, create)
+        name = told_by_first(crew, create, occasion)
         return made[0] if made else Draft(root / name, crew.ranks)
 
     def _entered(self, draft: Draft, given: Given, copies: bool) -> dict[str, Content]:
@@ -147,7 +150,7 @@ class Saver:
                 found |= _files(f"optimizer-{index:03d}", part.document, tensors)
         own = {"random": random_state()}
         if given.scheduler is not None:
-            own["scheduler"] = given.scheduler.state_dict()
+            own["scheduler"] = document_of(given.scheduler, given.optimizer)
         for kind, state in own.items():
             tensors = {}
             plain = to_plain(state, tensors, kind)
@@ -181,13 +184,14 @@ class Saver:
 
         return manifest
 
-    def _write(
-        self, draft: Draft, contents: dict[str, Content], manifest_of: Any, step: int, keep: int | None
-    ) -> CheckpointError | None:
-        """Write what this rank has; the first rank also ends it, and tells what went wrong on any of them."""
+    def _write(self, draft: Draft, contents: dict[str, Content]) -> None:
+        """Write what this rank has; what goes wrong is left in the draft, where the first rank finds it."""
+        if not self._part.crew.replica:
+            draft.write(self._part.crew.rank, contents)
+
+    def _end(self, draft: Draft, manifest_of: Any, step: int, keep: int | None) -> CheckpointError | None:
+        """Wait until all ranks have written; the first one ends it, and tells what went wrong on any of them."""
         crew = self._part.crew
-        if not crew.replica:
-            draft.write(crew.rank, contents)
         if crew.rank or crew.replica:
             draft.wait()
             return None
@@ -197,13 +201,13 @@ class Saver:
             return error
         return None
 
-    def _together(self, work: Callable[[], CheckpointError | None], occasion: Occasion) -> None:
-        """Write now, and go on when all have."""
+    def _together(self, end: Callable[[], CheckpointError | None], occasion: Occasion) -> None:
+        """Go on when all ranks have written."""
         lookout = self._part.crew.lookout
         if lookout is not None:
             # Who dies while the others wait for its files is missed as in any other wait for all.
             lookout.meets(occasion.name, occasion.step)
-        problem = work()
+        problem = end()
 
         def outcome() -> str:
             if problem is not None:
@@ -211,7 +215,7 @@ class Saver:
             return ""
 
         try:
-            told_by_first(self._part.crew, outcome)
+            told_by_first(self._part.crew, outcome, occasion)
         finally:
             self._meeting.close()
 

@@ -22,10 +22,12 @@ def all_or_none(meeting: Meeting, occasion: Occasion) -> Iterator[None]:
     meeting.close()
 
 
-def told_by_first(crew: Crew, work: Callable[[], str]) -> str:
+def told_by_first(crew: Crew, work: Callable[[], str], occasion: Occasion) -> str:
     """What the first rank of the first replica finds out, on every rank of all; its errors are errors of all."""
     if crew.rank or crew.replica:
         said: dict[str, object] = {}
+        if crew.lookout is not None:
+            crew.lookout.meets(occasion.name, occasion.step)
     else:
         try:
             said = {"text": work()}

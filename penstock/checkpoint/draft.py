@@ -9,6 +9,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ class Draft:
             # What was written so far is of no use, and a full disk needs the room for the mark.
             for name in contents:
                 (self.path / name).unlink(missing_ok=True)
-            self._leave(rank, "failed", str(told))
+            with suppress(FileNotFoundError):  # the first rank has given it up, and cleared it away
+                self._leave(rank, "failed", str(told))
             return told
         return None
 

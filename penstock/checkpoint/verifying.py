@@ -31,8 +31,11 @@ def check_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> in
     """Refuse files whose bytes are not those that were written; how many bytes were looked at."""
     total = 0
     for name in names:
-        with os.fdopen(opened(directory / name), "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            with os.fdopen(opened(directory / name), "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise DamagedError("a file cannot be read", file=directory / name, reason=error.strerror) from None
         if found != manifest.files[name].sha256:
             raise DamagedError("a file is not what was written", file=directory / name, hint=_AGAIN)
         total += manifest.files[name].bytes

@@ -56,12 +56,14 @@ def train(
     if files.out is not None:
         check_directory(files.out)
     life = int(os.environ.get(_RESTARTS, 0)) if is_rank() else 0
-    check_lasting(lasting, None if files.plan or is_rank() else wishes.ranks, life)
+    ranks = None if files.plan or is_rank() else wishes.ranks
+    check_lasting(lasting, ranks, life)
     job = Job(model, example, how, wishes, lasting, files.out, files.as_json, life)
     check_job(job)
     planning = Planning(job, files.plan)
     is_second = is_rank() and os.environ["RANK"] != "0"
     with held(None if is_second else lasting.checkpoint):
+        check_lasting(lasting, ranks, life)  # once more, as another training may have saved there by now
         run = _under_torchrun(job, planning) if is_rank() else _launched(job, planning)
     if run is None:
         return

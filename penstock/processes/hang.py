@@ -1,10 +1,11 @@
 """Why a pipeline does not move: who waits for what from whom, followed to the rank that everyone waits for."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from penstock.ir.action import Recv, Send
 from penstock.processes.failure import summary_of
-from penstock.processes.liveness import GONE, STOPPED
+from penstock.processes.liveness import ELSEWHERE, GONE, STOPPED
 from penstock.processes.status import (
     ABSENT,
     BUSY,
@@ -22,10 +23,17 @@ from penstock.processes.status import (
 )
 
 Told = Callable[[Status, float], str]
+_UNDER_WAY = (*BUSY, IDLE, STARTED)
 
 
 def explain(statuses: Sequence[Status], now: float) -> str:
-    """One line per rank, the culprit first; `now` is on the clock of the statuses, `time.monotonic`."""
+    """One line per rank, the culprit first; `now` is on the clock of the statuses, `time.monotonic`.
+
+    If all processes are gone, and none of them said why, it is told as it was when they ended.
+    """
+    if len(statuses) > 1 and all(status.process == GONE and status.state in _UNDER_WAY for status in statuses):
+        then = [replace(status, process=ELSEWHERE) for status in statuses]
+        return f"all processes are gone; by what they noted last:\n{explain(then, now)}"
     by_rank = {status.rank: status for status in statuses}
     waiting = sorted((s for s in statuses if _is_waiting(s)), key=lambda status: status.since)
     verdicts: dict[int, str] = {}

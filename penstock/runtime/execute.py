@@ -60,8 +60,8 @@ def _timed(prepared: Prepared, ready: Ready, tell: Tell, times: Times) -> None:
     try:
         for wait in ready.waits:
             wait()
-        tell(ready.code)
         start = perf_counter()
+        tell(ready.code)
         if ready.run is not None:
             ready.run()
         times.note(start, perf_counter())

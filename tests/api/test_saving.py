@@ -1,11 +1,14 @@
 """A rank whose function has returned still writes what it began."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import penstock
@@ -14,6 +17,8 @@ from penstock.checkpoint.listing import verified
 from penstock.errors import RunError
 from penstock.ir.plan import Plan
 from penstock.processes import processes
+from penstock.processes.board import Board
+from penstock.processes.hang import explain
 
 
 def model() -> nn.Module:
@@ -56,3 +61,28 @@ def test_a_save_that_fails_after_the_last_step_is_an_error(
     monkeypatch.setattr(draft, "_written", full)
     with pytest.raises(RunError, match="No space left on device"):
         penstock.launch(saved, 2, plan, tmp_path)
+
+
+def hung(plan: Plan, root: Path) -> None:
+    """Save; the second rank is long in writing."""
+
+    def written(*args: Any) -> Any:
+        time.sleep(1.0 if dist.get_rank() == 1 else 0.0)
+        return write(*args)
+
+    write = draft._written
+    with mock.patch.object(draft, "_written", written):
+        penstock.Pipeline(model(), plan, loss_fn=nn.MSELoss()).save(root)
+
+
+def test_who_is_long_in_writing_is_the_one_that_did_not_come(plan: Plan, tmp_path: Path) -> None:
+    told: list[str] = []
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(penstock.launch, hung, 2, plan, tmp_path / "saved", board=tmp_path / "board")
+        while not running.done():
+            told.append(explain(Board.read(tmp_path / "board"), time.monotonic()))
+            time.sleep(0.05)
+        running.result()
+    named = [words.splitlines()[0] for words in told if "did not come to the saving of a checkpoint" in words]
+    assert len(named) > 5
+    assert {line.partition(":")[0] for line in named} == {"rank 1"}

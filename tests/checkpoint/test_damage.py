@@ -1,6 +1,7 @@
 """Whatever happens to the files of a checkpoint is found before any number changes."""
 
 import hashlib
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,20 @@ def test_links_are_refused(name: str, good: Path, training: Training, tmp_path: 
     (tmp_path / "one" / name).symlink_to(good / "step-000001" / name)
     with pytest.raises(DamagedError, match="link"):
         training.pipe.load(tmp_path / "one")
+
+
+@pytest.mark.filterwarnings("ignore:newer checkpoints are damaged")
+def test_what_the_disk_cannot_read_counts_as_damage(
+    good: Path, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(file: Any, name: str) -> Any:
+        if "step-000002" in os.readlink(f"/proc/self/fd/{file.fileno()}"):
+            raise OSError(5, "Input/output error")
+        return digest(file, name)
+
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", broken)
+    assert training.pipe.load(good, training.optimizer).step == 1
 
 
 def test_a_linked_directory_is_no_checkpoint_of_the_shelf(good: Path, training: Training, tmp_path: Path) -> None:

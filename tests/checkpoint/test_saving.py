@@ -132,6 +132,13 @@ def test_a_draft_that_a_process_still_writes_stays(tmp_path: Path) -> None:
     assert tidy(tmp_path) == [draft.name]
 
 
+def test_who_is_late_for_a_draft_that_was_given_up_says_so(tmp_path: Path) -> None:
+    made = draft.Draft.create(tmp_path, 1, 2)
+    made.enter(1)
+    made.abandon()
+    assert "could not be written" in str(made.write(1, {"a.json": b"{}"}))
+
+
 def test_whatever_is_given_comes_back(tmp_path: Path) -> None:
     training = Training(the_plan(1, "gpipe"), local=True)
     extra = {"a": [1, 2.5, None, True, "x"], "b": (float("inf"), {3: "c"}), "c": torch.arange(3), "d": torch.float16}

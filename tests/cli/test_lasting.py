@@ -193,6 +193,18 @@ def test_a_restart_says_from_where(training: ShortTraining) -> None:
     assert "from step 12" in found.output
 
 
+def test_a_rank_that_is_slow_on_purpose_is_told(
+    training: ShortTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ALLOWED, "1")
+    shutil.rmtree(training.directory / "saved", ignore_errors=True)
+    options = (*LASTING, "--steps", "35", "--fault", "slow,rank=1,step=20,seconds=0.02")
+    assert os.waitpid(in_a_copy(training.directory, tmp_path / "said.txt", *options), 0)[1] == 0
+    before, _, after = (tmp_path / "said.txt").read_text().partition("rank 1 is slow since step")
+    assert before.count("\nstep ") < 20 + 10
+    assert "a plan for that" in after
+
+
 def test_who_is_asked_to_stop_between_two_lives_is_not_taken_up_again(
     training: ShortTraining, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,9 @@
 """What cannot last is refused before work is spent, with a way out."""
 
 
+import threading
+import time
+
 import pytest
 from typer.testing import CliRunner
 
@@ -29,6 +32,28 @@ def test_two_trainings_do_not_save_into_one_directory(training: ShortTraining, m
         found = training.run((), "--resume", "auto", fresh=False)
     assert (found.exit_code, len(found.losses)) == (2, 1)
     assert "another training saves there" in found.output
+
+
+def test_a_training_that_has_waited_for_another_looks_again(training: ShortTraining) -> None:
+    training.run(steps=1)
+    saved, other = training.directory / "saved", training.directory / "other"
+    saved.rename(other)
+    saved.mkdir()
+    is_held = threading.Event()
+
+    def save_meanwhile() -> None:
+        with held(saved):
+            is_held.set()
+            time.sleep(1.0)
+            (other / "step-000001").rename(saved / "step-000001")
+
+    thread = threading.Thread(target=save_meanwhile)
+    thread.start()
+    is_held.wait()
+    told = refused(training, "--checkpoint", "saved", "--steps", "2")
+    thread.join()
+    other.rmdir()
+    assert "an earlier training was saved there" in told
 
 
 @pytest.mark.parametrize(

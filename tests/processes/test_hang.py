@@ -24,6 +24,18 @@ def waits(number: int, action: Action, peer: int, ago: float, *before: Moment) -
     return rank(number, *before, note("waiting", action, ago, peer))
 
 
+def test_when_all_are_gone_it_is_told_as_it_was() -> None:
+    statuses = (
+        rank(0, note("waiting", Recv(0, 3, 1), 9, peer=1), process="gone"),
+        rank(1, note("working", Forward(1, 3), 10), process="gone"),
+        rank(2, note("waiting", Recv(2, 3, 1), 8, peer=1), process="gone"),
+    )
+    header, culprit, *others = explain(statuses, NOW).splitlines()
+    assert header == "all processes are gone; by what they noted last:"
+    assert culprit.startswith("rank 1: did not move, working on 1F3 of step 4")
+    assert [line.partition(",")[0][:6] for line in others] == ["rank 0", "rank 2"]
+
+
 def lines(*statuses: Status) -> list[str]:
     return explain(statuses, NOW).splitlines()
 
