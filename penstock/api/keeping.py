@@ -12,6 +12,7 @@ from penstock.checkpoint import Loaded
 from penstock.checkpoint.random_state import random_state, restorer
 from penstock.errors import CheckpointError, RunError
 from penstock.ir.figures import whole
+from penstock.ir.run import StepFigures
 
 Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 """all batches in order, or what gives those from one on, by its number"""
@@ -35,6 +36,8 @@ class Keeping:
     """what else a checkpoint keeps"""
     resumed: Callable[[Loaded], str] = lambda loaded: ""
     """is shown what was read, once the training is where it was; a remark"""
+    taken: Callable[[StepFigures], None] = lambda figures: None
+    """is shown every step on the first rank before it is saved: what goes on after it does not take it again"""
 
     def __post_init__(self) -> None:
         for name in ("every", "keep"):
@@ -83,11 +86,13 @@ class Keeper:
             error.is_final = error.is_shared or isinstance(error, CheckpointError)
             raise
 
-    def stepped(self, num_skipped: int) -> str:
-        """A batch was taken: save if it is time to; a remark if that failed. Training goes on without.
+    def stepped(self, figures: StepFigures, num_skipped: int) -> str:
+        """A step was taken: save if it is time to; a remark if that failed. Training goes on without.
 
         While steps are left out nothing is saved: it could be the model that is broken, and good ones would be pruned.
         """
+        if self._pipe.is_first:
+            self._keeping.taken(figures)
         self._num_batches += 1
         self.num_skipped = num_skipped
         is_time = self._pipe.num_steps % self._keeping.every == 0 and not num_skipped

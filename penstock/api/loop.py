@@ -97,7 +97,7 @@ def train(
             taken, problem = _tried(partial(_step, pipe, call, optimizer, recipe.clip), keeper)
             log.add(taken)
             wants_to_stop, memory = pipe.largest(float(bool(wish)), float(_bytes_held()))
-            remarks = (remark, problem, "" if keeper is None else keeper.stepped(log.num_skipped))
+            remarks = (remark, problem, "" if keeper is None else keeper.stepped(taken.figures, log.num_skipped))
             if pipe.is_first:
                 remarks = (*remarks, log.slow_ranks())
                 tell(_report(log.steps, recipe.steps, call, taken, int(memory), remarks))

@@ -97,10 +97,10 @@ def work(job: Job, plan: "Plan") -> str:
         batches = enter(batches_of(job.how.data))
         recipe = Recipe(job.how.steps, job.how.clip, loss_fn is not None)
         _inject(job)
-        keeping = job.lasting.keeping(job.life)
+        keeping, voice = job.lasting.keeping(job.life), Voice(plan, job, out)
         if keeping is not None:
-            keeping = replace(keeping, extra=asked(job), resumed=changes(job, optimizer))
-        return codec.to_json(train(pipe, batches, optimizer, recipe, Voice(plan, job, out), keeping))
+            keeping = replace(keeping, extra=asked(job), resumed=changes(job, optimizer), taken=voice.write_down)
+        return codec.to_json(train(pipe, batches, optimizer, recipe, voice, keeping))
 
 
 def _inject(job: Job) -> None:

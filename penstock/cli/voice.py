@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.api.loop import StepReport
     from penstock.cli.training_job import Job
     from penstock.ir.plan import Plan
+    from penstock.ir.run import StepFigures
 
 
 class Voice:
@@ -22,22 +23,25 @@ class Voice:
         self._seconds, self._as_json, self._out = plan.predicted.makespan, job.as_json, out
         self._model = job.model
         self._diary = None if job.out is None else Diary(job.out)
+        self._written: int | None = None
+        """the last step in the diary"""
 
     def __call__(self, report: "StepReport") -> None:
         """Tell a step that was taken."""
         for remark in () if self._as_json else report.remarks:
             note(remark.replace(" MODEL ", f" {self._model} "))  # in what could be typed next
-        self._write_down(report)
+        self.write_down(report.figures)
         told = step_plain(report, self._seconds) if self._as_json else None
         line = step_line(report, self._seconds) if told is None else json.dumps(told, allow_nan=False)
         typer.echo(line, file=self._out)
 
-    def _write_down(self, report: "StepReport") -> None:
-        """A disk that is full is no reason to stop."""
-        if self._diary is None:
+    def write_down(self, figures: "StepFigures") -> None:
+        """Put a step into the diary, once; a disk that is full is no reason to stop."""
+        if self._diary is None or figures.step == self._written:
             return
+        self._written = figures.step
         try:
-            self._diary.add(report.figures)
+            self._diary.add(figures)
         except OSError as error:
             self._diary = None
             note(f"STEPS ARE NOT WRITTEN DOWN ANY MORE, training goes on: {error}")

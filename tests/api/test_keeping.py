@@ -161,3 +161,18 @@ def test_a_step_that_fails_for_another_reason_is_not_tried_again(plan: Plan, tmp
     data = [(torch.ones(4, 4), torch.ones(4, 4))] * 2 + [(torch.ones(4, 3), torch.ones(4, 4))]
     with pytest.raises(penstock.PenstockError):
         Trained(plan, 3, Keeping(tmp_path, every=9, asynchronous=True), data)
+
+
+def test_a_step_is_noted_before_it_is_saved(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[int] = []
+
+    def killed(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Path:
+        save(self, *args, **kwargs)
+        raise KeyboardInterrupt  # whatever ends a rank as soon as its checkpoint is there
+
+    save = penstock.Pipeline.save
+    monkeypatch.setattr(penstock.Pipeline, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        Trained(plan, 6, Keeping(tmp_path, every=4, taken=lambda figures: noted.append(figures.step)))
+    assert names(tmp_path) == ["step-000004"]
+    assert noted == [0, 1, 2, 3]
