@@ -170,6 +170,6 @@ def batches_from(batches: Batches, number: int) -> Iterator[Any]:
 def _position(loaded: Loaded) -> tuple[int, int]:
     """How many batches were taken, and of the last steps left out; what was saved by other means had one per step."""
     position = loaded.position if isinstance(loaded.position, dict) else {}
-    defaults = {_BATCHES: loaded.step or 0, _SKIPPED: 0}
-    batches, skipped = (whole(position.get(name, default)) or 0 for name, default in defaults.items())
-    return max(0, batches), max(0, skipped)
+    batches, skipped = (whole(position.get(name)) for name in (_BATCHES, _SKIPPED))
+    is_known = batches is not None and batches >= 0
+    return batches if is_known else loaded.step or 0, max(0, skipped or 0)

@@ -99,7 +99,7 @@ class Saver:
         write = functools.partial(self._write, draft, contents)
         end = functools.partial(self._end, draft, self._manifest_of(plan, step), step, options.keep)
         if options.asynchronous:
-            self._background.start(lambda: (write(), end())[1])
+            self._background.start(functools.partial(_one_after_the_other, write, end))
             wait_before_leaving(self._background.settle)
         else:
             write()
@@ -218,6 +218,13 @@ class Saver:
             told_by_first(self._part.crew, outcome, occasion)
         finally:
             self._meeting.close()
+
+
+def _one_after_the_other(
+    write: Callable[[], None], end: Callable[[], CheckpointError | None]
+) -> CheckpointError | None:
+    write()
+    return end()
 
 
 def parameter_names(part: ModelPart) -> dict[int, str]:

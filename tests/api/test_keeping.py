@@ -176,3 +176,16 @@ def test_a_step_is_noted_before_it_is_saved(plan: Plan, tmp_path: Path, monkeypa
         Trained(plan, 6, Keeping(tmp_path, every=4, taken=lambda figures: noted.append(figures.step)))
     assert names(tmp_path) == ["step-000004"]
     assert noted == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("position", [None, 7, {"epoch": 1}, {"batches": "two"}, {"batches": -1}])
+def test_where_no_batches_were_counted_there_was_one_for_every_step(
+    position: Any, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def saved(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Path:
+        return save(self, *args, **{**kwargs, "position": position})
+
+    save = penstock.Pipeline.save
+    monkeypatch.setattr(penstock.Pipeline, "save", saved)
+    Trained(plan, 3, Keeping(tmp_path))
+    assert Trained(plan, 5, Keeping(tmp_path, resume=tmp_path)).run.losses == Trained(plan, 5).run.losses[3:]
