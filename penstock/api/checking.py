@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from penstock.api.arguments import check_loss_fn, check_model_and_plan, check_split
 from penstock.api.pipeline import Pipeline
-from penstock.capture import Captured
+from penstock.capture import Captured, Microbatch, Split, split_batch
 from penstock.errors import RunError
 from penstock.ir.comparison import GRADIENT, compared
 from penstock.ir.containers import transform
 from penstock.ir.plan import Plan
 from penstock.planner import unsplit
-from penstock.runtime.batch import Microbatch, Split, cut
 from penstock.split.distances import distances
 from penstock.split.ownership import Ownership
 from penstock.training.adding import added_with_reductions
@@ -56,7 +55,7 @@ def check(
     _check_batch(args, kwargs)
     bench = _Bench(model, plan, _Loss(loss_fn, reduction), split)
     batch = (tuple(args), dict(kwargs or {}), target)
-    pieces = cut(model.forward, *batch, plan.num_microbatches, split)
+    pieces = split_batch(model.forward, *batch, plan.num_microbatches, split)
     found = bench.pipeline(plan, batch)
     notes = [remark.sentence for remark in found.remarks]
     if any(node.is_random for node in bench.captured.recording(pieces[0].args, pieces[0].kwargs).graph.nodes):
@@ -67,7 +66,7 @@ def check(
         loop = bench.plain(pieces, found.weights)
     stages, whole = _stages(plan), None
     if len(notes) == sum(not remark.is_certain for remark in found.remarks):
-        plain = bench.plain(cut(model.forward, *batch, 1, split), (1.0,))
+        plain = bench.plain(split_batch(model.forward, *batch, 1, split), (1.0,))
         expected, own = plain.without_buffers, found.without_buffers
         whole = compared("the whole batch", distances(expected, own), stages, plain.coarsest)
     looped = compared("the same microbatches, one after another", distances(loop.numbers, found.numbers), stages)

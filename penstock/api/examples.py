@@ -9,14 +9,13 @@ from torch import Tensor, nn
 
 from penstock.api.arguments import check_loss_fn, check_split
 from penstock.api.measuring import measure
-from penstock.capture import Captured
+from penstock.capture import Captured, Microbatch, split_batch
 from penstock.capture import capture as record_model
 from penstock.errors import PlanError
 from penstock.ir.device_speed import DeviceSpeed
 from penstock.ir.graph import Graph
 from penstock.ir.profile import Profile
 from penstock.planner import Measured, between
-from penstock.runtime.batch import Microbatch, cut
 from penstock.training.solo import Solo
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -95,7 +94,7 @@ class Examples:
         return {count: Measured(graph, profile) for count, graph in found.items()}
 
     def _first(self, count: int) -> Microbatch:
-        return cut(self.model.forward, tuple(self.args), dict(self.kwargs or {}), None, count, self.split)[0]
+        return split_batch(self.model.forward, tuple(self.args), dict(self.kwargs or {}), None, count, self.split)[0]
 
     def _captured(self, count: int) -> Captured:
         first = self._first(count)
@@ -107,4 +106,4 @@ class Examples:
 
     def num_samples(self, most: int) -> int:
         """How many samples the batch has, or the most that are of interest."""
-        return len(cut(self.model.forward, tuple(self.args), dict(self.kwargs or {}), None, most, self.split))
+        return len(split_batch(self.model.forward, tuple(self.args), dict(self.kwargs or {}), None, most, self.split))

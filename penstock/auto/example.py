@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.auto.config import AutoPipelineConfig
+from penstock.capture import Microbatch, split_batch
 from penstock.errors import PlanError
-from penstock.runtime.batch import Microbatch, cut
 
 _HINT = "build(model, loss_fn=..., args=(batch,)), with a batch like those of the training"
 
@@ -24,7 +24,7 @@ def example_of(
         raise PlanError("args is a tuple of what the model is called with", given=type(args).__name__, hint=_HINT)
     if not args and not kwargs:
         args, kwargs = (), _tokens(config, model, has_loss_fn)
-    return cut(model.forward, args, kwargs, None, config.num_microbatches)[0]
+    return split_batch(model.forward, args, kwargs, None, config.num_microbatches)[0]
 
 
 def _tokens(config: AutoPipelineConfig, model: nn.Module, has_loss_fn: bool) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from torch import nn
 
 from penstock.auto.config import AutoPipelineConfig
 from penstock.auto.stages import partition_of, schedule_of
-from penstock.capture import capture
+from penstock.capture import Microbatch, capture
 from penstock.errors import PlanError
 from penstock.ir.cluster import Cluster
 from penstock.ir.plan import Plan
@@ -12,7 +12,6 @@ from penstock.ir.profile import Profile
 from penstock.ir.schedule import Schedule
 from penstock.passes import verify
 from penstock.planner import Measured, Request, search
-from penstock.runtime.batch import Microbatch
 from penstock.training.solo import Solo
 
 

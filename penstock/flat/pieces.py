@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from penstock.capture import microbatch_sizes
 from penstock.errors import RunError
 from penstock.flat.line import Line
 from penstock.ir.figures import whole
-from penstock.runtime.batch import sizes_of
 from penstock.runtime.meeting import Occasion, Said
 from penstock.runtime.row import Figures
 
@@ -37,7 +37,7 @@ def pieces_of(
     if largest != -smallest:
         found = (int(-smallest), int(largest))
         raise _shared(RunError("the ranks were given batches of different sizes", sizes=found))
-    sizes = sizes_of(int(largest), num_microbatches)
+    sizes = microbatch_sizes(int(largest), num_microbatches)
     starts = accumulate(sizes, initial=0)
     spans = list(zip(starts, sizes, strict=False))
     return Pieces(sizes, tuple(tuple(tensor.narrow(0, *span) for tensor in given) for span in spans))

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from penstock.capture import microbatch_sizes
 from penstock.errors import PartitionError
 from penstock.flat.topology import topology
 from penstock.ir.figures import whole
-from penstock.runtime.batch import sizes_of
 
 Entries = Iterable[Callable[..., Any]]
 
@@ -22,7 +22,7 @@ def partition_uniform(
     Without a number of stages and a stage, those are the pipeline of the topology and this rank's place in it.
     """
     entries, stages, stage = _asked(flat_sequence, num_stages, stage)
-    bounds = list(accumulate(sizes_of(len(entries), stages), initial=0))
+    bounds = list(accumulate(microbatch_sizes(len(entries), stages), initial=0))
     return entries[bounds[stage] : bounds[stage + 1]]
 
 

@@ -4,9 +4,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.capture import split_batch
 from penstock.ir.containers import named_inputs, named_leaves
 from penstock.ir.plan import Plan
-from penstock.runtime.batch import cut
 from penstock.training.model_part import ModelPart
 from penstock.training.step_data import CutBatch
 
@@ -37,7 +37,7 @@ class BatchCutter:
         """Cut a batch, and find the recordings unless they are known."""
         self._part.check_numbers()
         captured, (args, kwargs, target) = self._part.captured, batch
-        pieces = cut(captured.model.forward, args, kwargs, target, self.plan.num_microbatches, self._split)
+        pieces = split_batch(captured.model.forward, args, kwargs, target, self.plan.num_microbatches, self._split)
         if recordings is not None:
             return CutBatch(pieces, recordings, tuple(captured.inputs(piece.args, piece.kwargs) for piece in pieces))
         found, named = zip(*captured.met((piece.args, piece.kwargs) for piece in pieces), strict=True)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.runtime.batch import Microbatch
+from penstock.capture import Microbatch
 from penstock.runtime.health import Health
 
 

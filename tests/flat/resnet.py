@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock.capture import microbatch_sizes
 from penstock.flat import clip_grad_norm_, flatten_model, forward_backward, partition_uniform, topology
-from penstock.runtime.batch import sizes_of
 from tests.zoo.plain import ResNet50
 
 LAYERS = [
@@ -45,7 +45,7 @@ def in_one_process(samples: int, num_microbatches: int, max_norm: float | None =
     losses, norms = [], []
     for images, targets in batches(samples):
         optimizer.zero_grad()
-        sizes = sizes_of(samples, num_microbatches)
+        sizes = microbatch_sizes(samples, num_microbatches)
         found = []
         for part, labels in zip(images.split(sizes), targets.split(sizes), strict=True):
             loss = functional.cross_entropy(model(part), labels)

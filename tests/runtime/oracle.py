@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.batch import sizes_of
+from penstock.capture import microbatch_sizes
 
 Numbers = dict[str, Tensor | None]
 Batch = tuple[Tensor, Tensor]
@@ -43,7 +43,7 @@ def loop(model: nn.Module, loss_fn: LossFn, microbatches: int) -> Train:
     """A step of plain PyTorch over microbatches in order, each weighted by its samples."""
 
     def train(x: Tensor, target: Tensor) -> Tensor:
-        sizes = sizes_of(len(x), microbatches)
+        sizes = microbatch_sizes(len(x), microbatches)
         total = torch.zeros((), dtype=torch.float64)
         for part, wanted in zip(x.split(sizes), target.split(sizes), strict=True):
             loss = loss_fn(model(part), wanted)

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.modeling_outputs import CausalLMOutput
 
-from penstock.runtime.batch import sizes_of
+from penstock.capture import microbatch_sizes
 from penstock.runtime.merge import batch_dim, merge
 
 
 @given(batch=st.integers(1, 20), asked=st.integers(1, 6))
 def test_what_was_cut_is_put_together_again(batch: int, asked: int) -> None:
-    sizes = sizes_of(batch, asked)
+    sizes = microbatch_sizes(batch, asked)
     whole = {"x": torch.randn(batch, 3), "tokens": torch.randn(2 * batch, 5)}
     pieces = [{"x": x} for x in whole["x"].split(sizes)]
     assert torch.equal(merge(pieces, sizes)["x"], whole["x"])

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.capture import microbatch_sizes
 from penstock.errors import RunError
 from penstock.ir.loss import Count, LossRule, Term, TermKind, assumed, combined
-from penstock.runtime.batch import sizes_of
 from penstock.runtime.weights import count_labels, is_exact, term_weights, weighted_sum, weights
 
 CLASSES = torch.tensor([0.5, 2.0, 1.0, 0.25, 3.0], dtype=torch.float64)
@@ -66,7 +66,7 @@ def test_weighted_gradients_sum_to_those_of_the_batch(
     loss_fn: Callable[[Tensor, Tensor], Tensor], rule: LossRule, classes: Tensor | None, num_microbatches: int
 ) -> None:
     logits = torch.randn(7, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    sizes, target = sizes_of(7, num_microbatches), labels()
+    sizes, target = microbatch_sizes(7, num_microbatches), labels()
     whole = loss_fn(logits, target)
     (expected,) = torch.autograd.grad(whole, logits)
     parts = target.split(sizes)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.runtime.batch import Microbatch
+from penstock.capture import Microbatch
 from penstock.training.losses.rows import rows, tensors
 
 _IGNORED = -100

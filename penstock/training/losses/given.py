@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
+from penstock.capture import Microbatch
 from penstock.capture.recording import Recording
 from penstock.errors import RunError
 from penstock.ir.containers import named_leaves
 from penstock.ir.loss import Count, LossRule, assumed
-from penstock.runtime.batch import Microbatch
 from penstock.runtime.weights import count_labels
 from penstock.training.losses.reading import Counter
 

@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-from penstock.capture import Captured
+from penstock.capture import Captured, Microbatch
 from penstock.capture.recording import Recording
 from penstock.errors import PenstockError
 from penstock.ir.loss_origin import loss_rule
-from penstock.runtime.batch import Microbatch
 from penstock.training.losses.case import Case
 from penstock.training.losses.counting import Tally, facts_of, without_numbers
 from penstock.training.losses.coupling import couplings

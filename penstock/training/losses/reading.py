@@ -7,13 +7,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from penstock.capture import Microbatch
 from penstock.capture.leaves import Granularity
 from penstock.capture.recording import Recording, make_recording
 from penstock.errors import PenstockError
 from penstock.ir.containers import named_leaves, transform
 from penstock.ir.loss import LossRule, assumed
 from penstock.ir.loss_origin import loss_rule
-from penstock.runtime.batch import Microbatch
 from penstock.training.losses.counting import Tally, facts_of, without_numbers
 from penstock.training.losses.coupling import couplings
 from penstock.training.losses.loss_module import LossModule

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import Captured
+from penstock.capture import Captured, Microbatch
 from penstock.capture.calls import watched_modules
 from penstock.capture.hooks import silent_hooks
 from penstock.capture.recording import Recording
@@ -17,7 +17,6 @@ from penstock.capture.surroundings import uncompiled
 from penstock.ir.containers import Parts, put_together, transform
 from penstock.ir.graph import Graph, TensorSpec
 from penstock.ir.record import Call, Ref
-from penstock.runtime.batch import Microbatch
 from penstock.training.losses.case import Case
 from penstock.training.losses.evidence import Outcome
 from penstock.training.losses.loss_value import loss_of

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.capture import Microbatch
 from penstock.capture.generators import States, python_sources, torch_sources
 from penstock.capture.recording import Recording
 from penstock.capture.surroundings import uncompiled, undisturbed
 from penstock.ir.containers import transform
-from penstock.runtime.batch import Microbatch
 from penstock.training.losses.case import Case
 from penstock.training.losses.evidence import Evidence, Outcome, Part
 from penstock.training.losses.loss_module import LossModule

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.capture import capture
+from penstock.capture import capture, split_batch
 from penstock.capture.captured import without_cache
 from penstock.ir.containers import transform
-from penstock.runtime.batch import cut
 from penstock.runtime.weights import weighted_sum, weights
 from penstock.training.losses.coupling import couplings
 from penstock.training.losses.loss_value import loss_of
@@ -81,7 +80,7 @@ def losses(name: str) -> tuple[Tensor, Tensor, tuple[str, ...]]:
         with torch.no_grad():
             return loss_of(model(*args, **kwargs))
 
-    pieces = cut(model.forward, args, kwargs, None, 3)
+    pieces = split_batch(model.forward, args, kwargs, None, 3)
     captured = capture(model, pieces[0].args, pieces[0].kwargs)
     reading = read_model(captured, captured.first)
     factors = weights(reading.rule, [reading.counter(piece) for piece in pieces])

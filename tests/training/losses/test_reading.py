@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.capture import capture
+from penstock.capture import Microbatch, capture, microbatch_sizes, split_batch
 from penstock.errors import RunError
 from penstock.ir.loss import LossRule
-from penstock.runtime.batch import Microbatch, cut, sizes_of
 from penstock.runtime.weights import weights
 from penstock.training.losses.given import given_rule
 from penstock.training.losses.loss_value import loss_of
@@ -127,7 +126,7 @@ def logits() -> Tensor:
 
 def in_microbatches(loss_fn: Loss, y: Tensor, target: Tensor, num_microbatches: int) -> tuple[LossRule, Tensor]:
     """The rule of a loss function and the sum of its weighted gradients."""
-    sizes = sizes_of(len(y), num_microbatches)
+    sizes = microbatch_sizes(len(y), num_microbatches)
     parts = [Microbatch((), {}, part, len(part)) for part in target.split(sizes)]
     reading = read_function(loss_fn, y.split(sizes)[0], parts[0].target, sizes[0])
     rule, found = reading.rule, torch.zeros_like(y)
@@ -213,7 +212,7 @@ def test_weighted_gradients_of_a_model_with_a_loss_sum_to_those_of_the_batch(for
     kwargs = {"ids": torch.randint(0, 9, (7, 6)), "labels": labels()}
     parameters = list(model.parameters())
     expected = torch.autograd.grad(loss_of(model(**kwargs)), parameters)
-    pieces = cut(model.forward, (), kwargs, None, num_microbatches)
+    pieces = split_batch(model.forward, (), kwargs, None, num_microbatches)
     captured = capture(model, (), pieces[0].kwargs)
     reading = read_model(captured, captured.first)
     found = [torch.zeros_like(parameter) for parameter in parameters]

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.capture import capture
+from penstock.capture import capture, split_batch
 from penstock.capture.captured import without_cache
-from penstock.runtime.batch import cut
 from penstock.training.losses.case import Case
 from penstock.training.losses.model_rule import ModelRule
 from penstock.training.losses.stand_in import try_model
@@ -47,7 +46,7 @@ class Scored(nn.Module):
 
 def judged(loss: Any, microbatches: int = 2, last: nn.Module | None = None) -> Verdict:
     model = Scored(loss, last)
-    pieces = cut(model.forward, (X, T), {}, None, microbatches)
+    pieces = split_batch(model.forward, (X, T), {}, None, microbatches)
     captured = capture(model, pieces[0].args)
     Counted.calls = 0
     found = ModelRule(captured, None).of(captured.first, Case(pieces, 0))
@@ -133,7 +132,7 @@ def test_hooks_and_state_are_left_alone() -> None:
     called: list[str] = []
     model.register_forward_hook(lambda module, args, result: called.append("model"))
     model.layers[0].register_forward_hook(lambda module, args, result: called.append("layer"))
-    pieces = cut(model.forward, (X, T), {}, None, 2)
+    pieces = split_batch(model.forward, (X, T), {}, None, 2)
     captured = capture(model, pieces[0].args)
     called.clear()
     state, mode = torch.get_rng_state(), model.training
@@ -153,6 +152,6 @@ SOME = (
 @pytest.mark.parametrize("name", SOME)
 def test_models_whose_samples_do_not_act_on_each_other_raise_no_doubt(name: str) -> None:
     model, args, kwargs = ZOO[name]()
-    pieces = cut(model.forward, args, without_cache(model, kwargs), None, 1)
+    pieces = split_batch(model.forward, args, without_cache(model, kwargs), None, 1)
     captured = capture(model, pieces[0].args, pieces[0].kwargs)
     assert ModelRule(captured, None).of(captured.first, Case(pieces, 0)).doubts == ()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.runtime.batch import Microbatch
+from penstock.capture import Microbatch
 from penstock.training.losses.case import Case
 from penstock.training.losses.trial import NO_LABELS, NOT_CUT, RANDOM, Trial, try_function
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from penstock.capture import Microbatch, microbatch_sizes, split_batch
 from penstock.errors import RunError
-from penstock.runtime.batch import Microbatch, cut, sizes_of
 
 
 def forward(x: Any, mask: Any = None, *rest: Any, scale: Any = 1, **more: Any) -> None:
@@ -37,7 +37,7 @@ def sizes(pieces: tuple[Microbatch, ...]) -> list[int]:
 def test_sizes_differ_by_at_most_one_and_the_larger_come_first(
     batch: int, asked: int, expected: tuple[int, ...]
 ) -> None:
-    assert sizes_of(batch, asked) == expected
+    assert microbatch_sizes(batch, asked) == expected
 
 
 @given(batch=st.integers(1, 40), asked=st.integers(1, 12), dim=st.integers(0, 2))
@@ -45,10 +45,10 @@ def test_the_pieces_are_views_that_make_up_the_batch(batch: int, asked: int, dim
     shape = [2, 3, 4]
     shape[dim] = batch
     x, target = torch.randn(shape), torch.arange(batch)
-    pieces = cut(forward, (x,), {}, target, asked, {"x": dim})
+    pieces = split_batch(forward, (x,), {}, target, asked, {"x": dim})
     assert torch.equal(torch.cat([piece.args[0] for piece in pieces], dim), x)
     assert torch.equal(torch.cat([piece.target for piece in pieces]), target)
-    assert sizes(pieces) == [len(piece.target) for piece in pieces] == list(sizes_of(batch, asked))
+    assert sizes(pieces) == [len(piece.target) for piece in pieces] == list(microbatch_sizes(batch, asked))
     assert all(piece.args[0].untyped_storage()._cdata == x.untyped_storage()._cdata for piece in pieces)
 
 
@@ -70,21 +70,21 @@ def test_any_structure_is_cut_leaf_by_leaf(tree: Any, asked: int) -> None:
             return {key: filled(item, tensors) for key, item in tree.items()}
         return tensors.get(tree, tree) if isinstance(tree, str) else tree
 
-    pieces = cut(forward, (torch.zeros(6), filled(tree, tensors)), {}, None, asked)
+    pieces = split_batch(forward, (torch.zeros(6), filled(tree, tensors)), {}, None, asked)
     for piece, part in zip(pieces, tensors["batch"].split(sizes(pieces)), strict=True):
         assert str(piece.args[1]) == str(filled(tree, {**tensors, "batch": part}))
 
 
 def test_what_is_not_the_batch_is_given_whole() -> None:
     table, number = torch.zeros(1, 5), torch.tensor(3.0)
-    pieces = cut(forward, (torch.zeros(4, 5), table), {"scale": number, "flag": True, "none": None}, None, 2)
+    pieces = split_batch(forward, (torch.zeros(4, 5), table), {"scale": number, "flag": True, "none": None}, None, 2)
     assert all(piece.args[1] is table and piece.kwargs["scale"] is number for piece in pieces)
     assert [(piece.kwargs["flag"], piece.kwargs["none"]) for piece in pieces] == [(True, None)] * 2
 
 
 def test_dataclasses_and_model_outputs_stay_what_they_are() -> None:
     given = BaseModelOutput(last_hidden_state=torch.zeros(4, 2))
-    first, _ = cut(forward, (Pair(torch.zeros(4), None),), {"more": given}, None, 2)
+    first, _ = split_batch(forward, (Pair(torch.zeros(4), None),), {"more": given}, None, 2)
     assert isinstance(first.args[0], Pair)
     assert first.args[0].left.shape == (2,)
     assert isinstance(first.kwargs["more"], BaseModelOutput)
@@ -93,12 +93,12 @@ def test_dataclasses_and_model_outputs_stay_what_they_are() -> None:
 
 def test_the_call_keeps_its_positions_and_keywords() -> None:
     x = torch.zeros(4)
-    (piece,) = cut(forward, (x, x, 5), {"scale": 2, "other": x}, None, 1)
+    (piece,) = split_batch(forward, (x, x, 5), {"scale": 2, "other": x}, None, 1)
     assert (len(piece.args), list(piece.kwargs)) == (3, ["scale", "other"])
 
 
 def test_the_first_tensor_of_the_signature_says_how_large_the_batch_is() -> None:
-    pieces = cut(forward, (), {"mask": torch.zeros(3), "x": torch.zeros(6, 3)}, None, 3)
+    pieces = split_batch(forward, (), {"mask": torch.zeros(3), "x": torch.zeros(6, 3)}, None, 3)
     assert sizes(pieces) == [2, 2, 2]
     assert pieces[0].kwargs["mask"].shape == (3,)
 
@@ -107,42 +107,42 @@ def test_split_overrides_by_name_and_a_part_overrides_its_whole() -> None:
     x, table = torch.zeros(3, 4), torch.zeros(4, 4)
     batch = {"ids": torch.zeros(4), "table": torch.zeros(4)}
     split = {"x": 1, "mask": None, "batch": 0, "batch.table": None, "target.y": -1}
-    first, _ = cut(forward, (x, table), {"batch": batch}, {"y": torch.zeros(2, 4)}, 2, split)
+    first, _ = split_batch(forward, (x, table), {"batch": batch}, {"y": torch.zeros(2, 4)}, 2, split)
     assert (first.args[0].shape, first.args[1].shape) == ((3, 2), (4, 4))
     assert (len(first.kwargs["batch"]["ids"]), len(first.kwargs["batch"]["table"])) == (2, 4)
     assert first.target["y"].shape == (2, 2)
 
 
 def test_an_entry_for_a_parameter_that_is_left_out_waits_for_another_step() -> None:
-    assert sizes(cut(forward, (torch.zeros(2),), {}, None, 2, {"mask": None, "target": None})) == [1, 1]
+    assert sizes(split_batch(forward, (torch.zeros(2),), {}, None, 2, {"mask": None, "target": None})) == [1, 1]
 
 
 def test_a_name_that_means_nothing_is_refused_with_the_closest_one() -> None:
     with pytest.raises(RunError, match="'attention_mask'"):
-        cut(forward, (torch.zeros(2),), {"attention_mask": torch.zeros(2)}, None, 2, {"atention_mask": None})
+        split_batch(forward, (torch.zeros(2),), {"attention_mask": torch.zeros(2)}, None, 2, {"atention_mask": None})
 
 
 @pytest.mark.parametrize(
     ("args", "target", "split", "message"),
     [
         ((torch.zeros(0, 3),), None, {}, r"the batch is empty \(argument: x, shape: \(0, 3\)\)"),
-        ((3, torch.tensor(1.0)), None, {}, "no tensor among the arguments"),
+        ((3, torch.tensor(1.0)), None, {}, "the size of the batch is unknown"),
         ((torch.zeros(4),), torch.zeros(3), {}, r"not the batch \(target: target, shape: \(3,\), batch: 4\)\ntry: "),
         ((torch.zeros(4), torch.zeros(3)), None, {"mask": 0}, r"not as long as the batch \(name: mask, dim: 0"),
         ((torch.zeros(4),), None, {"x": 1}, r"dimension that the tensor lacks \(name: x, dim: 1, shape: \(4,\)\)"),
-        ((torch.zeros(4),), None, {"x": "0"}, "a dimension or None"),
+        ((torch.zeros(4),), None, {"x": "0"}, "must be a dimension or None"),
     ],
 )  # fmt: skip
 def test_a_batch_that_cannot_be_cut_is_refused_with_its_sizes(args: Any, target: Any, split: Any, message: str) -> None:
     with pytest.raises(RunError, match=message):
-        cut(forward, args, {}, target, 2, split)
+        split_batch(forward, args, {}, target, 2, split)
 
 
 def test_a_step_without_microbatches_is_refused() -> None:
     with pytest.raises(RunError, match="at least one microbatch"):
-        cut(forward, (torch.zeros(4),), {}, None, 0)
+        split_batch(forward, (torch.zeros(4),), {}, None, 0)
 
 
 def test_a_target_that_is_a_number_is_given_whole() -> None:
-    first, _ = cut(forward, (torch.zeros(4),), {}, (torch.tensor(2.0), 7), 2)
+    first, _ = split_batch(forward, (torch.zeros(4),), {}, (torch.tensor(2.0), 7), 2)
     assert first.target == (torch.tensor(2.0), 7)

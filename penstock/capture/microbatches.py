@@ -1,7 +1,7 @@
-"""Batch: cuts the arguments of a step into microbatches."""
+"""Splits the arguments and the target of a step into microbatches."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import accumulate
@@ -13,6 +13,7 @@ from penstock.errors import RunError
 from penstock.ir.containers import named_inputs, named_leaves, transform
 
 Split = Mapping[str, int | None]
+"""by the name of an argument or of a part of it: the dimension to split along, or None to pass it whole"""
 Leaf = tuple[str, object]
 
 _TARGET = "target"
@@ -20,23 +21,16 @@ _TARGET = "target"
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What the model and the loss are given for some of the samples; tensors are views of the batch."""
+    """The arguments of the model and the target of the loss for some samples of a batch; tensors are views of it."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any
     size: int
-    """its samples"""
+    """number of samples"""
 
 
-class _Slot:
-    """Stands for one argument while the signature says what it is called; no container, so never taken apart."""
-
-    def __init__(self, place: int | str) -> None:
-        self.place = place
-
-
-def cut(
+def split_batch(
     forward: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -44,78 +38,72 @@ def cut(
     num_microbatches: int,
     split: Split | None = None,
 ) -> tuple[Microbatch, ...]:
-    """The microbatches of a batch: fewer than asked for when there are fewer samples, the larger ones first.
+    """Split a batch into microbatches, larger ones first; into fewer than asked for if there are fewer samples.
 
-    Tensors whose first dimension is the batch are cut along it, all else is given whole to every microbatch. `split`
-    overrides by the name of a parameter of the forward, of `target`, or of a part of either (`batch.mask`): the
-    dimension to cut along, or None for whole. The first tensor that is not overridden by None says how large the
-    batch is.
+    Tensors whose first dimension is the batch are split along it, everything else is given whole to every microbatch.
+    `split` overrides this by the name of a parameter of the forward, of `target`, or of a part of either
+    (`batch.mask`). The size of the batch is that of the first tensor that `split` does not keep whole.
     """
     split = dict(split or {})
-    names = _argument_names(forward, args, kwargs)
-    inputs = [leaf for place in names for leaf in _leaves_at(args, kwargs, place, names)]
+    # Stand-ins pass through the signature in place of the arguments, so that each gets its parameter's name. They are
+    # no containers and are therefore never taken apart.
+    slots = [_Slot(place) for place in (*range(len(args)), *kwargs)]
+    named = named_inputs(forward, slots[: len(args)], dict(zip(kwargs, slots[len(args) :], strict=True)))
+    names = {slot.place: name for name, slot in named.items()}
+    arguments = {place: args[place] if isinstance(place, int) else kwargs[place] for place in names}
+    leaves = {place: named_leaves(arguments[place], name) for place, name in names.items()}
+    inputs = [leaf for place in names for leaf in leaves[place]]
     targets = named_leaves(target, _TARGET)
     _check_split(split, (*inputs, *targets), (*inspect.signature(forward).parameters, _TARGET))
+
     batch = _batch_size(inputs, split)
-    dims = {name: _input_dim(name, leaf, batch, split) for name, leaf in inputs}
-    target_dims = {name: _target_dim(name, leaf, batch, split) for name, leaf in targets}
-    spans = _spans(batch, num_microbatches)
-    columns = [
-        _parts(_at(args, kwargs, place), [dims[leaf] for leaf, _ in _leaves_at(args, kwargs, place, names)], spans)
+    sizes = microbatch_sizes(batch, num_microbatches)
+    spans = list(zip(accumulate(sizes, initial=0), sizes, strict=False))
+    columns = {
+        place: _parts(arguments[place], [_split_dim(name, leaf, batch, split) for name, leaf in leaves[place]], spans)
         for place in (*range(len(args)), *kwargs)
-    ]
-    targets_of = _parts(target, [target_dims[name] for name, _ in targets], spans)
-    rows = zip(*columns, strict=True) if columns else [()] * len(spans)
+    }
+    target_column = _parts(target, [_target_dim(name, leaf, batch, split) for name, leaf in targets], spans)
     return tuple(
-        Microbatch(tuple(row[: len(args)]), dict(zip(kwargs, row[len(args) :], strict=True)), own, size)
-        for row, own, (_, size) in zip(rows, targets_of, spans, strict=True)
+        Microbatch(
+            tuple(columns[place][index] for place in range(len(args))),
+            {key: columns[key][index] for key in kwargs},
+            target_column[index],
+            size,
+        )
+        for index, size in enumerate(sizes)
     )
 
 
-def sizes_of(batch: int, num_microbatches: int) -> tuple[int, ...]:
-    """The samples of each microbatch: alike to within one, the larger ones first, none of them empty."""
+def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
+    """The number of samples of each microbatch: equal to within one, larger ones first, none of them empty."""
     if num_microbatches < 1:
         raise RunError("a step needs at least one microbatch", microbatches=num_microbatches)
     least, more = divmod(batch, num_microbatches)
     return tuple(size for size in (least + (place < more) for place in range(num_microbatches)) if size)
 
 
-def _spans(batch: int, num_microbatches: int) -> list[tuple[int, int]]:
-    sizes = sizes_of(batch, num_microbatches)
-    return list(zip(accumulate(sizes, initial=0), sizes, strict=False))
+class _Slot:
+    """Stands for the argument at a position or keyword of the call."""
 
-
-def _argument_names(
-    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[int | str, str]:
-    """The name of every argument, in the order of the signature, by its position or keyword in the call."""
-    slots = named_inputs(forward, [_Slot(place) for place in range(len(args))], {key: _Slot(key) for key in kwargs})
-    return {slot.place: name for name, slot in slots.items()}
-
-
-def _at(args: Sequence[Any], kwargs: Mapping[str, Any], place: int | str) -> Any:
-    return args[place] if isinstance(place, int) else kwargs[place]
-
-
-def _leaves_at(
-    args: Sequence[Any], kwargs: Mapping[str, Any], place: int | str, names: Mapping[int | str, str]
-) -> list[Leaf]:
-    return named_leaves(_at(args, kwargs, place), names[place])
+    def __init__(self, place: int | str) -> None:
+        self.place = place
 
 
 def _parts(thing: object, dims: Sequence[int | None], spans: Sequence[tuple[int, int]]) -> list[Any]:
-    """The structure for every microbatch, with every leaf that has a dimension narrowed along it."""
+    """The structure for every microbatch, each leaf narrowed along its dimension if it has one."""
+
+    def narrowed(leaf: object, dim: int | None, span: tuple[int, int]) -> object:
+        return leaf.narrow(dim, *span) if isinstance(leaf, Tensor) and dim is not None else leaf
+
     if isinstance(thing, Tensor):
-        return [_narrowed(thing, dims[0], span) for span in spans]
-    return [_part(thing, iter(dims), span) for span in spans]
-
-
-def _part(thing: object, dims: Iterator[int | None], span: tuple[int, int]) -> Any:
-    return transform(thing, lambda leaf: _narrowed(leaf, next(dims), span))
-
-
-def _narrowed(leaf: object, dim: int | None, span: tuple[int, int]) -> object:
-    return leaf.narrow(dim, *span) if isinstance(leaf, Tensor) and dim is not None else leaf
+        # Most arguments are plain tensors: no walk over a structure for each microbatch.
+        return [narrowed(thing, dims[0], span) for span in spans]
+    found = []
+    for span in spans:
+        own = iter(dims)
+        found.append(transform(thing, lambda leaf, own=own, span=span: narrowed(leaf, next(own), span)))  # type: ignore[misc]
+    return found
 
 
 def _override(name: str, split: Split) -> str | None:
@@ -125,7 +113,7 @@ def _override(name: str, split: Split) -> str | None:
 
 
 def _check_split(split: Split, found: Sequence[Leaf], parameters: Sequence[str]) -> None:
-    """Refuse an entry that can never mean anything; that of a parameter left out in this step waits for another."""
+    """Refuse names that match nothing. A parameter that this step leaves out may be used in another step."""
     names = {name for name, _ in found}
     for name, dim in split.items():
         if name not in (*names, *parameters) and not any(leaf.startswith(f"{name}.") for leaf in names):
@@ -134,7 +122,7 @@ def _check_split(split: Split, found: Sequence[Leaf], parameters: Sequence[str])
             hint = f"{close[0]!r}" if close else f"one of {', '.join(known) or 'none'}"
             raise RunError("split names no argument of this step", name=repr(name), hint=hint)
         if not (dim is None or type(dim) is int):
-            raise RunError("split gives a dimension or None", name=repr(name), given=repr(dim))
+            raise RunError("the values of split must be a dimension or None", name=repr(name), given=repr(dim))
 
 
 def _batch_size(inputs: Sequence[Leaf], split: Split) -> int:
@@ -147,7 +135,7 @@ def _batch_size(inputs: Sequence[Leaf], split: Split) -> int:
                 raise RunError("the batch is empty", argument=name, shape=tuple(leaf.shape))
             return size
     raise RunError(
-        "no tensor among the arguments says how large the batch is",
+        "the size of the batch is unknown: no argument is a tensor that can be split",
         arguments=[name for name, _ in inputs],
         hint="give the model at least one tensor whose first dimension is the batch",
     )
@@ -159,8 +147,8 @@ def _checked_dim(name: str, leaf: Tensor, dim: int) -> int:
     return dim % leaf.dim()
 
 
-def _input_dim(name: str, leaf: object, batch: int, split: Split) -> int | None:
-    """The dimension along which a leaf is cut; None: it is given whole."""
+def _split_dim(name: str, leaf: object, batch: int, split: Split) -> int | None:
+    """The dimension along which a leaf is split; None: it is given whole."""
     if not isinstance(leaf, Tensor):
         return None
     key = _override(name, split)
@@ -182,7 +170,8 @@ def _input_dim(name: str, leaf: object, batch: int, split: Split) -> int | None:
 
 
 def _target_dim(name: str, leaf: object, batch: int, split: Split) -> int | None:
-    dim = _input_dim(name, leaf, batch, split)
+    """As for an argument, but a target that is not split is almost always a mistake, so it must be asked for."""
+    dim = _split_dim(name, leaf, batch, split)
     if dim is None and isinstance(leaf, Tensor) and leaf.dim() and _override(name, split) is None:
         raise RunError(
             "the first dimension of a target is not the batch",
