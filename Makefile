@@ -1,9 +1,9 @@
 # Every target works on a machine that has only Python 3.11, make and git: what it needs is installed into .venv once.
 #
 #   make demo    measure, plan and train a small GPT on 4 processes, and write a report
-#   make test    run the tests; the pure rooms must be covered to 95 %
-#   make test-whole   all combinations of what `make test` shows by a selection
-#   make lint    ruff, and mypy --strict on the pure rooms
+#   make test    run the tests; the planning packages must be covered to 95 %
+#   make test-all   the full products of which `make test` runs a selection
+#   make lint    ruff, and mypy --strict on the planning packages
 #   make bench   run the benchmarks, which print ratios
 #   make soak    break a training every 10 seconds for 10 minutes, and hold it against one that nothing happens to
 #   make docs    build the documentation, warnings are errors
@@ -21,13 +21,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet
 comma := ,
 
-# The rooms without torch; those that are not built yet are left out.
-PURE_ROOMS := errors.py ir partitioners schedules passes views simulate synthesis planner
-PURE := $(wildcard $(addprefix penstock/,$(PURE_ROOMS)))
+# The packages that never import torch.
+PLANNING := penstock/errors.py penstock/ir penstock/partitioners penstock/schedules penstock/passes penstock/views penstock/simulate penstock/planner
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-whole lint bench soak docs clean
+.PHONY: help demo test test-all lint bench soak docs clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -66,12 +65,12 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --cov --cov-report=term
 
-test-whole: $(VENV)/.dev
+test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --whole
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check .
-	$(BIN)/python -m mypy $(PURE)
+	$(BIN)/python -m mypy $(PLANNING)
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks

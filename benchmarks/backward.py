@@ -13,7 +13,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from benchmarks.table import Line, Table
 from penstock.capture import capture
 from penstock.partitioners import by_modules
-from penstock.split import Passage, split
+from penstock.stages import Passage, split
 
 _ROWS = 64
 _SIZES = ((32, 4, 1.2), (32, 16, 1.2), (256, 4, 1.05), (256, 16, 1.05), (512, 4, 1.05), (512, 16, 1.05))

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.ir.action import Forward
-from penstock.ir.schedule import Schedule
+from penstock.ir import Forward, Schedule
 
 Posted = tuple[dist.Work, Tensor]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import penstock
 from benchmarks.table import Line, Table
-from penstock.processes.board import Board
+from penstock.launch import Board
 
 RANKS = 4
 

@@ -13,7 +13,7 @@ from benchmarks.clock import cpu_seconds
 from benchmarks.table import Line, Table
 from penstock.capture import capture
 from penstock.partitioners import uniform
-from penstock.split import split
+from penstock.stages import split
 
 _PLAIN_SECONDS = 0.5
 """what a capture may take besides forwards"""

@@ -14,7 +14,7 @@ from benchmarks.guarded import guarded
 from benchmarks.short_training import RANKS, STEPS, Outcome, ShortTraining
 from benchmarks.table import Line, Table
 from benchmarks.watched_training import WatchedTraining
-from penstock.checkpoint.listing import verified
+from penstock.checkpoint import verified
 
 KINDS = ("kill", "abort", "raise", "exit")
 _LOOK_SECONDS = 0.005

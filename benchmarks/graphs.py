@@ -5,8 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.ir.graph import Graph, Node, TensorSpec, Value
-from penstock.ir.profile import NodeBytes, NodeCost, Profile
+from penstock.ir import Graph, Node, NodeBytes, NodeCost, Profile, TensorSpec, Value
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 PIPEDREAM = ("densenet121", "gnmt", "resnet50", "vgg16")

@@ -19,11 +19,11 @@ from benchmarks.listeners import is_local, listeners
 from benchmarks.short_training import MODEL, ShortTraining
 from benchmarks.table import Line, Table
 from benchmarks.watched_training import WatchedTraining
-from penstock.checkpoint.shelf import steps
+from penstock.checkpoint import steps
 from penstock.cli.builds import built
 from penstock.errors import CheckpointError, DamagedError
-from penstock.ir.plan import Plan
-from penstock.processes.scratch import VARIABLE
+from penstock.ir import Plan
+from penstock.launch.scratch import VARIABLE
 
 _PATIENCE_SECONDS = 60.0
 Load = Callable[[Path], int | None]

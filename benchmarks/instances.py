@@ -3,10 +3,8 @@
 from random import Random
 from typing import NamedTuple
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.costs import StageCosts
-from penstock.ir.placement import Placement
-from penstock.synthesis import Problem
+from penstock.ir import Cluster, Placement, StageCosts
+from penstock.planner import Problem
 
 KINDS = ("balanced", "last", "middle", "random")
 SHAPES = ((1, "loop"), (2, "vee"), (2, "loop"))

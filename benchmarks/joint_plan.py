@@ -8,11 +8,7 @@ from collections.abc import Iterator
 
 from benchmarks.capture import llama
 from benchmarks.table import Line, Table
-from penstock.ir.cluster import Cluster
-from penstock.ir.graph import Graph, Node, Origin, TensorSpec, Value
-from penstock.ir.links import Replicas
-from penstock.ir.plan import Plan
-from penstock.ir.profile import NodeBytes, NodeCost, Profile
+from penstock.ir import Cluster, Graph, Node, NodeBytes, NodeCost, Origin, Plan, Profile, Replicas, TensorSpec, Value
 from penstock.planner import Measured, Request, search
 
 _VALUE, _WEIGHT = TensorSpec((4, 1024), requires_grad=True), TensorSpec((1024, 1024), requires_grad=True)

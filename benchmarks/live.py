@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import penstock
+from penstock.runtime import Arrival
 from penstock.runtime.compile import Prepared
-from penstock.runtime.transport import Arrival
 
 
 class Storages(TorchDispatchMode):

@@ -20,7 +20,7 @@ from penstock.demo.gpt import Sizes, gpt
 from penstock.demo.gpt import batch as gpt_batch
 from penstock.measure.clock import Clock, typical
 from penstock.measure.timing import time_whole
-from penstock.training.solo import Solo
+from penstock.runtime import Solo
 
 _APART = 0.10
 """how far the sum of the nodes may be from the step"""

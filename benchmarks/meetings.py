@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 import penstock
 from benchmarks.table import Line, Table
-from penstock.runtime.crew import Crew
-from penstock.runtime.meeting import Meeting, Occasion
+from penstock.runtime import Crew, Meeting, Occasion
 from penstock.runtime.row import ROW_BYTES
 
 _DEADLINE_SECONDS = 60.0

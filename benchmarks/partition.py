@@ -7,8 +7,7 @@ import numpy as np
 from benchmarks.clock import cpu_seconds
 from benchmarks.graphs import BYTES_PER_UNIT, DATA, PIPEDREAM, Measured, chain, devices, pipedream
 from benchmarks.table import Line, Table
-from penstock.ir.cluster import Cluster
-from penstock.ir.placement import Placement
+from penstock.ir import Cluster, Placement
 from penstock.partitioners import PARTITIONERS, Division, Problem, divide
 from penstock.partitioners.metis import is_installed
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.clock import cpu_seconds
 from benchmarks.table import Line, Table
-from penstock.ir.program import Program
+from penstock.ir import Program
 from penstock.passes import lower, verify
 from penstock.schedules import SCHEDULES, build
 from penstock.simulate import simulate

@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock
 from benchmarks.table import Line, Table
-from penstock.ir.plan import Plan
+from penstock.ir import Plan
 
 
 def tables() -> tuple[Table, ...]:

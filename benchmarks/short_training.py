@@ -13,10 +13,10 @@ from unittest.mock import patch
 
 from typer.testing import CliRunner
 
-from penstock.checkpoint.listing import listing, verified
+from penstock.checkpoint import listing, verified
 from penstock.cli import app
-from penstock.ir.plan import Plan
-from penstock.processes.faults import ALLOWED
+from penstock.ir import Plan
+from penstock.launch.faults import ALLOWED
 
 RANKS, STEPS, EVERY = 3, 10, 3
 MODEL = """\

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from penstock.ir.costs import StageCosts
+from penstock.ir import StageCosts
 
 SIZE = 4
 

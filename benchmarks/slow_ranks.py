@@ -17,9 +17,7 @@ from benchmarks.sleeping import SIZE, SleepingBlock
 from benchmarks.table import Line, Table
 from benchmarks.turns import load
 from penstock.demo.gpt import Sizes, gpt, loss
-from penstock.ir.cluster import Cluster
-from penstock.ir.plan import Plan
-from penstock.ir.profile import NodeCost, Profile
+from penstock.ir import Cluster, NodeCost, Plan, Profile
 from penstock.planner import Measured, Request, Watch, search
 
 FACTORS = (1.3, 1.5, 2.0, 4.0)

@@ -17,7 +17,7 @@ from benchmarks.damages import flip
 from benchmarks.leftovers import left_over
 from benchmarks.short_training import ShortTraining
 from benchmarks.watched_training import WatchedTraining
-from penstock.checkpoint.shelf import DRAFT, steps
+from penstock.checkpoint import DRAFT, steps
 
 RANKS, EVERY_STEPS = 2, 20
 _LOOK_SECONDS = 0.01

@@ -12,18 +12,16 @@ from time import process_time
 from benchmarks.graphs import chain
 from benchmarks.instances import KINDS, Instance, instances
 from benchmarks.table import Line, Table
-from penstock.ir.cluster import Cluster
-from penstock.ir.costs import StageCosts
-from penstock.ir.cuts import Cuts
-from penstock.ir.placement import Placement
+from penstock.ir import Cluster, Cuts, Placement, StageCosts
 from penstock.partitioners import Problem as Cutting
 from penstock.partitioners import divide
 from penstock.passes import lower
+from penstock.planner import Problem, synthesise
+from penstock.planner.synthesis import Synthesis, lower_bound
+from penstock.planner.synthesis.exact import Proof, prove
+from penstock.planner.synthesis.words import words_of
 from penstock.schedules import build
 from penstock.simulate import simulate
-from penstock.synthesis import Problem, Synthesis, lower_bound, synthesise
-from penstock.synthesis.exact import Proof, prove
-from penstock.synthesis.words import words_of
 
 _KEPT, _KEPT_BY_SMALLEST, _LATE = 740, 873, 320
 """bytes that a layer of the paper's models keeps, per ten tokens and channels: 34 + 5 heads x tokens / channels until

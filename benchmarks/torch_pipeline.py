@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from penstock.ir.schedule import Schedule
+from penstock.ir import Schedule
 
 Loss = Callable[[Any, Any], Tensor]
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from benchmarks.short_training import COMMAND
-from penstock.processes.board import Board
+from penstock.launch import Board
 
 _LOOK_SECONDS = 0.005
 _RESTARTS = 100_000

@@ -4,7 +4,7 @@ Run it with `python examples/skip_connection.py`. Nothing here imports torch.
 """
 
 import penstock
-from penstock.ir.action import Send
+from penstock.ir import Send
 
 STAGES = 4
 

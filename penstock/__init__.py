@@ -39,24 +39,26 @@ if TYPE_CHECKING:
         ScheduleError,
         ViewError,
     )
-    from penstock.ir.cluster import Cluster
-    from penstock.ir.costs import MessageCost, StageCosts, StateBytes
-    from penstock.ir.cuts import Cuts
-    from penstock.ir.device_speed import DeviceSpeed
-    from penstock.ir.graph import Graph
-    from penstock.ir.links import Link, Replicas
-    from penstock.ir.partition import Partition
-    from penstock.ir.plan import Plan
-    from penstock.ir.profile import Profile
-    from penstock.ir.program import Program
-    from penstock.ir.run import Run, StepFigures
-    from penstock.ir.schedule import Schedule
-    from penstock.ir.trace import Trace
-    from penstock.runtime.scaler import GradScaler
-    from penstock.training.adding import add_loss, added_losses
-    from penstock.training.options import RunOptions
-    from penstock.training.parity import ParityReport
-    from penstock.training.result import Result
+    from penstock.ir import (
+        Cluster,
+        Cuts,
+        DeviceSpeed,
+        Graph,
+        Link,
+        MessageCost,
+        Partition,
+        Plan,
+        Profile,
+        Program,
+        Replicas,
+        Run,
+        Schedule,
+        StageCosts,
+        StateBytes,
+        StepFigures,
+        Trace,
+    )
+    from penstock.runtime import GradScaler, ParityReport, Result, RunOptions, add_loss, added_losses
 
 __version__ = "0.1.0"
 __all__ = [
@@ -124,14 +126,11 @@ __all__ = [
     "verify",
 ]
 _HOMES = {
-    "penstock.training.adding": ("add_loss", "added_losses"),
     "penstock.api.checking": ("check",),
     "penstock.api.generating": ("generate_code",),
     "penstock.api.launching": ("launch",),
     "penstock.api.measuring": ("clear_profiles", "measure", "measure_links", "measure_speed"),
     "penstock.api.modeling": ("capture", "explain", "split"),
-    "penstock.training.options": ("RunOptions",),
-    "penstock.training.parity": ("ParityReport",),
     "penstock.api.partitioned": ("PartitionedGraph",),
     "penstock.api.pipe_models": ("pipe_model",),
     "penstock.api.pipeline": ("Pipeline",),
@@ -139,7 +138,6 @@ _HOMES = {
     "penstock.api.planning_together": ("plan_together",),
     "penstock.api.plans": ("plan",),
     "penstock.api.reporting": ("report",),
-    "penstock.training.result": ("Result",),
     "penstock.auto.config": ("AutoPipelineConfig",),
     "penstock.auto.info": ("PipelineInfo",),
     "penstock.auto.names": ("generate_hf_model_fqn_per_model_part",),
@@ -161,20 +159,26 @@ _HOMES = {
         "ScheduleError",
         "ViewError",
     ),
-    "penstock.ir.cluster": ("Cluster",),
-    "penstock.ir.costs": ("MessageCost", "StageCosts", "StateBytes"),
-    "penstock.ir.cuts": ("Cuts",),
-    "penstock.ir.device_speed": ("DeviceSpeed",),
-    "penstock.ir.graph": ("Graph",),
-    "penstock.ir.links": ("Link", "Replicas"),
-    "penstock.ir.partition": ("Partition",),
-    "penstock.ir.plan": ("Plan",),
-    "penstock.ir.profile": ("Profile",),
-    "penstock.ir.program": ("Program",),
-    "penstock.ir.run": ("Run", "StepFigures"),
-    "penstock.ir.schedule": ("Schedule",),
-    "penstock.ir.trace": ("Trace",),
-    "penstock.runtime.scaler": ("GradScaler",),
+    "penstock.ir": (
+        "Cluster",
+        "Cuts",
+        "DeviceSpeed",
+        "Graph",
+        "Link",
+        "MessageCost",
+        "Partition",
+        "Plan",
+        "Profile",
+        "Program",
+        "Replicas",
+        "Run",
+        "Schedule",
+        "StageCosts",
+        "StateBytes",
+        "StepFigures",
+        "Trace",
+    ),
+    "penstock.runtime": ("GradScaler", "ParityReport", "Result", "RunOptions", "add_loss", "added_losses"),
 }
 
 

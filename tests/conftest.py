@@ -70,10 +70,10 @@ def is_whole(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Any]:
     """Processes to run jobs on, by their number."""
-    from penstock.processes.scratch import scratch
+    from penstock.launch import scratch_directory
     from tests.runtime.workers import Pools
 
-    with scratch() as boards:
+    with scratch_directory() as boards:
         made = Pools(boards)
         yield made
         made.close()

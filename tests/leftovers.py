@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.processes import scratch
+from penstock.launch import scratch
 
 DEADLINE_SECONDS = 60
 

@@ -21,10 +21,9 @@ from typer.testing import CliRunner
 
 import penstock
 from penstock.cli import app
-from penstock.ir.units import figure, percent_text
+from penstock.ir import figure, percent_text
 from penstock.schedules import SCHEDULES
-from penstock.views.grid import Grid
-from penstock.views.summary import summary
+from penstock.views import Grid, summary
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"

@@ -5,17 +5,12 @@ from contextlib import suppress
 from dataclasses import replace
 
 from penstock.errors import PenstockError
-from penstock.ir.cluster import Cluster
-from penstock.ir.costs import StageCosts
-from penstock.ir.plan import Plan
-from penstock.ir.schedule import Schedule
-from penstock.ir.trace import Trace
+from penstock.ir import Cluster, Plan, Schedule, StageCosts, Trace
 from penstock.passes import lower
-from penstock.planner import with_microbatches
+from penstock.planner import Problem, is_too_large, synthesise, with_microbatches
 from penstock.schedules import SCHEDULES, build
 from penstock.simulate import simulate
-from penstock.synthesis import Problem, is_too_large, synthesise
-from penstock.views.page.contents import Advice
+from penstock.views import Advice
 
 LEAST_GAIN = 0.005
 MOST = 6

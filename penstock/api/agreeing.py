@@ -3,12 +3,8 @@
 import hashlib
 from typing import Any
 
-from penstock.ir import codec
-from penstock.ir.plan import Plan
-from penstock.runtime.agreement import Form
-from penstock.runtime.crew import Crew
-from penstock.runtime.meeting import Meeting
-from penstock.training.options import RunOptions
+from penstock.ir import Plan, codec
+from penstock.runtime import Crew, Form, Meeting, RunOptions
 
 _DIGITS = 12
 """of a digest, so that a float holds it exactly"""

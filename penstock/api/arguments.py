@@ -7,11 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PlanError, RunError
-from penstock.ir.plan import Plan
-from penstock.runtime.scaler import GradScaler
-from penstock.training.batch_cutter import INPUTS
-from penstock.training.losses.given import REDUCTIONS
-from penstock.training.options import RunOptions
+from penstock.ir import Plan
+from penstock.runtime import INPUTS, REDUCTIONS, GradScaler, RunOptions
 
 
 def check_model_and_plan(model: object, plan: object) -> None:

@@ -13,19 +13,10 @@ from penstock.api.arguments import check_loss_fn, check_model_and_plan, check_sp
 from penstock.api.pipeline import Pipeline
 from penstock.capture import Captured, Microbatch, Split, split_batch
 from penstock.errors import RunError
-from penstock.ir.comparison import GRADIENT, compared
-from penstock.ir.containers import transform
-from penstock.ir.plan import Plan
+from penstock.ir import GRADIENT, Plan, compared, transform
 from penstock.planner import unsplit
-from penstock.split.distances import distances
-from penstock.split.ownership import Ownership
-from penstock.training.adding import added_with_reductions
-from penstock.training.losses.added import AddedLosses
-from penstock.training.losses.loss_value import loss_of
-from penstock.training.losses.way import coarsest
-from penstock.training.options import RunOptions
-from penstock.training.parity import ParityReport
-from penstock.training.remarks import Remark
+from penstock.runtime import AddedLosses, ParityReport, Remark, RunOptions, added_with_reductions, coarsest, loss_of
+from penstock.stages import Ownership, distances
 
 LossFn = Callable[[Any, Any], Tensor]
 _SEED = 11

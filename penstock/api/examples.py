@@ -12,11 +12,9 @@ from penstock.api.measuring import measure
 from penstock.capture import Captured, Microbatch, split_batch
 from penstock.capture import capture as record_model
 from penstock.errors import PlanError
-from penstock.ir.device_speed import DeviceSpeed
-from penstock.ir.graph import Graph
-from penstock.ir.profile import Profile
+from penstock.ir import DeviceSpeed, Graph, Profile
 from penstock.planner import Measured, between
-from penstock.training.solo import Solo
+from penstock.runtime import Solo
 
 LossFn = Callable[[Any, Any], Tensor]
 _PATIENCE_SECONDS = 2.0

@@ -3,12 +3,10 @@
 from pathlib import Path
 
 from penstock.capture import Captured
+from penstock.codegen import write_stages
 from penstock.errors import CodeError
-from penstock.ir.partition import Partition
-from penstock.ir.placement import Placement
-from penstock.ir.plan import Plan
-from penstock.split.ownership import Ownership
-from penstock.split.writing import write_stages
+from penstock.ir import Partition, Placement, Plan
+from penstock.stages import Ownership
 
 
 def generate_code(captured: Captured, cut: Partition | Plan, path: str | Path) -> Path:

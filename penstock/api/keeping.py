@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.api.pipeline import Pipeline
-from penstock.checkpoint import Loaded
-from penstock.checkpoint.random_state import random_state, restorer
+from penstock.checkpoint import Loaded, random_state, restorer
 from penstock.errors import CheckpointError, RunError
-from penstock.ir.figures import whole
-from penstock.ir.run import StepFigures
+from penstock.ir import StepFigures, whole
 
 Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 """all batches in order, or what gives those from one on, by its number"""

@@ -1,5 +1,5 @@
 """The door to local processes."""
 
-from penstock.processes.launch import launch
+from penstock.launch import launch
 
 __all__ = ["launch"]

@@ -20,11 +20,9 @@ from penstock.api.batches import StepCall, size_of, step_call
 from penstock.api.keeping import Batches, Keeper, Keeping, batches_from
 from penstock.api.pipeline import Pipeline
 from penstock.errors import CheckpointError, RunError
-from penstock.ir.plan import Plan
-from penstock.ir.run import Run, StepFigures
-from penstock.ir.trace import Trace
+from penstock.ir import Plan, Run, StepFigures, Trace
+from penstock.launch import wish_to_stop
 from penstock.planner import Watch
-from penstock.processes.stopping import wish_to_stop
 
 _RECENT = 9
 """steps of which one is shown"""

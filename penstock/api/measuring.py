@@ -10,16 +10,13 @@ import torch
 from penstock.api.progress import progress as progress_bar
 from penstock.capture import Captured
 from penstock.errors import CaptureError, CostError
-from penstock.ir.cluster import Cluster
-from penstock.ir.device_speed import DeviceSpeed
-from penstock.ir.figures import is_finite, whole
-from penstock.ir.profile import Profile
+from penstock.ir import Cluster, DeviceSpeed, Profile, is_finite, whole
 from penstock.measure import Cache, identity
 from penstock.measure import estimate as estimate_nodes
 from penstock.measure import measure as measure_nodes
 from penstock.measure import measure_links as measure_group
 from penstock.measure import measure_speed as measure_device
-from penstock.training.solo import Solo
+from penstock.runtime import Solo
 
 BUDGET_SECONDS = 20.0
 

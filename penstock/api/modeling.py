@@ -8,12 +8,11 @@ from torch import nn
 from penstock.capture import Captured
 from penstock.capture import capture as record_model
 from penstock.errors import CaptureError, PartitionError
-from penstock.ir.graph import Graph
-from penstock.ir.partition import Partition
-from penstock.split import Stage
-from penstock.split import check as check_stages
-from penstock.split import split as split_captured
-from penstock.views.cuts import Cuts as CutsView
+from penstock.ir import Graph, Partition
+from penstock.stages import Stage
+from penstock.stages import check as check_stages
+from penstock.stages import split as split_captured
+from penstock.views import Cuts as CutsView
 
 
 def capture(

@@ -7,15 +7,12 @@ from pathlib import Path
 
 from penstock.api.modeling import split
 from penstock.capture import Captured
+from penstock.codegen import write_stages
 from penstock.errors import PartitionError
-from penstock.ir.graph import Edge, Graph, Node
-from penstock.ir.partition import Partition
-from penstock.ir.placement import Placement
-from penstock.ir.profile import NodeCost, Profile
+from penstock.ir import Edge, Graph, Node, NodeCost, Partition, Placement, Profile
 from penstock.partitioners import Division
-from penstock.split import Stage
-from penstock.split.writing import write_stages
-from penstock.views.sheet import Sheet
+from penstock.stages import Stage
+from penstock.views import Sheet
 
 _MS, _MB = 1e3, 1e-6
 

@@ -9,12 +9,9 @@ from penstock.api.measuring import measure
 from penstock.api.modeling import capture
 from penstock.api.partitioned import PartitionedGraph
 from penstock.errors import PartitionError
-from penstock.ir.cluster import Cluster
-from penstock.ir.device_speed import DeviceSpeed
-from penstock.ir.figures import whole
-from penstock.ir.profile import Profile
+from penstock.ir import Cluster, DeviceSpeed, Profile, whole
 from penstock.partitioners import Problem, divide, find
-from penstock.training.solo import Solo
+from penstock.runtime import Solo
 
 
 def pipe_model(

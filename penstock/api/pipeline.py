@@ -20,23 +20,30 @@ from penstock.api.resuming import Loader, Wanted
 from penstock.api.saving import Given, SaveOptions, Saver
 from penstock.checkpoint import Loaded
 from penstock.errors import CheckpointError, RunError
-from penstock.ir.plan import Plan
+from penstock.ir import Plan
 from penstock.planner import with_microbatches
-from penstock.runtime.collect import collect
-from penstock.runtime.crew import Crew
-from penstock.runtime.meeting import Meeting, Occasion, Said
-from penstock.runtime.norms import check_clipping, clip, global_norm
-from penstock.runtime.row import MOST_FIGURES, Figures
-from penstock.runtime.scaler import GradScaler
-from penstock.training.batch_cutter import BatchCutter
-from penstock.training.belongings import check_alike
-from penstock.training.description import describe
-from penstock.training.ending import Ending
-from penstock.training.engine import Engine
-from penstock.training.losses.weighing import Weighing
-from penstock.training.model_part import ModelPart
-from penstock.training.options import RunOptions
-from penstock.training.result import Result
+from penstock.runtime import (
+    MOST_FIGURES,
+    BatchCutter,
+    Crew,
+    Ending,
+    Engine,
+    Figures,
+    GradScaler,
+    Meeting,
+    ModelPart,
+    Occasion,
+    Result,
+    RunOptions,
+    Said,
+    Weighing,
+    check_alike,
+    check_clipping,
+    clip,
+    collect,
+    describe,
+    global_norm,
+)
 
 LossFn = Callable[[Any, Any], Tensor]
 

@@ -4,22 +4,24 @@ from collections.abc import Sequence
 
 from penstock import schedules
 from penstock.errors import ScheduleError
-from penstock.ir.cluster import Cluster, parse_bytes
-from penstock.ir.costs import StageCosts
-from penstock.ir.cuts import MAX_STAGES, Cuts
-from penstock.ir.figures import whole
-from penstock.ir.placement import Placement
-from penstock.ir.plan import Plan
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
-from penstock.ir.trace import Trace
-from penstock.passes import DEFAULT_PASSES
+from penstock.ir import (
+    MAX_STAGES,
+    Cluster,
+    Cuts,
+    Placement,
+    Plan,
+    Program,
+    Schedule,
+    StageCosts,
+    Trace,
+    parse_bytes,
+    whole,
+)
+from penstock.passes import DEFAULT_PASSES, Pass
 from penstock.passes import lower as lower_schedule
 from penstock.passes import verify as verify_orders
-from penstock.passes.base import Pass
-from penstock.planner.request import AUTO
+from penstock.planner import AUTO, Problem, synthesise
 from penstock.simulate import simulate as simulate_program
-from penstock.synthesis import Problem, synthesise
 
 
 def schedule(

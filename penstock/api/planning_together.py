@@ -13,11 +13,8 @@ import torch.distributed as dist
 from penstock import errors
 from penstock.api.measuring import measure_links
 from penstock.errors import PenstockError, PlanError, RunError
-from penstock.ir import codec
-from penstock.ir.cluster import Cluster
-from penstock.ir.plan import Plan
-from penstock.processes.failure import one_line
-from penstock.processes.liveness import host
+from penstock.ir import Cluster, Plan, codec
+from penstock.launch import host, one_line
 
 Make = Callable[[Cluster], Plan]
 PATIENCE = timedelta(minutes=30)

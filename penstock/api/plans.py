@@ -11,14 +11,7 @@ from torch import Tensor, nn
 from penstock.api.examples import Examples
 from penstock.api.progress import progress
 from penstock.errors import PlanError
-from penstock.ir.action import MAX_MICROBATCHES
-from penstock.ir.cluster import Cluster
-from penstock.ir.device_speed import DeviceSpeed
-from penstock.ir.figures import whole
-from penstock.ir.partition import Partition
-from penstock.ir.plan import Plan
-from penstock.ir.profile import Profile
-from penstock.ir.schedule import Schedule
+from penstock.ir import MAX_MICROBATCHES, Cluster, DeviceSpeed, Partition, Plan, Profile, Schedule, whole
 from penstock.planner import Request, search
 
 LossFn = Callable[[Any, Any], Tensor]

@@ -8,12 +8,8 @@ from pathlib import Path
 from penstock.api.advice import advise
 from penstock.api.planning import simulate
 from penstock.errors import ViewError
-from penstock.ir import codec
-from penstock.ir.files import write_whole
-from penstock.ir.plan import Plan
-from penstock.ir.run import Run
-from penstock.views.page.contents import Contents
-from penstock.views.report import Report
+from penstock.ir import Plan, Run, codec, write_whole
+from penstock.views import Contents, Report
 
 _PACKAGES = ("penstock", "torch", "numpy")
 

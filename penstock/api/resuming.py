@@ -8,20 +8,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from penstock.api.saving import parameter_names, plan_text
 from penstock.api.together import all_or_none, told_by_first
-from penstock.checkpoint import Loaded, Stored, candidates, is_hugging_face
-from penstock.checkpoint.optimizer_state import check_optimizer
-from penstock.checkpoint.random_state import restorer
-from penstock.checkpoint.scheduler_state import SavedSchedulers
-from penstock.checkpoint.shelf import is_checkpoint, tidy
-from penstock.checkpoint.stored import PLAN
+from penstock.checkpoint import (
+    PLAN,
+    Loaded,
+    ModelNames,
+    SavedSchedulers,
+    Stored,
+    candidates,
+    check_optimizer,
+    is_checkpoint,
+    is_hugging_face,
+    match,
+    open_directory,
+    restorer,
+    tidy,
+)
 from penstock.errors import CheckpointError, DamagedError
-from penstock.ir.plan import Plan
-from penstock.runtime.meeting import Meeting, Occasion, Said
-from penstock.runtime.row import Figures
-from penstock.training.model_part import ModelPart
-from penstock.training.state import spread
+from penstock.ir import Plan
+from penstock.runtime import Figures, Meeting, ModelPart, Occasion, Said, spread, unsaved_names
 
 Result = TypeVar("Result")
 
@@ -136,10 +144,10 @@ class Loader:
 
     def _read(self, directory: Path, wanted: Wanted, checked: int) -> Ready:
         if is_hugging_face(directory):
-            state, loaded = self._part.read(directory)
+            state, loaded = _read_part(self._part, directory)
             return Ready(loaded, lambda: self._part.load_state_dict(state))
         with Stored(directory) as stored:
-            state, loaded = self._part.read(directory)
+            state, loaded = _read_part(self._part, directory)
             run = stored.run
             commits = [lambda: self._part.load_state_dict(state), *self._others(stored, run, wanted)]
             if wanted.random:
@@ -183,6 +191,20 @@ class Loader:
             return lambda: wanted.scheduler.load_state_dict(own)
         fitted = saved.fitted(wanted.optimizer)
         return lambda: wanted.scheduler.load_state_dict(fitted())
+
+
+def _read_part(part: ModelPart, directory: Path) -> tuple[dict[str, Tensor], Loaded]:
+    """Read the weights of this process from a directory, and nothing else of it; nothing is changed yet."""
+    model = part.captured.model
+    names = ModelNames(
+        frozenset(model.state_dict()),
+        part.captured.graph.tied,
+        unsaved_names(model),
+        str(getattr(model, "base_model_prefix", "")),
+        tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+    )
+    reader = open_directory(directory)
+    return reader.read(match(reader.names, names), part.own_state())
 
 
 def _all(commits: list[Callable[[], None]]) -> None:

@@ -15,22 +15,32 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from penstock.api.together import all_or_none, told_by_first
-from penstock.checkpoint import Background, Content, Draft, FileRecord, Manifest, fingerprint
-from penstock.checkpoint.optimizer_state import check_optimizer, parted
-from penstock.checkpoint.random_state import random_state
-from penstock.checkpoint.scheduler_state import document_of
-from penstock.checkpoint.shelf import make_root, name_of, tidy
-from penstock.checkpoint.stored import CONFIG, PLAN, RUN
-from penstock.checkpoint.tensors_file import form_of
-from penstock.checkpoint.values import Tensors, to_plain, to_text
+from penstock.checkpoint import (
+    CONFIG,
+    PLAN,
+    RUN,
+    Background,
+    Content,
+    Draft,
+    FileRecord,
+    Manifest,
+    Tensors,
+    check_optimizer,
+    document_of,
+    fingerprint,
+    form_of,
+    make_root,
+    name_of,
+    parted,
+    random_state,
+    tidy,
+    to_plain,
+    to_text,
+)
 from penstock.errors import CheckpointError
-from penstock.ir import codec
-from penstock.ir.figures import whole
-from penstock.ir.plan import Plan
-from penstock.processes.leaving import wait_before_leaving
-from penstock.runtime.meeting import Meeting, Occasion
-from penstock.training.model_part import ModelPart
-from penstock.training.state_owners import StateOwners
+from penstock.ir import Plan, codec, whole
+from penstock.launch import wait_before_leaving
+from penstock.runtime import Meeting, ModelPart, Occasion, StateOwners
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from penstock.errors import CheckpointError, PenstockError
-from penstock.runtime.crew import Crew
-from penstock.runtime.meeting import Meeting, Occasion
+from penstock.runtime import Crew, Meeting, Occasion
 
 
 @contextmanager

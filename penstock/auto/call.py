@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.auto.config import AutoPipelineConfig
-from penstock.training.result import Result
+from penstock.runtime import Result
 
 LossFn = Callable[[Any, Any], Tensor]
 _CACHE, _LOGITS = "use_cache", "logits"

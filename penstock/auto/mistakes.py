@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PlanError
-from penstock.ir.figures import whole
+from penstock.ir import whole
 from penstock.schedules import find
 
 _DEFAULT_SCHEDULE, _DEFAULT_REPLICAS = "1f1b", ("dp",)

@@ -3,7 +3,7 @@
 from itertools import islice
 
 from penstock.errors import PartitionError
-from penstock.ir.figures import whole
+from penstock.ir import whole
 
 
 def generate_hf_model_fqn_per_model_part(

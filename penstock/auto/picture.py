@@ -8,11 +8,8 @@ from markupsafe import Markup
 
 from penstock.api.planning import simulate
 from penstock.errors import ViewError
-from penstock.ir.files import write_whole
-from penstock.ir.schedule import Schedule
-from penstock.ir.trace import Trace
-from penstock.views.png import Png
-from penstock.views.svg import Svg
+from penstock.ir import Schedule, Trace, write_whole
+from penstock.views import Png, Svg
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">

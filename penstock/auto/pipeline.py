@@ -22,9 +22,8 @@ from penstock.auto.stages import schedule_name
 from penstock.auto.summary import module_names, num_parameters, pipeline_text, stages_text
 from penstock.auto.training_schedule import TrainingSchedule
 from penstock.errors import PlanError, RunError
-from penstock.ir.figures import is_finite
-from penstock.ir.plan import Plan
-from penstock.training.result import Result
+from penstock.ir import Plan, is_finite
+from penstock.runtime import Result
 
 _LOG = logging.getLogger(__name__)
 

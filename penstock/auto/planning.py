@@ -6,13 +6,10 @@ from penstock.auto.config import AutoPipelineConfig
 from penstock.auto.stages import partition_of, schedule_of
 from penstock.capture import Microbatch, capture
 from penstock.errors import PlanError
-from penstock.ir.cluster import Cluster
-from penstock.ir.plan import Plan
-from penstock.ir.profile import Profile
-from penstock.ir.schedule import Schedule
+from penstock.ir import Cluster, Plan, Profile, Schedule
 from penstock.passes import verify
 from penstock.planner import Measured, Request, search
-from penstock.training.solo import Solo
+from penstock.runtime import Solo
 
 
 def plan_of(config: AutoPipelineConfig, model: nn.Module, example: Microbatch, has_loss_fn: bool) -> Plan:

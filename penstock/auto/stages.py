@@ -5,11 +5,8 @@ from torch import nn
 from penstock.auto.config import AutoPipelineConfig
 from penstock.auto.names import shared_out
 from penstock.errors import PartitionError, PlanError
-from penstock.ir.graph import Graph
-from penstock.ir.partition import Partition
-from penstock.ir.schedule import Schedule
-from penstock.partitioners import by_modules
-from penstock.partitioners.explicit import cut_before
+from penstock.ir import Graph, Partition, Schedule
+from penstock.partitioners import by_modules, cut_before
 from penstock.schedules import build, find
 
 _WITH_SEVERAL = {"1f1b": "interleaved", "gpipe": "looped_bfs"}

@@ -7,8 +7,7 @@ from torch import nn
 from penstock.auto.info import PipelineInfo
 from penstock.auto.training_schedule import TrainingSchedule
 from penstock.errors import PlanError
-from penstock.ir.figures import whole
-from penstock.ir.units import counted
+from penstock.ir import counted, whole
 
 
 def module_names(part: nn.Module) -> list[str]:

@@ -7,8 +7,8 @@ from torch import Tensor
 from penstock.api.pipeline import Pipeline
 from penstock.auto.call import Call
 from penstock.errors import RunError
-from penstock.ir.schedule import Schedule
-from penstock.training.result import Result
+from penstock.ir import Schedule
+from penstock.runtime import Result
 
 
 class TrainingSchedule:

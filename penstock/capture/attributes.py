@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.ir.containers import leaves
+from penstock.ir import leaves
 
 _TORCHS = frozenset(vars(nn.Module()))
 """what every module has"""

@@ -6,7 +6,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from penstock.ir.graph import TensorSpec
+from penstock.ir import TensorSpec
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:

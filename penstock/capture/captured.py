@@ -17,9 +17,7 @@ from penstock.capture.recording import Recording, make_recording
 from penstock.capture.replay import Replay, Values, Wrap, output_of
 from penstock.capture.surroundings import undisturbed
 from penstock.errors import CaptureError
-from penstock.ir.containers import leaves, named_inputs, signature_of, transform
-from penstock.ir.graph import Graph
-from penstock.ir.record import leaf_names
+from penstock.ir import Graph, leaf_names, leaves, named_inputs, signature_of, transform
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 

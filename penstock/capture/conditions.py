@@ -6,7 +6,7 @@ from penstock.capture.hooks import silent_hooks
 from penstock.capture.recording import Recording
 from penstock.capture.replay import Replay, Values
 from penstock.capture.structure import TENSOR
-from penstock.ir.record import Call, Guard, refs
+from penstock.ir import Call, Guard, refs
 
 
 class Conditions:

@@ -7,8 +7,7 @@ from torch import nn
 
 from penstock.capture.book import Book, memory_of, spec_of
 from penstock.capture.recorder import Note
-from penstock.ir.graph import Graph, Node, Origin, StorageGroup, Update, Value
-from penstock.ir.record import Call, Record, refs, states
+from penstock.ir import Call, Graph, Node, Origin, Record, StorageGroup, Update, Value, refs, states
 
 
 def graph_of(model: nn.Module, record: Record, book: Book, notes: Mapping[str, Note]) -> Graph:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.ir.containers import leaves, take_apart
+from penstock.ir import leaves, take_apart
 
 
 def holds_tensors(thing: object, depth: int = 4) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.capture.book import has_same_numbers, memory_of
-from penstock.ir.containers import leaves
+from penstock.ir import leaves
 
 _COPIED_BYTES = 1 << 30
 """up to here all parameters of a model are copied; above, each is copied when it is about to be written"""

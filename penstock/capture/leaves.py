@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
-from penstock.ir.graph import Graph
+from penstock.ir import Graph
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 

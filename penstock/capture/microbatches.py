@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.ir.containers import named_inputs, named_leaves, transform
+from penstock.ir import named_inputs, named_leaves, transform
 
 Split = Mapping[str, int | None]
 """by the name of an argument or of a part of it: the dimension to split along, or None to pass it whole"""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CaptureError
-from penstock.ir.record import Mood
+from penstock.ir import Mood
 
 
 class Moods:

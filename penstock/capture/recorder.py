@@ -20,9 +20,7 @@ from penstock.capture.structure import TENSOR, answer_of, opaque_leaves, structu
 from penstock.capture.trees import Apply, Trees, short_name
 from penstock.capture.watch import Watch, draws_without_numbers, is_given_generator
 from penstock.errors import CaptureError
-from penstock.ir.containers import leaves, transform
-from penstock.ir.liveness import ADDED_LOSS
-from penstock.ir.record import Call, Guard, Ref, Results, State, restated
+from penstock.ir import ADDED_LOSS, Call, Guard, Ref, Results, State, leaves, restated, transform
 
 _EFFECTS = frozenset(
     ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "detach_", "requires_grad_")

@@ -20,9 +20,7 @@ from penstock.capture.structure import structure_of
 from penstock.capture.surroundings import uncompiled, undisturbed
 from penstock.capture.trees import unknown_origin
 from penstock.errors import CaptureError, PenstockError
-from penstock.ir.containers import named_inputs, transform
-from penstock.ir.graph import Graph
-from penstock.ir.record import Call, Guard, Record, Tree, keys, refs, states
+from penstock.ir import Call, Graph, Guard, Record, Tree, keys, named_inputs, refs, states, transform
 
 _SEEDS = (1, 2)
 """Recording twice from different seeds finds randomness and Python state that would be frozen into the record."""

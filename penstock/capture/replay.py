@@ -15,8 +15,7 @@ from penstock.capture.onlooker import present_onlooker
 from penstock.capture.recording import Recording
 from penstock.capture.structure import TENSOR, structure_of
 from penstock.errors import CaptureError
-from penstock.ir.containers import leaves, put_together
-from penstock.ir.record import Call, Guard, Live, Mood, Pack, Ref, State, Tree, refs
+from penstock.ir import Call, Guard, Live, Mood, Pack, Ref, State, Tree, leaves, put_together, refs
 
 Values = dict[str, Any]
 Step = Callable[[Values], None]

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.ir.containers import Parts, leaves, take_apart
-from penstock.ir.record import Ref
+from penstock.ir import Parts, Ref, leaves, take_apart
 
 TENSOR = "*"
 """the line of a single tensor"""

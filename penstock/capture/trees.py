@@ -16,8 +16,7 @@ from torch.overrides import resolve_name
 from penstock.capture.book import has_same_numbers
 from penstock.capture.inside import holds_tensors
 from penstock.errors import CaptureError
-from penstock.ir.containers import take_apart
-from penstock.ir.record import Live, Pack, Ref, State, Tree
+from penstock.ir import Live, Pack, Ref, State, Tree, take_apart
 
 Naming = Callable[[Tensor], "Ref | State | None"]
 _NAN = float("nan")

@@ -10,7 +10,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from penstock.capture.book import Book, has_same_numbers, memory_of, other_state
 from penstock.capture.generators import States, own_sources, python_sources, torch_sources
 from penstock.capture.trees import Apply
-from penstock.ir.containers import leaves
+from penstock.ir import leaves
 
 _DRAWING = frozenset(
     ("bernoulli", "multinomial", "normal", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "uniform")

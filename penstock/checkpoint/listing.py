@@ -8,7 +8,7 @@ from penstock.checkpoint import shelf
 from penstock.checkpoint.directory import candidates
 from penstock.checkpoint.stored import Stored
 from penstock.errors import CheckpointError
-from penstock.ir.units import bytes_text
+from penstock.ir import bytes_text
 
 GOOD, HALF = "whole", "half written"
 

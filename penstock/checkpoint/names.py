@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from penstock.errors import CheckpointError
-from penstock.ir.units import harmless
+from penstock.ir import harmless
 
 _SHOWN = 5
 

@@ -15,8 +15,7 @@ from penstock.cli.screen import look, note, print_json
 from penstock.errors import CaptureError
 
 if TYPE_CHECKING:
-    from penstock.ir.graph import Graph
-    from penstock.ir.partition import Partition
+    from penstock.ir import Graph, Partition
 
 Stages = Annotated[int, Option(min=1, metavar="N", help="Cut into so many stages and show what crosses.")]
 Picture = Annotated[Path | None, Option(metavar="FILE", help="Draw the graph, and its stages, as an SVG picture.")]
@@ -58,7 +57,7 @@ def capture(
     else:
         _print(graph, partition)
     if svg:
-        from penstock.views.model import Model as ModelView
+        from penstock.views import Model as ModelView
 
         write(svg, ModelView(title=title)((graph, partition)))
         note(f"wrote {svg}")
@@ -76,8 +75,7 @@ def _graph(target: str, granularity: Granularity, example: Example) -> "tuple[Gr
 
 
 def _print(graph: "Graph", partition: "Partition") -> None:
-    from penstock.views.cuts import Cuts
-    from penstock.views.outline import Outline
+    from penstock.views import Cuts, Outline
 
     look(Outline(), (graph, partition))
     if partition.num_stages > 1:

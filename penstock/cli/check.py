@@ -17,8 +17,7 @@ from penstock.cli.show import described
 from penstock.errors import FormatError, PenstockError
 
 if TYPE_CHECKING:
-    from penstock.ir.program import Program
-    from penstock.ir.schedule import Schedule
+    from penstock.ir import Program, Schedule
 
 File = Annotated[Path, Argument(metavar="FILE", help="The CSV, text or JSON of a schedule, program, trace or plan.")]
 InFlight = Annotated[int | None, Option(metavar="N", help="Most (stage, microbatch) that a rank may hold at once.")]
@@ -69,8 +68,7 @@ _MEANING = """\
 def _proven(noun: Any, in_flight: int | None) -> "Schedule | Program":
     """The orders inside the noun, once they are proven."""
     import penstock
-    from penstock.ir.plan import Plan
-    from penstock.ir.trace import Trace
+    from penstock.ir import Plan, Trace
 
     orders = noun.program if isinstance(noun, Trace) else noun
     if isinstance(noun, Plan):

@@ -11,7 +11,7 @@ from penstock.cli.screen import note, print_json, print_sheet
 from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.stored import Stored
+    from penstock.checkpoint import Stored
 
 Where = Annotated[Path, Argument(metavar="PATH", help="A checkpoint, or the directory of several.")]
 Out = Annotated[Path, Option("--hf", metavar="OUT", help="The directory to write, as save_pretrained does.")]
@@ -26,7 +26,7 @@ def ls(*, path: Where, as_json: AsJson = False) -> None:
     Manifests and sizes are looked at, the content of files is not: verify does that. Saves that never ended are listed
     too; the next save or load clears them away.
     """
-    from penstock.checkpoint.listing import listing
+    from penstock.checkpoint import listing
 
     entries = list(listing(path))
     if as_json:
@@ -42,7 +42,7 @@ def verify(*, path: Where, as_json: AsJson = False) -> None:
     Of a directory, all checkpoints are looked at; if one is damaged the exit code is 6, and it is said which one a
     training would go on from.
     """
-    from penstock.checkpoint.listing import verified
+    from penstock.checkpoint import verified
 
     found = list(verified(path))
     good = [one.name for one in found if not one.problem]
@@ -60,7 +60,7 @@ def verify(*, path: Where, as_json: AsJson = False) -> None:
 
 def show(*, path: Where, as_json: AsJson = False) -> None:
     """Show what a checkpoint holds; of several, the newest."""
-    from penstock.ir.units import harmless
+    from penstock.ir import harmless
 
     with _newest(path) as stored:
         told = _told(stored)
@@ -94,14 +94,13 @@ def export(*, path: Where, out: Out, config: Config = None, as_json: AsJson = Fa
 
 
 def _newest(path: Path) -> "Stored":
-    from penstock.checkpoint.directory import candidates
-    from penstock.checkpoint.stored import Stored
+    from penstock.checkpoint import Stored, candidates
 
     return Stored(candidates(path)[0])
 
 
 def _told(stored: "Stored") -> dict[str, Any]:
-    from penstock.checkpoint.stored import RUN
+    from penstock.checkpoint import RUN
 
     manifest = stored.manifest
     schedulers = stored.stems("scheduler")

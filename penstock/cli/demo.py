@@ -19,8 +19,7 @@ from penstock.cli.step_line import step_line
 
 if TYPE_CHECKING:
     from penstock.api.loop import StepReport
-    from penstock.ir.plan import Plan
-    from penstock.ir.run import Run
+    from penstock.ir import Plan, Run
 
 Schedules = Annotated[bool, Option("--schedules", help="Only compare and draw every schedule, without training.")]
 Ranks = Annotated[int, Option(min=1, max=10, metavar="P", help="Processes to train on.")]
@@ -105,7 +104,7 @@ def _planned(ranks: int, say: Say) -> "Plan":
     import penstock
     from penstock.demo.text import batches
     from penstock.demo.training import SIZES, model
-    from penstock.ir.units import counted
+    from penstock.ir import counted
 
     torch.set_num_threads(1)  # as each of the ranks will have
     whole = model()
@@ -128,8 +127,7 @@ def _trained(plan: "Plan", steps: int, say: Say) -> "Run":
     """Prove the program, train on processes and in one, and compare."""
     import penstock
     from penstock.demo.training import in_one_process, largest_difference, on_rank
-    from penstock.ir import codec
-    from penstock.ir.run import Run
+    from penstock.ir import Run, codec
 
     penstock.verify(penstock.lower(plan.schedule, cuts=plan.cuts))
     say(f"proven: the program of {plan.choices.schedule} cannot deadlock")
@@ -150,8 +148,8 @@ def _teller(plan: "Plan", say: Say) -> "Callable[[StepReport], None]":
 
 def _print_end(found: Shown, files: list[Path], out: Path) -> None:
     import penstock
-    from penstock.ir.units import seconds_text
-    from penstock.views.terminal import Terminal
+    from penstock.ir import seconds_text
+    from penstock.views import Terminal
 
     run, measured = found.run, found.run.trace
     typer.echo(

@@ -59,8 +59,7 @@ def compare_schedules(out: Path, as_json: bool) -> None:
 
 
 def _print(runs: Sequence[Run], found: Sequence[Finding], seconds: float) -> None:
-    from penstock.views.table import Table
-    from penstock.views.terminal import Terminal
+    from penstock.views import Table, Terminal
 
     program = runs[0].trace.program
     typer.echo(

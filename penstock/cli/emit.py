@@ -13,8 +13,7 @@ from penstock.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.ir.plan import Plan
-    from penstock.ir.schedule import Schedule
+    from penstock.ir import Plan, Schedule
 
 PRINTED = "schedule.csv"
 """what the order is called where it is printed"""
@@ -22,7 +21,7 @@ PRINTED = "schedule.csv"
 
 def check_tool(name: str, out: Path | None) -> None:
     """Refuse a tool that is not known and files that cannot be written, before a plan is searched for."""
-    from penstock.views.foreign import FOREIGN
+    from penstock.views import FOREIGN
 
     if name not in FOREIGN:
         close = get_close_matches(name.lower(), FOREIGN, n=1)
@@ -40,7 +39,7 @@ def orders_beside(out: Path) -> Path:
 def with_whole_modules(plan: "Plan", again: "Callable[[list[list[str]], Schedule], Plan]") -> "Plan":
     """A plan whose stages are lists of modules: the same, or one made `again` with its cuts moved to module borders."""
     from penstock.partitioners import by_modules
-    from penstock.views.foreign import check_can_run, module_lists
+    from penstock.views import check_can_run, module_lists
 
     lists = module_lists(plan)
     if by_modules(plan.graph, lists) != plan.partition:
@@ -52,7 +51,7 @@ def with_whole_modules(plan: "Plan", again: "Callable[[list[list[str]], Schedule
 
 def emit(plan: "Plan", name: str, out: Path | None, as_json: bool) -> None:
     """Print the configuration and the order, or write the one to the file and the other beside it."""
-    from penstock.views.foreign import FOREIGN, module_lists
+    from penstock.views import FOREIGN, module_lists
 
     csv = str(orders_beside(out)) if out else PRINTED
     config, orders = FOREIGN[name](plan, csv), plan.schedule.to_csv()

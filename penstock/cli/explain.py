@@ -14,7 +14,7 @@ from penstock.cli.screen import print_json
 from penstock.errors import FormatError, PlanError
 
 if TYPE_CHECKING:
-    from penstock.ir.plan import Plan
+    from penstock.ir import Plan
 
 File = Annotated[str, Argument(metavar="FILE", help="The JSON of a plan, or a MODEL to plan now, as for plan.")]
 
@@ -37,7 +37,7 @@ def _is_model(file: str) -> bool:
 
 
 def _read(file: str, wishes: Wishes, machine: Machine, example: Example) -> "Plan":
-    from penstock.ir.plan import Plan
+    from penstock.ir import Plan
 
     plan = read_noun(Path(file))
     if not isinstance(plan, Plan):

@@ -50,9 +50,7 @@ def _instead(path: Path) -> str:
 
 
 def _read_orders(path: Path) -> Any:
-    from penstock.ir.action import COMPUTE_KINDS
-    from penstock.ir.program import Program
-    from penstock.ir.schedule import Schedule
+    from penstock.ir import COMPUTE_KINDS, Program, Schedule
 
     try:
         program = Program.from_csv(path)

@@ -69,7 +69,7 @@ def _check_memory(name: str, model: Any) -> None:
     """Refuse weights that this machine cannot hold, each with its gradient."""
     import psutil
 
-    from penstock.ir.units import bytes_text
+    from penstock.ir import bytes_text
 
     needed = 2 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     if needed > (free := psutil.virtual_memory().available):

@@ -16,8 +16,8 @@ from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
     from penstock.api.keeping import Keeping
-    from penstock.ir.plan import Plan
-    from penstock.processes.lives import Endurance
+    from penstock.ir import Plan
+    from penstock.launch import Endurance
 
 AUTO = "auto"
 _PATIENCE_SECONDS = 10.0
@@ -52,7 +52,7 @@ class Lasting:
     @property
     def endurance(self) -> "Endurance":
         """How much the run takes; without checkpoints there is nothing to take it up from."""
-        from penstock.processes.lives import Endurance
+        from penstock.launch import Endurance
 
         return Endurance(self.restarts if self.checkpoint else 0, self.min_ranks)
 
@@ -66,7 +66,7 @@ class Lasting:
 
     def source(self, life: int = 0) -> Path | None:
         """What to go on from; None if there is nothing yet."""
-        from penstock.checkpoint.shelf import is_shelf
+        from penstock.checkpoint import is_shelf
 
         assert self.checkpoint is not None
         has_begun = is_shelf(self.checkpoint)
@@ -77,7 +77,7 @@ class Lasting:
 
 def check_lasting(lasting: Lasting, ranks: int | None, life: int) -> None:
     """Refuse what cannot be, before work is spent; make the directory."""
-    from penstock.processes.faults import allowed
+    from penstock.launch import allowed
 
     if lasting.checkpoint is None:
         names = ("resume", "min_ranks", "every", "keep", "asynchronous", "restarts")
@@ -99,8 +99,7 @@ def too_few(ranks: int, min_ranks: int) -> PenstockError:
 
 
 def _check_directory(directory: Path, resume: str | None) -> None:
-    from penstock.checkpoint.directory import candidates
-    from penstock.checkpoint.shelf import is_checkpoint, is_shelf, make_root, steps
+    from penstock.checkpoint import candidates, is_checkpoint, is_shelf, make_root, steps
 
     if directory.exists() and not directory.is_dir():
         raise PenstockError("a file stands where the checkpoints should go", checkpoint=directory, hint="another name")
@@ -123,7 +122,7 @@ def _check_directory(directory: Path, resume: str | None) -> None:
 
 def _check_branch(directory: Path, source: Path) -> None:
     """Refuse to mix two trainings: after a break the newest checkpoint counts, whichever of them wrote it."""
-    from penstock.checkpoint.shelf import step_of, steps
+    from penstock.checkpoint import step_of, steps
 
     newest = next(iter(steps(directory)), None)
     if newest is not None and (step_of(newest) or 0) > (step_of(source) or 0):
@@ -169,12 +168,9 @@ class SavedPlan(NamedTuple):
 
 def plan_of(source: Path | None) -> SavedPlan | None:
     """That of the newest checkpoint that can be read."""
-    from penstock.checkpoint.directory import candidates
-    from penstock.checkpoint.stored import PLAN, RUN, Stored
-    from penstock.checkpoint.verifying import check_files
+    from penstock.checkpoint import PLAN, RUN, Stored, candidates, check_files
     from penstock.errors import CheckpointError
-    from penstock.ir import codec
-    from penstock.ir.plan import Plan
+    from penstock.ir import Plan, codec
 
     for directory in candidates(source) if source is not None else ():
         try:

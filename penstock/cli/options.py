@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 if TYPE_CHECKING:
-    from penstock.ir.cluster import Cluster
-    from penstock.ir.costs import StageCosts
-    from penstock.ir.placement import Placement
+    from penstock.ir import Cluster, Placement, StageCosts
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON for programs instead of text for people.")]
 _Seconds = partial(Option, metavar="SECONDS")
@@ -50,8 +48,7 @@ class Times:
 
     def costs(self, placement: "Placement") -> "StageCosts":
         """The costs of stages that share their rank's layers equally: schedules of any placement do the same work."""
-        from penstock.ir.cluster import parse_bytes
-        from penstock.ir.costs import StageCosts
+        from penstock.ir import StageCosts, parse_bytes
 
         shares = [1 / len(placement.stages[rank]) for rank in placement.ranks]
         held = parse_bytes(self.activation_bytes)
@@ -64,7 +61,7 @@ class Times:
 
     def cluster(self, ranks: int) -> "Cluster":
         """Ranks whose links all have the latency."""
-        from penstock.ir.cluster import Cluster
+        from penstock.ir import Cluster
 
         return Cluster(ranks, latency=self.latency, overlap=self.overlap)
 

@@ -57,7 +57,7 @@ def explained() -> Iterator[None]:
 
 def failed(message: str, code: int) -> typer.Exit:
     """The end of a command with a message on stderr."""
-    from penstock.ir.units import harmless
+    from penstock.ir import harmless
 
     typer.echo(harmless(message), err=True)
     return typer.Exit(code)

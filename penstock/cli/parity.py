@@ -8,14 +8,14 @@ from penstock.cli.options import Example
 from penstock.errors import CaptureError, FormatError, RunError
 
 if TYPE_CHECKING:
-    from penstock.ir.comparison import Comparison
-    from penstock.training.parity import ParityReport
+    from penstock.ir import Comparison
+    from penstock.runtime import ParityReport
 
 
 def parity(noun: Any, model: str, example: Example) -> "ParityReport":
     """What `penstock.check` finds; a model that returns no loss is given one: the mean of its squared outputs."""
     import penstock
-    from penstock.ir.plan import Plan
+    from penstock.ir import Plan
 
     if not isinstance(noun, Plan):
         hint = f"penstock plan {model} --schedule FILE.csv --out plan.json, then check plan.json"
@@ -48,7 +48,7 @@ def _plain(part: "Comparison") -> dict[str, Any]:
 def _mean_square(output: Any, target: Any) -> Any:
     from torch import Tensor
 
-    from penstock.ir.containers import leaves
+    from penstock.ir import leaves
 
     tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return sum(tensor.float().square().mean() for tensor in tensors)

@@ -19,10 +19,7 @@ from penstock.errors import CaptureError, PartitionError, PlanError
 if TYPE_CHECKING:
     from penstock.api.examples import Examples
     from penstock.cli.running import RunningRanks
-    from penstock.ir.cluster import Cluster
-    from penstock.ir.device_speed import DeviceSpeed
-    from penstock.ir.plan import Plan
-    from penstock.ir.schedule import Schedule
+    from penstock.ir import Cluster, DeviceSpeed, Plan, Schedule
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class Machine:
     @property
     def speed(self) -> "DeviceSpeed | None":
         """The device to estimate for; None for this one."""
-        from penstock.ir.device_speed import DeviceSpeed
+        from penstock.ir import DeviceSpeed
 
         if (self.flops is None) != (self.memory_speed is None):
             hint = "--flops 3e14 --memory-speed 2e12, about one large GPU in half precision"
@@ -77,7 +74,7 @@ class Machine:
 
     def cluster(self, ranks: int) -> "Cluster":
         """So many ranks with their links."""
-        from penstock.ir.cluster import Cluster
+        from penstock.ir import Cluster
 
         if ranks < 1:
             raise PlanError("a pipeline has 1 rank or more", ranks=ranks, hint="--ranks 4")

@@ -12,7 +12,7 @@ from penstock.cli.training_job import Job
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.ir.plan import Plan
+    from penstock.ir import Plan
 
 
 class Planning:
@@ -54,7 +54,7 @@ class Planning:
 
     @property
     def _given(self) -> "Plan":
-        from penstock.ir.plan import Plan
+        from penstock.ir import Plan
 
         assert self._file is not None
         return Plan.load(self._file)

@@ -12,9 +12,8 @@ from penstock.cli.screen import note, print_json
 from penstock.errors import FormatError
 
 if TYPE_CHECKING:
-    from penstock.ir.plan import Plan
-    from penstock.ir.run import Run
-    from penstock.views.page.contents import Contents
+    from penstock.ir import Plan, Run
+    from penstock.views import Contents
 
 Source = Annotated[
     Path, Argument(metavar="SOURCE", help="The JSON of a plan or a run, or the directory that a training wrote.")
@@ -31,7 +30,7 @@ def report(*, source: Source, out: Out = Path("report.html"), as_json: AsJson = 
     what to change next with its predicted gain. With --json the figures of the report are printed too.
     """
     from penstock.api.reporting import contents_of
-    from penstock.views.report import Report
+    from penstock.views import Report
 
     file = _found(source)
     check_targets((out,), source=file)
@@ -55,8 +54,7 @@ def _found(source: Path) -> Path:
 
 
 def _read(file: Path) -> "Plan | Run":
-    from penstock.ir.plan import Plan
-    from penstock.ir.run import Run
+    from penstock.ir import Plan, Run
 
     noun = read_noun(file)
     if not isinstance(noun, Plan | Run):

@@ -9,7 +9,7 @@ from penstock.cli.files import write
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.ir.run import Run, StepFigures
+    from penstock.ir import Run, StepFigures
 
 PLAN, RUN, TRACE, REPORT = "plan.json", "run.json", "trace.json.gz", "report.html"
 STEPS = "steps.jsonl"
@@ -30,7 +30,7 @@ def write_run(run: "Run", directory: Path) -> list[Path]:
     import penstock
     from penstock.api.reporting import report
     from penstock.ir import codec
-    from penstock.views.chrome import Chrome
+    from penstock.views import Chrome
 
     traces = {"predicted": penstock.simulate(run.plan)}
     if run.trace is not None:
@@ -64,7 +64,7 @@ class Diary:
 
     def steps(self) -> "tuple[StepFigures, ...]":
         """What was written so far; a line that was cut off does not count."""
-        from penstock.ir.run import StepFigures
+        from penstock.ir import StepFigures
 
         try:
             lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -91,8 +91,7 @@ class Diary:
 def _known(path: Path) -> "Run | None":
     """The run of a file, if it is one."""
     from penstock.errors import FormatError
-    from penstock.ir import codec
-    from penstock.ir.run import Run
+    from penstock.ir import Run, codec
 
     try:
         return codec.load(path, Run)

@@ -9,8 +9,7 @@ from penstock.cli.plan import Wishes, planned
 from penstock.errors import PlanError
 
 if TYPE_CHECKING:
-    from penstock.ir.cluster import Cluster
-    from penstock.ir.plan import Plan
+    from penstock.ir import Cluster, Plan
 
 
 def is_rank() -> bool:

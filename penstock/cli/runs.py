@@ -9,9 +9,7 @@ from penstock.cli.options import Sizes, Times
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.ir.program import Program
-    from penstock.ir.schedule import Schedule
-    from penstock.ir.trace import Trace
+    from penstock.ir import Program, Schedule, Trace
 
 
 class Run(NamedTuple):
@@ -23,7 +21,7 @@ class Run(NamedTuple):
 
     def figures(self) -> dict[str, Any]:
         """What programs read of a run."""
-        from penstock.views.summary import summary
+        from penstock.views import summary
 
         found = summary(self.trace)
         sizes = {

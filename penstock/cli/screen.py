@@ -8,7 +8,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.views.base import RichView, Subject
+    from penstock.views import RichView, Subject
 
 
 def look(view: "RichView[Subject]", subject: "Subject") -> None:
@@ -26,7 +26,7 @@ def print_sheet(header: tuple[str, ...], rows: "Sequence[tuple[str, ...]]") -> N
     """Print a table: names at the left, figures at the right."""
     from rich.console import Console
 
-    from penstock.views.sheet import Sheet
+    from penstock.views import Sheet
 
     console, sheet = Console(), Sheet(header, tuple(rows))
     if console.is_terminal:

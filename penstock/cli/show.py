@@ -13,9 +13,7 @@ from penstock.cli.screen import look, print_sheet
 from penstock.errors import ScheduleError
 
 if TYPE_CHECKING:
-    from penstock.ir.program import Program
-    from penstock.ir.run import Run
-    from penstock.ir.schedule import Schedule
+    from penstock.ir import Program, Run, Schedule
 
 File = Annotated[Path, Argument(metavar="FILE", help="JSON of any noun, or the CSV or text of a schedule or program.")]
 MOST_SHOWN = 40
@@ -29,16 +27,9 @@ def show(*, file: File, as_json: AsJson = False) -> None:
     run when every pass takes one second. With --json the noun is printed as a document that penstock reads: a CSV
     becomes JSON.
     """
-    from penstock.ir import codec
-    from penstock.ir.graph import Graph
-    from penstock.ir.plan import Plan
-    from penstock.ir.profile import Profile
-    from penstock.ir.program import Program
-    from penstock.ir.run import Run
-    from penstock.ir.schedule import Schedule
-    from penstock.ir.trace import Trace
-    from penstock.views.outline import Outline
-    from penstock.views.profile import Profile as ProfileView
+    from penstock.ir import Graph, Plan, Profile, Program, Run, Schedule, Trace, codec
+    from penstock.views import Outline
+    from penstock.views import Profile as ProfileView
 
     noun = read_noun(file)
     if as_json:
@@ -80,8 +71,7 @@ def described(orders: "Schedule | Program") -> str:
 
 
 def _show_trace(trace: Any) -> None:
-    from penstock.views.table import Table
-    from penstock.views.terminal import Terminal
+    from penstock.views import Table, Terminal
 
     look(Terminal(color=False), trace)
     look(Table(), {"trace": trace})
@@ -89,7 +79,7 @@ def _show_trace(trace: Any) -> None:
 
 def _show_run(run: "Run") -> None:
     """The plan, how training went, and the last step that was recorded."""
-    from penstock.ir.units import bytes_text, seconds_text
+    from penstock.ir import bytes_text, seconds_text
 
     typer.echo(f"{run.plan}\n")
     rows = [(str(f.step), _figure(f.loss), _figure(f.grad_norm), seconds_text(f.seconds)) for f in run.steps]

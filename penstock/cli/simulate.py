@@ -13,7 +13,7 @@ from penstock.cli.screen import look, note, print_json
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.ir.trace import Trace
+    from penstock.ir import Trace
 
 Name = Annotated[str, Argument(metavar="NAME", help="A schedule, such as 1f1b or zbv, or all of them.")]
 Sweep = Annotated[str | None, Option(metavar="M,M,...", help="Numbers of microbatches to compare.")]
@@ -43,8 +43,7 @@ def simulate(
 
 
 def _print(runs: Sequence[Run]) -> None:
-    from penstock.views.table import Table
-    from penstock.views.terminal import Terminal
+    from penstock.views import Table, Terminal
 
     if len(runs) == 1:
         look(Terminal(color=False), {runs[0].name: runs[0].trace})
@@ -67,10 +66,7 @@ def save(runs: Sequence[Run], outputs: Outputs) -> None:
 
 def documents(runs: Sequence[Run], outputs: Outputs) -> dict[Path, Callable[[], str | bytes]]:
     """How to make the document of every file that is asked for."""
-    from penstock.views.chrome import Chrome
-    from penstock.views.memory import Memory
-    from penstock.views.png import Png
-    from penstock.views.svg import Svg
+    from penstock.views import Chrome, Memory, Png, Svg
 
     traces = labelled(runs)
     columns = 1 if len(runs) < 4 else 2

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.ir.units import bytes_text, seconds_text
+from penstock.ir import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from penstock.api.loop import StepReport

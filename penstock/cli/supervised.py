@@ -13,10 +13,8 @@ from penstock.cli.training_job import Job, work
 from penstock.errors import CheckpointError, DamagedError, RunError
 
 if TYPE_CHECKING:
-    from penstock.ir.plan import Plan
-    from penstock.ir.run import Run
-    from penstock.processes.lives import Death, Next
-    from penstock.processes.stopping import Wish
+    from penstock.ir import Plan, Run
+    from penstock.launch import Death, Next, Wish
 
 _LOOK_SECONDS = 0.1
 PlanFor = Callable[[int], "Plan"]
@@ -36,8 +34,7 @@ class Supervisor:
         import torch._dynamo  # noqa: F401
 
         import penstock.api.loop  # noqa: F401
-        from penstock.processes.launch import launch
-        from penstock.processes.lives import Death, Lives
+        from penstock.launch import Death, Lives, launch
 
         lives = Lives(self._lasting.endurance, plan.num_ranks)
         while True:
@@ -57,7 +54,7 @@ class Supervisor:
                 plan = plan_for(following.ranks)
 
     def _words(self, death: "Death", following: "Next", restart: int, ranks: int) -> str:
-        from penstock.ir.units import counted
+        from penstock.ir import counted
 
         place = f" after {death.step} steps" if death.step else ""
         place += f", in {death.action}" if death.action else ""
@@ -72,7 +69,7 @@ class Supervisor:
     @property
     def _newest(self) -> int | None:
         """The step of the newest checkpoint, as far as can be seen without reading it."""
-        from penstock.checkpoint.shelf import is_good, step_of, steps
+        from penstock.checkpoint import is_good, step_of, steps
 
         directory = self._lasting.checkpoint
         found = steps(directory) if directory is not None and directory.is_dir() else []
@@ -101,7 +98,6 @@ class Supervisor:
 
 
 def _run_of(results: Sequence[str]) -> "Run":
-    from penstock.ir import codec
-    from penstock.ir.run import Run
+    from penstock.ir import Run, codec
 
     return codec.from_json(results[0], Run)

@@ -25,8 +25,8 @@ def trace(*, file: File, target: Target, times: Times, flows: Flows = False, as_
     plan brings its own, and a trace is written as it is, also that of a run.
     """
     import penstock
-    from penstock.ir.run import Run
-    from penstock.views.chrome import Chrome
+    from penstock.ir import Run
+    from penstock.views import Chrome
 
     check_targets((target,), source=file)
     noun = read_noun(file)

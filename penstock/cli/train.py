@@ -23,7 +23,7 @@ from penstock.cli.supervised import Supervisor
 from penstock.cli.training_job import How, Job, check_job, work
 
 if TYPE_CHECKING:
-    from penstock.ir.run import Run
+    from penstock.ir import Run
 
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
@@ -77,7 +77,7 @@ def train(
 
 
 def _launched(job: Job, planning: Planning) -> "Run | None":
-    from penstock.processes.stopping import passing_on
+    from penstock.launch import passing_on
 
     plan = planning.first()
     if plan.cluster.cores is None and (cores := Machine.here(plan.num_ranks).cores) is not None:
@@ -91,10 +91,10 @@ def _launched(job: Job, planning: Planning) -> "Run | None":
 @contextmanager
 def _board(out: Path | None) -> Iterator[Path]:
     """Where the ranks note what they do; beside the run it stays if a rank breaks, or if this process is killed."""
-    from penstock.processes.scratch import scratch
+    from penstock.launch import scratch_directory
 
     if out is None:
-        with scratch() as directory:
+        with scratch_directory() as directory:
             yield directory
         return
     board = out / BOARD
@@ -113,8 +113,7 @@ def _board(out: Path | None) -> Iterator[Path]:
 def _under_torchrun(job: Job, planning: Planning) -> "Run | None":
     import torch.distributed as dist
 
-    from penstock.ir import codec
-    from penstock.ir.run import Run
+    from penstock.ir import Run, codec
 
     dist.init_process_group("gloo")
     try:
@@ -131,7 +130,7 @@ def _share_board(out: Path | None) -> None:
     """Let all ranks note what they do beside the run, where it stays if one breaks."""
     import torch.distributed as dist
 
-    from penstock.processes.board import VARIABLE, Board
+    from penstock.launch import VARIABLE, Board
 
     if out is None:
         return
@@ -144,7 +143,7 @@ def _share_board(out: Path | None) -> None:
 
 def _summary(run: "Run") -> str:
     from penstock.cli.step_line import number_text
-    from penstock.ir.units import counted, seconds_text
+    from penstock.ir import counted, seconds_text
 
     if not run.steps:
         return "nothing was left to do"

@@ -22,7 +22,7 @@ from penstock.cli.voice import Voice
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.ir.plan import Plan
+    from penstock.ir import Plan
 
 _START = "start"
 """of a data function: with which batch to begin"""
@@ -79,10 +79,10 @@ def work(job: Job, plan: "Plan") -> str:
     """Train on this rank; the Run as JSON."""
     from penstock.api.loop import Recipe, train
     from penstock.api.pipeline import Pipeline
-    from penstock.capture.generators import seed_generators
+    from penstock.capture import seed_generators
     from penstock.ir import codec
-    from penstock.processes.stopping import wish_to_stop
-    from penstock.training.options import RunOptions
+    from penstock.launch import wish_to_stop
+    from penstock.runtime import RunOptions
 
     seed_generators(job.how.seed)  # also those of numpy and Python, which data may be drawn with
     out = sys.stdout  # in the user's functions prints go elsewhere
@@ -107,9 +107,8 @@ def _inject(job: Job) -> None:
     """Let the faults of this rank happen, if there are any."""
     import torch.distributed as dist
 
-    from penstock.checkpoint.shelf import DRAFT
-    from penstock.processes.faults import allowed
-    from penstock.processes.injection import Injection
+    from penstock.checkpoint import DRAFT
+    from penstock.launch import Injection, allowed
 
     faults = allowed(job.lasting.fault or ())
     ranks = dist.get_world_size()

@@ -12,8 +12,7 @@ from penstock.cli.step_line import step_line, step_plain
 if TYPE_CHECKING:
     from penstock.api.loop import StepReport
     from penstock.cli.training_job import Job
-    from penstock.ir.plan import Plan
-    from penstock.ir.run import StepFigures
+    from penstock.ir import Plan, StepFigures
 
 
 class Voice:

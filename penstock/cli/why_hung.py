@@ -13,7 +13,7 @@ from penstock.cli.screen import print_json
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.processes.status import Status
+    from penstock.launch import Status
 
 Run = Annotated[Path, Argument(metavar="RUN", help="The directory that train was given as --out.")]
 
@@ -24,8 +24,7 @@ def why_hung(*, run: Run, as_json: AsJson = False) -> None:
     Every rank notes what it does in a small file, which outlives it. Those of one run are joined: who waits for what
     from whom, since when, and which rank did not move. It can be asked while the run goes on, and after it broke.
     """
-    from penstock.processes.board import Board
-    from penstock.processes.hang import explain
+    from penstock.launch import Board, explain
 
     statuses = Board.read(run / BOARD)
     if not statuses:

@@ -10,8 +10,7 @@ from penstock.api.loop import Recipe, StepReport, train
 from penstock.api.pipeline import Pipeline
 from penstock.demo.gpt import Sizes, gpt, loss
 from penstock.demo.text import NUM_LETTERS, batches
-from penstock.ir import codec
-from penstock.ir.plan import Plan
+from penstock.ir import Plan, codec
 
 SIZES = Sizes(layers=8, width=128, heads=4, words=NUM_LETTERS, length=64, samples=48, microbatches=8)
 CLIP, RATE, EPSILON = 1.0, 3e-3, 1e-5

@@ -7,8 +7,7 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.flat.grid import TENSOR
 from penstock.flat.topology import topology
-from penstock.runtime.meeting import Occasion
-from penstock.runtime.norms import check_clipping, clip, global_norm
+from penstock.runtime import Occasion, check_clipping, clip, global_norm
 
 
 def clip_grad_norm_(

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.split import Flat
+from penstock.stages import Flat
 
 Entry = str | nn.Module | Callable[..., Any]
 

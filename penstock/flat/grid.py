@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from penstock.errors import RunError
-from penstock.ir.figures import whole
+from penstock.ir import whole
 
 DATA, PIPE, TENSOR = "data", "pipe", "tensor"
 MODEL, WORLD = "model", "global"

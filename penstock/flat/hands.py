@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.capture.book import spec_of
+from penstock.capture import spec_of
 from penstock.errors import RunError
-from penstock.ir.graph import TensorSpec
-from penstock.split.entrance import enter
+from penstock.ir import TensorSpec
+from penstock.stages import enter
 
 ForwardFn = Callable[[Any], Any]
 BackwardFn = Callable[[Any, Any], object]

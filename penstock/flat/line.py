@@ -8,9 +8,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import PenstockError, RunError
-from penstock.runtime.between import Between
-from penstock.runtime.crew import Crew
-from penstock.runtime.meeting import Heard, Meeting, Occasion, Said
+from penstock.runtime import Between, Crew, Heard, Meeting, Occasion, Said
 
 
 class Line:

@@ -11,14 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.capture.book import spec_of
+from penstock.capture import spec_of
 from penstock.errors import RunError
-from penstock.ir.action import Message
-from penstock.ir.graph import TensorSpec, Value
-from penstock.runtime.between import Between
-from penstock.runtime.boxes import way_of
-from penstock.runtime.transport import Arrival, Departure, Route, Way
-from penstock.runtime.wire import Wire
+from penstock.ir import Message, TensorSpec, Value
+from penstock.runtime import Arrival, Between, Departure, Route, Way, Wire, way_of
 
 HEADER_BYTES = 4096
 _HEADER_TAG, _CONTENT_TAG = 2_000_000_021, 2_000_000_022

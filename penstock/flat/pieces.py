@@ -10,9 +10,8 @@ from torch import Tensor
 from penstock.capture import microbatch_sizes
 from penstock.errors import RunError
 from penstock.flat.line import Line
-from penstock.ir.figures import whole
-from penstock.runtime.meeting import Occasion, Said
-from penstock.runtime.row import Figures
+from penstock.ir import whole
+from penstock.runtime import Figures, Occasion, Said
 
 
 class Pieces(NamedTuple):

@@ -9,7 +9,7 @@ from torch import nn
 from penstock.capture import microbatch_sizes
 from penstock.errors import PartitionError
 from penstock.flat.topology import topology
-from penstock.ir.figures import whole
+from penstock.ir import whole
 
 Entries = Iterable[Callable[..., Any]]
 

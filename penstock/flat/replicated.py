@@ -9,7 +9,7 @@ from torch import nn
 from penstock.errors import RunError
 from penstock.flat.grid import DATA
 from penstock.flat.topology import topology
-from penstock.runtime.replicas import Replicas
+from penstock.runtime import Replicas
 
 
 class DDP(nn.Module):

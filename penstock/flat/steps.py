@@ -13,8 +13,7 @@ from penstock.flat.mail import Mail
 from penstock.flat.pieces import pieces_of
 from penstock.flat.topology import topology
 from penstock.flat.walk import Walk, orders
-from penstock.runtime.meeting import Occasion
-from penstock.runtime.merge import merge
+from penstock.runtime import Occasion, merge
 
 Inputs = Tensor | Sequence[Tensor] | None
 

@@ -8,11 +8,8 @@ import torch.distributed as dist
 from penstock.errors import RunError
 from penstock.flat.grid import DATA, MODEL, PIPE, TENSOR, WORLD, Grid
 from penstock.flat.line import Line
-from penstock.ir.figures import is_finite
-from penstock.runtime.agreement import Form
-from penstock.runtime.crew import Crew
-from penstock.runtime.lookout import Lookout
-from penstock.runtime.meeting import Meeting
+from penstock.ir import is_finite
+from penstock.runtime import Crew, Form, Lookout, Meeting
 
 DEADLINE_SECONDS = 60.0
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from penstock.flat.hands import Hands
 from penstock.flat.line import Line
 from penstock.flat.mail import Mail
-from penstock.ir.action import Action, Backward, Forward, Recv, Send
+from penstock.ir import Action, Backward, Forward, Recv, Send
 from penstock.passes import lower
-from penstock.runtime.execute import located
+from penstock.runtime import located
 from penstock.schedules import build
 
 Order = tuple[tuple[Action, int], ...]

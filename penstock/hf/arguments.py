@@ -5,7 +5,7 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.errors import RunError
-from penstock.training.options import RunOptions
+from penstock.runtime import RunOptions
 
 _PRECISION = "a model in that type: from_pretrained(..., dtype=torch.bfloat16)"
 _NO_HUB = "save_model(directory), and upload the directory"

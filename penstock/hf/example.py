@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from penstock.capture.generators import States, python_sources, torch_sources
+from penstock.capture import States, python_sources, torch_sources
 from penstock.errors import PlanError
 
 _HINT = "plan=penstock.plan(model, kwargs=batch, ranks=..., microbatches=...)"

@@ -8,8 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from penstock.checkpoint import ModelNames, Stored, match
-from penstock.checkpoint.stored import CONFIG
+from penstock.checkpoint import CONFIG, ModelNames, Stored, match
 from penstock.errors import CheckpointError
 
 _MOST = "config.json as from_pretrained reads it, or the directory that has it: --config PATH"
@@ -65,7 +64,7 @@ def _bare(values: dict[str, Any]) -> Any:
 
 def _forms(stored: Stored, places: dict[str, tuple[str, ...]]) -> dict[str, Tensor]:
     """A tensor without numbers of the form that each has in the checkpoint."""
-    from penstock.checkpoint.reading import DTYPES
+    from penstock.checkpoint import DTYPES
 
     forms = {name: (kind, shape) for name, (_, kind, shape) in stored.manifest.tensors.items()}
     return {name: torch.empty(forms[found[0]][1], dtype=DTYPES[forms[found[0]][0]]) for name, found in places.items()}

@@ -16,8 +16,8 @@ from penstock.hf.arguments import check_arguments, check_options, check_place, c
 from penstock.hf.example import example_of, unnoticed
 from penstock.hf.piped_model import PipedModel
 from penstock.hf.seat import alone, first, seated
-from penstock.ir.plan import Plan
-from penstock.training.options import RunOptions
+from penstock.ir import Plan
+from penstock.runtime import RunOptions
 
 _LOGGER = logging.getLogger(__name__)
 

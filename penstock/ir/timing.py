@@ -11,8 +11,8 @@ from penstock.ir.costs import StageCosts
 from penstock.ir.cuts import Cuts
 from penstock.ir.dependence import Links, Makers, links_of
 from penstock.ir.orders import Orders
+from penstock.ir.program_walk import Needs, Walk, walk
 from penstock.ir.schedule import Schedule
-from penstock.ir.walk import Needs, Walk, walk
 
 Seconds = NDArray[np.float64]
 

@@ -7,8 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from penstock.errors import FormatError
-from penstock.ir import codec
-from penstock.ir.profile import Profile
+from penstock.ir import Profile, codec
 
 VARIABLE = "PENSTOCK_CACHE"
 _MOST = 512

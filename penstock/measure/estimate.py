@@ -1,7 +1,6 @@
 """estimate: every node alone, its seconds told from its work and the speed of a device."""
 
-from penstock.ir.device_speed import DeviceSpeed
-from penstock.ir.profile import Profile
+from penstock.ir import DeviceSpeed, Profile
 from penstock.measure.findings import Findings, versions
 from penstock.measure.fused import fused_attention
 from penstock.measure.kinship import families, told_of

@@ -7,8 +7,7 @@ from functools import cached_property
 
 import torch
 
-from penstock.ir.graph import Graph, Node
-from penstock.ir.profile import Holds, NodeBytes, NodeCost, Profile
+from penstock.ir import Graph, Holds, Node, NodeBytes, NodeCost, Profile
 from penstock.measure.memory import Memory
 from penstock.measure.times import Times
 

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.ir.graph import Graph, Node
-from penstock.ir.record import Call, Live, Pack, Ref, State, Tree
+from penstock.ir import Call, Graph, Live, Node, Pack, Ref, State, Tree
 from penstock.measure.form import Forms
 from penstock.measure.memory import Memory
 from penstock.measure.subject import Subject

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.ir.cluster import Cluster
-from penstock.ir.links import Link
+from penstock.ir import Cluster, Link
 from penstock.measure.subject import Tell, silent
 
 _MOST_APART = 8

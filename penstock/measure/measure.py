@@ -6,8 +6,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.ir.graph import Node
-from penstock.ir.profile import Profile
+from penstock.ir import Node, Profile
 from penstock.measure.clock import OUTLIERS, Clock, uncollected
 from penstock.measure.device import device_name, home_of
 from penstock.measure.findings import Findings, versions

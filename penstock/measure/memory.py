@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from penstock.ir.profile import Holds
+from penstock.ir import Holds
 from penstock.measure.ledger import Ledger
 from penstock.measure.walk import Situation
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock.ir.device_speed import DeviceSpeed
+from penstock.ir import DeviceSpeed
 from penstock.measure.clock import Clock
 
 _ROWS = {"cpu": 768, "cuda": 8192}

@@ -6,8 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from penstock.ir.graph import Graph
-from penstock.ir.record import Call
+from penstock.ir import Call, Graph
 
 Values = Mapping[str, Any]
 Tell = Callable[[int, int], None]

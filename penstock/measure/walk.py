@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.ir.graph import Graph, Node, TensorSpec
+from penstock.ir import Graph, Node, TensorSpec
 from penstock.measure.ledger import address_of, addresses, bytes_behind
 from penstock.measure.subject import Run, Subject
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from penstock.ir.device_speed import DeviceSpeed
+from penstock.ir import DeviceSpeed
 from penstock.measure.fused import FLASH, FLASH_BACKWARD
 from penstock.measure.ledger import address_of, addresses, tensors
 

@@ -1,7 +1,7 @@
 """FAMILY: Problem -> Division, one way to cut per file; explicit cuts beside them."""
 
 from penstock.errors import PartitionError
-from penstock.ir.names import find_named
+from penstock.ir import find_named
 from penstock.partitioners.acyclic import Acyclic
 from penstock.partitioners.assess import assess, moves
 from penstock.partitioners.auto import Auto

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir.partition import Partition
+from penstock.ir import Partition
 from penstock.partitioners.atoms.uses import Ints
 from penstock.partitioners.base import Division, Problem
 from penstock.partitioners.search.judge import Judged

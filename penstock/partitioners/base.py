@@ -9,12 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir.cluster import Cluster
-from penstock.ir.figures import whole
-from penstock.ir.graph import Graph
-from penstock.ir.partition import Partition
-from penstock.ir.placement import Placement
-from penstock.ir.profile import Profile
+from penstock.ir import Cluster, Graph, Partition, Placement, Profile, whole
 from penstock.partitioners.atoms.atomise import atomise
 from penstock.partitioners.atoms.atoms import Atoms
 from penstock.partitioners.atoms.uses import Floats

@@ -3,8 +3,7 @@
 from itertools import pairwise
 
 from penstock.errors import PartitionError
-from penstock.ir.graph import Graph
-from penstock.ir.partition import Partition
+from penstock.ir import Graph, Partition
 from penstock.partitioners.together import together
 
 

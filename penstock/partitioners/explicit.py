@@ -8,8 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from penstock.errors import PartitionError
-from penstock.ir.graph import Graph, Node
-from penstock.ir.partition import Partition
+from penstock.ir import Graph, Node, Partition
 from penstock.partitioners.contiguous import cut_at
 
 

@@ -9,7 +9,7 @@ costs the fewest bytes: those that cross, and those of tied parameters that seve
 from dataclasses import dataclass
 
 from penstock.errors import PartitionError
-from penstock.ir.figures import is_finite
+from penstock.ir import is_finite
 from penstock.partitioners.base import Division, Partitioner, Problem
 from penstock.partitioners.search.bill import Rates
 from penstock.partitioners.search.cutting import cut

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir.figures import whole
+from penstock.ir import whole
 from penstock.partitioners.atoms.uses import Floats, Ints
 from penstock.partitioners.base import Division, Partitioner, Problem
 from penstock.partitioners.search.bill import Rates

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir.figures import is_finite, whole
-from penstock.ir.placement import Placement
+from penstock.ir import Placement, is_finite, whole
 from penstock.partitioners.base import Division, Partitioner, Problem
 from penstock.partitioners.search.bill import Rates
 from penstock.partitioners.search.blocks import dealt, pieces

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from penstock.errors import PartitionError
-from penstock.ir.graph import Graph
+from penstock.ir import Graph
 
 
 def together(graph: Graph) -> list[list[int]]:

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir.figures import whole
-from penstock.ir.graph import Graph
-from penstock.ir.partition import Partition
+from penstock.ir import Graph, Partition, whole
 from penstock.partitioners.base import Division, Partitioner, Problem
 from penstock.partitioners.contiguous import cut_at, cut_places
 from penstock.partitioners.search.cutting import stages_of

@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from penstock.errors import ScheduleError
-from penstock.ir.cuts import Cuts
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
+from penstock.ir import Cuts, Program, Schedule
 from penstock.passes.add_frees import AddFrees
 from penstock.passes.add_reductions import AddReductions
 from penstock.passes.add_shard_moves import AddShardMoves
@@ -26,7 +24,13 @@ PASSES: dict[str, type[Pass]] = {
 }
 DEFAULT_PASSES = ("add_transfers", "hoist_receives", "add_reductions", "add_frees")
 
-__all__ = ["DEFAULT_PASSES", "PASSES", "lower", "verify"]
+__all__ = [
+    "DEFAULT_PASSES",
+    "PASSES",
+    "Pass",
+    "lower",
+    "verify",
+]
 
 
 def lower(schedule: Schedule, *, cuts: Cuts | None = None, passes: Sequence[str | Pass] = DEFAULT_PASSES) -> Program:

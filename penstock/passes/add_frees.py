@@ -4,9 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir.action import Kind
-from penstock.ir.code import pack
-from penstock.ir.program import Program
+from penstock.ir import Kind, Program, pack
 from penstock.passes.base import ProgramToProgram
 
 _USERS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.SEND)

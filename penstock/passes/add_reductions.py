@@ -4,10 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir.action import Fact, Kind
-from penstock.ir.code import Codes, pack
-from penstock.ir.dependence import Makers
-from penstock.ir.program import Program
+from penstock.ir import Codes, Fact, Kind, Makers, Program, pack
 from penstock.passes.base import ProgramToProgram
 
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Kind
-from penstock.ir.code import Codes, pack
-from penstock.ir.program import Program
+from penstock.ir import Codes, Kind, Program, pack
 from penstock.passes.base import ProgramToProgram
 
 

@@ -11,15 +11,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Fact, Kind
-from penstock.ir.code import pack
-from penstock.ir.costs import StageCosts
-from penstock.ir.cuts import Cuts
-from penstock.ir.dependence import Links, Makers, links_of
-from penstock.ir.orders import Orders
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
-from penstock.ir.timing import Seconds, pass_seconds, walk_passes
+from penstock.ir import (
+    Cuts,
+    Fact,
+    Kind,
+    Links,
+    Makers,
+    Orders,
+    Program,
+    Schedule,
+    Seconds,
+    StageCosts,
+    links_of,
+    pack,
+    pass_seconds,
+    walk_passes,
+)
 from penstock.passes.base import ScheduleToProgram
 from penstock.passes.deadlock import deadlock
 

@@ -3,8 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
+from penstock.ir import Program, Schedule
 
 
 class Pass(ABC):

@@ -1,9 +1,7 @@
 """The error for orders that block: who stands where, waiting for what, and the circle they form."""
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Action
-from penstock.ir.code import decode
-from penstock.ir.program import Program
+from penstock.ir import Action, Program, decode
 
 _AROUND = 4
 

@@ -10,9 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import COMPUTE_KINDS, Kind
-from penstock.ir.code import Codes, peer_of
-from penstock.ir.program import Program
+from penstock.ir import COMPUTE_KINDS, Codes, Kind, Program, peer_of
 from penstock.passes.base import ProgramToProgram
 
 

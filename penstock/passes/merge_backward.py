@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir.action import Kind
-from penstock.ir.orders import Orders
-from penstock.ir.schedule import Schedule
+from penstock.ir import Kind, Orders, Schedule
 from penstock.passes.base import ScheduleToSchedule
 
 

@@ -14,14 +14,7 @@ and both ends of this one are issued: it is delivered as well, and L is also a r
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Fact
-from penstock.ir.cuts import Cuts
-from penstock.ir.dependence import Links, Makers, links_of
-from penstock.ir.figures import whole
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
-from penstock.ir.timing import walk_passes
-from penstock.ir.walk import Needs, walk
+from penstock.ir import Cuts, Fact, Links, Makers, Needs, Program, Schedule, links_of, walk, walk_passes, whole
 from penstock.passes.deadlock import deadlock
 from penstock.passes.verify_holdings import check_frees, check_in_flight, check_reductions, check_shards
 from penstock.passes.verify_messages import Messages, check_messages, check_pairs

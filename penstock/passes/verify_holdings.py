@@ -6,11 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Fact, Kind
-from penstock.ir.code import microbatch_of, stage_of
-from penstock.ir.dependence import Makers
-from penstock.ir.orders import Passes
-from penstock.ir.program import Program
+from penstock.ir import Fact, Kind, Makers, Passes, Program, microbatch_of, stage_of
 from penstock.passes.deadlock import action_at
 
 _USERS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.SEND, Kind.RECV)

@@ -4,10 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Kind
-from penstock.ir.code import Codes, microbatch_of, peer_of, stage_of
-from penstock.ir.dependence import Links
-from penstock.ir.program import Program
+from penstock.ir import Codes, Kind, Links, Program, microbatch_of, peer_of, stage_of
 from penstock.passes.deadlock import action_at
 
 Indices = NDArray[np.int64]

@@ -8,8 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from penstock.errors import PlanError
-from penstock.ir.graph import Graph
-from penstock.ir.profile import NodeCost, Profile
+from penstock.ir import Graph, NodeCost, Profile
 
 
 def between(graph: Graph, share: float, small: Profile, large: Profile) -> Profile:

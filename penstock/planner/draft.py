@@ -4,21 +4,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.costs import StageCosts
-from penstock.ir.cuts import Cuts
-from penstock.ir.fold import fold
-from penstock.ir.partition import Partition
-from penstock.ir.placement import Placement
-from penstock.ir.plan import Plan
-from penstock.ir.prediction import Prediction
-from penstock.ir.schedule import Schedule
-from penstock.ir.search import Choices
+from penstock.ir import Choices, Cluster, Cuts, Partition, Placement, Plan, Prediction, Schedule, StageCosts, fold
 from penstock.passes import lower
 from penstock.planner.measured import Measured
 from penstock.planner.recompute import Flags
+from penstock.planner.synthesis import Problem, lower_bound
 from penstock.simulate import simulate
-from penstock.synthesis import Problem, lower_bound
 
 GIVEN = "given"
 """in place of a name, for what the user gave"""

@@ -1,7 +1,6 @@
 """Fitting: whether a plan keeps within the memory of every rank, and by how much it does not."""
 
-from penstock.ir.plan import Plan
-from penstock.ir.units import bytes_text
+from penstock.ir import Plan, bytes_text
 
 
 def excess(plan: Plan) -> int:

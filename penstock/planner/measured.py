@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from penstock.ir.graph import Graph
-from penstock.ir.profile import Profile
+from penstock.ir import Graph, Profile
 
 
 class Measured(NamedTuple):

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from penstock.errors import PartitionError
-from penstock.ir.graph import Graph
-from penstock.ir.partition import Partition
+from penstock.ir import Graph, Partition
 
 
 class Neighbour(NamedTuple):

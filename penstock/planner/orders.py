@@ -4,14 +4,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.ir.plan import Plan
-from penstock.ir.schedule import Schedule
+from penstock.ir import Plan, Schedule
 from penstock.planner.draft import GIVEN, Draft
 from penstock.planner.fitting import excess
 from penstock.planner.recompute import one_more
 from penstock.planner.request import AUTO, Request
+from penstock.planner.synthesis import synthesise
 from penstock.schedules import SCHEDULES, build_on, find
-from penstock.synthesis import synthesise
 
 _PROMISING = tuple(sorted(SCHEDULES, key=lambda name: not SCHEDULES[name].splits_backward))
 """all names, those first that are mostly faster"""

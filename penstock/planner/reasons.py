@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from penstock.ir.plan import Plan
-from penstock.ir.units import bytes_text, percent_text, seconds_text
+from penstock.ir import Plan, bytes_text, percent_text, seconds_text
 from penstock.planner.fitting import excess, worst_rank
 from penstock.planner.neighbours import Neighbour
 from penstock.planner.verdict import busiest, work_seconds

@@ -1,7 +1,6 @@
 """recompute: which stages should compute their activations again in the backward."""
 
-from penstock.ir.costs import StageCosts
-from penstock.ir.plan import Plan
+from penstock.ir import Plan, StageCosts
 
 Flags = tuple[bool, ...]
 

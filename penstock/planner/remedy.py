@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from penstock.ir.plan import Plan
-from penstock.ir.units import seconds_text
+from penstock.ir import Plan, seconds_text
 from penstock.passes import lower
 from penstock.planner.measured import Measured
 from penstock.planner.request import AUTO, Request

@@ -5,11 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import PlanError
-from penstock.ir.cluster import Cluster
-from penstock.ir.cuts import MAX_STAGES
-from penstock.ir.figures import is_finite, whole
-from penstock.ir.partition import Partition
-from penstock.ir.schedule import Schedule
+from penstock.ir import MAX_STAGES, Cluster, Partition, Schedule, is_finite, whole
 from penstock.partitioners import find as find_partitioner
 from penstock.schedules import find as find_schedule
 

@@ -2,16 +2,11 @@
 
 from dataclasses import replace
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.costs import StageCosts
-from penstock.ir.partition import Partition
-from penstock.ir.plan import Plan
-from penstock.ir.prediction import Prediction
-from penstock.ir.search import Choices
+from penstock.ir import Choices, Cluster, Partition, Plan, Prediction, StageCosts
 from penstock.passes import lower
+from penstock.planner.synthesis import Problem, lower_bound
 from penstock.schedules import SCHEDULES, build
 from penstock.simulate import simulate
-from penstock.synthesis import Problem, lower_bound
 
 
 def with_microbatches(plan: Plan, count: int) -> Plan:

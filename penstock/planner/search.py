@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from penstock.ir.plan import Plan
-from penstock.ir.search import Candidate, Search
+from penstock.ir import Candidate, Plan, Search
 from penstock.planner.budget import Budget
 from penstock.planner.draft import Draft
 from penstock.planner.fitting import excess
@@ -15,8 +14,8 @@ from penstock.planner.reasons import Moved, reasons
 from penstock.planner.request import AUTO, Request
 from penstock.planner.shortfall import refusal
 from penstock.planner.space import drafts, further
+from penstock.planner.synthesis import is_too_large
 from penstock.planner.verdict import why_lost
-from penstock.synthesis import is_too_large
 
 Tell = Callable[[int, int], None]
 """is told how much of how much time is spent, in thousandths of a second"""

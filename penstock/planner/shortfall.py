@@ -4,9 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from penstock.errors import FitError, PartitionError, PlanError, ScheduleError
-from penstock.ir.cluster import Cluster
-from penstock.ir.plan import Plan
-from penstock.ir.units import bytes_text
+from penstock.ir import Cluster, Plan, bytes_text
 from penstock.planner.fitting import excess, shortage, worst_rank
 from penstock.planner.measured import Models
 from penstock.planner.orders import ordered

@@ -14,11 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.action import COMPUTE_KINDS, Kind
-from penstock.ir.code import stage_of
-from penstock.ir.plan import Plan
-from penstock.ir.timing import pass_seconds
-from penstock.ir.trace import Trace
+from penstock.ir import COMPUTE_KINDS, Kind, Plan, Trace, pass_seconds, stage_of
 
 WINDOW, ENOUGH = 8, 6
 """a rank is slow for which so many of so many steps were"""

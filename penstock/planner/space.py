@@ -5,11 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from penstock.errors import PartitionError, PlanError
-from penstock.ir.cluster import Cluster
-from penstock.ir.partition import Partition
-from penstock.ir.placement import Placement
-from penstock.ir.schedule import Schedule
-from penstock.ir.search import Choices
+from penstock.ir import Choices, Cluster, Partition, Placement, Schedule
 from penstock.partitioners import Holding, Problem, by_modules, divide, find
 from penstock.planner.draft import GIVEN, Draft, placement_name
 from penstock.planner.measured import Measured, Models

@@ -7,10 +7,7 @@ it is an estimate.
 
 import math
 
-from penstock.ir.costs import StageCosts
-from penstock.ir.graph import Graph, Node, TensorSpec
-from penstock.ir.plan import Plan
-from penstock.ir.profile import NodeBytes, NodeCost, Profile
+from penstock.ir import Graph, Node, NodeBytes, NodeCost, Plan, Profile, StageCosts, TensorSpec
 
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 

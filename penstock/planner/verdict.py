@@ -2,9 +2,7 @@
 
 import numpy as np
 
-from penstock.ir.plan import Plan
-from penstock.ir.timing import pass_seconds
-from penstock.ir.units import percent_text
+from penstock.ir import Plan, pass_seconds, percent_text
 from penstock.planner.fitting import excess, shortage
 
 _ALIKE = 1e-6

@@ -1,7 +1,6 @@
 """Watch: what is told of slow ranks while a plan is trained by, with the plan that would help."""
 
-from penstock.ir.plan import Plan
-from penstock.ir.trace import Trace
+from penstock.ir import Plan, Trace
 from penstock.planner.remedy import call, remedy
 from penstock.planner.slow_ranks import SlowRanks
 

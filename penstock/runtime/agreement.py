@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 from penstock.errors import RunError
-from penstock.ir.partition import Crossing
-from penstock.ir.program import Program
+from penstock.ir import Crossing, Program
 from penstock.runtime.row import Row
 
 _STAGES = "stages "

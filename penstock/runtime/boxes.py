@@ -2,10 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from penstock.ir.action import Action, Kind, Message
-from penstock.ir.graph import Value
-from penstock.ir.partition import Crossing
-from penstock.ir.program import Program
+from penstock.ir import Action, Crossing, Kind, Message, Program, Value
 from penstock.runtime.calls import Source, Target
 from penstock.runtime.transport import Arrival, Departure, Route, Tensors, Transport, Way
 from penstock.runtime.wire import Wire

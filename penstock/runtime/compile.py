@@ -6,8 +6,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.ir.action import Action, ComputeAction, Forward, InputGrad, Kind, Message, Overlap, WeightGrad
-from penstock.ir.program import Program
+from penstock.ir import Action, ComputeAction, Forward, InputGrad, Kind, Message, Overlap, Program, WeightGrad
 from penstock.runtime.boxes import Boxes, Edges, Handed, way_of
 from penstock.runtime.calls import BackwardCall, Cell, ForwardCall, OverlapCall, PassCall, Player, WeightGradCall
 from penstock.runtime.receipts import receipts

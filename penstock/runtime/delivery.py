@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.ir.graph import ITEM_BYTES
+from penstock.ir import ITEM_BYTES
 from penstock.runtime.crew import Crew
 
 Places = Collection[int] | None

@@ -6,8 +6,7 @@ from time import perf_counter
 import torch
 
 from penstock.errors import RunError
-from penstock.ir.action import ComputeAction, Message
-from penstock.ir.code import decode_one
+from penstock.ir import ComputeAction, Message, decode_one
 from penstock.runtime.compile import Prepared, Ready
 from penstock.runtime.times import Times
 

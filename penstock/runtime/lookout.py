@@ -12,11 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from penstock.errors import RunError
-from penstock.processes.board import LARGEST_FAILURE, Board
-from penstock.processes.failure import Failure
-from penstock.processes.meeting import shared_directory
-from penstock.processes.status import occasion_code
-from penstock.processes.watch import Watch
+from penstock.launch import LARGEST_FAILURE, Board, Failure, Watch, occasion_code, shared_directory
 
 VARIABLE = "PENSTOCK_WATCH"
 FIRST_STEP_SECONDS = 600.0

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.ir.containers import Parts, put_together, take_apart
+from penstock.ir import Parts, put_together, take_apart
 from penstock.runtime.weights import weighted_sum
 
 Shape = tuple[int, ...]

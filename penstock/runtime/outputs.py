@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from penstock.ir.containers import leaves, put_together, take_apart
+from penstock.ir import leaves, put_together, take_apart
 from penstock.runtime.crew import Crew
 from penstock.runtime.delivery import refuse, share
 from penstock.runtime.merge import merge

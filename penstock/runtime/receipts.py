@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
-from penstock.ir.action import Action, ComputeAction, Kind, Message, Overlap
-from penstock.ir.program import Program
+from penstock.ir import Action, ComputeAction, Kind, Message, Overlap, Program
 
 Users = dict[tuple[int, int, bool], int]
 """where a rank waits for the values (False) or the gradients (True) of a stage and microbatch"""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.errors import RunError
-from penstock.ir.figures import is_finite, whole
+from penstock.ir import is_finite, whole
 from penstock.runtime.crew import Crew
 from penstock.runtime.health import are_finite
 from penstock.runtime.meeting import Meeting, Occasion, Said

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.ir.loss import LossRule, Term
+from penstock.ir import LossRule, Term
 
 Counts = Sequence[Sequence[float]]
 """for each microbatch, one number for each term of the rule: samples, counted labels; anything for a sum"""

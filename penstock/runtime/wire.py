@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.ir.graph import Value
+from penstock.ir import Value
 
 
 class Wire:

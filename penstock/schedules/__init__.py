@@ -1,10 +1,7 @@
 """FAMILY: (ranks, microbatches, costs) -> Schedule, one idea per file."""
 
 from penstock.errors import ScheduleError
-from penstock.ir.costs import StageCosts
-from penstock.ir.names import find_named
-from penstock.ir.placement import Placement
-from penstock.ir.schedule import Schedule
+from penstock.ir import Placement, Schedule, StageCosts, find_named
 from penstock.schedules.base import Scheduler
 from penstock.schedules.dualpipe_v import DualPipeV
 from penstock.schedules.gpipe import GPipe

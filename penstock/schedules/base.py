@@ -8,13 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import CostError, ScheduleError
-from penstock.ir.action import MAX_MICROBATCHES, Kind
-from penstock.ir.code import Codes, kind_of, pack
-from penstock.ir.costs import StageCosts
-from penstock.ir.cuts import MAX_STAGES
-from penstock.ir.figures import whole
-from penstock.ir.orders import MAX_ACTIONS
-from penstock.ir.schedule import Schedule
+from penstock.ir import (
+    MAX_ACTIONS,
+    MAX_MICROBATCHES,
+    MAX_STAGES,
+    Codes,
+    Kind,
+    Schedule,
+    StageCosts,
+    kind_of,
+    pack,
+    whole,
+)
 from penstock.schedules.weights import refill
 
 

@@ -15,11 +15,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir.action import Kind
-from penstock.ir.code import Codes, kind_of, microbatch_of, pack, peer_microbatch_of, peer_of, stage_of
-from penstock.ir.orders import Orders
-from penstock.ir.placement import Placement
-from penstock.ir.schedule import Schedule
+from penstock.ir import (
+    Codes,
+    Kind,
+    Orders,
+    Placement,
+    Schedule,
+    kind_of,
+    microbatch_of,
+    pack,
+    peer_microbatch_of,
+    peer_of,
+    stage_of,
+)
 from penstock.schedules.base import Scheduler
 
 

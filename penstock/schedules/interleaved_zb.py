@@ -11,10 +11,7 @@ For 2 ranks and 4 microbatches:
 
 from dataclasses import dataclass
 
-from penstock.ir.action import Kind
-from penstock.ir.orders import Orders
-from penstock.ir.placement import Placement
-from penstock.ir.schedule import Schedule
+from penstock.ir import Kind, Orders, Placement, Schedule
 from penstock.schedules.base import Scheduler, passes, staggered, weights_of
 from penstock.schedules.rounds import Rounds
 

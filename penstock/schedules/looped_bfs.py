@@ -13,10 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir.action import Kind
-from penstock.ir.orders import Orders
-from penstock.ir.placement import Placement
-from penstock.ir.schedule import Schedule
+from penstock.ir import Kind, Orders, Placement, Schedule
 from penstock.schedules.base import Scheduler, passes
 
 

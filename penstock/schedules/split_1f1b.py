@@ -1,9 +1,6 @@
 """1f1b with the backward split in two: the family of zb_h1 and zb_h2."""
 
-from penstock.ir.action import Kind
-from penstock.ir.orders import Orders
-from penstock.ir.placement import Placement
-from penstock.ir.schedule import Schedule
+from penstock.ir import Kind, Orders, Placement, Schedule
 from penstock.schedules.base import passes, staggered, weights_of
 
 

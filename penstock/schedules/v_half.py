@@ -12,8 +12,7 @@ For 3 ranks and 3 microbatches:
 
 from dataclasses import dataclass
 
-from penstock.ir.costs import StageCosts
-from penstock.ir.schedule import Schedule
+from penstock.ir import Schedule, StageCosts
 from penstock.schedules.base import Scheduler
 from penstock.schedules.vee_blocks import Block, repeat_block
 from penstock.schedules.weights import refill

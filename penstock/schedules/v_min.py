@@ -12,7 +12,7 @@ For 3 ranks and 3 microbatches:
 
 from dataclasses import dataclass
 
-from penstock.ir.schedule import Schedule
+from penstock.ir import Schedule
 from penstock.schedules.base import Scheduler
 from penstock.schedules.vee_blocks import Block, repeat_block
 

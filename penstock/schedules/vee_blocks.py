@@ -11,11 +11,7 @@ from itertools import permutations
 
 import numpy as np
 
-from penstock.ir.action import Kind
-from penstock.ir.code import Codes
-from penstock.ir.orders import Orders
-from penstock.ir.placement import Placement
-from penstock.ir.schedule import Schedule
+from penstock.ir import Codes, Kind, Orders, Placement, Schedule
 from penstock.schedules.base import passes
 
 _PERIOD = 6

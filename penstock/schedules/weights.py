@@ -14,12 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import CostError
-from penstock.ir.action import Kind
-from penstock.ir.code import stage_of
-from penstock.ir.costs import StageCosts
-from penstock.ir.orders import Orders
-from penstock.ir.schedule import Schedule
-from penstock.ir.timing import chain_links, length, pass_seconds, waits
+from penstock.ir import Kind, Orders, Schedule, StageCosts, chain_links, length, pass_seconds, stage_of, waits
 
 _PATIENCE = (0.0, 0.5, 1.0)
 """candidates for how much of a weight gradient's time a rank rather waits than starts one"""

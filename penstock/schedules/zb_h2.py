@@ -13,7 +13,7 @@ For 4 ranks and 7 microbatches:
 
 from dataclasses import dataclass
 
-from penstock.ir.schedule import Schedule
+from penstock.ir import Schedule
 from penstock.schedules.base import Scheduler
 from penstock.schedules.split_1f1b import split_1f1b
 

@@ -13,11 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir.action import Kind
-from penstock.ir.code import Codes, microbatch_of, pack
-from penstock.ir.orders import Orders
-from penstock.ir.placement import Placement
-from penstock.ir.schedule import Schedule
+from penstock.ir import Codes, Kind, Orders, Placement, Schedule, microbatch_of, pack
 from penstock.schedules.base import Scheduler, numbered
 
 

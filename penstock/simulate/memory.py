@@ -12,14 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.action import Fact, Kind
-from penstock.ir.code import microbatch_of, peer_of, stage_of
-from penstock.ir.costs import StageCosts
-from penstock.ir.dependence import Makers
-from penstock.ir.orders import Passes
-from penstock.ir.program import Program
-from penstock.ir.series import Series
-from penstock.ir.trace import Curve
+from penstock.ir import Curve, Fact, Kind, Makers, Passes, Program, Series, StageCosts, microbatch_of, peer_of, stage_of
 
 Indices = NDArray[np.int64]
 _START, _END = 0, 1

@@ -3,11 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.action import Kind
-from penstock.ir.code import stage_of
-from penstock.ir.costs import StageCosts
-from penstock.ir.links import Replicas
-from penstock.ir.program import Program
+from penstock.ir import Kind, Program, Replicas, StageCosts, stage_of
 
 Seconds = NDArray[np.float64]
 

@@ -14,16 +14,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import CostError, ScheduleError
-from penstock.ir.action import COMPUTE_KINDS, Fact, Kind
-from penstock.ir.cluster import Cluster
-from penstock.ir.code import Codes, microbatch_of, pack, peer_of, stage_of
-from penstock.ir.costs import StageCosts
-from penstock.ir.dependence import Makers, links_of
-from penstock.ir.program import Program
-from penstock.ir.series import Series
-from penstock.ir.timing import pass_seconds
-from penstock.ir.trace import Trace
-from penstock.ir.walk import Needs, walk
+from penstock.ir import (
+    COMPUTE_KINDS,
+    Cluster,
+    Codes,
+    Fact,
+    Kind,
+    Makers,
+    Needs,
+    Program,
+    Series,
+    StageCosts,
+    Trace,
+    links_of,
+    microbatch_of,
+    pack,
+    pass_seconds,
+    peer_of,
+    stage_of,
+    walk,
+)
 from penstock.simulate.memory import curves
 from penstock.simulate.reductions import reduced
 from penstock.simulate.shared_cores import Happened, Mail, run_on

@@ -3,18 +3,22 @@
 from typing import Any
 
 from penstock.errors import ViewError
-from penstock.views.base import RichView, Staged, Traces, View
+from penstock.views.base import RichView, Staged, Subject, Traces, View
 from penstock.views.chrome import Chrome
 from penstock.views.compare import Compare
 from penstock.views.cuts import Cuts
+from penstock.views.foreign import FOREIGN, check_can_run, module_lists
 from penstock.views.grid import Grid
 from penstock.views.memory import Memory
 from penstock.views.memory_png import MemoryPng
 from penstock.views.model import Model
 from penstock.views.outline import Outline
+from penstock.views.page.contents import Advice, Contents
 from penstock.views.png import Png
 from penstock.views.profile import Profile
 from penstock.views.report import Report
+from penstock.views.sheet import Sheet
+from penstock.views.summary import summary
 from penstock.views.svg import Svg
 from penstock.views.table import Table
 from penstock.views.terminal import Terminal
@@ -36,7 +40,33 @@ VIEWS: dict[str, type[View[Any, Any]]] = {
     "report": Report,
 }
 
-__all__ = ["VIEWS", "RichView", "Staged", "Traces", "View", "find"]
+__all__ = [
+    "FOREIGN",
+    "VIEWS",
+    "Advice",
+    "Chrome",
+    "Contents",
+    "Cuts",
+    "Memory",
+    "Model",
+    "Outline",
+    "Png",
+    "Profile",
+    "Report",
+    "RichView",
+    "Sheet",
+    "Staged",
+    "Subject",
+    "Svg",
+    "Table",
+    "Terminal",
+    "Traces",
+    "View",
+    "check_can_run",
+    "find",
+    "module_lists",
+    "summary",
+]
 
 
 def find(name: str) -> type[View[Any, Any]]:

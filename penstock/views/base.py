@@ -8,9 +8,7 @@ from typing import ClassVar, Generic, Literal, TypeAlias, TypeVar
 from rich.console import Console, RenderableType
 
 from penstock.errors import ViewError
-from penstock.ir.graph import Graph
-from penstock.ir.partition import Partition
-from penstock.ir.trace import Trace
+from penstock.ir import Graph, Partition, Trace
 from penstock.views.drawing import Drawing
 
 Document = TypeVar("Document", str, bytes)

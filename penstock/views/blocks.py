@@ -6,9 +6,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.action import COMPUTE_KINDS, Kind
-from penstock.ir.orders import Passes
-from penstock.ir.trace import Trace
+from penstock.ir import COMPUTE_KINDS, Kind, Passes, Trace
 
 LETTERS = {
     Kind.FORWARD: "F",

@@ -1,7 +1,6 @@
 """Boxes: the blocks of a trace laid out in a panel, one box each."""
 
-from penstock.ir.action import Kind
-from penstock.ir.units import seconds_text
+from penstock.ir import Kind, seconds_text
 from penstock.views.blocks import LOWER, UPPER, WHOLE, WORDS, Blocks
 from penstock.views.drawing import Box, Drawing, Label, text_width
 from penstock.views.palette import fill, text_on

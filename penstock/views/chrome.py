@@ -11,9 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.ir.action import COMPUTE_KINDS, Action, ComputeAction, Fact, Message, Overlap
-from penstock.ir.dependence import Makers
-from penstock.ir.trace import Span, Trace, Transfer
+from penstock.ir import COMPUTE_KINDS, Action, ComputeAction, Fact, Makers, Message, Overlap, Span, Trace, Transfer
 from penstock.views.base import Traces, View, named
 
 Event = dict[str, Any]

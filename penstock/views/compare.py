@@ -13,10 +13,7 @@ import numpy as np
 from rich.console import Group
 
 from penstock.errors import ViewError
-from penstock.ir.action import COMPUTE_KINDS
-from penstock.ir.code import decode
-from penstock.ir.trace import Idle, Trace
-from penstock.ir.units import bytes_text, figure, percent_text, seconds_text
+from penstock.ir import COMPUTE_KINDS, Idle, Trace, bytes_text, decode, figure, percent_text, seconds_text
 from penstock.views.base import RichView, Traces, check_positive, named
 from penstock.views.sheet import Sheet
 from penstock.views.summary import summary

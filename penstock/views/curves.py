@@ -4,10 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir.action import Kind
-from penstock.ir.cluster import parse_bytes
-from penstock.ir.trace import Curve, Trace
-from penstock.ir.units import bytes_text
+from penstock.ir import Curve, Kind, Trace, bytes_text, parse_bytes
 from penstock.views.base import Document, Drawn, Traces, check_positive, named
 from penstock.views.drawing import Area, Drawing, Label, Line, Point
 from penstock.views.palette import ALARM, FAINT, INK, KINDS, PAPER, RULE, mix

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from rich.console import Group
 from rich.text import Text
 
-from penstock.ir.graph import Graph
-from penstock.ir.partition import Crossing
-from penstock.ir.units import bytes_text, counted
+from penstock.ir import Crossing, Graph, bytes_text, counted
 from penstock.views.base import RichView, Staged
 from penstock.views.flow import Flow
 from penstock.views.parts import Part, shown

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.ir.graph import Graph, Node, TensorSpec, Value
-from penstock.ir.partition import Crossing, Partition
-from penstock.ir.units import bytes_text
+from penstock.ir import Crossing, Graph, Node, Partition, TensorSpec, Value, bytes_text
 from penstock.views.base import Staged, staged
 from penstock.views.parts import Part, Weight, gathered, glued, shown, weight
 from penstock.views.repeats import collapsed

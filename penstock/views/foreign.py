@@ -5,8 +5,7 @@ import re
 from collections.abc import Callable
 
 from penstock.errors import PartitionError, PlanError
-from penstock.ir.placement import Placement
-from penstock.ir.plan import Plan
+from penstock.ir import Placement, Plan
 
 _ELEMENT = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
 """how the name of an element of the outermost list of modules begins"""

@@ -11,7 +11,7 @@ pairs put their backward pass on a second line below their forward pass.
 
 from dataclasses import dataclass
 
-from penstock.ir.trace import Trace
+from penstock.ir import Trace
 from penstock.views.base import Traces, View, check_positive, named
 from penstock.views.blocks import Blocks
 from penstock.views.cells import IDLE, cells, common_step, num_steps, typical_step

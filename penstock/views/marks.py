@@ -7,7 +7,7 @@ from bisect import bisect_left
 
 import numpy as np
 
-from penstock.ir.action import COMPUTE_KINDS
+from penstock.ir import COMPUTE_KINDS
 from penstock.views.blocks import Blocks
 from penstock.views.drawing import Drawing, Label, Line, text_width
 from penstock.views.merged import are_merged

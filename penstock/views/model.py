@@ -8,8 +8,7 @@ stage that reads it runs it, so that it is never sent. Stages are coloured, and 
 
 from dataclasses import dataclass
 
-from penstock.ir.graph import Graph
-from penstock.ir.units import bytes_text, counted
+from penstock.ir import Graph, bytes_text, counted
 from penstock.views.base import Staged, View, printable
 from penstock.views.drawing import Box, Drawing, Label, Line, ending, shortened
 from penstock.views.flow import Flow, sizes_text

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from rich.console import Group
 from rich.text import Text
 
-from penstock.ir.graph import Graph, Value
-from penstock.ir.units import count_text, counted
+from penstock.ir import Graph, Value, count_text, counted
 from penstock.views.base import RichView, Staged
 from penstock.views.flow import Flow, sizes_text
 from penstock.views.parts import check_alike, shown

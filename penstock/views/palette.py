@@ -3,7 +3,7 @@
 Hues follow Okabe and Ito's set; kinds differ in lightness as well. The later stages of a rank are lighter.
 """
 
-from penstock.ir.action import Kind
+from penstock.ir import Kind
 
 KINDS = {
     Kind.FORWARD: "#1f5fa8",

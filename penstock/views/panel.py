@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir.trace import Trace
-from penstock.ir.units import figure, percent_text, round_step, seconds_text, seconds_unit
+from penstock.ir import Trace, figure, percent_text, round_step, seconds_text, seconds_unit
 from penstock.views.drawing import Box, Drawing, Label, Line, shortened, text_width
 from penstock.views.palette import FAINT, IDLE, INK, RULE
 

@@ -6,9 +6,7 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from penstock.errors import ViewError
-from penstock.ir.graph import Graph, Node, TensorSpec
-from penstock.ir.partition import Partition
-from penstock.ir.units import bytes_text, count_text
+from penstock.ir import Graph, Node, Partition, TensorSpec, bytes_text, count_text
 from penstock.views.base import MAX_NAME, printable
 
 DOTS = " … "

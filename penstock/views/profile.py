@@ -13,9 +13,8 @@ from rich.console import Group
 from rich.text import Text
 
 from penstock.errors import ViewError
-from penstock.ir.profile import NodeCost
-from penstock.ir.profile import Profile as Costs
-from penstock.ir.units import counted, percent_text, seconds_text
+from penstock.ir import NodeCost, counted, percent_text, seconds_text
+from penstock.ir import Profile as Costs
 from penstock.views.base import RichView
 from penstock.views.parts import DOTS, check_alike, shown
 from penstock.views.sheet import Sheet

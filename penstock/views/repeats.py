@@ -8,7 +8,7 @@ middle, as the skips of a U-Net do, keeps the run apart.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.ir.graph import Graph, Node, TensorSpec
+from penstock.ir import Graph, Node, TensorSpec
 from penstock.views.parts import Part, is_block
 
 MAX_PERIOD, LONG = 64, 12

@@ -17,8 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from penstock.errors import ViewError
-from penstock.ir.plan import Plan
-from penstock.ir.units import bytes_text, counted
+from penstock.ir import Plan, bytes_text, counted
 from penstock.views.base import View, check_positive
 from penstock.views.drawing import Drawing
 from penstock.views.page import course, still, tables

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.ir.graph import Value
+from penstock.ir import Value
 from penstock.views.flow import Flow, Wire
 
 

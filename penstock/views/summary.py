@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.ir.action import Kind
-from penstock.ir.trace import Idle, Trace
+from penstock.ir import Idle, Kind, Trace
 
 _LAST = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from rich.table import Table as RichTable
 
-from penstock.ir.trace import Trace
-from penstock.ir.units import bytes_text, figure, percent_text, seconds_text
+from penstock.ir import Trace, bytes_text, figure, percent_text, seconds_text
 from penstock.views.base import RichView, Traces, named
 from penstock.views.sheet import Sheet
 from penstock.views.summary import Summary, summary

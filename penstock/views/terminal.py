@@ -15,8 +15,7 @@ from rich.console import Console, ConsoleOptions
 from rich.style import Style
 from rich.text import Text
 
-from penstock.ir.trace import Trace
-from penstock.ir.units import percent_text, seconds_text
+from penstock.ir import Trace, percent_text, seconds_text
 from penstock.views import palette
 from penstock.views.base import RichView, Traces, check_positive, named, printed
 from penstock.views.blocks import LETTERS, WORDS, Blocks

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 
-from penstock.ir.action import Kind
-from penstock.ir.critical import critical_path
-from penstock.ir.trace import Span
+from penstock.ir import Kind, Span, critical_path
 from penstock.views.base import Document, Drawn, Traces, check_positive, named
 from penstock.views.blocks import WORDS, Blocks
 from penstock.views.boxes import boxes

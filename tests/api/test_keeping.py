@@ -14,7 +14,7 @@ from penstock.api.loop import Recipe, StepReport, train
 from penstock.api.saving import Saver
 from penstock.checkpoint import Background, draft
 from penstock.errors import CheckpointError, RunError
-from penstock.ir.plan import Plan
+from penstock.ir import Plan
 
 
 def model() -> nn.Module:

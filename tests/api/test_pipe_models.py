@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import PartitionError
-from penstock.ir.device_speed import DeviceSpeed
+from penstock.ir import DeviceSpeed
 from penstock.partitioners.metis import is_installed
 
 BATCH = torch.randn(4, 16)

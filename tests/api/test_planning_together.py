@@ -9,8 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import penstock
-from penstock.ir.cluster import Cluster
-from penstock.ir.plan import Plan
+from penstock.ir import Cluster, Plan
 from tests.runtime.models import WIDTH, chain, noise
 from tests.runtime.plans import quick_plan
 from tests.runtime.workers import Pools

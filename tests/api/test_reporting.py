@@ -13,10 +13,7 @@ from penstock.api import advice
 from penstock.api.advice import advise
 from penstock.api.reporting import contents_of, digest_of
 from penstock.errors import ViewError
-from penstock.ir import codec
-from penstock.ir.cluster import Cluster
-from penstock.ir.plan import Plan
-from penstock.ir.prediction import Prediction
+from penstock.ir import Cluster, Plan, Prediction, codec
 from tests.views.reports import MIB, contents, planned
 
 

@@ -12,13 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock
-from penstock.checkpoint import draft
-from penstock.checkpoint.listing import verified
+from penstock.checkpoint import draft, verified
 from penstock.errors import RunError
-from penstock.ir.plan import Plan
-from penstock.processes import processes
-from penstock.processes.board import Board
-from penstock.processes.hang import explain
+from penstock.ir import Plan
+from penstock.launch import Board, explain, processes
 
 
 def model() -> nn.Module:
@@ -46,7 +43,7 @@ def test_a_save_that_takes_long_is_waited_for(plan: Plan, tmp_path: Path, monkey
 
     written = draft._written
     monkeypatch.setattr(draft, "_written", slow)
-    monkeypatch.setattr("penstock.processes.launch._LEAVE_SECONDS", 0.05)
+    monkeypatch.setattr("penstock.launch.launch._LEAVE_SECONDS", 0.05)
     monkeypatch.setattr(processes, "_TERM_SECONDS", 0.05)
     penstock.launch(saved, 2, plan, tmp_path)
     assert [(one.name, one.problem) for one in verified(tmp_path)] == [("step-000000", "")]

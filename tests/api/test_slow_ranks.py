@@ -6,9 +6,7 @@ from torch import distributed, nn
 
 import penstock
 from benchmarks.sleeping import SIZE, SleepingBlock
-from penstock.ir.cluster import Cluster
-from penstock.ir.plan import Plan
-from penstock.ir.profile import NodeCost, Profile
+from penstock.ir import Cluster, NodeCost, Plan, Profile
 from penstock.planner import Measured, Request, Watch, search
 from tests.runtime.workers import Pools
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.errors import CaptureError
 from penstock.partitioners import uniform
-from penstock.split import Sequence
+from penstock.stages import Sequence
 from tests.capture.models import Box, Stack
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ from penstock.capture.captured import without_cache
 from penstock.capture.conditions import Conditions
 from penstock.partitioners import uniform
 from tests.capture.models import Masking, Stack
-from tests.split.parity import Batch, difference, of_model, of_stages
+from tests.stages.parity import Batch, difference, of_model, of_stages
 from tests.zoo import ZOO
 from tests.zoo.batch import noise, padded, tokens
 

@@ -7,7 +7,7 @@ from torch import nn
 import penstock
 from penstock.errors import CaptureError
 from penstock.partitioners import uniform
-from penstock.split import Sequence
+from penstock.stages import Sequence
 from tests.capture.models import Block
 
 BATCH = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

@@ -7,7 +7,7 @@ import penstock
 from penstock.capture import capture
 from penstock.errors import CaptureError, PartitionError
 from penstock.partitioners import uniform
-from penstock.split import Sequence
+from penstock.stages import Sequence
 from tests.capture.models import Block, Stack
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))

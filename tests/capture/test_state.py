@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import penstock
 from penstock.errors import CaptureError, PartitionError
-from penstock.ir.graph import Update
+from penstock.ir import Update
 from penstock.partitioners import cut_before, uniform
 from penstock.partitioners.contiguous import cut_at, cut_places
 from tests.capture.models import Block, Stack

@@ -11,10 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.damages import DAMAGES, ELSEWHERE, LINK, damaged, forged
-from penstock.checkpoint.listing import verified
+from penstock.checkpoint import FileRecord, to_text, verified
 from penstock.checkpoint.manifest import NAME, read_manifest
-from penstock.checkpoint.tensors_file import FileRecord
-from penstock.checkpoint.values import from_text, to_text
+from penstock.checkpoint.values import from_text
 from penstock.cli import app
 from penstock.errors import CheckpointError, DamagedError
 from tests.checkpoint.trainings import Training, numbers, saved, the_plan

@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.ir.plan import Plan
+from penstock.ir import Plan
 from tests.runtime.plans import quick_plan
 
 pytestmark = pytest.mark.gloo

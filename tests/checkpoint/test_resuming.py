@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, Sequenti
 import penstock
 from penstock.checkpoint import draft
 from penstock.errors import PenstockError
-from penstock.ir.plan import Plan
+from penstock.ir import Plan
 from tests.checkpoint.trainings import OPTIMIZERS, Training, the_plan
 from tests.runtime.models import chain, tied
 from tests.runtime.plans import BATCHES, chain_plan, quick_plan

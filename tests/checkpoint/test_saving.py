@@ -13,10 +13,10 @@ from safetensors import safe_open
 from torch import nn
 
 import penstock
-from penstock.checkpoint import draft
-from penstock.checkpoint.shelf import locked, tidy
+from penstock.checkpoint import draft, tidy
+from penstock.checkpoint.shelf import locked
 from penstock.errors import CheckpointError
-from penstock.ir.plan import Plan
+from penstock.ir import Plan
 from tests.checkpoint.trainings import Training, saved, the_plan
 from tests.runtime.models import tied, token_loss
 from tests.runtime.plans import quick_plan

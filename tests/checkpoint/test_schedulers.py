@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import penstock
 from penstock.errors import CheckpointError
-from penstock.ir.plan import Plan
+from penstock.ir import Plan
 from tests.runtime.models import chain
 from tests.runtime.plans import BATCHES, quick_plan
 

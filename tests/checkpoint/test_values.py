@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.checkpoint.values import from_plain, from_text, to_plain, to_text
+from penstock.checkpoint import to_plain, to_text
+from penstock.checkpoint.values import from_plain, from_text
 from penstock.errors import CheckpointError, DamagedError
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.ir.plan import Plan
+from penstock.ir import Plan
 from tests.runtime.models import tied, token_loss, tokens
 from tests.runtime.plans import quick_plan
 

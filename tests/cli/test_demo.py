@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.demo import training
-from penstock.ir.run import Run
+from penstock.ir import Run
 
 FILES = {"plan.json", "run.json", "trace.json.gz", "report.html"}
 QUICK = ("--ranks", "2", "--steps", "3")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.short_training import COMMAND, STEPS, Outcome, ShortTraining
-from penstock.checkpoint.shelf import steps
+from penstock.checkpoint import steps
 from penstock.cli.run_files import Diary
-from penstock.ir.run import Run
+from penstock.ir import Run
 from tests.cli.lasting_trainings import DATA, LASTING, in_a_copy
 
 

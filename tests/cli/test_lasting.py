@@ -15,11 +15,11 @@ from benchmarks.guarded import guarded
 from benchmarks.leftovers import left_over
 from benchmarks.listeners import is_local, listeners
 from benchmarks.short_training import COMMAND, STEPS, Outcome, ShortTraining
-from penstock.checkpoint.shelf import steps
+from penstock.checkpoint import steps
 from penstock.cli.run_files import Diary
 from penstock.cli.supervised import Supervisor
-from penstock.processes.board import Board
-from penstock.processes.faults import ALLOWED
+from penstock.launch import Board
+from penstock.launch.faults import ALLOWED
 from tests.cli.lasting_trainings import LASTING, in_a_copy
 from tests.leftovers import tidy
 

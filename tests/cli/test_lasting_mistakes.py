@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from benchmarks.short_training import COMMAND, ShortTraining
 from penstock.cli import app
 from penstock.cli.lasting import held
-from penstock.processes.faults import ALLOWED
+from penstock.launch.faults import ALLOWED
 from tests.cli.lasting_trainings import refused
 
 

@@ -8,9 +8,7 @@ from torch import nn
 
 import penstock
 from penstock import Plan, StageCosts, lower, schedule, simulate
-from penstock.ir import codec
-from penstock.ir.profile import NodeCost, Profile
-from penstock.ir.run import Run, StepFigures
+from penstock.ir import NodeCost, Profile, Run, StepFigures, codec
 
 
 def test_a_csv_is_drawn_and_measured(call, written) -> None:

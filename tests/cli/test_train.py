@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from penstock.ir.run import Run
+from penstock.ir import Run
 
 FILE = """\
 import torch

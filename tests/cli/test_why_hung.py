@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from penstock.ir.action import Forward, Recv
-from penstock.ir.code import encode
-from penstock.processes.board import Board
+from penstock.ir import Forward, Recv, encode
+from penstock.launch import Board
 
 
 def noted(run: Path) -> None:

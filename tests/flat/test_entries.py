@@ -6,7 +6,7 @@ from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.flat import flatten_model
-from penstock.split import Flat
+from penstock.stages import Flat
 from tests.flat.resnet import LAYERS, resnet
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.flat.mail import Mail
-from penstock.ir.action import Recv, Send
-from penstock.runtime.between import Between
+from penstock.ir import Recv, Send
+from penstock.runtime import Between
 
 
 class Work:

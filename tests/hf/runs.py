@@ -13,7 +13,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from penstock.hf import PipelineTrainer
-from penstock.ir.plan import Plan
+from penstock.ir import Plan
 from tests.runtime.plans import quick_plan
 
 VOCABULARY, LENGTH = 32, 6

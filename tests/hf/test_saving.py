@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 
 from penstock.hf import PipelineTrainer
-from penstock.ir.plan import Plan
+from penstock.ir import Plan
 from tests.hf import runs
 
 pytestmark = pytest.mark.gloo

@@ -3,10 +3,11 @@
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import (
+from penstock.ir import (
     MAX_MICROBATCHES,
     MAX_STAGES,
     Backward,
+    Cuts,
     Fact,
     Forward,
     Free,
@@ -22,7 +23,6 @@ from penstock.ir.action import (
     makes,
     needs,
 )
-from penstock.ir.cuts import Cuts
 
 OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT = Fact.OUTPUT, Fact.INPUT_GRADIENT, Fact.WEIGHT_GRADIENT
 CHAIN = Cuts.chain(3)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import CostError
-from penstock.ir.cluster import Cluster, parse_bytes
-from penstock.ir.links import MAX_RANKS, Link
+from penstock.ir import MAX_RANKS, Cluster, Link, parse_bytes
 
 
 def test_one_figure_of_memory_holds_for_every_rank():

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.ir.action import (
+from penstock.ir import (
     MAX_MICROBATCHES,
     MAX_STAGES,
     Backward,
@@ -20,8 +20,15 @@ from penstock.ir.action import (
     Send,
     Unshard,
     WeightGrad,
+    decode,
+    encode,
+    kind_of,
+    microbatch_of,
+    pack,
+    peer_microbatch_of,
+    peer_of,
+    stage_of,
 )
-from penstock.ir.code import decode, encode, kind_of, microbatch_of, pack, peer_microbatch_of, peer_of, stage_of
 
 stages = st.integers(0, MAX_STAGES - 1)
 microbatches = st.integers(0, MAX_MICROBATCHES - 1)

@@ -10,26 +10,54 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import FormatError
-from penstock.ir import codec
-from penstock.ir.action import Backward, Forward, Free, Overlap, Recv, Send
-from penstock.ir.cluster import Cluster
-from penstock.ir.codec import NOUNS, from_json, load, save, to_json
-from penstock.ir.costs import MessageCost, StageCosts, StateBytes
-from penstock.ir.cuts import Cuts
-from penstock.ir.device_speed import DeviceSpeed
-from penstock.ir.graph import Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
-from penstock.ir.links import Link, Replicas
-from penstock.ir.partition import Crossing, Partition
-from penstock.ir.placement import Placement
-from penstock.ir.plan import Plan
-from penstock.ir.prediction import Prediction
-from penstock.ir.profile import Holds, NodeBytes, NodeCost, Profile
-from penstock.ir.program import Program
-from penstock.ir.run import Run, StepFigures
-from penstock.ir.schedule import Schedule
-from penstock.ir.search import Candidate, Choices, Search
-from penstock.ir.series import Series
-from penstock.ir.trace import Curve, Trace
+from penstock.ir import (
+    NOUNS,
+    Backward,
+    Candidate,
+    Choices,
+    Cluster,
+    Crossing,
+    Curve,
+    Cuts,
+    DeviceSpeed,
+    Forward,
+    Free,
+    Graph,
+    Holds,
+    Link,
+    MessageCost,
+    Node,
+    NodeBytes,
+    NodeCost,
+    Origin,
+    Overlap,
+    Partition,
+    Placement,
+    Plan,
+    Prediction,
+    Profile,
+    Program,
+    Recv,
+    Replicas,
+    Run,
+    Schedule,
+    Search,
+    Send,
+    Series,
+    StageCosts,
+    StateBytes,
+    StepFigures,
+    StorageGroup,
+    TensorSpec,
+    Trace,
+    Update,
+    Value,
+    codec,
+    from_json,
+    load,
+    save,
+    to_json,
+)
 
 SPEC = TensorSpec((2, 3), "bfloat16", True)
 VALUE = Value("layers.0", SPEC)

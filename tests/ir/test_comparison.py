@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from penstock.ir.comparison import Comparison, Difference, Distance, compared
+from penstock.ir import Comparison, Difference, Distance, compared
 
 
 def of(apart: float, largest: float = 1.0, dtype: str = "float32", name: str = "loss") -> Distance:

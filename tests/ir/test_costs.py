@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import CostError
-from penstock.ir.costs import MessageCost, StageCosts, StateBytes
-from penstock.ir.cuts import MAX_STAGES
+from penstock.ir import MAX_STAGES, MessageCost, StageCosts, StateBytes
 
 
 def test_a_full_backward_costs_both_parts_when_left_out():

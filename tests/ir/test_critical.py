@@ -6,15 +6,20 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from penstock.ir.action import Kind
-from penstock.ir.cluster import Cluster
-from penstock.ir.costs import MessageCost, StageCosts
-from penstock.ir.critical import critical_path
-from penstock.ir.cuts import Cuts
-from penstock.ir.orders import Orders
-from penstock.ir.schedule import Schedule
-from penstock.ir.series import Series
-from penstock.ir.trace import Span, Trace, Transfer
+from penstock.ir import (
+    Cluster,
+    Cuts,
+    Kind,
+    MessageCost,
+    Orders,
+    Schedule,
+    Series,
+    Span,
+    StageCosts,
+    Trace,
+    Transfer,
+    critical_path,
+)
 from penstock.passes import lower
 from penstock.schedules import SCHEDULES, build
 from penstock.simulate import simulate

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import PartitionError
-from penstock.ir.cuts import MAX_STAGES, Cuts
+from penstock.ir import MAX_STAGES, Cuts
 
 
 def test_in_a_chain_every_stage_reads_the_one_before():

@@ -6,22 +6,25 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.ir.action import (
+from penstock.ir import (
     RULES,
     Backward,
+    Cuts,
     Fact,
     Forward,
     InputGrad,
     Kind,
+    Links,
+    Makers,
+    Orders,
     Overlap,
     Reduce,
     WeightGrad,
+    links_of,
     makes,
     needs,
+    neighbours,
 )
-from penstock.ir.cuts import Cuts
-from penstock.ir.dependence import Links, Makers, links_of, neighbours
-from penstock.ir.orders import Orders
 
 
 def random_orders(seed, num_stages, num_microbatches, num_ranks):

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from penstock.errors import CostError
-from penstock.ir.device_speed import DeviceSpeed
+from penstock.ir import DeviceSpeed
 
 SPEED = DeviceSpeed(flops_per_second=100.0, bytes_per_second=10.0, operation_seconds=0.5)
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from penstock.ir.figures import is_finite, whole
+from penstock.ir import is_finite, whole
 
 
 @pytest.mark.parametrize(("value", "number"), [(3, 3), (-1, -1), (np.int32(3), 3), (np.uint8(0), 0)])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import FormatError
-from penstock.ir.files import write_whole
+from penstock.ir import write_whole
 
 
 def test_a_file_takes_the_place_of_the_old_one(tmp_path):

@@ -3,11 +3,19 @@
 import pytest
 
 from penstock.errors import GraphError
-from penstock.ir.costs import MessageCost, StateBytes
-from penstock.ir.fold import fold
-from penstock.ir.graph import Graph, Node, TensorSpec, Value
-from penstock.ir.partition import Partition
-from penstock.ir.profile import NodeBytes, NodeCost, Profile
+from penstock.ir import (
+    Graph,
+    MessageCost,
+    Node,
+    NodeBytes,
+    NodeCost,
+    Partition,
+    Profile,
+    StateBytes,
+    TensorSpec,
+    Value,
+    fold,
+)
 
 
 def value(name, size, requires_grad=True):

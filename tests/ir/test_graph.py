@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import GraphError
-from penstock.ir.graph import Edge, Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
+from penstock.ir import Edge, Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
 
 
 def value(name, *shape, dtype="float32", requires_grad=True):

@@ -8,11 +8,21 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.ir.fold import fold
-from penstock.ir.graph import Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
-from penstock.ir.partition import Partition
-from penstock.ir.placement import Placement
-from penstock.ir.profile import Holds, NodeCost, Profile
+from penstock.ir import (
+    Graph,
+    Holds,
+    Node,
+    NodeCost,
+    Origin,
+    Partition,
+    Placement,
+    Profile,
+    StorageGroup,
+    TensorSpec,
+    Update,
+    Value,
+    fold,
+)
 
 
 def value(name, size):

@@ -2,9 +2,8 @@
 
 import pytest
 
-from penstock.ir.graph import Graph, Node, TensorSpec, Value
-from penstock.ir.liveness import ADDED_LOSS, trained
-from penstock.training.adding import added_loss
+from penstock.ir import ADDED_LOSS, Graph, Node, TensorSpec, Value, trained
+from penstock.runtime.adding import added_loss
 
 NEEDS, IS_FREE = TensorSpec((2, 3), requires_grad=True), TensorSpec((2, 3))
 

@@ -10,11 +10,9 @@ from torch.nn import functional
 
 from penstock.capture import capture
 from penstock.errors import RunError
-from penstock.ir.loss import Count, LossRule, Term, assumed, combined
-from penstock.ir.loss_cone import Cone
-from penstock.ir.loss_origin import loss_rule
-from penstock.training.losses.counting import facts_of
-from penstock.training.losses.loss_value import loss_name
+from penstock.ir import Cone, Count, LossRule, Term, assumed, combined, loss_rule
+from penstock.runtime.losses.counting import facts_of
+from penstock.runtime.losses.loss_value import loss_name
 from tests.zoo import ZOO
 
 

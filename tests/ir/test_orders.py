@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.ir import orders as module
-from penstock.ir.action import Backward, Forward, Kind, Overlap, Recv, Send
-from penstock.ir.code import encode
-from penstock.ir.orders import Orders
+from penstock.ir import Backward, Forward, Kind, Orders, Overlap, Recv, Send, encode
+from penstock.ir import orders as module  # noqa: TID251
 
 F, B = Forward, Backward
 TWO_RANKS = Orders.of([[F(0, 0), F(0, 1), B(0, 0)], [F(1, 0), B(1, 0)]])

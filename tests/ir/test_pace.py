@@ -5,9 +5,7 @@ import math
 import pytest
 
 from penstock.errors import CostError
-from penstock.ir import codec
-from penstock.ir.cluster import Cluster
-from penstock.ir.placement import Placement
+from penstock.ir import Cluster, Placement, codec
 
 
 def test_every_stage_is_as_slow_as_the_rank_that_holds_it():

@@ -5,9 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import PartitionError
-from penstock.ir.cuts import Cuts
-from penstock.ir.graph import Graph, Node, StorageGroup, TensorSpec, Update, Value
-from penstock.ir.partition import Crossing, Partition
+from penstock.ir import Crossing, Cuts, Graph, Node, Partition, StorageGroup, TensorSpec, Update, Value
 
 
 def value(name, size=1, requires_grad=True):

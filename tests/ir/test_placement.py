@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.ir.placement import Placement
+from penstock.ir import Placement
 
 
 def test_a_loop_goes_round():

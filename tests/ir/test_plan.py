@@ -6,20 +6,30 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import FormatError, PartitionError, PlanError
-from penstock.ir.action import Backward, Forward
-from penstock.ir.cluster import Cluster
-from penstock.ir.costs import StageCosts, StateBytes
-from penstock.ir.cuts import Cuts
-from penstock.ir.graph import Graph, Node, TensorSpec, Value
-from penstock.ir.partition import Partition
-from penstock.ir.placement import Placement
-from penstock.ir.plan import Plan
-from penstock.ir.prediction import Prediction
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
-from penstock.ir.search import Candidate, Choices, Search
-from penstock.ir.series import Series
-from penstock.ir.trace import Curve, Trace
+from penstock.ir import (
+    Backward,
+    Candidate,
+    Choices,
+    Cluster,
+    Curve,
+    Cuts,
+    Forward,
+    Graph,
+    Node,
+    Partition,
+    Placement,
+    Plan,
+    Prediction,
+    Program,
+    Schedule,
+    Search,
+    Series,
+    StageCosts,
+    StateBytes,
+    TensorSpec,
+    Trace,
+    Value,
+)
 
 COSTS = StageCosts(
     forward=(0.25, 0.5),

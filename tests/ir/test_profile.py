@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import GraphError
-from penstock.ir.graph import Graph, Node, TensorSpec, Value
-from penstock.ir.profile import Holds, NodeBytes, NodeCost, Profile
+from penstock.ir import Graph, Holds, Node, NodeBytes, NodeCost, Profile, TensorSpec, Value
 
 X, Y, Z = (Value(name, TensorSpec((2,), requires_grad=True)) for name in "xyz")
 GRAPH = Graph((Node("first", ("x",), (Y,)), Node("second", ("y",), (Z,))), (X,), ("z",))

@@ -3,11 +3,7 @@
 import pytest
 
 from penstock.errors import FormatError, ScheduleError
-from penstock.ir.action import Backward, Forward, Recv, Send
-from penstock.ir.cuts import Cuts
-from penstock.ir.orders import Orders
-from penstock.ir.placement import Placement
-from penstock.ir.program import Program
+from penstock.ir import Backward, Cuts, Forward, Orders, Placement, Program, Recv, Send
 
 LINE = Placement((0, 1))
 ORDERS = [

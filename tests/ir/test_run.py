@@ -7,7 +7,7 @@ import pytest
 
 from penstock.api.planning import schedule, simulate
 from penstock.errors import FormatError, RunError
-from penstock.ir.run import Run, StepFigures
+from penstock.ir import Run, StepFigures
 from tests.ir.test_plan import PLAN
 
 STEPS = tuple(StepFigures(number, 3.0 - number / 10, seconds, 8) for number, seconds in enumerate((9.0, 2.0, 4.0, 3.0)))

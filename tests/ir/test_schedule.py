@@ -3,11 +3,7 @@
 import pytest
 
 from penstock.errors import FormatError, ScheduleError
-from penstock.ir.action import MAX_MICROBATCHES, Backward, Forward, Overlap, Send
-from penstock.ir.cuts import MAX_STAGES
-from penstock.ir.orders import Orders
-from penstock.ir.placement import Placement
-from penstock.ir.schedule import Schedule
+from penstock.ir import MAX_MICROBATCHES, MAX_STAGES, Backward, Forward, Orders, Overlap, Placement, Schedule, Send
 
 F, B = Forward, Backward
 LINE = Placement((0, 1))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock.ir.series import Series
+from penstock.ir import Series
 
 
 def test_a_series_reads_like_a_tuple():

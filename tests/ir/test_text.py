@@ -9,25 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import FormatError
-from penstock.ir import text
-from penstock.ir.action import (
+from penstock.ir import (
     Backward,
+    Cuts,
     Forward,
     Free,
     InputGrad,
+    Orders,
     Overlap,
+    Placement,
+    Program,
     Recv,
     Reduce,
     Reshard,
+    Schedule,
     Send,
     Unshard,
     WeightGrad,
+    text,
 )
-from penstock.ir.cuts import Cuts
-from penstock.ir.orders import Orders
-from penstock.ir.placement import Placement
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 

@@ -2,11 +2,18 @@
 
 import pytest
 
-from penstock.ir.action import Forward, Reduce, Send
-from penstock.ir.costs import StageCosts
-from penstock.ir.orders import Orders
-from penstock.ir.schedule import Schedule
-from penstock.ir.timing import chain_links, length, pass_seconds, walk_passes
+from penstock.ir import (
+    Forward,
+    Orders,
+    Reduce,
+    Schedule,
+    Send,
+    StageCosts,
+    chain_links,
+    length,
+    pass_seconds,
+    walk_passes,
+)
 
 COSTS = StageCosts(forward=(1.0, 2.0), input_grad=(3.0, 4.0), weight_grad=(5.0, 6.0), backward=(7.0, 9.0))
 

@@ -5,12 +5,21 @@ from math import inf, nan
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Backward, Forward, Recv, Send
-from penstock.ir.cuts import Cuts
-from penstock.ir.placement import Placement
-from penstock.ir.program import Program
-from penstock.ir.series import Series
-from penstock.ir.trace import Curve, Idle, Span, Trace, Transfer
+from penstock.ir import (
+    Backward,
+    Curve,
+    Cuts,
+    Forward,
+    Idle,
+    Placement,
+    Program,
+    Recv,
+    Send,
+    Series,
+    Span,
+    Trace,
+    Transfer,
+)
 
 # rank 0:  F F . . . . . B B B B        2 s of forward, 4 s of backward
 # rank 1:  . . . F F B B . . . .        messages take 1 s

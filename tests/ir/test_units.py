@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.ir.units import bytes_text, count_text, counted, harmless, percent_text, round_step, seconds_text
+from penstock.ir import bytes_text, count_text, counted, harmless, percent_text, round_step, seconds_text
 
 
 @pytest.mark.parametrize(

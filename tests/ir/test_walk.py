@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.ir.walk import Needs, walk
+from penstock.ir import Needs, walk
 
 
 def needs(num_items, *pairs):

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock.ir.partition import Partition
-from penstock.split import Passage, Stage, split
-from penstock.training.solo import Solo
+from penstock.ir import Partition
+from penstock.runtime import Solo
+from penstock.stages import Passage, Stage, split
 
 Values = dict[str, Any]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capture import capture
-from penstock.training.solo import Solo
+from penstock.runtime import Solo
 
 WIDTH, ROWS = 8, 4
 

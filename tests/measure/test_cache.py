@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.ir.profile import NodeCost, Profile
+from penstock.ir import NodeCost, Profile
+from penstock.measure import Cache
 from penstock.measure import cache as cache_file
-from penstock.measure.cache import Cache, users_directory
+from penstock.measure.cache import users_directory
 
 PROFILE = Profile((NodeCost("a", 1.0, 2.0, 1.0, 1.0),), 3.0, "0" * 64, "cpu")
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from penstock.ir.device_speed import DeviceSpeed
+from penstock.ir import DeviceSpeed
 from penstock.measure import estimate, measure_speed
 from penstock.measure.fused import fused_attention
 from penstock.measure.work import Work

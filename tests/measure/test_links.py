@@ -6,8 +6,9 @@ import pytest
 
 import penstock
 from penstock.errors import RunError
-from penstock.ir.cluster import Cluster
-from penstock.measure.links import Messages, measure_links, tournament
+from penstock.ir import Cluster
+from penstock.measure import measure_links
+from penstock.measure.links import Messages, tournament
 
 FEW = Messages(small_bytes=8, large_bytes=1 << 16, small_times=3, large_times=2)
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.ir.fold import fold
-from penstock.ir.profile import Profile
+from penstock.ir import Profile, fold
 from penstock.measure import estimate, measure
 from penstock.measure.measure import calibration
 from penstock.measure.times import Times

@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.ir.device_speed import DeviceSpeed
-from penstock.ir.fold import fold
-from penstock.ir.profile import Holds
+from penstock.ir import DeviceSpeed, Holds, fold
 from penstock.measure import estimate
 from penstock.measure.memory import Memory, memory_of
 from penstock.measure.timing import Timing

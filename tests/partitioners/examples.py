@@ -4,8 +4,7 @@ import itertools
 import random
 from itertools import pairwise
 
-from penstock.ir.graph import Graph, Node, TensorSpec, Value
-from penstock.ir.profile import Holds, NodeBytes, NodeCost, Profile
+from penstock.ir import Graph, Holds, Node, NodeBytes, NodeCost, Profile, TensorSpec, Value
 
 
 def wild(seed, num_nodes, knows_held=False):

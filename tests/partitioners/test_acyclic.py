@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.graphs import chain
-from penstock.ir.cluster import Cluster
-from penstock.ir.placement import Placement
-from penstock.ir.profile import NodeBytes
-from penstock.partitioners import Problem, divide
-from penstock.partitioners.acyclic import Acyclic
+from penstock.ir import Cluster, NodeBytes, Placement
+from penstock.partitioners import Acyclic, Problem, divide
 from penstock.partitioners.search.contraction import halved, without_weightless
 from penstock.partitioners.search.ideals import all_ideals
 from penstock.partitioners.search.orders import other_orders

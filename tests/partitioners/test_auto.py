@@ -4,8 +4,7 @@ import pytest
 
 from benchmarks.graphs import chain
 from penstock.errors import PartitionError
-from penstock.ir.cluster import Cluster
-from penstock.ir.placement import Placement
+from penstock.ir import Cluster, Placement
 from penstock.partitioners import PARTITIONERS, Problem, divide
 from penstock.partitioners import auto as member
 from tests.partitioners.examples import outcome, wild

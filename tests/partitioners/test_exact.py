@@ -6,8 +6,7 @@ from itertools import count, islice
 import pytest
 
 from penstock.errors import PartitionError
-from penstock.ir.cluster import Cluster
-from penstock.ir.placement import Placement
+from penstock.ir import Cluster, Placement
 from penstock.partitioners import Holding, Problem, divide
 from tests.partitioners.examples import Trial, outcome, wild
 

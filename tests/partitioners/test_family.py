@@ -6,10 +6,7 @@ import pytest
 
 from benchmarks.graphs import chain
 from penstock.errors import PartitionError
-from penstock.ir.cluster import Cluster
-from penstock.ir.fold import fold
-from penstock.ir.graph import StorageGroup, Update, Value
-from penstock.ir.placement import Placement
+from penstock.ir import Cluster, Placement, StorageGroup, Update, Value, fold
 from penstock.partitioners import PARTITIONERS, Holding, Problem, divide, find
 from tests.partitioners.examples import wild
 

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.graphs import chain
-from penstock.ir.cluster import Cluster, Link
-from penstock.ir.fold import fold
-from penstock.ir.graph import TensorSpec, Value
-from penstock.ir.placement import Placement
+from penstock.ir import Cluster, Link, Placement, TensorSpec, Value, fold
 from penstock.partitioners import Holding, Problem
 from penstock.partitioners.atoms.windows import Box
 from penstock.partitioners.search.bill import Rates

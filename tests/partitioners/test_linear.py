@@ -4,13 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks.graphs import chain
-from penstock.ir.cluster import Cluster
-from penstock.ir.graph import Graph, Node, TensorSpec, Value
-from penstock.ir.placement import Placement
-from penstock.ir.profile import NodeCost, Profile
-from penstock.partitioners import Problem, assess, divide
+from penstock.ir import Cluster, Graph, Node, NodeCost, Placement, Profile, TensorSpec, Value
+from penstock.partitioners import Linear, Problem, assess, divide
 from penstock.partitioners.contiguous import cut_at
-from penstock.partitioners.linear import Linear
 
 LAYERS_AND_HEAD = [1] * 32 + [4]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.graphs import BYTES_PER_UNIT, DATA, PIPEDREAM, devices, pipedream
-from penstock.ir.cluster import Cluster
+from penstock.ir import Cluster
 from penstock.partitioners import Problem, divide
 from tests.partitioners.examples import outcome
 

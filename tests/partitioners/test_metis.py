@@ -6,9 +6,7 @@ import pytest
 
 from benchmarks.graphs import chain
 from penstock.errors import PartitionError
-from penstock.ir.cluster import Cluster
-from penstock.ir.graph import Graph, Node, TensorSpec, Value
-from penstock.ir.profile import NodeCost, Profile
+from penstock.ir import Cluster, Graph, Node, NodeCost, Profile, TensorSpec, Value
 from penstock.partitioners import Problem, divide
 from tests.partitioners.examples import outcome, wild
 

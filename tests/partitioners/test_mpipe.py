@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.graphs import chain
-from penstock.ir.cluster import Cluster
-from penstock.ir.graph import Origin
-from penstock.ir.placement import Placement
-from penstock.partitioners import Holding, Problem, divide
-from penstock.partitioners.mpipe import MPipe
+from penstock.ir import Cluster, Origin, Placement
+from penstock.partitioners import Holding, MPipe, Problem, divide
 from penstock.partitioners.search.blocks import block_of, dealt, pieces
 
 HEAVY_THEN_LIGHT = [4] * 8 + [1] * 8

@@ -1,9 +1,6 @@
 """parameters: even in bytes of parameters, whatever they cost to compute."""
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.graph import Graph, Node, TensorSpec, Value
-from penstock.ir.placement import Placement
-from penstock.ir.profile import NodeCost, Profile
+from penstock.ir import Cluster, Graph, Node, NodeCost, Placement, Profile, TensorSpec, Value
 from penstock.partitioners import Problem, divide
 
 

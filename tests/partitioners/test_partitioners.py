@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import PartitionError
-from penstock.ir.graph import Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
+from penstock.ir import Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
 from penstock.partitioners import by_modules, cut_after, cut_before, uniform
 from penstock.partitioners.contiguous import cut_places
 

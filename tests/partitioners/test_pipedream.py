@@ -1,10 +1,7 @@
 """pipedream: what crosses a cut counts, all of it."""
 
 from benchmarks.graphs import chain
-from penstock.ir.cluster import Cluster, Link
-from penstock.ir.graph import Graph, Node, TensorSpec, Value
-from penstock.ir.placement import Placement
-from penstock.ir.profile import NodeCost, Profile
+from penstock.ir import Cluster, Graph, Link, Node, NodeCost, Placement, Profile, TensorSpec, Value
 from penstock.partitioners import Problem, divide
 
 

@@ -6,13 +6,8 @@ import pytest
 
 from benchmarks.graphs import chain
 from penstock.errors import GraphError, PartitionError
-from penstock.ir.cluster import Cluster
-from penstock.ir.placement import Placement
-from penstock.partitioners import Holding, Problem, assess, divide, moves, uniform
-from penstock.partitioners.acyclic import Acyclic
-from penstock.partitioners.linear import Linear
-from penstock.partitioners.metis import Metis
-from penstock.partitioners.mpipe import MPipe
+from penstock.ir import Cluster, Placement
+from penstock.partitioners import Acyclic, Holding, Linear, Metis, MPipe, Problem, assess, divide, moves, uniform
 
 GRAPH, PROFILE = chain([1, 1, 1, 5, 1, 1, 1, 1, 1])
 

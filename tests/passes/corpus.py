@@ -4,10 +4,8 @@ from functools import cache
 from itertools import combinations
 from random import Random
 
-from penstock.ir.cuts import Cuts
-from penstock.passes import lower
-from penstock.passes.add_shard_moves import AddShardMoves
-from penstock.passes.hoist_receives import HoistReceives
+from penstock.ir import Cuts
+from penstock.passes import AddShardMoves, HoistReceives, lower
 from penstock.schedules import SCHEDULES, build
 from tests.passes.executor import Draft
 

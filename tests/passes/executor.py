@@ -10,13 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from penstock.ir.action import (
+from penstock.ir import (
     Action,
     Backward,
+    Cuts,
     Forward,
     Free,
     InputGrad,
     Overlap,
+    Placement,
     Recv,
     Reduce,
     Reshard,
@@ -24,8 +26,6 @@ from penstock.ir.action import (
     Unshard,
     WeightGrad,
 )
-from penstock.ir.cuts import Cuts
-from penstock.ir.placement import Placement
 from tests.passes.transports import InOrder, Key, Rendezvous, Transport, WrongRunError
 
 OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT = range(3)

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from itertools import pairwise
 from random import Random
 
-from penstock.ir.action import (
+from penstock.ir import (
     Action,
     Backward,
     Forward,

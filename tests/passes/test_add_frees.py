@@ -2,10 +2,9 @@
 
 import pytest
 
-from penstock.ir.action import Action, Free, Overlap, Send
-from penstock.ir.action import ComputeAction as Compute
-from penstock.passes.add_frees import AddFrees
-from penstock.passes.add_transfers import AddTransfers
+from penstock.ir import Action, Free, Overlap, Send
+from penstock.ir import ComputeAction as Compute
+from penstock.passes import AddFrees, AddTransfers
 from penstock.schedules import SCHEDULES, build
 from tests.passes.corpus import some_cuts
 

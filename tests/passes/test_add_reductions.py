@@ -2,10 +2,8 @@
 
 import pytest
 
-from penstock.ir.action import Action, Backward, Message, Overlap, Reduce, WeightGrad
-from penstock.ir.program import Program
-from penstock.passes.add_reductions import AddReductions
-from penstock.passes.add_transfers import AddTransfers
+from penstock.ir import Action, Backward, Message, Overlap, Program, Reduce, WeightGrad
+from penstock.passes import AddReductions, AddTransfers
 from penstock.schedules import SCHEDULES, build
 
 

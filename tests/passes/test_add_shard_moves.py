@@ -3,10 +3,8 @@
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Overlap, Reshard, Unshard
-from penstock.ir.program import Program
-from penstock.passes import lower, verify
-from penstock.passes.add_shard_moves import AddShardMoves
+from penstock.ir import Overlap, Program, Reshard, Unshard
+from penstock.passes import AddShardMoves, lower, verify
 from penstock.schedules import SCHEDULES, build
 
 

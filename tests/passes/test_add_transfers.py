@@ -5,13 +5,8 @@ from collections import Counter
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Message, Recv, Send
-from penstock.ir.cuts import Cuts
-from penstock.ir.placement import Placement
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
-from penstock.passes import lower
-from penstock.passes.add_transfers import AddTransfers
+from penstock.ir import Cuts, Message, Placement, Program, Recv, Schedule, Send
+from penstock.passes import AddTransfers, lower
 from penstock.schedules import SCHEDULES, build
 from tests.passes.corpus import some_cuts
 

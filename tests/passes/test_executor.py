@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from penstock.ir.cuts import Cuts
-from penstock.ir.program import Program
+from penstock.ir import Cuts, Program
 from tests.passes.executor import Draft, execute, failure, unsplit
 from tests.passes.transports import InOrder, Rendezvous, Transport, WrongRunError
 

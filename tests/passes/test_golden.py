@@ -5,17 +5,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.ir.cuts import Cuts
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
-from penstock.passes import PASSES, lower, verify
-from penstock.passes.add_frees import AddFrees
-from penstock.passes.add_reductions import AddReductions
-from penstock.passes.add_shard_moves import AddShardMoves
-from penstock.passes.add_transfers import AddTransfers
-from penstock.passes.base import Pass, ProgramToProgram
-from penstock.passes.hoist_receives import HoistReceives
-from penstock.passes.merge_backward import MergeBackward
+from penstock.ir import Cuts, Program, Schedule
+from penstock.passes import (
+    PASSES,
+    AddFrees,
+    AddReductions,
+    AddShardMoves,
+    AddTransfers,
+    HoistReceives,
+    MergeBackward,
+    Pass,
+    ProgramToProgram,
+    lower,
+    verify,
+)
 from penstock.schedules import SCHEDULES, build
 from tests.passes.corpus import SELECTIONS, some_cuts
 

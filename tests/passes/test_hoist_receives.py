@@ -3,11 +3,9 @@
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Action, Message, Overlap, Recv
-from penstock.ir.action import ComputeAction as Compute
-from penstock.ir.program import Program
-from penstock.passes.add_transfers import AddTransfers
-from penstock.passes.hoist_receives import HoistReceives
+from penstock.ir import Action, Message, Overlap, Program, Recv
+from penstock.ir import ComputeAction as Compute
+from penstock.passes import AddTransfers, HoistReceives
 from penstock.schedules import SCHEDULES, build
 from tests.passes.corpus import some_cuts
 

@@ -3,10 +3,8 @@
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.ir.schedule import Schedule
-from penstock.passes import PASSES, lower
-from penstock.passes.add_transfers import AddTransfers
-from penstock.passes.hoist_receives import HoistReceives
+from penstock.ir import Schedule
+from penstock.passes import PASSES, AddTransfers, HoistReceives, lower
 from penstock.schedules import build
 
 

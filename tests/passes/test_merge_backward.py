@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.ir.schedule import Schedule
-from penstock.passes.merge_backward import MergeBackward
+from penstock.ir import Schedule
+from penstock.passes import MergeBackward
 
 
 @pytest.mark.parametrize(

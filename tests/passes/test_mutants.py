@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.ir.program import Program
+from penstock.ir import Program
 from penstock.passes import verify
 from tests.passes.corpus import draw
 from tests.passes.executor import Draft, failure

@@ -5,10 +5,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from penstock.ir.schedule import Schedule
-from penstock.passes import lower
-from penstock.passes.add_shard_moves import AddShardMoves
-from penstock.passes.merge_backward import MergeBackward
+from penstock.ir import Schedule
+from penstock.passes import AddShardMoves, MergeBackward, lower
 from penstock.schedules import build
 
 pipelining = pytest.importorskip("torch.distributed.pipelining.schedules")

@@ -3,9 +3,7 @@
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.ir.cuts import Cuts
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
+from penstock.ir import Cuts, Program, Schedule
 from penstock.passes import lower, verify
 from penstock.schedules import SCHEDULES, build
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from penstock.ir.graph import Graph, Node, Origin, TensorSpec, Value
-from penstock.ir.profile import NodeBytes, NodeCost, Profile
+from penstock.ir import Graph, Node, NodeBytes, NodeCost, Origin, Profile, TensorSpec, Value
 from penstock.planner import Measured
 
 SPEC = TensorSpec((4, 8), requires_grad=True)

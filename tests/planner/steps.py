@@ -6,10 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.plan import Plan
-from penstock.ir.series import Series
-from penstock.ir.trace import Trace
+from penstock.ir import Cluster, Plan, Series, Trace
 from penstock.passes import lower
 from penstock.planner import Request, search
 from penstock.simulate import simulate

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import PlanError
-from penstock.planner.between import between
+from penstock.planner import between
 from tests.planner.chains import KEPT, chain, measured
 
 SMALL, LARGE = measured([1.0, 2.0]).profile, measured([3.0, 2.0]).profile

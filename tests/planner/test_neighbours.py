@@ -1,6 +1,6 @@
 """Neighbours: every lawful move of one node over a cut."""
 
-from penstock.ir.partition import Partition
+from penstock.ir import Partition
 from penstock.planner.neighbours import neighbours
 from tests.planner.chains import chain
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from penstock.ir.cluster import Cluster
+from penstock.ir import Cluster
 from penstock.planner import Measured, Request, search
 from penstock.planner.verdict import work_seconds
 from tests.planner.chains import measured

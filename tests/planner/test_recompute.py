@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from penstock.ir.cluster import Cluster
+from penstock.ir import Cluster
 from penstock.planner import Request, search
 from tests.planner.chains import measured
 

@@ -4,16 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.fold import fold
-from penstock.ir.graph import Graph, Node, TensorSpec, Value
-from penstock.ir.links import Link
-from penstock.ir.plan import Plan
-from penstock.ir.profile import Profile
-from penstock.planner import Measured, Request, search
+from penstock.ir import Cluster, Graph, Link, Node, Plan, Profile, TensorSpec, Value, fold
+from penstock.planner import Measured, Request, Watch, search
 from penstock.planner.remedy import Remedy, call, remedy
 from penstock.planner.spreading import spread
-from penstock.planner.watch import Watch
 from tests.planner.chains import measured
 from tests.planner.steps import Steps, planned
 

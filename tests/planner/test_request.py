@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.ir.cluster import Cluster
+from penstock.ir import Cluster
 from penstock.planner import Request
 
 

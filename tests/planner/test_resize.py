@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.ir.cluster import Cluster
+from penstock.ir import Cluster
 from penstock.passes import lower, verify
 from penstock.planner import Request, search, with_microbatches
 from penstock.schedules import build

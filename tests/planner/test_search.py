@@ -5,9 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import PartitionError, PlanError, ScheduleError
-from penstock.ir.cluster import Cluster
-from penstock.ir.partition import Partition
-from penstock.ir.placement import Placement
+from penstock.ir import Cluster, Partition, Placement
 from penstock.planner import Request, search
 from penstock.schedules import SCHEDULES, build
 from tests.planner.chains import measured

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from penstock.errors import PlanError
-from penstock.ir.cluster import Cluster
+from penstock.ir import Cluster
 from penstock.planner import Request, search
 from tests.planner.chains import KEPT, measured
 

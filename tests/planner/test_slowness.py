@@ -6,16 +6,10 @@ from itertools import combinations
 import pytest
 
 import penstock
-from penstock.ir.cluster import Cluster
-from penstock.ir.costs import StageCosts
-from penstock.ir.fold import fold
-from penstock.ir.partition import Partition
-from penstock.ir.placement import Placement
-from penstock.ir.plan import Plan
-from penstock.planner import Request, search, unsplit
-from penstock.synthesis import Problem, synthesise
-from penstock.synthesis.exact import prove
-from penstock.synthesis.words import words_of
+from penstock.ir import Cluster, Partition, Placement, Plan, StageCosts, fold
+from penstock.planner import Problem, Request, search, synthesise, unsplit
+from penstock.planner.synthesis.exact import prove
+from penstock.planner.synthesis.words import words_of
 from tests.planner.chains import measured
 
 LAYERS = measured([1.0] * 12)

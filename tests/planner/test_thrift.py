@@ -4,10 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.graph import TensorSpec, Value
-from penstock.ir.links import Link
-from penstock.ir.profile import Profile
+from penstock.ir import Cluster, Link, Profile, TensorSpec, Value
 from penstock.planner import Measured, Request, search
 from tests.planner.chains import SPEC, measured
 

@@ -11,15 +11,10 @@ from torch import nn
 import penstock
 from penstock.api import examples
 from penstock.capture import Captured
-from penstock.ir.action import Backward, WeightGrad
-from penstock.ir.cluster import Cluster
-from penstock.ir.graph import Graph
-from penstock.ir.plan import Plan
-from penstock.ir.profile import Profile
+from penstock.ir import Backward, Cluster, Graph, Plan, Profile, WeightGrad
 from penstock.planner import Measured, Request, search
+from penstock.runtime import Solo, model_part
 from penstock.schedules import SCHEDULES
-from penstock.training import model_part
-from penstock.training.solo import Solo
 from tests.runtime.models import WIDTH, chain, noise
 
 ROWS = 10

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from penstock.api.planning import lower, schedule
-from penstock.ir.graph import TensorSpec, Value
-from penstock.ir.partition import Crossing
-from penstock.runtime.agreement import Form, difference
+from penstock.ir import Crossing, TensorSpec, Value
+from penstock.runtime import Form
+from penstock.runtime.agreement import difference
 
 DTYPES = ("float32", "float64", "bfloat16", "int64", "bool")
 PROGRAM = lower(schedule("1f1b", 3, 2))

@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.ir.code import decode_one
-from penstock.ir.graph import TensorSpec, Value
-from penstock.ir.partition import Crossing
+from penstock.ir import Crossing, TensorSpec, Value, decode_one
 from penstock.passes import lower
+from penstock.runtime import Route
 from penstock.runtime.compile import Prepared, compile_rank
 from penstock.runtime.execute import execute, execute_together
 from penstock.runtime.inside import Inside
-from penstock.runtime.transport import Route
 
 VALUE = Value("x", TensorSpec((1,), "float64", requires_grad=True))
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from transformers.modeling_outputs import CausalLMOutput
 
 from penstock.capture import microbatch_sizes
-from penstock.runtime.merge import batch_dim, merge
+from penstock.runtime import merge
+from penstock.runtime.merge import batch_dim
 
 
 @given(batch=st.integers(1, 20), asked=st.integers(1, 6))

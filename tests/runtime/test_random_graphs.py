@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
 
 import penstock
-from penstock.ir.plan import Plan
+from penstock.ir import Plan
 from penstock.schedules import SCHEDULES
 from tests.runtime.models import WIDTH, Block, fixed, noise
 from tests.runtime.oracle import Numbers, assert_equal, numbers

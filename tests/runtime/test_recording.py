@@ -6,7 +6,7 @@ import pytest
 from torch.nn.functional import mse_loss
 
 import penstock
-from penstock.ir.trace import Trace
+from penstock.ir import Trace
 from penstock.schedules import SCHEDULES
 from tests.runtime.models import WIDTH, chain, noise
 from tests.runtime.plans import quick_plan

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from penstock.runtime.row import ROOM, ROW_BYTES, Figures, Key, Row, merged
+from penstock.runtime import Figures
+from penstock.runtime.row import ROOM, ROW_BYTES, Key, Row, merged
 
 KEY = Key(3, 12, 77, -(2**63), 2**32 - 1)
 ROWS = [

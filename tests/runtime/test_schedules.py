@@ -6,7 +6,7 @@ import pytest
 from torch.nn.functional import mse_loss
 
 import penstock
-from penstock.ir.plan import Plan
+from penstock.ir import Plan
 from penstock.schedules import SCHEDULES
 from tests.runtime.oracle import Numbers, assert_equal, assert_identical, loop, numbers, trained, whole
 from tests.runtime.plans import BATCHES, SIZES, chain_plan, fresh_chain, goes_in_order, recorded_once

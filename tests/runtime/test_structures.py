@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
-from penstock.ir.containers import leaves
+from penstock.ir import leaves
 from tests.runtime.models import WIDTH, Block, fixed, noise
 from tests.runtime.oracle import Numbers, assert_equal, assert_identical, numbers, whole
 from tests.runtime.plans import quick_plan

@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.ir.graph import TensorSpec, Value
-from penstock.runtime.between import Between
+from penstock.ir import TensorSpec, Value
+from penstock.runtime import Between, Route, Wire
 from penstock.runtime.inside import Inside
-from penstock.runtime.transport import Route
-from penstock.runtime.wire import Wire
 
 HOST = torch.device("cpu")
 

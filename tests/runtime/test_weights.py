@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from penstock.capture import microbatch_sizes
 from penstock.errors import RunError
-from penstock.ir.loss import Count, LossRule, Term, TermKind, assumed, combined
+from penstock.ir import Count, LossRule, Term, TermKind, assumed, combined
 from penstock.runtime.weights import count_labels, is_exact, term_weights, weighted_sum, weights
 
 CLASSES = torch.tensor([0.5, 2.0, 1.0, 0.25, 3.0], dtype=torch.float64)

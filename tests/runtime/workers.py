@@ -17,10 +17,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import RunError
-from penstock.processes import parcels
-from penstock.processes.board import Board
-from penstock.processes.hang import explain
-from penstock.processes.launch import launch
+from penstock.launch import Board, explain, launch, parcels
 
 DEADLINE_SECONDS = 120.0
 _START_SECONDS = 60.0

@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import CostError
-from penstock.ir.action import Kind
-from penstock.ir.code import decode, pack
-from penstock.ir.costs import StageCosts
+from penstock.ir import Kind, StageCosts, decode, pack
 from penstock.schedules import SCHEDULES, build
 from penstock.schedules.base import numbered, passes, staggered, weights_of
 

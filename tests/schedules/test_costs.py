@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from penstock.errors import CostError
-from penstock.ir.costs import StageCosts
+from penstock.ir import StageCosts
 from penstock.passes import lower, verify
 from penstock.schedules import SCHEDULES, build
 from penstock.simulate import simulate

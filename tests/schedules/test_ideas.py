@@ -4,7 +4,7 @@ from textwrap import dedent
 
 import pytest
 
-from penstock.ir.action import Kind
+from penstock.ir import Kind
 from penstock.schedules import build
 
 

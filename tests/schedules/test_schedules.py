@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Kind
+from penstock.ir import Kind
 from penstock.passes import PASSES, lower, verify
 from penstock.schedules import SCHEDULES, build
 from tests.selection import covering

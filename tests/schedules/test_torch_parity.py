@@ -2,8 +2,7 @@
 
 import pytest
 
-from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
+from penstock.ir import Program, Schedule
 from penstock.passes import lower, verify
 from penstock.schedules import SCHEDULES, build
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from penstock.schedules.v_half import VHalf
-from penstock.schedules.v_min import VMin
+from penstock.schedules import VHalf, VMin
 from penstock.schedules.vee_blocks import Block, _weight_times, repeat_block
 
 TIGHT = Block(1, 1, 1, 1, (0, 0, 0))

@@ -1,9 +1,6 @@
 """refill: weight gradients move into gaps, everything else stays in order."""
 
-from penstock.ir.action import Kind
-from penstock.ir.costs import StageCosts
-from penstock.ir.schedule import Schedule
-from penstock.ir.timing import length
+from penstock.ir import Kind, Schedule, StageCosts, length
 from penstock.passes import verify
 from penstock.schedules import build
 from penstock.schedules.weights import refill

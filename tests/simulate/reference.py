@@ -6,7 +6,7 @@ It shares no code with the package but the nouns. Every event is (time, number, 
 import heapq
 from itertools import count
 
-from penstock.ir.action import Kind, Send
+from penstock.ir import Kind, Send
 
 
 class Reference:

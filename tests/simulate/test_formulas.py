@@ -2,8 +2,7 @@
 
 import pytest
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.costs import StageCosts
+from penstock.ir import Cluster, StageCosts
 from penstock.passes import lower
 from penstock.schedules import build
 from penstock.simulate import simulate

@@ -2,10 +2,7 @@
 
 import pytest
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.costs import MessageCost, StageCosts
-from penstock.ir.links import Link
-from penstock.ir.program import Program
+from penstock.ir import Cluster, Link, MessageCost, Program, StageCosts
 from penstock.simulate import simulate
 
 # Two ranks, two microbatches; what rank 0 sends forward and rank 1 backward.

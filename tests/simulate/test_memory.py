@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.ir.costs import MessageCost, StageCosts, StateBytes
-from penstock.ir.program import Program
+from penstock.ir import MessageCost, Program, StageCosts, StateBytes
 from penstock.passes import lower
 from penstock.schedules import SCHEDULES, build
 from penstock.simulate import simulate

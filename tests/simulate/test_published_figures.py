@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.costs import StageCosts
+from penstock.ir import Cluster, StageCosts
 from penstock.passes import lower
 from penstock.schedules import build
 from penstock.simulate import simulate

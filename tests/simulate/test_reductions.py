@@ -3,9 +3,7 @@
 import pytest
 
 from penstock.errors import CostError
-from penstock.ir.cluster import Cluster
-from penstock.ir.costs import StageCosts, StateBytes
-from penstock.ir.links import Replicas
+from penstock.ir import Cluster, Replicas, StageCosts, StateBytes
 from penstock.passes import lower
 from penstock.schedules import build
 from penstock.simulate import simulate

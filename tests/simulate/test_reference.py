@@ -7,10 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.costs import MessageCost, StageCosts
-from penstock.ir.cuts import Cuts
-from penstock.ir.links import Link
+from penstock.ir import Cluster, Cuts, Link, MessageCost, StageCosts
 from penstock.passes import PASSES, lower
 from penstock.schedules import SCHEDULES, build
 from penstock.simulate import simulate

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.ir.cluster import Cluster
+from penstock.ir import Cluster
 from penstock.schedules import SCHEDULES
 from penstock.simulate import run
 from penstock.simulate.shared_cores import Happened, Mail, run_on

@@ -6,9 +6,7 @@ from random import Random
 import pytest
 
 from penstock.errors import CostError, ScheduleError
-from penstock.ir.cluster import Cluster
-from penstock.ir.costs import MessageCost, StageCosts
-from penstock.ir.program import Program
+from penstock.ir import Cluster, MessageCost, Program, StageCosts
 from penstock.passes import lower
 from penstock.schedules import SCHEDULES, build
 from penstock.simulate import simulate

@@ -2,8 +2,7 @@
 
 from itertools import pairwise
 
-from penstock.ir.graph import Graph, Node, Origin, TensorSpec, Value
-from penstock.ir.partition import Partition
+from penstock.ir import Graph, Node, Origin, Partition, TensorSpec, Value
 
 HIDDEN = TensorSpec((2, 8, 4), requires_grad=True)
 """256 bytes"""

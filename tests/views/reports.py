@@ -2,18 +2,28 @@
 
 from dataclasses import replace
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.costs import StageCosts, StateBytes
-from penstock.ir.graph import Graph, Node, Origin, TensorSpec, Value
-from penstock.ir.partition import Partition
-from penstock.ir.plan import Plan
-from penstock.ir.prediction import Prediction
-from penstock.ir.run import Run, StepFigures
-from penstock.ir.search import Candidate, Choices, Search
+from penstock.ir import (
+    Candidate,
+    Choices,
+    Cluster,
+    Graph,
+    Node,
+    Origin,
+    Partition,
+    Plan,
+    Prediction,
+    Run,
+    Search,
+    StageCosts,
+    StateBytes,
+    StepFigures,
+    TensorSpec,
+    Value,
+)
 from penstock.passes import lower
 from penstock.schedules import build
 from penstock.simulate import simulate
-from penstock.views.page.contents import Advice, Contents
+from penstock.views import Advice, Contents
 from tests.views.samples import jittered
 
 MIB = 2**20

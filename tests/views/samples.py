@@ -4,11 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.costs import StageCosts, StateBytes
-from penstock.ir.schedule import Schedule
-from penstock.ir.series import Series
-from penstock.ir.trace import Trace
+from penstock.ir import Cluster, Schedule, Series, StageCosts, StateBytes, Trace
 from penstock.passes import lower
 from penstock.schedules import build
 from penstock.simulate import simulate

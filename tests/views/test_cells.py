@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock.ir.costs import StageCosts
+from penstock.ir import StageCosts
 from penstock.views.blocks import Blocks
 from penstock.views.cells import IDLE, cells, common_step, proportional, typical_step
 from tests.views.samples import PAIR, jittered, named, run, standing_still

@@ -8,11 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.ir.cluster import Cluster
-from penstock.ir.costs import StageCosts
-from penstock.ir.series import Series
-from penstock.ir.trace import Trace
-from penstock.views.chrome import Chrome
+from penstock.ir import Cluster, Series, StageCosts, Trace
+from penstock.views import Chrome
 from tests.views.samples import PAIR, TWO_RANKS, VEE, heavy, jittered, named, run
 
 Events = list[dict[str, Any]]

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from penstock.errors import ViewError
-from penstock.ir.cluster import Cluster
-from penstock.views.compare import Compare
+from penstock.ir import Cluster
+from penstock.views import Compare
 from tests.views.samples import TWO_RANKS, heavy, named, run
 
 PREDICTED = run(TWO_RANKS)

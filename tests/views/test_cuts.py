@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from penstock.ir.graph import Graph, TensorSpec, Value
-from penstock.views.cuts import Cuts
+from penstock.ir import Graph, TensorSpec, Value
+from penstock.views import Cuts
 from tests.views.graphs import block, cut, decoder, function, graph, unet
 
 

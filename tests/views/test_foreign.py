@@ -10,10 +10,9 @@ from torch import nn
 
 import penstock
 from penstock.errors import PartitionError, PlanError
-from penstock.ir.device_speed import DeviceSpeed
-from penstock.ir.partition import Partition
-from penstock.ir.plan import Plan
-from penstock.views.foreign import automodel, check_can_run, module_lists, torchtitan
+from penstock.ir import DeviceSpeed, Partition, Plan
+from penstock.views import check_can_run, module_lists
+from penstock.views.foreign import automodel, torchtitan
 
 
 class Net(nn.Module):

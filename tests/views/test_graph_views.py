@@ -7,13 +7,8 @@ import pytest
 from rich.console import Console
 
 from penstock.errors import PartitionError, ViewError
-from penstock.ir.graph import Graph, Node, Value
-from penstock.ir.partition import Partition
-from penstock.ir.plan import Plan
-from penstock.ir.profile import Profile
-from penstock.ir.trace import Trace
-from penstock.views import VIEWS
-from penstock.views.base import RichView, Staged
+from penstock.ir import Graph, Node, Partition, Plan, Profile, Trace, Value
+from penstock.views import VIEWS, RichView, Staged
 from tests.views.graphs import IDS, MASK, cut, decoder, graph, hostile, unet
 
 OF_GRAPHS = {name: view for name, view in VIEWS.items() if view.noun is Graph}

@@ -5,8 +5,8 @@ from textwrap import dedent
 import pytest
 
 from penstock.errors import ViewError
-from penstock.ir.costs import StageCosts
-from penstock.views.grid import Grid
+from penstock.ir import StageCosts
+from penstock.views import Grid
 from tests.views.samples import PAIR, TWO_RANKS, VEE, jittered, named, run, standing_still
 
 

@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.ir.series import Series
-from penstock.ir.trace import Curve
-from penstock.views.memory import Memory
-from penstock.views.memory_png import MemoryPng
+from penstock.ir import Curve, Series
+from penstock.views import Memory, MemoryPng
 from penstock.views.palette import ALARM
 from tests.views.samples import GIB, heavy, named, run
 

@@ -2,11 +2,10 @@
 
 from xml.etree import ElementTree
 
-from penstock.ir.graph import TensorSpec, Value
-from penstock.views.base import Staged
+from penstock.ir import TensorSpec, Value
+from penstock.views import Model, Staged
 from penstock.views.flow import Flow
 from penstock.views.frame import Frame, Spot
-from penstock.views.model import Model
 from penstock.views.palette import IDLE, stage_color
 from penstock.views.routes import Routes
 from tests.views.graphs import HIDDEN, block, cut, decoder, function, graph, unet

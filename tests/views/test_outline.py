@@ -4,8 +4,7 @@ import io
 
 from rich.console import Console
 
-from penstock.views.base import Staged
-from penstock.views.outline import Outline
+from penstock.views import Outline, Staged
 from tests.views.graphs import cut, decoder, unet
 
 

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from penstock.ir.action import Kind
+from penstock.ir import Kind
 from penstock.views.palette import IDLE, KINDS, channels, contrast, fill, luminance, mix, text_on
 
 PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import ViewError
+from penstock.views import Png, Svg
 from penstock.views.palette import channels, fill
-from penstock.views.png import Png
-from penstock.views.svg import Svg
 from tests.views.samples import PAIR, TWO_RANKS, named, run
 
 image = pytest.importorskip("matplotlib.image")

@@ -3,10 +3,10 @@
 import pytest
 
 from penstock.errors import ViewError
-from penstock.ir.profile import NodeBytes, NodeCost
-from penstock.ir.profile import Profile as Costs
+from penstock.ir import NodeBytes, NodeCost
+from penstock.ir import Profile as Costs
+from penstock.views import Profile
 from penstock.views.base import printed
-from penstock.views.profile import Profile
 
 BYTES = NodeBytes(4_000_000, 3_000_000, 5_000_000, 2_000_000, 500_000, 100_000, 200_000)
 

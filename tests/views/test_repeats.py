@@ -1,7 +1,7 @@
 """Parts and repeats: what is gathered into one, and what is kept apart so that no connection is lost."""
 
-from penstock.ir.graph import Graph, Origin, Value
-from penstock.views.base import Staged
+from penstock.ir import Graph, Origin, Value
+from penstock.views import Staged
 from penstock.views.flow import Flow
 from tests.views.graphs import HIDDEN, IDS, block, cut, decoder, function, graph, unet
 

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import ViewError
-from penstock.ir.cluster import Cluster
-from penstock.ir.run import StepFigures
-from penstock.views.page.contents import Contents
-from penstock.views.report import MAX_BYTES, Report
+from penstock.ir import Cluster, StepFigures
+from penstock.views import Contents, Report
+from penstock.views.report import MAX_BYTES
 from tests.views.reports import contents, planned
 from tests.views.samples import named, standing_still
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.views.report import Report
+from penstock.views import Report
 from tests.views.reports import contents, planned
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

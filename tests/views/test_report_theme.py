@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.ir.action import Kind
+from penstock.ir import Kind
 from penstock.views.page.ribbon import hues
 from penstock.views.page.theme import AREA, DARK_PAPER, dark, rules, word
 from penstock.views.palette import FAINT, INK, KINDS, PAPER, STAGES, contrast

@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from penstock.ir.trace import Trace
+from penstock.ir import Trace
+from penstock.views import Svg
 from penstock.views.drawing import text_width
 from penstock.views.palette import IDLE, MARK, fill
-from penstock.views.svg import Svg
 from tests.views.samples import PAIR, TWO_RANKS, VEE, jittered, named, run
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from penstock.views.summary import in_flight, summary
-from penstock.views.table import Table
+from penstock.views import Table, summary
+from penstock.views.summary import in_flight
 from tests.views.samples import PAIR, heavy, named, run
 
 

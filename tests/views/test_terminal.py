@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 from rich.style import Style
 
-from penstock.ir.trace import Trace
+from penstock.ir import Trace
+from penstock.views import Terminal
 from penstock.views.palette import KINDS, channels
-from penstock.views.terminal import Terminal
 from tests.views.samples import PAIR, TWO_RANKS, VEE, named, run
 
 

@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import ViewError
-from penstock.ir.cluster import Cluster
-from penstock.ir.orders import Orders
-from penstock.ir.series import Series
-from penstock.ir.trace import Trace
+from penstock.ir import Cluster, Orders, Series, Trace
 from penstock.views import VIEWS, find
 from tests.views.samples import PAIR, TWO_RANKS, VEE, heavy, jittered, named, run, standing_still
 

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from penstock.ir.graph import Graph
-from penstock.ir.profile import Profile
+from penstock.ir import Graph, Profile
 from penstock.partitioners.atoms.atoms import Atoms, Free, Held, Tensors, Values
 from penstock.partitioners.atoms.uses import Ints, Uses, sums
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock.ir.graph import Graph
+from penstock.ir import Graph
 from penstock.partitioners.atoms.atoms import Atoms
 from penstock.partitioners.atoms.uses import Floats
 from penstock.partitioners.atoms.windows import Box

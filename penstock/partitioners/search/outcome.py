@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir.partition import Partition
+from penstock.ir import Partition
 from penstock.partitioners.atoms.atoms import Atoms
 from penstock.partitioners.atoms.uses import Ints
 from penstock.partitioners.base import Division, Problem

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from penstock.ir.placement import Placement
+from penstock.ir import Placement
 from penstock.partitioners.atoms.uses import Floats, Ints
 from penstock.partitioners.atoms.windows import Box
 from penstock.partitioners.search.bill import Rates

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir.placement import Placement
+from penstock.ir import Placement
 from penstock.partitioners.atoms.uses import Bools, Floats, Ints
 from penstock.partitioners.search.minimax import nudged
 

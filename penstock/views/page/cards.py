@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.ir.run import Run
-from penstock.ir.units import bytes_text, counted, figure, percent_text, seconds_text
+from penstock.ir import Run, bytes_text, counted, figure, percent_text, seconds_text
 from penstock.views.page.contents import Contents
 
 _FULL = 1.0

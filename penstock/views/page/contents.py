@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.errors import ViewError
-from penstock.ir.plan import Plan
-from penstock.ir.run import Run
-from penstock.ir.trace import Trace
+from penstock.ir import Plan, Run, Trace
 
 
 @dataclass(frozen=True)

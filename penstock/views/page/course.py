@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 
-from penstock.ir.action import Kind
-from penstock.ir.run import Run
-from penstock.ir.units import figure, round_step, seconds_unit
+from penstock.ir import Kind, Run, figure, round_step, seconds_unit
 from penstock.views.drawing import Area, Drawing, Label, Line
 from penstock.views.page.theme import AREA
 from penstock.views.palette import FAINT, KINDS, RULE

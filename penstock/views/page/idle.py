@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.ir.trace import Trace
-from penstock.ir.units import percent_text, seconds_text
+from penstock.ir import Trace, percent_text, seconds_text
 
 CAUSES = (
     ("compute", "passes of its stages"),

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.critical import critical_path
-from penstock.ir.trace import Span, Trace
+from penstock.ir import Span, Trace, critical_path
 from penstock.views.blocks import LETTERS, WORDS, Blocks
 from penstock.views.page.theme import dark
 from penstock.views.palette import fill, text_on

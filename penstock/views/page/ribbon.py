@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from penstock.ir.plan import Plan
-from penstock.ir.units import counted, percent_text, seconds_text
+from penstock.ir import Plan, counted, percent_text, seconds_text
 from penstock.views.flow import Flow
 from penstock.views.page.theme import dark
 from penstock.views.palette import STAGES, text_on

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.ir.series import Series
-from penstock.ir.trace import Curve, Trace
+from penstock.ir import Curve, Series, Trace
 from penstock.views.blocks import WORDS, Blocks
 from penstock.views.boxes import boxes
 from penstock.views.drawing import Box, Drawing, Label, text_width

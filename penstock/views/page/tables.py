@@ -2,9 +2,7 @@
 
 from typing import NamedTuple
 
-from penstock.ir.plan import Plan
-from penstock.ir.search import Candidate
-from penstock.ir.units import bytes_text, count_text, counted, percent_text, seconds_text
+from penstock.ir import Candidate, Plan, bytes_text, count_text, counted, percent_text, seconds_text
 from penstock.views.page.contents import Advice
 from penstock.views.palette import STAGES
 from penstock.views.parts import shown, weight

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from penstock.ir.action import Kind
+from penstock.ir import Kind
 from penstock.views.curves import GROUND
 from penstock.views.palette import ALARM, FAINT, IDLE, INK, KINDS, MARK, PAPER, RULE, contrast, mix
 

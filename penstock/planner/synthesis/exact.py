@@ -1,0 +1,200 @@
+"""exact: the optimum of a small problem, or a better bound, by the constraint solver CP-SAT (the extra `solver`).
+
+The solver counts in whole ticks. Every duration is rounded down to ticks, so that what it proves holds for the true
+seconds as well: its bound is a bound. Where all durations are whole ticks, nothing is lost.
+"""
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+from itertools import pairwise
+from math import floor, gcd, inf
+from typing import Any, NamedTuple
+
+from penstock.errors import ScheduleError
+from penstock.planner.synthesis.evaluate import evaluate
+from penstock.planner.synthesis.goal import Goal
+from penstock.planner.synthesis.joining import joined
+from penstock.planner.synthesis.polish import settled
+from penstock.planner.synthesis.problem import Problem
+from penstock.planner.synthesis.rows import Rows
+from penstock.planner.synthesis.shop import B, F, I, Shop, W, Words
+
+_TICKS = 2_000
+"""ticks of the longest pass, if passes are not whole multiples of something"""
+_JOINING = 0.1
+"""the effort, in parts of the limit, for backwards that are quicker whole: the solver splits them all"""
+
+
+class Proof(NamedTuple):
+    """The best order that the solver knows, and seconds that no order can undercut."""
+
+    words: Words
+    seconds: float
+    bound: float
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether nothing is between the two but rounding."""
+        return self.seconds <= self.bound * (1 + 1e-9)
+
+
+def prove(problem: Problem, known: Words, bound: float, limit_seconds: float = 60.0) -> Proof:
+    """Search for something shorter than the known order, and for a proof that there is nothing.
+
+    `bound` is one that is proven already.
+    """
+    if not _is_plain(problem):
+        raise ScheduleError("the solver proves makespans without overlapped pairs", objective=problem.objective)
+    cp_model = load()
+    shop = Shop.of(problem)
+    model = _Model(cp_model.CpModel(), Rows.least(shop))
+    seconds = evaluate(shop, known).makespan
+    # In ticks an order is no longer, but up to a tick shorter: both limits round down.
+    model.limit(model.whole(seconds), floor(bound / model.tick))
+    model.hint(known)
+    solver = cp_model.CpSolver()
+    # Counted by the solver itself, not by the clock, so that equal problems get equal answers; the clock is a cap.
+    solver.parameters.max_deterministic_time = limit_seconds
+    solver.parameters.max_time_in_seconds = 2 * limit_seconds
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    status = solver.solve(model.model)
+    proven = max(bound, solver.best_objective_bound * model.tick) if status != cp_model.UNKNOWN else bound
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Proof(known, seconds, min(proven, seconds))
+    # Passes of no ticks start at one moment, in any order; memory may want one.
+    words = [settled(shop, rank, word) or word for rank, word in enumerate(model.words(solver))]
+    words = joined(shop, words, Goal(bound, _JOINING * limit_seconds))
+    found = evaluate(shop, words).makespan
+    best = (words, found) if found < seconds else (known, seconds)
+    return Proof(*best, min(proven, best[1]))
+
+
+def can_prove(problem: Problem) -> bool:
+    """Whether the solver is installed and knows how to read the problem."""
+    return _is_plain(problem) and find_spec("ortools") is not None
+
+
+def _is_plain(problem: Problem) -> bool:
+    return problem.objective == "makespan" and not problem.cluster.overlap
+
+
+def load() -> Any:
+    """The library, or an error that says how to get it."""
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        raise ScheduleError("the solver is not installed", hint="pip install 'penstock[solver]'") from None
+    return cp_model
+
+
+class _Model:
+    """The passes of a problem as variables: when each starts, in ticks."""
+
+    def __init__(self, model: Any, rows: Rows) -> None:
+        self.model, self.rows = model, rows
+        self.tick = _tick([*rows.seconds.tolist(), *(part for need in rows.needs for part in need[3:])])
+        self.ticks = [self.whole(seconds) for seconds in rows.seconds]
+        horizon = sum(self.ticks) * rows.shop.num_microbatches + sum(self.whole(need.lag) for need in rows.needs)
+        self.horizon = max(2 * horizon, 1)
+        self.starts = [
+            [model.new_int_var(0, self.horizon, "") for _ in range(rows.shop.num_microbatches)]
+            for _ in range(rows.num_rows)
+        ]
+        self.length = model.new_int_var(0, self.horizon, "")
+        self._order()
+        self._share_ranks()
+        self._share_memory()
+        self._send()
+        model.minimize(self.length)
+
+    def whole(self, seconds: float) -> int:
+        """Whole ticks, never more than the seconds."""
+        return floor(seconds / self.tick * (1 + 1e-12))
+
+    def limit(self, most: int, least: int) -> None:
+        """The length must be within these."""
+        self.model.add(self.length <= most)
+        self.model.add(self.length >= min(least, most))
+
+    def hint(self, words: Words) -> None:
+        """Begin with an order that is known."""
+        turns = dict[int, int]()
+        for word, ends in zip(words, evaluate(self.rows.shop, words).ends, strict=True):
+            for code, end in zip(word, ends, strict=True):
+                start = end - self.rows.shop.seconds[code]
+                for row in _rows_of(code):
+                    turn = turns.get(row, 0)
+                    turns[row] = turn + 1
+                    self.model.add_hint(self.starts[row][turn], self.whole(start))
+                    start += self.rows.seconds[row]
+
+    def words(self, solver: Any) -> Words:
+        """The order of the solution."""
+        found = []
+        for mine in self.rows.of_rank:
+            passes = sorted((solver.value(start), row % 3, row) for row in mine for start in self.starts[row])
+            found.append([(row // 3) << 2 | (F, I, W)[part] for _, part, row in passes])
+        return found
+
+    def _order(self) -> None:
+        for row, starts in enumerate(self.starts):
+            for before, after in pairwise(starts):
+                self.model.add(after >= before + self.ticks[row])
+            self.model.add(self.length >= starts[-1] + self.ticks[row])
+        for need in self.rows.needs:
+            if need.link < 0:
+                for before, after in self._pairs(need.needed, need.row):
+                    self.model.add(after >= before + self.ticks[need.needed] + self.whole(need.latency))
+
+    def _share_ranks(self) -> None:
+        for mine in self.rows.of_rank:
+            self.model.add_no_overlap(
+                [self._fixed(start, self.ticks[row]) for row in mine for start in self.starts[row]]
+            )
+
+    def _share_memory(self) -> None:
+        """A forward takes bytes; its input gradient gives some of them back, its weight gradient the rest."""
+        for stages, room in zip(self.rows.shop.stages, self.rows.shop.room, strict=True):
+            if room == inf:
+                continue
+            held, sizes = [], []
+            for giver in (3 * stage + part for stage in stages for part in (1, 2)):
+                if (size := -int(self.rows.taken[giver])) > 0:
+                    for start, given in self._pairs(giver // 3 * 3, giver):
+                        end, length = given + self.ticks[giver], self.model.new_int_var(0, self.horizon, "")
+                        held.append(self.model.new_interval_var(start, length, end, ""))
+                        sizes.append(size)
+            self.model.add_cumulative(held, sizes, floor(room))
+
+    def _send(self) -> None:
+        """Messages of a link go one after another; where one takes no time there, it only arrives later."""
+        links: dict[int, list[Any]] = {}
+        for need in self.rows.needs:
+            for before, after in self._pairs(need.needed, need.row) if need.link >= 0 else ():
+                made = before + self.ticks[need.needed]
+                if occupied := self.whole(need.occupied):
+                    sent = self.model.new_int_var(0, self.horizon, "")
+                    self.model.add(sent >= made)
+                    links.setdefault(need.link, []).append(self._fixed(sent, occupied))
+                    made = sent + occupied
+                self.model.add(after >= made + self.whole(need.latency))
+        for intervals in links.values():
+            self.model.add_no_overlap(intervals)
+
+    def _fixed(self, start: Any, ticks: int) -> Any:
+        return self.model.new_fixed_size_interval_var(start, ticks, "")
+
+    def _pairs(self, first: int, second: int) -> Iterable[tuple[Any, Any]]:
+        return zip(self.starts[first], self.starts[second], strict=True)
+
+
+def _rows_of(code: int) -> tuple[int, ...]:
+    return tuple(3 * (code >> 2) + part for part in {F: (0,), I: (1,), W: (2,), B: (1, 2)}[code & 3])
+
+
+def _tick(durations: list[float]) -> float:
+    """The seconds of a tick."""
+    if all(float(duration).is_integer() for duration in durations):
+        return float(gcd(*map(int, durations)) or 1)
+    return max(durations) / _TICKS

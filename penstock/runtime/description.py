@@ -1,0 +1,28 @@
+"""Description: a Pipeline in words: stages, parameters, what crosses, schedule, prediction, and what is special."""
+
+from collections.abc import Iterator
+
+from penstock.ir import LossRule, Plan
+from penstock.runtime.model_part import ModelPart
+from penstock.views import Cuts
+
+
+def describe(plan: Plan, part: ModelPart, rule: LossRule | None) -> str:
+    """One text for the terminal or a log."""
+    return "\n".join((str(plan), "", Cuts()((plan.graph, plan.partition)), "", *_remarks(plan, part, rule)))
+
+
+def _remarks(plan: Plan, part: ModelPart, rule: LossRule | None) -> Iterator[str]:
+    crew = part.crew
+    place = "all ranks inside this process" if crew.is_alone else f"rank {crew.rank} of {crew.ranks}"
+    yield f"{place}, stages {', '.join(map(str, part.stages))}, {len(part.parameters)} parameters"
+    if crew.num_replicas > 1:
+        yield f"replica {crew.replica} of {crew.num_replicas}"
+    for shared in part.tied.shared:
+        yield f"{shared.name} is used on ranks {', '.join(map(str, shared.ranks))}: its gradients are summed"
+    for index, stage in part.stages.items():
+        if stage.split_backward_note:
+            yield f"stage {index} does a full backward where the schedule splits it: {stage.split_backward_note}"
+    yield f"recordings of the model: {part.captured.num_recordings}"
+    if rule is not None:
+        yield f"the loss of a batch is made of those of its microbatches by: {rule.kind}"

@@ -1,5 +1,0 @@
-"""Writing: the stages of a model as a Python file that can be read, imported and run by hand."""
-
-from penstock.split.writing.storing import write_stages
-
-__all__ = ["write_stages"]

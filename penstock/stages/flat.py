@@ -1,0 +1,71 @@
+"""Flat: a model written down as a list of modules and functions that are called one after another."""
+
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import PartitionError
+from penstock.stages.skeleton import fill
+
+Entry = str | nn.Module | Callable[..., Any]
+_LISTS = (nn.Sequential, nn.ModuleList)
+
+
+class Flat(nn.Module):
+    """Each entry is the name of a module of the model, a module, or a function; a list of modules is its elements.
+
+    Parameters keep the names that they have in the model; a module that is no part of it is called by its place.
+    """
+
+    def __init__(self, model: nn.Module, entries: Iterable[Entry]) -> None:
+        super().__init__()
+        if isinstance(entries, str):
+            raise PartitionError("a list of entries is needed", given=repr(entries), hint=f"[{entries!r}]")
+        self.steps: list[tuple[str, Callable[..., Any]]] = []
+        names = {id(module): name for name, module in model.named_modules()}
+        for entry in entries:
+            for step in _expanded(_found(model, entry)):
+                self._add(model, step, names)
+        if not self.steps:
+            raise PartitionError("a flat model without entries")
+
+    def _add(self, model: nn.Module, step: Callable[..., Any], names: dict[int, str]) -> None:
+        if not isinstance(step, nn.Module):
+            self.steps.append(("", step))
+            return
+        name = names.get(id(step), f"entry{len(self.steps)}")
+        if id(step) in names:
+            fill(self, model, [name], ())
+        else:
+            self.add_module(name, step)
+        self.steps.append((name, step))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the modules, in order; functions have none."""
+        return tuple(name for name, _ in self.steps if name)
+
+    def forward(self, x: Any) -> Any:
+        """Call every entry with what the one before it returned."""
+        for name, step in self.steps:
+            x = self.get_submodule(name)(x) if name else step(x)
+        return x
+
+
+def _found(model: nn.Module, entry: Entry) -> Callable[..., Any]:
+    if not isinstance(entry, str):
+        if not callable(entry):
+            raise PartitionError("an entry must be a name, a module or a function", entry=repr(entry))
+        return entry
+    known = dict(model.named_modules())
+    if entry not in known:
+        close = get_close_matches(entry, list(known), n=1)
+        raise PartitionError("no such module", name=repr(entry), hint=f"did you mean {close[0]!r}" if close else "")
+    module: nn.Module = known[entry]
+    return module
+
+
+def _expanded(step: Callable[..., Any]) -> list[Callable[..., Any]]:
+    return list(step) if isinstance(step, _LISTS) else [step]

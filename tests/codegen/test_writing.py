@@ -1,0 +1,54 @@
+"""A file of stages, imported and run, gives what the model gives."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.codegen.written import of_written, written
+from tests.stages.parity import difference, of_model
+from tests.stages.trials import Trial
+from tests.zoo import ambient
+
+# fmt: off
+MODELS = (
+    "llama", "gpt2", "mixtral", "mamba2", "bert_masked_lm", "deberta_v2", "t5", "vit", "clip", "resnet50", "unet",
+    "transformer", "lstm", "branches", "tied", "weight_used_twice", "batch_norm", "dropout", "custom_function",
+    "in_place", "channels_last", "dict_between", "dataclass_between", "model_output_between", "nested_between",
+    "long_skips", "lora", "hooked", "autocast_inside", "autocast_around",
+)
+# fmt: on
+TRIALS = [(name, "blocks", "labels") for name in MODELS]
+TRIALS += [(name, "functions", "plain") for name in ("vit", "unet", "lstm", "control_flow")]
+
+
+@pytest.mark.parametrize(("name", "granularity", "mode"), TRIALS)
+def test_stages_of_a_file_give_the_outputs_gradients_and_buffers_of_the_model(
+    name: str, granularity: str, mode: str, tmp_path: Path
+) -> None:
+    with ambient(name):
+        captured, batch = Trial(name, granularity).recorded(mode)
+        expected = of_model(captured.model, batch)
+        found = {
+            stages: difference(expected, of_written(written(captured, stages, tmp_path), captured.model, batch))
+            for stages in (2, 3, 4)
+        }
+    assert {stages: apart for stages, apart in found.items() if apart.size} == {}
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "in_place"])
+def test_a_file_holds_for_other_data(name: str, tmp_path: Path) -> None:
+    captured, batch = Trial(name, "blocks").recorded("plain")
+    other = batch.other()
+    found = of_written(written(captured, 3, tmp_path), captured.model, other)
+    assert difference(of_model(captured.model, other), found).size == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "lstm", "nested_between"])
+def test_a_file_is_laid_out_as_a_formatter_would(name: str, tmp_path: Path) -> None:
+    captured, _ = Trial(name, "blocks").recorded("plain")
+    written(captured, 3, tmp_path)
+    command = ["ruff", "format", "--isolated", "--line-length", "120", "--diff", str(tmp_path / "stages3.py")]
+    result = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout

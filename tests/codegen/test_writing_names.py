@@ -1,0 +1,119 @@
+"""Whatever a model calls its parts, its arguments and its keys: in a file of stages it is text and nothing else."""
+
+import ast
+import tokenize
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.codegen.inert import check_inert
+from penstock.codegen.layout import docstring, quoted
+from penstock.errors import CodeError
+from tests.codegen.written import of_written, written
+from tests.stages.parity import Batch, difference, of_model
+
+MARK = "mischief"
+# fmt: off
+HOSTILE = (
+    "__import__('os')·system('touch mischief')", "x'); open('mischief', 'w'); ('", 'a"""; open("mischief", "w"); """',
+    "line\nopen('mischief', 'w')", "return\ropen('mischief', 'w')", "back\\slash\\", "{mischief}", "#mischief",
+    "\u2028", "\ud800", "nul\0", "größe", "ﬁ", "fi", "class", "None", "self", "model", "torch", "RECEIVES", "PARTS",
+    "device", "take", "check", "__mangled", "a b", "a-b", "a_b", "match", "print", "007", "Stage0", " ", "𝐱",
+)
+# fmt: on
+BATCH = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Named(nn.Module):
+    """Linear layers and parameters between them, all under names that are given."""
+
+    def __init__(self, names: tuple[str, ...], kind: type[nn.Module] = nn.Linear) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, kind(4, 4))
+            self._parameters[f"{name} weight"] = nn.Parameter(torch.full((4,), 1.5))
+            self._buffers[f"{name} count"] = torch.zeros(())
+
+    def forward(self, x: Tensor, **more: Any) -> dict[str, Any]:
+        """All layers in a row; what else comes in is under names of the caller's."""
+        for name, layer in self.named_children():
+            self._buffers[f"{name} count"].add_(1)
+            x = torch.tanh(layer(x)) * self._parameters[f"{name} weight"] + self._buffers[f"{name} count"]
+        return {name: value + x for name, value in more.items()} or {"x": x}
+
+
+def tokens_outside_strings(path: Path) -> str:
+    with path.open("rb") as file:
+        found = [token.string for token in tokenize.tokenize(file.readline) if token.type != tokenize.STRING]
+    return " ".join(found)
+
+
+@pytest.mark.parametrize("names", [HOSTILE, *[(name, "b", "c") for name in HOSTILE[:12]]], ids=range(13))
+def test_names_of_modules_parameters_and_buffers_are_text(names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model, batch = Named(names), Batch((BATCH,), {}, False)
+    captured = penstock.capture(model, batch.args)
+    expected = of_model(model, batch)
+    file = written(captured, 3, tmp_path)
+    assert difference(expected, of_written(file, model, batch)).size == 0
+    assert {name for stage in file.STAGES for name in stage(model).state_dict()} == set(model.state_dict())
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.is_dir()) == ["stages3.py"]
+    assert MARK not in tokens_outside_strings(tmp_path / "stages3.py")
+
+
+def test_names_of_arguments_and_keys_are_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = {name: torch.full((3, 4), float(place)) for place, name in enumerate(HOSTILE) if name != "self"}
+    model, batch = Named(("a", "b", "c")), Batch((BATCH,), arguments, False)
+    expected = of_model(model, batch)
+    file = written(penstock.capture(model, batch.args, arguments), 2, tmp_path)
+    assert difference(expected, of_written(file, model, batch)).size == 0
+    assert list(file.run(model, BATCH, **arguments)) == list(arguments)
+    assert MARK not in tokens_outside_strings(tmp_path / "stages2.py")
+
+
+def test_a_class_with_a_hostile_name_is_never_named(tmp_path):
+    hostile = type("Linear(4, 4); open('mischief', 'w'); (", (nn.Linear,), {})
+    hostile.__module__ = "os; mischief"
+    model = type("a\nmischief", (Named,), {})(("a", "b", "c"), hostile)
+    file = written(penstock.capture(model, (BATCH,)), 2, tmp_path)
+    assert file.__doc__.startswith("A model in 2 stages, one class each")
+    assert MARK not in (tmp_path / "stages2.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_literal_is_the_text_that_it_was_made_of(name):
+    assert ast.literal_eval(quoted(name)) == name
+    assert quoted(name).isprintable()
+
+
+@pytest.mark.parametrize("text", ['ends with "', '"""', "back\\", '\\"""', "plain"])
+def test_a_docstring_cannot_be_left(text):
+    for block in ([text], [text, text]):
+        (statement,) = ast.parse("\n".join(docstring(block))).body
+        assert ast.literal_eval(statement.value).split() == " ".join(block).split()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "open('mischief', 'w')",
+        "x = __import__('os')",
+        "class A:\n    y = open('mischief')",
+        "def f():\n    return eval('1')",
+        "if True:\n    x = 1",
+        "class A:\n    def f(self):\n        return open",
+        "x = (",
+        "import os\n@os.remove('mischief')\nclass A:\n    pass",
+        "import os\nclass A(os.remove('mischief')):\n    pass",
+        "import os\ndef f(x=os.remove('mischief')):\n    pass",
+    ],
+)
+def test_code_that_would_do_something_when_imported_or_use_strange_names_is_refused(text):
+    with pytest.raises(CodeError):
+        check_inert(text)

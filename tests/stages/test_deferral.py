@@ -1,0 +1,160 @@
+"""A backward that is split gives the gradients of a whole one, bit for bit."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from penstock.errors import PartitionError
+from penstock.stages import deferrable
+from penstock.stages.deferral import Deferral
+from tests.stages.behind import Behind, differing
+from tests.stages.blocks import AT_ONCE, WAITING, Does, rows
+
+
+def behind(table, name):
+    torch.manual_seed(0)
+    build, example = table[name]
+    return Behind(build(), example)
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_weight_gradients_that_wait_are_those_of_a_whole_backward(name):
+    module, waiting = behind(WAITING, name), []
+
+    def look():
+        waiting.extend(p for p in module.stage.parameters() if p.requires_grad and p.grad is None)
+
+    assert differing(module.gradients(False), module.gradients(True, look)) == []
+    assert waiting
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_weight_gradients_that_cannot_wait_are_computed_with_the_input_gradients(name):
+    module, waiting = behind(AT_ONCE, name), []
+
+    def look():
+        waiting.extend(p for p in module.stage.parameters() if p.requires_grad and p.grad is None)
+
+    assert differing(module.gradients(False), module.gradients(True, look)) == []
+    assert waiting == []
+
+
+def test_a_stage_says_that_its_weight_gradients_cannot_wait():
+    module = behind(AT_ONCE, "a reentrant checkpoint")
+    module.gradients(True)
+    assert module.stage.split_backward_note.startswith("none of the weight gradients can be put off")
+
+
+def test_a_stage_with_nothing_to_say_says_nothing():
+    module = behind(WAITING, "layers")
+    module.gradients(True)
+    assert module.stage.split_backward_note == ""
+
+
+def test_a_compiled_block_is_left_alone():
+    compiled = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+    module = Behind(compiled, rows(4, 8))
+    compiled[1].compile(backend="aot_eager")
+    waiting = []
+
+    def look():
+        waiting.extend(name for name, p in module.stage.named_parameters() if p.grad is None)
+
+    assert differing(module.gradients(False), module.gradients(True, look)) == []
+    assert waiting == ["1.0.weight", "1.0.bias"]
+
+
+def test_hooks_on_parameters_see_the_gradient_of_each_microbatch_once():
+    def seen(is_split):
+        module, calls = behind(WAITING, "a weight used twice"), []
+        weight = module.model[1].parts[0].weight
+        weight.register_hook(lambda gradient: calls.append(gradient.clone()))
+        weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad.clone()))
+        module.gradients(is_split)
+        return calls
+
+    whole, parts = seen(False), seen(True)
+    assert len(whole) == len(parts) == 6
+    assert all(map(torch.equal, whole, parts))
+
+
+def test_a_value_written_after_it_was_multiplied_is_refused():
+    class Writing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = x * 2
+            y = self.linear(x)
+            x.add_(1)
+            return y
+
+    passage = Behind(Writing(), rows(4, 8)).passage(is_split=True)
+    passage.input_grad(dict.fromkeys(passage.take_left(), torch.ones(4, 8)))
+    with pytest.raises(RuntimeError, match="needed for a weight gradient has been written in place"):
+        passage.weight_grad()
+
+
+def test_a_model_moved_to_another_type_between_two_steps_accumulates_anew():
+    module = behind(WAITING, "layers")
+    module.gradients(True)
+    module.model.double()
+    moved = Behind(module.model[1], rows(4, 8, dtype=torch.float64))
+    moved.stage._release = module.stage._release
+    assert differing(moved.gradients(False), moved.gradients(True)) == []
+
+
+def test_a_stage_can_be_copied_after_a_split_backward():
+    module = behind(WAITING, "layers")
+    module.gradients(True)
+    assert copy.deepcopy(module.stage).state_dict().keys() == module.stage.state_dict().keys()
+
+
+def test_gradients_kept_on_values_are_those_of_a_whole_backward():
+    seen = []
+
+    def forward(x, one, two):
+        x = one(x)
+        x.retain_grad()
+        seen.append(x)
+        return two(x)
+
+    module = Behind(Does(forward, nn.Linear(8, 8), nn.Linear(8, 6)), rows(4, 8))
+    for is_split in (False, True):
+        module.gradients(is_split)
+    assert all(torch.equal(one.grad, other.grad) for one, other in zip(seen[-6:-3], seen[-3:], strict=True))
+
+
+class Special(torch.Tensor):
+    """A kind of tensor of its own."""
+
+
+def test_weights_of_another_kind_are_left_alone():
+    linear = nn.Linear(8, 6, bias=False)
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Special))
+    table = {functional.linear: deferrable.DEFERRABLE[functional.linear]}
+    with Deferral(table) as deferral:
+        linear(rows(4, 8).requires_grad_()).sum().backward()
+    assert deferral.queue == []
+    assert linear.weight.grad is not None
+
+
+def test_a_stage_tells_how_few_of_its_weight_gradients_can_wait():
+    module = Behind(nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 32)), rows(4, 8))
+    passage = module.passage(is_split=True)
+    passage.backward({name: torch.ones_like(value) for name, value in passage.take_left().items()})
+    assert module.stage.split_backward_note.startswith("only 1% of the weight gradients can be put off")
+
+
+def test_a_gradient_that_was_not_recorded_is_refused():
+    """What was put off before it would be missing in it."""
+    block = Does(lambda x, a: a(x) if block.is_plain else torch.autograd.grad(a(x).sum(), x)[0], nn.Linear(8, 8))
+    block.is_plain = True
+    module = Behind(block, rows(4, 8))
+    block.is_plain = False
+    with pytest.raises(PartitionError, match=r"takes gradients in its forward.*\(function: grad\)\ntry: a schedule"):
+        module.passage(True)

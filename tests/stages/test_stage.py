@@ -1,0 +1,148 @@
+"""A stage is a module with the model's own parts and names."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import PartitionError
+from penstock.partitioners import by_modules, uniform
+from penstock.stages import Flat, Sequence, materialise
+from tests.capture.models import Stack
+
+BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+def stages_of(model, number=3, **options):
+    captured = penstock.capture(model, (BATCH,), **options)
+    return penstock.split(captured, uniform(captured.graph, number))
+
+
+def test_the_union_of_all_stages_is_the_model_each_parameter_once():
+    model = Stack()
+    names = [name for stage in stages_of(model) for name in stage.state_dict()]
+    assert sorted(names) == sorted(model.state_dict())
+
+
+@pytest.mark.parametrize("depth", [None, 9])
+def test_a_stage_holds_the_models_own_parameters(depth):
+    model = Stack()
+    whole = dict(model.named_parameters())
+    for stage in stages_of(model, depth=depth):
+        for name, parameter in stage.named_parameters():
+            assert parameter is whole[name]
+
+
+def test_tied_parameters_are_listed_with_their_owners():
+    model = Stack()
+    model.blocks[3].linear.weight = model.blocks[0].linear.weight
+    tied = ("blocks.0.linear.weight", "blocks.3.linear.weight")
+    for stage in stages_of(model):
+        owns = set(tied) & {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+        assert stage.tied_names == ((tied,) if owns else ())
+
+
+def test_a_stage_can_be_set_to_evaluation_and_moved_to_another_type():
+    model = Stack().double()
+    captured = penstock.capture(model, (BATCH.double(),))
+    run = Sequence(captured, uniform(captured.graph, 3))
+    for stage in run.stages:
+        stage.eval()
+    assert not model.norm.training
+    assert torch.equal(run(BATCH.double()), model.eval()(BATCH.double()))
+
+
+def test_hooks_on_blocks_fire_once_for_every_forward():
+    model, seen = Stack(), []
+    captured = penstock.capture(model, (BATCH,))
+    run = Sequence(captured, uniform(captured.graph, 3))
+    model.blocks[1].register_forward_hook(lambda *_: seen.append("block"))
+    run(BATCH)
+    assert seen == ["block"]
+
+
+def test_other_batch_sizes_work_and_equal_the_model():
+    model = Stack().eval()
+    captured = penstock.capture(model, (BATCH,))
+    run = Sequence(captured, uniform(captured.graph, 3))
+    for size in (2, 5):
+        assert torch.equal(run(BATCH[:size]), model(BATCH[:size]))
+    assert captured.num_recordings == 3
+
+
+def test_input_and_weight_gradients_can_be_taken_apart():
+    model = Stack().double().eval()
+    captured = penstock.capture(model, (BATCH.double(),))
+    gradient = torch.ones(6, 3, dtype=torch.float64)
+    found = []
+    for is_split in (False, True):
+        run = Sequence(captured, uniform(captured.graph, 3), is_split)
+        model.zero_grad()
+        run(BATCH.double())
+        run.backward({0: gradient})
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_the_check_finds_a_stage_that_differs():
+    model = Stack().eval()
+    captured = penstock.capture(model, (BATCH,))
+    partition = uniform(captured.graph, 2)
+    other = copy.deepcopy(model.head)
+    with torch.no_grad():
+        other.weight += 1
+    captured.whole = lambda x: other(model.norm(torch.zeros(6, 8)) + model.embed(x))
+    with pytest.raises(PartitionError, match=r"the stages differ from the model \(number: output 0"):
+        penstock.split(captured, partition)
+
+
+def test_the_check_can_be_switched_off():
+    model = Stack()
+    captured = penstock.capture(model, (BATCH,))
+    captured.whole = None
+    assert len(penstock.split(captured, uniform(captured.graph, 2), check=False)) == 2
+
+
+def test_the_check_leaves_gradients_as_they_were():
+    model = Stack()
+    model(BATCH).sum().backward()
+    before = [parameter.grad for parameter in model.parameters()]
+    stages_of(model)
+    assert all(a is b.grad for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_model_without_weights_is_split_and_given_weights_later():
+    real = Stack().eval()
+    with torch.device("meta"):
+        empty = Stack().eval()
+    captured = penstock.capture(empty, (BATCH,))
+    run = Sequence(captured, uniform(captured.graph, 3))
+    for stage in run.stages:
+        materialise(stage, real.state_dict())
+    assert torch.equal(run(BATCH), real(BATCH))
+
+
+def test_missing_numbers_are_named():
+    with torch.device("meta"):
+        empty = Stack()
+    captured = penstock.capture(empty, (BATCH,))
+    stage = penstock.split(captured, uniform(captured.graph, 2))[0]
+    with pytest.raises(PartitionError, match=r"numbers are missing for a stage \(stage: 0, name: embed.weight"):
+        materialise(stage, {})
+
+
+def test_a_flat_list_of_names_modules_and_functions_is_a_model():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ModuleList([nn.ReLU(), nn.Linear(4, 6)]), nn.Linear(3, 2))
+    flat = Flat(model, ["0", "1", lambda x: x.view(-1, 3), model[2]])
+    assert flat.names == ("0", "1.0", "1.1", "2")
+    assert sorted(flat.state_dict()) == sorted(model.state_dict())
+    captured = penstock.capture(flat, (BATCH,))
+    run = Sequence(captured, by_modules(captured.graph, [["0", "1.0"], ["1.1", "2"]]))
+    assert torch.equal(run(BATCH), flat(BATCH))
+
+
+def test_an_unknown_name_in_a_flat_list_is_refused():
+    with pytest.raises(PartitionError, match=r"no such module \(name: 'hed'\)\ntry: did you mean 'head'"):
+        Flat(Stack(), ["embed", "hed"])
