@@ -1,6 +1,10 @@
 """Every exception that penstock raises on purpose, one class per station of the way from model to trace."""
 
 
+class PenstockWarning(UserWarning):
+    """Category of every warning issued by penstock. Each is issued once per run, by one rank."""
+
+
 class PenstockError(ValueError):
     """What is wrong in the user's words, the values that show it, and what to try.
 
