@@ -13,7 +13,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from benchmarks.table import Line, Table
 from penstock.capture import capture
 from penstock.partitioners import by_modules
-from penstock.stages import Passage, split
+from penstock.stages import StageRun, split
 
 _ROWS = 64
 _SIZES = ((32, 4, 1.2), (32, 16, 1.2), (256, 4, 1.05), (256, 16, 1.05), (512, 4, 1.05), (512, 16, 1.05))
@@ -26,7 +26,7 @@ def tables() -> tuple[Table, ...]:
 
 
 class Side:
-    """A stage of some layers, its whole backward and its two parts: ours through passages, torch's on the modules."""
+    """A stage of some layers, its whole backward and its two parts: ours through runs, torch's on the modules."""
 
     def __init__(self, layers: int, width: int, activation: type[nn.Module] = nn.ReLU) -> None:
         blocks = [nn.Sequential(nn.Linear(width, width), activation()) for _ in range(layers)]
@@ -38,20 +38,20 @@ class Side:
         self.name, self.batch = captured.graph.nodes[0].makes[0].name, batch
         self.gradient = torch.randn(_ROWS, width)
 
-    def passage(self, is_split: bool) -> tuple[Passage, dict[str, Tensor | None]]:
+    def run(self, is_split: bool) -> tuple[StageRun, dict[str, Tensor | None]]:
         """One forward, and the gradient that comes back."""
-        passage = Passage(self.stage, self.recording, {}, {self.name: self.batch}, is_split)
-        return passage, dict.fromkeys(passage.take_left(), self.gradient)
+        run = StageRun(self.stage, self.recording, {}, {self.name: self.batch}, is_split)
+        return run, dict.fromkeys(run.take_outputs(), self.gradient)
 
     def whole(self) -> float:
         """Seconds of a backward in one."""
-        passage, gradients = self.passage(is_split=False)
-        return _seconds(lambda: passage.backward(gradients))
+        run, gradients = self.run(is_split=False)
+        return _seconds(lambda: run.backward(gradients))
 
     def ours(self) -> tuple[float, float]:
         """Seconds of input gradients, and of weight gradients."""
-        passage, gradients = self.passage(is_split=True)
-        return _seconds(lambda: passage.input_grad(gradients)), _seconds(passage.weight_grad)
+        run, gradients = self.run(is_split=True)
+        return _seconds(lambda: run.input_grad(gradients)), _seconds(run.weight_grad)
 
     def torchs(self) -> tuple[float, float]:
         """The same by torch."""

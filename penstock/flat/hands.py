@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.capture import spec_of
 from penstock.errors import RunError
 from penstock.ir import TensorSpec
-from penstock.stages import enter
+from penstock.stages import grad_boundary
 
 ForwardFn = Callable[[Any], Any]
 BackwardFn = Callable[[Any, Any], object]
@@ -46,7 +46,7 @@ class Hands:
     def forward(self, microbatch: int, came: Sequence[Tensor], is_training: bool) -> list[Tensor]:
         """Run the caller's forward on what came and on the extra inputs; the values for the next stage."""
         returned: dict[str, Tensor | None] = {}
-        entered = enter({str(place): value for place, value in enumerate(came)}, (), returned)
+        entered = grad_boundary({str(place): value for place, value in enumerate(came)}, (), returned)
         inputs = [*entered.values(), *self._extras[microbatch]]
         with torch.set_grad_enabled(is_training):
             output = self._functions.forward(inputs[0] if len(inputs) == 1 else inputs)

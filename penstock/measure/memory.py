@@ -51,7 +51,7 @@ def memory_of(situation: Situation) -> Memory:
         before = ledger.peak = ledger.bytes
         run = ready()
         del ready
-        left = run.take_left()
+        left = run.take_outputs()
         made = {name: ledger.number(value) for name, value in left.items()}
         gradients = situation.gradients(left)
         coming = {name: ledger.number(gradient) for name, gradient in gradients.items()}

@@ -57,12 +57,12 @@ class Timing:
         """So many forwards with full backwards, and as many with split ones; the seconds of one of each."""
         waiting = [self._ready(False) for _ in range(times)]
         forward, runs = self._clock.seconds(lambda: [start() for start in waiting])
-        given = [self._gradients(run.take_left()) for run in runs]
+        given = [self._gradients(run.take_outputs()) for run in runs]
         if not any(given) and not any(run.adds_loss for run in runs):
             return Times(forward / times)
         backward, _ = self._clock.seconds(lambda: [run.backward(g) for run, g in zip(runs, given, strict=True)])
         runs = [self._ready(True)() for _ in range(times)]
-        given = [self._gradients(run.take_left()) for run in runs]
+        given = [self._gradients(run.take_outputs()) for run in runs]
         input_grad, _ = self._clock.seconds(lambda: [run.input_grad(g) for run, g in zip(runs, given, strict=True)])
         weight_grad, _ = self._clock.seconds(lambda: [run.weight_grad() for run in runs])
         return Times(forward / times, backward / times, input_grad / times, weight_grad / times)

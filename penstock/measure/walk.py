@@ -48,7 +48,7 @@ def walk(subject: Subject, visit: Callable[[Situation], object]) -> dict[str, in
     sizes: dict[str, int] = {}
     for node in graph.nodes:
         situation = Situation(subject, node, {name: values[name] for name in node.reads})
-        left = situation.ready(False)().take_left()
+        left = situation.ready(False)().take_outputs()
         made = {name: value for name, value in left.items() if isinstance(value, Tensor)}
         places = {name: address_of(value) for name, value in made.items()}
         for name, value in made.items():

@@ -11,10 +11,10 @@ from penstock.runtime.transport import Tensors
 Gradients = dict[str, Tensor | None]
 
 
-class Passage(Protocol):
+class StageRun(Protocol):
     """One forward of a stage on one microbatch, kept until its backward."""
 
-    def take_left(self) -> Mapping[str, Any]: ...
+    def take_outputs(self) -> Mapping[str, Any]: ...
 
     def backward(self, gradients: Mapping[str, Tensor | None]) -> Gradients: ...
 
@@ -26,7 +26,7 @@ class Passage(Protocol):
 class Player(Protocol):
     """Who runs the stages of a rank; what a step trains on is its own affair."""
 
-    def forward(self, stage: int, microbatch: int, incoming: dict[str, Any], is_split: bool) -> Passage: ...
+    def forward(self, stage: int, microbatch: int, incoming: dict[str, Any], is_split: bool) -> StageRun: ...
 
     def can_split(self, stage: int) -> bool: ...
 
@@ -106,7 +106,7 @@ class ForwardCall(PassCall):
         for names, giver in self.sources:
             incoming.update(zip(names, giver.take(), strict=True))
         passage = self._player.forward(cell.stage, cell.microbatch, incoming, self._is_split)
-        cell.passage, left = passage, passage.take_left()
+        cell.passage, left = passage, passage.take_outputs()
         for names, taker in self._targets:
             taker.put([left[name] for name in names])
 

@@ -11,7 +11,7 @@ from penstock.runtime.ending import Ending
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.step_data import StepData
 from penstock.runtime.witness import Witness
-from penstock.stages import Passage
+from penstock.stages import StageRun
 
 LOSS, ADDED = "the loss", "added losses"
 
@@ -25,7 +25,7 @@ class Player:
         self.witness: Witness | None = None
         """who looks at everything, where a step is run once more to see what went wrong"""
 
-    def forward(self, stage: int, microbatch: int, incoming: dict[str, Any], is_split: bool) -> Passage:
+    def forward(self, stage: int, microbatch: int, incoming: dict[str, Any], is_split: bool) -> StageRun:
         """One forward of a stage; on the last one also the loss."""
         load = self._loaded
         inputs = load.inputs
@@ -34,15 +34,15 @@ class Player:
         own, recording, named = self._part.stages[stage], inputs.recordings[microbatch], inputs.named[microbatch]
         sight = self.witness.sight(stage, microbatch, recording.graph, named) if self.witness else None
         with added_with_reductions() as added, shown_to(sight.see if sight else None):
-            passage = Passage(own, recording, named, incoming, is_split, seed)
-        loss = self._ending.finish(load, microbatch, passage.left) if stage == self._last else None
+            passage = StageRun(own, recording, named, incoming, is_split, seed)
+        loss = self._ending.finish(load, microbatch, passage.outputs) if stage == self._last else None
         if loss is not None:
             passage.add_root(LOSS, loss)
         # Without any label that counts a loss is 0/0, and has no say.
         if load.is_training and (loss is None or self._ending.weights(load)[microbatch]):
-            load.health.look(stage, (*passage.left.values(), loss))
+            load.health.look(stage, (*passage.outputs.values(), loss))
             if sight is not None:
-                sight.end(passage.left.values(), loss)
+                sight.end(passage.outputs.values(), loss)
         if added:
             total = self._ending.added(load, stage, microbatch, added)
             load.added.setdefault(microbatch, []).append(total.detach())

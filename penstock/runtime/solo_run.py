@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.adding import added_losses
-from penstock.stages import Passage, Release
+from penstock.stages import Release, StageRun
 
 Values = dict[str, Any]
 _ADDED = "added losses"
@@ -19,7 +19,7 @@ _UNREAD = {"": torch.zeros(0, requires_grad=True)}
 
 
 class Part:
-    """Stands where a Passage expects a stage; it plays once, on values of its own, and lets go of them."""
+    """Stands where a StageRun expects a stage; it plays once, on values of its own, and lets go of them."""
 
     __slots__ = ("_play", "_values")
 
@@ -46,7 +46,7 @@ class Run:
 
     def __init__(self, part: Part, is_split: bool) -> None:
         with added_losses() as added:
-            self._passage = Passage(part, _RECORDING, {}, _UNREAD if is_split else {}, is_split)  # type: ignore[arg-type]
+            self._passage = StageRun(part, _RECORDING, {}, _UNREAD if is_split else {}, is_split)  # type: ignore[arg-type]
         self._added = {}
         if added:
             total = torch.stack([value.reshape(()) for value in added]).sum()
@@ -58,9 +58,9 @@ class Run:
         """Whether a backward starts in the node itself."""
         return bool(self._added)
 
-    def take_left(self) -> Values:
+    def take_outputs(self) -> Values:
         """The values that the node made, which are the caller's from now on."""
-        return self._passage.take_left()
+        return self._passage.take_outputs()
 
     def backward(self, gradients: Mapping[str, Tensor]) -> None:
         """All gradients."""

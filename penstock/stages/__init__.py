@@ -3,26 +3,26 @@
 from penstock.stages.check import check
 from penstock.stages.decisions import check_guards
 from penstock.stages.distances import distances
-from penstock.stages.entrance import enter
 from penstock.stages.flat import Flat
+from penstock.stages.grad_boundary import grad_boundary
 from penstock.stages.materialise import materialise
 from penstock.stages.ownership import Ownership
-from penstock.stages.passage import Passage
 from penstock.stages.release import Release
 from penstock.stages.sequence import Sequence, split
 from penstock.stages.stage import Stage
+from penstock.stages.stage_run import StageRun
 
 __all__ = [
     "Flat",
     "Ownership",
-    "Passage",
     "Release",
     "Sequence",
     "Stage",
+    "StageRun",
     "check",
     "check_guards",
     "distances",
-    "enter",
+    "grad_boundary",
     "materialise",
     "split",
 ]

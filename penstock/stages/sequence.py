@@ -10,8 +10,8 @@ from penstock.errors import PartitionError
 from penstock.ir import Partition, leaves
 from penstock.stages.decisions import check_guards
 from penstock.stages.ownership import Ownership
-from penstock.stages.passage import Passage
 from penstock.stages.stage import Stage
+from penstock.stages.stage_run import StageRun
 
 
 def split(captured: Any, partition: Partition) -> tuple[Stage, ...]:
@@ -29,7 +29,7 @@ class Sequence:
         """input gradients first, then weight gradients"""
         self.stages = split(captured, partition)
         self._captured, self._partition = captured, partition
-        self._passages: list[Passage] = []
+        self._runs: list[StageRun] = []
         self._recording: Any = None
         self._tensors: list[Tensor] = []
 
@@ -37,13 +37,13 @@ class Sequence:
         """What the model returns for this batch."""
         recording = self._captured.recording(args, kwargs)
         inputs = self._captured.inputs(args, kwargs)
-        self._recording, self._passages = recording, []
+        self._recording, self._runs = recording, []
         values: dict[str, Any] = {}
         for stage in self.stages:
             names = self._incoming(stage.stage_index)
-            passage = Passage(stage, recording, inputs, {name: values[name] for name in names}, self.is_split)
-            values |= passage.left
-            self._passages.append(passage)
+            run = StageRun(stage, recording, inputs, {name: values[name] for name in names}, self.is_split)
+            values |= run.outputs
+            self._runs.append(run)
         output = self._captured.output(recording, {**inputs, **values})
         self._tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
         return output
@@ -55,7 +55,7 @@ class Sequence:
 
     def backward(self, gradients: Mapping[int, Tensor | None]) -> None:
         """Backward of all stages, last first, from gradients of the tensors in the output, by their place in it."""
-        if not self._passages:
+        if not self._runs:
             raise PartitionError("backward needs a forward before it", hint="call the stages with a batch first")
         names = self._captured.output_names(self._recording)
         if unknown := [place for place in gradients if not 0 <= place < len(self._tensors)]:
@@ -69,15 +69,15 @@ class Sequence:
             else:
                 # The model returns a parameter: no stage makes it.
                 torch.autograd.backward(self._tensors[place], gradient)
-        for passage in reversed(self._passages):
-            own = {name: waiting.pop(name) for name in list(waiting) if name in passage.left}
-            returned = passage.input_grad(own) if self.is_split else passage.backward(own)
+        for run in reversed(self._runs):
+            own = {name: waiting.pop(name) for name in list(waiting) if name in run.outputs}
+            returned = run.input_grad(own) if self.is_split else run.backward(own)
             if self.is_split:
-                passage.weight_grad()
+                run.weight_grad()
             for name, back in returned.items():
                 if back is not None:
                     _add(waiting, name, back)
-        self._passages = []
+        self._runs = []
 
 
 def _add(gradients: dict[str, Tensor | None], name: str, gradient: Tensor | None) -> None:

@@ -38,7 +38,7 @@ class Stage(nn.Module):
     """One stage of a partition. Its parts are the model's own modules; its state dict has the model's keys.
 
     `forward(recording, inputs, incoming)` takes the inputs of the model and the values that cross to this stage, by
-    name, and returns the values that leave it. It holds no schedule and no microbatch: those are in a Passage.
+    name, and returns the values that leave it. It holds no schedule and no microbatch: those are in a StageRun.
 
     If it `recomputes`, each block keeps only what it was given until backward, where it runs once more; hooks on it
     are then called twice.

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.ir import Partition
 from penstock.runtime import Solo
-from penstock.stages import Passage, Stage, split
+from penstock.stages import Stage, StageRun, split
 
 Values = dict[str, Any]
 
@@ -76,9 +76,9 @@ def _stage(solo: Solo, stage: Stage, values: Values, is_split: bool) -> tuple[He
     inputs, needs = solo.inputs(), {name: value.requires_grad for name, value in values.items()}
     with Storages() as storages:
         incoming = {name: value.detach().clone().requires_grad_(needs[name]) for name, value in values.items()}
-        passage = Passage(stage, solo._captured.first, inputs, incoming, is_split)
+        run = StageRun(stage, solo._captured.first, inputs, incoming, is_split)
         incoming.clear()
-        left = passage.take_left()
+        left = run.take_outputs()
         copies = {name: value.detach().clone() for name, value in left.items()}
         needs = {name: solo.graph.spec(name).requires_grad and value.requires_grad for name, value in left.items()}
         is_last = stage.stage_index == stage._partition.num_stages - 1
@@ -86,11 +86,11 @@ def _stage(solo: Solo, stage: Stage, values: Values, is_split: bool) -> tuple[He
         gradients = {name: torch.ones_like(left[name], requires_grad=False) for name in roots}
         left.clear()
         kept = storages.bytes(copies, gradients)
-        passage.input_grad(gradients) if is_split else passage.backward(gradients)
+        run.input_grad(gradients) if is_split else run.backward(gradients)
         gradients.clear()
         late = storages.bytes(copies)
-        passage.weight_grad()
-        del passage
+        run.weight_grad()
+        del run
         rest = storages.bytes(copies)
     return Held(kept, late, rest), {name: copy.requires_grad_(needs[name]) for name, copy in copies.items()}
 

@@ -22,7 +22,7 @@ class Counted:
     def __init__(self, value: Tensor) -> None:
         self._left = {"x": value + 1}
 
-    def take_left(self) -> dict[str, Tensor]:
+    def take_outputs(self) -> dict[str, Tensor]:
         return self._left
 
     def backward(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:

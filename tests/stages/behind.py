@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from penstock.capture import capture
 from penstock.partitioners import by_modules
-from penstock.stages import Passage, Stage, split
+from penstock.stages import Stage, StageRun, split
 
 _NUM_MICROBATCHES = 3
 
@@ -35,26 +35,26 @@ class Behind:
         self.stage: Stage = split(self.captured, by_modules(graph, [["0"], names]))[1]
         self.example, self.name = example, graph.nodes[0].makes[0].name
 
-    def passage(self, is_split: bool, number: int = 0) -> Passage:
+    def run(self, is_split: bool, number: int = 0) -> StageRun:
         """One forward; each number is another microbatch."""
         value = (self.example + number).detach().requires_grad_()
         with torch.random.fork_rng():
             torch.manual_seed(number)
-            return Passage(self.stage, self.captured.first, {}, {self.name: value}, is_split)
+            return StageRun(self.stage, self.captured.first, {}, {self.name: value}, is_split)
 
     def gradients(self, is_split: bool, before_weights: Callable[[], object] = lambda: None) -> dict[str, Tensor]:
         """All gradients of parameters and inputs, summed over microbatches; in parts, all inputs come first."""
         self.model.zero_grad()
-        passages = [self.passage(is_split, number) for number in range(_NUM_MICROBATCHES)]
-        back = [{name: torch.cos(value.detach()) for name, value in each.take_left().items()} for each in passages]
+        runs = [self.run(is_split, number) for number in range(_NUM_MICROBATCHES)]
+        back = [{name: torch.cos(value.detach()) for name, value in each.take_outputs().items()} for each in runs]
         found: dict[str, Tensor] = {}
-        for number, (passage, gradient) in enumerate(zip(passages, back, strict=True)):
-            returned = passage.input_grad(gradient) if is_split else passage.backward(gradient)
+        for number, (run, gradient) in enumerate(zip(runs, back, strict=True)):
+            returned = run.input_grad(gradient) if is_split else run.backward(gradient)
             found |= {f"{name} {number}": each for name, each in returned.items() if each is not None}
         before_weights()
         if is_split:
-            for passage in passages:
-                passage.weight_grad()
+            for run in runs:
+                run.weight_grad()
         return found | {name: p.grad for name, p in self.stage.named_parameters() if p.grad is not None}
 
 

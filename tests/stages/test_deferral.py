@@ -93,10 +93,10 @@ def test_a_value_written_after_it_was_multiplied_is_refused():
             x.add_(1)
             return y
 
-    passage = Behind(Writing(), rows(4, 8)).passage(is_split=True)
-    passage.input_grad(dict.fromkeys(passage.take_left(), torch.ones(4, 8)))
+    run = Behind(Writing(), rows(4, 8)).run(is_split=True)
+    run.input_grad(dict.fromkeys(run.take_outputs(), torch.ones(4, 8)))
     with pytest.raises(RuntimeError, match="needed for a weight gradient has been written in place"):
-        passage.weight_grad()
+        run.weight_grad()
 
 
 def test_a_model_moved_to_another_type_between_two_steps_accumulates_anew():
@@ -145,8 +145,8 @@ def test_weights_of_another_kind_are_left_alone():
 
 def test_a_stage_tells_how_few_of_its_weight_gradients_can_wait():
     module = Behind(nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 32)), rows(4, 8))
-    passage = module.passage(is_split=True)
-    passage.backward({name: torch.ones_like(value) for name, value in passage.take_left().items()})
+    run = module.run(is_split=True)
+    run.backward({name: torch.ones_like(value) for name, value in run.take_outputs().items()})
     assert module.stage.split_backward_note.startswith("only 1% of the weight gradients can be put off")
 
 
@@ -157,4 +157,4 @@ def test_a_gradient_that_was_not_recorded_is_refused():
     module = Behind(block, rows(4, 8))
     block.is_plain = False
     with pytest.raises(PartitionError, match=r"takes gradients in its forward.*\(function: grad\)\ntry: a schedule"):
-        module.passage(True)
+        module.run(True)

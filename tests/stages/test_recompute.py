@@ -92,7 +92,7 @@ def test_a_block_keeps_only_what_it_was_given():
     for recomputes in (False, True):
         module.stage.recomputes, sizes = recomputes, []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.shape) or x, lambda x: x):
-            module.passage(is_split=False)
+            module.run(is_split=False)
         saved.append(sizes)
     assert torch.Size([4, 64]) in saved[0]
     assert torch.Size([4, 64]) not in saved[1]

@@ -1,11 +1,11 @@
-"""A passage keeps no more than it needs, and takes gradients for what left it and for what was made of that."""
+"""A run keeps no more than it needs, and takes gradients for what left it and for what was made of that."""
 
 import weakref
 
 import torch
 from torch import nn
 
-from penstock.stages import Passage
+from penstock.stages import StageRun
 from tests.stages.behind import Behind
 from tests.stages.blocks import Does, rows
 
@@ -15,30 +15,30 @@ def gone(*references):
 
 
 def test_what_left_is_handed_out_once_and_then_forgotten():
-    passage = Behind(nn.Linear(8, 6), rows(4, 8)).passage(is_split=False)
-    ((name, value),) = passage.take_left().items()
+    run = Behind(nn.Linear(8, 6), rows(4, 8)).run(is_split=False)
+    ((name, value),) = run.take_outputs().items()
     reference = weakref.ref(value)
     del value
     assert gone(reference) == [True]
-    assert passage.take_left() == passage.left == {}
-    (returned,) = passage.backward({name: torch.ones(4, 6)}).values()
+    assert run.take_outputs() == run.outputs == {}
+    (returned,) = run.backward({name: torch.ones(4, 6)}).values()
     assert returned.shape == (4, 8)
 
 
 def test_a_loss_made_of_what_left_is_a_root_like_any_other():
     module = Behind(nn.Linear(8, 6), rows(4, 8))
-    passage = module.passage(is_split=False)
-    (value,) = passage.take_left().values()
-    passage.add_root("loss", value.square().sum())
-    passage.backward({"loss": torch.tensor(0.5)})
+    run = module.run(is_split=False)
+    (value,) = run.take_outputs().values()
+    run.add_root("loss", value.square().sum())
+    run.backward({"loss": torch.tensor(0.5)})
     expected = torch.autograd.grad(0.5 * module.model[1](rows(4, 8)).square().sum(), module.model[1].weight)[0]
     assert torch.equal(module.model[1].weight.grad, expected)
 
 
 def test_gradients_of_nothing_and_of_unknown_values_are_left_out():
-    passage = Behind(nn.Linear(8, 6), rows(4, 8)).passage(is_split=False)
-    passage.add_root("count", torch.tensor(3))
-    returned = passage.backward(dict.fromkeys(passage.left) | {"count": torch.ones(()), "other": None})
+    run = Behind(nn.Linear(8, 6), rows(4, 8)).run(is_split=False)
+    run.add_root("count", torch.tensor(3))
+    returned = run.backward(dict.fromkeys(run.outputs) | {"count": torch.ones(()), "other": None})
     assert list(returned.values()) == [None]
 
 
@@ -67,41 +67,41 @@ def test_after_the_input_gradients_the_graph_is_gone_and_only_the_queue_is_left(
         references.append(weakref.ref(thing))
         return two(Traced.apply(one(x), thing))
 
-    passage = Behind(Does(forward, nn.Linear(8, 8), nn.Linear(8, 6)), rows(4, 8)).passage(is_split=True)
+    run = Behind(Does(forward, nn.Linear(8, 8), nn.Linear(8, 6)), rows(4, 8)).run(is_split=True)
     assert gone(references[-1]) == [False]
-    passage.input_grad(dict.fromkeys(passage.take_left(), torch.ones(4, 6)))
+    run.input_grad(dict.fromkeys(run.take_outputs(), torch.ones(4, 6)))
     assert gone(references[-1]) == [True]
-    assert len(passage._deferral.queue) == 2
-    passage.weight_grad()
-    assert passage._deferral.queue == []
+    assert len(run._deferral.queue) == 2
+    run.weight_grad()
+    assert run._deferral.queue == []
 
 
 def test_after_the_weight_gradients_nothing_is_left_of_what_they_were_made_of():
-    passage = Behind(nn.Linear(8, 6), rows(4, 8)).passage(is_split=True)
+    run = Behind(nn.Linear(8, 6), rows(4, 8)).run(is_split=True)
     gradient = torch.ones(4, 6)
-    passage.input_grad(dict.fromkeys(passage.take_left(), gradient))
+    run.input_grad(dict.fromkeys(run.take_outputs(), gradient))
     reference = weakref.ref(gradient)
     del gradient
     assert gone(reference) == [False]
-    passage.weight_grad()
+    run.weight_grad()
     assert gone(reference) == [True]
 
 
 def test_a_first_stage_has_only_weight_gradients():
     module = Behind(nn.Linear(8, 6), rows(4, 8))
-    passage = Passage(module.stage, module.captured.first, {}, {module.name: rows(4, 8)}, is_split=True)
-    gradients = dict.fromkeys(passage.take_left(), torch.ones(4, 6))
-    assert passage.input_grad(gradients) == {}
+    run = StageRun(module.stage, module.captured.first, {}, {module.name: rows(4, 8)}, is_split=True)
+    gradients = dict.fromkeys(run.take_outputs(), torch.ones(4, 6))
+    assert run.input_grad(gradients) == {}
     assert module.model[1].weight.grad is None
-    passage.weight_grad()
+    run.weight_grad()
     assert torch.equal(module.model[1].weight.grad, torch.ones(4, 6).T @ rows(4, 8))
 
 
 def test_a_split_passage_can_still_go_backward_in_one():
     module = Behind(nn.Linear(8, 6), rows(4, 8))
     for is_split in (False, True):
-        passage = module.passage(is_split)
-        passage.backward(dict.fromkeys(passage.take_left(), torch.ones(4, 6)))
+        run = module.run(is_split)
+        run.backward(dict.fromkeys(run.take_outputs(), torch.ones(4, 6)))
     whole = torch.ones(4, 6).T @ rows(4, 8)
     assert torch.equal(module.model[1].weight.grad, whole + whole)
 
@@ -115,8 +115,8 @@ def test_a_whole_backward_does_without_the_deferral():
         return x
 
     module = Behind(Does(forward, nn.Linear(8, 6)), rows(4, 8))
-    module.passage(is_split=False)
+    module.run(is_split=False)
     assert len(seen[-1]) == 3
     assert [node is None for node, _ in seen[-1]] == [False, False, False]
-    module.passage(is_split=True)
+    module.run(is_split=True)
     assert [node is None for node, _ in seen[-1]] == [True, False, True]

@@ -1,0 +1,114 @@
+"""One forward of a stage on one microbatch, and its backward."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock.stages.deferrable import DEFERRABLE
+from penstock.stages.deferral import Deferral
+from penstock.stages.grad_boundary import grad_boundary
+from penstock.stages.stage import Stage
+
+Gradients = Mapping[str, Tensor | None]
+
+
+class StageRun:
+    """One forward of a stage, kept until its backward: `backward`, or `input_grad` and then `weight_grad`.
+
+    The constructor runs the forward. `outputs` are the values that leave the stage, until `take_outputs`; after that
+    the run keeps only their positions in the autograd graph, so that they can be freed. The gradients passed to
+    `input_grad` must not be changed until `weight_grad`.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        recording: Any,
+        inputs: Mapping[str, Any],
+        incoming: Mapping[str, Any],
+        is_split: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        """Run the forward on the model's `inputs` and the `incoming` values of other stages, both by name.
+
+        `is_split`: backward will be run as `input_grad` and `weight_grad`. `seed`: see `Stage.forward`.
+        """
+        self.stage = stage
+        self._returned: dict[str, Tensor | None] = {}
+        values = grad_boundary(incoming, recording.graph.written, self._returned)
+        # A stage that returns no gradient, such as the first, has no input part: its whole backward is weight_grad.
+        self._is_all_weight_grad = is_split and not self._returned
+        # A block that takes gradients inside its forward needs the real weight gradients there.
+        defers = is_split and self._returned and not stage.takes_gradients(recording)
+        self._deferral = Deferral(DEFERRABLE) if defers else None
+        if self._deferral is None:
+            self.outputs: dict[str, Any] = stage(recording, inputs, values, seed)
+        else:
+            self._deferral.is_forward = True
+            with self._deferral:
+                self.outputs = stage(recording, inputs, values, seed)
+            self._deferral.is_forward = False
+        self._edges: dict[str, GradientEdge] = {}
+        self._waiting: Gradients = {}
+        for name, value in self.outputs.items():
+            self.add_root(name, value)
+
+    def take_outputs(self) -> dict[str, Any]:
+        """Hand the values that leave the stage over to the caller; the run keeps none of them."""
+        outputs, self.outputs = self.outputs, {}
+        return outputs
+
+    def add_root(self, name: str, value: Any) -> None:
+        """Let backward start from another value too, such as a loss: pass its gradient under this name."""
+        if isinstance(value, Tensor) and value.requires_grad:
+            self._edges[name] = get_gradient_edge(value)
+
+    def backward(self, gradients: Gradients) -> dict[str, Tensor | None]:
+        """Accumulate the stage's gradients; returns those of the incoming values.
+
+        Gradients that are None, or belong to values that require none, are ignored.
+        """
+        self._run_autograd(gradients)
+        self._release_deferred()
+        return self._take_returned()
+
+    def input_grad(self, gradients: Gradients) -> dict[str, Tensor | None]:
+        """Return the gradients of the incoming values; those of the weights are deferred to `weight_grad`."""
+        if self._is_all_weight_grad:
+            self._waiting = dict(gradients)
+        else:
+            self._run_autograd(gradients)
+        return self._take_returned()
+
+    def weight_grad(self) -> None:
+        """Accumulate the gradients of the parameters that `input_grad` deferred."""
+        if self._is_all_weight_grad:
+            self._run_autograd(self._waiting)
+            self._waiting = {}
+        self._release_deferred()
+
+    def _run_autograd(self, gradients: Gradients) -> None:
+        edges, self._edges = self._edges, {}
+        given = {name: gradient for name, gradient in gradients.items() if gradient is not None and name in edges}
+        roots = [edges[name] for name in given]
+        # An edge keeps its node alive: without this, parts of the graph would outlive the backward that frees them.
+        edges.clear()
+        if not roots:
+            return
+        if self._deferral is None or not self._deferral.is_recomputed:
+            torch.autograd.backward(roots, list(given.values()))
+        else:
+            # A recomputation during backward must save the same tensors as the first forward did.
+            with self._deferral:
+                torch.autograd.backward(roots, list(given.values()))
+
+    def _take_returned(self) -> dict[str, Tensor | None]:
+        returned, self._returned = self._returned, {}
+        return returned
+
+    def _release_deferred(self) -> None:
+        if self._deferral is not None:
+            self.stage.release(self._deferral.queue)
