@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CaptureError
-from penstock.ir import Mood
+from penstock.ir import CallContext
 
 
 class Moods:
@@ -20,11 +20,11 @@ class Moods:
         self._num_applied = 0
         self._drawn: Tensor | None = None
 
-    def now(self) -> Mood:
+    def now(self) -> CallContext:
         """That of a call that is made now."""
         grad, autocast = _moods()
         usual_grad, usual_autocast = self._usual
-        return Mood(None if grad == usual_grad else grad, None if autocast == usual_autocast else autocast)
+        return CallContext(None if grad == usual_grad else grad, None if autocast == usual_autocast else autocast)
 
     def within(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The `apply` of an autograd function, with a note that what happens meanwhile is inside of it."""

@@ -15,7 +15,7 @@ from penstock.capture.onlooker import present_onlooker
 from penstock.capture.recording import Recording
 from penstock.capture.structure import TENSOR, structure_of
 from penstock.errors import CaptureError
-from penstock.ir import Call, Guard, Live, Mood, Pack, Ref, State, Tree, leaves, put_together, refs
+from penstock.ir import Call, CallContext, Guard, Live, Pack, Ref, State, Tree, leaves, put_together, refs
 
 Values = dict[str, Any]
 Step = Callable[[Values], None]
@@ -116,7 +116,7 @@ class Replay:
                     raise _otherwise(name, f"size {tuple(size)}", f"size {tuple(values[name].shape)}")
 
         step = self._then_check_form(run, call) if call.is_module and has_users_hooks([function]) else run
-        return step if call.mood == Mood() else _in_mood(step, call.mood)
+        return step if call.context == CallContext() else _in_mood(step, call.context)
 
     def _then_check_form(self, run: Step, call: Call) -> Step:
         """Hooks were silent while this was recorded: what they return must look like what was seen then."""
@@ -278,21 +278,21 @@ def _then_drop(run: Step, names: list[str]) -> Step:
     return dropping
 
 
-def _in_mood(run: Step, mood: Mood) -> Step:
+def _in_mood(run: Step, context: CallContext) -> Step:
     def moody(values: Values) -> None:
-        with _mood(mood):
+        with _mood(context):
             run(values)
 
     return moody
 
 
 @contextmanager
-def _mood(mood: Mood) -> Iterator[None]:
+def _mood(context: CallContext) -> Iterator[None]:
     with ExitStack() as stack:
-        if mood.grad is not None:
-            stack.enter_context(torch.set_grad_enabled(mood.grad))
-        if mood.autocast is not None:
-            device, enabled, dtype = mood.autocast
+        if context.grad is not None:
+            stack.enter_context(torch.set_grad_enabled(context.grad))
+        if context.autocast is not None:
+            device, enabled, dtype = context.autocast
             kind = getattr(torch, dtype.removeprefix("torch."))
             stack.enter_context(torch.autocast(device, enabled=enabled, dtype=kind))
         yield

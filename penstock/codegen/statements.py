@@ -1,4 +1,4 @@
-"""Statements: code with the mood that it is in, and the lines that many of them come to."""
+"""Statements: code with the context that it is in, and the lines that many of them come to."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,28 +7,28 @@ from itertools import groupby
 import torch
 
 from penstock.codegen.layout import WIDTH, Chain, Code, call, lines, named, quoted
-from penstock.ir import Mood
+from penstock.ir import CallContext
 
-USUAL = Mood()
+USUAL = CallContext()
 
 
 @dataclass(frozen=True)
 class Statement:
-    """One statement, the mood that it is in, and what is remarked beside and above it."""
+    """One statement, the context that it is in, and what is remarked beside and above it."""
 
     code: Code
-    mood: Mood = USUAL
+    context: CallContext = USUAL
     remark: str = ""
     heading: str = ""
 
 
 def body(statements: Iterable[Statement], indent: str) -> list[str]:
-    """The lines of statements; those in one mood are in one `with`."""
+    """The lines of statements; those in one context are in one `with`."""
     found: list[str] = []
-    for mood, group in groupby(statements, key=lambda statement: statement.mood):
+    for context, group in groupby(statements, key=lambda statement: statement.context):
         inner = indent
-        if mood != USUAL:
-            found += lines(_with(mood), indent)
+        if context != USUAL:
+            found += lines(_with(context), indent)
             inner += "    "
         for statement in group:
             found += _lines(statement, inner)
@@ -46,12 +46,12 @@ def _lines(statement: Statement, indent: str) -> list[str]:
     return [*heading, *written]
 
 
-def _with(mood: Mood) -> Code:
+def _with(context: CallContext) -> Code:
     contexts: list[Code] = []
-    if mood.grad is not None:
-        contexts.append("torch.enable_grad()" if mood.grad else "torch.no_grad()")
-    if mood.autocast is not None:
-        device, enabled, dtype = mood.autocast
+    if context.grad is not None:
+        contexts.append("torch.enable_grad()" if context.grad else "torch.no_grad()")
+    if context.autocast is not None:
+        device, enabled, dtype = context.autocast
         kind = getattr(torch, dtype.removeprefix("torch."))
         options: list[Code] = [quoted(device), named("dtype", str(kind))]
         options += [] if enabled else [named("enabled", "False")]

@@ -12,7 +12,7 @@ from penstock.codegen.names import Names, is_plain_path, part_code
 from penstock.codegen.statements import Statement
 from penstock.codegen.terms import Terms
 from penstock.errors import CodeError
-from penstock.ir import Call, Graph, Guard, Mood
+from penstock.ir import Call, CallContext, Graph, Guard
 
 _TENSOR = "*"
 _MOST_NUMBERS = 64
@@ -45,12 +45,12 @@ class Steps:
 
     def statements(self, steps: Collection[Call | Guard]) -> Iterator[Statement]:
         """All statements, with a heading wherever another module's forward begins."""
-        scope, mood = "", Mood()
+        scope, context = "", CallContext()
         for step in steps:
             if isinstance(step, Guard):
-                yield replace(self._guard(step), mood=mood)
+                yield replace(self._guard(step), context=context)
                 continue
-            mood = step.mood
+            context = step.context
             node = self._graph[step.name]
             is_new = not node.is_leaf and node.module != scope
             scope = scope if node.is_leaf else node.module
@@ -81,14 +81,14 @@ class Steps:
     def _call(self, step: Call) -> Iterator[Statement]:
         updated = {self.terms.variables[value] for value, _ in step.results.updates}
         first, *rest = self._statements(step, updated)
-        yield Statement(first, step.mood, self._remark(step))
+        yield Statement(first, step.context, self._remark(step))
         for code in rest:
-            yield Statement(code, step.mood)
+            yield Statement(code, step.context)
         for value, buffer in step.results.updates:
-            yield self._update(value, buffer, step.mood)
+            yield self._update(value, buffer, step.context)
         for value in () if self._is_certain(step) else self._made(step):
             if value in self.terms.recording.record.sized:
-                yield replace(self._size(value), mood=step.mood)
+                yield replace(self._size(value), context=step.context)
 
     def _statements(self, step: Call, updated: set[str]) -> list[Code]:
         """The call and what takes its result apart."""
@@ -108,13 +108,16 @@ class Steps:
         is_bound = variable in self.read and variable not in updated
         return [Chain((variable, " = ", code)) if is_bound and variable else code]
 
-    def _update(self, value: str, buffer: str, mood: Mood) -> Statement:
+    def _update(self, value: str, buffer: str, context: CallContext) -> Statement:
         """A buffer as the call left it: a copy, as the next forward writes it again, unless values look into it."""
         code, variable = part_code(buffer, self.terms.leaves), self.terms.variables[value]
         if value in self.terms.recording.in_state:
-            return Statement(Chain((variable, " = ", code)), mood)
+            return Statement(Chain((variable, " = ", code)), context)
         # Also where the call ran without gradients, the buffer may be part of a graph.
-        return Statement(Chain((variable, " = ", code, ".clone()")), Mood(grad=True) if mood.grad is False else Mood())
+        return Statement(
+            Chain((variable, " = ", code, ".clone()")),
+            CallContext(grad=True) if context.grad is False else CallContext(),
+        )
 
     def _size(self, value: str) -> Statement:
         variable = self.terms.variables[value]

@@ -73,9 +73,9 @@ from penstock.ir.program import Program
 from penstock.ir.program_walk import Needs, walk
 from penstock.ir.record import (
     Call,
+    CallContext,
     Guard,
     Live,
-    Mood,
     Pack,
     Record,
     Ref,
@@ -121,6 +121,7 @@ __all__ = [
     "Action",
     "Backward",
     "Call",
+    "CallContext",
     "Candidate",
     "Choices",
     "Cluster",
@@ -153,7 +154,6 @@ __all__ = [
     "Makers",
     "Message",
     "MessageCost",
-    "Mood",
     "Need",
     "Needs",
     "Node",

@@ -223,7 +223,7 @@ class Cone:
         for node in self.graph.nodes:
             call = self.calls[node.name]
             if self._free.issuperset(value.name for value in node.makes) and len(node.makes) == 1 and not call.writes:
-                key = (call.target, _renamed(call.args, firsts), _renamed(call.kwargs, firsts), call.mood)
+                key = (call.target, _renamed(call.args, firsts), _renamed(call.kwargs, firsts), call.context)
                 firsts[node.makes[0].name] = made.setdefault(key, node.makes[0].name)
         return firsts
 

@@ -42,7 +42,7 @@ Tree: TypeAlias = Ref | State | Live | Pack | bool | int | float | str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Mood:
+class CallContext:
     """How a call differs from the model's surroundings: None where it does not.
 
     `grad` is whether gradients were recorded; `autocast` the (device type, enabled, dtype name) in force.
@@ -81,7 +81,7 @@ class Call:
     kwargs: Tree
     results: Results
     writes: tuple[tuple[str, str], ...] = ()
-    mood: Mood = Mood()
+    context: CallContext = CallContext()
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def _values(node: Node) -> tuple[str, ...]:
 
 
 def _signs(call: Call) -> tuple[Any, ...]:
-    return call.results.structure, len(call.results.values), len(call.results.updates), len(call.writes), call.mood
+    return call.results.structure, len(call.results.values), len(call.results.updates), len(call.writes), call.context
 
 
 def _sharing(graph: Graph, names: Iterable[str]) -> list[int]:
