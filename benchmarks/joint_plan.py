@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from benchmarks.capture import llama
 from benchmarks.table import Line, Table
-from penstock.ir import Cluster, Graph, Node, NodeBytes, NodeCost, Origin, Plan, Profile, Replicas, TensorSpec, Value
+from penstock.ir import Cluster, Graph, Node, NodeBytes, NodeCost, Plan, Profile, Replicas, TensorSpec, Value
 from penstock.planner import Measured, Request, search
 
 _VALUE, _WEIGHT = TensorSpec((4, 1024), requires_grad=True), TensorSpec((1024, 1024), requires_grad=True)
@@ -24,7 +24,7 @@ def layers(seconds: list[float]) -> Measured:
     """A chain of layers whose forward, input gradient and weight gradient take so long each."""
     names = [f"layers.{index}" for index in range(len(seconds))]
     nodes = tuple(
-        Node(name, (read,), (Value(name, _VALUE),), (f"{name}.weight",), origin=Origin(name, "Linear", True))
+        Node(name, (read,), (Value(name, _VALUE),), (f"{name}.weight",), module=name, kind="Linear", is_leaf=True)
         for name, read in zip(names, ["x", *names], strict=False)
     )
     weights = tuple(Value(f"{name}.weight", _WEIGHT) for name in names)

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         StageCosts,
         StateBytes,
         StepFigures,
+        StepMetrics,
         Trace,
     )
     from penstock.runtime import GradScaler, ParityReport, Result, RunOptions, add_loss, added_losses
@@ -103,6 +104,7 @@ __all__ = [
     "StageCosts",
     "StateBytes",
     "StepFigures",
+    "StepMetrics",
     "Trace",
     "ViewError",
     "add_loss",
@@ -179,6 +181,7 @@ _HOMES = {
         "StageCosts",
         "StateBytes",
         "StepFigures",
+        "StepMetrics",
         "Trace",
     ),
     "penstock.runtime": ("GradScaler", "ParityReport", "Result", "RunOptions", "add_loss", "added_losses"),

@@ -1,4 +1,4 @@
-"""Every exception that penstock raises on purpose, one class per station of the way from model to trace."""
+"""Every exception that penstock raises on purpose, and the category of its warnings."""
 
 
 class PenstockWarning(UserWarning):
@@ -6,17 +6,17 @@ class PenstockWarning(UserWarning):
 
 
 class PenstockError(ValueError):
-    """What is wrong in the user's words, the values that show it, and what to try.
+    """The problem, the values that show it, and a hint what to try.
 
     `PenstockError("rank out of range", rank=7, ranks=4, hint="a rank below 4")` reads
-    `rank out of range (rank: 7, ranks: 4)`, newline, `try: a rank below 4`. Where one line cannot tell it, a `report`
-    stands between the two.
+    `rank out of range (rank: 7, ranks: 4)`, newline, `try: a rank below 4`. A `report` of several lines goes between
+    the two.
     """
 
     is_shared = False
-    """whether every rank raises it alike, so that all of them can go on"""
+    """whether every rank raises the same error, so that all of them can continue"""
     is_final = False
-    """whether it was decided on, so that another attempt makes no sense"""
+    """whether the error is a decision, so that a restart would only repeat it"""
 
     def __init__(self, problem: str, /, *, hint: str = "", report: object = "", **values: object) -> None:
         self.problem = problem
@@ -27,22 +27,22 @@ class PenstockError(ValueError):
         lines = (f"{problem} ({shown})" if shown else problem, self.report, f"try: {hint}" if hint else "")
         super().__init__("\n".join(line for line in lines if line))
 
-    def plain(self) -> dict[str, object]:
-        """What it says as values that JSON can hold, to be told to other processes."""
+    def to_dict(self) -> dict[str, object]:
+        """The parts of the error as JSON values, to be sent to another process."""
         values = {name: str(value) for name, value in self.values.items()}
         return {"problem": self.problem, "hint": self.hint, "report": self.report, "values": values}
 
 
 class FormatError(PenstockError):
-    """A text, CSV or JSON document that does not say a noun."""
+    """A text, CSV or JSON document that cannot be read or written."""
 
 
 class GraphError(PenstockError):
-    """A Graph or Profile that contradicts itself."""
+    """A Graph or Profile that is inconsistent."""
 
 
 class PartitionError(PenstockError):
-    """A cut of the model that cannot be made."""
+    """A partition that cannot be made."""
 
 
 class CodeError(PenstockError):
@@ -50,11 +50,11 @@ class CodeError(PenstockError):
 
 
 class CostError(PenstockError):
-    """Costs, links or memory figures that make no sense."""
+    """Costs, links or memory sizes that are invalid."""
 
 
 class ScheduleError(PenstockError):
-    """An order of actions that is incomplete, unlawful or would deadlock."""
+    """An order of actions that is incomplete, illegal or would deadlock."""
 
 
 class PlanError(PenstockError):
@@ -62,47 +62,47 @@ class PlanError(PenstockError):
 
 
 class FitError(PlanError):
-    """Nothing that was asked for fits in memory."""
+    """No candidate fits in memory."""
 
 
 class ViewError(PenstockError):
-    """A picture that cannot be drawn as asked."""
+    """A picture that cannot be drawn with the given options."""
 
 
 class CaptureError(PenstockError):
-    """A model that cannot be recorded as calls on values, or a batch for which a record does not hold."""
+    """A model that cannot be recorded, or a batch for which a record is not valid."""
 
 
 class CheckpointError(PenstockError):
-    """Files that do not hold a model's numbers, or not those of this model."""
+    """A checkpoint that cannot be read or written, or that belongs to another model."""
 
 
 class DamagedError(CheckpointError):
-    """Files of a checkpoint that are not what was written: cut off, exchanged, missing or changed."""
+    """A checkpoint whose files are truncated, swapped, missing or changed."""
 
 
 class RunError(PenstockError):
-    """A step that failed, and where: rank, step, stage, microbatch and action as far as they are known."""
+    """A step that failed, with rank, step, stage, microbatch and action as far as they are known."""
 
-    words_of_rank = ""
-    """what the rank that broke said itself, if it was an error of this family"""
-    summary_of_rank = ""
-    """the error of the rank that broke in one line"""
+    rank_message = ""
+    """the message of the failed rank's own error, if that was a PenstockError"""
+    rank_summary = ""
+    """the error of the failed rank in one line, `Type: message`"""
 
     @property
-    def kind_of_rank(self) -> str:
-        """The class of that error, by its name."""
-        return self.summary_of_rank.partition(":")[0]
+    def rank_error_type(self) -> str:
+        """The class name of the failed rank's error."""
+        return self.rank_summary.partition(":")[0]
 
     def at(self, **where: object) -> "RunError":
-        """The same error with more about where it happened; what it already says stays."""
-        return self._again(self.hint, {**where, **self.values})
+        """A copy with more values about the location; values already present are kept."""
+        return self._copy(self.hint, {**where, **self.values})
 
-    def advised(self, hint: str) -> "RunError":
-        """The same error with what to try."""
-        return self._again(hint, self.values)
+    def with_hint(self, hint: str) -> "RunError":
+        """A copy with another hint."""
+        return self._copy(hint, self.values)
 
-    def _again(self, hint: str, values: dict[str, object]) -> "RunError":
+    def _copy(self, hint: str, values: dict[str, object]) -> "RunError":
         error = type(self)(self.problem, hint=hint, report=self.report, **values)
         error.is_shared = self.is_shared
         return error

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import penstock
 from penstock.cli import app
-from penstock.ir import figure, percent_text
+from penstock.ir import number_text, percent_text
 from penstock.schedules import SCHEDULES
 from penstock.views import Grid, summary
 
@@ -188,7 +188,7 @@ def rows(path: Path, first_header: str) -> list[dict[str, str]]:
 def test_the_page_of_schedules_lists_every_schedule_with_its_simulated_figures() -> None:
     stated = {row["name"].strip("`"): (row["bubble"], row["in flight"]) for row in rows(DOCS / "schedules.md", "name")}
     found = {name: summary(simulated(name, 4, 8)) for name in SCHEDULES}
-    assert stated == {name: (percent_text(each.bubble), figure(each.in_flight, 3)) for name, each in found.items()}
+    assert stated == {name: (percent_text(each.bubble), number_text(each.in_flight, 3)) for name, each in found.items()}
 
 
 @pytest.mark.parametrize(("name", "share"), [("v_half", 1 / 2), ("v_min", 2 / 3)])

@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any
 
-from penstock.ir import Plan, codec
+from penstock.ir import Plan, from_json, to_json
 from penstock.runtime import Crew, Form, Meeting, RunOptions
 
 _DIGITS = 12
@@ -29,7 +29,7 @@ def agreed(plan: Plan, crew: Crew, meeting: Meeting, loss_fn: object, options: R
     }
     if meeting.found(Form.of_options(given), int(_digest(repr(lines).encode()), 16)):
         return plan
-    return codec.from_json(crew.tell_all(codec.to_json(plan)), Plan)
+    return from_json(crew.tell_all(to_json(plan)), Plan)
 
 
 def _lines(plan: Plan) -> dict[str, object]:

@@ -13,7 +13,7 @@ from penstock.api.arguments import check_loss_fn, check_model_and_plan, check_sp
 from penstock.api.pipeline import Pipeline
 from penstock.capture import Captured, Microbatch, Split, split_batch
 from penstock.errors import RunError
-from penstock.ir import GRADIENT, Plan, compared, transform
+from penstock.ir import GRADIENT, Plan, compare_tensors, transform
 from penstock.planner import unsplit
 from penstock.runtime import AddedLosses, ParityReport, Remark, RunOptions, added_with_reductions, coarsest, loss_of
 from penstock.stages import Ownership, distances
@@ -59,8 +59,8 @@ def check(
     if len(notes) == sum(not remark.is_certain for remark in found.remarks):
         plain = bench.plain(split_batch(model.forward, *batch, 1, split), (1.0,))
         expected, own = plain.without_buffers, found.without_buffers
-        whole = compared("the whole batch", distances(expected, own), stages, plain.coarsest)
-    looped = compared("the same microbatches, one after another", distances(loop.numbers, found.numbers), stages)
+        whole = compare_tensors("the whole batch", distances(expected, own), stages, plain.coarsest)
+    looped = compare_tensors("the same microbatches, one after another", distances(loop.numbers, found.numbers), stages)
     return ParityReport(looped, whole, tuple(notes))
 
 

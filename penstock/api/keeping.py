@@ -10,7 +10,7 @@ from typing import Any
 from penstock.api.pipeline import Pipeline
 from penstock.checkpoint import Loaded, random_state, restorer
 from penstock.errors import CheckpointError, RunError
-from penstock.ir import StepFigures, whole
+from penstock.ir import StepMetrics, as_int
 
 Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 """all batches in order, or what gives those from one on, by its number"""
@@ -34,7 +34,7 @@ class Keeping:
     """what else a checkpoint keeps"""
     resumed: Callable[[Loaded], str] = lambda loaded: ""
     """is shown what was read, once the training is where it was; a remark"""
-    taken: Callable[[StepFigures], None] = lambda figures: None
+    taken: Callable[[StepMetrics], None] = lambda figures: None
     """is shown every step on the first rank before it is saved: what goes on after it does not take it again"""
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class Keeper:
             error.is_final = error.is_shared or isinstance(error, CheckpointError)
             raise
 
-    def stepped(self, figures: StepFigures, num_skipped: int) -> str:
+    def stepped(self, figures: StepMetrics, num_skipped: int) -> str:
         """A step was taken: save if it is time to; a remark if that failed. Training goes on without.
 
         While steps are left out nothing is saved: it could be the model that is broken, and good ones would be pruned.
@@ -168,6 +168,6 @@ def batches_from(batches: Batches, number: int) -> Iterator[Any]:
 def _position(loaded: Loaded) -> tuple[int, int]:
     """How many batches were taken, and of the last steps left out; what was saved by other means had one per step."""
     position = loaded.position if isinstance(loaded.position, dict) else {}
-    batches, skipped = (whole(position.get(name)) for name in (_BATCHES, _SKIPPED))
+    batches, skipped = (as_int(position.get(name)) for name in (_BATCHES, _SKIPPED))
     is_known = batches is not None and batches >= 0
     return batches if is_known else loaded.step or 0, max(0, skipped or 0)

@@ -20,7 +20,7 @@ from penstock.api.batches import StepCall, size_of, step_call
 from penstock.api.keeping import Batches, Keeper, Keeping, batches_from
 from penstock.api.pipeline import Pipeline
 from penstock.errors import CheckpointError, RunError
-from penstock.ir import Plan, Run, StepFigures, Trace
+from penstock.ir import Plan, Run, StepMetrics, Trace
 from penstock.launch import wish_to_stop
 from penstock.planner import Watch
 
@@ -55,7 +55,7 @@ class Recipe:
 class StepReport(NamedTuple):
     """One step as it is told while training goes on."""
 
-    figures: StepFigures
+    figures: StepMetrics
     of: int | None
     """how many steps there will be, where that is known"""
     tokens: int
@@ -114,7 +114,7 @@ class _Log:
     """What a training has come to."""
 
     def __init__(self, plan: Plan, num_skipped: int) -> None:
-        self.steps: list[StepFigures] = []
+        self.steps: list[StepMetrics] = []
         self.num_skipped = num_skipped
         """steps in a row that were left out"""
         self._watch = Watch(plan)
@@ -150,7 +150,7 @@ class _Log:
 class _Taken(NamedTuple):
     """A step that was taken."""
 
-    figures: StepFigures
+    figures: StepMetrics
     trace: Trace | None
     skipped: str
 
@@ -179,12 +179,12 @@ def _step(pipe: Pipeline, call: StepCall, optimizer: Any, clip: float | None) ->
         norm = float(pipe.clip_grad_norm_(math.inf if clip is None else clip))
         optimizer.step()
     seconds = time.perf_counter() - began
-    figures = StepFigures(number, float(result.loss), seconds, size_of(call)[0], norm)
+    figures = StepMetrics(number, float(result.loss), seconds, size_of(call)[0], norm)
     return _Taken(figures, result.trace, result.skipped.partition("\n")[0])
 
 
 def _report(
-    steps: list[StepFigures], of: int | None, call: StepCall, taken: _Taken, memory: int, remarks: Sequence[str]
+    steps: list[StepMetrics], of: int | None, call: StepCall, taken: _Taken, memory: int, remarks: Sequence[str]
 ) -> StepReport:
     # The first step also records the model and warms caches: it says nothing of the others.
     usual = statistics.median(figures.seconds for figures in steps[1:] or steps)

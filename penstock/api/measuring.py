@@ -10,7 +10,7 @@ import torch
 from penstock.api.progress import progress as progress_bar
 from penstock.capture import Captured
 from penstock.errors import CaptureError, CostError
-from penstock.ir import Cluster, DeviceSpeed, Profile, is_finite, whole
+from penstock.ir import Cluster, DeviceSpeed, Profile, as_int, is_finite
 from penstock.measure import Cache, identity
 from penstock.measure import estimate as estimate_nodes
 from penstock.measure import measure as measure_nodes
@@ -88,7 +88,7 @@ def _check(captured: object, iterations: object, budget: object) -> None:
     if not isinstance(captured, Captured):
         hint = "penstock.measure(penstock.capture(model, args))"
         raise CaptureError("measure takes a captured model", given=type(captured).__name__, hint=hint)
-    count = whole(iterations)
+    count = as_int(iterations)
     if count is None or count < 1:
         raise CostError("iterations must be a whole number, 1 or more", iterations=repr(iterations))
     if not is_finite(budget) or budget < 0:  # type: ignore[operator]  # a number by now

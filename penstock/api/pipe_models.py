@@ -9,7 +9,7 @@ from penstock.api.measuring import measure
 from penstock.api.modeling import capture
 from penstock.api.partitioned import PartitionedGraph
 from penstock.errors import PartitionError
-from penstock.ir import Cluster, DeviceSpeed, Profile, whole
+from penstock.ir import Cluster, DeviceSpeed, Profile, as_int
 from penstock.partitioners import Problem, divide, find
 from penstock.runtime import Solo
 
@@ -46,7 +46,7 @@ def pipe_model(
 
 
 def _cluster(ranks: object) -> Cluster:
-    count = whole(ranks)
+    count = as_int(ranks)
     if count is None or count < 1:
         raise PartitionError("ranks is a whole number, 1 or more, or a Cluster", given=repr(ranks))
     return Cluster(count)

@@ -14,8 +14,8 @@ from penstock.ir import (
     Schedule,
     StageCosts,
     Trace,
+    as_int,
     parse_bytes,
-    whole,
 )
 from penstock.passes import DEFAULT_PASSES, Pass
 from penstock.passes import lower as lower_schedule
@@ -54,8 +54,8 @@ def _made(
     """The best order for the stages in a loop or, with two per rank, in a vee."""
     depth = stages_per_rank
     if depth is None:
-        depth = costs.num_stages // max(whole(ranks) or 1, 1) if costs else 1
-    stages = (whole(ranks) or 0) * (whole(depth) or 0)
+        depth = costs.num_stages // max(as_int(ranks) or 1, 1) if costs else 1
+    stages = (as_int(ranks) or 0) * (as_int(depth) or 0)
     if not 1 <= stages <= MAX_STAGES or ranks < 1 or (costs is not None and costs.num_stages != stages):
         raise ScheduleError(
             "ranks and stages per rank must be 1 or more and make the stages of the costs",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from penstock import errors
 from penstock.api.measuring import measure_links
 from penstock.errors import PenstockError, PlanError, RunError
-from penstock.ir import Cluster, Plan, codec
+from penstock.ir import Cluster, Plan, from_json, to_json
 from penstock.launch import host, one_line
 
 Make = Callable[[Cluster], Plan]
@@ -41,7 +41,7 @@ def plan_together(make: Make, *, memory: int | str | tuple[int, ...] | None = No
     said = json.loads(_told(line, text))
     if "problem" in said:
         raise _error_of(said) from cause
-    return codec.from_json(said["plan"], Plan)
+    return from_json(said["plan"], Plan)
 
 
 def _ranks(group: Any) -> list[int]:
@@ -55,13 +55,13 @@ def _planned(make: Make, cluster: Cluster) -> tuple[str, BaseException | None]:
     try:
         plan = make(cluster)
         _check(plan, cluster)
-        return json.dumps({"plan": codec.to_json(plan)}), None
+        return json.dumps({"plan": to_json(plan)}), None
     except PenstockError as error:
-        return json.dumps({"kind": type(error).__name__, **error.plain()}), error.__cause__
+        return json.dumps({"kind": type(error).__name__, **error.to_dict()}), error.__cause__
     except Exception as error:
         # Whatever the model raised: a rank that left now would keep the others waiting.
         told = PlanError("the first rank could not plan", reason=f"{type(error).__name__}: {error}")
-        return json.dumps({"kind": "PlanError", **told.plain()}), error
+        return json.dumps({"kind": "PlanError", **told.to_dict()}), error
 
 
 def _check(plan: object, cluster: Cluster) -> None:

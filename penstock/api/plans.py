@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.api.examples import Examples
 from penstock.api.progress import progress
 from penstock.errors import PlanError
-from penstock.ir import MAX_MICROBATCHES, Cluster, DeviceSpeed, Partition, Plan, Profile, Schedule, whole
+from penstock.ir import MAX_MICROBATCHES, Cluster, DeviceSpeed, Partition, Plan, Profile, Schedule, as_int
 from penstock.planner import Request, search
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -72,7 +72,7 @@ def _counts(given: int | str, request: Request, examples: Examples) -> list[int]
 
 
 def _count(name: str, given: object) -> int:
-    number = whole(given) if not isinstance(given, str) else None
+    number = as_int(given) if not isinstance(given, str) else None
     if number is None or number < 1:
         hint = f'{name}=4, or "auto"' if name == "microbatches" else f"{name}=4, or a penstock.Cluster"
         raise PlanError(f"{name} must be a whole number, 1 or more", given=repr(given), hint=hint)

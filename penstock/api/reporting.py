@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.api.advice import advise
 from penstock.api.planning import simulate
 from penstock.errors import ViewError
-from penstock.ir import Plan, Run, codec, write_whole
+from penstock.ir import Plan, Run, to_json, write_atomic
 from penstock.views import Contents, Report
 
 _PACKAGES = ("penstock", "torch", "numpy")
@@ -21,7 +21,7 @@ def report(plan_or_run: Plan | Run, path: str | Path | None = None) -> str:
     """
     document = Report()(contents_of(plan_or_run))
     if path is not None:
-        write_whole(path, document)
+        write_atomic(path, document)
     return document
 
 
@@ -37,7 +37,7 @@ def contents_of(plan_or_run: Plan | Run) -> Contents:
 
 def digest_of(plan: Plan) -> str:
     """SHA-256 of the plan as it is saved: two plans with the same digest are the same."""
-    return hashlib.sha256(codec.to_json(plan).encode()).hexdigest()
+    return hashlib.sha256(to_json(plan).encode()).hexdigest()
 
 
 def _versions() -> tuple[tuple[str, str], ...]:

@@ -38,7 +38,7 @@ from penstock.checkpoint import (
     to_text,
 )
 from penstock.errors import CheckpointError
-from penstock.ir import Plan, codec, whole
+from penstock.ir import Plan, as_int, to_json
 from penstock.launch import wait_before_leaving
 from penstock.runtime import Meeting, ModelPart, Occasion, StateOwners
 
@@ -53,7 +53,7 @@ class SaveOptions:
     """whether a thread writes while training goes on"""
 
     def __post_init__(self) -> None:
-        count = whole(self.keep)
+        count = as_int(self.keep)
         if self.keep is not None and (count is None or count < 1):
             raise CheckpointError("keep is a whole number above 0, or None", given=repr(self.keep))
         if not isinstance(self.asynchronous, bool):
@@ -281,7 +281,7 @@ def _files(stem: str, document: Any, tensors: Tensors) -> dict[str, Content]:
 @functools.lru_cache(maxsize=1)
 def plan_text(plan: Plan) -> bytes:
     """The plan as it stands in a checkpoint."""
-    return codec.to_json(plan).encode()
+    return to_json(plan).encode()
 
 
 def _of_plan(plan: Plan, part: ModelPart) -> dict[str, Content]:
@@ -305,8 +305,8 @@ def _forms(state: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
 def _ready(tensor: Tensor, copies: bool) -> Tensor:
     """Whole, and if it will be written later, as it is now."""
     # What is replicated, or sharded over one rank, is whole already: then this is the tensor itself.
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().to("cpu", copy=True) if copies else whole.detach()
+    as_int = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return as_int.detach().to("cpu", copy=True) if copies else as_int.detach()
 
 
 def _copied(content: Content, copies: bool) -> Content:

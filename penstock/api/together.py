@@ -41,7 +41,7 @@ def told_by_first(crew: Crew, work: Callable[[], str], occasion: Occasion) -> st
 def written(error: Exception) -> dict[str, object]:
     """An error as it is told to other ranks."""
     if isinstance(error, PenstockError):
-        return error.plain()
+        return error.to_dict()
     file = {"file": str(error.filename)} if isinstance(error, OSError) and error.filename else {}
     reason = error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
     return {"problem": "the checkpoint could not be written", "hint": "", "values": {"reason": reason, **file}}

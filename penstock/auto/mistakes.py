@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PlanError
-from penstock.ir import whole
+from penstock.ir import as_int
 from penstock.schedules import find
 
 _DEFAULT_SCHEDULE, _DEFAULT_REPLICAS = "1f1b", ("dp",)
@@ -78,7 +78,7 @@ def check_batches(config: Any) -> None:
     """Refuse sizes that are none, and batches that microbatches do not divide."""
     for field in ("pp_microbatch_size", "pp_batch_size", "layers_per_stage"):
         value = getattr(config, field)
-        if (whole(value) or 0) < 1 and not (field == "layers_per_stage" and value is None):
+        if (as_int(value) or 0) < 1 and not (field == "layers_per_stage" and value is None):
             raise PlanError(f"{field} is a whole number, 1 or more", given=repr(value))
     if config.pp_batch_size % config.pp_microbatch_size:
         raise PlanError(

@@ -3,7 +3,7 @@
 from itertools import islice
 
 from penstock.errors import PartitionError
-from penstock.ir import whole
+from penstock.ir import as_int
 
 
 def generate_hf_model_fqn_per_model_part(
@@ -31,7 +31,7 @@ def generate_hf_model_fqn_per_model_part(
 
 def shared_out(num_layers: int, num_stages: int) -> list[int]:
     """How many layers every stage gets: alike to within one, the larger ones first, none of them empty."""
-    if (whole(num_stages) or 0) < 1 or (whole(num_layers) or 0) < num_stages:
+    if (as_int(num_stages) or 0) < 1 or (as_int(num_layers) or 0) < num_stages:
         raise PartitionError(
             "every stage needs a layer",
             stages=num_stages,

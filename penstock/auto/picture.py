@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from penstock.api.planning import simulate
 from penstock.errors import ViewError
-from penstock.ir import Schedule, Trace, write_whole
+from penstock.ir import Schedule, Trace, write_atomic
 from penstock.views import Png, Svg
 
 _PAGE = """<!DOCTYPE html>
@@ -32,7 +32,7 @@ def draw(schedule: Schedule, name: str, path: str | Path) -> None:
     if suffix not in _FORMATS:
         raise ViewError("a picture of this kind cannot be drawn", file=str(path), hint=", ".join(_FORMATS))
     document = _FORMATS[suffix](simulate(schedule), name)
-    write_whole(path, document)  # all ranks may write the same file at once
+    write_atomic(path, document)  # all ranks may write the same file at once
 
 
 def _page(trace: Trace, name: str) -> str:

@@ -7,7 +7,7 @@ from torch import nn
 from penstock.auto.info import PipelineInfo
 from penstock.auto.training_schedule import TrainingSchedule
 from penstock.errors import PlanError
-from penstock.ir import counted, whole
+from penstock.ir import as_int, counted
 
 
 def module_names(part: nn.Module) -> list[str]:
@@ -23,7 +23,7 @@ def num_parameters(parts: Iterable[nn.Module], trainable_only: bool = False) -> 
 
 def stages_text(info: PipelineInfo, max_modules_per_stage: int, trainable_only: bool) -> str:
     """A paragraph for every stage of this rank: its place, its parameters, its first modules."""
-    most = whole(max_modules_per_stage)
+    most = as_int(max_modules_per_stage)
     if most is None or most < 0:
         raise PlanError("max_modules_per_stage is a whole number, 0 or more", given=repr(max_modules_per_stage))
     lines = []

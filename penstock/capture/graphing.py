@@ -7,7 +7,7 @@ from torch import nn
 
 from penstock.capture.book import Book, memory_of, spec_of
 from penstock.capture.recorder import Note
-from penstock.ir import Call, Graph, Node, Origin, Record, StorageGroup, Update, Value, refs, states
+from penstock.ir import Call, Graph, Node, Record, StorageGroup, Update, Value, refs, states
 
 
 def graph_of(model: nn.Module, record: Record, book: Book, notes: Mapping[str, Note]) -> Graph:
@@ -49,7 +49,9 @@ def _node(model: nn.Module, call: Call, book: Book, note: Note, parameters: set[
         tuple(name for name in used if name in parameters),
         tuple(name for name in used if name not in parameters),
         False,
-        Origin(note.scope, note.kind, call.is_module),
+        note.scope,
+        note.kind,
+        call.is_module,
         note.is_random,
     )
 

@@ -20,7 +20,7 @@ from penstock.capture.structure import TENSOR, answer_of, opaque_leaves, structu
 from penstock.capture.trees import Apply, Trees, short_name
 from penstock.capture.watch import Watch, draws_without_numbers, is_given_generator
 from penstock.errors import CaptureError
-from penstock.ir import ADDED_LOSS, Call, Guard, Ref, Results, State, leaves, restated, transform
+from penstock.ir import ADDED_LOSS, Call, Guard, Ref, Results, State, bind_state, leaves, transform
 
 _EFFECTS = frozenset(
     ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "detach_", "requires_grad_")
@@ -290,7 +290,7 @@ class Recorder(TorchFunctionMode):
     def _with_state(self, tree: Any, written: list[Tensor]) -> Any:
         """Whoever writes a buffer is given the buffer itself, also where others read a value in its place."""
         names = {name: self.book.state[id(tensor)] for tensor in written if (name := self.book.name(tensor))}
-        return tuple(restated(part, names) for part in tree) if names else tree
+        return tuple(bind_state(part, names) for part in tree) if names else tree
 
     def _rename_updated(self, name: str, written: list[Tensor], taken: int) -> tuple[tuple[str, str], ...]:
         """A buffer that was written is read as a value from now on, so that it can go to other stages."""

@@ -20,7 +20,7 @@ from penstock.capture.structure import structure_of
 from penstock.capture.surroundings import uncompiled, undisturbed
 from penstock.capture.trees import unknown_origin
 from penstock.errors import CaptureError, PenstockError
-from penstock.ir import Call, Graph, Guard, Record, Tree, keys, named_inputs, refs, states, transform
+from penstock.ir import Call, Graph, Guard, Record, Tree, named_inputs, object_keys, refs, states, transform
 
 _SEEDS = (1, 2)
 """Recording twice from different seeds finds randomness and Python state that would be frozen into the record."""
@@ -251,7 +251,9 @@ def _compare(first: Recording, second: Recording) -> None:
         raise _changed(longer[min(len(first.record.steps), len(second.record.steps))].name)
     for key, value in first.live.items():
         if isinstance(value, Tensor) and value is not second.live.get(key):
-            used = (step.name for step in first.record.steps if key in (*keys(step.args), *keys(step.kwargs)))
+            used = (
+                step.name for step in first.record.steps if key in (*object_keys(step.args), *object_keys(step.kwargs))
+            )
             raise unknown_origin(value, next(used, "the output of the model"))
         if not _alike(value, second.live.get(key)):
             raise _changed(key)

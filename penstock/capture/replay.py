@@ -15,7 +15,7 @@ from penstock.capture.onlooker import present_onlooker
 from penstock.capture.recording import Recording
 from penstock.capture.structure import TENSOR, structure_of
 from penstock.errors import CaptureError
-from penstock.ir import Call, CallContext, Guard, Live, Pack, Ref, State, Tree, leaves, put_together, refs
+from penstock.ir import Call, CallContext, Container, Guard, ObjectRef, Ref, State, Tree, leaves, put_together, refs
 
 Values = dict[str, Any]
 Step = Callable[[Values], None]
@@ -172,9 +172,9 @@ class Replay:
         if isinstance(tree, State):
             owner, attribute = self._owner(tree.name)
             return lambda values: getattr(owner, attribute)
-        if isinstance(tree, Live):
+        if isinstance(tree, ObjectRef):
             return self._live(tree.key)
-        if isinstance(tree, Pack):
+        if isinstance(tree, Container):
             return self._pack(tree)
         return lambda values: tree
 
@@ -196,7 +196,7 @@ class Replay:
             return lambda values: _device_of(modules, thing)
         return lambda values: thing
 
-    def _pack(self, pack: Pack) -> Getter:
+    def _pack(self, pack: Container) -> Getter:
         kind = self._recording.live[pack.kind]
         items = [self._getter(item) for item in pack.items]
         keys = [self._getter(key)({}) for key in pack.keys]
@@ -249,7 +249,7 @@ def output_of(recording: Recording, values: Values, modules: nn.Module) -> Any:
 
 
 def _varies(tree: Tree) -> bool:
-    return isinstance(tree, Ref | State | Live) or (isinstance(tree, Pack) and any(map(_varies, tree.items)))
+    return isinstance(tree, Ref | State | ObjectRef) or (isinstance(tree, Container) and any(map(_varies, tree.items)))
 
 
 def _reads(step: Call | Guard) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from torch.overrides import resolve_name
 from penstock.capture.book import has_same_numbers
 from penstock.capture.inside import holds_tensors
 from penstock.errors import CaptureError
-from penstock.ir import Live, Pack, Ref, State, Tree, take_apart
+from penstock.ir import Container, ObjectRef, Ref, State, Tree, take_apart
 
 Naming = Callable[[Tensor], "Ref | State | None"]
 _NAN = float("nan")
@@ -50,7 +50,7 @@ class Trees:
             return self._tensor(thing, where)
         if parts := take_apart(thing):
             keys = tuple(self.write(key, where) for key in parts.keys)
-            return Pack(self.key(parts.kind), keys, tuple(self.write(item, where) for item in parts.items))
+            return Container(self.key(parts.kind), keys, tuple(self.write(item, where) for item in parts.items))
         if isinstance(thing, nn.Module):
             raise CaptureError(
                 "a module is handed to a function or to another module, which hides whose parameters are used",
@@ -66,7 +66,7 @@ class Trees:
                 hint="pass tensors in lists, tuples, dicts or dataclasses, or keep the module around both whole "
                 "(basic_blocks); for Hugging Face models use_cache=False",
             )
-        return Live(self.key(thing))
+        return ObjectRef(self.key(thing))
 
     def _tensor(self, tensor: Tensor, where: str) -> Tree:
         found = self.naming(tensor)
@@ -82,12 +82,12 @@ class Trees:
             raise unknown_origin(tensor, where)
         return self._constant(tensor)
 
-    def _constant(self, tensor: Tensor) -> Live:
+    def _constant(self, tensor: Tensor) -> ObjectRef:
         """A tensor that is no part of the model, such as a global variable; all forwards must use the same one."""
         key = self.key(tensor)
         if key not in self._constants:
             self._constants[key] = tensor, tensor.detach().clone()
-        return Live(key)
+        return ObjectRef(key)
 
     def put_back_constants(self) -> list[Tensor]:
         """Undo what was written into tensors that are no part of the model; returns those."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from penstock.errors import CheckpointError
-from penstock.ir import harmless
+from penstock.ir import printable
 
 _SHOWN = 5
 
@@ -91,5 +91,5 @@ def _mismatch(reading: _Reading) -> CheckpointError:
 
 def listed(names: Collection[str]) -> str:
     """Some names, and how many more there are."""
-    shown = harmless(", ".join(list(names)[:_SHOWN]))
+    shown = printable(", ".join(list(names)[:_SHOWN]))
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown

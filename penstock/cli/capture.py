@@ -85,7 +85,7 @@ def _print(graph: "Graph", partition: "Partition") -> None:
 
 def _plain(graph: "Graph", partition: "Partition") -> dict[str, Any]:
     """What programs read: the graph and the partition as documents that penstock reads, and what crosses."""
-    from penstock.ir import codec
+    from penstock.ir import to_json
 
     crossings = [
         {
@@ -101,5 +101,5 @@ def _plain(graph: "Graph", partition: "Partition") -> dict[str, Any]:
         }
         for crossing in partition.crossings(graph)
     ]
-    graph_document, partition_document = (json.loads(codec.to_json(noun)) for noun in (graph, partition))
+    graph_document, partition_document = (json.loads(to_json(noun)) for noun in (graph, partition))
     return {"graph": graph_document, "partition": partition_document, "crossings": crossings}

@@ -60,7 +60,7 @@ def verify(*, path: Where, as_json: AsJson = False) -> None:
 
 def show(*, path: Where, as_json: AsJson = False) -> None:
     """Show what a checkpoint holds; of several, the newest."""
-    from penstock.ir import harmless
+    from penstock.ir import printable
 
     with _newest(path) as stored:
         told = _told(stored)
@@ -69,7 +69,7 @@ def show(*, path: Where, as_json: AsJson = False) -> None:
         return
     tensors = told.pop("tensors")
     lines = (f"{name}: {_spelled(value)}" for name, value in told.items() if value is not None)
-    typer.echo("\n".join(map(harmless, lines)))
+    typer.echo("\n".join(map(printable, lines)))
     typer.echo("")
     print_sheet(
         ("tensor", "file", "type", "shape"), [(one["name"], one["file"], one["type"], one["shape"]) for one in tensors]

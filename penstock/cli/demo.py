@@ -127,7 +127,7 @@ def _trained(plan: "Plan", steps: int, say: Say) -> "Run":
     """Prove the program, train on processes and in one, and compare."""
     import penstock
     from penstock.demo.training import in_one_process, largest_difference, on_rank
-    from penstock.ir import Run, codec
+    from penstock.ir import Run, from_json
 
     penstock.verify(penstock.lower(plan.schedule, cuts=plan.cuts))
     say(f"proven: the program of {plan.choices.schedule} cannot deadlock")
@@ -135,7 +135,7 @@ def _trained(plan: "Plan", steps: int, say: Say) -> "Run":
     ranks = penstock.launch(on_rank, plan.num_ranks, plan, steps, _teller(plan, say))
     say(f"the same {steps} steps in one process, in plain PyTorch")
     plain = in_one_process(steps)
-    return replace(codec.from_json(ranks[0].run, Run), largest_difference=largest_difference(ranks, plain))
+    return replace(from_json(ranks[0].run, Run), largest_difference=largest_difference(ranks, plain))
 
 
 def _teller(plan: "Plan", say: Say) -> "Callable[[StepReport], None]":

@@ -16,11 +16,11 @@ ORDERS = (".csv", ".txt", "")
 
 def read_noun(path: Path) -> Any:
     """The noun of a JSON document, or the Schedule or Program of a CSV or plain text."""
-    from penstock.ir import codec
+    from penstock.ir import MAX_JSON_BYTES, load_record
 
     try:
-        if (size := path.stat().st_size) > codec.MAX_BYTES:
-            raise FormatError("the file is too large", file=path, bytes=size, limit=codec.MAX_BYTES)
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise FormatError("the file is too large", file=path, bytes=size, limit=MAX_JSON_BYTES)
         with path.open("rb") as file:
             is_json = file.read(64).lstrip()[:1] == b"{"
     except OSError as error:
@@ -30,7 +30,7 @@ def read_noun(path: Path) -> Any:
         hint = "JSON that penstock wrote, or orders in a file that ends in .csv"
         raise FormatError("neither JSON nor orders", file=path, hint=hint)
     try:
-        return codec.load(path) if is_json else _read_orders(path)
+        return load_record(path) if is_json else _read_orders(path)
     except FormatError as error:
         if error.hint:
             raise

@@ -170,7 +170,7 @@ def plan_of(source: Path | None) -> SavedPlan | None:
     """That of the newest checkpoint that can be read."""
     from penstock.checkpoint import PLAN, RUN, Stored, candidates, check_files
     from penstock.errors import CheckpointError
-    from penstock.ir import Plan, codec
+    from penstock.ir import Plan, from_json
 
     for directory in candidates(source) if source is not None else ():
         try:
@@ -178,7 +178,7 @@ def plan_of(source: Path | None) -> SavedPlan | None:
                 files = stored.manifest.files
                 check_files(directory, stored.manifest, [name for name in files if name.startswith((PLAN, f"{RUN}."))])
                 extra = stored.run.get("extra")
-                plan = codec.from_json(stored.text(PLAN).decode(), Plan)
+                plan = from_json(stored.text(PLAN).decode(), Plan)
         except (CheckpointError, KeyError):
             continue  # the ranks say what is wrong with it, and pass it over
         return SavedPlan(plan, extra.get(WISHES) if isinstance(extra, dict) else None)

@@ -57,9 +57,9 @@ def explained() -> Iterator[None]:
 
 def failed(message: str, code: int) -> typer.Exit:
     """The end of a command with a message on stderr."""
-    from penstock.ir import harmless
+    from penstock.ir import printable
 
-    typer.echo(harmless(message), err=True)
+    typer.echo(printable(message), err=True)
     return typer.Exit(code)
 
 

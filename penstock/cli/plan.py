@@ -112,7 +112,7 @@ def plan(
     of a rank; the runners-up are shown, and why each lost. Under torchrun the plan is for the ranks that run, with the
     links that are measured between them.
     """
-    from penstock.ir import codec
+    from penstock.ir import to_json
 
     out = results.out
     check_targets((out,), source=source_of(target))
@@ -126,7 +126,7 @@ def plan(
     else:
         _print(found, as_json)
         if out:
-            write(out, codec.to_json(found))
+            write(out, to_json(found))
             note(f"wrote {out}")
     is_plain = replace(machine, slowness=None) == Machine() and not found.cluster.links
     if is_plain and found.num_ranks > (cores := os.cpu_count() or 1):
@@ -146,10 +146,10 @@ def _found(target: str, wishes: Wishes, machine: Machine, example: Example, in_m
 
 
 def _print(found: "Plan", as_json: bool) -> None:
-    from penstock.ir import codec
+    from penstock.ir import to_json
 
     if as_json:
-        print_json(json.loads(codec.to_json(found)))
+        print_json(json.loads(to_json(found)))
     else:
         typer.echo(found.describe())
 

@@ -9,7 +9,7 @@ from penstock.cli.files import write
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.ir import Run, StepFigures
+    from penstock.ir import Run, StepMetrics
 
 PLAN, RUN, TRACE, REPORT = "plan.json", "run.json", "trace.json.gz", "report.html"
 STEPS = "steps.jsonl"
@@ -29,15 +29,15 @@ def write_run(run: "Run", directory: Path) -> list[Path]:
     """The files of a run, predicted and measured one above the other where a step was recorded."""
     import penstock
     from penstock.api.reporting import report
-    from penstock.ir import codec
+    from penstock.ir import to_json
     from penstock.views import Chrome
 
     traces = {"predicted": penstock.simulate(run.plan)}
     if run.trace is not None:
         traces["measured"] = run.trace
     documents = {
-        PLAN: codec.to_json(run.plan),
-        RUN: codec.to_json(run),
+        PLAN: to_json(run.plan),
+        RUN: to_json(run),
         TRACE: Chrome()(traces),
         REPORT: report(run),
     }
@@ -53,7 +53,7 @@ class Diary:
         self._path = directory / STEPS
         self._has_begun = False
 
-    def add(self, figures: "StepFigures") -> None:
+    def add(self, figures: "StepMetrics") -> None:
         """One more step; those after it were of an earlier life, which went further before it broke."""
         if not self._has_begun:
             earlier = [known for known in self.steps() if known.step < figures.step]
@@ -62,18 +62,18 @@ class Diary:
         with self._path.open("a") as file:
             file.write(_line(figures))
 
-    def steps(self) -> "tuple[StepFigures, ...]":
+    def steps(self) -> "tuple[StepMetrics, ...]":
         """What was written so far; a line that was cut off does not count."""
-        from penstock.ir import StepFigures
+        from penstock.ir import StepMetrics
 
         try:
             lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
             return ()
-        found: list[StepFigures] = []
+        found: list[StepMetrics] = []
         for line in lines:
             try:
-                found.append(StepFigures(**json.loads(line)))
+                found.append(StepMetrics(**json.loads(line)))
             except (ValueError, TypeError):
                 break
         return tuple(found)
@@ -91,13 +91,13 @@ class Diary:
 def _known(path: Path) -> "Run | None":
     """The run of a file, if it is one."""
     from penstock.errors import FormatError
-    from penstock.ir import Run, codec
+    from penstock.ir import Run, load_record
 
     try:
-        return codec.load(path, Run)
+        return load_record(path, Run)
     except FormatError:
         return None
 
 
-def _line(figures: "StepFigures") -> str:
+def _line(figures: "StepMetrics") -> str:
     return json.dumps(asdict(figures), allow_nan=False) + "\n"

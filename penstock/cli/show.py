@@ -27,13 +27,13 @@ def show(*, file: File, as_json: AsJson = False) -> None:
     run when every pass takes one second. With --json the noun is printed as a document that penstock reads: a CSV
     becomes JSON.
     """
-    from penstock.ir import Graph, Plan, Profile, Program, Run, Schedule, Trace, codec
+    from penstock.ir import Graph, Plan, Profile, Program, Run, Schedule, Trace, to_json
     from penstock.views import Outline
     from penstock.views import Profile as ProfileView
 
     noun = read_noun(file)
     if as_json:
-        typer.echo(codec.to_json(noun), nl=False)
+        typer.echo(to_json(noun), nl=False)
     elif isinstance(noun, Schedule | Program):
         _show_orders(noun)
     elif isinstance(noun, Trace):

@@ -91,13 +91,13 @@ class Supervisor:
 
     def _give_up(self, error: RunError, following: "Next") -> NoReturn:
         # Raised on purpose, it says what is wrong without the way that led there.
-        words = (error.words_of_rank or str(error)).replace("loss_fn=...", "--loss NAME")
+        words = (error.rank_message or str(error)).replace("loss_fn=...", "--loss NAME")
         why = f"\nnot taken up again: {following.end}" if following.end else ""
-        is_checkpoint = error.kind_of_rank in (CheckpointError.__name__, DamagedError.__name__)
+        is_checkpoint = error.rank_error_type in (CheckpointError.__name__, DamagedError.__name__)
         raise failed(words + why, BAD_CHECKPOINT if is_checkpoint else RUN_FAILED)
 
 
 def _run_of(results: Sequence[str]) -> "Run":
-    from penstock.ir import Run, codec
+    from penstock.ir import Run, from_json
 
-    return codec.from_json(results[0], Run)
+    return from_json(results[0], Run)

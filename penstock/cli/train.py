@@ -113,7 +113,7 @@ def _board(out: Path | None) -> Iterator[Path]:
 def _under_torchrun(job: Job, planning: Planning) -> "Run | None":
     import torch.distributed as dist
 
-    from penstock.ir import Run, codec
+    from penstock.ir import Run, from_json
 
     dist.init_process_group("gloo")
     try:
@@ -121,7 +121,7 @@ def _under_torchrun(job: Job, planning: Planning) -> "Run | None":
         text = work(job, planning.together(dist.get_world_size()))
         if job.out is not None and dist.get_rank() == 0:
             rmtree(job.out / BOARD, ignore_errors=True)
-        return codec.from_json(text, Run) if dist.get_rank() == 0 else None
+        return from_json(text, Run) if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()
 

@@ -80,7 +80,7 @@ def work(job: Job, plan: "Plan") -> str:
     from penstock.api.loop import Recipe, train
     from penstock.api.pipeline import Pipeline
     from penstock.capture import seed_generators
-    from penstock.ir import codec
+    from penstock.ir import to_json
     from penstock.launch import wish_to_stop
     from penstock.runtime import RunOptions
 
@@ -100,7 +100,7 @@ def work(job: Job, plan: "Plan") -> str:
         keeping, voice = job.lasting.keeping(job.life), Voice(plan, job, out)
         if keeping is not None:
             keeping = replace(keeping, extra=asked(job), resumed=changes(job, optimizer), taken=voice.write_down)
-        return codec.to_json(train(pipe, batches, optimizer, recipe, voice, keeping))
+        return to_json(train(pipe, batches, optimizer, recipe, voice, keeping))
 
 
 def _inject(job: Job) -> None:

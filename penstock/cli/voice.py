@@ -12,7 +12,7 @@ from penstock.cli.step_line import step_line, step_plain
 if TYPE_CHECKING:
     from penstock.api.loop import StepReport
     from penstock.cli.training_job import Job
-    from penstock.ir import Plan, StepFigures
+    from penstock.ir import Plan, StepMetrics
 
 
 class Voice:
@@ -34,7 +34,7 @@ class Voice:
         line = step_line(report, self._seconds) if told is None else json.dumps(told, allow_nan=False)
         typer.echo(line, file=self._out)
 
-    def write_down(self, figures: "StepFigures") -> None:
+    def write_down(self, figures: "StepMetrics") -> None:
         """Put a step into the diary, once; a disk that is full is no reason to stop."""
         if self._diary is None or figures.step == self._written:
             return

@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.codegen.functions import tensor_attribute
 from penstock.codegen.layout import Chain, Code, call, display, flat, index
 from penstock.codegen.terms import Terms, keyword_arguments
-from penstock.ir import Live, Pack, Ref, State, Tree
+from penstock.ir import Container, ObjectRef, Ref, State, Tree
 
 # fmt: off
 _BINARY = {
@@ -42,8 +42,8 @@ def module_call(terms: Terms, module: Code, args: Tree, kwargs: Tree, where: str
 
 def function_call(terms: Terms, function: Any, args: Tree, kwargs: Tree, where: str) -> Written:
     """A call of a function."""
-    assert isinstance(args, Pack)
-    assert isinstance(kwargs, Pack)
+    assert isinstance(args, Container)
+    assert isinstance(kwargs, Container)
     name = tensor_attribute(function)
     if name is None or not args.items or not _is_tensor(terms, args.items[0]):
         return Written(module_call(terms, terms.imported(function, where), args, kwargs, where))
@@ -51,14 +51,14 @@ def function_call(terms: Terms, function: Any, args: Tree, kwargs: Tree, where: 
         special = _special(terms, name, args.items, where)
         if special is not None:
             return special
-    rest = Pack(args.kind, args.keys[1:], args.items[1:])
+    rest = Container(args.kind, args.keys[1:], args.items[1:])
     owner = Chain((terms.code(args.items[0], where), f".{name}"))
     return Written(module_call(terms, owner, rest, kwargs, where))
 
 
 def _arguments(terms: Terms, args: Tree, kwargs: Tree, where: str) -> list[Code]:
-    assert isinstance(args, Pack)
-    assert isinstance(kwargs, Pack)
+    assert isinstance(args, Container)
+    assert isinstance(kwargs, Container)
     keys, items = ([terms.code(part, where) for part in side] for side in (kwargs.keys, kwargs.items))
     return [*(terms.code(item, where) for item in args.items), *(keyword_arguments(keys, items) if keys else ())]
 
@@ -103,21 +103,21 @@ def _infix(left: Code, operator: str, right: Code) -> Code:
 
 def _index(terms: Terms, tree: Tree, where: str) -> Code:
     """An index with its brackets."""
-    if not isinstance(tree, Pack) or terms.recording.live[tree.kind] is not tuple or not tree.items:
+    if not isinstance(tree, Container) or terms.recording.live[tree.kind] is not tuple or not tree.items:
         return index(_place(terms, tree, where))
     found = [_place(terms, item, where) for item in tree.items]
     return display("[", found, "]") if len(found) > 1 else Chain(("[", found[0], ",]"))
 
 
 def _place(terms: Terms, tree: Tree, where: str) -> Code:
-    if not isinstance(tree, Pack) or terms.recording.live[tree.kind] is not slice:
+    if not isinstance(tree, Container) or terms.recording.live[tree.kind] is not slice:
         return terms.code(tree, where)
     start, stop, step = ("" if item is None else terms.code(item, where) for item in tree.items)
     return Chain((start, ":", stop, *((":", step) if step else ())))
 
 
 def _is_tensor(terms: Terms, tree: Tree) -> bool:
-    is_constant = isinstance(tree, Live) and isinstance(terms.recording.live[tree.key], Tensor)
+    is_constant = isinstance(tree, ObjectRef) and isinstance(terms.recording.live[tree.key], Tensor)
     return is_constant or isinstance(tree, Ref | State)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.codegen.document import document
-from penstock.ir import Partition, Placement, write_whole
+from penstock.ir import Partition, Placement, write_atomic
 
 
 def write_stages(captured: Any, partition: Partition, placement: Placement, path: str | Path) -> Path:
@@ -14,6 +14,6 @@ def write_stages(captured: Any, partition: Partition, placement: Placement, path
     written = document(captured, partition, placement, beside)
     if written.constants:
         # The code knows the digest of its constants: if only one of the two gets written, it says so when imported.
-        write_whole(beside, written.constants)
-    write_whole(path, written.text)
+        write_atomic(beside, written.constants)
+    write_atomic(path, written.text)
     return path

@@ -17,7 +17,7 @@ from penstock.codegen.imports import Imports
 from penstock.codegen.layout import Chain, Code, call, display, flat, named, quoted
 from penstock.codegen.names import is_plain, part_code
 from penstock.errors import CodeError
-from penstock.ir import Live, Pack, Ref, State, Tree, take_apart
+from penstock.ir import Container, ObjectRef, Ref, State, Tree, take_apart
 
 _WORDS = (torch.dtype, torch.layout, torch.memory_format)
 _LITERALS = (complex, bytes)
@@ -40,9 +40,9 @@ class Terms:
             return self.variables[tree.value]
         if isinstance(tree, State):
             return part_code(tree.name, self.leaves)
-        if isinstance(tree, Live):
+        if isinstance(tree, ObjectRef):
             return self.constant(self.recording.live[tree.key], where)
-        if isinstance(tree, Pack):
+        if isinstance(tree, Container):
             items = [self.code(item, where) for item in tree.items]
             keys = [self.code(key, where) for key in tree.keys]
             return self.container(self.recording.live[tree.kind], keys, items, where)

@@ -10,7 +10,7 @@ from penstock.api.loop import Recipe, StepReport, train
 from penstock.api.pipeline import Pipeline
 from penstock.demo.gpt import Sizes, gpt, loss
 from penstock.demo.text import NUM_LETTERS, batches
-from penstock.ir import Plan, codec
+from penstock.ir import Plan, to_json
 
 SIZES = Sizes(layers=8, width=128, heads=4, words=NUM_LETTERS, length=64, samples=48, microbatches=8)
 CLIP, RATE, EPSILON = 1.0, 3e-3, 1e-5
@@ -37,7 +37,7 @@ def on_rank(plan: Plan, steps: int, tell: Callable[[StepReport], None]) -> Train
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=RATE, eps=EPSILON)
     recipe = Recipe(steps, CLIP, has_loss_fn=True)
     run = train(pipe, batches(SIZES, steps), optimizer, recipe, tell)
-    text = codec.to_json(run) if pipe.is_first else ""
+    text = to_json(run) if pipe.is_first else ""
     return Trained(text, list(run.losses), {name: value.detach() for name, value in pipe.named_parameters()})
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from penstock.errors import RunError
-from penstock.ir import whole
+from penstock.ir import as_int
 
 DATA, PIPE, TENSOR = "data", "pipe", "tensor"
 MODEL, WORLD = "model", "global"
@@ -74,7 +74,7 @@ def _dimension(entry: Sequence[object]) -> tuple[str, int]:
     if isinstance(entry, str) or len(entry) != 2:
         raise RunError("a dimension is a pair of a name and a size", given=repr(entry), hint=_EXAMPLE)
     name, size = entry
-    count = int(size) if isinstance(size, float) and size.is_integer() else whole(size)
+    count = int(size) if isinstance(size, float) and size.is_integer() else as_int(size)
     if not isinstance(name, str) or not name or name in (MODEL, WORLD):
         raise RunError("a dimension needs a name of its own", given=repr(name), taken=(MODEL, WORLD), hint=_EXAMPLE)
     if count is None or count < 1:

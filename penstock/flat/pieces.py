@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.capture import microbatch_sizes
 from penstock.errors import RunError
 from penstock.flat.line import Line
-from penstock.ir import whole
+from penstock.ir import as_int
 from penstock.runtime import Figures, Occasion, Said
 
 
@@ -44,7 +44,7 @@ def pieces_of(
 
 def _size(line: Line, given: Sequence[Any], num_microbatches: int) -> int | None:
     """The samples of this rank's inputs; None for a rank without any."""
-    count = whole(num_microbatches)
+    count = as_int(num_microbatches)
     if count is None or count < 1:
         raise RunError("num_microbatches is a whole number, 1 or more", given=repr(num_microbatches))
     if not all(isinstance(tensor, Tensor) and tensor.dim() for tensor in given):

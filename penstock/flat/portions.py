@@ -9,7 +9,7 @@ from torch import nn
 from penstock.capture import microbatch_sizes
 from penstock.errors import PartitionError
 from penstock.flat.topology import topology
-from penstock.ir import whole
+from penstock.ir import as_int
 
 Entries = Iterable[Callable[..., Any]]
 
@@ -42,8 +42,8 @@ def _asked(
     flat_sequence: Entries, num_stages: int | None, stage: int | None
 ) -> tuple[list[Callable[..., Any]], int, int]:
     entries = list(flat_sequence)
-    stages = topology.get_pp_size() if num_stages is None else whole(num_stages)
-    place = topology.get_pp_rank() if stage is None else whole(stage)
+    stages = topology.get_pp_size() if num_stages is None else as_int(num_stages)
+    place = topology.get_pp_rank() if stage is None else as_int(stage)
     if stages is None or place is None or not 0 <= place < stages:
         raise PartitionError("no such stage", stage=repr(stage), stages=repr(num_stages))
     if len(entries) < stages:

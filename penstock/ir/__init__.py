@@ -37,8 +37,8 @@ from penstock.ir.code import (
     peer_of,
     stage_of,
 )
-from penstock.ir.codec import NOUNS, from_json, load, save, to_json
-from penstock.ir.comparison import GRADIENT, Comparison, Difference, Distance, compared
+from penstock.ir.codec import MAX_JSON_BYTES, RECORDS, from_json, load_record, save_record, to_json
+from penstock.ir.comparison import GRADIENT, Comparison, Difference, Distance, compare_tensors
 from penstock.ir.containers import (
     Parts,
     leaves,
@@ -52,13 +52,13 @@ from penstock.ir.containers import (
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes
 from penstock.ir.critical import critical_path
 from penstock.ir.cuts import MAX_STAGES, Cuts
-from penstock.ir.dependence import Links, Makers, links_of, neighbours
+from penstock.ir.dependence import Dependencies, Makers, find_dependencies, neighbours
 from penstock.ir.device_speed import DeviceSpeed
-from penstock.ir.figures import is_finite, whole
-from penstock.ir.files import write_whole
-from penstock.ir.graph import ITEM_BYTES, Edge, Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
+from penstock.ir.figures import as_int, is_finite
+from penstock.ir.files import write_atomic
+from penstock.ir.graph import ITEM_BYTES, Edge, Graph, Node, StorageGroup, TensorSpec, Update, Value
 from penstock.ir.links import MAX_RANKS, Link, Replicas
-from penstock.ir.liveness import ADDED_LOSS, trained
+from penstock.ir.liveness import ADDED_LOSS, prune_gradients
 from penstock.ir.loss import Count, LossRule, Term, TermKind, assumed, combined
 from penstock.ir.loss_cone import Cone, argument
 from penstock.ir.loss_origin import Facts, loss_rule
@@ -68,40 +68,40 @@ from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import Placement
 from penstock.ir.plan import Plan
 from penstock.ir.prediction import Prediction
-from penstock.ir.profile import Holds, NodeBytes, NodeCost, Profile
+from penstock.ir.profile import NodeBytes, NodeCost, Profile, SavedTensors
 from penstock.ir.program import Program
 from penstock.ir.program_walk import Needs, walk
 from penstock.ir.record import (
     Call,
     CallContext,
+    Container,
     Guard,
-    Live,
-    Pack,
+    ObjectRef,
     Record,
     Ref,
     Results,
     State,
     Tree,
-    keys,
+    bind_state,
     leaf_names,
+    object_keys,
     refs,
-    restated,
     states,
 )
-from penstock.ir.run import Run, StepFigures
+from penstock.ir.run import Run, StepFigures, StepMetrics
 from penstock.ir.schedule import Schedule
 from penstock.ir.search import Candidate, Choices, Search
 from penstock.ir.series import Series
-from penstock.ir.stage_costs_fold import fold
-from penstock.ir.timing import Seconds, chain_links, length, pass_seconds, waits, walk_passes
+from penstock.ir.stage_costs_fold import compute_stage_costs
+from penstock.ir.timing import Seconds, chain_dependencies, pass_seconds, schedule_length, waits, walk_passes
 from penstock.ir.trace import Curve, Idle, Span, Trace, Transfer
 from penstock.ir.units import (
     bytes_text,
     count_text,
     counted,
-    figure,
-    harmless,
+    number_text,
     percent_text,
+    printable,
     round_step,
     seconds_text,
     seconds_unit,
@@ -113,10 +113,11 @@ __all__ = [
     "GRADIENT",
     "ITEM_BYTES",
     "MAX_ACTIONS",
+    "MAX_JSON_BYTES",
     "MAX_MICROBATCHES",
     "MAX_RANKS",
     "MAX_STAGES",
-    "NOUNS",
+    "RECORDS",
     "RULES",
     "Action",
     "Backward",
@@ -129,10 +130,12 @@ __all__ = [
     "Comparison",
     "ComputeAction",
     "Cone",
+    "Container",
     "Count",
     "Crossing",
     "Curve",
     "Cuts",
+    "Dependencies",
     "DeviceSpeed",
     "Difference",
     "Distance",
@@ -143,13 +146,10 @@ __all__ = [
     "Free",
     "Graph",
     "Guard",
-    "Holds",
     "Idle",
     "InputGrad",
     "Kind",
     "Link",
-    "Links",
-    "Live",
     "LossRule",
     "Makers",
     "Message",
@@ -159,10 +159,9 @@ __all__ = [
     "Node",
     "NodeBytes",
     "NodeCost",
+    "ObjectRef",
     "Orders",
-    "Origin",
     "Overlap",
-    "Pack",
     "Partition",
     "Parts",
     "Passes",
@@ -179,6 +178,7 @@ __all__ = [
     "Reshard",
     "Results",
     "Run",
+    "SavedTensors",
     "Schedule",
     "Search",
     "Seconds",
@@ -189,6 +189,7 @@ __all__ = [
     "State",
     "StateBytes",
     "StepFigures",
+    "StepMetrics",
     "StorageGroup",
     "TensorSpec",
     "Term",
@@ -201,30 +202,28 @@ __all__ = [
     "Value",
     "WeightGrad",
     "argument",
+    "as_int",
     "assumed",
+    "bind_state",
     "bytes_text",
-    "chain_links",
+    "chain_dependencies",
     "combined",
-    "compared",
+    "compare_tensors",
+    "compute_stage_costs",
     "count_text",
     "counted",
     "critical_path",
     "decode",
     "decode_one",
     "encode",
-    "figure",
+    "find_dependencies",
     "find_named",
-    "fold",
     "from_json",
-    "harmless",
     "is_finite",
-    "keys",
     "kind_of",
     "leaf_names",
     "leaves",
-    "length",
-    "links_of",
-    "load",
+    "load_record",
     "loss_rule",
     "makes",
     "microbatch_of",
@@ -232,17 +231,21 @@ __all__ = [
     "named_leaves",
     "needs",
     "neighbours",
+    "number_text",
+    "object_keys",
     "pack",
     "parse_bytes",
     "pass_seconds",
     "peer_microbatch_of",
     "peer_of",
     "percent_text",
+    "printable",
+    "prune_gradients",
     "put_together",
     "refs",
-    "restated",
     "round_step",
-    "save",
+    "save_record",
+    "schedule_length",
     "seconds_text",
     "seconds_unit",
     "signature_of",
@@ -250,11 +253,9 @@ __all__ = [
     "states",
     "take_apart",
     "to_json",
-    "trained",
     "transform",
     "waits",
     "walk",
     "walk_passes",
-    "whole",
-    "write_whole",
+    "write_atomic",
 ]

@@ -8,7 +8,7 @@ from decimal import Decimal
 from functools import cached_property
 
 from penstock.errors import CostError
-from penstock.ir.figures import whole
+from penstock.ir.figures import as_int
 from penstock.ir.links import ALONE, MAX_RANKS, Link, Replicas, check_link
 from penstock.ir.pace import Pace
 
@@ -36,7 +36,7 @@ class Cluster(Pace):
 
     def __post_init__(self) -> None:
         _check_replicas(self.replicas)
-        if (ranks := whole(self.ranks)) is None:
+        if (ranks := as_int(self.ranks)) is None:
             raise CostError("ranks must be a whole number", ranks=repr(self.ranks))
         if not 1 <= ranks <= MAX_RANKS:
             raise CostError("ranks out of range", ranks=ranks, limit=MAX_RANKS)
@@ -73,7 +73,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def _amount(size: object) -> tuple[Decimal | int, int]:
-    if (number := whole(size)) is not None:
+    if (number := as_int(size)) is not None:
         return number, 1
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]{0,3})\s*", size) if isinstance(size, str) else None
     if not match or match[2].upper() not in _UNITS:

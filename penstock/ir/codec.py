@@ -23,24 +23,24 @@ from penstock.ir.cluster import Cluster
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes
 from penstock.ir.cuts import Cuts
 from penstock.ir.device_speed import DeviceSpeed
-from penstock.ir.files import write_whole
-from penstock.ir.graph import Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
+from penstock.ir.files import write_atomic
+from penstock.ir.graph import Graph, Node, StorageGroup, TensorSpec, Update, Value
 from penstock.ir.links import Link, Replicas
 from penstock.ir.orders import MAX_ACTIONS, Orders
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import Placement
 from penstock.ir.plan import Plan
 from penstock.ir.prediction import Prediction
-from penstock.ir.profile import Holds, NodeBytes, NodeCost, Profile
+from penstock.ir.profile import NodeBytes, NodeCost, Profile, SavedTensors
 from penstock.ir.program import Program
-from penstock.ir.run import Run, StepFigures
+from penstock.ir.run import Run, StepMetrics
 from penstock.ir.schedule import Schedule
 from penstock.ir.search import Candidate, Choices, Search
 from penstock.ir.series import Series
 from penstock.ir.trace import Curve, Trace
 
 VERSION = 1
-MAX_BYTES = 2**30
+MAX_JSON_BYTES = 2**30
 """of a document"""
 MAX_DEPTH = 16
 """of objects and lists in each other; the nouns need 9"""
@@ -50,18 +50,18 @@ MAX_NAME = 4096
 """characters of a text that is not an order"""
 MAX_INT = 2**63 - 1
 
-NOUNS: dict[str, type] = {
+RECORDS: dict[str, type] = {
     noun.__name__: noun
     for noun in (
-        *(TensorSpec, Value, Origin, Node, StorageGroup, Update, Graph),
-        *(NodeBytes, Holds, NodeCost, Profile, DeviceSpeed),
+        *(TensorSpec, Value, Node, StorageGroup, Update, Graph),
+        *(NodeBytes, SavedTensors, NodeCost, Profile, DeviceSpeed),
         *(Crossing, Partition, Cuts),
         *(MessageCost, StateBytes, StageCosts),
         *(Link, Replicas, Cluster),
         *(Placement, Schedule, Program),
         *(Curve, Trace),
         *(Choices, Prediction, Candidate, Search, Plan),
-        *(StepFigures, Run),
+        *(StepMetrics, Run),
     )
 }
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "null"}
@@ -80,7 +80,7 @@ class _Refused(NamedTuple):
 def to_json(noun: object) -> str:
     """The document of a noun; refused if reading it would not give the same noun."""
     name = type(noun).__name__
-    if NOUNS.get(name) is not type(noun):
+    if RECORDS.get(name) is not type(noun):
         raise FormatError("not a noun that can be saved", type=name)
     value = _plain(noun)
     if _decode(value, type(noun), ("value",)) != noun:
@@ -109,27 +109,27 @@ def from_json(text: str, noun: type | None = None) -> Any:
         raise FormatError("another format version", path="penstock", version=version, readable=VERSION, hint=hint)
     _check_keys(tree, ("penstock", "noun", "value"), ())
     name = _decode(tree["noun"], str, ("noun",))
-    if name not in NOUNS:
+    if name not in RECORDS:
         raise FormatError("no such noun", path="noun", noun=repr(name))
-    if noun is not None and NOUNS[name] is not noun:
+    if noun is not None and RECORDS[name] is not noun:
         raise FormatError("another noun than expected", path="noun", noun=name, expected=noun.__name__)
-    return _decode(tree["value"], NOUNS[name], ("value",))
+    return _decode(tree["value"], RECORDS[name], ("value",))
 
 
-def save(noun: object, path: str | Path) -> None:
+def save_record(noun: object, path: str | Path) -> None:
     """Write the document of a noun; a file that was there before stays whole until the new one is."""
-    write_whole(path, to_json(noun))
+    write_atomic(path, to_json(noun))
 
 
 @overload
-def load(path: str | Path, noun: type[Noun]) -> Noun: ...
+def load_record(path: str | Path, noun: type[Noun]) -> Noun: ...
 @overload
-def load(path: str | Path, noun: None = None) -> Any: ...
-def load(path: str | Path, noun: type | None = None) -> Any:
+def load_record(path: str | Path, noun: None = None) -> Any: ...
+def load_record(path: str | Path, noun: type | None = None) -> Any:
     """Read the noun that a file says."""
     try:
         with open(path, encoding="utf-8") as file:
-            text = file.read(MAX_BYTES + 1)
+            text = file.read(MAX_JSON_BYTES + 1)
     except (OSError, ValueError) as error:
         raise FormatError("cannot read the file", file=path, reason=error) from None
     try:
@@ -158,8 +158,8 @@ def _plain(value: Any) -> Any:
 
 
 def _check_size(num_bytes: int) -> None:
-    if num_bytes > MAX_BYTES:
-        raise FormatError("the document is too large", path="document", bytes=num_bytes, limit=MAX_BYTES)
+    if num_bytes > MAX_JSON_BYTES:
+        raise FormatError("the document is too large", path="document", bytes=num_bytes, limit=MAX_JSON_BYTES)
 
 
 def _parse(text: str) -> Any:

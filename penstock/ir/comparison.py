@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from penstock.ir.units import harmless
+from penstock.ir.units import printable
 
 GRADIENT = "gradient of "
 """how the names of gradients begin"""
@@ -41,7 +41,7 @@ class Difference:
         return self.relative <= self.tolerance
 
     def __str__(self) -> str:
-        return f"{harmless(self.name)} in stage {self.stage}: {self.relative:.3g} (limit {self.tolerance:g})"
+        return f"{printable(self.name)} in stage {self.stage}: {self.relative:.3g} (limit {self.tolerance:g})"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,9 @@ class Comparison:
         return f"equal up to {rounding}" if self.ok else "DIFFERENT"
 
 
-def compared(against: str, distances: Iterable[Distance], stages: Mapping[str, int], coarsest: str = "") -> Comparison:
+def compare_tensors(
+    against: str, distances: Iterable[Distance], stages: Mapping[str, int], coarsest: str = ""
+) -> Comparison:
     """The comparison of some distances; `stages` says where each number is made.
 
     `coarsest` is the type of the lowest precision in use where the two runs round differently.

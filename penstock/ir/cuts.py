@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.errors import PartitionError
-from penstock.ir.figures import whole
+from penstock.ir.figures import as_int
 
 Edge = tuple[int, int]
 MAX_STAGES = 8192
@@ -24,7 +24,7 @@ class Cuts:
     without_gradient: tuple[Edge, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 1 <= (whole(self.num_stages) or 0) <= MAX_STAGES:
+        if not 1 <= (as_int(self.num_stages) or 0) <= MAX_STAGES:
             raise PartitionError("cuts need at least one stage", stages=repr(self.num_stages), limit=MAX_STAGES)
         for edges in (self.edges, self.without_gradient):
             if list(edges) != sorted(set(edges)):

@@ -13,7 +13,7 @@ from penstock.ir.orders import Passes
 Indices = NDArray[np.int64]
 
 
-class Links(NamedTuple):
+class Dependencies(NamedTuple):
     """Pairs (waiter, needed) of indices: the action at `waiter` cannot run before the one at `needed`.
 
     The stage `target` waits for a fact about the stage `source`. Where nothing makes it, `needed` is -1.
@@ -26,9 +26,9 @@ class Links(NamedTuple):
     target: Codes
     microbatch: Codes
 
-    def where(self, chosen: NDArray[np.bool_]) -> "Links":
+    def where(self, chosen: NDArray[np.bool_]) -> "Dependencies":
         """The chosen ones."""
-        return Links(*(column[chosen] for column in self))
+        return Dependencies(*(column[chosen] for column in self))
 
 
 class Makers:
@@ -55,16 +55,16 @@ class Makers:
         return self._times[fact].reshape(self._index[fact].shape)
 
 
-def links_of(passes: Passes, makers: Makers, cuts: Cuts) -> Links:
+def find_dependencies(passes: Passes, makers: Makers, cuts: Cuts) -> Dependencies:
     """All dependencies between the compute actions, for any cuts."""
     found = [
-        _links_of_need(passes, makers, cuts, need)
+        _dependencies_of_need(passes, makers, cuts, need)
         for need in ((kind, fact, whose) for kind, rule in RULES.items() for fact, whose in rule.needs)
     ]
-    return Links(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    return Dependencies(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
 
-def _links_of_need(passes: Passes, makers: Makers, cuts: Cuts, need: tuple[Kind, Fact, Whose]) -> Links:
+def _dependencies_of_need(passes: Passes, makers: Makers, cuts: Cuts, need: tuple[Kind, Fact, Whose]) -> Dependencies:
     kind, fact, whose = need
     chosen = np.flatnonzero(passes.kind == kind)
     stage = passes.stage[chosen]
@@ -76,7 +76,7 @@ def _links_of_need(passes: Passes, makers: Makers, cuts: Cuts, need: tuple[Kind,
         rows, other = neighbours(stage, edges, towards, cuts.num_stages)
         chosen, target = chosen[rows], stage[rows]
     microbatch = passes.microbatch[chosen]
-    return Links(
+    return Dependencies(
         passes.index[chosen],
         makers[fact][other, microbatch],
         np.full(len(chosen), fact, dtype=np.int64),

@@ -6,7 +6,7 @@ from operator import index
 from typing import SupportsIndex
 
 
-def whole(value: object) -> int | None:
+def as_int(value: object) -> int | None:
     """The value as an int, numpy's whole numbers included; None for anything else, also for a bool."""
     return index(value) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else None
 

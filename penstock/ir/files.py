@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock.errors import FormatError
 
 
-def write_whole(path: str | Path, document: str | bytes) -> None:
+def write_atomic(path: str | Path, document: str | bytes) -> None:
     """Write the document; a file that was there before stays whole until the new one is."""
     content = document.encode() if isinstance(document, str) else document
     draft = Path(f"{path}.{os.getpid()}.draft")

@@ -57,18 +57,6 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where in the model a call happens."""
-
-    module: str = ""
-    """the module whose call this is or in whose forward it happens, by its original name"""
-    kind: str = ""
-    """the class of the module, or the name of the function"""
-    is_leaf: bool = False
-    """the call of a whole module, that stays one as it is"""
-
-
-@dataclass(frozen=True)
 class Node:
     """One call of the model: a module that is kept whole, or a function between modules.
 
@@ -82,24 +70,14 @@ class Node:
     buffers: tuple[str, ...] = ()
     from_inputs: bool = False
     """depends on the inputs of the graph only, such as a mask: every stage that reads it runs it again"""
-    origin: Origin = Origin()
+    module: str = ""
+    """the module whose call this is, or in whose forward it happens, by its original name"""
+    kind: str = ""
+    """the class of the module, or the name of the function"""
+    is_leaf: bool = False
+    """whether this is the call of a whole module, which the record does not look into"""
     is_random: bool = False
     """draws random numbers, as dropout does"""
-
-    @property
-    def module(self) -> str:
-        """The module whose call this is or in whose forward it happens, by its original name."""
-        return self.origin.module
-
-    @property
-    def kind(self) -> str:
-        """The class of the module, or the name of the function."""
-        return self.origin.kind
-
-    @property
-    def is_leaf(self) -> bool:
-        """Whether this is the call of a whole module."""
-        return self.origin.is_leaf
 
 
 @dataclass(frozen=True)

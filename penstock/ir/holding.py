@@ -8,7 +8,7 @@ from typing import NamedTuple
 from penstock.ir.graph import Graph, Node
 from penstock.ir.partition import Crossing
 from penstock.ir.placement import Placement
-from penstock.ir.profile import Holds, Profile
+from penstock.ir.profile import Profile, SavedTensors
 
 
 class StageBytes(NamedTuple):
@@ -35,7 +35,7 @@ def stage_bytes(
     """
     if not profile.held:
         return [_summed(profile, () if s in recomputed else runs[s], s, crossings) for s in range(len(runs))]
-    holds = [[profile[node.name].holds for node in nodes] for nodes in runs]
+    holds = [[profile[node.name].saved for node in nodes] for nodes in runs]
     again = _holds_of_blocks(graph) if recomputed else {}
     for stage in recomputed:
         pairs = zip(runs[stage], holds[stage], strict=True)
@@ -52,16 +52,16 @@ def blocks(graph: Graph) -> frozenset[str]:
     return frozenset(node.name for node in graph.nodes if node.is_leaf and node.name not in writers)
 
 
-def _holds_of_blocks(graph: Graph) -> dict[str, Holds]:
+def _holds_of_blocks(graph: Graph) -> dict[str, SavedTensors]:
     """What blocks hold until they run again."""
     sizes = {value.name: value.spec.bytes for value in graph.buffers}
     copies = Counter[str]()
     for update in graph.updates:
         copies[update.node] += sum(sizes.get(name, 0) for name in update.names)
-    return {name: Holds(own=copies[name], values=graph[name].reads) for name in blocks(graph)}
+    return {name: SavedTensors(own=copies[name], values=graph[name].reads) for name in blocks(graph)}
 
 
-def _recomputed(holds: Holds, again: Holds) -> Holds:
+def _recomputed(holds: SavedTensors, again: SavedTensors) -> SavedTensors:
     """Until the backward what is needed to run again; after it the same as without."""
     return replace(holds, own=again.own, values=again.values)
 
@@ -81,7 +81,7 @@ class _Memory:
         self,
         graph: Graph,
         sizes: dict[str, int],
-        holds: Sequence[Sequence[Holds]],
+        holds: Sequence[Sequence[SavedTensors]],
         crossings: Sequence[Crossing],
         placement: Placement | None,
     ) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.errors import CostError
-from penstock.ir.figures import is_finite, whole
+from penstock.ir.figures import as_int, is_finite
 
 MAX_RANKS = 65536
 
@@ -18,7 +18,7 @@ class Link:
     bandwidth: float | None = None
 
     def __post_init__(self) -> None:
-        if whole(self.source) is None or whole(self.target) is None:
+        if as_int(self.source) is None or as_int(self.target) is None:
             raise CostError("a link leads from rank to rank", source=repr(self.source), target=repr(self.target))
         check_link(self.latency, self.bandwidth)
 
@@ -32,7 +32,7 @@ class Replicas:
     bandwidth: float | None = None
 
     def __post_init__(self) -> None:
-        count = whole(self.count)
+        count = as_int(self.count)
         if count is None or not 1 <= count <= MAX_RANKS:
             raise CostError("replicas must be a whole number, 1 or more", replicas=repr(self.count), limit=MAX_RANKS)
         object.__setattr__(self, "count", count)

@@ -9,7 +9,7 @@ ADDED_LOSS = "added_loss"
 """what the function is called by which a model adds to its loss"""
 
 
-def trained(graph: Graph, roots: Collection[str], adding: Collection[str] = ()) -> Graph:
+def prune_gradients(graph: Graph, roots: Collection[str], adding: Collection[str] = ()) -> Graph:
     """The same graph in which only those values need a gradient from which a root, or a node that adds, can be reached.
 
     `adding` are the nodes that add to the loss, whoever reads what they make. A node is taken to use everything that it

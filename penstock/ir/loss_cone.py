@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from penstock.ir.graph import Graph, Node
-from penstock.ir.record import Call, Guard, Pack, Record, Ref, State, Tree, refs
+from penstock.ir.record import Call, Container, Guard, Record, Ref, State, Tree, refs
 
 SAME = frozenset(("to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "neg", "negative", "pos",
                   "nan_to_num", "cpu", "cuda", "requires_grad_", "alias"))  # fmt: skip
@@ -243,29 +243,29 @@ def _result(call: Call, node: Node) -> str:
 def _renamed(tree: Tree, names: Mapping[str, str]) -> Tree:
     if isinstance(tree, Ref):
         return Ref(names.get(tree.value, tree.value))
-    if isinstance(tree, Pack):
-        return Pack(tree.kind, tree.keys, tuple(_renamed(item, names) for item in tree.items))
+    if isinstance(tree, Container):
+        return Container(tree.kind, tree.keys, tuple(_renamed(item, names) for item in tree.items))
     return tree
 
 
 def operands(call: Call) -> tuple[Tree, ...]:
     """The positional arguments of a call, then those given by name."""
-    args = call.args.items if isinstance(call.args, Pack) else ()
-    kwargs = call.kwargs.items if isinstance(call.kwargs, Pack) else ()
+    args = call.args.items if isinstance(call.args, Container) else ()
+    kwargs = call.kwargs.items if isinstance(call.kwargs, Container) else ()
     return (*args, *kwargs)
 
 
 def argument(call: Call, place: int, name: str) -> Tree:
     """An argument by its name or place; None if it is not given. A place below 0: only by name."""
-    if isinstance(call.kwargs, Pack) and name in call.kwargs.keys:
+    if isinstance(call.kwargs, Container) and name in call.kwargs.keys:
         return call.kwargs.items[call.kwargs.keys.index(name)]
-    args = call.args.items if isinstance(call.args, Pack) else ()
+    args = call.args.items if isinstance(call.args, Container) else ()
     return args[place] if 0 <= place < len(args) else None
 
 
 def _dims(call: Call, num_dims: int) -> frozenset[int]:
     """The dimensions over which a function goes: all if it names none."""
     found = next((tree for name in ("dim", "axis") if (tree := argument(call, 1, name)) is not None), None)
-    listed = found.items if isinstance(found, Pack) else (found,)
+    listed = found.items if isinstance(found, Container) else (found,)
     dims = [tree for tree in listed if type(tree) is int]
     return frozenset(dim % num_dims for dim in dims) if dims else frozenset(range(num_dims))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from penstock.ir.graph import Graph, Node
 from penstock.ir.loss import Count, LossRule, Measure, Term, combined
 from penstock.ir.loss_cone import ADD, DIVIDE, RESHAPE, SAME, Cone, Read, argument, operands
-from penstock.ir.record import Call, Live, Pack, Record, Ref, State, Tree
+from penstock.ir.record import Call, Container, ObjectRef, Record, Ref, State, Tree
 
 Attribute = Callable[[str, str], Any]
 """`attribute("criterion", "reduction")`: what a module of the model holds under a name"""
@@ -121,7 +121,7 @@ class _Origin:
         if node is None or call is None or call.is_module:
             return None
         first = operands(call)[0]
-        if node.kind in ("stack", "cat") and isinstance(first, Pack):
+        if node.kind in ("stack", "cat") and isinstance(first, Container):
             return list(first.items) if all(self.cone.size(item) == 1 for item in first.items) else None
         if node.kind in RESHAPE and isinstance(first, Ref) and self.cone.size(first) == 1:
             return self._scalars(first)
@@ -309,4 +309,4 @@ class _Origin:
 def _shown(tree: Tree) -> str:
     if isinstance(tree, Ref):
         return tree.value
-    return tree.name if isinstance(tree, State) else tree.key if isinstance(tree, Live) else str(tree)
+    return tree.name if isinstance(tree, State) else tree.key if isinstance(tree, ObjectRef) else str(tree)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.errors import CostError
-from penstock.ir.figures import is_finite, whole
+from penstock.ir.figures import as_int, is_finite
 from penstock.ir.placement import Placement
 
 
@@ -26,7 +26,7 @@ class Pace(ABC):  # noqa: B024  # a part of Cluster, never made by itself
     def _check_pace(self, ranks: int) -> None:
         if not is_finite(self.overlap) or not 0.0 <= self.overlap <= 1.0:
             raise CostError("overlap is a share between 0 and 1", overlap=repr(self.overlap))
-        if self.cores is not None and ((cores := whole(self.cores)) is None or cores < 1):
+        if self.cores is not None and ((cores := as_int(self.cores)) is None or cores < 1):
             raise CostError("cores is a whole number above 0, or None", cores=repr(self.cores))
         if self.slowness is not None:
             object.__setattr__(self, "slowness", _factors(self.slowness, ranks))

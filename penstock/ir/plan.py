@@ -14,7 +14,7 @@ from penstock.ir.partition import Partition
 from penstock.ir.prediction import Prediction
 from penstock.ir.schedule import Schedule
 from penstock.ir.search import UNSEARCHED, Choices, Search
-from penstock.ir.units import aligned, bytes_text, counted, harmless, percent_text, seconds_text
+from penstock.ir.units import aligned, bytes_text, counted, percent_text, printable, seconds_text
 
 _COLUMNS = ("stage", "rank", "nodes", "forward", "backward", "activations", "parameters", "first node")
 
@@ -89,25 +89,25 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
         # The codec lists every noun, this one too, so it cannot be imported above.
-        from penstock.ir import codec
+        from penstock.ir.codec import save_record
 
-        codec.save(self, path)
+        save_record(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
         """Read a plan that `save` wrote."""
-        from penstock.ir import codec
+        from penstock.ir.codec import load_record
 
-        return codec.load(path, cls)
+        return load_record(path, cls)
 
     def __str__(self) -> str:
         rows = [self._row(stage) for stage in range(self.num_stages)]
-        return harmless("\n".join((*self._headline(), "", *aligned([_COLUMNS, *rows]))))
+        return printable("\n".join((*self._headline(), "", *aligned([_COLUMNS, *rows]))))
 
     def describe(self) -> str:
         """The plan, why it was chosen, and what else was looked at, in words and tables."""
         parts = (str(self), "\n".join(self.search.reasons), str(self.search))
-        return harmless("\n\n".join(part for part in parts if part))
+        return printable("\n\n".join(part for part in parts if part))
 
     def _headline(self) -> Iterable[str]:
         seen, recomputed = self.predicted, sum(self.choices.recompute)

@@ -35,7 +35,7 @@ class NodeBytes:
 
 
 @dataclass(frozen=True)
-class Holds:
+class SavedTensors:
     """What a node holds for its backward, so that the bytes of any stage can be told: its own, and shared memory.
 
     A value stands for the memory behind it. Several nodes of a stage may hold it, and it is there once; a stage that
@@ -69,7 +69,7 @@ class NodeCost:
     input_grad: float
     weight_grad: float
     memory: NodeBytes = NodeBytes()
-    holds: Holds = Holds()
+    saved: SavedTensors = SavedTensors()
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "input_grad", "weight_grad"):

@@ -23,14 +23,14 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class ObjectRef:
     """Something kept in the live table."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
-class Pack:
+class Container:
     """A container: the key of its class in the live table, its keys, its items."""
 
     kind: str
@@ -38,7 +38,7 @@ class Pack:
     items: tuple["Tree", ...]
 
 
-Tree: TypeAlias = Ref | State | Live | Pack | bool | int | float | str | None
+Tree: TypeAlias = Ref | State | ObjectRef | Container | bool | int | float | str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def refs(tree: Tree) -> tuple[str, ...]:
     """The values that a tree mentions."""
     if isinstance(tree, Ref):
         return (tree.value,)
-    if isinstance(tree, Pack):
+    if isinstance(tree, Container):
         return tuple(name for item in (*tree.keys, *tree.items) for name in refs(item))
     return ()
 
@@ -122,26 +122,26 @@ def states(tree: Tree) -> tuple[str, ...]:
     """The parameters and buffers that a tree mentions."""
     if isinstance(tree, State):
         return (tree.name,)
-    if isinstance(tree, Pack):
+    if isinstance(tree, Container):
         return tuple(name for item in tree.items for name in states(item))
     return ()
 
 
-def keys(tree: Tree) -> tuple[str, ...]:
+def object_keys(tree: Tree) -> tuple[str, ...]:
     """The keys of what a tree mentions from the live table."""
-    if isinstance(tree, Live):
+    if isinstance(tree, ObjectRef):
         return (tree.key,)
-    if isinstance(tree, Pack):
-        return tuple(key for item in (*tree.keys, *tree.items) for key in keys(item))
+    if isinstance(tree, Container):
+        return tuple(key for item in (*tree.keys, *tree.items) for key in object_keys(item))
     return ()
 
 
-def restated(tree: Tree, names: dict[str, str]) -> Tree:
+def bind_state(tree: Tree, names: dict[str, str]) -> Tree:
     """The tree with parameters and buffers in the place of some values."""
     if isinstance(tree, Ref):
         return State(names[tree.value]) if tree.value in names else tree
-    if isinstance(tree, Pack):
-        return Pack(tree.kind, tree.keys, tuple(restated(item, names) for item in tree.items))
+    if isinstance(tree, Container):
+        return Container(tree.kind, tree.keys, tuple(bind_state(item, names) for item in tree.items))
     return tree
 
 
@@ -151,6 +151,6 @@ def leaf_names(tree: Tree) -> tuple[str, ...]:
         return (tree.value,)
     if isinstance(tree, State):
         return ("",)
-    if isinstance(tree, Pack):
+    if isinstance(tree, Container):
         return tuple(name for item in tree.items for name in leaf_names(item))
     return ()

@@ -13,7 +13,7 @@ from penstock.ir.trace import Trace
 
 
 @dataclass(frozen=True)
-class StepFigures:
+class StepMetrics:
     """One training step; a loss or norm that was no finite number is None."""
 
     step: int
@@ -33,12 +33,16 @@ class StepFigures:
             raise RunError("a step has 0 samples or more", step=self.step, samples=self.samples)
 
 
+StepFigures = StepMetrics
+"""the earlier public name"""
+
+
 @dataclass(frozen=True)
 class Run:
     """A training: the plan it followed, its steps in order, and what was found out about it."""
 
     plan: Plan
-    steps: tuple[StepFigures, ...]
+    steps: tuple[StepMetrics, ...]
     traces: tuple[Trace, ...] = ()
     """recorded steps, the last one is shown"""
     peaks: tuple[int, ...] = ()
@@ -83,13 +87,13 @@ class Run:
     def save(self, path: str | Path) -> None:
         """Write the run as JSON."""
         # The codec lists every noun, this one too, so it cannot be imported above.
-        from penstock.ir import codec
+        from penstock.ir.codec import save_record
 
-        codec.save(self, path)
+        save_record(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> "Run":
         """Read a run that `save` wrote."""
-        from penstock.ir import codec
+        from penstock.ir.codec import load_record
 
-        return codec.load(path, cls)
+        return load_record(path, cls)

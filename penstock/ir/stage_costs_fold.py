@@ -12,7 +12,7 @@ from penstock.ir.placement import Placement
 from penstock.ir.profile import NodeCost, Profile
 
 
-def fold(
+def compute_stage_costs(
     graph: Graph,
     profile: Profile,
     partition: Partition,

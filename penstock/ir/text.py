@@ -32,7 +32,7 @@ from penstock.ir.action import (
 )
 from penstock.ir.code import Codes, encode, kind_of, peer_of, stage_of
 from penstock.ir.cuts import Cuts
-from penstock.ir.files import write_whole
+from penstock.ir.files import write_atomic
 from penstock.ir.orders import MAX_ACTIONS, Orders
 from penstock.ir.placement import Placement
 
@@ -180,5 +180,5 @@ def write(orders: Orders, path: str | Path | None = None) -> str:
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows([str(action) for action in actions] for actions in orders)
     if path is not None:
-        write_whole(path, buffer.getvalue())
+        write_atomic(path, buffer.getvalue())
     return buffer.getvalue()

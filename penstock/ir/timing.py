@@ -9,7 +9,7 @@ from penstock.ir.action import Kind
 from penstock.ir.code import peer_of, stage_of
 from penstock.ir.costs import StageCosts
 from penstock.ir.cuts import Cuts
-from penstock.ir.dependence import Links, Makers, links_of
+from penstock.ir.dependence import Dependencies, Makers, find_dependencies
 from penstock.ir.orders import Orders
 from penstock.ir.program_walk import Needs, Walk, walk
 from penstock.ir.schedule import Schedule
@@ -30,23 +30,23 @@ def pass_seconds(table: Orders, costs: StageCosts, overlap: float = 0.0) -> Seco
     return np.asarray(seconds)
 
 
-def waits(table: Orders, links: Links) -> Needs:
+def waits(table: Orders, links: Dependencies) -> Needs:
     """Per action what it has to wait for: what other ranks make, and what its own rank makes only later."""
     rank = table.rank_of
     real = links.where((rank[links.waiter] != rank[links.needed]) | (links.needed >= links.waiter))
     return Needs.of(len(table.codes), real.waiter, real.needed)
 
 
-def walk_passes(table: Orders, links: Links, seconds: Seconds | None = None) -> Walk:
+def walk_passes(table: Orders, links: Dependencies, seconds: Seconds | None = None) -> Walk:
     """Run compute actions as soon as their order and their dependencies allow."""
     return walk(table.starts.tolist(), waits(table, links), None if seconds is None else seconds.tolist())
 
 
-def chain_links(schedule: Schedule) -> Links:
+def chain_dependencies(schedule: Schedule) -> Dependencies:
     """All dependencies of a schedule over a chain of stages."""
     passes = schedule.table.passes
     makers = Makers(passes, schedule.num_stages, schedule.num_microbatches)
-    return links_of(passes, makers, Cuts.chain(schedule.num_stages))
+    return find_dependencies(passes, makers, Cuts.chain(schedule.num_stages))
 
 
 class Length(NamedTuple):
@@ -56,10 +56,10 @@ class Length(NamedTuple):
     span: float
 
 
-def length(schedule: Schedule, costs: StageCosts) -> Length:
+def schedule_length(schedule: Schedule, costs: StageCosts) -> Length:
     """How long one step of a schedule takes over a chain of stages."""
     table = schedule.table
     seconds = pass_seconds(table, costs)
-    ends = walk_passes(table, chain_links(schedule), seconds).ends
+    ends = walk_passes(table, chain_dependencies(schedule), seconds).ends
     first, last = table.starts[:-1], table.starts[1:] - 1
     return Length(float(ends.max()), float((ends[last] - ends[first] + seconds[first]).max()))

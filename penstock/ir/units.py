@@ -8,7 +8,7 @@ _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 _BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
-def harmless(text: str) -> str:
+def printable(text: str) -> str:
     """The text without control characters, by which a name could change a terminal; lines and tabs stay."""
     return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
 
@@ -16,7 +16,7 @@ def harmless(text: str) -> str:
 def seconds_text(seconds: float, digits: int = 4) -> str:
     """`12.5 ms`; the unit is the largest in which the figure is 1 or more."""
     scale, unit = seconds_unit(abs(seconds))
-    return f"{figure(seconds / scale, digits)} {unit}"
+    return f"{number_text(seconds / scale, digits)} {unit}"
 
 
 def seconds_unit(largest: float) -> tuple[float, str]:
@@ -29,13 +29,13 @@ def seconds_unit(largest: float) -> tuple[float, str]:
 def bytes_text(size: float) -> str:
     """`3.25 GiB`."""
     scale, unit = bytes_unit(abs(size))
-    return f"{figure(size / scale, 3)} {unit}"
+    return f"{number_text(size / scale, 3)} {unit}"
 
 
 def count_text(count: int) -> str:
     """`8.03 B`: thousands, millions and (American) billions, as parameters are counted."""
     scale, unit = next(((scale, unit) for scale, unit in _COUNTS if count >= scale), (1, ""))
-    return f"{figure(count / scale, 3)} {unit}".rstrip()
+    return f"{number_text(count / scale, 3)} {unit}".rstrip()
 
 
 def counted(count: int, word: str) -> str:
@@ -54,7 +54,7 @@ def percent_text(share: float) -> str:
     return f"{0.0 if abs(share) < 5e-4 else 100 * share:.1f} %"
 
 
-def figure(value: float, digits: int) -> str:
+def number_text(value: float, digits: int) -> str:
     """The value with that many significant digits, without an exponent where it is of ordinary size."""
     if value and not 1e-6 < abs(value) < 1e9:
         return f"{value:.{digits - 1}e}"

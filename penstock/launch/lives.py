@@ -43,7 +43,7 @@ class Death(NamedTuple):
             rank if isinstance(rank, int) else None,
             str(values.get("step", "")),
             str(values.get("action", "")),
-            error.summary_of_rank or f"{error.problem} {signal}".strip(),
+            error.rank_summary or f"{error.problem} {signal}".strip(),
             "signal" in values or "exit_code" in values,
             signal in _ASKED,
             error.is_final,

@@ -29,7 +29,7 @@ def broken(failures: Sequence[Failure], statuses: Sequence[Status], now: float) 
     report = "\n".join(part for part in (first.text, *lines) if part)
     values = {"rank": first.rank, **_places(first, statuses)}
     error = RunError(problem, report=report, hint=first.hint, **values)
-    error.words_of_rank, error.summary_of_rank = first.words, first.summary if first.text else ""
+    error.rank_message, error.rank_summary = first.words, first.summary if first.text else ""
     error.is_final = first.kind == FINAL
     return error
 

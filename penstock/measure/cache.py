@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from penstock.errors import FormatError
-from penstock.ir import Profile, codec
+from penstock.ir import Profile, load_record, to_json
 
 VARIABLE = "PENSTOCK_CACHE"
 _MOST = 512
@@ -26,7 +26,7 @@ class Cache:
         if not path.is_file():
             return None
         try:
-            profile = codec.load(path, Profile)
+            profile = load_record(path, Profile)
         except FormatError as error:
             warnings.warn(f"a cached profile is of no use, and is measured again: {error}", stacklevel=2)
             return None
@@ -41,7 +41,7 @@ class Cache:
             handle, draft = tempfile.mkstemp(suffix=".draft", dir=self.directory)
             try:
                 with open(handle, "w", encoding="utf-8") as file:
-                    file.write(codec.to_json(profile))
+                    file.write(to_json(profile))
                 Path(draft).replace(self._path(key))
             except BaseException:
                 Path(draft).unlink(missing_ok=True)

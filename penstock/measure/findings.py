@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from penstock.ir import Graph, Holds, Node, NodeBytes, NodeCost, Profile
+from penstock.ir import Graph, Node, NodeBytes, NodeCost, Profile, SavedTensors
 from penstock.measure.memory import Memory
 from penstock.measure.times import Times
 
@@ -46,9 +46,9 @@ class Findings:
         )
         return NodeCost(node.name, *self.times.get(node.name, Times()), memory, self._named(holds))
 
-    def _named(self, holds: Holds) -> Holds:
+    def _named(self, holds: SavedTensors) -> SavedTensors:
         """Values by the first name of their memory; inputs of the model are there in any case."""
-        return Holds(
+        return SavedTensors(
             holds.own,
             self._shared(holds.values),
             holds.late_own,

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.ir import Call, Graph, Live, Node, Pack, Ref, State, Tree
+from penstock.ir import Call, Container, Graph, Node, ObjectRef, Ref, State, Tree
 from penstock.measure.form import Forms
 from penstock.measure.memory import Memory
 from penstock.measure.subject import Subject
@@ -81,9 +81,9 @@ def _tree(tree: Tree, places: Mapping[str, int], subject: Subject, forms: Forms)
     if isinstance(tree, State):
         path, _, name = tree.name.rpartition(".")
         return "state", forms.value(getattr(subject.model.get_submodule(path), name, None))
-    if isinstance(tree, Live):
+    if isinstance(tree, ObjectRef):
         return "live", forms.value(subject.live[tree.key])
-    if isinstance(tree, Pack):
+    if isinstance(tree, Container):
         kind = forms.value(subject.live[tree.kind])
         return kind, *(_tree(part, places, subject, forms) for part in (*tree.keys, *tree.items))
     return repr(tree)

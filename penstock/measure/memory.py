@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from penstock.ir import Holds
+from penstock.ir import SavedTensors
 from penstock.measure.ledger import Ledger
 from penstock.measure.walk import Situation
 
@@ -19,7 +19,7 @@ _ANCHOR = torch.zeros(0, requires_grad=True)
 class Memory(NamedTuple):
     """What a node holds, and the most that was there while it ran, what it was given not counted."""
 
-    holds: Holds = Holds()
+    holds: SavedTensors = SavedTensors()
     peak: int = 0
 
 
@@ -64,7 +64,7 @@ def memory_of(situation: Situation) -> Memory:
         peak = ledger.peak - before
     values = made | incoming
     return Memory(
-        Holds(
+        SavedTensors(
             own=sum(_without(kept, values.values()).values()),
             values=_present(values, kept),
             late_own=sum(_without(late, (*values.values(), *coming.values())).values()),

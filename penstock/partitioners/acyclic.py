@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir import whole
+from penstock.ir import as_int
 from penstock.partitioners.base import Division, Partitioner, Problem
 from penstock.partitioners.search.bill import Rates
 from penstock.partitioners.search.bounds import lower_bound
@@ -40,7 +40,7 @@ class Acyclic(Partitioner):
 
     def __post_init__(self) -> None:
         for option in ("ideals", "attempts"):
-            if (whole(getattr(self, option)) or 0) < 1:
+            if (as_int(getattr(self, option)) or 0) < 1:
                 raise PartitionError(f"{option} must be a whole number, 1 or more", given=repr(getattr(self, option)))
 
     def divide(self, problem: Problem) -> Division:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir import Cluster, Graph, Partition, Placement, Profile, whole
+from penstock.ir import Cluster, Graph, Partition, Placement, Profile, as_int
 from penstock.partitioners.atoms.atomise import atomise
 from penstock.partitioners.atoms.atoms import Atoms
 from penstock.partitioners.atoms.uses import Floats
@@ -29,9 +29,9 @@ class Holding:
 
     def __post_init__(self) -> None:
         figures = self.in_flight if isinstance(self.in_flight, tuple) else (self.in_flight,)
-        if not figures or any((whole(figure) or 0) < 1 for figure in figures):
+        if not figures or any((as_int(figure) or 0) < 1 for figure in figures):
             raise PartitionError("microbatches in flight must be whole numbers, 1 or more", in_flight=self.in_flight)
-        if whole(self.optimizer_copies) is None or self.optimizer_copies < 0:
+        if as_int(self.optimizer_copies) is None or self.optimizer_copies < 0:
             raise PartitionError("copies of the optimizer must be 0 or more", optimizer_copies=self.optimizer_copies)
 
 
@@ -68,7 +68,7 @@ class Problem:
     @classmethod
     def stages(cls, graph: Graph, profile: Profile, num_stages: int) -> "Problem":
         """As many ranks as stages, all alike, without limits."""
-        count = whole(num_stages)
+        count = as_int(num_stages)
         if count is None or count < 1:
             raise PartitionError("the number of stages must be a whole number, 1 or more", stages=repr(num_stages))
         return cls(graph, profile, Cluster(count))

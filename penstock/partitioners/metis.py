@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir import whole
+from penstock.ir import as_int
 from penstock.partitioners.atoms.uses import Floats, Ints
 from penstock.partitioners.base import Division, Partitioner, Problem
 from penstock.partitioners.search.bill import Rates
@@ -36,7 +36,7 @@ class Metis(Partitioner):
     attempts: int = 6
 
     def __post_init__(self) -> None:
-        if (whole(self.attempts) or 0) < 1:
+        if (as_int(self.attempts) or 0) < 1:
             raise PartitionError("attempts must be a whole number, 1 or more", attempts=repr(self.attempts))
 
     def divide(self, problem: Problem) -> Division:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir import Placement, is_finite, whole
+from penstock.ir import Placement, as_int, is_finite
 from penstock.partitioners.base import Division, Partitioner, Problem
 from penstock.partitioners.search.bill import Rates
 from penstock.partitioners.search.blocks import dealt, pieces
@@ -37,7 +37,7 @@ class MPipe(Partitioner):
     """what more stages must take off the busiest rank, as a share"""
 
     def __post_init__(self) -> None:
-        if (whole(self.stages_per_rank) or 0) < 1:
+        if (as_int(self.stages_per_rank) or 0) < 1:
             raise PartitionError("stages per rank must be a whole number, 1 or more", given=repr(self.stages_per_rank))
         if not is_finite(self.worth) or self.worth < 0:
             raise PartitionError("worth is a share, 0 or more", worth=repr(self.worth))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir import Graph, Partition, whole
+from penstock.ir import Graph, Partition, as_int
 from penstock.partitioners.base import Division, Partitioner, Problem
 from penstock.partitioners.contiguous import cut_at, cut_places
 from penstock.partitioners.search.cutting import stages_of
@@ -34,7 +34,7 @@ class Uniform(Partitioner):
 
 def uniform(graph: Graph, num_stages: int) -> Partition:
     """The same before anything is known of costs."""
-    count = whole(num_stages)
+    count = as_int(num_stages)
     if count is None or count < 1:
         raise PartitionError("the number of stages must be a whole number, 1 or more", stages=repr(num_stages))
     allowed = cut_places(graph)

@@ -13,16 +13,16 @@ import numpy as np
 from penstock.errors import ScheduleError
 from penstock.ir import (
     Cuts,
+    Dependencies,
     Fact,
     Kind,
-    Links,
     Makers,
     Orders,
     Program,
     Schedule,
     Seconds,
     StageCosts,
-    links_of,
+    find_dependencies,
     pack,
     pass_seconds,
     walk_passes,
@@ -43,7 +43,7 @@ class AddTransfers(ScheduleToProgram):
         table, cuts = schedule.table, self.cuts or Cuts.chain(schedule.num_stages)
         silent = Program(schedule.placement, schedule.num_microbatches, cuts, table)
         passes = table.passes
-        links = links_of(passes, Makers(passes, schedule.num_stages, schedule.num_microbatches), cuts)
+        links = find_dependencies(passes, Makers(passes, schedule.num_stages, schedule.num_microbatches), cuts)
         _refuse_missing(links)
         units = pass_seconds(table, StageCosts.uniform(schedule.num_stages))
         walked = walk_passes(table, links, units)
@@ -52,11 +52,11 @@ class AddTransfers(ScheduleToProgram):
         crossing = links.where(table.rank_of[links.waiter] != table.rank_of[links.needed])
         # Messages of one moment must stand in the same sequence on every rank.
         sequence = np.argsort(walked.ends[crossing.needed], kind="stable")
-        crossing = Links(*(column[sequence] for column in crossing))
+        crossing = Dependencies(*(column[sequence] for column in crossing))
         return silent.with_table(_with_messages(silent, crossing, walked.ends - units, walked.ends))
 
 
-def _refuse_missing(links: Links) -> None:
+def _refuse_missing(links: Dependencies) -> None:
     if (links.needed < 0).any():
         row = int(np.argmax(links.needed < 0))
         raise ScheduleError(
@@ -67,7 +67,7 @@ def _refuse_missing(links: Links) -> None:
         )
 
 
-def _with_messages(program: Program, links: Links, starts: Seconds, ends: Seconds) -> Orders:
+def _with_messages(program: Program, links: Dependencies, starts: Seconds, ends: Seconds) -> Orders:
     table, ranks = program.table, np.asarray(program.placement.ranks)
     sends = pack(Kind.SEND, links.source, links.microbatch, links.target)
     recvs = pack(Kind.RECV, links.target, links.microbatch, links.source)

@@ -14,7 +14,19 @@ and both ends of this one are issued: it is delivered as well, and L is also a r
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.ir import Cuts, Fact, Links, Makers, Needs, Program, Schedule, links_of, walk, walk_passes, whole
+from penstock.ir import (
+    Cuts,
+    Dependencies,
+    Fact,
+    Makers,
+    Needs,
+    Program,
+    Schedule,
+    as_int,
+    find_dependencies,
+    walk,
+    walk_passes,
+)
 from penstock.passes.deadlock import deadlock
 from penstock.passes.verify_holdings import check_frees, check_in_flight, check_reductions, check_shards
 from penstock.passes.verify_messages import Messages, check_messages, check_pairs
@@ -29,13 +41,13 @@ def verify(subject: Schedule | Program, *, in_flight: int | None = None) -> None
     """
     if not isinstance(subject, Schedule | Program):
         raise ScheduleError("verify takes a Schedule or a Program", given=type(subject).__name__)
-    if in_flight is not None and (whole(in_flight) is None or in_flight < 0):
+    if in_flight is not None and (as_int(in_flight) is None or in_flight < 0):
         raise ScheduleError("in_flight must be a count, 0 or more", in_flight=repr(in_flight))
     program = _as_program(subject)
     passes = program.table.passes
     makers = Makers(passes, program.num_stages, program.num_microbatches)
     _check_once_each(program, makers)
-    links = links_of(passes, makers, program.cuts)
+    links = find_dependencies(passes, makers, program.cuts)
     _check_own_order(program, links)
     if isinstance(subject, Schedule):
         _check_schedule_ends(program, links)
@@ -72,7 +84,7 @@ def _check_once_each(program: Program, makers: Makers) -> None:
         )
 
 
-def _check_own_order(program: Program, links: Links) -> None:
+def _check_own_order(program: Program, links: Dependencies) -> None:
     """What a rank needs from itself it has done before."""
     rank = program.table.rank_of
     late = (rank[links.waiter] == rank[links.needed]) & (links.needed >= links.waiter)
@@ -82,7 +94,7 @@ def _check_own_order(program: Program, links: Links) -> None:
         raise deadlock(program, {int(rank[waiter]): (waiter, needed)})
 
 
-def _check_schedule_ends(program: Program, links: Links) -> None:
+def _check_schedule_ends(program: Program, links: Dependencies) -> None:
     result = walk_passes(program.table, links)
     if not result.finished:
         raise deadlock(program, result.blocked)

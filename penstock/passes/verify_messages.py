@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
-from penstock.ir import Codes, Kind, Links, Program, microbatch_of, peer_of, stage_of
+from penstock.ir import Codes, Dependencies, Kind, Program, microbatch_of, peer_of, stage_of
 from penstock.passes.deadlock import action_at
 
 Indices = NDArray[np.int64]
@@ -17,7 +17,7 @@ class Messages:
     the index of the pass that makes the values, `user` of the one that uses them. `send` and `recv` are -1 if missing.
     """
 
-    def __init__(self, program: Program, links: Links) -> None:
+    def __init__(self, program: Program, links: Dependencies) -> None:
         self._sizes = (program.num_stages, program.num_microbatches)
         rank = program.table.rank_of
         crossing = links.where(rank[links.waiter] != rank[links.needed])
@@ -53,7 +53,7 @@ class Messages:
         return result
 
 
-def check_messages(program: Program, messages: Messages, links: Links) -> None:
+def check_messages(program: Program, messages: Messages, links: Dependencies) -> None:
     """Every value that crosses ranks is sent after it is made, and its receive is posted before it is used."""
     for kind, index in (("Send", messages.send), ("Recv", messages.recv)):
         if (index < 0).any():

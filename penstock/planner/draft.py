@@ -4,7 +4,18 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from penstock.ir import Choices, Cluster, Cuts, Partition, Placement, Plan, Prediction, Schedule, StageCosts, fold
+from penstock.ir import (
+    Choices,
+    Cluster,
+    Cuts,
+    Partition,
+    Placement,
+    Plan,
+    Prediction,
+    Schedule,
+    StageCosts,
+    compute_stage_costs,
+)
 from penstock.passes import lower
 from penstock.planner.measured import Measured
 from penstock.planner.recompute import Flags
@@ -71,7 +82,7 @@ class Draft:
 
     def _costs(self, recomputed: Collection[int]) -> StageCosts:
         graph, profile = self.measured
-        costs = fold(graph, profile, self.partition, placement=self.placement, recomputed=recomputed)
+        costs = compute_stage_costs(graph, profile, self.partition, placement=self.placement, recomputed=recomputed)
         return costs.times(self.cluster.slowness_of(self.placement)) if self.cluster.slowness else costs
 
     def plan(self, schedule: Schedule, name: str, bound: float = 0.0) -> Plan:

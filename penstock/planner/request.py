@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import PlanError
-from penstock.ir import MAX_STAGES, Cluster, Partition, Schedule, is_finite, whole
+from penstock.ir import MAX_STAGES, Cluster, Partition, Schedule, as_int, is_finite
 from penstock.partitioners import find as find_partitioner
 from penstock.schedules import find as find_schedule
 
@@ -63,7 +63,7 @@ class Request:
         depth = self.stages_per_rank
         if depth is None:
             return
-        if (whole(depth) or 0) < 1:
+        if (as_int(depth) or 0) < 1:
             hint = "stages_per_rank=2, or None for what suits"
             raise PlanError("stages per rank are a whole number, 1 or more", stages_per_rank=repr(depth), hint=hint)
         if depth * self.cluster.ranks > MAX_STAGES:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.ir import Crossing, Cuts, Partition, Plan, Program, Schedule, trained
+from penstock.ir import Crossing, Cuts, Partition, Plan, Program, Schedule, prune_gradients
 from penstock.passes import lower, verify
 from penstock.runtime.agreement import Form
 from penstock.runtime.compile import Prepared, compile_rank
@@ -84,7 +84,7 @@ class Courses:
         key = (id(recording), roots, is_training)
         if key not in self._edges:
             adding = recording.adding if is_training else ()
-            graph = trained(recording.graph, roots if is_training else (), adding)
+            graph = prune_gradients(recording.graph, roots if is_training else (), adding)
             partition: Partition = self._owners.fit(graph)
             self._edges[key] = {(c.producer, c.consumer): c for c in partition.crossings(graph)}
         return self._edges[key]

@@ -111,7 +111,9 @@ class Engine:
                 # The ranks do not agree: that is not the fault of the action that asked first.
                 raise self._gate.problem from None
             if isinstance(error, RunError) and self._may_lack_target(error, data):
-                raise error.advised("pipe.step(x, target=y), if the loss function needs a target") from error.__cause__
+                raise error.with_hint(
+                    "pipe.step(x, target=y), if the loss function needs a target"
+                ) from error.__cause__
             raise
         finally:
             self._player.load = None

@@ -192,7 +192,7 @@ def _told(circle: Circle, rows: Sequence[Row], said: Said, who: str) -> RunError
 def _written(error: Exception) -> str:
     if not isinstance(error, PenstockError):
         error = RunError(f"{type(error).__name__}: {error}")
-    return json.dumps(error.plain())
+    return json.dumps(error.to_dict())
 
 
 def _read(text: str, who: str, place: int) -> RunError:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.errors import RunError
-from penstock.ir import is_finite, whole
+from penstock.ir import as_int, is_finite
 
 NONFINITE = ("raise", "skip", "ignore")
 
@@ -32,7 +32,7 @@ class RunOptions:
         if not (is_finite(self.deadline_seconds) and self.deadline_seconds > 0):
             raise RunError("a deadline is seconds above 0", deadline_seconds=repr(self.deadline_seconds), hint="60.0")
         for name, value in (("seed", self.seed), ("check_inputs_every", self.check_inputs_every)):
-            number = whole(value)
+            number = as_int(value)
             if number is None or number < 0:
                 raise RunError(f"{name} is a whole number, 0 or more", given=repr(value))
         if not isinstance(self.restore_gradients, bool):

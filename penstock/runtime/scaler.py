@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.errors import RunError
-from penstock.ir import is_finite, whole
+from penstock.ir import as_int, is_finite
 from penstock.runtime.crew import Crew
 from penstock.runtime.health import are_finite
 from penstock.runtime.meeting import Meeting, Occasion, Said
@@ -140,7 +140,7 @@ def _check(init_scale: object, growth_factor: object, backoff_factor: object, gr
     for name, value in figures.items():
         if not is_finite(value):
             raise RunError(f"{name} of a scaler is a number", given=repr(value), hint="GradScaler(init_scale=65536.0)")
-    interval = whole(growth_interval)
+    interval = as_int(growth_interval)
     if not (init_scale > 0 and growth_factor >= 1 and 0 < backoff_factor < 1):  # type: ignore[operator]
         raise RunError("a scaler needs a scale above 0, growth of at least 1 and a backoff below 1", **values)
     if interval is None or interval < 1:

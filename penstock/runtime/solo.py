@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.capture import Captured
-from penstock.ir import Call, Graph, leaves, trained, transform
+from penstock.ir import Call, Graph, leaves, prune_gradients, transform
 from penstock.measure import address_of, addresses
 from penstock.runtime.adding import added_losses
 from penstock.runtime.roots import roots_of
@@ -37,7 +37,7 @@ class Solo:
     def of(cls, captured: Captured, has_loss_fn: bool = False) -> "Solo":
         """A captured model, trained as a plan without or with a loss function would train it."""
         roots = roots_of(captured, has_loss_fn)
-        return cls(captured, trained(captured.graph, roots, captured.first.adding), roots)
+        return cls(captured, prune_gradients(captured.graph, roots, captured.first.adding), roots)
 
     @property
     def model(self) -> nn.Module:

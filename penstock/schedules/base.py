@@ -16,9 +16,9 @@ from penstock.ir import (
     Kind,
     Schedule,
     StageCosts,
+    as_int,
     kind_of,
     pack,
-    whole,
 )
 from penstock.schedules.weights import refill
 
@@ -60,7 +60,7 @@ class Scheduler(ABC):
             ("microbatches", microbatches),
             ("stages_per_rank", self.stages_per_rank),
         ):
-            if (whole(value) or 0) < 1:
+            if (as_int(value) or 0) < 1:
                 raise ScheduleError(
                     f"{name} must be a whole number, 1 or more", schedule=self.name, **{name: repr(value)}
                 )
@@ -84,7 +84,7 @@ class Scheduler(ABC):
 
 def _plain(value: int) -> int:
     """Whole numbers of numpy as Python's own; anything else as it is."""
-    return value if (number := whole(value)) is None else number
+    return value if (number := as_int(value)) is None else number
 
 
 def staggered(*columns: tuple[Codes, int]) -> Codes:

@@ -14,7 +14,17 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import CostError
-from penstock.ir import Kind, Orders, Schedule, StageCosts, chain_links, length, pass_seconds, stage_of, waits
+from penstock.ir import (
+    Kind,
+    Orders,
+    Schedule,
+    StageCosts,
+    chain_dependencies,
+    pass_seconds,
+    schedule_length,
+    stage_of,
+    waits,
+)
 
 _PATIENCE = (0.0, 0.5, 1.0)
 """candidates for how much of a weight gradient's time a rank rather waits than starts one"""
@@ -26,7 +36,7 @@ def refill(schedule: Schedule, costs: StageCosts) -> Schedule:
         raise CostError("costs are for another number of stages", costs=costs.num_stages, schedule=schedule.num_stages)
     facts = _facts(schedule, costs)
     variants = (schedule, *(_Filling(schedule, facts, patience).run() for patience in _PATIENCE))
-    lengths = [length(variant, costs) for variant in variants]
+    lengths = [schedule_length(variant, costs) for variant in variants]
     # Shorter in one measure must not be longer in the other.
     allowed = [place for place, found in enumerate(lengths) if found.span <= lengths[0].span]
     return variants[min(allowed, key=lambda place: lengths[place])]
@@ -54,7 +64,7 @@ def _facts(schedule: Schedule, costs: StageCosts) -> _Facts:
     taken[Kind.FORWARD], taken[Kind.INPUT_GRAD], taken[Kind.WEIGHT_GRAD] = kept, late - kept, -late
     return _Facts(
         table.kinds.tolist(),
-        waits(table, chain_links(schedule)).one,
+        waits(table, chain_dependencies(schedule)).one,
         pass_seconds(table, costs).tolist(),
         np.asarray(costs.weight_grad)[stages].tolist(),
         taken[table.kinds, stages].tolist(),

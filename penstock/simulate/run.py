@@ -26,7 +26,7 @@ from penstock.ir import (
     Series,
     StageCosts,
     Trace,
-    links_of,
+    find_dependencies,
     microbatch_of,
     pack,
     pass_seconds,
@@ -84,7 +84,9 @@ def _check_fit(program: Program, costs: StageCosts, cluster: Cluster) -> None:
 def _check_messages(program: Program) -> None:
     """Refuse what would look fast because a rank does not wait for what it needs; the proof says more."""
     table = program.table
-    links = links_of(table.passes, Makers(table.passes, program.num_stages, program.num_microbatches), program.cuts)
+    links = find_dependencies(
+        table.passes, Makers(table.passes, program.num_stages, program.num_microbatches), program.cuts
+    )
     own = table.rank_of[links.waiter] == table.rank_of[links.needed]
     sends = table.codes[table.kinds == Kind.SEND]
     crossing = links.where(~own)

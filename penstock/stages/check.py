@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PartitionError
-from penstock.ir import GRADIENT, Partition, compared, leaves, transform
+from penstock.ir import GRADIENT, Partition, compare_tensors, leaves, transform
 from penstock.stages.distances import distances
 from penstock.stages.sequence import Sequence
 
@@ -26,7 +26,7 @@ def check(captured: Any, partition: Partition) -> None:
     expected = _step(captured, captured.whole, args, kwargs)
     stages = Sequence(captured, partition)
     found = _step(captured, stages, args, kwargs)
-    wrong = compared("the model", distances(expected, found), {}).first_wrong
+    wrong = compare_tensors("the model", distances(expected, found), {}).first_wrong
     if wrong is not None:
         raise PartitionError(
             "the stages differ from the model",

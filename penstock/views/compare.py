@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Group
 
 from penstock.errors import ViewError
-from penstock.ir import COMPUTE_KINDS, Idle, Trace, bytes_text, decode, figure, percent_text, seconds_text
+from penstock.ir import COMPUTE_KINDS, Idle, Trace, bytes_text, decode, number_text, percent_text, seconds_text
 from penstock.views.base import RichView, Traces, check_positive, named
 from penstock.views.sheet import Sheet
 from penstock.views.summary import summary
@@ -77,8 +77,8 @@ def _whole(names: Names, first: Trace, second: Trace) -> Sheet:
         _row("bubble", (old.bubble, new.bubble), percent_text),
         _row("span bubble", (old.span_bubble, new.span_bubble), percent_text),
         *_idle_rows("bubble: ", zip(old.idle, new.idle, strict=True), percent_text),
-        _row("in flight", (old.in_flight, new.in_flight), partial(figure, digits=3)),
-        _row("messages", (old.num_messages, new.num_messages), partial(figure, digits=9)),
+        _row("in flight", (old.in_flight, new.in_flight), partial(number_text, digits=3)),
+        _row("messages", (old.num_messages, new.num_messages), partial(number_text, digits=9)),
         _row("peak", (old.peak_bytes, new.peak_bytes), bytes_text),
     ]
     return Sheet(("whole step", *names, "difference", "percent"), tuple(rows))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir import Trace, figure, percent_text, round_step, seconds_text, seconds_unit
+from penstock.ir import Trace, number_text, percent_text, round_step, seconds_text, seconds_unit
 from penstock.views.drawing import Box, Drawing, Label, Line, shortened, text_width
 from penstock.views.palette import FAINT, IDLE, INK, RULE
 
@@ -120,6 +120,6 @@ def _axis(panel: Panel) -> Drawing:
     for tick in ticks:
         x = panel.at(tick * scale)
         lines.append(Line(((x, y), (x, y + 4)), RULE))
-        text = f"{figure(tick, 4)} {unit}" if tick in (ticks[0], ticks[-1]) else figure(tick, 4)
+        text = f"{number_text(tick, 4)} {unit}" if tick in (ticks[0], ticks[-1]) else number_text(tick, 4)
         labels.append(Label(x, y + 13, text, FAINT, 10, "middle"))
     return Drawing(0, 0, lines=tuple(lines), labels=tuple(labels))

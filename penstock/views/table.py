@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.table import Table as RichTable
 
-from penstock.ir import Trace, bytes_text, figure, percent_text, seconds_text
+from penstock.ir import Trace, bytes_text, number_text, percent_text, seconds_text
 from penstock.views.base import RichView, Traces, named
 from penstock.views.sheet import Sheet
 from penstock.views.summary import Summary, summary
@@ -43,7 +43,7 @@ _ALWAYS: dict[str, Callable[[Summary], str]] = {
     "makespan": lambda each: seconds_text(each.makespan),
     "bubble": lambda each: percent_text(each.bubble),
     "span bubble": lambda each: percent_text(each.span_bubble),
-    "in flight": lambda each: figure(each.in_flight, 3),
+    "in flight": lambda each: number_text(each.in_flight, 3),
     "messages": lambda each: str(each.num_messages),
 }
 _BYTES: dict[str, Callable[[Summary], str]] = {"peak": lambda each: bytes_text(each.peak_bytes)}

@@ -13,7 +13,7 @@ from penstock.api import advice
 from penstock.api.advice import advise
 from penstock.api.reporting import contents_of, digest_of
 from penstock.errors import ViewError
-from penstock.ir import Cluster, Plan, Prediction, codec
+from penstock.ir import Cluster, Plan, Prediction, save_record
 from tests.views.reports import MIB, contents, planned
 
 
@@ -119,7 +119,7 @@ def test_equal_ranks_have_nothing_to_gain_from_other_cuts() -> None:
 
 
 def test_a_report_is_made_without_torch(tmp_path) -> None:
-    codec.save(planned(), tmp_path / "plan.json")
+    save_record(planned(), tmp_path / "plan.json")
     program = (
         "import sys, penstock; "
         f"penstock.report(penstock.Plan.load({str(tmp_path / 'plan.json')!r})); "

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock import Graph
-from penstock.ir import codec
+from penstock.ir import from_json
 
 FILE = """\
 import torch
@@ -133,8 +133,8 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_model_is_built(c
 
 def test_programs_get_the_graph_the_partition_and_what_crosses(call) -> None:
     answer = json.loads(call("capture", "model.py:pair", "--stages", "2", "--json").stdout)
-    assert isinstance(codec.from_json(json.dumps(answer["graph"])), Graph)
-    assert codec.from_json(json.dumps(answer["partition"])).num_stages == 2
+    assert isinstance(from_json(json.dumps(answer["graph"])), Graph)
+    assert from_json(json.dumps(answer["partition"])).num_stages == 2
     value = {"name": "layers.2", "tensor": "float32[2, 4]", "bytes": 32, "needs_gradient": True}
     assert answer["crossings"] == [
         {"producer": 0, "consumer": 1, "forward_bytes": 32, "backward_bytes": 32, "values": [value]}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock import lower, schedule, simulate
-from penstock.ir import codec
+from penstock.ir import save_record
 from penstock.schedules import SCHEDULES
 
 
@@ -24,7 +24,7 @@ def test_a_program_is_proven_from_its_csv(call, written) -> None:
 
 
 def test_the_program_inside_a_trace_is_proven(call, tmp_path: Path) -> None:
-    codec.save(simulate(schedule("1f1b", 2, 2)), tmp_path / "trace.json")
+    save_record(simulate(schedule("1f1b", 2, 2)), tmp_path / "trace.json")
     assert "Program: 2 ranks" in call("check", "trace.json").output
 
 

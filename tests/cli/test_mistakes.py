@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.ir import codec
+from penstock.ir import to_json
 
 MODELS = """\
 import torch
@@ -172,7 +172,7 @@ MISTAKES = {
 def plan_text() -> str:
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
     found = penstock.plan(model, (torch.ones(8, 4),), ranks=2, microbatches=4, schedule="1f1b", partitioner="uniform")
-    return codec.to_json(found)
+    return to_json(found)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from penstock import Plan
 from penstock.cli.plan import Machine
-from penstock.ir import codec
+from penstock.ir import from_json
 
 FILE = """\
 import torch
@@ -40,7 +40,7 @@ def test_a_plan_is_shown_written_and_explained(call, tmp_path: Path) -> None:
 
 def test_a_plan_is_printed_for_programs(call) -> None:
     text = call("plan", "model.py:build", *QUICK, "--schedule", "1f1b", "--json").stdout
-    assert codec.from_json(text, Plan).choices.schedule == "1f1b"
+    assert from_json(text, Plan).choices.schedule == "1f1b"
 
 
 def test_reasons_are_printed_for_programs(call) -> None:
@@ -64,7 +64,7 @@ def test_a_batch_that_does_not_fit_the_model_is_told(call) -> None:
 
 def test_a_slow_rank_is_planned_for(call) -> None:
     text = call("plan", "model.py:build", *QUICK, "--microbatches", "2", "--slowness", "1,2.5", "--json").stdout
-    assert codec.from_json(text, Plan).cluster.slowness == (1.0, 2.5)
+    assert from_json(text, Plan).cluster.slowness == (1.0, 2.5)
 
 
 @pytest.mark.parametrize("given", ["1,two", "1,2,3", "1,-2"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock import schedule
-from penstock.ir import codec
+from penstock.ir import save_record, to_json
 from tests.views.reports import contents, planned
 
 
@@ -56,8 +56,8 @@ def test_the_figures_are_there_for_programs(plan: Path, call, tmp_path: Path) ->
 def test_another_file_is_refused_and_nothing_is_written(name: str, problem: str, call, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "schedule.csv").write_text(schedule("1f1b", 2, 2).to_csv())
-    codec.save(planned().costs, tmp_path / "costs.json")
-    (tmp_path / "torn.json").write_text(codec.to_json(planned())[:500])
+    save_record(planned().costs, tmp_path / "costs.json")
+    (tmp_path / "torn.json").write_text(to_json(planned())[:500])
     result = call("report", name)
     assert result.exit_code == 2
     assert problem in result.output

@@ -8,7 +8,7 @@ from torch import nn
 
 import penstock
 from penstock import Plan, StageCosts, lower, schedule, simulate
-from penstock.ir import NodeCost, Profile, Run, StepFigures, codec
+from penstock.ir import NodeCost, Profile, Run, StepMetrics, from_json, save_record
 
 
 def test_a_csv_is_drawn_and_measured(call, written) -> None:
@@ -39,12 +39,12 @@ def test_orders_that_run_but_are_unlawful_are_not_drawn_as_if_they_were_lawful(c
 
 
 def test_a_trace_is_drawn(call, tmp_path: Path) -> None:
-    codec.save(simulate(schedule("zbv", 2, 4)), tmp_path / "trace.json")
+    save_record(simulate(schedule("zbv", 2, 4)), tmp_path / "trace.json")
     assert "makespan 25 s" in call("show", "trace.json").output
 
 
 def test_a_profile_is_a_table_of_costs(call, tmp_path: Path) -> None:
-    codec.save(Profile((NodeCost("head", 0.001, 0.002, 0.001, 0.001),), 0.003, "", "cpu"), tmp_path / "profile.json")
+    save_record(Profile((NodeCost("head", 0.001, 0.002, 0.001, 0.001),), 0.003, "", "cpu"), tmp_path / "profile.json")
     output = call("show", "profile.json").output
     assert "1 node, a step of one microbatch 3 ms" in output
     assert "| head |      1.000 |       2.000 |" in output
@@ -57,13 +57,13 @@ def plan() -> Plan:
 
 
 def test_a_graph_is_an_outline(call, tmp_path: Path) -> None:
-    codec.save(plan().graph, tmp_path / "graph.json")
+    save_record(plan().graph, tmp_path / "graph.json")
     assert call("show", "graph.json").output.startswith("4 nodes, 80 parameters, 320 B")
 
 
 def test_a_run_is_its_plan_its_steps_and_its_last_recorded_step(call, tmp_path: Path) -> None:
-    steps = (StepFigures(0, 2.5, 0.1, 4, 1.0), StepFigures(1, float("nan"), 0.2, 4))
-    codec.save(Run(plan(), steps, (simulate(plan()),), (100, 200), 1e-7), tmp_path / "run.json")
+    steps = (StepMetrics(0, 2.5, 0.1, 4, 1.0), StepMetrics(1, float("nan"), 0.2, 4))
+    save_record(Run(plan(), steps, (simulate(plan()),), (100, 200), 1e-7), tmp_path / "run.json")
     output = call("show", "run.json").output
     assert "2 stages (uniform) on 2 ranks" in output
     assert "2.5 |             1 | 100 ms |" in output
@@ -74,18 +74,18 @@ def test_a_run_is_its_plan_its_steps_and_its_last_recorded_step(call, tmp_path: 
 
 
 def test_the_trace_of_a_plan_and_of_a_run_is_written(call, tmp_path: Path) -> None:
-    codec.save(plan(), tmp_path / "plan.json")
-    codec.save(Run(plan(), (), (simulate(plan()),)), tmp_path / "run.json")
+    save_record(plan(), tmp_path / "plan.json")
+    save_record(Run(plan(), (), (simulate(plan()),)), tmp_path / "run.json")
     for name in ("plan", "run"):
         assert call("trace", f"{name}.json", f"{name}.trace.json").exit_code == 0
     assert (tmp_path / "plan.trace.json").read_text() == (tmp_path / "run.trace.json").read_text()
 
 
 def test_any_other_noun_is_printed_by_its_fields(call, tmp_path: Path) -> None:
-    codec.save(StageCosts.uniform(2, forward=3.0), tmp_path / "costs.json")
+    save_record(StageCosts.uniform(2, forward=3.0), tmp_path / "costs.json")
     assert "forward=(" in call("show", "costs.json").output
 
 
 def test_a_csv_becomes_a_document_that_is_read_back_as_the_same(call, written) -> None:
     made = schedule("zbv", 2, 3)
-    assert codec.from_json(call("show", "--json", written("zbv.csv", made.to_csv())).stdout) == made
+    assert from_json(call("show", "--json", written("zbv.csv", made.to_csv())).stdout) == made

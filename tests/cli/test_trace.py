@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock import schedule, simulate
-from penstock.ir import codec
+from penstock.ir import save_record
 
 
 def events(path: Path) -> list[dict]:
@@ -28,7 +28,7 @@ def test_seconds_are_those_that_are_given(call, written, tmp_path: Path) -> None
 
 
 def test_a_trace_is_written_as_it_is(call, tmp_path: Path) -> None:
-    codec.save(simulate(schedule("gpipe", 2, 2)), tmp_path / "trace.json")
+    save_record(simulate(schedule("gpipe", 2, 2)), tmp_path / "trace.json")
     answer = json.loads(call("trace", "trace.json", "out.json.gz", "--json").stdout)
     assert answer == {"file": "out.json.gz", "makespan": 9.0, "bubble": pytest.approx(1 / 3)}
     assert events(tmp_path / "out.json.gz")

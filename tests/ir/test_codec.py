@@ -3,6 +3,7 @@
 import json
 from copy import copy
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import FormatError
 from penstock.ir import (
-    NOUNS,
+    RECORDS,
     Backward,
     Candidate,
     Choices,
@@ -23,13 +24,11 @@ from penstock.ir import (
     Forward,
     Free,
     Graph,
-    Holds,
     Link,
     MessageCost,
     Node,
     NodeBytes,
     NodeCost,
-    Origin,
     Overlap,
     Partition,
     Placement,
@@ -40,29 +39,30 @@ from penstock.ir import (
     Recv,
     Replicas,
     Run,
+    SavedTensors,
     Schedule,
     Search,
     Send,
     Series,
     StageCosts,
     StateBytes,
-    StepFigures,
+    StepMetrics,
     StorageGroup,
     TensorSpec,
     Trace,
     Update,
     Value,
-    codec,
     from_json,
-    load,
-    save,
+    load_record,
+    save_record,
     to_json,
 )
 
 SPEC = TensorSpec((2, 3), "bfloat16", True)
 VALUE = Value("layers.0", SPEC)
-ORIGIN = Origin("layers.0", "Block", is_leaf=True)
-NODE = Node("layers.0", ("x",), (VALUE,), ("layers.0.w", "tied"), ("layers.0.b",), False, ORIGIN, is_random=True)
+NODE = Node(
+    "layers.0", ("x",), (VALUE,), ("layers.0.w", "tied"), ("layers.0.b",), False, "layers.0", "Block", True, True
+)
 STORAGE = StorageGroup(("layers.0",), ("layers.0",))
 UPDATE = Update("layers.0", ("layers.0.b",))
 PARAMETERS = (Value("layers.0.w", SPEC), Value("tied", SPEC))
@@ -76,7 +76,7 @@ GRAPH = Graph(
     storage=(STORAGE,),
     updates=(UPDATE,),
 )
-HOLDS = Holds(7, ("x", "layers.0"), 6, ("x",), ("layers.0",))
+HOLDS = SavedTensors(7, ("x", "layers.0"), 6, ("x",), ("layers.0",))
 COST = NodeCost("layers.0", 0.1, 0.2, 0.1, 0.125, NodeBytes(7, 6, 5, 4, 3, 2, 1), HOLDS)
 CURVE = Curve(Series([0, 0.5]), Series([10, 20]))
 CUTS = Cuts.of(3, [(0, 1), (0, 2), (1, 2)], without_gradient=[(0, 2)])
@@ -106,15 +106,15 @@ PAIR = Schedule.of(Placement((0, 1)), 1, [[Forward(0, 0), Backward(0, 0)], [Forw
 REST = (StageCosts((0.1, 0.2), (0.1, 0.2), (0.1, 0.2)), CLUSTER, PREDICTION, SEARCH)
 PLAN = Plan(GRAPH, HALVES, PAIR, Choices("linear", "gpipe", (False, True)), *REST)
 TRACE = Trace(PROGRAM, Series(range(6)), Series(range(6)), Series([1, 2]), Series([3, 4]), (CURVE, CURVE))
-STEP = StepFigures(0, 2.5, 0.25, 8, 1.5)
+STEP = StepMetrics(0, 2.5, 0.25, 8, 1.5)
 SAMPLES = (
-    *(SPEC, VALUE, ORIGIN, NODE, STORAGE, UPDATE, GRAPH, COST.memory, HOLDS, COST),
+    *(SPEC, VALUE, NODE, STORAGE, UPDATE, GRAPH, COST.memory, HOLDS, COST),
     Profile((COST,), 0.3, GRAPH.fingerprint, "cpu", (("torch", "2.13.0"),), (("layers.0", 12),)),
     DeviceSpeed(1e12, 1e11, 1e-6),
     *(Crossing(0, 1, (VALUE,)), PARTITION, CUTS, STAGE_COSTS.messages[0], STAGE_COSTS.state[0], STAGE_COSTS),
     *(LINK, REPLICAS, CLUSTER, PLACEMENT, SCHEDULE, PROGRAM, CURVE),
     *(TRACE, CHOICES, PREDICTION, CANDIDATE, SEARCH, PLAN),
-    *(STEP, Run(PLAN, (STEP, StepFigures(1, None, 0.25, 8)), (TRACE,), (1, 2), 1e-7, (("torch", "2.13.0"),))),
+    *(STEP, Run(PLAN, (STEP, StepMetrics(1, None, 0.25, 8)), (TRACE,), (1, 2), 1e-7, (("torch", "2.13.0"),))),
 )
 by_noun = pytest.mark.parametrize("noun", SAMPLES, ids=lambda noun: type(noun).__name__)
 
@@ -133,7 +133,7 @@ def refusal(text, noun=None):
 
 
 def test_there_is_a_sample_of_every_noun():
-    assert {type(noun).__name__ for noun in SAMPLES} == set(NOUNS)
+    assert {type(noun).__name__ for noun in SAMPLES} == set(RECORDS)
 
 
 @by_noun
@@ -149,8 +149,8 @@ def test_writing_undoes_reading(noun):
 
 @by_noun
 def test_a_file_holds_the_whole_noun(noun, tmp_path):
-    save(noun, tmp_path / "noun.json")
-    assert load(tmp_path / "noun.json", type(noun)) == noun
+    save_record(noun, tmp_path / "noun.json")
+    assert load_record(tmp_path / "noun.json", type(noun)) == noun
     assert [path.name for path in tmp_path.iterdir()] == ["noun.json"]
 
 
@@ -234,11 +234,11 @@ def test_a_noun_that_would_be_read_as_another_is_not_written():
 
 def test_an_old_file_survives_a_write_that_fails(tmp_path, monkeypatch):
     path = tmp_path / "noun.json"
-    save(PLACEMENT, path)
+    save_record(PLACEMENT, path)
     monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(FormatError, match=r"cannot write the file \(file: .*noun.json, reason: disk full\)"):
-        save(CUTS, path)
-    assert load(path) == PLACEMENT
+        save_record(CUTS, path)
+    assert load_record(path) == PLACEMENT
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -246,7 +246,7 @@ def test_an_old_file_survives_a_write_that_fails(tmp_path, monkeypatch):
 def test_a_place_that_cannot_be_written_is_named(name, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(FormatError, match="cannot write the file"):
-        save(PLACEMENT, tmp_path / name)
+        save_record(PLACEMENT, tmp_path / name)
 
 
 # ------------------------------------------------------------------------------------------- what is refused when read
@@ -329,16 +329,20 @@ def test_another_noun_than_the_expected_one_is_refused():
 
 
 def test_a_document_that_is_too_large_is_refused(monkeypatch, tmp_path):
-    save(PLACEMENT, tmp_path / "noun.json")
-    monkeypatch.setattr(codec, "MAX_BYTES", 20)
-    for attempt in (lambda: to_json(PLACEMENT), lambda: from_json(" " * 21), lambda: load(tmp_path / "noun.json")):
+    save_record(PLACEMENT, tmp_path / "noun.json")
+    monkeypatch.setattr("penstock.ir.codec.MAX_JSON_BYTES", 20)
+    for attempt in (
+        lambda: to_json(PLACEMENT),
+        lambda: from_json(" " * 21),
+        lambda: load_record(tmp_path / "noun.json"),
+    ):
         with pytest.raises(FormatError, match="the document is too large"):
             attempt()
 
 
 def test_a_list_that_is_too_long_is_refused(monkeypatch):
     text = document(PLACEMENT, value={"ranks": [0, 1, 2]})
-    monkeypatch.setattr(codec, "MAX_LENGTH", 2)
+    monkeypatch.setattr("penstock.ir.codec.MAX_LENGTH", 2)
     error = refusal(text)
     assert (error.problem, error.values["path"]) == ("too long a list", "value.ranks")
 
@@ -348,13 +352,13 @@ def test_a_file_that_cannot_be_read_is_named(content, tmp_path):
     if content:
         (tmp_path / "noun.json").write_bytes(content)
     with pytest.raises(FormatError, match=r"cannot read the file \(file: .*noun.json"):
-        load(tmp_path / "noun.json")
+        load_record(tmp_path / "noun.json")
 
 
 def test_a_bad_file_is_named_together_with_the_path_of_the_key(tmp_path):
     (tmp_path / "noun.json").write_text(document(PLACEMENT, value={"ranks": ["0"]}))
     with pytest.raises(FormatError, match=r"wrong type \(file: .*noun.json, path: value.ranks\[0\]"):
-        load(tmp_path / "noun.json")
+        load_record(tmp_path / "noun.json")
 
 
 @pytest.mark.parametrize("tail", ["\\", '\\"' * 200_000, '\\"' * 200_000 + "\\", "[" * 10])
@@ -434,7 +438,7 @@ FILLED_IN = ("backward", "activation_bytes", "weight_grad_bytes", "state", "memo
 def test_every_mutation_is_refused_near_its_place_or_read_as_what_it_says(noun, is_whole):
     tree = json.loads(to_json(noun))
     for place in places(tree["value"], ("value",), is_whole):
-        spelled = codec._spelled(place)
+        spelled = import_module("penstock.ir.codec")._spelled(place)
         for mutant in mutations(tree, place):
             refused, again = attempt(json.dumps(mutant))
             assert spelled.startswith(refused) or refused.startswith(spelled)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from penstock.ir import Comparison, Difference, Distance, compared
+from penstock.ir import Comparison, Difference, Distance, compare_tensors
 
 
 def of(apart: float, largest: float = 1.0, dtype: str = "float32", name: str = "loss") -> Distance:
@@ -20,34 +20,34 @@ def of(apart: float, largest: float = 1.0, dtype: str = "float32", name: str = "
     ],
 )  # fmt: skip
 def test_rounding_is_that_of_the_type(dtype: str, apart: float, expected: bool) -> None:
-    assert compared("x", [of(apart, 1.0, dtype)], {}).ok is expected
+    assert compare_tensors("x", [of(apart, 1.0, dtype)], {}).ok is expected
 
 
 def test_a_difference_is_relative_to_the_largest_entry() -> None:
-    assert compared("x", [of(1e-3, 1e6)], {}).ok
-    assert not compared("x", [of(1e-3, 1e-3)], {}).ok
-    assert compared("x", [of(1e-6, 0.0)], {}).ok
+    assert compare_tensors("x", [of(1e-3, 1e6)], {}).ok
+    assert not compare_tensors("x", [of(1e-3, 1e-3)], {}).ok
+    assert compare_tensors("x", [of(1e-6, 0.0)], {}).ok
 
 
 def test_a_small_gradient_is_measured_by_the_largest_one() -> None:
     large, small = of(0.0, 10.0, name="gradient of a"), of(1e-8, 1e-9, name="gradient of b")
-    assert compared("x", [large, small], {}).ok
-    assert not compared("x", [large, of(1e-8, 1e-9, name="buffer b")], {}).ok
+    assert compare_tensors("x", [large, small], {}).ok
+    assert not compare_tensors("x", [large, of(1e-8, 1e-9, name="buffer b")], {}).ok
 
 
 def test_what_parts_compute_in_widens_the_limits_and_is_named() -> None:
     distances = [of(1e-2, name="gradient of a"), of(1e-2)]
-    assert not compared("the loop", distances, {}).ok
-    found = compared("the whole batch", distances, {}, "bfloat16")
+    assert not compare_tensors("the loop", distances, {}).ok
+    found = compare_tensors("the whole batch", distances, {}, "bfloat16")
     assert found.ok
     assert "equal up to rounding, that of bfloat16 in which parts compute, 2 numbers" in str(found)
-    assert compared("x", [of(1e-2, 1.0, "bfloat16")], {}, "bfloat16").coarsest == ""
+    assert compare_tensors("x", [of(1e-2, 1.0, "bfloat16")], {}, "bfloat16").coarsest == ""
 
 
 def test_the_first_difference_is_that_of_the_first_stage() -> None:
     stages = {"gradient of a": 3, "gradient of b": 1}
     distances = [of(0.0), of(0.5, name="gradient of a"), of(0.1, name="gradient of b")]
-    found = compared("the loop", distances, stages)
+    found = compare_tensors("the loop", distances, stages)
     assert found.first_wrong is not None
     assert (found.first_wrong.name, found.largest.name) == ("gradient of b", "gradient of a")
     assert "first difference: gradient of b in stage 1: 0.1 (limit 1e-05)" in str(found)
@@ -60,6 +60,6 @@ def test_nan_is_farther_off_than_anything() -> None:
 
 
 def test_identical_numbers_need_few_words() -> None:
-    found = compared("the loop", [of(0.0), of(0.0, name="buffer b")], {})
+    found = compare_tensors("the loop", [of(0.0), of(0.0, name="buffer b")], {})
     assert (found.is_identical, found.first_wrong) == (True, None)
     assert str(found) == "the loop: identical, 2 numbers compared"

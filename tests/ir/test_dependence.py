@@ -10,17 +10,17 @@ from penstock.ir import (
     RULES,
     Backward,
     Cuts,
+    Dependencies,
     Fact,
     Forward,
     InputGrad,
     Kind,
-    Links,
     Makers,
     Orders,
     Overlap,
     Reduce,
     WeightGrad,
-    links_of,
+    find_dependencies,
     makes,
     needs,
     neighbours,
@@ -76,7 +76,7 @@ def expected_links(orders, cuts):
 
 def found_links(orders, cuts, num_microbatches):
     passes = orders.passes
-    return links_of(passes, Makers(passes, cuts.num_stages, num_microbatches), cuts)
+    return find_dependencies(passes, Makers(passes, cuts.num_stages, num_microbatches), cuts)
 
 
 @settings(max_examples=200, deadline=None)
@@ -96,7 +96,7 @@ def test_a_fact_that_nothing_makes_is_needed_in_vain():
 def test_links_can_be_chosen():
     links = found_links(Orders.of([[Forward(0, 0), Forward(1, 0), Backward(1, 0)]]), Cuts.chain(2), 1)
     assert links.where(links.fact == Fact.OUTPUT).waiter.tolist() == [1, 2]
-    assert isinstance(links.where(links.waiter < 0), Links)
+    assert isinstance(links.where(links.waiter < 0), Dependencies)
 
 
 def test_makers_say_who_makes_a_fact_and_how_often():

@@ -14,7 +14,7 @@ from penstock.ir import (
     StateBytes,
     TensorSpec,
     Value,
-    fold,
+    compute_stage_costs,
 )
 
 
@@ -46,46 +46,49 @@ TWO = Partition((("mask", "embed", "block"), ("head",)))
 
 
 def test_seconds_add_up_and_what_runs_twice_is_paid_twice():
-    costs = fold(GRAPH, PROFILE, TWO)
+    costs = compute_stage_costs(GRAPH, PROFILE, TWO)
     assert costs.forward == (111.0, 1001.0)
     assert costs.backward == (220.0, 2000.0)
     assert (costs.input_grad[1], costs.weight_grad[1]) == (1200.0, 1300.0)
 
 
 def test_a_stage_that_returns_no_gradient_does_all_of_its_backward_as_a_weight_gradient():
-    costs = fold(GRAPH, PROFILE, TWO)
+    costs = compute_stage_costs(GRAPH, PROFILE, TWO)
     assert (costs.input_grad[0], costs.weight_grad[0]) == (0.0, 220.0)
 
 
 def test_such_a_stage_keeps_everything_until_then_and_the_gradients_that_came():
-    assert fold(GRAPH, PROFILE, TWO).weight_grad_bytes[0] == 3000 + 50
+    assert compute_stage_costs(GRAPH, PROFILE, TWO).weight_grad_bytes[0] == 3000 + 50
 
 
 def test_a_stage_holds_what_its_nodes_keep_and_what_it_receives():
-    costs = fold(GRAPH, PROFILE, TWO)
+    costs = compute_stage_costs(GRAPH, PROFILE, TWO)
     assert costs.activation_bytes == (3000, 4000 + 50)
     assert costs.weight_grad_bytes[1] == 4000 + 50
 
 
 def test_messages_carry_what_crosses():
-    assert fold(GRAPH, PROFILE, TWO).messages == (MessageCost(0, 1, 50, 50),)
+    assert compute_stage_costs(GRAPH, PROFILE, TWO).messages == (MessageCost(0, 1, 50, 50),)
 
 
 def test_a_tied_tensor_is_held_by_every_stage_that_uses_it():
-    first, last = fold(GRAPH, PROFILE, TWO).state
+    first, last = compute_stage_costs(GRAPH, PROFILE, TWO).state
     assert first == StateBytes(parameters=100 + 200 + 7, gradients=100)
     assert last == StateBytes(parameters=100, gradients=100)
 
 
 def test_a_tied_tensor_is_held_once_by_one_stage():
     whole = Partition((("mask", "embed", "block", "head"),))
-    assert fold(GRAPH, PROFILE, whole).state == (StateBytes(parameters=307, gradients=100),)
+    assert compute_stage_costs(GRAPH, PROFILE, whole).state == (StateBytes(parameters=307, gradients=100),)
 
 
 def test_the_optimizer_holds_copies_of_what_is_trained():
-    assert [state.optimizer for state in fold(GRAPH, PROFILE, TWO, optimizer_copies=2).state] == [200, 200]
+    assert [state.optimizer for state in compute_stage_costs(GRAPH, PROFILE, TWO, optimizer_copies=2).state] == [
+        200,
+        200,
+    ]
 
 
 def test_a_profile_of_another_graph_is_refused():
     with pytest.raises(GraphError, match="measured for another graph"):
-        fold(GRAPH, Profile(COSTS, 3331.0, "0" * 64, "cpu"), TWO)
+        compute_stage_costs(GRAPH, Profile(COSTS, 3331.0, "0" * 64, "cpu"), TWO)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import GraphError
-from penstock.ir import Edge, Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
+from penstock.ir import Edge, Graph, Node, StorageGroup, TensorSpec, Update, Value
 
 
 def value(name, *shape, dtype="float32", requires_grad=True):
@@ -19,7 +19,7 @@ def tiny_model(batch=2):
             Node("mask", ("ids",), (value("mask", batch, dtype="bool", requires_grad=False),), from_inputs=True),
             Node("embed", ("ids",), (value("embed", batch, 8),), parameters=("embed.weight",)),
             Node("block", ("embed", "mask", "embed"), (value("block", batch, 8),), ("block.weight",), ("block.count",)),
-            Node("head", ("block",), (value("logits", batch, 100),), ("head.weight",), origin=Origin(kind="Linear")),
+            Node("head", ("block",), (value("logits", batch, 100),), ("head.weight",), kind="Linear"),
         ),
         inputs=(value("ids", batch, dtype="int64", requires_grad=False),),
         outputs=("logits",),

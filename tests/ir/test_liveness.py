@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.ir import ADDED_LOSS, Graph, Node, TensorSpec, Value, trained
+from penstock.ir import ADDED_LOSS, Graph, Node, TensorSpec, Value, prune_gradients
 from penstock.runtime.adding import added_loss
 
 NEEDS, IS_FREE = TensorSpec((2, 3), requires_grad=True), TensorSpec((2, 3))
@@ -35,7 +35,7 @@ GRAPH = Graph(
     ],
 )
 def test_gradients_return_on_the_ways_to_a_root_or_to_what_adds_to_the_loss(roots, adding, expected) -> None:
-    found = trained(GRAPH, roots, adding)
+    found = prune_gradients(GRAPH, roots, adding)
     assert {value.name for one in found.nodes for value in one.makes if value.spec.requires_grad} == expected
 
 

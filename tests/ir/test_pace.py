@@ -5,7 +5,7 @@ import math
 import pytest
 
 from penstock.errors import CostError
-from penstock.ir import Cluster, Placement, codec
+from penstock.ir import Cluster, Placement, from_json, to_json
 
 
 def test_every_stage_is_as_slow_as_the_rank_that_holds_it():
@@ -15,7 +15,7 @@ def test_every_stage_is_as_slow_as_the_rank_that_holds_it():
 
 def test_slowness_is_saved_with_the_cluster():
     cluster = Cluster(3, slowness=(1, 2, 1))
-    assert codec.from_json(codec.to_json(cluster)) == cluster != Cluster(3)
+    assert from_json(to_json(cluster)) == cluster != Cluster(3)
 
 
 def test_a_placement_on_other_ranks_is_refused():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import GraphError
-from penstock.ir import Graph, Holds, Node, NodeBytes, NodeCost, Profile, TensorSpec, Value
+from penstock.ir import Graph, Node, NodeBytes, NodeCost, Profile, SavedTensors, TensorSpec, Value
 
 X, Y, Z = (Value(name, TensorSpec((2,), requires_grad=True)) for name in "xyz")
 GRAPH = Graph((Node("first", ("x",), (Y,)), Node("second", ("y",), (Z,))), (X,), ("z",))
@@ -72,7 +72,7 @@ def test_more_may_wait_for_the_weight_gradient_than_was_kept_as_gradients_wait_t
 @pytest.mark.parametrize("name", ["own", "late_own"])
 def test_nothing_less_than_nothing_is_held(name):
     with pytest.raises(GraphError, match=rf"{name} must be bytes, 0 or more \(bytes: -1\)"):
-        Holds(**{name: -1})
+        SavedTensors(**{name: -1})
 
 
 def test_equal_profiles_are_equal_and_hash_alike():

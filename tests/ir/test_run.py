@@ -7,10 +7,10 @@ import pytest
 
 from penstock.api.planning import schedule, simulate
 from penstock.errors import FormatError, RunError
-from penstock.ir import Run, StepFigures
+from penstock.ir import Run, StepMetrics
 from tests.ir.test_plan import PLAN
 
-STEPS = tuple(StepFigures(number, 3.0 - number / 10, seconds, 8) for number, seconds in enumerate((9.0, 2.0, 4.0, 3.0)))
+STEPS = tuple(StepMetrics(number, 3.0 - number / 10, seconds, 8) for number, seconds in enumerate((9.0, 2.0, 4.0, 3.0)))
 RUN = Run(PLAN, STEPS, (simulate(PLAN),), (5, 6), 1e-7, (("torch", "2.13.0"),))
 
 
@@ -38,9 +38,9 @@ def test_the_last_recorded_step_is_the_trace():
 
 @pytest.mark.parametrize("figure", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_is_kept_as_none(figure, tmp_path):
-    run = replace(RUN, steps=(StepFigures(0, figure, 1.0, 8, figure), StepFigures(1, 2.5, 1.0, 8)))
+    run = replace(RUN, steps=(StepMetrics(0, figure, 1.0, 8, figure), StepMetrics(1, 2.5, 1.0, 8)))
     run.save(tmp_path / "run.json")
-    assert Run.load(tmp_path / "run.json").steps[0] == StepFigures(0, None, 1.0, 8, None)
+    assert Run.load(tmp_path / "run.json").steps[0] == StepMetrics(0, None, 1.0, 8, None)
     assert run.losses == (2.5,)
 
 
@@ -65,4 +65,4 @@ def test_a_trace_of_other_ranks_is_refused():
 @pytest.mark.parametrize(("seconds", "samples"), [(math.nan, 8), (-1.0, 8), (1.0, -1)])
 def test_a_step_of_no_time_or_size_is_refused(seconds, samples):
     with pytest.raises(RunError, match=r"0 or more|0 samples or more"):
-        StepFigures(0, 1.0, seconds, samples)
+        StepMetrics(0, 1.0, seconds, samples)

@@ -9,9 +9,9 @@ from penstock.ir import (
     Schedule,
     Send,
     StageCosts,
-    chain_links,
-    length,
+    chain_dependencies,
     pass_seconds,
+    schedule_length,
     walk_passes,
 )
 
@@ -36,20 +36,22 @@ def test_what_is_no_pass_takes_no_time():
 def test_a_schedule_takes_as_long_as_its_staircase():
     # 0: F0 F1 .. .. B0 B0 .. B1 B1        1: .. F0 B0 B0 F1 B1 B1
     schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
-    assert length(schedule, StageCosts.uniform(2)).makespan == 9.0
+    assert schedule_length(schedule, StageCosts.uniform(2)).makespan == 9.0
 
 
 def test_all_forwards_first_takes_as_long_here():
     schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1")
-    ends = walk_passes(schedule.table, chain_links(schedule), pass_seconds(schedule.table, StageCosts.uniform(2))).ends
+    ends = walk_passes(
+        schedule.table, chain_dependencies(schedule), pass_seconds(schedule.table, StageCosts.uniform(2))
+    ).ends
     assert ends.tolist() == [1, 2, 7, 9, 2, 3, 5, 7]
 
 
 def test_a_weight_gradient_waits_for_nobody_but_its_own_rank():
     schedule = Schedule.from_csv("0F0,0I0,0W0\n1F0,1I0,1W0")
-    assert length(schedule, StageCosts.uniform(2)).makespan == 5.0
+    assert schedule_length(schedule, StageCosts.uniform(2)).makespan == 5.0
 
 
 def test_a_rank_that_needs_what_it_makes_later_blocks():
     schedule = Schedule.from_csv("0B0,0F0\n1F0,1B0")
-    assert walk_passes(schedule.table, chain_links(schedule)).blocked == {0: (0, 1), 1: (2, 1)}
+    assert walk_passes(schedule.table, chain_dependencies(schedule)).blocked == {0: (0, 1), 1: (2, 1)}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.ir import bytes_text, count_text, counted, harmless, percent_text, round_step, seconds_text
+from penstock.ir import bytes_text, count_text, counted, percent_text, printable, round_step, seconds_text
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_parameters_are_counted_in_thousands_millions_and_billions() -> None:
 
 
 def test_control_characters_are_shown_as_question_marks_and_lines_stay() -> None:
-    assert harmless("a\x1b]0;b\x07\nc\td\u202e") == "a?]0;b?\nc\td?"
+    assert printable("a\x1b]0;b\x07\nc\td\u202e") == "a?]0;b?\nc\td?"
 
 
 def test_one_is_singular() -> None:

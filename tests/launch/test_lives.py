@@ -12,7 +12,7 @@ def killed(rank: int = 1, step: int = 5, signal: str = "SIGKILL") -> Death:
 
 def raised(step: int = 5, summary: str = "KeyError: 'page 3'") -> Death:
     error = RunError("a rank failed", rank=0, step=step)
-    error.summary_of_rank = summary
+    error.rank_summary = summary
     return Death.of(error)
 
 

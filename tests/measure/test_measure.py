@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.ir import Profile, fold
+from penstock.ir import Profile, compute_stage_costs
 from penstock.measure import estimate, measure
 from penstock.measure.measure import calibration
 from penstock.measure.times import Times
@@ -68,7 +68,7 @@ def test_a_node_that_looks_like_others_and_takes_longer_is_found():
 
 def test_a_profile_fits_its_graph_and_any_cut_of_it():
     subject = solo(chain())
-    costs = fold(subject.graph, measure(subject, iterations=1), uniform(subject.graph, 3))
+    costs = compute_stage_costs(subject.graph, measure(subject, iterations=1), uniform(subject.graph, 3))
     assert min(*costs.forward, *costs.backward, *costs.activation_bytes) > 0
 
 

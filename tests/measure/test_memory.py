@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.ir import DeviceSpeed, Holds, fold
+from penstock.ir import DeviceSpeed, SavedTensors, compute_stage_costs
 from penstock.measure import estimate
 from penstock.measure.memory import Memory, memory_of
 from penstock.measure.timing import Timing
@@ -37,7 +37,7 @@ def test_the_bytes_of_nodes_make_exactly_those_of_stages(name: str) -> None:
     model, args, kwargs = ZOO[name]()
     subject = solo(model, *args, **kwargs)
     partition = uniform(subject.graph, 3)
-    costs = fold(subject.graph, estimate(subject, SPEED), partition)
+    costs = compute_stage_costs(subject.graph, estimate(subject, SPEED), partition)
     whole, parts = (held(subject, partition, is_split) for is_split in (False, True))
     assert costs.activation_bytes == tuple(each.kept for each in whole) == tuple(each.kept for each in parts)
     assert costs.weight_grad_bytes == tuple(each.late for each in parts)
@@ -48,7 +48,7 @@ def test_so_do_they_if_blocks_are_recomputed(name: str) -> None:
     model, args, kwargs = ZOO[name]()
     subject = solo(model, *args, **kwargs)
     partition = uniform(subject.graph, 2)
-    costs = fold(subject.graph, estimate(subject, SPEED), partition, recomputed=(0, 1))
+    costs = compute_stage_costs(subject.graph, estimate(subject, SPEED), partition, recomputed=(0, 1))
     found = held(subject, partition, True, recomputes=True)
     assert costs.activation_bytes == tuple(each.kept for each in found)
     assert costs.weight_grad_bytes == tuple(each.late for each in found)
@@ -56,16 +56,16 @@ def test_so_do_they_if_blocks_are_recomputed(name: str) -> None:
 
 def test_a_linear_holds_what_it_is_given_and_later_the_gradient_of_what_it_made() -> None:
     found = memory_by_node(solo(chain(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))))
-    assert found["1"].holds == Holds(values=("0",), late_values=("0",), late_gradients=("1",))
+    assert found["1"].holds == SavedTensors(values=("0",), late_values=("0",), late_gradients=("1",))
 
 
 def test_a_relu_holds_what_it_made_and_nothing_for_weights() -> None:
-    assert memory_by_node(solo(chain(nn.Linear(WIDTH, WIDTH), nn.ReLU())))["1"].holds == Holds(values=("1",))
+    assert memory_by_node(solo(chain(nn.Linear(WIDTH, WIDTH), nn.ReLU())))["1"].holds == SavedTensors(values=("1",))
 
 
 def test_what_no_other_node_sees_is_its_own() -> None:
     found = memory_by_node(solo(chain(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Sigmoid(), nn.Tanh()))))
-    assert found["1"].holds == Holds(own=VALUE, values=("1",))
+    assert found["1"].holds == SavedTensors(own=VALUE, values=("1",))
 
 
 def test_the_peak_counts_what_is_there_for_a_moment_only() -> None:
@@ -83,6 +83,8 @@ def test_a_model_without_numbers_holds_the_same() -> None:
             return nn.Sequential(layer, nn.TransformerEncoderLayer(WIDTH, 2, 4 * WIDTH, dropout=0.0, batch_first=True))
 
     here, there = (solo(model(device), torch.ones(2, 5, WIDTH, device=device)) for device in ("cpu", "meta"))
-    one, other = (fold(each.graph, estimate(each, SPEED), uniform(each.graph, 2)) for each in (here, there))
+    one, other = (
+        compute_stage_costs(each.graph, estimate(each, SPEED), uniform(each.graph, 2)) for each in (here, there)
+    )
     assert one.activation_bytes == other.activation_bytes
     assert one.weight_grad_bytes == other.weight_grad_bytes

@@ -4,7 +4,7 @@ import itertools
 import random
 from itertools import pairwise
 
-from penstock.ir import Graph, Holds, Node, NodeBytes, NodeCost, Profile, TensorSpec, Value
+from penstock.ir import Graph, Node, NodeBytes, NodeCost, Profile, SavedTensors, TensorSpec, Value
 
 
 def wild(seed, num_nodes, knows_held=False):
@@ -23,7 +23,7 @@ def wild(seed, num_nodes, knows_held=False):
         values += [value.name for value in made]
         from_inputs |= {value.name for value in made} if is_free else set()
         memory = NodeBytes(kept=draw.randint(0, 20))
-        holds = Holds(draw.randint(0, 9), tuple(value for value in (*reads, made[0].name) if value != "x"))
+        holds = SavedTensors(draw.randint(0, 9), tuple(value for value in (*reads, made[0].name) if value != "x"))
         seconds = (draw.choice([0, 1, 2, 3, 4 * draw.random()]), draw.choice([0, 1, 2, 3]))
         costs.append(NodeCost(f"n{at}", *seconds, 0.0, 0.0, memory, holds))
     outputs = tuple(dict.fromkeys((values[-1], draw.choice(values[1:]))))

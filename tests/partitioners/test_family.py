@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.graphs import chain
 from penstock.errors import PartitionError
-from penstock.ir import Cluster, Placement, StorageGroup, Update, Value, fold
+from penstock.ir import Cluster, Placement, StorageGroup, Update, Value, compute_stage_costs
 from penstock.partitioners import PARTITIONERS, Holding, Problem, divide, find
 from tests.partitioners.examples import wild
 
@@ -39,7 +39,7 @@ def test_stages_are_legal_as_many_as_placed_and_never_below_their_bounds(name, p
 def test_loads_are_the_sums_of_the_stages_of_a_rank(name):
     graph, profile = wild(7, 18)
     division = divide(name, Problem(graph, profile, Cluster(3), Placement.vee(3)))
-    costs = fold(graph, profile, division.partition)
+    costs = compute_stage_costs(graph, profile, division.partition)
     stages = [forward + backward for forward, backward in zip(costs.forward, costs.backward, strict=True)]
     sums = [sum(stages[stage] for stage in held) for held in division.placement.stages]
     assert division.load_seconds == pytest.approx(sums)
@@ -94,7 +94,7 @@ def test_no_rank_holds_more_than_its_memory_or_the_error_says_what_is_short(name
     graph, profile = wild(3, 14)
     holding = Holding(in_flight=2, optimizer_copies=2)
     division = divide(name, Problem(graph, profile, Cluster(4, memory=800), holding=holding))
-    costs = fold(graph, profile, division.partition, optimizer_copies=2)
+    costs = compute_stage_costs(graph, profile, division.partition, optimizer_copies=2)
     held = [each.total + 2 * kept for each, kept in zip(costs.state, costs.activation_bytes, strict=True)]
     assert max(sum(held[stage] for stage in stages) for stages in division.placement.stages) <= 800
     with pytest.raises(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.graphs import chain
-from penstock.ir import Cluster, Link, Placement, TensorSpec, Value, fold
+from penstock.ir import Cluster, Link, Placement, TensorSpec, Value, compute_stage_costs
 from penstock.partitioners import Holding, Problem
 from penstock.partitioners.atoms.windows import Box
 from penstock.partitioners.search.bill import Rates
@@ -38,7 +38,7 @@ def test_seconds_and_bytes_of_stages_are_those_of_fold(knows_held):
     for problem, bounds in wild_problems(100, knows_held):
         judged = Judged(problem, problem.atoms, stages_of(bounds))
         partition = partition_of(problem, problem.atoms, judged.stage)
-        costs = fold(problem.graph, problem.profile, partition, optimizer_copies=2)
+        costs = compute_stage_costs(problem.graph, problem.profile, partition, optimizer_copies=2)
         assert judged.stage_seconds == pytest.approx(np.add(costs.forward, costs.backward))
         state = [each.total for each in costs.state]
         assert judged.memory == pytest.approx(np.add(state, np.multiply((3, 2, 1), costs.activation_bytes)))

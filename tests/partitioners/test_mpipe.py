@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.graphs import chain
-from penstock.ir import Cluster, Origin, Placement
+from penstock.ir import Cluster, Placement
 from penstock.partitioners import Holding, MPipe, Problem, divide
 from penstock.partitioners.search.blocks import block_of, dealt, pieces
 
@@ -52,7 +52,7 @@ def test_a_block_is_named_up_to_its_number():
 def test_pieces_are_blocks_joined_where_they_are_light():
     graph, profile = chain([1, 1, 5, 5, 2, 2, 3])
     modules = ["a.0.x", "a.0.y", "a.1.x", "a.1.y", "a.2.x", "a.2.y", "b"]
-    nodes = [replace(node, origin=Origin(module)) for node, module in zip(graph.nodes, modules, strict=True)]
+    nodes = [replace(node, module=module) for node, module in zip(graph.nodes, modules, strict=True)]
     graph = replace(graph, nodes=tuple(nodes))
     atoms = Problem(graph, replace(profile, fingerprint=graph.fingerprint), Cluster(1)).atoms
     assert pieces(graph, atoms, 4) == [0, 2, 4, 6, 7]

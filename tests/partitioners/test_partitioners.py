@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import PartitionError
-from penstock.ir import Graph, Node, Origin, StorageGroup, TensorSpec, Update, Value
+from penstock.ir import Graph, Node, StorageGroup, TensorSpec, Update, Value
 from penstock.partitioners import by_modules, cut_after, cut_before, uniform
 from penstock.partitioners.contiguous import cut_places
 
@@ -17,7 +17,7 @@ def chain(*names, storage=()):
     nodes, last = [], "x"
     for name in names:
         parameters = (f"{name}.weight",) if "." in name else ()
-        nodes.append(Node(name, (last,), (Value(name, SPEC),), parameters, origin=Origin(name.partition("/")[0])))
+        nodes.append(Node(name, (last,), (Value(name, SPEC),), parameters, module=name.partition("/")[0]))
         last = name
     parameters = tuple(Value(p, SPEC) for node in nodes for p in node.parameters)
     return Graph(tuple(nodes), (Value("x", SPEC),), (last,), parameters, storage=storage)

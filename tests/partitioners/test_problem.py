@@ -95,7 +95,7 @@ def test_moving_a_cut_by_one_node_is_told_with_what_it_gives():
 
 
 def test_a_module_stands_for_its_nodes():
-    nodes = [replace(node, origin=replace(node.origin, module=f"m.{at // 3}")) for at, node in enumerate(GRAPH.nodes)]
+    nodes = [replace(node, module=f"m.{at // 3}") for at, node in enumerate(GRAPH.nodes)]
     graph = replace(GRAPH, nodes=tuple(nodes))
     profile = replace(PROFILE, fingerprint=graph.fingerprint)
     division = divide("linear", Problem(graph, profile, Cluster(3), together=(("m.0",), ("m.1",), ("m.2",))))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from penstock.ir import Graph, Node, NodeBytes, NodeCost, Origin, Profile, TensorSpec, Value
+from penstock.ir import Graph, Node, NodeBytes, NodeCost, Profile, TensorSpec, Value
 from penstock.planner import Measured
 
 SPEC = TensorSpec((4, 8), requires_grad=True)
@@ -16,7 +16,7 @@ def chain(layers: int) -> Graph:
     reads = ["x", *names]
     return Graph(
         nodes=tuple(
-            Node(name, (read,), (Value(name, SPEC),), (f"{name}.weight",), origin=Origin(name, "Linear", True))
+            Node(name, (read,), (Value(name, SPEC),), (f"{name}.weight",), module=name, kind="Linear", is_leaf=True)
             for name, read in zip(names, reads, strict=False)
         ),
         inputs=(Value("x", TensorSpec((4, 8))),),

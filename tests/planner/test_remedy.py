@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.ir import Cluster, Graph, Link, Node, Plan, Profile, TensorSpec, Value, fold
+from penstock.ir import Cluster, Graph, Link, Node, Plan, Profile, TensorSpec, Value, compute_stage_costs
 from penstock.planner import Measured, Request, Watch, search
 from penstock.planner.remedy import Remedy, call, remedy
 from penstock.planner.spreading import spread
@@ -23,7 +23,7 @@ def plan_of(cluster: Cluster, schedule: str = "1f1b") -> Plan:
 def test_spread_costs_are_those_of_the_stages(cluster):
     plan = plan_of(cluster)
     costs = plan.costs_on(Cluster(4))
-    found = fold(plan.graph, spread(plan, costs), plan.partition, placement=plan.schedule.placement)
+    found = compute_stage_costs(plan.graph, spread(plan, costs), plan.partition, placement=plan.schedule.placement)
     assert found.forward == pytest.approx(costs.forward)
     assert found.backward == pytest.approx(costs.backward)
 

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 import penstock
-from penstock.ir import Cluster, Partition, Placement, Plan, StageCosts, fold
+from penstock.ir import Cluster, Partition, Placement, Plan, StageCosts, compute_stage_costs
 from penstock.planner import Problem, Request, search, synthesise, unsplit
 from penstock.planner.synthesis.exact import prove
 from penstock.planner.synthesis.words import words_of
@@ -53,7 +53,7 @@ def test_no_cut_into_runs_is_faster_than_the_one_that_is_found():
     seconds = []
     for first, second in combinations(range(1, 12), 2):
         partition = Partition((tuple(NAMES[:first]), tuple(NAMES[first:second]), tuple(NAMES[second:])))
-        costs = fold(*LAYERS, partition, placement=Placement.loop(3))
+        costs = compute_stage_costs(*LAYERS, partition, placement=Placement.loop(3))
         seconds.append(penstock.simulate(schedule, costs, cluster).makespan)
     assert planned(cluster, microbatches=6).predicted.makespan == pytest.approx(min(seconds))
 

@@ -1,6 +1,6 @@
 """refill: weight gradients move into gaps, everything else stays in order."""
 
-from penstock.ir import Kind, Schedule, StageCosts, length
+from penstock.ir import Kind, Schedule, StageCosts, schedule_length
 from penstock.passes import verify
 from penstock.schedules import build
 from penstock.schedules.weights import refill
@@ -20,7 +20,10 @@ def test_a_rank_that_would_wait_runs_a_weight_gradient_instead():
     costs = StageCosts(forward=(1, 1), input_grad=(1, 3), weight_grad=(2, 1))
     filled = refill(Schedule.from_csv(WAITING), costs)
     assert str(filled).splitlines()[0] == "0F0 0F1 0I0 0W0 0I1 0W1"
-    assert (length(Schedule.from_csv(WAITING), costs).makespan, length(filled, costs).makespan) == (14.0, 12.0)
+    assert (schedule_length(Schedule.from_csv(WAITING), costs).makespan, schedule_length(filled, costs).makespan) == (
+        14.0,
+        12.0,
+    )
 
 
 def test_forwards_and_input_gradients_keep_their_order():

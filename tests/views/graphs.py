@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from penstock.ir import Graph, Node, Origin, Partition, TensorSpec, Value
+from penstock.ir import Graph, Node, Partition, TensorSpec, Value
 
 HIDDEN = TensorSpec((2, 8, 4), requires_grad=True)
 """256 bytes"""
@@ -15,13 +15,13 @@ LOSS = TensorSpec((), requires_grad=True)
 
 def block(name: str, *reads: str, makes: TensorSpec = HIDDEN, kind: str = "Block") -> Node:
     """A module with a weight."""
-    return Node(name, reads, (Value(name, makes),), (f"{name}.weight",), origin=Origin(name, kind))
+    return Node(name, reads, (Value(name, makes),), (f"{name}.weight",), module=name, kind=kind)
 
 
 def function(name: str, *reads: str, makes: TensorSpec = HIDDEN, free: bool = False) -> Node:
     """A function in the forward of the module before the slash."""
     module, _, kind = name.rpartition("/")
-    return Node(name, reads, (Value(name, makes),), from_inputs=free, origin=Origin(module, kind.partition("@")[0]))
+    return Node(name, reads, (Value(name, makes),), from_inputs=free, module=module, kind=kind.partition("@")[0])
 
 
 def graph(*nodes: Node, inputs: tuple[Value, ...], outputs: tuple[str, ...], tied: tuple[str, ...] = ()) -> Graph:

@@ -8,7 +8,6 @@ from penstock.ir import (
     Cluster,
     Graph,
     Node,
-    Origin,
     Partition,
     Plan,
     Prediction,
@@ -16,7 +15,7 @@ from penstock.ir import (
     Search,
     StageCosts,
     StateBytes,
-    StepFigures,
+    StepMetrics,
     TensorSpec,
     Value,
 )
@@ -34,7 +33,7 @@ def chain(num_nodes: int, name: str = "layers.{}") -> Graph:
     made = [Value(name.format(place), TensorSpec((4, 8), requires_grad=True)) for place in range(num_nodes)]
     weights = tuple(Value(f"{value.name}.weight", TensorSpec((8, 8), requires_grad=True)) for value in made)
     nodes = [
-        Node(value.name, (before.name,), (value,), (weight.name,), origin=Origin(value.name, "Block", is_leaf=True))
+        Node(value.name, (before.name,), (value,), (weight.name,), module=value.name, kind="Block", is_leaf=True)
         for value, weight, before in zip(made, weights, [Value("x", made[0].spec), *made], strict=False)
     ]
     return Graph(tuple(nodes), (Value("x", TensorSpec((4, 8))),), (made[-1].name,), weights)
@@ -64,7 +63,7 @@ def contents(plan: Plan | None = None, *, trained: bool = True) -> Contents:
     """What is shown of a plan; with a recorded step that took a little longer."""
     plan = plan or planned()
     predicted = simulate(lower(plan.schedule), plan.costs, plan.cluster)
-    steps = tuple(StepFigures(step, 6.0 - step / 4, 0.3 + step / 100, 32) for step in range(8))
+    steps = tuple(StepMetrics(step, 6.0 - step / 4, 0.3 + step / 100, 32) for step in range(8))
     peaks = (20 * MIB,) * plan.num_ranks
     run = Run(plan, steps, (jittered(predicted),), peaks, 2.5e-7, (("torch", "2.13.0"),)) if trained else None
     advice = (Advice("schedule zb_h1", 0.1, 0.125, "another order"),)

@@ -1,6 +1,6 @@
 """Parts and repeats: what is gathered into one, and what is kept apart so that no connection is lost."""
 
-from penstock.ir import Graph, Origin, Value
+from penstock.ir import Graph, Value
 from penstock.views import Staged
 from penstock.views.flow import Flow
 from tests.views.graphs import HIDDEN, IDS, block, cut, decoder, function, graph, unet
@@ -97,7 +97,7 @@ def test_tied_parameters_count_once() -> None:
 
 def test_a_function_with_a_parameter_is_a_block() -> None:
     used = function("/expand")
-    used = used.__class__(used.name, (), used.makes, ("token",), origin=Origin("", "expand"))
+    used = used.__class__(used.name, (), used.makes, ("token",), kind="expand")
     whole = graph(used, function("/a", "/expand"), function("/b", "/a"), inputs=X, outputs=("/b",))
     assert shown(whole) == [("/expand", "expand"), ("/a … b", "glue: 2 functions")]
 

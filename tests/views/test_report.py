@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import ViewError
-from penstock.ir import Cluster, StepFigures
+from penstock.ir import Cluster, StepMetrics
 from penstock.views import Contents, Report
 from penstock.views.report import MAX_BYTES
 from tests.views.reports import contents, planned
@@ -166,7 +166,7 @@ def test_a_limit_that_differs_between_ranks_is_not_drawn_as_one_line() -> None:
 
 def test_a_run_without_a_recorded_step_or_finite_losses_is_shown_as_far_as_it_goes() -> None:
     shown = contents()
-    steps = (StepFigures(0, float("nan"), 0.4, 0),)
+    steps = (StepMetrics(0, float("nan"), 0.4, 0),)
     page = words(Report()(replace(shown, run=replace(shown.run, steps=steps, traces=(), peaks=()))))
     assert "measured step 400 ms" in page
     assert "throughput" not in page

@@ -14,7 +14,7 @@ def atomise(graph: Graph, profile: Profile, groups: list[list[int]], optimizer_c
     atom, home = number_nodes(graph, groups)
     costs = [profile[node.name] for node in graph.nodes]
     seconds = np.array([cost.forward + cost.backward for cost in costs])
-    kept = np.array([cost.holds.own if profile.held else cost.memory.kept for cost in costs], dtype=np.float64)
+    kept = np.array([cost.saved.own if profile.held else cost.memory.kept for cost in costs], dtype=np.float64)
     real, free = np.flatnonzero(atom >= 0), np.flatnonzero(atom < 0)
     nodes: list[list[int]] = [[] for _ in range(int(atom.max()) + 1)]
     for place, owner in zip(real.tolist(), atom[real].tolist(), strict=True):
@@ -150,7 +150,7 @@ def _held(graph: Graph, profile: Profile, runs: Pairs) -> Held:
     uses = [
         (number[name], user)
         for place, user in runs
-        for value in profile[graph.nodes[place].name].holds.values
+        for value in profile[graph.nodes[place].name].saved.values
         if (name := first.get(value, value)) in number
     ]
     pairs = np.array(uses, dtype=np.int64).reshape(-1, 2)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.errors import CostError, ScheduleError
-from penstock.ir import MAX_MICROBATCHES, Cluster, Cuts, Placement, StageCosts, whole
+from penstock.ir import MAX_MICROBATCHES, Cluster, Cuts, Placement, StageCosts, as_int
 
 OBJECTIVES = ("makespan", "span")
 
@@ -23,7 +23,7 @@ class Problem:
     objective: str = "makespan"
 
     def __post_init__(self) -> None:
-        if not 1 <= (whole(self.num_microbatches) or 0) <= MAX_MICROBATCHES:
+        if not 1 <= (as_int(self.num_microbatches) or 0) <= MAX_MICROBATCHES:
             raise ScheduleError("microbatches out of range", microbatches=repr(self.num_microbatches))
         if self.objective not in OBJECTIVES:
             raise ScheduleError("unknown objective", objective=repr(self.objective), hint=f"one of {OBJECTIVES}")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.capture import Recording
 from penstock.errors import RunError
-from penstock.ir import Pack, Ref, Tree, take_apart
+from penstock.ir import Container, Ref, Tree, take_apart
 
 _HINT = "loss_fn=..., or give the model its labels so that it returns a loss: a scalar, or first or named `loss`"
 
@@ -53,7 +53,7 @@ def _found(thing: Any, parts_of: Callable[[Any], Any], is_scalar: Callable[[Any]
 
 
 def _tree_parts(tree: Tree) -> tuple[Sequence[Any], Sequence[Any]] | None:
-    return (tree.keys, tree.items) if isinstance(tree, Pack) else None
+    return (tree.keys, tree.items) if isinstance(tree, Container) else None
 
 
 def _shown(thing: Any) -> str:
@@ -64,7 +64,7 @@ def _shown(thing: Any) -> str:
 
 
 def _shown_tree(recording: Recording, tree: Tree) -> str:
-    if isinstance(tree, Pack):
+    if isinstance(tree, Container):
         items = [_shown_tree(recording, item) for item in tree.items]
         return _listed(recording.live[tree.kind].__name__, tree.keys, items)
     return f"tensor{list(recording.graph.spec(tree.value).shape)}" if isinstance(tree, Ref) else type(tree).__name__

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.ir import Run, bytes_text, counted, figure, percent_text, seconds_text
+from penstock.ir import Run, bytes_text, counted, number_text, percent_text, seconds_text
 from penstock.views.page.contents import Contents
 
 _FULL = 1.0
@@ -35,7 +35,7 @@ def _predicted(contents: Contents) -> Card:
     one_pass = sum(costs.forward) + sum(costs.backward)
     alone = contents.plan.num_microbatches * one_pass
     seen = contents.plan.predicted.makespan
-    faster = f"{figure(alone / seen, 3)} × as fast as one rank" if seen and contents.plan.num_ranks > 1 else ""
+    faster = f"{number_text(alone / seen, 3)} × as fast as one rank" if seen and contents.plan.num_ranks > 1 else ""
     return Card("predicted step", seconds_text(seen, 3), faster)
 
 
@@ -51,11 +51,11 @@ def _measured(contents: Contents, run: Run) -> Iterator[Card]:
         ratio = seconds / predicted
         off = abs(ratio - 1)
         tone = "good" if off <= _CLOSE else "fair" if off <= _FAR else "bad"
-        note = f"{figure(ratio, 3)} × the prediction, {note}"
+        note = f"{number_text(ratio, 3)} × the prediction, {note}"
     yield Card("measured step", seconds_text(seconds, 3), note, tone)
     samples = run.steps[-1].samples
     if samples and whole:
-        yield Card("throughput", f"{figure(samples / whole, 3)} /s", f"samples, {samples} in a step")
+        yield Card("throughput", f"{number_text(samples / whole, 3)} /s", f"samples, {samples} in a step")
 
 
 def _bubble(contents: Contents) -> Card:
@@ -90,7 +90,7 @@ def _training(run: Run) -> Iterator[Card]:
         lost = len(run.steps) - len(losses)
         note = f"{counted(len(run.steps), 'step')}" + (f", {lost} without a finite loss" if lost else "")
         tone = "bad" if lost else "good" if losses[-1] < losses[0] else "fair"
-        yield Card("loss", f"{figure(losses[0], 3)} → {figure(losses[-1], 3)}", note, tone)
+        yield Card("loss", f"{number_text(losses[0], 3)} → {number_text(losses[-1], 3)}", note, tone)
     if run.largest_difference is not None:
         shown = f"{run.largest_difference:.1e}".replace("e-0", "e-") if run.largest_difference else "0"
         yield Card("largest difference", shown, "relative, to the unsplit model")

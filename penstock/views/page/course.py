@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from penstock.ir import Kind, Run, figure, round_step, seconds_unit
+from penstock.ir import Kind, Run, number_text, round_step, seconds_unit
 from penstock.views.drawing import Area, Drawing, Label, Line
 from penstock.views.page.theme import AREA
 from penstock.views.palette import FAINT, KINDS, RULE
@@ -70,5 +70,5 @@ def _scale(low: float, high: float, unit: str) -> tuple[list[Line], list[Label]]
         value = low + number * step
         y = TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low)
         lines.append(Line(((LEFT, y), (WIDTH - RIGHT, y)), RULE, 0.7))
-        labels.append(Label(LEFT - 8, y, f"{figure(value, 3)}{unit}", FAINT, SIZE, "end"))
+        labels.append(Label(LEFT - 8, y, f"{number_text(value, 3)}{unit}", FAINT, SIZE, "end"))
     return lines, labels
