@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import penstock
-from penstock.runtime import Arrival
+from penstock.runtime import RecvSlot
 from penstock.runtime.compile import Prepared
 
 
@@ -57,28 +57,28 @@ def watched(pipeline: penstock.Pipeline, size: int) -> Iterator[Peaks]:
     """The peaks of the steps inside; each kind of step must have been taken before."""
     engine, peaks = pipeline._engine, Peaks()
     (prepared,) = (one for course in engine._courses._made.values() for one in course.prepared)
-    lookout, storages = engine._crew.lookout, Storages(size)
-    tell = lookout.works
+    monitor, storages = engine._groups.monitor, Storages(size)
+    tell = monitor.working
 
     def works(code: int) -> None:
         peaks.note(size * (len(storages.alive) - len(storages.alive & _leaving(prepared))), _posted(prepared))
         tell(code)
 
-    lookout.works = works
+    monitor.working = works
     try:
         with storages:
             yield peaks
     finally:
-        lookout.works = tell
+        monitor.working = tell
 
 
 def _leaving(prepared: Prepared) -> set[int]:
     """The storages of gradients that are sent, or about to be."""
-    gradients = [end for end in prepared.departures if end.route.way[0] > end.route.way[1]]
+    gradients = [end for end in prepared.departures if end.route.key[0] > end.route.key[1]]
     return {tensor.untyped_storage()._cdata for departure in gradients for tensor in departure.held}
 
 
 def _posted(prepared: Prepared) -> int:
     """Bytes of the buffers of messages that are not yet here."""
-    arrivals = [box for box in prepared.boxes if isinstance(box, Arrival)]
+    arrivals = [box for box in prepared.boxes if isinstance(box, RecvSlot)]
     return sum(buffer.nbytes for arrival in arrivals for buffer in arrival.held)

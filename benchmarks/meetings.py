@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import penstock
 from benchmarks.table import Line, Table
-from penstock.runtime import Crew, Meeting, Occasion
-from penstock.runtime.row import ROW_BYTES
+from penstock.runtime import ProcessGroups, RankSync, SyncRequest
+from penstock.runtime.sync import ROW_BYTES
 
 _DEADLINE_SECONDS = 60.0
 
@@ -30,15 +30,15 @@ def costs(ranks: tuple[int, ...] = (2, 4, 8), turns: int = 8, times: int = 50) -
             yield Line((*cells, f"{cpu / other:.2f}"), cpu / other, 1.0, at_least=False)
 
     columns = ("", "CPU", "all_gather", "time", "all_gather", "CPU ratio")
-    return Table("a meeting of all ranks beside an all_gather, microseconds", columns, lines())
+    return Table("a sync of all ranks beside an all_gather, microseconds", columns, lines())
 
 
 def _measured(turns: int, times: int) -> tuple[float, float, float, float]:
-    """CPU seconds of a meeting and of an all_gather, then the seconds of both, on this rank."""
-    crew = Crew.of_world(dist.get_world_size(), _DEADLINE_SECONDS)
-    meeting, own = Meeting(crew), torch.zeros(ROW_BYTES, dtype=torch.uint8)
+    """CPU seconds of a sync and of an all_gather, then the seconds of both, on this rank."""
+    groups = ProcessGroups.of_world(dist.get_world_size(), _DEADLINE_SECONDS)
+    sync, own = RankSync(groups), torch.zeros(ROW_BYTES, dtype=torch.uint8)
     pairs = [
-        (_timed(lambda: meeting.hold(Occasion("step", 0)), times), _timed(lambda: crew.gather(own), times))
+        (_timed(lambda: sync.exchange(SyncRequest("step", 0)), times), _timed(lambda: groups.gather(own), times))
         for _ in range(turns)
     ]
     (cpu, seconds), (other, others) = (map(min, zip(*side, strict=True)) for side in zip(*pairs, strict=True))

@@ -4,13 +4,15 @@ import hashlib
 from typing import Any
 
 from penstock.ir import Plan, from_json, to_json
-from penstock.runtime import Crew, Form, Meeting, RunOptions
+from penstock.runtime import Agreement, ProcessGroups, RankSync, RunOptions
 
 _DIGITS = 12
 """of a digest, so that a float holds it exactly"""
 
 
-def agreed(plan: Plan, crew: Crew, meeting: Meeting, loss_fn: object, options: RunOptions, **choices: Any) -> Plan:
+def agreed(
+    plan: Plan, groups: ProcessGroups, sync: RankSync, loss_fn: object, options: RunOptions, **choices: Any
+) -> Plan:
     """The plan that all ranks follow, after they have compared what they were given.
 
     Ranks that searched for a plan, each by what it measured, may have found different ones for the same wishes: then
@@ -27,9 +29,9 @@ def agreed(plan: Plan, crew: Crew, meeting: Meeting, loss_fn: object, options: R
         "check_inputs_every": options.check_inputs_every,
         "restore_gradients": options.restore_gradients,
     }
-    if meeting.found(Form.of_options(given), int(_digest(repr(lines).encode()), 16)):
+    if sync.establish(Agreement.of_options(given), int(_digest(repr(lines).encode()), 16)):
         return plan
-    return from_json(crew.tell_all(to_json(plan)), Plan)
+    return from_json(groups.broadcast_text_to_all(to_json(plan)), Plan)
 
 
 def _lines(plan: Plan) -> dict[str, object]:

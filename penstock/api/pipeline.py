@@ -23,19 +23,18 @@ from penstock.errors import CheckpointError, RunError
 from penstock.ir import Plan
 from penstock.planner import with_microbatches
 from penstock.runtime import (
-    MOST_FIGURES,
+    MAX_REDUCED,
     BatchCutter,
-    Crew,
-    Ending,
     Engine,
-    Figures,
     GradScaler,
-    Meeting,
+    LossHead,
     ModelPart,
-    Occasion,
+    ProcessGroups,
+    RankSync,
     Result,
     RunOptions,
-    Said,
+    SyncRequest,
+    SyncVote,
     Weighing,
     check_alike,
     check_clipping,
@@ -77,21 +76,21 @@ class Pipeline:
         check_split(split, model)
         self.num_steps = 0
         """how many steps were taken; part of what seeds random numbers"""
-        crew = _crew(plan, mesh, local, options.deadline_seconds)
-        self._meeting = Meeting(crew)
+        groups = _groups(plan, mesh, local, options.deadline_seconds)
+        self._sync = RankSync(groups)
         choices = {"reduction": reduction, "inputs": inputs, "split": split or {}, "scaler": _numbers(scaler)}
-        self.plan = plan = agreed(plan, crew, self._meeting, loss_fn, options, **choices)
+        self.plan = plan = agreed(plan, groups, self._sync, loss_fn, options, **choices)
         parallelize = _parallelize(parallelize_fn, mesh)
-        self._part = part = ModelPart(model, plan, crew, parallelize, options.restore_gradients)
+        self._part = part = ModelPart(model, plan, groups, parallelize, options.restore_gradients)
         weighing = Weighing(part.captured, part.replicas, loss_fn, reduction, part.elsewhere)
-        self._saver = Saver(part, self._meeting)
+        self._saver = Saver(part, self._sync)
         if scaler is not None:
-            scaler.bind(self._meeting)
-        self._ending = ending = Ending(part.captured, weighing, scaler)
+            scaler.bind(self._sync)
+        self._ending = ending = LossHead(part.captured, weighing, scaler)
 
         def engine(plan: Plan) -> Engine:
             cutter = BatchCutter(part, plan, inputs, split or {}, loss_fn is not None)
-            return Engine(part, self._meeting, ending, cutter, options)
+            return Engine(part, self._sync, ending, cutter, options)
 
         self._engine_of = engine
         self._engine = engine(plan)
@@ -100,7 +99,7 @@ class Pipeline:
         self, *args: Any, target: Any = None, return_outputs: bool = False, record: bool = False, **kwargs: Any
     ) -> Result:
         """Forward and backward of one whole batch, the same call on every rank; gradients add to those there."""
-        self._saver.check(Occasion("step", self.num_steps))
+        self._saver.check(SyncRequest("step", self.num_steps))
         if self._ending.scaler is not None:
             self._ending.scaler.begin()
         result = self._engine.train((args, kwargs, target), self.num_steps, bool(return_outputs), bool(record))
@@ -127,36 +126,36 @@ class Pipeline:
         Gradients that a scaler has scaled and not yet unscaled are measured without their scale.
         """
         limit, power = check_clipping(max_norm, norm_type)
-        occasion = Occasion("clip_grad_norm_", self.num_steps, f"{limit:g}, {power:g}")
-        scale = self._scale(occasion)
+        request = SyncRequest("clip_grad_norm_", self.num_steps, f"{limit:g}, {power:g}")
+        scale = self._scale(request)
         # A parameter that several ranks have is counted by one of them and scaled by all.
-        norm = global_norm(self._meeting, occasion, self._part.gradients(counted=True), power) / scale
+        norm = global_norm(self._sync, request, self._part.gradients(counted=True), power) / scale
         clip(self._part.gradients(), norm, limit)
-        self._meeting.close()
+        self._sync.close()
         return norm
 
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that speaks for all: the first of the first replica."""
-        return self._part.crew.rank == 0 and self._part.crew.replica == 0
+        return self._part.groups.rank == 0 and self._part.groups.replica == 0
 
     def largest(self, *values: float) -> tuple[float, ...]:
         """The largest of each value over all ranks, at most four, on every rank: such as whether one wants to stop."""
-        if len(values) > MOST_FIGURES:
-            raise RunError("so many values cannot be compared at once", values=len(values), limit=MOST_FIGURES)
-        figures = Figures(maxes=tuple(map(float, values)))
-        heard = self._meeting.hold(Occasion("largest", self.num_steps, str(len(values))), Said(figures=figures))
-        self._meeting.close()
-        return heard.figures.maxes[: len(values)]
+        if len(values) > MAX_REDUCED:
+            raise RunError("so many values cannot be compared at once", values=len(values), limit=MAX_REDUCED)
+        request = SyncRequest("largest", self.num_steps, str(len(values)))
+        result = self._sync.exchange(request, SyncVote(maxes=tuple(map(float, values))))
+        self._sync.close()
+        return result.maxes[: len(values)]
 
-    def _scale(self, occasion: Occasion) -> float:
+    def _scale(self, request: SyncRequest) -> float:
         """By how much gradients are too large at present."""
         if self._ending.scaler is None:
             return 1.0
         try:
             return self._ending.scaler.scale_of(self.parameters())
         except RunError as error:
-            self._meeting.refuse(occasion, error)
+            self._sync.refuse(request, error)
             raise
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -178,9 +177,9 @@ class Pipeline:
     def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
         """The whole model's parameters and buffers in host memory, on rank 0 or everywhere; elsewhere empty."""
         options = "everywhere=True" if everywhere else ""
-        self._meeting.hold(Occasion("full_state_dict", self.num_steps, options))
-        found = collect(self._part.crew, self._part.state_dict(), self._part.device, bool(everywhere))
-        self._meeting.close()
+        self._sync.exchange(SyncRequest("full_state_dict", self.num_steps, options))
+        found = collect(self._part.groups, self._part.state_dict(), self._part.device, bool(everywhere))
+        self._sync.close()
         return found
 
     def save(
@@ -210,7 +209,7 @@ class Pipeline:
         try:
             return SaveOptions(keep, asynchronous)
         except CheckpointError as error:
-            self._meeting.refuse(Occasion("save", self.num_steps), error)
+            self._sync.refuse(SyncRequest("save", self.num_steps), error)
             raise
 
     def wait_for_save(self) -> None:
@@ -228,8 +227,8 @@ class Pipeline:
         """
         self._saver.wait(self.num_steps)
         wanted = Wanted(optimizer, scheduler, self._ending.scaler, bool(random_state))
-        loaded = Loader(self._part, self._meeting, self.plan).load(path, self.num_steps, wanted)
-        check_alike(self.plan, self._part.tied, self._part.crew)
+        loaded = Loader(self._part, self._sync, self.plan).load(path, self.num_steps, wanted)
+        check_alike(self.plan, self._part.tied, self._part.groups)
         self.num_steps = self.num_steps if loaded.step is None else loaded.step
         return loaded
 
@@ -253,14 +252,14 @@ def _numbers(scaler: GradScaler | None) -> tuple[float, ...] | None:
     return scaler.scale, scaler.growth_factor, scaler.backoff_factor, scaler.growth_interval
 
 
-def _crew(plan: Plan, mesh: Any, local: bool, deadline_seconds: float) -> Crew:
+def _groups(plan: Plan, mesh: Any, local: bool, deadline_seconds: float) -> ProcessGroups:
     if local:
-        return Crew.inside(plan.num_ranks)
+        return ProcessGroups.local(plan.num_ranks)
     if not dist.is_available() or not dist.is_initialized():
         raise RunError(
             "torch.distributed is not initialised",
             hint="penstock.launch(fn, ranks), torchrun, or Pipeline(..., local=True)",
         )
     if mesh is not None:
-        return Crew.of_mesh(mesh, plan.num_ranks, deadline_seconds)
-    return Crew.of_world(plan.num_ranks, deadline_seconds)
+        return ProcessGroups.of_mesh(mesh, plan.num_ranks, deadline_seconds)
+    return ProcessGroups.of_world(plan.num_ranks, deadline_seconds)

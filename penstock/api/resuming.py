@@ -29,7 +29,7 @@ from penstock.checkpoint import (
 )
 from penstock.errors import CheckpointError, DamagedError
 from penstock.ir import Plan
-from penstock.runtime import Figures, Meeting, ModelPart, Occasion, Said, spread, unsaved_names
+from penstock.runtime import ModelPart, RankSync, SyncRequest, SyncVote, spread, unsaved_names
 
 Result = TypeVar("Result")
 
@@ -56,23 +56,23 @@ class Ready:
 class Loader:
     """Reads checkpoints for one Pipeline."""
 
-    def __init__(self, part: ModelPart, meeting: Meeting, plan: Plan) -> None:
-        self._part, self._meeting, self._plan = part, meeting, plan
+    def __init__(self, part: ModelPart, sync: RankSync, plan: Plan) -> None:
+        self._part, self._sync, self._plan = part, sync, plan
 
     def load(self, path: Any, step: int, wanted: Wanted) -> Loaded:
         """Read the newest good checkpoint, and put it in place on all ranks."""
-        occasion = Occasion("load", step)
-        with all_or_none(self._meeting, occasion):
+        request = SyncRequest("load", step)
+        with all_or_none(self._sync, request):
             is_foreign = is_hugging_face(path)
             if is_foreign:
                 _check_foreign(wanted)
             elif wanted.optimizer is not None:
                 check_optimizer(wanted.optimizer, parameter_names(self._part))
-        found = told_by_first(self._part.crew, lambda: json.dumps(_names(Path(path), is_foreign)), occasion)
+        found = told_by_first(self._part.groups, lambda: json.dumps(_names(Path(path), is_foreign)), request)
         names = json.loads(found)
         skipped: list[str] = []
         for place, name in enumerate(names):
-            ready = self._attempt(Path(path) / name, wanted, Occasion("load", step, name), place + 1 == len(names))
+            ready = self._attempt(Path(path) / name, wanted, SyncRequest("load", step, name), place + 1 == len(names))
             if isinstance(ready, Ready):
                 if skipped:
                     self._warn(skipped, name)
@@ -81,15 +81,15 @@ class Loader:
             skipped.append(f"{name}: {ready}")
         raise AssertionError("the last one is read or refused")
 
-    def _attempt(self, directory: Path, wanted: Wanted, occasion: Occasion, is_last: bool) -> Ready | str:
+    def _attempt(self, directory: Path, wanted: Wanted, request: SyncRequest, is_last: bool) -> Ready | str:
         """What was read of a checkpoint, on all ranks or on none; why it is of no use, if there is another one."""
         # Every rank looks at some files and reads others: nothing is read before all files are known to be good.
-        checked = self._agreed(lambda: self._checked(directory), occasion, is_last)
+        checked = self._agreed(lambda: self._checked(directory), request, is_last)
         if isinstance(checked, str):
             return checked
-        return self._agreed(lambda: self._read(directory, wanted, checked), occasion, is_last)
+        return self._agreed(lambda: self._read(directory, wanted, checked), request, is_last)
 
-    def _agreed(self, work: Callable[[], Result], occasion: Occasion, is_last: bool) -> Result | str:
+    def _agreed(self, work: Callable[[], Result], request: SyncRequest, is_last: bool) -> Result | str:
         """What this rank's work returned, if that of all ranks did; why the checkpoint is of no use otherwise."""
         problem: Exception | None = None
         try:
@@ -97,31 +97,31 @@ class Loader:
         except Exception as error:
             problem = error
         is_damaged = isinstance(problem, DamagedError) and not is_last
-        figures = Figures(maxes=(float(is_damaged), float(problem is not None and not is_damaged)))
-        heard = self._meeting.hold(occasion, Said(figures=figures)).figures.maxes
+        maxes = (float(is_damaged), float(problem is not None and not is_damaged))
+        heard = self._sync.exchange(request, SyncVote(maxes=maxes)).maxes
         if heard[1]:
             # Not to be mended by an older checkpoint.
-            with all_or_none(self._meeting, occasion):
+            with all_or_none(self._sync, request):
                 if problem is not None and not is_damaged:
                     raise problem
-        self._meeting.close()
+        self._sync.close()
         if not heard[0]:
             return done
         return self._reason(problem)
 
     def _reason(self, problem: Exception | None) -> str:
         """Why a checkpoint was passed over, in the words of the first rank that found it."""
-        crew = self._part.crew
+        groups = self._part.groups
         told = (
-            [crew.tell_text("" if problem is None else str(problem), rank) for rank in range(crew.ranks)]
-            if not crew.is_alone
+            [groups.broadcast_text("" if problem is None else str(problem), rank) for rank in range(groups.num_ranks)]
+            if not groups.is_local
             else [str(problem)]
         )
         said = next(((rank, text) for rank, text in enumerate(told) if text), (0, "another replica cannot read it"))
         return f"{said[1].splitlines()[0]} [rank {said[0]}]"
 
     def _warn(self, skipped: list[str], name: str) -> None:
-        if self._part.crew.rank == 0 and self._part.crew.replica == 0:
+        if self._part.groups.rank == 0 and self._part.groups.replica == 0:
             newer = "\n  ".join(skipped)
             warnings.warn(
                 f"newer checkpoints are damaged and were passed over; training goes on from {name}:\n  {newer}",
@@ -132,8 +132,8 @@ class Loader:
     @property
     def _place(self) -> tuple[int, int]:
         """Which process this is, and of how many."""
-        crew = self._part.crew
-        return (0, 1) if crew.is_alone else (crew.rank, crew.ranks)
+        groups = self._part.groups
+        return (0, 1) if groups.is_local else (groups.rank, groups.num_ranks)
 
     def _checked(self, directory: Path) -> int:
         """How many bytes this rank has compared with their digests."""
@@ -177,7 +177,6 @@ class Loader:
         if wanted.scaler is not None and "scaler" in run:
             found.append(lambda: wanted.scaler.load_state_dict(run["scaler"]))
         return found
-
 
     def _of_scheduler(self, stored: Stored, wanted: Wanted) -> Callable[[], None]:
         """What gives a scheduler its state back, once the optimizer has its groups."""

@@ -40,7 +40,7 @@ from penstock.checkpoint import (
 from penstock.errors import CheckpointError
 from penstock.ir import Plan, as_int, to_json
 from penstock.launch import wait_before_leaving
-from penstock.runtime import Meeting, ModelPart, Occasion, StateOwners
+from penstock.runtime import ModelPart, RankSync, StateOwners, SyncRequest
 
 
 @dataclass(frozen=True)
@@ -79,29 +79,29 @@ class Given:
 class Saver:
     """Writes the checkpoints of one Pipeline, one after the other."""
 
-    def __init__(self, part: ModelPart, meeting: Meeting) -> None:
-        self._part, self._meeting = part, meeting
+    def __init__(self, part: ModelPart, sync: RankSync) -> None:
+        self._part, self._sync = part, sync
         self._background = Background()
         self._owners: StateOwners | None = None
 
     def save(self, path: Any, plan: Plan, step: int, given: Given, options: SaveOptions) -> Path:
         """Write a checkpoint; the same call on every rank."""
-        occasion = Occasion("save", step, options.words)
+        request = SyncRequest("save", step, options.words)
         self._background.wait()
-        self.check(occasion)
-        with all_or_none(self._meeting, occasion):
+        self.check(request)
+        with all_or_none(self._sync, request):
             root = _root(path)
             self._part.check_numbers()
             if given.optimizer is not None:
                 check_optimizer(given.optimizer, parameter_names(self._part))
-            documents = _documents(given.run) if self._part.crew.rank == 0 else {}
+            documents = _documents(given.run) if self._part.groups.rank == 0 else {}
         self._owners = self._owners or StateOwners.agreed(self._part, _forms)
-        draft = self._created(root.absolute(), occasion)  # a thread may write after the directory was changed
+        draft = self._created(root.absolute(), request)  # a thread may write after the directory was changed
         try:
-            with all_or_none(self._meeting, occasion):
+            with all_or_none(self._sync, request):
                 contents = self._entered(draft, given, options.asynchronous)
                 contents |= {name: _copied(content, options.asynchronous) for name, content in documents.items()}
-                if self._part.crew.rank == 0:
+                if self._part.groups.rank == 0:
                     contents |= _of_plan(plan, self._part)
         except BaseException:
             draft.abandon()
@@ -113,42 +113,42 @@ class Saver:
             wait_before_leaving(self._background.settle)
         else:
             write()
-            self._together(end, occasion)
+            self._together(end, request)
         return root / name_of(step)
 
-    def check(self, occasion: Occasion) -> None:
+    def check(self, request: SyncRequest) -> None:
         """Say on all ranks that the last checkpoint was not written, if it was not."""
         problem = self._background.problem()
         if problem is not None:
-            self._meeting.refuse(occasion, problem)
+            self._sync.refuse(request, problem)
             raise problem
 
     def wait(self, step: int) -> None:
         """Until what is under way is written, and an error on every rank if it could not be."""
         self._background.wait()
-        with all_or_none(self._meeting, Occasion("wait_for_save", step)):
+        with all_or_none(self._sync, SyncRequest("wait_for_save", step)):
             self._background.settle()
 
-    def _created(self, root: Path, occasion: Occasion) -> Draft:
+    def _created(self, root: Path, request: SyncRequest) -> Draft:
         """The draft that the first rank makes."""
-        crew = self._part.crew
+        groups = self._part.groups
         made: list[Draft] = []
 
         def create() -> str:
             make_root(root)
             tidy(root)
-            made.append(Draft.create(root, occasion.step, 1 if crew.is_alone else crew.ranks))
+            made.append(Draft.create(root, request.step, 1 if groups.is_local else groups.num_ranks))
             return made[0].path.name
 
-        name = told_by_first(crew, create, occasion)
-        return made[0] if made else Draft(root / name, crew.ranks)
+        name = told_by_first(groups, create, request)
+        return made[0] if made else Draft(root / name, groups.num_ranks)
 
     def _entered(self, draft: Draft, given: Given, copies: bool) -> dict[str, Content]:
         """The files of this rank, which is about to write. Replicas help to make whole what is sharded."""
         assert self._owners is not None
-        crew, state = self._part.crew, self._part.state_dict()
-        if not crew.replica:
-            _enter(draft, crew.rank)
+        groups, state = self._part.groups, self._part.state_dict()
+        if not groups.replica:
+            _enter(draft, groups.rank)
         found: dict[str, Content] = {}
         for index, own in self._owners.own.items():
             tensors = {name: _ready(state[here], copies) for name, here in own.items()}
@@ -165,7 +165,7 @@ class Saver:
             tensors = {}
             plain = to_plain(state, tensors, kind)
             tensors = {name: _ready(tensor, copies) for name, tensor in tensors.items()}
-            found |= _files(f"{kind}-{crew.rank:03d}", plain, tensors)
+            found |= _files(f"{kind}-{groups.rank:03d}", plain, tensors)
         return found
 
     def _manifest_of(self, plan: Plan, step: int) -> Callable[[Mapping[str, FileRecord]], Manifest]:
@@ -183,7 +183,7 @@ class Saver:
         }
         words = {
             "ranks": plan.num_ranks,
-            "processes": 1 if self._part.crew.is_alone else plan.num_ranks,
+            "processes": 1 if self._part.groups.is_local else plan.num_ranks,
             "stages": plan.num_stages,
             "microbatches": plan.num_microbatches,
             "schedule": plan.choices.schedule,
@@ -196,13 +196,13 @@ class Saver:
 
     def _write(self, draft: Draft, contents: dict[str, Content]) -> None:
         """Write what this rank has; what goes wrong is left in the draft, where the first rank finds it."""
-        if not self._part.crew.replica:
-            draft.write(self._part.crew.rank, contents)
+        if not self._part.groups.replica:
+            draft.write(self._part.groups.rank, contents)
 
     def _end(self, draft: Draft, manifest_of: Any, step: int, keep: int | None) -> CheckpointError | None:
         """Wait until all ranks have written; the first one ends it, and tells what went wrong on any of them."""
-        crew = self._part.crew
-        if crew.rank or crew.replica:
+        groups = self._part.groups
+        if groups.rank or groups.replica:
             draft.wait()
             return None
         try:
@@ -211,12 +211,12 @@ class Saver:
             return error
         return None
 
-    def _together(self, end: Callable[[], CheckpointError | None], occasion: Occasion) -> None:
+    def _together(self, end: Callable[[], CheckpointError | None], request: SyncRequest) -> None:
         """Go on when all ranks have written."""
-        lookout = self._part.crew.lookout
-        if lookout is not None:
+        monitor = self._part.groups.monitor
+        if monitor is not None:
             # Who dies while the others wait for its files is missed as in any other wait for all.
-            lookout.meets(occasion.name, occasion.step)
+            monitor.syncing(request.name, request.step)
         problem = end()
 
         def outcome() -> str:
@@ -225,9 +225,9 @@ class Saver:
             return ""
 
         try:
-            told_by_first(self._part.crew, outcome, occasion)
+            told_by_first(self._part.groups, outcome, request)
         finally:
-            self._meeting.close()
+            self._sync.close()
 
 
 def _one_after_the_other(

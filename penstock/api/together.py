@@ -5,34 +5,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from penstock.errors import CheckpointError, PenstockError
-from penstock.runtime import Crew, Meeting, Occasion
+from penstock.runtime import ProcessGroups, RankSync, SyncRequest
 
 
 @contextmanager
-def all_or_none(meeting: Meeting, occasion: Occasion) -> Iterator[None]:
+def all_or_none(sync: RankSync, request: SyncRequest) -> Iterator[None]:
     """Whatever goes wrong inside on one rank is an error on all of them; they leave together."""
     try:
         yield
     except Exception as error:
-        meeting.refuse(occasion, error)
-        meeting.close()
+        sync.refuse(request, error)
+        sync.close()
         raise
-    meeting.hold(occasion)
-    meeting.close()
+    sync.exchange(request)
+    sync.close()
 
 
-def told_by_first(crew: Crew, work: Callable[[], str], occasion: Occasion) -> str:
+def told_by_first(groups: ProcessGroups, work: Callable[[], str], request: SyncRequest) -> str:
     """What the first rank of the first replica finds out, on every rank of all; its errors are errors of all."""
-    if crew.rank or crew.replica:
+    if groups.rank or groups.replica:
         said: dict[str, object] = {}
-        if crew.lookout is not None:
-            crew.lookout.meets(occasion.name, occasion.step)
+        if groups.monitor is not None:
+            groups.monitor.syncing(request.name, request.step)
     else:
         try:
             said = {"text": work()}
         except (OSError, PenstockError) as error:
             said = written(error)
-    said = said if crew.is_alone else json.loads(crew.tell_all(json.dumps(said)))
+    said = said if groups.is_local else json.loads(groups.broadcast_text_to_all(json.dumps(said)))
     if "problem" in said:
         raise error_of(said)
     return str(said["text"])

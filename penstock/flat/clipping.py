@@ -7,7 +7,7 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.flat.grid import TENSOR
 from penstock.flat.topology import topology
-from penstock.runtime import Occasion, check_clipping, clip, global_norm
+from penstock.runtime import SyncRequest, check_clipping, clip, global_norm
 
 
 def clip_grad_norm_(
@@ -27,9 +27,9 @@ def clip_grad_norm_(
     line = topology.line
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [parameter.grad for parameter in dict.fromkeys(given) if parameter.grad is not None]
-    occasion = Occasion("clip_grad_norm_", line.num_calls, f"{limit:g}, {power:g}")
-    norm = global_norm(line.meeting, occasion, gradients, power)
-    line.meeting.close()
+    request = SyncRequest("clip_grad_norm_", line.num_calls, f"{limit:g}, {power:g}")
+    norm = global_norm(line.sync, request, gradients, power)
+    line.sync.close()
     if error_if_nonfinite and not norm.isfinite():
         raise RunError("the norm of the gradients is not a finite number", norm=float(norm), norm_type=power)
     clip(gradients, norm, limit)

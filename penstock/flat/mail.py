@@ -14,11 +14,11 @@ from torch import Tensor
 from penstock.capture import spec_of
 from penstock.errors import RunError
 from penstock.ir import Message, TensorSpec, Value
-from penstock.runtime import Arrival, Between, Departure, Route, Way, Wire, way_of
+from penstock.runtime import DistributedTransport, MessageKey, RecvSlot, Route, SendSlot, TensorCodec, message_key
 
 HEADER_BYTES = 4096
 _HEADER_TAG, _CONTENT_TAG = 2_000_000_021, 2_000_000_022
-_HEADER = Wire(Value("header", TensorSpec((HEADER_BYTES,), "uint8")))
+_HEADER = TensorCodec(Value("header", TensorSpec((HEADER_BYTES,), "uint8")))
 _UNDER_WAY = 2
 """messages to one neighbour that may be under way; with one or more, 1f1b cannot block (ranks wait in turn)"""
 
@@ -26,40 +26,40 @@ _UNDER_WAY = 2
 class Mail:
     """Sends do not wait for the receiver; receivers wait when they need what comes."""
 
-    def __init__(self, between: Between, call: int) -> None:
+    def __init__(self, between: DistributedTransport, call: int) -> None:
         self._between, self._call = between, call
-        self._expected: dict[Way, Arrival] = {}
-        self._sent: dict[int, deque[Departure]] = {}
+        self._expected: dict[MessageKey, RecvSlot] = {}
+        self._sent: dict[int, deque[SendSlot]] = {}
 
     def expect(self, message: Message, code: int) -> None:
         """A header is to come: make room for it."""
-        way = way_of(message)
-        arrival = self._between.arrival(Route(code, way, message.peer, _HEADER_TAG, (_HEADER,)))
+        way = message_key(message)
+        arrival = self._between.recv_slot(Route(code, way, message.peer, _HEADER_TAG, (_HEADER,)))
         arrival.post()
         self._expected[way] = arrival
 
-    def take(self, way: Way) -> list[Tensor]:
+    def take(self, way: MessageKey) -> list[Tensor]:
         """What a neighbour sent; waits for it."""
         header = self._expected.pop(way)
         header.wait()
         specs = _read(header.take()[0], self._call, way)
         is_gradient = way[0] > way[1]
-        wires = tuple(Wire(Value(f"value {place}", spec), is_gradient) for place, spec in enumerate(specs))
-        content = self._between.arrival(header.route._replace(tag=_CONTENT_TAG, wires=wires))
+        wires = tuple(TensorCodec(Value(f"value {place}", spec), is_gradient) for place, spec in enumerate(specs))
+        content = self._between.recv_slot(header.route._replace(tag=_CONTENT_TAG, codecs=wires))
         content.post()
         content.wait()
         return [tensor for tensor in content.take() if tensor is not None]
 
     def send(self, message: Message, code: int, tensors: Sequence[Tensor]) -> None:
         """Start a message, and let go of earlier ones that have arrived."""
-        way = way_of(message)
+        way = message_key(message)
         specs = [spec_of(tensor) for tensor in tensors]
-        wires = tuple(Wire(Value(f"value {place}", spec)) for place, spec in enumerate(specs))
+        wires = tuple(TensorCodec(Value(f"value {place}", spec)) for place, spec in enumerate(specs))
         header = Route(code, way, message.peer, _HEADER_TAG, (_HEADER,))
         waiting = self._sent.setdefault(message.peer, deque())
         text = _written(specs, self._call, way).to(self._between.device)
-        for route, content in ((header, [text]), (header._replace(tag=_CONTENT_TAG, wires=wires), tensors)):
-            departure = self._between.departure(route)
+        for route, content in ((header, [text]), (header._replace(tag=_CONTENT_TAG, codecs=wires), tensors)):
+            departure = self._between.send_slot(route)
             departure.put(content)
             departure.send()
             waiting.append(departure)
@@ -73,7 +73,7 @@ class Mail:
                 waiting.popleft().finish()
 
 
-def _written(specs: Sequence[TensorSpec], call: int, way: Way) -> Tensor:
+def _written(specs: Sequence[TensorSpec], call: int, way: MessageKey) -> Tensor:
     rows = [[spec.dtype, spec.shape, spec.requires_grad, spec.order] for spec in specs]
     data = json.dumps([call, way, rows]).encode()
     if len(data) > HEADER_BYTES:
@@ -82,7 +82,7 @@ def _written(specs: Sequence[TensorSpec], call: int, way: Way) -> Tensor:
     return torch.frombuffer(bytearray(data.ljust(HEADER_BYTES)), dtype=torch.uint8)
 
 
-def _read(header: Tensor | None, call: int, way: Way) -> list[TensorSpec]:
+def _read(header: Tensor | None, call: int, way: MessageKey) -> list[TensorSpec]:
     assert header is not None
     found_call, found_way, rows = json.loads(header.numpy(force=True).tobytes())
     if (found_call, tuple(found_way)) != (call, way):

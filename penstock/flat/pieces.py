@@ -11,7 +11,7 @@ from penstock.capture import microbatch_sizes
 from penstock.errors import RunError
 from penstock.flat.line import Line
 from penstock.ir import as_int
-from penstock.runtime import Figures, Occasion, Said
+from penstock.runtime import SyncRequest, SyncVote
 
 
 class Pieces(NamedTuple):
@@ -22,17 +22,17 @@ class Pieces(NamedTuple):
 
 
 def pieces_of(
-    line: Line, occasion: Occasion, inputs: Tensor | Sequence[Tensor] | None, num_microbatches: int
+    line: Line, request: SyncRequest, inputs: Tensor | Sequence[Tensor] | None, num_microbatches: int
 ) -> Pieces:
     """The pieces; all ranks meet here, and if one of them cannot go on, each one raises the same error."""
     try:
         given = [inputs] if isinstance(inputs, Tensor) else list(inputs or ())
         size = _size(line, given, num_microbatches)
     except RunError as error:
-        raise line.refuse(occasion, error) from None
+        raise line.refuse(request, error) from None
     # A rank without inputs says nothing about the size: minus infinity is never the largest.
-    figures = Figures(maxes=(-math.inf, -math.inf) if size is None else (float(size), -float(size)))
-    largest, smallest = line.agree(occasion, Said(figures=figures)).figures.maxes[:2]
+    maxes = (-math.inf, -math.inf) if size is None else (float(size), -float(size))
+    largest, smallest = line.agree(request, SyncVote(maxes=maxes)).maxes[:2]
     if largest != -smallest:
         found = (int(-smallest), int(largest))
         raise _shared(RunError("the ranks were given batches of different sizes", sizes=found))

@@ -22,17 +22,17 @@ class DDP(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self._crew = topology.line.crew
+        self._groups = topology.line.groups
         if topology.is_mode_inited(DATA):
             group = topology.get_group(DATA)
             for tensor in (*module.parameters(), *module.buffers()):
                 content = tensor.detach().contiguous()
-                self._crew.do(dist.broadcast, content, group=group, group_src=0, async_op=True)
+                self._groups.run(dist.broadcast, content, group=group, group_src=0, async_op=True)
                 tensor.detach().copy_(content)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the stage returns."""
-        if torch.is_grad_enabled() and self._crew.replicas is not None:
+        if torch.is_grad_enabled() and self._groups.replicas is not None:
             if topology.line.replicated is None:
                 raise RunError(
                     "gradients made outside of forward_backward would not be averaged over the replicas",
@@ -43,6 +43,6 @@ class DDP(nn.Module):
 
     def reduce_gradients(self) -> None:
         """Average the gradients over all copies; every copy calls it, and forward_backward does."""
-        averages = Replicas(self._crew, {0: list(self.module.parameters())})
+        averages = Replicas(self._groups, {0: list(self.module.parameters())})
         averages.start(0)
         averages.finish()

@@ -13,7 +13,7 @@ from penstock.flat.mail import Mail
 from penstock.flat.pieces import pieces_of
 from penstock.flat.topology import topology
 from penstock.flat.walk import Walk, orders
-from penstock.runtime import Occasion, merge
+from penstock.runtime import SyncRequest, merge
 
 Inputs = Tensor | Sequence[Tensor] | None
 
@@ -54,7 +54,7 @@ def forward_backward(
             optimizer.zero_grad()
         hands = Hands(Functions(fwd_fn, bwd_fn, dtype), pieces.extras, line.is_last)
         walk = Walk(line, Mail(line.between, number), hands, is_training)
-        walk.run(orders(line.crew.ranks, len(pieces.sizes), is_training)[line.crew.rank])
+        walk.run(orders(line.groups.num_ranks, len(pieces.sizes), is_training)[line.groups.rank])
         for module in list(line.replicated or ()):
             module.reduce_gradients()
         if not line.is_last:
@@ -68,6 +68,6 @@ def forward_eval(fwd_fn: ForwardFn, inputs: Inputs, dtype: torch.dtype | None = 
     return forward_backward(None, fwd_fn, None, inputs, 1, True, dtype=dtype)
 
 
-def _occasion(number: int, num_microbatches: int, forward_only: bool) -> Occasion:
+def _occasion(number: int, num_microbatches: int, forward_only: bool) -> SyncRequest:
     words = f"num_microbatches={num_microbatches}" + (", forward_only=True" if forward_only else "")
-    return Occasion("forward_backward", number, words)
+    return SyncRequest("forward_backward", number, words)

@@ -9,7 +9,7 @@ from penstock.errors import RunError
 from penstock.flat.grid import DATA, MODEL, PIPE, TENSOR, WORLD, Grid
 from penstock.flat.line import Line
 from penstock.ir import is_finite
-from penstock.runtime import Crew, Form, Lookout, Meeting
+from penstock.runtime import Agreement, ProcessGroups, RankMonitor, RankSync
 
 DEADLINE_SECONDS = 60.0
 
@@ -37,11 +37,11 @@ class Topology:
         rank, world = dist.get_rank(), dist.get_world_size()
         grid = Grid.of(config, world)
         pipe = grid.group_of(PIPE, rank) if PIPE in grid.names else (rank,)
-        lookout = Lookout(pipe, range(world), deadline_seconds)
+        monitor = RankMonitor(pipe, range(world), deadline_seconds)
         is_gloo = dist.get_backend() == "gloo"
         control = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo")
-        Meeting(Crew(rank, world, dist.group.WORLD, control, lookout=lookout)).found(
-            Form.of_options({"dimensions": grid.dimensions})
+        RankSync(ProcessGroups(rank, world, dist.group.WORLD, control, monitor=monitor)).found(
+            Agreement.of_options({"dimensions": grid.dimensions})
         )
         self._groups = {kind: _made(grid.groups(kind), rank) for kind in grid.kinds if kind != WORLD}
         self._groups[WORLD] = dist.group.WORLD
@@ -50,9 +50,9 @@ class Topology:
         if PIPE in grid.names:
             host = self._groups[PIPE] if is_gloo else _made(grid.groups(PIPE), rank, "gloo")
             replicas = self._groups[DATA] if DATA in grid.names and self.get_group_size(DATA) > 1 else None
-            own = Crew(pipe.index(rank), len(pipe), self._groups[PIPE], host, replicas, None, lookout)
+            own = ProcessGroups(pipe.index(rank), len(pipe), self._groups[PIPE], host, replicas, None, monitor)
             self._line = Line(own)
-        lookout.leaves()
+        monitor.idle()
 
     @property
     def line(self) -> Line:

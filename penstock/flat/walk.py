@@ -10,7 +10,7 @@ from penstock.flat.line import Line
 from penstock.flat.mail import Mail
 from penstock.ir import Action, Backward, Forward, Recv, Send
 from penstock.passes import lower
-from penstock.runtime import located
+from penstock.runtime import located_error
 from penstock.schedules import build
 
 Order = tuple[tuple[Action, int], ...]
@@ -29,7 +29,7 @@ class Walk:
             try:
                 self._do(action, code)
             except Exception as error:
-                raise located(error, self._line.crew.rank, code) from error
+                raise located_error(error, self._line.groups.rank, code) from error
         self._mail.finish()
 
     def _do(self, action: Action, code: int) -> None:

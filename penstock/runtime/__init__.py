@@ -1,73 +1,75 @@
-"""MECHANISM: Program + Stages + Transport -> losses, gradients, recorded Trace."""
+"""Runs a plan: stages, messages between ranks, losses, gradients and recorded traces."""
 
 from penstock.runtime.adding import add_loss, added_losses, added_with_reductions
-from penstock.runtime.agreement import Form
 from penstock.runtime.batch_cutter import INPUTS, BatchCutter
 from penstock.runtime.belongings import check_alike
-from penstock.runtime.between import Between
-from penstock.runtime.boxes import way_of
+from penstock.runtime.boxes import message_key
 from penstock.runtime.collect import collect
-from penstock.runtime.crew import Crew
 from penstock.runtime.description import describe
-from penstock.runtime.ending import Ending
 from penstock.runtime.engine import Engine
-from penstock.runtime.execute import located
-from penstock.runtime.lookout import Lookout
+from penstock.runtime.execute import located_error
+from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.loss_head import LossHead
 from penstock.runtime.losses.added import AddedLosses
 from penstock.runtime.losses.given import REDUCTIONS
 from penstock.runtime.losses.loss_value import loss_of
 from penstock.runtime.losses.way import coarsest
 from penstock.runtime.losses.weighing import Weighing
-from penstock.runtime.meeting import Heard, Meeting, Occasion, Said
 from penstock.runtime.merge import merge
 from penstock.runtime.model_part import ModelPart
+from penstock.runtime.monitor import RankMonitor, watch_step
 from penstock.runtime.norms import check_clipping, clip, global_norm
 from penstock.runtime.options import RunOptions
 from penstock.runtime.parity import ParityReport
 from penstock.runtime.remarks import Remark
 from penstock.runtime.replicas import Replicas
 from penstock.runtime.result import Result
-from penstock.runtime.row import MOST_FIGURES, Figures
 from penstock.runtime.scaler import GradScaler
 from penstock.runtime.solo import Solo
 from penstock.runtime.state import spread
 from penstock.runtime.state_owners import StateOwners
-from penstock.runtime.transport import Arrival, Departure, Route, Way
+from penstock.runtime.sync import MAX_REDUCED, Agreement, RankSync, SyncRequest, SyncResult, SyncVote
+from penstock.runtime.transports import (
+    DistributedTransport,
+    MessageKey,
+    RecvSlot,
+    Route,
+    SendSlot,
+    TensorCodec,
+)
 from penstock.runtime.unsaved_buffers import unsaved_names
-from penstock.runtime.wire import Wire
 
 __all__ = [
     "INPUTS",
-    "MOST_FIGURES",
+    "MAX_REDUCED",
     "REDUCTIONS",
     "AddedLosses",
-    "Arrival",
+    "Agreement",
     "BatchCutter",
-    "Between",
-    "Crew",
-    "Departure",
-    "Ending",
+    "DistributedTransport",
     "Engine",
-    "Figures",
-    "Form",
     "GradScaler",
-    "Heard",
-    "Lookout",
-    "Meeting",
+    "LossHead",
+    "MessageKey",
     "ModelPart",
-    "Occasion",
     "ParityReport",
+    "ProcessGroups",
+    "RankMonitor",
+    "RankSync",
+    "RecvSlot",
     "Remark",
     "Replicas",
     "Result",
     "Route",
     "RunOptions",
-    "Said",
+    "SendSlot",
     "Solo",
     "StateOwners",
-    "Way",
+    "SyncRequest",
+    "SyncResult",
+    "SyncVote",
+    "TensorCodec",
     "Weighing",
-    "Wire",
     "add_loss",
     "added_losses",
     "added_with_reductions",
@@ -78,10 +80,11 @@ __all__ = [
     "collect",
     "describe",
     "global_norm",
-    "located",
+    "located_error",
     "loss_of",
     "merge",
+    "message_key",
     "spread",
     "unsaved_names",
-    "way_of",
+    "watch_step",
 ]

@@ -22,7 +22,7 @@ class BatchCutter:
     ) -> None:
         self._part, self._split = part, dict(split)
         self.plan, self.has_loss_fn = plan, has_loss_fn
-        self.is_handed_out = inputs == "first" and not part.crew.is_alone
+        self.is_handed_out = inputs == "first" and not part.groups.is_local
         """whether only rank 0 is given the batch"""
 
     def placed(self, batch: Batch) -> Batch:

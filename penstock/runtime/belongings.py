@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from penstock.errors import PlanError, RunError
 from penstock.ir import Graph, Plan
 from penstock.runtime.checksum import checksum
-from penstock.runtime.crew import Crew
+from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.tied import Shared, Tied
 from penstock.stages import Stage
 
@@ -46,14 +46,14 @@ def ranks_of_parameters(plan: Plan) -> dict[str, set[int]]:
     return users
 
 
-def check_alike(plan: Plan, tied: Tied, crew: Crew) -> None:
+def check_alike(plan: Plan, tied: Tied, groups: ProcessGroups) -> None:
     """Refuse parameters that several ranks use and that do not begin with the same numbers everywhere."""
     names = [name for name, ranks in ranks_of_parameters(plan).items() if len(ranks) > 1]
-    if crew.is_alone or not names:
+    if groups.is_local or not names:
         return
     own = {shared.name: shared.parameter for shared in tied.shared if not isinstance(shared.parameter, DTensor)}
     sums = torch.tensor([checksum([{name: own[name]}]) if name in own else 0 for name in names])
-    for name, column in zip(names, crew.gather(sums).t().tolist(), strict=True):
+    for name, column in zip(names, groups.gather(sums).t().tolist(), strict=True):
         if len(set(column) - {0}) > 1:
             raise RunError(
                 "a parameter that several ranks use has not the same numbers on all of them",
@@ -63,14 +63,14 @@ def check_alike(plan: Plan, tied: Tied, crew: Crew) -> None:
             )
 
 
-def check_replicas(crew: Crew, stages: Mapping[int, Stage]) -> None:
+def check_replicas(groups: ProcessGroups, stages: Mapping[int, Stage]) -> None:
     """Refuse replicas that do not begin with the same numbers; called before parameters are sharded over them."""
-    if crew.replica_control is None:
+    if groups.replica_control is None:
         return
     here = checksum({name: _sample(tensor)} for name, tensor in _named(stages))
     # Over all ranks of the pipeline: every rank of every replica comes to the same.
-    whole = checksum([{"ranks": crew.gather(torch.tensor([here]))}])
-    found = crew.gather_replicas(torch.tensor([whole])).flatten().tolist()
+    whole = checksum([{"ranks": groups.gather(torch.tensor([here]))}])
+    found = groups.gather_replicas(torch.tensor([whole])).flatten().tolist()
     if len(set(found)) > 1:
         other = next(replica for replica, number in enumerate(found) if number != found[0])
         raise RunError(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from penstock.runtime.crew import Crew
+from penstock.runtime.groups import ProcessGroups
 
 _NOBODY = -1
 
@@ -29,11 +29,11 @@ class Blame:
         return {"first_not_finite": self.what, **place}
 
 
-def agreed(crew: Crew, own: Blame | None) -> Blame | None:
+def agreed(groups: ProcessGroups, own: Blame | None) -> Blame | None:
     """What the ranks found, on all of them the same: that of the last stage, of the first replica that found any."""
-    stages = crew.gather(torch.tensor([_NOBODY if own is None else own.stage])).flatten().tolist()
+    stages = groups.gather(torch.tensor([_NOBODY if own is None else own.stage])).flatten().tolist()
     text = json.dumps(None if own is None else [own.stage, own.microbatch, own.what])
-    text = crew.tell_text(text, stages.index(max(stages)))
-    found = crew.gather_replicas(torch.tensor([int(max(stages) != _NOBODY)])).flatten().tolist()
-    told = json.loads(crew.tell_replicas(text, found.index(max(found))))
+    text = groups.broadcast_text(text, stages.index(max(stages)))
+    found = groups.gather_replicas(torch.tensor([int(max(stages) != _NOBODY)])).flatten().tolist()
+    told = json.loads(groups.broadcast_text_to_replicas(text, found.index(max(found))))
     return None if told is None else Blame(*told)

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.ir import Action, Crossing, Kind, Message, Program, Value
 from penstock.runtime.calls import Source, Target
-from penstock.runtime.transport import Arrival, Departure, Route, Tensors, Transport, Way
-from penstock.runtime.wire import Wire
+from penstock.runtime.transports import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Tensors, Transport
 
 Edges = Mapping[tuple[int, int], Crossing]
 
@@ -37,20 +36,20 @@ class Boxes:
 
     def __init__(self, program: Program, edges: Sequence[Edges], transport: Transport) -> None:
         self._program, self._edges, self._transport = program, edges, transport
-        self.arrivals: dict[Way, Arrival] = {}
-        self.departures: dict[Way, Departure] = {}
-        self.handed: dict[Way, Handed] = {}
-        self._wires: dict[tuple[int, bool], Wire] = {}
+        self.arrivals: dict[MessageKey, RecvSlot] = {}
+        self.departures: dict[MessageKey, SendSlot] = {}
+        self.handed: dict[MessageKey, Handed] = {}
+        self._wires: dict[tuple[int, bool], TensorCodec] = {}
 
     def add(self, actions: Iterable[tuple[Action, int]]) -> None:
         """Make the ends of all messages among some actions, given with their codes; those of nothing have none."""
         for action, code in actions:
-            if isinstance(action, Message) and (values := self._content(way_of(action))):
+            if isinstance(action, Message) and (values := self._content(message_key(action))):
                 route = self._route(action, code, values)
                 if action.kind is Kind.SEND:
-                    self.departures[way_of(action)] = self._transport.departure(route)
+                    self.departures[message_key(action)] = self._transport.send_slot(route)
                 else:
-                    self.arrivals[way_of(action)] = self._transport.arrival(route)
+                    self.arrivals[message_key(action)] = self._transport.recv_slot(route)
 
     def values_to(self, stage: int, microbatch: int) -> list[Source]:
         """What a forward uses."""
@@ -76,16 +75,16 @@ class Boxes:
     def _out_of(self, stage: int, microbatch: int) -> list[Crossing]:
         return [crossing for crossing in self._edges[microbatch].values() if crossing.producer == stage]
 
-    def _source(self, values: Sequence[Value], way: Way) -> Source:
+    def _source(self, values: Sequence[Value], way: MessageKey) -> Source:
         return Source(_names(values), self.arrivals.get(way) or self._handed(way))
 
-    def _target(self, values: Sequence[Value], way: Way) -> Target:
+    def _target(self, values: Sequence[Value], way: MessageKey) -> Target:
         return Target(_names(values), self.departures.get(way) or self._handed(way))
 
-    def _handed(self, way: Way) -> Handed:
+    def _handed(self, way: MessageKey) -> Handed:
         return self.handed.setdefault(way, Handed())
 
-    def _content(self, way: Way) -> tuple[Value, ...]:
+    def _content(self, way: MessageKey) -> tuple[Value, ...]:
         source, target, microbatch = way
         crossing = self._edges[microbatch].get((min(source, target), max(source, target)))
         if crossing is None:
@@ -93,19 +92,19 @@ class Boxes:
         return crossing.gradients if source > target else crossing.values
 
     def _route(self, message: Message, code: int, values: Sequence[Value]) -> Route:
-        way = way_of(message)
+        way = message_key(message)
         tag = way[0] * self._program.num_stages + way[1]
         wires = tuple(self._wire(value, message.is_gradient) for value in values)
         return Route(code, way, self._program.placement[message.peer], tag, wires)
 
-    def _wire(self, value: Value, is_gradient: bool) -> Wire:
+    def _wire(self, value: Value, is_gradient: bool) -> TensorCodec:
         key = (id(value), is_gradient)
         if key not in self._wires:
-            self._wires[key] = Wire(value, is_gradient)
+            self._wires[key] = TensorCodec(value, is_gradient)
         return self._wires[key]
 
 
-def way_of(message: Message) -> Way:
+def message_key(message: Message) -> MessageKey:
     """From where to where a message goes, whoever of both does this."""
     if message.kind is Kind.SEND:
         return message.stage, message.peer, message.microbatch

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from penstock.runtime.transport import Tensors
+from penstock.runtime.transports import Tensors
 
 Gradients = dict[str, Tensor | None]
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.ir import Action, ComputeAction, Forward, InputGrad, Kind, Message, Overlap, Program, WeightGrad
-from penstock.runtime.boxes import Boxes, Edges, Handed, way_of
+from penstock.runtime.boxes import Boxes, Edges, Handed, message_key
 from penstock.runtime.calls import BackwardCall, Cell, ForwardCall, OverlapCall, PassCall, Player, WeightGradCall
 from penstock.runtime.receipts import receipts
-from penstock.runtime.transport import Arrival, Departure, Transport
+from penstock.runtime.transports import RecvSlot, SendSlot, Transport
 
 Run = Callable[[], None]
 
@@ -24,14 +24,14 @@ class Ready(NamedTuple):
     code: int
     run: Run | None = None
     waits: tuple[Run, ...] = ()
-    arrivals: tuple[Arrival, ...] = ()
+    arrivals: tuple[RecvSlot, ...] = ()
     is_told: bool = True
     """whether it is worth a note: room for a message is not"""
 
     @property
     def is_ready(self) -> bool:
         """Whether it would run without waiting for a message."""
-        return all(arrival.is_here for arrival in self.arrivals)
+        return all(arrival.is_ready for arrival in self.arrivals)
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Prepared:
     rank: int
     actions: tuple[Ready, ...]
     cells: tuple[Cell, ...]
-    departures: tuple[Departure, ...]
-    boxes: tuple[Arrival | Handed, ...]
+    departures: tuple[SendSlot, ...]
+    boxes: tuple[RecvSlot | Handed, ...]
 
     @cached_property
     def busy(self) -> tuple[tuple[int, tuple[Run, ...], bool, Run], ...]:
@@ -69,7 +69,7 @@ class _Compiler:
     def __init__(
         self, program: Program, rank: int, edges: Sequence[Edges], player: Player, transport: Transport
     ) -> None:
-        self._program, self._rank, self._player, self._open = program, rank, player, transport.open
+        self._program, self._rank, self._player, self._open = program, rank, player, transport.run_check
         stages = program.placement.stages[rank]
         self._cells = {(s, m): Cell(s, m) for s in stages for m in range(program.num_microbatches)}
         self._boxes = Boxes(program, edges, transport)
@@ -99,13 +99,13 @@ class _Compiler:
         if not isinstance(action, ComputeAction | Overlap):
             return Ready(code, self._of_stage(action))
         calls = [self._call(part) for part in action.parts]
-        arrivals = tuple(box for call in calls for _, box in call.sources if isinstance(box, Arrival))
-        waits = (*[arrival.wait for arrival in arrivals], *[departure.settle for departure in self._sent(settled)])
+        arrivals = tuple(box for call in calls for _, box in call.sources if isinstance(box, RecvSlot))
+        waits = (*[arrival.wait for arrival in arrivals], *[departure.release for departure in self._sent(settled)])
         return Ready(code, calls[0] if len(calls) == 1 else OverlapCall(calls), waits, arrivals)
 
     def _message(self, message: Message) -> Run | None:
         """None where there is nothing to send for this microbatch."""
-        way = way_of(message)
+        way = message_key(message)
         if message.kind is Kind.SEND:
             return self._boxes.departures[way].send if way in self._boxes.departures else None
         return self._boxes.arrivals[way].post if way in self._boxes.arrivals else None
@@ -125,8 +125,8 @@ class _Compiler:
             return ForwardCall(self._player, cell, boxes.values_to(*place), boxes.values_of(*place), is_split)
         return BackwardCall(self._player, cell, boxes.gradients_to(*place), boxes.gradients_of(*place), is_split)
 
-    def _sent(self, places: Sequence[int]) -> list[Departure]:
-        ways = [way_of(self._actions[place]) for place in places]  # type: ignore[arg-type]
+    def _sent(self, places: Sequence[int]) -> list[SendSlot]:
+        ways = [message_key(self._actions[place]) for place in places]  # type: ignore[arg-type]
         return [self._boxes.departures[way] for way in ways if way in self._boxes.departures]
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from penstock.ir import Crossing, Cuts, Partition, Plan, Program, Schedule, prune_gradients
 from penstock.passes import lower, verify
-from penstock.runtime.agreement import Form
 from penstock.runtime.compile import Prepared, compile_rank
-from penstock.runtime.transport import Transport
+from penstock.runtime.sync import Agreement
+from penstock.runtime.transports import Transport
 from penstock.stages import Ownership
 
 Edges = Mapping[tuple[int, int], Crossing]
@@ -35,7 +35,7 @@ class Course:
 
     kind: StepKind
     program: Program
-    form: Form
+    form: Agreement
     prepared: tuple[Prepared, ...]
     transport: Transport
 
@@ -71,7 +71,7 @@ class Courses:
         program = self._lowered(schedule, self._cuts(edges), kind.is_training)
         words = f"{'train' if kind.is_training else 'eval'} on {len(edges)} microbatches"
         prepared = tuple(compile_rank(program, rank, edges, self._player, self._transport) for rank in self._ranks)
-        return Course(kind, program, Form.of_step(program, edges, words), prepared, self._transport)
+        return Course(kind, program, Agreement.of_step(program, edges, words), prepared, self._transport)
 
     def _lowered(self, schedule: Schedule, cuts: Cuts, is_training: bool) -> Program:
         if not is_training:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.ir import ITEM_BYTES
-from penstock.runtime.crew import Crew
+from penstock.runtime.groups import ProcessGroups
 
 Places = Collection[int] | None
 _REFUSED = "refused: "
@@ -84,36 +84,36 @@ def _built(node: Mapping[str, Any], tensors: Any) -> Any:
 class Delivery:
     """Carries the tensors of batches from pipeline rank 0 to the others."""
 
-    def __init__(self, crew: Crew, device: torch.device) -> None:
-        self._crew, self._device = crew, device
+    def __init__(self, groups: ProcessGroups, device: torch.device) -> None:
+        self._groups, self._device = groups, device
 
     def give(self, tensors: Sequence[Tensor], wanted: Callable[[int], Places]) -> None:
         """From rank 0: to each rank the tensors in the places that it wants; None: all of them."""
         works = [
-            self._crew.start(dist.isend, tensors[place], group=self._crew.group, group_dst=rank)
-            for rank in range(1, self._crew.ranks)
+            self._groups.start(dist.isend, tensors[place], group=self._groups.group, group_dst=rank)
+            for rank in range(1, self._groups.num_ranks)
             for place in _places(tensors, wanted(rank))
         ]
         for work in works:
-            self._crew.wait(work)
+            self._groups.wait(work)
 
     def take(self, buffers: Sequence[Tensor], wanted: Places) -> list[Tensor]:
         """On the other ranks: the tensors; what is not wanted is memory without content."""
         own = [buffer.to(self._device) for buffer in buffers]
-        group = self._crew.group
+        group = self._groups.group
         places = _places(own, wanted)
-        works = [self._crew.start(dist.irecv, own[place], group=group, group_src=0) for place in places]
+        works = [self._groups.start(dist.irecv, own[place], group=group, group_src=0) for place in places]
         for work in works:
-            self._crew.wait(work)
+            self._groups.wait(work)
         return own
 
 
-def share(crew: Crew, batch: Any, source: int, device: torch.device) -> Any:
+def share(groups: ProcessGroups, batch: Any, source: int, device: torch.device) -> Any:
     """What one rank has, on every rank; `batch` counts on the source only."""
-    if crew.rank == source:
-        tensors = _told(crew, batch, source)
+    if groups.rank == source:
+        tensors = _told(groups, batch, source)
     else:
-        text = crew.tell_text("", source)
+        text = groups.broadcast_text("", source)
         if text.startswith(_REFUSED):
             raise RunError(text.removeprefix(_REFUSED), rank=source)
         build, buffers = read_header(text)
@@ -122,23 +122,23 @@ def share(crew: Crew, batch: Any, source: int, device: torch.device) -> Any:
         if tensor.numel():
             # As bytes, which every backend carries whatever the type.
             content = tensor.reshape(-1).view(torch.uint8)
-            crew.do(dist.broadcast, content, group=crew.group, group_src=source, async_op=True)
-    return batch if crew.rank == source else build(tensors)
+            groups.run(dist.broadcast, content, group=groups.group, group_src=source, async_op=True)
+    return batch if groups.rank == source else build(tensors)
 
 
-def refuse(crew: Crew, error: Exception, source: int) -> None:
+def refuse(groups: ProcessGroups, error: Exception, source: int) -> None:
     """On the source, in the place of `share`: the others raise an error of these words."""
-    crew.tell_text(f"{_REFUSED}{error.problem if isinstance(error, RunError) else error}", source)
+    groups.broadcast_text(f"{_REFUSED}{error.problem if isinstance(error, RunError) else error}", source)
 
 
-def _told(crew: Crew, batch: Any, source: int) -> list[Tensor]:
+def _told(groups: ProcessGroups, batch: Any, source: int) -> list[Tensor]:
     """Tell the others how the batch is built, or that it cannot be told; its tensors."""
     try:
         header, tensors = write_header(batch)
     except RunError as error:
-        refuse(crew, error, source)
+        refuse(groups, error, source)
         raise
-    crew.tell_text(header, source)
+    groups.broadcast_text(header, source)
     return tensors
 
 

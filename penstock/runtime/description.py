@@ -13,11 +13,11 @@ def describe(plan: Plan, part: ModelPart, rule: LossRule | None) -> str:
 
 
 def _remarks(plan: Plan, part: ModelPart, rule: LossRule | None) -> Iterator[str]:
-    crew = part.crew
-    place = "all ranks inside this process" if crew.is_alone else f"rank {crew.rank} of {crew.ranks}"
+    groups = part.groups
+    place = "all ranks inside this process" if groups.is_local else f"rank {groups.rank} of {groups.num_ranks}"
     yield f"{place}, stages {', '.join(map(str, part.stages))}, {len(part.parameters)} parameters"
-    if crew.num_replicas > 1:
-        yield f"replica {crew.replica} of {crew.num_replicas}"
+    if groups.num_replicas > 1:
+        yield f"replica {groups.replica} of {groups.num_replicas}"
     for shared in part.tied.shared:
         yield f"{shared.name} is used on ranks {', '.join(map(str, shared.ranks))}: its gradients are summed"
     for index, stage in part.stages.items():

@@ -6,25 +6,24 @@ from typing import Any
 
 import torch
 
-from penstock.errors import PenstockError, RunError
+from penstock.errors import RunError
 from penstock.passes import DEFAULT_PASSES
 from penstock.runtime.batch_cutter import BatchCutter
-from penstock.runtime.between import Between
 from penstock.runtime.closing import Closing
 from penstock.runtime.course import Course, Courses, StepKind
-from penstock.runtime.ending import Ending
 from penstock.runtime.execute import execute, execute_together
-from penstock.runtime.gate import Gate
-from penstock.runtime.inside import Inside
-from penstock.runtime.meeting import Meeting, Occasion
+from penstock.runtime.loss_head import LossHead
 from penstock.runtime.model_part import ModelPart
+from penstock.runtime.monitor import watch_step
 from penstock.runtime.opening import Opening
 from penstock.runtime.options import RunOptions
 from penstock.runtime.player import Player
 from penstock.runtime.result import Result
 from penstock.runtime.seeds import untouched_generators
 from penstock.runtime.step_data import CutBatch, StepData
+from penstock.runtime.sync import RankSync, SyncRequest
 from penstock.runtime.times import Times
+from penstock.runtime.transports import make_transport
 from penstock.runtime.witness import Witness
 
 Batch = tuple[Any, Any, Any]
@@ -34,25 +33,25 @@ class Engine:
     """Runs loads over courses and brings results home."""
 
     def __init__(
-        self, part: ModelPart, meeting: Meeting, ending: Ending, cutter: BatchCutter, options: RunOptions
+        self, part: ModelPart, sync: RankSync, ending: LossHead, cutter: BatchCutter, options: RunOptions
     ) -> None:
-        plan, crew = cutter.plan, part.crew
-        self._crew, self._part, self._ending = crew, part, ending
+        plan, groups = cutter.plan, part.groups
+        self._groups, self._part, self._ending = groups, part, ending
         self._player = Player(part, plan.num_stages - 1, ending)
-        self._gate = _gate(part)
-        ranks = range(plan.num_ranks) if crew.is_alone else (crew.rank,)
+        self._gate = make_transport(groups, part.device)
+        ranks = range(plan.num_ranks) if groups.is_local else (groups.rank,)
         passes = (*DEFAULT_PASSES, "add_shard_moves") if part.shards.are_there else DEFAULT_PASSES
         self._courses = Courses(plan, ranks, self._player, self._gate, passes)
         # What replicas do together comes before any message, and does not pass the gate.
-        is_late = crew.lookout is not None and crew.replicas is None
-        self._opening = Opening(part, meeting, cutter, self._gate if is_late else None, self._course_of, options)
-        self._closing = Closing(part, meeting, ending, options, plan)
+        is_late = groups.monitor is not None and groups.replicas is None
+        self._opening = Opening(part, sync, cutter, self._gate if is_late else None, self._course_of, options)
+        self._closing = Closing(part, sync, ending, options, plan)
 
     def train(self, batch: Batch, step: int, keeps_outputs: bool, records: bool) -> Result:
         """Forward and backward of one batch (args, kwargs, target)."""
-        occasion = Occasion("step", step, _options(return_outputs=keeps_outputs, record=records))
-        with self._watched(step, True):
-            data, course = self._opening.begin(batch, occasion, True, keeps_outputs)
+        request = SyncRequest("step", step, _options(return_outputs=keeps_outputs, record=records))
+        with watch_step(self._groups.monitor, step, True):
+            data, course = self._opening.begin(batch, request, True, keeps_outputs)
             self._part.begin(len(data.inputs.microbatches))
             try:
                 times = self._run(course, data, records)
@@ -82,9 +81,9 @@ class Engine:
 
     def evaluate(self, batch: Batch, step: int, keeps_outputs: bool) -> Result:
         """Forward of one batch in eval mode, without gradients."""
-        occasion = Occasion("eval", step, _options(return_outputs=keeps_outputs))
-        with self._watched(step, False), torch.no_grad(), self._evaluating():
-            data, course = self._opening.begin(batch, occasion, False, keeps_outputs)
+        request = SyncRequest("eval", step, _options(return_outputs=keeps_outputs))
+        with watch_step(self._groups.monitor, step, False), torch.no_grad(), self._evaluating():
+            data, course = self._opening.begin(batch, request, False, keeps_outputs)
             self._run(course, data, False)
             return self._closing.bring(data, course, None, step, None)
 
@@ -94,17 +93,17 @@ class Engine:
 
     def _run(self, course: Course, data: StepData, records: bool) -> list[Times] | None:
         times = [Times() for _ in course.prepared] if records else None
-        lookout = self._crew.lookout
+        monitor = self._groups.monitor
         self._player.load = data
         try:
             with untouched_generators():
-                if lookout is None:
+                if monitor is None:
                     execute_together(course.prepared, _nobody, times)
                 else:
-                    execute(course.prepared[0], lookout.works, times[0] if times else None)
+                    execute(course.prepared[0], monitor.working, times[0] if times else None)
                 for prepared in course.prepared:
                     prepared.settle()
-                self._gate.open()
+                self._gate.run_check()
         except BaseException as error:
             course.clear()
             if self._gate.problem is not None:
@@ -125,24 +124,6 @@ class Engine:
         return is_python and not error.hint and self._opening.lacks_target(data)
 
     @contextmanager
-    def _watched(self, step: int, is_training: bool) -> Iterator[None]:
-        """Errors say in which step they happened, and other ranks learn of those that they do not know."""
-        lookout = self._crew.lookout
-        if lookout is not None:
-            lookout.begins(step, is_training)
-        try:
-            yield
-        except Exception as error:
-            told = error.at(step=step) if isinstance(error, RunError) else error
-            if lookout is not None and isinstance(told, PenstockError) and told.is_shared:
-                lookout.leaves()
-            elif lookout is not None:
-                lookout.fails(told)
-            raise told from error.__cause__
-        if lookout is not None:
-            lookout.rests(is_training)
-
-    @contextmanager
     def _evaluating(self) -> Iterator[None]:
         model = self._part.captured.model
         modes = [(module, module.training) for module in model.modules()]
@@ -157,13 +138,6 @@ class Engine:
 def _options(**given: bool) -> str:
     """Those that were switched on, as the user would write them."""
     return ", ".join(f"{name}=True" for name, is_on in given.items() if is_on)
-
-
-def _gate(part: ModelPart) -> Gate:
-    crew = part.crew
-    if crew.is_alone or crew.lookout is None:
-        return Gate(Inside(part.device))
-    return Gate(Between(crew.group, part.device, crew.lookout))
 
 
 def _nobody(code: int) -> None:

@@ -32,7 +32,7 @@ def execute(prepared: Prepared, tell: Tell, times: Times | None = None) -> None:
             run()
     except Exception as error:
         prepared.clear()
-        raise located(error, prepared.rank, code) from error
+        raise located_error(error, prepared.rank, code) from error
 
 
 def execute_together(ranks: Sequence[Prepared], tell: Tell, times: Sequence[Times] | None = None) -> None:
@@ -66,10 +66,10 @@ def _timed(prepared: Prepared, ready: Ready, tell: Tell, times: Times) -> None:
         times.note(start, perf_counter())
     except Exception as error:
         prepared.clear()
-        raise located(error, prepared.rank, ready.code) from error
+        raise located_error(error, prepared.rank, ready.code) from error
 
 
-def located(error: Exception, rank: int, code: int) -> Exception:
+def located_error(error: Exception, rank: int, code: int) -> Exception:
     """The same failure, with where it happened; errors that penstock raised on purpose keep their words."""
     action = decode_one(code)
     microbatch = action.microbatch if isinstance(action, ComputeAction | Message) else None

@@ -43,7 +43,7 @@ class FirstInputs:
 
     def __init__(self, part: ModelPart, cutter: BatchCutter) -> None:
         self._part, self._plan, self._cutter = part, cutter.plan, cutter
-        self._delivery = Delivery(part.crew, part.device)
+        self._delivery = Delivery(part.groups, part.device)
         self._ways: list[Way] = []
         self._numbers: dict[tuple[object, ...], int] = {}
         self._places: dict[tuple[int, int], set[int]] = {}
@@ -69,17 +69,17 @@ class FirstInputs:
     def give(self, offer: Offer) -> CutBatch:
         """On rank 0: send what the others need."""
         if self.is_new(offer.number):
-            self._part.crew.tell_text(offer.header, 0)
+            self._part.groups.broadcast_text(offer.header, 0)
         self._delivery.give(offer.tensors, lambda rank: self._wanted(offer.number, rank))
         self._look_at(offer.number, offer.header, offer.cut, offer.batch)
         return offer.cut
 
     def take(self, number: int) -> CutBatch:
         """On the other ranks: microbatches and recordings; what a rank does not need is memory without content."""
-        crew = self._part.crew
-        header = crew.tell_text("", 0) if self.is_new(number) else self._ways[number].header
+        groups = self._part.groups
+        header = groups.broadcast_text("", 0) if self.is_new(number) else self._ways[number].header
         build, buffers = read_header(header)
-        own = _arranged(build(self._delivery.take(buffers, self._wanted(number, crew.rank))))
+        own = _arranged(build(self._delivery.take(buffers, self._wanted(number, groups.rank))))
         found = self._cutter.cut(own, None if self.is_new(number) else self._ways[number].recordings)
         self._look_at(number, header, found, own)
         return found

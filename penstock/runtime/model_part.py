@@ -17,8 +17,8 @@ from penstock.runtime.belongings import (
     shared_parameters,
     written_buffers,
 )
-from penstock.runtime.crew import Crew
 from penstock.runtime.earlier import Earlier
+from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.replicas import Replicas
 from penstock.runtime.shards import Shards
 from penstock.runtime.state import check_state, spread
@@ -33,11 +33,16 @@ class ModelPart:
     """What this process has, and how its gradients become those of the whole pipeline and all its replicas."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, crew: Crew, parallelize: Parallelize | None = None, restores: bool = True
+        self,
+        model: nn.Module,
+        plan: Plan,
+        groups: ProcessGroups,
+        parallelize: Parallelize | None = None,
+        restores: bool = True,
     ) -> None:
         """`restores`: whether a step that fails leaves the gradients of earlier ones as they were."""
         check_model(plan, model)
-        self.crew = crew
+        self.groups = groups
         self.captured = Captured.planned(model, plan.graph)
         self.stages = self._cut(plan)
         self.has_numbers = not is_bare(model)
@@ -46,24 +51,24 @@ class ModelPart:
             furnish(model, _names(self.stages), torch.get_default_device())
             self.stages = self._cut(plan)
         else:
-            check_replicas(crew, self.stages)
+            check_replicas(groups, self.stages)
         for index, stage in self.stages.items():
             stage.recomputes = plan.choices.recompute[index]
             if parallelize is not None:
                 parallelize(stage)
         self.shards = Shards(self.stages)
         self.captured.surroundings = self.shards.gathered
-        self.replicas = Replicas(crew, {index: list(stage.parameters()) for index, stage in self.stages.items()})
-        self.tied = Tied(crew, shared_parameters(plan, self.stages, crew.rank))
+        self.replicas = Replicas(groups, {index: list(stage.parameters()) for index, stage in self.stages.items()})
+        self.tied = Tied(groups, shared_parameters(plan, self.stages, groups.rank))
         if self.has_numbers:
-            check_alike(plan, self.tied, crew)
+            check_alike(plan, self.tied, groups)
         apart = (*self.replicas.parameters, *self.tied.parameters)
         places = written_buffers(self.captured.graph, self.stages.values())
         self._earlier = Earlier(apart, self.parameters.values(), restores, places)
 
     def _cut(self, plan: Plan) -> dict[int, Stage]:
         """The stages of this process."""
-        ranks = range(plan.num_ranks) if self.crew.is_alone else (self.crew.rank,)
+        ranks = range(plan.num_ranks) if self.groups.is_local else (self.groups.rank,)
         placement = plan.schedule.placement
         own = (index for index in range(plan.num_stages) if placement[index] in ranks)
         return {index: Stage(self.captured, plan.partition, index) for index in own}

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import RunError
-from penstock.runtime.meeting import Meeting, Occasion, Said
-from penstock.runtime.row import Figures
+from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 
 
 def check_clipping(max_norm: object, norm_type: object) -> tuple[float, float]:
@@ -38,22 +37,22 @@ def _number(value: object) -> float | None:
     return float(value) if is_number else None  # type: ignore[arg-type]
 
 
-def global_norm(meeting: Meeting, occasion: Occasion, gradients: Sequence[Tensor], power: float) -> Tensor:
+def global_norm(sync: RankSync, request: SyncRequest, gradients: Sequence[Tensor], power: float) -> Tensor:
     """The norm over the gradients of all ranks, the same on every one; float64 on the host.
 
     What is scaled by the largest entry cannot overflow, however large the entries are.
     """
     here = float(_largest(map(_highest, gradients)))
-    largest = meeting.hold(occasion, Said(figures=Figures(maxes=(here,)))).figures.maxes[0]
+    largest = sync.exchange(request, SyncVote(maxes=(here,))).maxes[0]
     if math.isinf(power) or not math.isfinite(largest) or largest == 0.0:
         return torch.tensor(largest, dtype=torch.float64)
     # Replicas have the same gradients, unless these are sharded: then each has a part.
     parts = torch.zeros(2, dtype=torch.float64)
     for gradient in gradients:
         parts[int(isinstance(gradient, DTensor))] += _powers(gradient, largest, power)
-    heard = meeting.hold(occasion, Said(figures=Figures(sums=tuple(parts.tolist()))))
+    heard = sync.exchange(request, SyncVote(sums=tuple(parts.tolist())))
     # Summed in the order of the ranks on every rank: the same number everywhere.
-    return torch.tensor(largest * (heard.here.sums[0] + heard.figures.sums[1]) ** (1.0 / power), dtype=torch.float64)
+    return torch.tensor(largest * (heard.pipeline_sums[0] + heard.sums[1]) ** (1.0 / power), dtype=torch.float64)
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:

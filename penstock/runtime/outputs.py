@@ -6,29 +6,29 @@ from typing import Any
 import torch
 
 from penstock.ir import leaves, put_together, take_apart
-from penstock.runtime.crew import Crew
 from penstock.runtime.delivery import refuse, share
+from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.merge import merge
 
 
 class Outputs:
     """Shares outputs from the rank of the last stage."""
 
-    def __init__(self, crew: Crew, source: int, device: torch.device) -> None:
-        self._crew, self._source, self._device = crew, source, device
+    def __init__(self, groups: ProcessGroups, source: int, device: torch.device) -> None:
+        self._groups, self._source, self._device = groups, source, device
 
     def shared(self, outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None) -> Any:
         """The outputs of the whole batch on every rank; containers that only the model knows come as dicts."""
-        if self._crew.is_alone:
+        if self._groups.is_local:
             return merge(outputs, sizes, weights)
-        if self._crew.rank != self._source:
-            return share(self._crew, None, self._source, self._device)
+        if self._groups.rank != self._source:
+            return share(self._groups, None, self._source, self._device)
         try:
             merged = merge(outputs, sizes, weights)
         except Exception as error:
-            refuse(self._crew, error, self._source)
+            refuse(self._groups, error, self._source)
             raise
-        share(self._crew, _plain(merged), self._source, self._device)
+        share(self._groups, _plain(merged), self._source, self._device)
         return merged
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.capture import shown_to
 from penstock.runtime.adding import added_with_reductions
-from penstock.runtime.ending import Ending
+from penstock.runtime.loss_head import LossHead
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.step_data import StepData
 from penstock.runtime.witness import Witness
@@ -19,7 +19,7 @@ LOSS, ADDED = "the loss", "added losses"
 class Player:
     """Which stage, inputs, recording, loss and random numbers a (stage, microbatch) means."""
 
-    def __init__(self, part: ModelPart, last: int, ending: Ending) -> None:
+    def __init__(self, part: ModelPart, last: int, ending: LossHead) -> None:
         self._part, self._last, self._ending = part, last, ending
         self.load: StepData | None = None
         self.witness: Witness | None = None

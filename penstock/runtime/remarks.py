@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
-from penstock.runtime.ending import Ending
+from penstock.runtime.loss_head import LossHead
 from penstock.runtime.step_data import StepData
 
 _NAMED = 3
@@ -31,7 +31,7 @@ class Remarks:
         """the sentences, and whether each was said of a step, for which it means more than for an evaluation"""
         self._num_steps = 0
 
-    def say(self, load: StepData, ending: Ending, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
+    def say(self, load: StepData, ending: LossHead, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
         """Warn of everything that makes the numbers of microbatches differ from those of the whole batch.
 
         Parameters are looked at in the 1st, 2nd, 4th, 8th ... step.

@@ -8,21 +8,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from penstock.runtime.crew import Crew
+from penstock.runtime.groups import ProcessGroups
 
 
 class Replicas:
     """Averages what one step adds to the gradients; what earlier steps left in them is added again afterwards."""
 
-    def __init__(self, crew: Crew, parameters: Mapping[int, Sequence[nn.Parameter]]) -> None:
-        self._crew = crew
-        self._parameters = parameters if crew.replicas is not None else {}
+    def __init__(self, groups: ProcessGroups, parameters: Mapping[int, Sequence[nn.Parameter]]) -> None:
+        self._groups = groups
+        self._parameters = parameters if groups.replicas is not None else {}
         self._under_way: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
 
     @property
     def count(self) -> int:
         """How many replicas there are."""
-        return self._crew.num_replicas
+        return self._groups.num_replicas
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -34,15 +34,15 @@ class Replicas:
         """Begin to average the gradients of a stage, while other stages still compute."""
         for own in _alike(self._own(stage)):
             flat = torch.cat([*map(_flat, own), _are_there(own)])
-            work = self._crew.start(dist.all_reduce, flat, group=self._crew.replicas, async_op=True)
+            work = self._groups.start(dist.all_reduce, flat, group=self._groups.replicas, async_op=True)
             self._under_way.append((work, flat, own))
 
     def finish(self) -> None:
         """Wait for all averages and put them in place; of a parameter that two stages use the later one counts."""
         for work, flat, own in self._under_way:
-            self._crew.wait(work)
+            self._groups.wait(work)
             sizes = [parameter.numel() for parameter in own]
-            *parts, there = torch.split(flat.div_(self._crew.num_replicas), [*sizes, len(own)])
+            *parts, there = torch.split(flat.div_(self._groups.num_replicas), [*sizes, len(own)])
             for parameter, part, is_there in zip(own, parts, there.tolist(), strict=True):
                 # What no replica used has no gradient, as in plain training; what one of them used, all have.
                 if is_there:
@@ -55,10 +55,10 @@ class Replicas:
 
     def sum(self, figures: Tensor) -> Tensor:
         """Figures summed over the replicas."""
-        if self._crew.replica_control is None:
+        if self._groups.replica_control is None:
             return figures
         total = figures.cpu().clone()
-        self._crew.do(dist.all_reduce, total, group=self._crew.replica_control, async_op=True)
+        self._groups.run(dist.all_reduce, total, group=self._groups.replica_control, async_op=True)
         return total.to(figures.device)
 
     def _own(self, stage: int) -> list[nn.Parameter]:

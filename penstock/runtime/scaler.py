@@ -8,10 +8,9 @@ from torch import nn
 
 from penstock.errors import RunError
 from penstock.ir import as_int, is_finite
-from penstock.runtime.crew import Crew
+from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.health import are_finite
-from penstock.runtime.meeting import Meeting, Occasion, Said
-from penstock.runtime.row import Figures
+from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 
 
 class GradScaler:
@@ -35,11 +34,11 @@ class GradScaler:
         """steps that were not taken"""
         self._clean = 0
         self._round = _Round()
-        self._meeting = Meeting(Crew.inside(1))
+        self._sync = RankSync(ProcessGroups.local(1))
 
-    def bind(self, meeting: Meeting) -> None:
+    def bind(self, sync: RankSync) -> None:
         """Decide together with these ranks from now on."""
-        self._meeting = meeting
+        self._sync = sync
 
     def begin(self) -> None:
         """A step is about to add gradients that are scaled."""
@@ -77,10 +76,10 @@ class GradScaler:
         self._round.overflows[id(optimizer)] = self._is_anywhere(here)
 
     def _is_anywhere(self, here: bool) -> bool:
-        occasion = Occasion("unscale_", self._meeting.step)
-        heard = self._meeting.hold(occasion, Said(figures=Figures(maxes=(float(here),))))
-        self._meeting.close()
-        return heard.figures.maxes[0] > 0
+        request = SyncRequest("unscale_", self._sync.step)
+        heard = self._sync.exchange(request, SyncVote(maxes=(float(here),)))
+        self._sync.close()
+        return heard.maxes[0] > 0
 
     def step(self, optimizer: torch.optim.Optimizer) -> Any:
         """Take the optimizer's step, on all ranks or on none."""

@@ -47,9 +47,9 @@ class StateOwners:
 
 def _of_all(part: ModelPart, forms: dict[int, Any]) -> Iterable[tuple[int, Any]]:
     """The tensors of the stages of all ranks."""
-    crew = part.crew
-    if crew.is_alone:
+    groups = part.groups
+    if groups.is_local:
         return forms.items()
     text = json.dumps(forms)
-    told = [crew.tell_text(text if crew.rank == rank else "", rank) for rank in range(crew.ranks)]
+    told = [groups.broadcast_text(text if groups.rank == rank else "", rank) for rank in range(groups.num_ranks)]
     return [(int(index), found) for one in told for index, found in json.loads(one).items()]

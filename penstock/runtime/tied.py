@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.runtime.crew import Crew
+from penstock.runtime.groups import ProcessGroups
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Shared:
 class Tied:
     """Sums what one step adds to the gradients of shared parameters over their ranks."""
 
-    def __init__(self, crew: Crew, shared: Sequence[Shared]) -> None:
-        self._crew = crew
-        self.shared = () if crew.is_alone else tuple(shared)
+    def __init__(self, groups: ProcessGroups, shared: Sequence[Shared]) -> None:
+        self._groups = groups
+        self.shared = () if groups.is_local else tuple(shared)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -34,7 +34,7 @@ class Tied:
     @property
     def borrowed(self) -> set[int]:
         """The identities of parameters that another rank owns: it counts them, this one does not."""
-        return {id(one.parameter) for one in self.shared if one.ranks[0] != self._crew.rank}
+        return {id(one.parameter) for one in self.shared if one.ranks[0] != self._groups.rank}
 
     def finish(self) -> None:
         """Sum and share; every rank goes through the parameters in the same order."""
@@ -45,7 +45,7 @@ class Tied:
     def _summed(self, one: Shared) -> Tensor | None:
         owner, *others = one.ranks
         total = _dense(one.parameter.grad)
-        if self._crew.rank != owner:
+        if self._groups.rank != owner:
             self._send(total, one, owner)
             return self._receive(one, owner)
         for rank in others:
@@ -61,15 +61,15 @@ class Tied:
             self._ship(gradient.contiguous(), rank)
 
     def _ship(self, tensor: Tensor, rank: int) -> None:
-        self._crew.do(dist.isend, tensor, group=self._crew.group, group_dst=rank)
+        self._groups.run(dist.isend, tensor, group=self._groups.group, group_dst=rank)
 
     def _receive(self, one: Shared, rank: int) -> Tensor | None:
         flag = torch.zeros(1, dtype=torch.int64, device=one.parameter.device)
-        self._crew.do(dist.irecv, flag, group=self._crew.group, group_src=rank)
+        self._groups.run(dist.irecv, flag, group=self._groups.group, group_src=rank)
         if not int(flag):
             return None
         gradient = torch.empty_like(one.parameter, memory_format=torch.contiguous_format).detach()
-        self._crew.do(dist.irecv, gradient, group=self._crew.group, group_src=rank)
+        self._groups.run(dist.irecv, gradient, group=self._groups.group, group_src=rank)
         return gradient
 
 

@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from penstock.runtime.crew import Crew
+from penstock.runtime.groups import ProcessGroups
 
 
 @dataclass
@@ -27,12 +27,14 @@ class Times:
         self.ends.append(end)
 
 
-def gathered(crew: Crew, times: Sequence[Times], lengths: Sequence[int]) -> tuple[list[float], list[float]]:
+def gathered(groups: ProcessGroups, times: Sequence[Times], lengths: Sequence[int]) -> tuple[list[float], list[float]]:
     """Starts and ends of all actions of all ranks, rank by rank, on one clock.
 
     Processes of one host share its clock; of several hosts, each counts from the moment when all ranks met.
     """
-    rows = [_row(one, max(lengths)) for one in times] if crew.is_alone else crew.gather(_row(times[0], max(lengths)))
+    rows = (
+        [_row(one, max(lengths)) for one in times] if groups.is_local else groups.gather(_row(times[0], max(lengths)))
+    )
     table = torch.stack(list(rows))
     is_one_host = bool((table[:, 0] == table[0, 0]).all())
     shift = table[:, 2:].min() if is_one_host else table[:, 1:2]
@@ -42,7 +44,7 @@ def gathered(crew: Crew, times: Sequence[Times], lengths: Sequence[int]) -> tupl
 
 
 def _row(times: Times, longest: int) -> Tensor:
-    """Host, the moment of meeting, starts and ends; what is not used repeats the end, so that it is no minimum."""
+    """Host, the moment of sync, starts and ends; what is not used repeats the end, so that it is no minimum."""
     row = torch.full((2 + 2 * longest,), max(times.ends, default=times.began), dtype=torch.float64)
     row[0], row[1] = zlib.crc32(socket.gethostname().encode()), times.began
     row[2 : 2 + len(times.starts)] = torch.tensor(times.starts, dtype=torch.float64)

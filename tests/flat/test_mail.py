@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.flat.mail import Mail
 from penstock.ir import Recv, Send
-from penstock.runtime import Between
+from penstock.runtime import DistributedTransport
 
 
 class Work:
@@ -43,13 +43,13 @@ class Nobody:
 
     deadline = timedelta(seconds=1)
 
-    def waits(self, code: int, peer: int) -> None:
+    def waiting(self, code: int, peer: int) -> None:
         """Nothing to note."""
 
 
 def carried(values: list[Tensor], sent_in: int = 0, expected_in: int = 0) -> list[Tensor]:
     """What arrives of values sent from stage 0 to stage 1, each in a call of its own number."""
-    between = Between(Post(), torch.device("cpu"), Nobody())  # type: ignore[arg-type]
+    between = DistributedTransport(Post(), torch.device("cpu"), Nobody())  # type: ignore[arg-type]
     Mail(between, sent_in).send(Send(0, 2, 1), 7, values)
     receiver = Mail(between, expected_in)
     receiver.expect(Recv(1, 2, 0), 8)

@@ -6,8 +6,8 @@ import pytest
 
 from penstock.api.planning import lower, schedule
 from penstock.ir import Crossing, TensorSpec, Value
-from penstock.runtime import Form
-from penstock.runtime.agreement import difference
+from penstock.runtime import Agreement
+from penstock.runtime.sync import first_difference
 
 DTYPES = ("float32", "float64", "bfloat16", "int64", "bool")
 PROGRAM = lower(schedule("1f1b", 3, 2))
@@ -54,9 +54,9 @@ def test_a_hundred_edges_changed_at_one_end_are_all_refused_with_both_stages_and
         old = values[place]
         values[place] = Value(old.name, changed(dice, old.spec))
         theirs[microbatch][edge] = Crossing(*edge, tuple(values))
-        one, other = Form.of_step(PROGRAM, ours, "train"), Form.of_step(PROGRAM, theirs, "train")
+        one, other = Agreement.of_step(PROGRAM, ours, "train"), Agreement.of_step(PROGRAM, theirs, "train")
         assert one.digest != other.digest
-        problem = str(difference([one.lines, one.lines, other.lines]))
+        problem = str(first_difference([one.lines, one.lines, other.lines]))
         assert f"producer: stage {edge[0]}, consumer: stage {edge[1]}" in problem
         assert str(old.spec) in problem
         assert str(values[place].spec) in problem
@@ -64,18 +64,22 @@ def test_a_hundred_edges_changed_at_one_end_are_all_refused_with_both_stages_and
 
 def test_ranks_that_see_the_same_have_no_difference():
     ours = edges(random.Random(0))
-    assert difference([Form.of_step(PROGRAM, ours, "train").lines] * 3) is None
+    assert first_difference([Agreement.of_step(PROGRAM, ours, "train").lines] * 3) is None
 
 
 def test_an_edge_that_only_one_rank_has_is_named():
     ours = edges(random.Random(0))
     theirs = [{edge: found for edge, found in crossings.items() if edge != (0, 2)} for crossings in ours]
-    problem = difference([Form.of_step(PROGRAM, ours, "train").lines, Form.of_step(PROGRAM, theirs, "train").lines])
+    problem = first_difference(
+        [Agreement.of_step(PROGRAM, ours, "train").lines, Agreement.of_step(PROGRAM, theirs, "train").lines]
+    )
     assert "stage 0" in str(problem)
 
 
 def test_another_order_of_actions_is_a_difference():
     ours = edges(random.Random(0))
     other = lower(schedule("gpipe", 3, 2))
-    problem = difference([Form.of_step(PROGRAM, ours, "train").lines, Form.of_step(other, ours, "train").lines])
+    problem = first_difference(
+        [Agreement.of_step(PROGRAM, ours, "train").lines, Agreement.of_step(other, ours, "train").lines]
+    )
     assert "program of" in str(problem)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import penstock
 from penstock.errors import RunError
-from penstock.runtime import circle
+from penstock.runtime import sync
 from tests.runtime.plans import quick_plan
 
 RANKS, MICROBATCHES, FATEFUL = 4, 4, 6
@@ -67,7 +67,7 @@ def losing():
     """From now on what this rank's stages send goes nowhere."""
     send = dist.ProcessGroup.send
     dist.ProcessGroup.send = lambda group, tensors, peer, tag: (
-        send(group, tensors, peer, tag) if tag == circle.TAG else Gone()
+        send(group, tensors, peer, tag) if tag == sync.TAG else Gone()
     )
 
 

@@ -32,7 +32,7 @@ class Adapted(nn.Module):
         return torch.tanh(self.base(x)) + self.up(self.down(x))
 
 
-class Ending(nn.Module):
+class LossHead(nn.Module):
     """Blocks, some parameters that only touch the output, and some that nothing touches."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "only the first block is trained": lambda: frozen(lambda place: place > 0),
     "weights or biases are frozen": half_frozen,
     "small layers beside frozen ones": lambda: fixed(nn.Sequential(*(Adapted() for _ in range(8)))),
-    "parameters of the output, and unused ones": lambda: fixed(Ending()),
+    "parameters of the output, and unused ones": lambda: fixed(LossHead()),
 }
 
 

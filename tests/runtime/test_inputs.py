@@ -131,7 +131,7 @@ def test_every_rank_refuses_a_batch_that_another_does_not_have(pools: Pools) -> 
     for words in first[:2]:
         assert words.startswith("the ranks were given different batches")
     for words in first[2:]:
-        assert words.startswith("the ranks do not agree on what passes between the stages")
+        assert words.startswith("the ranks disagree about the values that pass between the stages")
         assert "producer: stage 0, consumer: stage 1" in words
     assert "float64[2, 5, 4]" in first[2]
     assert "float64[2, 4, 4]" in first[2]

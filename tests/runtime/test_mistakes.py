@@ -132,9 +132,9 @@ def refusals() -> list[str]:
 @pytest.mark.gloo
 def test_a_wrong_number_of_processes_or_a_wrong_mesh_is_refused(pools: Pools) -> None:
     for world, axis, name in pools[2].run(refusals):
-        assert world.startswith("the plan is for another number of ranks (plan: 3, world: 2)\ntry: start 3 processes")
-        assert axis.startswith("the plan is for another number of ranks (plan: 4, mesh: 2)")
-        assert name.startswith("a mesh needs an axis for the pipeline")
+        assert world.startswith("the number of processes must be the number of ranks of the plan (plan: 3, world: 2)")
+        assert axis.startswith("the 'pp' axis of the mesh must be as long as the plan has ranks (plan: 4, mesh: 2)")
+        assert name.startswith("a mesh must have an axis for the pipeline")
 
 
 def later_step() -> str:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.ir import TensorSpec, Value
-from penstock.runtime import Between, Route, Wire
-from penstock.runtime.inside import Inside
+from penstock.runtime.transports import DistributedTransport, LocalTransport, Route, TensorCodec
 
 HOST = torch.device("cpu")
 
@@ -50,36 +49,36 @@ class Witness:
     def __init__(self) -> None:
         self.heard: list[tuple[int, int]] = []
 
-    def waits(self, code: int, peer: int) -> None:
+    def waiting(self, code: int, peer: int) -> None:
         self.heard.append((code, peer))
 
-    def lost(self, code: int, peer: int, error: RuntimeError) -> Exception:
+    def message_error(self, code: int, peer: int, error: RuntimeError) -> Exception:
         return RunError("lost", code=code, peer=peer, reason=error)
 
 
 def route(*specs: TensorSpec, is_gradient: bool = False) -> Route:
-    wires = tuple(Wire(Value(f"v{place}", spec), is_gradient) for place, spec in enumerate(specs))
-    return Route(7, (1, 0, 0) if is_gradient else (0, 1, 0), 1, 3, wires)
+    codecs = tuple(TensorCodec(Value(f"v{place}", spec), is_gradient) for place, spec in enumerate(specs))
+    return Route(7, (1, 0, 0) if is_gradient else (0, 1, 0), 1, 3, codecs)
 
 
 VALUE = TensorSpec((2, 3), "float64", requires_grad=True)
 
 
 def test_what_was_sent_is_held_until_it_is_settled_and_without_its_graph() -> None:
-    departure = Between(Post(), HOST, Witness()).departure(route(VALUE))
+    departure = DistributedTransport(Post(), HOST, Witness()).send_slot(route(VALUE))
     made = torch.ones(2, 3, dtype=torch.float64, requires_grad=True) * 2
     departure.put([made])
     departure.send()
     (held,) = departure.held
     assert held.data_ptr() == made.data_ptr()
     assert held.grad_fn is None
-    departure.settle()
+    departure.release()
     assert departure.held == []
 
 
 def test_room_for_a_message_is_made_when_it_is_posted_and_given_away_when_it_is_taken() -> None:
     post = Post()
-    arrival = Between(post, HOST, Witness()).arrival(route(VALUE))
+    arrival = DistributedTransport(post, HOST, Witness()).recv_slot(route(VALUE))
     assert arrival.held == []
     arrival.post()
     assert [tuple(buffer.shape) for buffer in arrival.held] == [(2, 3)]
@@ -95,10 +94,10 @@ def test_room_for_a_message_is_made_when_it_is_posted_and_given_away_when_it_is_
 
 def test_a_gradient_wants_no_gradient_and_is_zero_where_nobody_made_one() -> None:
     post = Post()
-    between = Between(post, HOST, Witness())
+    between = DistributedTransport(post, HOST, Witness())
     departure, arrival = (
-        between.departure(route(VALUE, is_gradient=True)),
-        between.arrival(route(VALUE, is_gradient=True)),
+        between.send_slot(route(VALUE, is_gradient=True)),
+        between.recv_slot(route(VALUE, is_gradient=True)),
     )
     arrival.post()
     departure.put([None])
@@ -112,8 +111,8 @@ def test_a_gradient_wants_no_gradient_and_is_zero_where_nobody_made_one() -> Non
 
 def test_only_a_wait_that_may_take_long_is_noted() -> None:
     witness = Witness()
-    departure = Between(Post(), HOST, witness).departure(route(VALUE))
-    for settle in (departure.settle, departure.finish):
+    departure = DistributedTransport(Post(), HOST, witness).send_slot(route(VALUE))
+    for settle in (departure.release, departure.finish):
         departure.put([torch.ones(2, 3, dtype=torch.float64)])
         departure.send()
         settle()
@@ -123,7 +122,7 @@ def test_only_a_wait_that_may_take_long_is_noted() -> None:
 
 def test_a_lost_message_is_told_in_the_words_of_the_observer() -> None:
     post = Post()
-    arrival = Between(post, HOST, Witness()).arrival(route(VALUE))
+    arrival = DistributedTransport(post, HOST, Witness()).recv_slot(route(VALUE))
     arrival.post()
     post.is_down = True
     with pytest.raises(RunError, match=r"lost \(code: 7, peer: 1, reason: connection closed\)"):
@@ -132,22 +131,22 @@ def test_a_lost_message_is_told_in_the_words_of_the_observer() -> None:
 
 def test_complex_and_turned_values_arrive_as_they_lay() -> None:
     spec = TensorSpec((2, 3), "complex128", order=(1, 0))
-    inside = Inside(HOST)
-    departure, arrival = inside.departure(route(spec)), inside.arrival(route(spec))
+    inside = LocalTransport(HOST)
+    departure, arrival = inside.send_slot(route(spec)), inside.recv_slot(route(spec))
     value = torch.complex(torch.arange(6.0), torch.ones(6)).to(torch.complex128).view(3, 2).t().conj()
     departure.put([value])
     departure.send()
-    assert arrival.is_here
+    assert arrival.is_ready
     (came,) = arrival.take()
     assert came is not None
     assert torch.equal(came, value)
     assert came.stride() == value.stride()
-    assert not arrival.is_here
+    assert not arrival.is_ready
 
 
 def test_after_a_failure_nothing_is_held() -> None:
-    between = Between(Post(), HOST, Witness())
-    departure, arrival = between.departure(route(VALUE)), between.arrival(route(VALUE))
+    between = DistributedTransport(Post(), HOST, Witness())
+    departure, arrival = between.send_slot(route(VALUE)), between.recv_slot(route(VALUE))
     departure.put([torch.ones(2, 3, dtype=torch.float64)])
     departure.send()
     departure.put([torch.ones(2, 3, dtype=torch.float64)])

@@ -16,7 +16,7 @@ from penstock.runtime.scaler import GradScaler
 from penstock.runtime.step_data import StepData
 
 
-class Ending:
+class LossHead:
     """The loss of every microbatch, and the gradient with which its backward begins."""
 
     def __init__(self, captured: Captured, weighing: Weighing, scaler: GradScaler | None) -> None:

@@ -1,0 +1,174 @@
+"""The process groups of one pipeline and of its replicas."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import RunError
+from penstock.runtime.monitor import RankMonitor
+
+PIPELINE, REPLICAS = "pp", "dp"
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """The groups of torch.distributed that this process belongs to, and its place in them."""
+
+    rank: int
+    """of the pipeline"""
+    num_ranks: int
+    group: Any = None
+    """carries the messages between the stages; None if all ranks are in this process"""
+    control: Any = None
+    """the same ranks, for small host tensors (always gloo)"""
+    replicas: Any = None
+    """the ranks with the same stages in other copies of the pipeline; None if there is one copy"""
+    replica_control: Any = None
+    """the same ranks, for small host tensors"""
+    monitor: RankMonitor | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks are in this process."""
+        return self.group is None
+
+    @property
+    def replica(self) -> int:
+        """The index of this copy of the pipeline."""
+        return 0 if self.replicas is None else dist.get_rank(self.replicas)
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of copies of the pipeline."""
+        return 1 if self.replicas is None else dist.get_world_size(self.replicas)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of the first replica, which acts for all."""
+        return self.rank == 0 and self.replica == 0
+
+    @classmethod
+    def local(cls, num_ranks: int) -> "ProcessGroups":
+        """All ranks in this process."""
+        return cls(0, num_ranks)
+
+    @classmethod
+    def of_world(cls, num_ranks: int, deadline_seconds: float) -> "ProcessGroups":
+        """Every process of the default group is a rank of the pipeline."""
+        if dist.get_world_size() != num_ranks:
+            raise RunError(
+                "the number of processes must be the number of ranks of the plan",
+                plan=num_ranks,
+                world=dist.get_world_size(),
+                hint=f"start {num_ranks} processes, or give a mesh with a {PIPELINE!r} axis of {num_ranks}",
+            )
+        group = dist.group.WORLD
+        control = group if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        monitor = RankMonitor(range(num_ranks), (), deadline_seconds)
+        return cls(dist.get_rank(), num_ranks, group, control, monitor=monitor)
+
+    @classmethod
+    def of_mesh(cls, mesh: Any, num_ranks: int, deadline_seconds: float) -> "ProcessGroups":
+        """The pipeline along the axis "pp" of a DeviceMesh, replicas along "dp"."""
+        names = mesh.mesh_dim_names or ()
+        if PIPELINE not in names or set(names) - {PIPELINE, REPLICAS}:
+            raise RunError(
+                "a mesh must have an axis for the pipeline and may have one for replicas",
+                axes=names,
+                hint=f'init_device_mesh(device, (2, 2), mesh_dim_names=("{REPLICAS}", "{PIPELINE}"))',
+            )
+        found = mesh[PIPELINE].size()
+        if found != num_ranks:
+            raise RunError(
+                f"the {PIPELINE!r} axis of the mesh must be as long as the plan has ranks", plan=num_ranks, mesh=found
+            )
+        group = mesh.get_group(PIPELINE)
+        control, replicas, replica_control = _gloo_group(mesh, PIPELINE), None, None
+        if REPLICAS in names and mesh[REPLICAS].size() > 1:
+            replicas, replica_control = mesh.get_group(REPLICAS), _gloo_group(mesh, REPLICAS)
+        own = [dist.get_global_rank(group, rank) for rank in range(num_ranks)]
+        monitor = RankMonitor(own, mesh.mesh.flatten().tolist(), deadline_seconds)
+        return cls(mesh.get_local_rank(PIPELINE), num_ranks, group, control, replicas, replica_control, monitor)
+
+    def start(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Start an operation of torch.distributed; a failure to start becomes an error that explains it."""
+        try:
+            return operation(*args, **kwargs)
+        except RuntimeError as error:
+            raise error if self.monitor is None else self.monitor.sync_error(error) from error
+
+    def wait(self, work: Any) -> None:
+        """Wait for a started operation, at most until the deadline."""
+        if self.monitor is None:
+            work.wait()
+            return
+        try:
+            work.wait(self.monitor.deadline)
+        except RuntimeError as error:
+            raise self.monitor.sync_error(error) from error
+
+    def run(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Start an asynchronous operation and wait for it."""
+        self.wait(self.start(operation, *args, **kwargs))
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The values of all ranks of the pipeline, one row each, on every rank."""
+        return self._gather(values, self.control, self.num_ranks)
+
+    def gather_replicas(self, values: Tensor) -> Tensor:
+        """The values of all replicas, of the ranks with the same stages, one row each, on every one of them."""
+        return self._gather(values, self.replica_control, self.num_replicas)
+
+    def _gather(self, values: Tensor, group: Any, size: int) -> Tensor:
+        if group is None:
+            return values.unsqueeze(0)
+        rows = torch.empty((size, *values.shape), dtype=values.dtype)
+        self.run(dist.all_gather, list(rows.unbind()), values, group=group, async_op=True)
+        return rows
+
+    def broadcast(self, values: Tensor, source: int) -> Tensor:
+        """The values of pipeline rank `source` on every rank; shape and dtype must be equal everywhere."""
+        if not self.is_local:
+            self.run(dist.broadcast, values, group=self.control, group_src=source, async_op=True)
+        return values
+
+    def broadcast_text(self, text: str, source: int) -> str:
+        """The text of pipeline rank `source` on every rank of the pipeline."""
+        return text if self.is_local else self._broadcast_text(text, source, self.rank == source, self.control)
+
+    def broadcast_text_to_replicas(self, text: str, source: int) -> str:
+        """The text of replica `source` on every rank with the same stages."""
+        if self.replicas is None:
+            return text
+        return self._broadcast_text(text, source, self.replica == source, self.replica_control)
+
+    def broadcast_text_to_all(self, text: str) -> str:
+        """The text of the first rank of the first replica, on every rank of every replica."""
+        return self.broadcast_text_to_replicas(self.broadcast_text(text, 0), 0)
+
+    def _broadcast_text(self, text: str, source: int, is_source: bool, group: Any) -> str:
+        data = bytearray(text.encode())
+        content = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        # The size goes first: gloo does not check that both ends of a message have the same size.
+        size = torch.tensor([len(content)])
+        self.run(dist.broadcast, size, group=group, group_src=source, async_op=True)
+        if not is_source:
+            content = torch.empty(int(size), dtype=torch.uint8)
+        self.run(dist.broadcast, content, group=group, group_src=source, async_op=True)
+        return content.numpy().tobytes().decode()
+
+
+def _gloo_group(mesh: Any, axis: str) -> Any:
+    """The group along an axis if it is gloo, else a new gloo group of the same ranks."""
+    group = mesh.get_group(axis)
+    if dist.get_backend(group) == "gloo":
+        return group
+    dim = (mesh.mesh_dim_names or ()).index(axis)
+    rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim]).tolist()
+    # new_group is collective: every process creates the groups of all rows, in the same order.
+    groups = [dist.new_group(row, backend="gloo") for row in rows]
+    return next(one for one, row in zip(groups, rows, strict=True) if dist.get_rank() in row)

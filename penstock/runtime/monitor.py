@@ -1,0 +1,109 @@
+"""Reports what this rank is doing, so that a hang or a lost rank can be explained on every rank.
+
+A background thread ends the process when another rank fails in a way that this one would not notice. Setting the
+environment variable PENSTOCK_WATCH=0 disables that thread, for a process that outlives failed steps.
+"""
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from penstock.errors import PenstockError, RunError
+from penstock.launch import LARGEST_FAILURE, Board, Failure, Watch, occasion_code, shared_directory
+
+VARIABLE = "PENSTOCK_WATCH"
+FIRST_STEP_SECONDS = 600.0
+"""minimum deadline of a first step, in which models are recorded and compiled and kernels are chosen"""
+
+
+class RankMonitor:
+    """Writes the current action to this rank's status file and holds the deadline of every wait."""
+
+    def __init__(self, ranks: Sequence[int], replicas: Sequence[int], deadline_seconds: float) -> None:
+        """`ranks` of the pipeline and `replicas`, the ranks with the same stages, are both global ranks."""
+        self._ranks = tuple(ranks)
+        self._board = Board.create(shared_directory(), dist.get_rank(), dist.get_world_size())
+        self._watch = Watch(self._board, deadline_seconds, sorted({*ranks, *replicas}))
+        self._deadline_seconds = deadline_seconds
+        self._warm: set[bool] = set()
+        """the kinds of step (training, evaluation) of which one has succeeded"""
+        self.step = 0
+        self._set_deadline(is_first=True)
+        if os.environ.get(VARIABLE, "1") != "0":
+            self._watch.start()
+            weakref.finalize(self, self._watch.stop)
+
+    def working(self, code: int) -> None:
+        """This rank is about to run the action with this code."""
+        self._board.working(self.step, code)
+
+    def waiting(self, code: int, peer: int) -> None:
+        """This rank waits for a message from or to pipeline rank `peer`."""
+        self._board.waiting(self.step, code, self._ranks[peer])
+
+    def syncing(self, request: str, step: int) -> None:
+        """This rank waits for all others to join a rank sync."""
+        self.step = step
+        self._board.meeting(step, occasion_code(request))
+
+    def idle(self) -> None:
+        """A call other than a step is over."""
+        self._board.idle(max(self.step - 1, 0))
+
+    def step_started(self, step: int, is_training: bool) -> None:
+        """A step begins. The caller has handled any earlier failure, so its record is cleared."""
+        self.step = step
+        self._set_deadline(is_first=is_training not in self._warm)
+        self._board.preparing(step)
+        if self._board.failure:
+            self._board.recovered()
+
+    def step_finished(self, is_training: bool) -> None:
+        """A step succeeded. Steps of its kind are warm now, so their waits get the short deadline."""
+        self._warm.add(is_training)
+        self._set_deadline(is_first=False)
+        self._board.idle(self.step if is_training else max(self.step - 1, 0))
+
+    def step_failed(self, error: BaseException) -> None:
+        """A step failed on this rank only: publish the error for the other ranks."""
+        self._board.failed(Failure.of(error, self._board.rank).to_json(LARGEST_FAILURE))
+
+    def message_error(self, code: int, peer: int, error: RuntimeError) -> RunError:
+        """The error to raise when waiting for a message failed."""
+        return self._watch.lost(code, self._ranks[peer], error)
+
+    def sync_error(self, error: RuntimeError) -> RunError:
+        """The error to raise when a collective operation of all ranks failed."""
+        return self._watch.parted(error)
+
+    def _set_deadline(self, is_first: bool) -> None:
+        seconds = max(self._deadline_seconds, FIRST_STEP_SECONDS if is_first else 0.0)
+        self.deadline = timedelta(seconds=seconds)
+        self._watch.deadline_seconds = seconds
+
+
+@contextmanager
+def watch_step(monitor: RankMonitor | None, step: int, is_training: bool) -> Iterator[None]:
+    """Report a step to the monitor, and add the step's number to errors.
+
+    An error that only this rank raises is published, so that the others do not wait for it. `monitor` is None if all
+    ranks are in this process.
+    """
+    if monitor is not None:
+        monitor.step_started(step, is_training)
+    try:
+        yield
+    except Exception as error:
+        located = error.at(step=step) if isinstance(error, RunError) else error
+        if monitor is not None:
+            if isinstance(located, PenstockError) and located.is_shared:
+                monitor.idle()
+            else:
+                monitor.step_failed(located)
+        raise located from error.__cause__
+    if monitor is not None:
+        monitor.step_finished(is_training)

@@ -1,0 +1,459 @@
+"""Rank sync: all ranks check that they were called for the same operation before any of them starts it.
+
+Every call that involves all ranks begins with a sync. A call that one rank makes alone, or in another order, is an
+error on all ranks that says who called what, instead of a hang. The ranks of a pipeline sync first, then the replicas.
+
+gloo accepts a smaller message, or another dtype of the same size, without an error, and a larger message aborts the
+process. So the ranks must agree on every shape before data is sent, and the exchange itself uses a fixed-size row,
+whatever the operations are that the ranks were called for.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import PenstockError, RunError
+from penstock.ir import Crossing, Program
+from penstock.runtime.groups import ProcessGroups
+
+MAX_CONTENT = 36
+"""how many numbers a vote can carry from one rank to all others"""
+MAX_REDUCED = 4
+"""how many sums, and how many maxima, a vote can contribute to"""
+
+TAG = 2_000_000_011
+"""of the messages of a sync, which keeps them apart from the user's own on the same group"""
+
+_STAGES, _OPTION = "stages ", "option "
+_REFUSED = -1
+"""request digest of a rank that refuses"""
+
+
+class Agreement:
+    """Facts that must be equal on all ranks, one per line; ranks compare a digest and exchange lines only to report."""
+
+    def __init__(self, lines: Iterable[str] = ()) -> None:
+        self.lines = tuple(lines)
+        self.text = "\n".join(self.lines)
+        self.digest = int.from_bytes(hashlib.sha256(self.text.encode()).digest()[:8], "big", signed=True)
+
+    @classmethod
+    def of_step(cls, program: Program, edges: Sequence[Mapping[tuple[int, int], Crossing]], name: str) -> "Agreement":
+        """The order of actions of a step and every value that crosses between stages."""
+        order = hashlib.sha256(program.table.codes.tobytes() + program.table.starts.tobytes()).hexdigest()
+        lines = [name, f"program of {len(program.table.codes)} actions {order[:16]}"]
+        for microbatch, crossings in enumerate(edges):
+            for (producer, consumer), crossing in sorted(crossings.items()):
+                for value in crossing.values:
+                    strides = f" order {list(value.spec.order)}" if value.spec.order else ""
+                    gradient = " with gradient" if value.spec.requires_grad else ""
+                    edge = f"{_STAGES}{producer} to {consumer}, microbatch {microbatch}"
+                    lines.append(f"{edge}: {value.name!r} {value.spec}{strides}{gradient}")
+        return cls(lines)
+
+    @classmethod
+    def of_options(cls, options: Mapping[str, object]) -> "Agreement":
+        """Options by name."""
+        return cls(f"{_OPTION}{name}: {value}" for name, value in options.items())
+
+
+@dataclass(frozen=True)
+class SyncRequest:
+    """The operation that a rank was called for: its name, the number of the next step, and options as text."""
+
+    name: str
+    step: int
+    options: str = ""
+
+    @cached_property
+    def text(self) -> str:
+        """The call as a user would write it."""
+        return f"{self.name}({self.options})" if self.options else self.name
+
+
+class SyncVote(NamedTuple):
+    """What one rank contributes to a sync."""
+
+    agreement: Agreement | None = None
+    checksum: int = 0
+    """of the batch, where batches are compared"""
+    sums: tuple[float, ...] = ()
+    """values to add up over all ranks, at most MAX_REDUCED"""
+    maxes: tuple[float, ...] = ()
+    """values of which the maximum over all ranks is taken; NaN is the largest"""
+    content: tuple[float, ...] = ()
+    """values that only this rank has, at most MAX_CONTENT"""
+    includes_replicas: bool = False
+    """whether the agreement must hold between replicas too"""
+
+
+class SyncResult(NamedTuple):
+    """The combined votes. Reductions add up in the order of the ranks, so that they are bit-identical everywhere."""
+
+    sums: tuple[float, ...]
+    """over all ranks of all replicas"""
+    maxes: tuple[float, ...]
+    pipeline_sums: tuple[float, ...]
+    """over the ranks of this pipeline only"""
+    rows: bytes = b""
+
+    def content(self, rank: int) -> tuple[float, ...]:
+        """The content of the vote of one rank of this pipeline."""
+        return _Row.unpack(self.rows[rank * ROW_BYTES :]).content
+
+
+_EMPTY = SyncVote()
+
+
+class RankSync:
+    """Runs the syncs of one Pipeline, one after another. With all ranks in one process they always agree."""
+
+    _next_pipeline: ClassVar[int] = 0
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self._groups = groups
+        self._ranks = None if groups.is_local else _Exchange(groups, groups.control)
+        self._replicas = None if groups.replica_control is None else _Exchange(groups, groups.replica_control)
+        self._number, self._pipeline = 0, -1
+        self.step = 0
+        """of the last request"""
+        self._open: tuple[SyncRequest, SyncVote, _Row | None] | None = None
+
+    def establish(self, options: Agreement, plan_digest: int = 0) -> bool:
+        """The first sync: compare what each rank's Pipeline was given, and number it alike on all ranks.
+
+        Returns whether all ranks gave the same digest of the plan.
+        """
+        if self._ranks is None:
+            return True
+        maxes = (float(RankSync._next_pipeline), float(plan_digest), -float(plan_digest))
+        result = self.exchange(SyncRequest("Pipeline", 0), SyncVote(options, maxes=maxes, includes_replicas=True))
+        number, largest, smallest = result.maxes[:3]
+        self._pipeline = int(number)
+        RankSync._next_pipeline = self._pipeline + 1
+        return largest == -smallest
+
+    def exchange(self, request: SyncRequest, vote: SyncVote = _EMPTY) -> SyncResult:
+        """Exchange votes and wait for those of all ranks."""
+        self.start(request, vote)
+        return self.finish()
+
+    def start(self, request: SyncRequest, vote: SyncVote = _EMPTY) -> None:
+        """Send this rank's vote without waiting for the others."""
+        # The number of the pipeline is part of the digest: a call on another Pipeline is another request.
+        self._send(request, vote, zlib.crc32(f"{self._pipeline} {request.text}".encode()))
+
+    def refuse(self, request: SyncRequest, error: Exception) -> None:
+        """Join the sync of this request only to make all other ranks raise `error`; the caller raises it itself."""
+        with contextlib.suppress(RunError):
+            self._send(request, SyncVote(Agreement([_error_text(error)])), _REFUSED)
+            self.finish()
+
+    def close(self) -> None:
+        """The operation that this sync began is over."""
+        if self._groups.monitor is not None:
+            self._groups.monitor.idle()
+
+    def _send(self, request: SyncRequest, vote: SyncVote, digest: int) -> None:
+        if self._open is not None:
+            # A step that failed before its first message left a sync open: the votes that were sent must be received.
+            with contextlib.suppress(RunError):
+                self.finish()
+        row = None
+        if self._ranks is not None:
+            agreement = vote.agreement or Agreement()
+            key = _Key(
+                self._number,
+                request.step,
+                digest,
+                agreement.digest if vote.agreement is not None else 0,
+                vote.checksum,
+            )
+            row = _Row(key, request.text, len(agreement.text.encode()), vote.sums, vote.maxes, vote.content)
+            self._ranks.start(row.pack())
+        self._number += 1
+        self.step = request.step
+        self._open = (request, vote, row)
+
+    def finish(self) -> SyncResult:
+        """Wait for the votes of all ranks; raises the same error on every rank if they do not agree."""
+        assert self._open is not None
+        (request, vote, row), self._open = self._open, None
+        if self._ranks is None or row is None:
+            return SyncResult(vote.sums, vote.maxes, vote.sums)
+        if self._groups.monitor is not None:
+            self._groups.monitor.syncing(request.name, request.step)
+        data = self._ranks.finish()
+        problem = None if _keys_are_equal(data) else _problem(self._ranks, _rows(data), vote, "rank")
+        sums, maxes = _reduced([_reductions(data, start) for start in range(0, len(data), ROW_BYTES)])
+        pipeline_sums = sums
+        if self._replicas is not None:
+            sums, maxes = self._finish_replicas(self._replicas, row._replace(sums=sums, maxes=maxes), vote, problem)
+        if problem is not None:
+            raise problem
+        return SyncResult(sums, maxes, pipeline_sums, data)
+
+    def _finish_replicas(
+        self, replicas: "_Exchange", own: "_Row", vote: SyncVote, problem: RunError | None
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Combine the pipelines' results over the replicas; a problem of one replica is a problem of all."""
+        agreement, digest = Agreement(), own.key.request
+        if problem is not None:
+            agreement, digest = Agreement([_error_text(problem)]), _REFUSED
+        elif vote.agreement is not None and (vote.includes_replicas or digest == _REFUSED):
+            agreement = vote.agreement
+        key = _Key(own.key.number, own.key.step, digest, agreement.digest)
+        replicas.start(_Row(key, own.text, len(agreement.text.encode()), own.sums, own.maxes).pack())
+        rows = _rows(replicas.finish())
+        other = _problem(replicas, rows, SyncVote(agreement), "replica")
+        if other is not None and problem is None:
+            raise other
+        return _reduced([(row.sums, row.maxes) for row in rows])
+
+
+_TEXT_BYTES = 104
+_HEAD = struct.Struct(f"<6q{_TEXT_BYTES}sii{2 * MAX_REDUCED}d")
+_REDUCED = struct.Struct(f"<{2 * MAX_REDUCED}d")
+_KEY_BYTES = 5 * 8
+ROW_BYTES = _HEAD.size + MAX_CONTENT * 8
+"""size of a vote as it is sent"""
+_NO_SUMS, _NO_MAXES = (0.0,) * MAX_REDUCED, (-math.inf,) * MAX_REDUCED
+
+
+class _Key(NamedTuple):
+    """What must be equal on all ranks, as integers."""
+
+    number: int
+    """of syncs before this one"""
+    step: int
+    request: int
+    agreement: int = 0
+    checksum: int = 0
+
+
+class _Row(NamedTuple):
+    """A vote as it is sent, with the key at the beginning."""
+
+    key: _Key
+    text: str = ""
+    """the request, cut to what fits"""
+    num_text_bytes: int = 0
+    """size of the agreement's text, which is sent only if ranks disagree"""
+    sums: tuple[float, ...] = ()
+    maxes: tuple[float, ...] = ()
+    content: tuple[float, ...] = ()
+
+    def pack(self) -> bytes:
+        text = self.text.encode()
+        if len(text) > _TEXT_BYTES:
+            # Cut between characters, not inside one.
+            text = text[:_TEXT_BYTES].decode(errors="ignore").encode()
+        reduced = (*self.sums, *_NO_SUMS[len(self.sums) :], *self.maxes, *_NO_MAXES[len(self.maxes) :])
+        head = _HEAD.pack(*self.key, self.num_text_bytes, text, len(text), len(self.content), *reduced)
+        return (head + struct.pack(f"<{len(self.content)}d", *self.content)).ljust(ROW_BYTES, b"\0")
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "_Row":
+        *key, num_text_bytes, text, length, count = _HEAD.unpack_from(data)[: 6 + 3]
+        content = struct.unpack_from(f"<{count}d", data, _HEAD.size)
+        return cls(_Key(*key), text[:length].decode(), num_text_bytes, *_reductions(data, 0), content)
+
+
+def _rows(data: bytes) -> list[_Row]:
+    return [_Row.unpack(data[start : start + ROW_BYTES]) for start in range(0, len(data), ROW_BYTES)]
+
+
+def _reductions(data: bytes, start: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Sums and maxima of the row that begins at `start`, without unpacking the rest."""
+    found = _REDUCED.unpack_from(data, start + _HEAD.size - _REDUCED.size)
+    return found[:MAX_REDUCED], found[MAX_REDUCED:]
+
+
+def _reduced(votes: Sequence[tuple[tuple[float, ...], tuple[float, ...]]]) -> tuple[tuple[float, ...], ...]:
+    """Sums and maxima over several votes, in their order."""
+    sums = tuple(sum(column) for column in zip(*(sums for sums, _ in votes), strict=True))
+    columns = zip(*(maxes for _, maxes in votes), strict=True)
+    return sums, tuple(math.nan if any(map(math.isnan, column)) else max(column) for column in columns)
+
+
+def _keys_are_equal(data: bytes) -> bool:
+    """Whether all ranks agree: the usual case, decided without unpacking the rows."""
+    key = data[:_KEY_BYTES]
+    return all(data.startswith(key, start) for start in range(ROW_BYTES, len(data), ROW_BYTES))
+
+
+class _Exchange:
+    """Gathers the rows of all ranks of one group: each sends its own to the last rank, which sends all of them back.
+
+    That takes two messages per rank, where all_gather takes one per pair of ranks. Every rank must call `start` and
+    `finish` in turn.
+    """
+
+    def __init__(self, groups: ProcessGroups, group: Any) -> None:
+        self._groups, self._group = groups, group
+        self._rank, self._last = dist.get_rank(group), dist.get_world_size(group) - 1
+        self._table = bytearray((self._last + 1) * ROW_BYTES)
+        self._whole = torch.frombuffer(self._table, dtype=torch.uint8)
+        self._rows = self._whole.split(ROW_BYTES)
+        self._works: list[Any] = []
+
+    def start(self, row: bytes) -> None:
+        """Send this rank's row, without waiting."""
+        start = self._rank * ROW_BYTES
+        self._table[start : start + ROW_BYTES] = row
+        if self._rank == self._last:
+            self._works = [self._recv(self._rows[rank], rank) for rank in range(self._last)]
+        else:
+            # Receiving into the table that holds the row being sent is safe: the answer comes only after the row
+            # has arrived, and has the same bytes in this place.
+            self._works = [self._recv(self._whole, self._last), self._send(self._rows[self._rank], self._last)]
+
+    def finish(self) -> bytes:
+        """Wait for the rows of all ranks."""
+        self._wait(self._works)
+        if self._rank == self._last:
+            self._wait([self._send(self._whole, rank) for rank in range(self._last)])
+        return bytes(self._table)
+
+    def texts(self, text: str, sizes: Sequence[int]) -> list[str]:
+        """The texts of all ranks, whose sizes in bytes are known from the rows."""
+        own, whole = text.encode(), torch.zeros(sum(sizes), dtype=torch.uint8)
+        parts = whole.split(list(sizes))
+        if self._rank == self._last:
+            self._wait([self._recv(part, rank) for rank, part in enumerate(parts[:-1]) if len(part)])
+            parts[-1].copy_(_bytes_tensor(own))
+            self._wait([self._send(whole, rank) for rank in range(self._last)])
+        else:
+            sent = [self._send(_bytes_tensor(own), self._last)] if own else []
+            self._wait([self._recv(whole, self._last), *sent])
+        return [bytes(part.tolist()).decode() for part in parts]
+
+    def _wait(self, works: list[Any]) -> None:
+        for work in works:
+            self._groups.wait(work)
+        self._works = []
+
+    def _send(self, tensor: Tensor, rank: int) -> Any:
+        return self._groups.start(self._group.send, [tensor], rank, TAG)
+
+    def _recv(self, tensor: Tensor, rank: int) -> Any:
+        return self._groups.start(self._group.recv, [tensor], rank, TAG)
+
+
+def _bytes_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+
+
+def _problem(exchange: _Exchange, rows: Sequence[_Row], vote: SyncVote, who: str) -> RunError | None:
+    """Why the ranks (or replicas, by `who`) cannot continue, the same error on all; None if all keys are equal."""
+    if all(row.key == rows[0].key for row in rows):
+        return None
+    refusing = [index for index, row in enumerate(rows) if row.key.request == _REFUSED]
+    problem = None if refusing else _different_requests(rows, who)
+    if problem is None and not refusing and len({row.key.agreement for row in rows}) == 1:
+        problem = _different_batches([row.key.checksum for row in rows])
+    elif problem is None:
+        # Every rank takes part in this exchange, because all of them see the same rows.
+        texts = exchange.texts("" if vote.agreement is None else vote.agreement.text, [r.num_text_bytes for r in rows])
+        if refusing:
+            problem = _read_error(texts[refusing[0]], who, refusing[0])
+        else:
+            problem = first_difference([text.split("\n") for text in texts], who)
+    problem = problem or RunError(f"the {who}s disagree about the next operation")
+    problem.is_shared = True
+    return problem
+
+
+def _error_text(error: Exception) -> str:
+    if not isinstance(error, PenstockError):
+        error = RunError(f"{type(error).__name__}: {error}")
+    return json.dumps(error.plain())
+
+
+def _read_error(text: str, who: str, index: int) -> RunError:
+    plain = json.loads(text)
+    values = {who: index, **plain["values"]}
+    return RunError(plain["problem"], hint=plain["hint"], report=plain["report"], **values)
+
+
+def _different_requests(rows: Sequence[_Row], who: str) -> RunError | None:
+    """The error for ranks that were called for different operations; None if all requests are the same."""
+    texts = [row.text for row in rows]
+    if len({row.key.request for row in rows}) > 1:
+        usual, _ = Counter(texts).most_common(1)[0]
+        one = texts.index(usual)
+        other = next(index for index, row in enumerate(rows) if row.key.request != rows[one].key.request)
+        if texts[other] == usual:
+            problem = f"{who} {other} {_called(usual)} of another Pipeline than {who} {one}"
+        else:
+            problem = f"{who} {other} {_called(texts[other])} while {who} {one} {_called(usual)}"
+        return RunError(
+            problem,
+            step=rows[one].key.step,
+            **{f"{who}_{index}": text for index, text in enumerate(texts)} if len(rows) > 2 else {},
+            hint=f"the same calls in the same order, with the same options, on every {who}",
+        )
+    steps, numbers = [row.key.step for row in rows], [row.key.number for row in rows]
+    if len(set(steps)) > 1:
+        hint = f"call step and eval alike on every {who}"
+        return RunError(f"the {who}s are at different steps", called=texts[0], steps=steps, hint=hint)
+    if len(set(numbers)) > 1:
+        hint = f"the same calls in the same order on every {who}"
+        return RunError(f"some {who}s have made more calls than others", called=texts[0], calls=numbers, hint=hint)
+    return None
+
+
+def _called(text: str) -> str:
+    # Requests other than calls are phases within one, such as "the end of step".
+    return f"was at {text}" if text.startswith("the ") else f"called {text}"
+
+
+def _different_batches(checksums: Sequence[int]) -> RunError | None:
+    if len(set(checksums)) == 1:
+        return None
+    other = next(rank for rank, number in enumerate(checksums) if number != checksums[0])
+    return RunError(
+        "the ranks were given different batches",
+        ranks=(0, other),
+        hint='the same batch on every rank (seed the data loader alike), or inputs="first"',
+    )
+
+
+def first_difference(agreements: Sequence[Sequence[str]], who: str = "rank") -> RunError | None:
+    """The error for the first line of an agreement that differs between rank 0 and another rank."""
+    for rank, lines in enumerate(agreements):
+        for first, other in zip_longest(agreements[0], lines, fillvalue="nothing"):
+            if first == other:
+                continue
+            if first.startswith(_OPTION) and other.startswith(_OPTION):
+                (name, _, value), (_, _, another) = (
+                    line.removeprefix(_OPTION).partition(": ") for line in (first, other)
+                )
+                options: dict[str, object] = {f"{who}_0": value, f"{who}_{rank}": another}
+                return RunError(
+                    f"the {who}s were given different {name}", hint=f"the same {name} on every {who}", **options
+                )
+            values: dict[str, object] = {f"{who}_0": first, f"{who}_{rank}": other}
+            edge = next((line for line in (first, other) if line.startswith(_STAGES)), "")
+            if edge:
+                producer, consumer = edge.removeprefix(_STAGES).split(":")[0].split(" to ")
+                values = {"producer": f"stage {producer}", "consumer": f"stage {consumer.split(',')[0]}", **values}
+            return RunError(
+                f"the {who}s disagree about the values that pass between the stages",
+                hint="give every rank the same model, plan, options and shape of batch",
+                **values,
+            )
+    return None

@@ -1,0 +1,190 @@
+"""The interface of a transport: a send slot or receive slot on this rank for every message of a program."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import RunError
+from penstock.ir import Value
+
+Tensors = Sequence[Tensor | None]
+MessageKey = tuple[int, int, int]
+"""source stage, target stage and microbatch; a gradient goes to an earlier stage"""
+
+
+class TensorCodec:
+    """Prepares one value of a message, or its gradient, for sending, and restores it after receiving.
+
+    Dimensions are sent in the order in which they lie in memory, so that a channels-last tensor needs no copy and
+    arrives as one. Complex numbers are sent as pairs of real ones. What is sent is checked against the agreed shape
+    and dtype, because gloo would not notice a difference.
+    """
+
+    __slots__ = ("_dtype", "_inverse", "_order", "_requires_grad", "_sent_shape", "_shape", "is_empty", "value")
+
+    def __init__(self, value: Value, is_gradient: bool = False) -> None:
+        self.value = value
+        spec = value.spec
+        self.is_empty = math.prod(spec.shape) == 0
+        self._requires_grad = spec.requires_grad and not is_gradient
+        self._shape, self._dtype = torch.Size(spec.shape), getattr(torch, spec.dtype)
+        self._order = spec.order or None
+        self._sent_shape = [spec.shape[dim] for dim in self._order] if self._order else spec.shape
+        self._inverse = [self._order.index(dim) for dim in range(len(self._order))] if self._order else None
+
+    def pack(self, tensor: Tensor | None, device: torch.device) -> Tensor:
+        """The tensor as it is sent; None, a gradient that was not computed, becomes zeros."""
+        if tensor is None:
+            tensor = torch.zeros(self._shape, dtype=self._dtype, device=device)
+        elif tensor.shape != self._shape or tensor.dtype != self._dtype:
+            raise RunError(
+                "a value differs from what the stages agreed on",
+                value=self.value.name,
+                agreed=self.value.spec,
+                found=f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}",
+                hint="a hook or a block returns another shape or dtype than when the model was recorded",
+            )
+        # The packed tensor is kept until it has arrived: it must not keep the autograd graph alive.
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if self._order:
+            tensor = tensor.permute(self._order)
+        tensor = tensor.contiguous()
+        return torch.view_as_real(tensor.resolve_conj()) if self._dtype.is_complex else tensor
+
+    def buffer(self, device: torch.device) -> Tensor:
+        """Memory to receive into."""
+        buffer = torch.empty(self._sent_shape, dtype=self._dtype, device=device)
+        return torch.view_as_real(buffer) if self._dtype.is_complex else buffer
+
+    def unpack(self, buffer: Tensor) -> Tensor:
+        """The value in a received buffer, with the sender's memory layout and requires_grad."""
+        value = torch.view_as_complex(buffer) if self._dtype.is_complex else buffer
+        if self._inverse:
+            value = value.permute(self._inverse)
+        return value.requires_grad_() if self._requires_grad else value
+
+
+class Route(NamedTuple):
+    """One message of the program."""
+
+    code: int
+    """of its action"""
+    key: MessageKey
+    peer: int
+    """the rank at the other end"""
+    tag: int
+    codecs: tuple[TensorCodec, ...]
+    """one per tensor"""
+
+
+class SendSlot(ABC):
+    """The sending end of a message, prepared once and used in every step: `put`, `send`, then `release` or `finish`."""
+
+    __slots__ = ("route",)
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+
+    @abstractmethod
+    def put(self, tensors: Tensors) -> None:
+        """Store the tensors that `send` will send."""
+
+    @abstractmethod
+    def send(self) -> None:
+        """Start sending, without waiting."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free the memory of a message that is known to have arrived."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until the message has arrived, unless it was released."""
+
+    @property
+    @abstractmethod
+    def held(self) -> list[Tensor]:
+        """The tensors that are in memory because of this message."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop the message without waiting, after a failure."""
+
+
+class RecvSlot(ABC):
+    """The receiving end of a message, prepared once and used in every step: `post`, `wait`, `take`."""
+
+    __slots__ = ("route",)
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+
+    @abstractmethod
+    def post(self) -> None:
+        """Start receiving, without waiting."""
+
+    @property
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until the message is here."""
+
+    @abstractmethod
+    def take(self) -> Tensors:
+        """The received tensors, once they were waited for; the slot keeps no reference."""
+
+    @property
+    @abstractmethod
+    def held(self) -> list[Tensor]:
+        """The buffers of a message that was not waited for yet."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop the message, after a failure."""
+
+
+class Transport(ABC):
+    """Creates the slots of messages.
+
+    `check_before_sending` sets a check that runs once, before the first message: the ranks exchange votes at the start
+    of a step, and compute until the first message needs the result.
+    """
+
+    def __init__(self) -> None:
+        self._check: Callable[[], object] | None = None
+        self.problem: Exception | None = None
+        """why the check failed"""
+
+    @abstractmethod
+    def send_slot(self, route: Route) -> SendSlot:
+        """The sending end of a message."""
+
+    @abstractmethod
+    def recv_slot(self, route: Route) -> RecvSlot:
+        """The receiving end of a message."""
+
+    def check_before_sending(self, check: Callable[[], object]) -> None:
+        """Call `check` before the next message is sent or received."""
+        self._check, self.problem = check, None
+
+    def run_check(self) -> None:
+        """Run the check if it has not run yet; the program calls this before its first message."""
+        check, self._check = self._check, None
+        if check is not None:
+            try:
+                check()
+            except Exception as error:
+                self.problem = error
+                raise
+
+    def clear(self) -> None:
+        """Drop messages under way, after a failure."""
+        self._check = None

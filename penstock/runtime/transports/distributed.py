@@ -1,0 +1,115 @@
+"""Messages between processes, over send and receive of a torch.distributed process group."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.monitor import RankMonitor
+from penstock.runtime.transports.base import RecvSlot, Route, SendSlot, Tensors, Transport
+
+
+class DistributedTransport(Transport):
+    """Sends the tensors of a message one by one, in the order of the program."""
+
+    def __init__(self, group: Any, device: torch.device, monitor: RankMonitor) -> None:
+        super().__init__()
+        self.group, self.device, self.monitor = group, device, monitor
+
+    def send_slot(self, route: Route) -> SendSlot:
+        """The sending end of a message."""
+        return _SendSlot(route, self)
+
+    def recv_slot(self, route: Route) -> RecvSlot:
+        """The receiving end of a message."""
+        return _RecvSlot(route, self)
+
+    def wait(self, works: Sequence[Any], route: Route) -> None:
+        """Wait for all tensors of one message, at most until the deadline."""
+        try:
+            for work in works:
+                work.wait(self.monitor.deadline)
+        except RuntimeError as error:
+            raise self.monitor.message_error(route.code, route.peer, error) from error
+
+
+class _SendSlot(SendSlot):
+    __slots__ = ("_packed", "_tensors", "_transport", "_works")
+
+    def __init__(self, route: Route, transport: DistributedTransport) -> None:
+        super().__init__(route)
+        self._transport = transport
+        self.clear()
+
+    def put(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def send(self) -> None:
+        tensors, self._tensors = self._tensors, ()
+        transport, (_, _, peer, tag, codecs) = self._transport, self.route
+        for codec, tensor in zip(codecs, tensors, strict=True):
+            if not codec.is_empty:
+                # Kept until the send is done: gloo reads from this memory until then.
+                packed = codec.pack(tensor, transport.device)
+                self._packed.append(packed)
+                self._works.append(transport.group.send([packed], peer, tag))
+
+    def release(self) -> None:
+        # A send that was never waited for may be lost, so this waits, which takes no time for one that has arrived.
+        self._transport.wait(self._works, self.route)
+        self._works, self._packed = [], []
+
+    def finish(self) -> None:
+        if self._works:
+            self._transport.monitor.waiting(self.route.code, self.route.peer)
+            self.release()
+
+    @property
+    def held(self) -> list[Tensor]:
+        return [*self._packed, *(tensor for tensor in self._tensors if tensor is not None)]
+
+    def clear(self) -> None:
+        self._tensors: Tensors = ()
+        self._works: list[Any] = []
+        self._packed: list[Tensor] = []
+
+
+class _RecvSlot(RecvSlot):
+    __slots__ = ("_buffers", "_received", "_transport", "_works")
+
+    def __init__(self, route: Route, transport: DistributedTransport) -> None:
+        super().__init__(route)
+        self._transport = transport
+        self.clear()
+
+    def post(self) -> None:
+        transport, (_, _, peer, tag, codecs) = self._transport, self.route
+        for codec in codecs:
+            buffer = codec.buffer(transport.device)
+            self._buffers.append(buffer)
+            if not codec.is_empty:
+                self._works.append(transport.group.recv([buffer], peer, tag))
+
+    @property
+    def is_ready(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        self._transport.monitor.waiting(self.route.code, self.route.peer)
+        self._transport.wait(self._works, self.route)
+        self._received = [codec.unpack(buffer) for codec, buffer in zip(self.route.codecs, self._buffers, strict=True)]
+        self._works, self._buffers = [], []
+
+    def take(self) -> Tensors:
+        received, self._received = self._received, []
+        return received
+
+    @property
+    def held(self) -> list[Tensor]:
+        return self._buffers
+
+    def clear(self) -> None:
+        self._works: list[Any] = []
+        self._buffers: list[Tensor] = []
+        self._received: list[Tensor] = []
