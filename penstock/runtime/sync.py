@@ -380,7 +380,7 @@ def _problem(exchange: _Exchange, rows: Sequence[_Row], vote: SyncVote, who: str
 def _error_text(error: Exception) -> str:
     if not isinstance(error, PenstockError):
         error = RunError(f"{type(error).__name__}: {error}")
-    return json.dumps(error.plain())
+    return json.dumps(error.to_dict())
 
 
 def _read_error(text: str, who: str, index: int) -> RunError:

@@ -62,7 +62,8 @@ def test_clipping_before_unscaling_is_clipping_after_it() -> None:
 @pytest.mark.gloo
 def test_every_process_clips_by_the_norm_without_the_scale(pools: Pools) -> None:
     norms = {float(norm) for norm, _ in (*pools[2].run(clipped_first, False), *pools[2].run(unscaled_first, False))}
-    assert norms == {float(unscaled_first()[0])}
+    # Ranks add up their norms in another order than one process does, so the last bit may differ.
+    assert list(norms) == pytest.approx([float(unscaled_first()[0])], rel=1e-14)
 
 
 def test_an_overflow_that_is_clipped_is_still_one() -> None:
