@@ -40,7 +40,7 @@ class Topology:
         monitor = RankMonitor(pipe, range(world), deadline_seconds)
         is_gloo = dist.get_backend() == "gloo"
         control = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo")
-        RankSync(ProcessGroups(rank, world, dist.group.WORLD, control, monitor=monitor)).found(
+        RankSync(ProcessGroups(rank, world, dist.group.WORLD, control, monitor=monitor)).establish(
             Agreement.of_options({"dimensions": grid.dimensions})
         )
         self._groups = {kind: _made(grid.groups(kind), rank) for kind in grid.kinds if kind != WORLD}
