@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import penstock
 from benchmarks.table import Line, Table
-from penstock.launch import Board
+from penstock.launch import StatusFile
 
 RANKS = 4
 
@@ -36,14 +36,14 @@ def notes(repetitions: int = 20) -> Table:
 
     def lines() -> Iterator[Line]:
         with tempfile.TemporaryDirectory() as directory:
-            board = Board.create(directory, 0, 1)
+            board = StatusFile.create(directory, 0, 1)
             least = min(_note(board) for _ in range(repetitions))
         yield Line(("waiting", f"{1e6 * least:.2f}"), 1e6 * least, 1.5, at_least=False)
 
     return Table("a note on the board, microseconds", ("note", "microseconds"), lines())
 
 
-def _note(board: Board, count: int = 2000) -> float:
+def _note(board: StatusFile, count: int = 2000) -> float:
     begin = time.perf_counter()
     for _ in range(count):
         board.waiting(4, 6, 2)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from penstock.checkpoint import listing, verified
 from penstock.cli import app
 from penstock.ir import Plan
-from penstock.launch.faults import ALLOWED
+from penstock.launch import ALLOW_VARIABLE
 
 RANKS, STEPS, EVERY = 3, 10, 3
 MODEL = """\
@@ -77,7 +77,7 @@ class ShortTraining:
 
     def call(self, *arguments: object) -> tuple[int, str]:
         """The exit code and the words of a command."""
-        with chdir(self.directory), patch.dict(os.environ, {ALLOWED: "1"}):
+        with chdir(self.directory), patch.dict(os.environ, {ALLOW_VARIABLE: "1"}):
             result = CliRunner().invoke(app, [str(argument) for argument in arguments])
         return result.exit_code, result.output
 

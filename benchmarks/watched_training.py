@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from benchmarks.short_training import COMMAND
-from penstock.launch import Board
+from penstock.launch import StatusFile
 
 _LOOK_SECONDS = 0.005
 _RESTARTS = 100_000
@@ -116,7 +116,7 @@ class WatchedTraining:
     @property
     def pids(self) -> list[int]:
         """The processes of the ranks that are at work."""
-        return [status.pid for status in Board.read(self.directory / "out" / "board")]
+        return [status.pid for status in StatusFile.read(self.directory / "out" / "board")]
 
     def signal_rank(self, rank: int, number: int) -> None:
         """Send a signal to a rank that is at work."""

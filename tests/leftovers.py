@@ -2,14 +2,15 @@
 
 import signal
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from penstock.launch import scratch
 
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 300
 
 
 @pytest.fixture
@@ -26,6 +27,14 @@ def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     signal.alarm(0)
     assert children() <= before
     assert list(place.iterdir()) == []
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Poll until the condition holds; generous, so that a busy machine only makes the test slower."""
+    end = time.monotonic() + DEADLINE_SECONDS / 2
+    while not condition():
+        assert time.monotonic() < end, "the condition was never met"
+        time.sleep(0.01)
 
 
 def children() -> set[int]:

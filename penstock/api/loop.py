@@ -21,7 +21,7 @@ from penstock.api.keeping import Batches, Keeper, Keeping, batches_from
 from penstock.api.pipeline import Pipeline
 from penstock.errors import CheckpointError, RunError
 from penstock.ir import Plan, Run, StepMetrics, Trace
-from penstock.launch import wish_to_stop
+from penstock.launch import catch_stop_signals
 from penstock.planner import Watch
 
 _RECENT = 9
@@ -86,7 +86,7 @@ def train(
     steps since the one that it went on from.
     """
     keeper = None if keeping is None else Keeper(pipe, optimizer, keeping)
-    with wish_to_stop() as wish:
+    with catch_stop_signals() as wish:
         left, remark = (batches_from(batches, 0), "") if keeper is None else keeper.begun(batches)
         num_before = pipe.num_steps
         log = _Log(pipe.plan, 0 if keeper is None else keeper.num_skipped)

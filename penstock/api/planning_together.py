@@ -14,7 +14,7 @@ from penstock import errors
 from penstock.api.measuring import measure_links
 from penstock.errors import PenstockError, PlanError, RunError
 from penstock.ir import Cluster, Plan, from_json, to_json
-from penstock.launch import host, one_line
+from penstock.launch import host_id, one_line
 
 Make = Callable[[Cluster], Plan]
 PATIENCE = timedelta(minutes=30)
@@ -92,7 +92,7 @@ def _told(line: Any, text: str) -> str:
 
 def _cores(line: Any) -> int | None:
     """How many of the ranks can compute at once, where ranks of one host are more than its cores; else None."""
-    own = host().to_bytes(_HOST_BYTES, "little") + _own_cores().to_bytes(_CORE_BYTES, "little")
+    own = host_id().to_bytes(_HOST_BYTES, "little") + _own_cores().to_bytes(_CORE_BYTES, "little")
     rows = [torch.empty(len(own), dtype=torch.uint8) for _ in range(dist.get_world_size(line))]
     dist.all_gather(rows, torch.tensor(list(own), dtype=torch.uint8), group=line)
     found: dict[bytes, list[int]] = {}

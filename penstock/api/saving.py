@@ -39,7 +39,7 @@ from penstock.checkpoint import (
 )
 from penstock.errors import CheckpointError
 from penstock.ir import Plan, as_int, to_json
-from penstock.launch import wait_before_leaving
+from penstock.launch import run_before_exit
 from penstock.runtime import ModelPart, RankSync, StateOwners, SyncRequest
 
 
@@ -110,7 +110,7 @@ class Saver:
         end = functools.partial(self._end, draft, self._manifest_of(plan, step), step, options.keep)
         if options.asynchronous:
             self._background.start(functools.partial(_one_after_the_other, write, end))
-            wait_before_leaving(self._background.settle)
+            run_before_exit(self._background.settle)
         else:
             write()
             self._together(end, request)

@@ -17,7 +17,7 @@ from penstock.errors import PenstockError
 if TYPE_CHECKING:
     from penstock.api.keeping import Keeping
     from penstock.ir import Plan
-    from penstock.launch import Endurance
+    from penstock.launch import RestartPolicy
 
 AUTO = "auto"
 _PATIENCE_SECONDS = 10.0
@@ -50,11 +50,11 @@ class Lasting:
     ] = None
 
     @property
-    def endurance(self) -> "Endurance":
+    def endurance(self) -> "RestartPolicy":
         """How much the run takes; without checkpoints there is nothing to take it up from."""
-        from penstock.launch import Endurance
+        from penstock.launch import RestartPolicy
 
-        return Endurance(self.restarts if self.checkpoint else 0, self.min_ranks)
+        return RestartPolicy(self.restarts if self.checkpoint else 0, self.min_ranks)
 
     def keeping(self, life: int) -> "Keeping | None":
         """What a rank keeps, and where it goes on: after a restart always from what is there."""
@@ -77,7 +77,7 @@ class Lasting:
 
 def check_lasting(lasting: Lasting, ranks: int | None, life: int) -> None:
     """Refuse what cannot be, before work is spent; make the directory."""
-    from penstock.launch import allowed
+    from penstock.launch import parse_faults
 
     if lasting.checkpoint is None:
         names = ("resume", "min_ranks", "every", "keep", "asynchronous", "restarts")
@@ -89,7 +89,7 @@ def check_lasting(lasting: Lasting, ranks: int | None, life: int) -> None:
         _check_directory(lasting.checkpoint, AUTO if life else lasting.resume)
     if lasting.min_ranks is not None and ranks is not None and lasting.min_ranks > ranks:
         raise too_few(ranks, lasting.min_ranks)
-    allowed(lasting.fault or ())
+    parse_faults(lasting.fault or ())
 
 
 def too_few(ranks: int, min_ranks: int) -> PenstockError:

@@ -14,7 +14,7 @@ from penstock.errors import CheckpointError, DamagedError, RunError
 
 if TYPE_CHECKING:
     from penstock.ir import Plan, Run
-    from penstock.launch import Death, Next, Wish
+    from penstock.launch import RankFailure, RestartDecision, StopRequest
 
 _LOOK_SECONDS = 0.1
 PlanFor = Callable[[int], "Plan"]
@@ -24,7 +24,7 @@ PlanFor = Callable[[int], "Plan"]
 class Supervisor:
     """Sees a training through all its lives, each of which is one launch of all ranks."""
 
-    def __init__(self, job: Job, board: Path, wish: "Wish") -> None:
+    def __init__(self, job: Job, board: Path, wish: "StopRequest") -> None:
         self._job, self._lasting, self._board, self._wish = job, job.lasting, board, wish
 
     def run(self, plan: "Plan", plan_for: PlanFor) -> "Run | None":
@@ -34,16 +34,16 @@ class Supervisor:
         import torch._dynamo  # noqa: F401
 
         import penstock.api.loop  # noqa: F401
-        from penstock.launch import Death, Lives, launch
+        from penstock.launch import RankFailure, RestartController, launch
 
-        lives = Lives(self._lasting.endurance, plan.num_ranks)
+        lives = RestartController(self._lasting.endurance, plan.num_ranks)
         while True:
             job = replace(self._job, life=lives.restarts)
             try:
-                return _run_of(launch(work, plan.num_ranks, job, plan, board=self._board))
+                return _run_of(launch(work, plan.num_ranks, job, plan, status_dir=self._board))
             except RunError as error:
-                death = Death.of(error)
-                following = lives.after(death, self._newest)
+                death = RankFailure.of(error)
+                following = lives.decide(death, self._newest)
                 if following.end or self._wish or not self._lasting.endurance.restarts:
                     self._give_up(error, following)
                 note(self._words(death, following, lives.restarts, plan.num_ranks))
@@ -53,7 +53,7 @@ class Supervisor:
             if following.ranks < plan.num_ranks:
                 plan = plan_for(following.ranks)
 
-    def _words(self, death: "Death", following: "Next", restart: int, ranks: int) -> str:
+    def _words(self, death: "RankFailure", following: "RestartDecision", restart: int, ranks: int) -> str:
         from penstock.ir import counted
 
         place = f" after {death.step} steps" if death.step else ""
@@ -89,7 +89,7 @@ class Supervisor:
             time.sleep(_LOOK_SECONDS)
         return bool(self._wish)
 
-    def _give_up(self, error: RunError, following: "Next") -> NoReturn:
+    def _give_up(self, error: RunError, following: "RestartDecision") -> NoReturn:
         # Raised on purpose, it says what is wrong without the way that led there.
         words = (error.rank_message or str(error)).replace("loss_fn=...", "--loss NAME")
         why = f"\nnot taken up again: {following.end}" if following.end else ""

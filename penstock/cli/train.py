@@ -77,13 +77,13 @@ def train(
 
 
 def _launched(job: Job, planning: Planning) -> "Run | None":
-    from penstock.launch import passing_on
+    from penstock.launch import forward_stop_signals
 
     plan = planning.first()
     if plan.cluster.cores is None and (cores := Machine.here(plan.num_ranks).cores) is not None:
         note(f"{plan.num_ranks} ranks share {cores} cores: steps take longer than predicted")
     told = "stopping after this step; ctrl-c again stops at once"
-    with _board(job.out) as board, passing_on(board, lambda: note(told)) as wish:
+    with _board(job.out) as board, forward_stop_signals(board, lambda: note(told)) as wish:
         supervisor = Supervisor(job, board, wish)
         return supervisor.run(plan, lambda ranks: planning.for_fewer(plan, ranks))
 
@@ -130,15 +130,15 @@ def _share_board(out: Path | None) -> None:
     """Let all ranks note what they do beside the run, where it stays if one breaks."""
     import torch.distributed as dist
 
-    from penstock.launch import VARIABLE, Board
+    from penstock.launch import STATUS_DIR_VARIABLE, StatusFile
 
     if out is None:
         return
     if dist.get_rank() == 0:
         (out / BOARD).mkdir(mode=0o700, exist_ok=True)
-        Board.clear(out / BOARD)
+        StatusFile.clear(out / BOARD)
     dist.barrier()
-    os.environ[VARIABLE] = os.fspath(out / BOARD)
+    os.environ[STATUS_DIR_VARIABLE] = os.fspath(out / BOARD)
 
 
 def _summary(run: "Run") -> str:

@@ -81,14 +81,14 @@ def work(job: Job, plan: "Plan") -> str:
     from penstock.api.pipeline import Pipeline
     from penstock.capture import seed_generators
     from penstock.ir import to_json
-    from penstock.launch import wish_to_stop
+    from penstock.launch import catch_stop_signals
     from penstock.runtime import RunOptions
 
     seed_generators(job.how.seed)  # also those of numpy and Python, which data may be drawn with
     out = sys.stdout  # in the user's functions prints go elsewhere
     with ExitStack() as open_files:
         enter = open_files.enter_context
-        enter(wish_to_stop())
+        enter(catch_stop_signals())
         build = enter(built(job.model, job.example))
         loss_fn = enter(loss_of(job.how.loss))
         options = RunOptions(seed=job.how.seed, nonfinite="skip", deadline_seconds=job.how.deadline)
@@ -108,16 +108,16 @@ def _inject(job: Job) -> None:
     import torch.distributed as dist
 
     from penstock.checkpoint import DRAFT
-    from penstock.launch import Injection, allowed
+    from penstock.launch import FaultInjector, parse_faults
 
-    faults = allowed(job.lasting.fault or ())
+    faults = parse_faults(job.lasting.fault or ())
     ranks = dist.get_world_size()
     if not job.life and (strange := [fault for fault in faults if fault.rank >= ranks]):
         error = PenstockError("a fault is for a rank that there is not", rank=strange[0].rank, ranks=ranks)
         error.is_final = True
         raise error
-    if own := [fault for fault in faults if fault.is_in(dist.get_rank(), job.life)]:
-        Injection(own, DRAFT).begin()
+    if own := [fault for fault in faults if fault.applies_to(dist.get_rank(), job.life)]:
+        FaultInjector(own, DRAFT).start()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from penstock.cli.screen import print_json
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.launch import Status
+    from penstock.launch import RankStatus
 
 Run = Annotated[Path, Argument(metavar="RUN", help="The directory that train was given as --out.")]
 
@@ -24,19 +24,19 @@ def why_hung(*, run: Run, as_json: AsJson = False) -> None:
     Every rank notes what it does in a small file, which outlives it. Those of one run are joined: who waits for what
     from whom, since when, and which rank did not move. It can be asked while the run goes on, and after it broke.
     """
-    from penstock.launch import Board, explain
+    from penstock.launch import StatusFile, explain_hang
 
-    statuses = Board.read(run / BOARD)
+    statuses = StatusFile.read(run / BOARD)
     if not statuses:
         hint = "the directory of a run that is going on or broke: penstock train ... --out RUN"
         raise PenstockError("no rank has noted anything there", directory=run / BOARD, hint=hint)
     if as_json:
         print_json([_plain(status) for status in statuses])
     else:
-        typer.echo(explain(statuses, time.monotonic()))
+        typer.echo(explain_hang(statuses, time.monotonic()))
 
 
-def _plain(status: "Status") -> dict[str, Any]:
+def _plain(status: "RankStatus") -> dict[str, Any]:
     return {
         "rank": status.rank,
         "pid": status.pid,

@@ -1,42 +1,48 @@
-"""MECHANISM: a function -> processes joined by torch.distributed, what each of them is doing, and why it stopped."""
+"""Local processes joined by torch.distributed: launcher, per-rank status files, hang reports and restart policy."""
 
-from penstock.launch.board import LARGEST_FAILURE, VARIABLE, Board
-from penstock.launch.failure import Failure, one_line
-from penstock.launch.faults import allowed
-from penstock.launch.hang import explain
-from penstock.launch.injection import Injection
-from penstock.launch.launch import launch
-from penstock.launch.leaving import wait_before_leaving
-from penstock.launch.liveness import host
-from penstock.launch.lives import Death, Endurance, Lives, Next
-from penstock.launch.meeting import shared_directory
-from penstock.launch.scratch import scratch_directory
-from penstock.launch.status import Status, occasion_code
-from penstock.launch.stopping import Wish, passing_on, wish_to_stop
-from penstock.launch.watch import Watch
+from penstock.launch.error_report import ErrorReport, one_line
+from penstock.launch.fault_injection import ALLOW_VARIABLE, FaultInjector, parse_faults
+from penstock.launch.hang_report import explain_hang
+from penstock.launch.launcher import launch
+from penstock.launch.peer_watcher import PeerWatcher
+from penstock.launch.process_state import host_id
+from penstock.launch.restart import RankFailure, RestartController, RestartDecision, RestartPolicy
+from penstock.launch.scratch import scratch_directory, shared_status_directory
+from penstock.launch.status_file import (
+    MAX_FAILURE_BYTES,
+    STATUS_DIR_VARIABLE,
+    RankStatus,
+    StatusEntry,
+    StatusFile,
+    sync_point_code,
+)
+from penstock.launch.stop_signal import StopRequest, catch_stop_signals, forward_stop_signals
+from penstock.launch.worker import run_before_exit
 
 __all__ = [
-    "LARGEST_FAILURE",
-    "VARIABLE",
-    "Board",
-    "Death",
-    "Endurance",
-    "Failure",
-    "Injection",
-    "Lives",
-    "Next",
-    "Status",
-    "Watch",
-    "Wish",
-    "allowed",
-    "explain",
-    "host",
+    "ALLOW_VARIABLE",
+    "MAX_FAILURE_BYTES",
+    "STATUS_DIR_VARIABLE",
+    "ErrorReport",
+    "FaultInjector",
+    "PeerWatcher",
+    "RankFailure",
+    "RankStatus",
+    "RestartController",
+    "RestartDecision",
+    "RestartPolicy",
+    "StatusEntry",
+    "StatusFile",
+    "StopRequest",
+    "catch_stop_signals",
+    "explain_hang",
+    "forward_stop_signals",
+    "host_id",
     "launch",
-    "occasion_code",
     "one_line",
-    "passing_on",
+    "parse_faults",
+    "run_before_exit",
     "scratch_directory",
-    "shared_directory",
-    "wait_before_leaving",
-    "wish_to_stop",
+    "shared_status_directory",
+    "sync_point_code",
 ]

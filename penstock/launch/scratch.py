@@ -1,4 +1,4 @@
-"""A private directory that is gone when its owner is done with it, also when the owner is killed."""
+"""Private temporary directories that are removed when their owner ends, even if the owner is killed."""
 
 import atexit
 import os
@@ -9,16 +9,74 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+from penstock.launch.status_file import status_directory
+
 VARIABLE = "PENSTOCK_SCRATCH"
-# A mapped page of a file on a disk waits for the disk whenever the kernel writes it back; in memory it never does.
+# A mapped page of a file on disk blocks whenever the kernel writes it back; in memory it never does.
 _IN_MEMORY = Path("/dev/shm")
 _ENOUGH_BYTES = 16 << 20
 # The shell waits for the end of its input, which comes when the last process that holds the other end is gone.
-_CARETAKER = 'read -r _; rm -rf -- "$0"'
+_CLEANUP_SCRIPT = 'read -r _; rm -rf -- "$0"'
+_MAX_PATH_BYTES = 4096
 
 
-def place() -> Path:
-    """Where small files that are written all the time belong: where the user says, or in memory if there is room."""
+@contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """A new directory that only this user can read; a cleanup process removes it if this process is killed."""
+    directory = Path(tempfile.mkdtemp(prefix="penstock-", dir=_parent()))
+    try:
+        cleaner = _start_cleaner(directory)
+        try:
+            yield directory
+        finally:
+            cleaner.kill()
+            cleaner.communicate()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def remove_at_exit(directory: Path) -> None:
+    """Remove the directory when this process ends, however it ends."""
+    cleaner, owner = _start_cleaner(directory), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # not in a process forked from this one
+            cleaner.kill()
+            cleaner.communicate()
+            shutil.rmtree(directory, ignore_errors=True)
+
+    atexit.register(remove)
+
+
+def shared_status_directory() -> Path:
+    """A directory for status files with the same name on every rank; a collective call of the default group.
+
+    It is the launcher's directory, or a new one made by rank 0. A rank on another host makes its own of that name, and
+    sees the status files of its host only.
+    """
+    known = status_directory()
+    if known is not None:
+        return known
+    is_first = dist.get_rank() == 0
+    path = tempfile.mkdtemp(prefix="penstock-", dir=_parent()) if is_first else ""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
+    content = torch.tensor(list(path.encode().ljust(_MAX_PATH_BYTES, b"\0")), dtype=torch.uint8, device=device)
+    dist.broadcast(content, src=0)
+    directory = Path(bytes(content.tolist()).rstrip(b"\0").decode())
+    if not is_first:
+        try:
+            directory.mkdir(mode=0o700)
+        except OSError:
+            return directory  # made by rank 0, or by another rank of this host: whoever made it removes it
+    remove_at_exit(directory)
+    return directory
+
+
+def _parent() -> Path:
+    """Directory for small files that are written all the time: in memory if there is room."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
     try:
@@ -28,40 +86,12 @@ def place() -> Path:
     return _IN_MEMORY if has_room else Path(tempfile.gettempdir())
 
 
-@contextmanager
-def scratch_directory() -> Iterator[Path]:
-    """A new directory that only this user can read; a caretaker process removes it if this one no longer can."""
-    directory = Path(tempfile.mkdtemp(prefix="penstock-", dir=place()))
-    try:
-        caretaker = _caretaker(directory)
-        try:
-            yield directory
-        finally:
-            caretaker.kill()
-            caretaker.communicate()
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def remove_at_end(directory: Path) -> None:
-    """The directory is removed when this process ends, however that happens."""
-    caretaker, owner = _caretaker(directory), os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:  # not a process that this one has forked
-            caretaker.kill()
-            caretaker.communicate()
-            shutil.rmtree(directory, ignore_errors=True)
-
-    atexit.register(remove)
-
-
-def _caretaker(directory: Path) -> "subprocess.Popen[bytes]":
+def _start_cleaner(directory: Path) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
-        ["/bin/sh", "-c", _CARETAKER, os.fspath(directory)],
+        ["/bin/sh", "-c", _CLEANUP_SCRIPT, os.fspath(directory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         cwd="/",
-        start_new_session=True,  # ctrl-c is not for the caretaker
+        start_new_session=True,  # keeps ctrl-c away from it
     )

@@ -13,7 +13,14 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from penstock.errors import PenstockError, RunError
-from penstock.launch import LARGEST_FAILURE, Board, Failure, Watch, occasion_code, shared_directory
+from penstock.launch import (
+    MAX_FAILURE_BYTES,
+    ErrorReport,
+    PeerWatcher,
+    StatusFile,
+    shared_status_directory,
+    sync_point_code,
+)
 
 VARIABLE = "PENSTOCK_WATCH"
 FIRST_STEP_SECONDS = 600.0
@@ -26,64 +33,64 @@ class RankMonitor:
     def __init__(self, ranks: Sequence[int], replicas: Sequence[int], deadline_seconds: float) -> None:
         """`ranks` of the pipeline and `replicas`, the ranks with the same stages, are both global ranks."""
         self._ranks = tuple(ranks)
-        self._board = Board.create(shared_directory(), dist.get_rank(), dist.get_world_size())
-        self._watch = Watch(self._board, deadline_seconds, sorted({*ranks, *replicas}))
+        self._status = StatusFile.create(shared_status_directory(), dist.get_rank(), dist.get_world_size())
+        self._watcher = PeerWatcher(self._status, deadline_seconds, sorted({*ranks, *replicas}))
         self._deadline_seconds = deadline_seconds
         self._warm: set[bool] = set()
         """the kinds of step (training, evaluation) of which one has succeeded"""
         self.step = 0
         self._set_deadline(is_first=True)
         if os.environ.get(VARIABLE, "1") != "0":
-            self._watch.start()
-            weakref.finalize(self, self._watch.stop)
+            self._watcher.start()
+            weakref.finalize(self, self._watcher.stop)
 
     def working(self, code: int) -> None:
         """This rank is about to run the action with this code."""
-        self._board.working(self.step, code)
+        self._status.working(self.step, code)
 
     def waiting(self, code: int, peer: int) -> None:
         """This rank waits for a message from or to pipeline rank `peer`."""
-        self._board.waiting(self.step, code, self._ranks[peer])
+        self._status.waiting(self.step, code, self._ranks[peer])
 
     def syncing(self, request: str, step: int) -> None:
         """This rank waits for all others to join a rank sync."""
         self.step = step
-        self._board.meeting(step, occasion_code(request))
+        self._status.syncing(step, sync_point_code(request))
 
     def idle(self) -> None:
         """A call other than a step is over."""
-        self._board.idle(max(self.step - 1, 0))
+        self._status.idle(max(self.step - 1, 0))
 
     def step_started(self, step: int, is_training: bool) -> None:
         """A step begins. The caller has handled any earlier failure, so its record is cleared."""
         self.step = step
         self._set_deadline(is_first=is_training not in self._warm)
-        self._board.preparing(step)
-        if self._board.failure:
-            self._board.recovered()
+        self._status.preparing(step)
+        if self._status.failure:
+            self._status.recovered()
 
     def step_finished(self, is_training: bool) -> None:
         """A step succeeded. Steps of its kind are warm now, so their waits get the short deadline."""
         self._warm.add(is_training)
         self._set_deadline(is_first=False)
-        self._board.idle(self.step if is_training else max(self.step - 1, 0))
+        self._status.idle(self.step if is_training else max(self.step - 1, 0))
 
     def step_failed(self, error: BaseException) -> None:
         """A step failed on this rank only: publish the error for the other ranks."""
-        self._board.failed(Failure.of(error, self._board.rank).to_json(LARGEST_FAILURE))
+        self._status.failed(ErrorReport.of(error, self._status.rank).to_json(MAX_FAILURE_BYTES))
 
     def message_error(self, code: int, peer: int, error: RuntimeError) -> RunError:
         """The error to raise when waiting for a message failed."""
-        return self._watch.lost(code, self._ranks[peer], error)
+        return self._watcher.message_error(code, self._ranks[peer], error)
 
     def sync_error(self, error: RuntimeError) -> RunError:
         """The error to raise when a collective operation of all ranks failed."""
-        return self._watch.parted(error)
+        return self._watcher.sync_error(error)
 
     def _set_deadline(self, is_first: bool) -> None:
         seconds = max(self._deadline_seconds, FIRST_STEP_SECONDS if is_first else 0.0)
         self.deadline = timedelta(seconds=seconds)
-        self._watch.deadline_seconds = seconds
+        self._watcher.deadline_seconds = seconds
 
 
 @contextmanager

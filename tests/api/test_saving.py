@@ -15,7 +15,8 @@ import penstock
 from penstock.checkpoint import draft, verified
 from penstock.errors import RunError
 from penstock.ir import Plan
-from penstock.launch import Board, explain, processes
+from penstock.launch import StatusFile, explain_hang, launcher
+from tests.leftovers import wait_until
 
 
 def model() -> nn.Module:
@@ -43,8 +44,8 @@ def test_a_save_that_takes_long_is_waited_for(plan: Plan, tmp_path: Path, monkey
 
     written = draft._written
     monkeypatch.setattr(draft, "_written", slow)
-    monkeypatch.setattr("penstock.launch.launch._LEAVE_SECONDS", 0.05)
-    monkeypatch.setattr(processes, "_TERM_SECONDS", 0.05)
+    monkeypatch.setattr(launcher, "_EXIT_SECONDS", 0.05)
+    monkeypatch.setattr(launcher, "_TERM_SECONDS", 0.05)
     penstock.launch(saved, 2, plan, tmp_path)
     assert [(one.name, one.problem) for one in verified(tmp_path)] == [("step-000000", "")]
 
@@ -60,11 +61,13 @@ def test_a_save_that_fails_after_the_last_step_is_an_error(
         penstock.launch(saved, 2, plan, tmp_path)
 
 
-def hung(plan: Plan, root: Path) -> None:
-    """Save; the second rank is long in writing."""
+def slow_save(plan: Plan, root: Path) -> None:
+    """Save; rank 1 begins to write and continues when the test allows it."""
 
     def written(*args: Any) -> Any:
-        time.sleep(1.0 if dist.get_rank() == 1 else 0.0)
+        if dist.get_rank() == 1:
+            (root / "writing").touch()
+            wait_until(lambda: (root / "continue").exists())
         return write(*args)
 
     write = draft._written
@@ -72,14 +75,18 @@ def hung(plan: Plan, root: Path) -> None:
         penstock.Pipeline(model(), plan, loss_fn=nn.MSELoss()).save(root)
 
 
-def test_who_is_long_in_writing_is_the_one_that_did_not_come(plan: Plan, tmp_path: Path) -> None:
-    told: list[str] = []
+def test_a_hang_report_names_the_rank_that_is_slow_to_write(plan: Plan, tmp_path: Path) -> None:
+    root, statuses = tmp_path / "saved", tmp_path / "status"
+    root.mkdir()
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(penstock.launch, hung, 2, plan, tmp_path / "saved", board=tmp_path / "board")
-        while not running.done():
-            told.append(explain(Board.read(tmp_path / "board"), time.monotonic()))
-            time.sleep(0.05)
+        running = threads.submit(penstock.launch, slow_save, 2, plan, root, status_dir=statuses)
+        try:
+            # Before that, either rank may wait for the other one at the syncs that begin a save.
+            wait_until((root / "writing").exists)
+            # Rank 1 does not wait for anybody while it writes, so that from now on only rank 0 can.
+            wait_until(lambda: "has not reached the save" in explain_hang(StatusFile.read(statuses), time.monotonic()))
+            first, *_ = explain_hang(StatusFile.read(statuses), time.monotonic()).splitlines()
+        finally:
+            (root / "continue").touch()
         running.result()
-    named = [words.splitlines()[0] for words in told if "did not come to the saving of a checkpoint" in words]
-    assert len(named) > 5
-    assert {line.partition(":")[0] for line in named} == {"rank 1"}
+    assert first.startswith("rank 1: has not reached the save before step 0, ")

@@ -18,8 +18,7 @@ from benchmarks.short_training import COMMAND, STEPS, Outcome, ShortTraining
 from penstock.checkpoint import steps
 from penstock.cli.run_files import Diary
 from penstock.cli.supervised import Supervisor
-from penstock.launch import Board
-from penstock.launch.faults import ALLOWED
+from penstock.launch import ALLOW_VARIABLE, StatusFile
 from tests.cli.lasting_trainings import LASTING, in_a_copy
 from tests.leftovers import tidy
 
@@ -47,21 +46,21 @@ def test_checkpoints_that_are_written_beside_the_steps_are_as_good(training: Sho
 def test_a_rank_that_hangs_is_given_up_after_the_deadline(training: ShortTraining, clean: Outcome) -> None:
     found = training.run(["stop,rank=1,step=5,action=3"], "--deadline", "5")
     assert (found.exit_code, found.restarts) == (0, 1)
-    assert "waited in vain" in found.output
+    assert "timed out waiting" in found.output
     assert found.losses == clean.losses
 
 
 def test_the_same_error_at_the_same_step_twice_ends_it_with_one_report(training: ShortTraining) -> None:
     found = training.run(["raise,rank=1,step=5,action=4,life=every"])
     assert (found.exit_code, found.restarts, len(found.losses)) == (5, 1, 5)
-    assert "the same error came twice at the same step" in found.output
+    assert "the same error occurred twice at the same step" in found.output
     assert found.output.count("Traceback") <= 1
 
 
 def test_so_many_restarts_and_no_more(training: ShortTraining) -> None:
     found = training.run([f"kill,rank=0,step={5 + life},life={life}" for life in range(3)], "--restarts", "2")
     assert (found.exit_code, found.restarts) == (5, 2)
-    assert "as often as --restarts allows" in found.output
+    assert "the limit of --restarts" in found.output
 
 
 def test_a_rank_that_is_gone_for_good_is_planned_around(training: ShortTraining, clean: Outcome) -> None:
@@ -82,7 +81,7 @@ def test_one_that_cannot_be_written_beside_the_steps_is_told(
     training: ShortTraining, clean: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training.run(steps=1)
-    monkeypatch.setenv(ALLOWED, "1")
+    monkeypatch.setenv(ALLOW_VARIABLE, "1")
     options = (*LASTING, "--asynchronous", "--steps", str(STEPS), "--fault", "full-disk,rank=1,step=6")
     assert os.waitpid(in_a_copy(training.directory, tmp_path / "said.txt", *options), 0)[1] == 0
     told = (tmp_path / "said.txt").read_text()
@@ -116,7 +115,7 @@ class Started:
         )
 
     def rank(self, rank: int) -> int:
-        return Board.read(self._directory / "out" / "board")[rank].pid
+        return StatusFile.read(self._directory / "out" / "board")[rank].pid
 
     def asked(self, pid: int, number: int = signal.SIGTERM) -> tuple[int, int]:
         """The exit code once a process was sent a signal, and how many steps were told."""
@@ -166,7 +165,7 @@ def test_torchrun_takes_it_up_again_and_passes_on_the_wish_to_stop(training: Sho
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *torchrun, *COMMAND, *LASTING, "--fault", "kill,rank=1,step=7"],
         cwd=training.directory,
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", ALLOWED: "1"},
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", ALLOW_VARIABLE: "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -196,7 +195,7 @@ def test_a_restart_says_from_where(training: ShortTraining) -> None:
 def test_a_rank_that_is_slow_on_purpose_is_told(
     training: ShortTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ALLOWED, "1")
+    monkeypatch.setenv(ALLOW_VARIABLE, "1")
     shutil.rmtree(training.directory / "saved", ignore_errors=True)
     options = (*LASTING, "--steps", "35", "--fault", "slow,rank=1,step=20,seconds=0.02")
     assert os.waitpid(in_a_copy(training.directory, tmp_path / "said.txt", *options), 0)[1] == 0

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from benchmarks.short_training import COMMAND, ShortTraining
 from penstock.cli import app
 from penstock.cli.lasting import held
-from penstock.launch.faults import ALLOWED
+from penstock.launch import ALLOW_VARIABLE
 from tests.cli.lasting_trainings import refused
 
 
@@ -76,10 +76,10 @@ def test_a_deadline_that_is_none_is_refused(training: ShortTraining) -> None:
 
 def test_faults_are_refused_unless_allowed(training: ShortTraining, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(training.directory)
-    monkeypatch.delenv(ALLOWED, raising=False)
+    monkeypatch.delenv(ALLOW_VARIABLE, raising=False)
     result = CliRunner().invoke(app, [*COMMAND, "--fault", "kill,step=1"])
     assert result.exit_code == 2
-    assert f"try: {ALLOWED}=1" in result.output
+    assert f"try: {ALLOW_VARIABLE}=1" in result.output
 
 
 def test_a_fault_is_for_a_rank_that_there_is(training: ShortTraining) -> None:

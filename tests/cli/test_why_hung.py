@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 from penstock.ir import Forward, Recv, encode
-from penstock.launch import Board
+from penstock.launch import StatusFile
 
 
 def noted(run: Path) -> None:
     """Rank 1 waits for what rank 0, which is still in its forward, has not sent."""
-    boards = [Board.create(run / "board", rank, 2) for rank in range(2)]
+    boards = [StatusFile.create(run / "board", rank, 2) for rank in range(2)]
     boards[0].working(7, code_of(Forward(0, 3)))
     boards[1].waiting(7, code_of(Recv(1, 3, 0)), 0)
 
@@ -21,7 +21,7 @@ def code_of(action: Forward | Recv) -> int:
 def test_it_says_which_rank_the_others_wait_for(call, tmp_path: Path) -> None:
     noted(tmp_path / "run")
     first, second = call("why-hung", "run").stdout.splitlines()
-    assert first.startswith("rank 0: did not move, working on 0F3 of step 7 for ")
+    assert first.startswith("rank 0: no progress, working on 0F3 of step 7 for ")
     assert second.startswith("rank 1: waiting for 1RECV_F3 of step 7 from rank 0 for ")
 
 

@@ -126,7 +126,7 @@ def test_a_stage_that_fails_is_named_with_its_microbatch(rank: int, kind: str, w
 
 
 @pytest.mark.parametrize(
-    ("fate", "words"), [("hang", "rank 1: did not move, working on 1F1"), ("kill", "a rank was killed (rank: 1")]
+    ("fate", "words"), [("hang", "rank 1: no progress, working on 1F1"), ("kill", "a rank was killed (rank: 1")]
 )
 def test_a_rank_that_hangs_or_dies_ends_the_run_soon_and_is_named(fate: str, words: str) -> None:
     with pytest.raises(RunError) as caught:

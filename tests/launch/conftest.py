@@ -1,4 +1,4 @@
-"""Every test of this room leaves nothing behind."""
+"""Every test of this package leaves no process and no file behind."""
 
 from tests.leftovers import tidy
 

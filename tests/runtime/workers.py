@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import RunError
-from penstock.launch import Board, explain, launch, parcels
+from penstock.launch import StatusFile, explain_hang, launch, serialization
 
 DEADLINE_SECONDS = 120.0
 _START_SECONDS = 60.0
@@ -57,11 +57,11 @@ class Pool:
     def _launch(self) -> None:
         # Of a pool that was killed, the test that did it has already said why.
         with contextlib.suppress(RunError):
-            launch(serve, len(self._lines), self._there, os.fspath(self._boards), board=self._boards)
+            launch(serve, len(self._lines), self._there, os.fspath(self._boards), status_dir=self._boards)
 
     def run(self, fn: Callable[..., Any], *args: Any, deadline: float = DEADLINE_SECONDS) -> list[Any]:
         """What `fn(*args)`, a function at the top of a module, returns on every rank."""
-        job = parcels.pack((fn.__module__, fn.__qualname__, args))
+        job = serialization.pack((fn.__module__, fn.__qualname__, args))
         for line in self._lines:
             line.send_bytes(job)
         return self._answers(Patience(deadline))
@@ -75,7 +75,7 @@ class Pool:
         """Let the ranks go."""
         if self.is_alive:
             for line in self._lines:
-                line.send_bytes(parcels.pack(None))
+                line.send_bytes(serialization.pack(None))
             self._thread.join(_LEAVE_SECONDS)
         self._kill()
 
@@ -94,7 +94,7 @@ class Pool:
         for rank, line in enumerate(self._lines):
             try:
                 if rank not in found and line.poll(0.005):
-                    found[rank] = parcels.unpack(line.recv_bytes())
+                    found[rank] = serialization.unpack(line.recv_bytes())
             except (EOFError, OSError):
                 found[rank] = (False, f"ended\n{self._report()}")
         late = [rank for rank in range(len(self._lines)) if rank not in found]
@@ -102,7 +102,7 @@ class Pool:
             found[late[0]] = (False, f"not done in time\n{self._report()}\n{self._stacks(late)}")
 
     def _report(self) -> str:
-        return explain(Board.read(self._boards), time.monotonic())
+        return explain_hang(StatusFile.read(self._boards), time.monotonic())
 
     def _stacks(self, late: list[int]) -> str:
         """Where those that are late are."""
@@ -136,14 +136,14 @@ def serve(lines: list[Connection], directory: str) -> None:
         if other != rank:
             line.close()
     line = lines[rank]
-    line.send_bytes(parcels.pack((True, os.getpid())))
-    while job := parcels.unpack(line.recv_bytes()):
+    line.send_bytes(serialization.pack((True, os.getpid())))
+    while job := serialization.unpack(line.recv_bytes()):
         module, name, args = job
         try:
             answer = (True, getattr(importlib.import_module(module), name)(*args))
         except Exception:
             answer = (False, traceback.format_exc())
-        line.send_bytes(parcels.pack(answer))
+        line.send_bytes(serialization.pack(answer))
 
 
 class Pools:

@@ -1,4 +1,4 @@
-"""launch: results come back, and whatever breaks, the first cause is told and nothing is left behind."""
+"""Results come back; if anything fails, the first cause is reported and nothing is left behind."""
 
 import gc
 import os
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from penstock.errors import RunError
 from penstock.ir import Forward, Recv, encode
-from penstock.launch import VARIABLE, Board, launch
-from penstock.launch.liveness import GONE, state_of
+from penstock.launch import STATUS_DIR_VARIABLE, StatusFile, launch
+from penstock.launch.process_state import GONE, process_state
+from tests.leftovers import wait_until
 
 pytestmark = pytest.mark.usefixtures("tidy")
 STEP, RECEIVE, COMPUTE = 4, int(encode([Recv(1, 3, 0)])[0]), int(encode([Forward(2, 3)])[0])
@@ -31,8 +32,8 @@ def sum_of_ranks() -> float:
     return total.item()
 
 
-class Mourned:
-    """What only the process that made it may end."""
+class Guarded:
+    """An object that only the process that made it may finalise."""
 
     def __init__(self) -> None:
         self.itself, self.owner = self, os.getpid()
@@ -45,19 +46,26 @@ class Mourned:
 def test_ranks_do_not_collect_what_they_inherit() -> None:
     gc.disable()
     try:
-        Mourned()  # garbage that the parent has not collected yet
+        Guarded()  # garbage that the parent has not collected yet
         assert launch(gc.isenabled, 2) == [True, True]
         assert all(found >= 0 for found in launch(gc.collect, 2))
     finally:
         gc.enable()
 
 
-def broken(fn: Callable[..., Any], ranks: int, **options: Any) -> tuple[str, float]:
-    """The error of a launch that must fail, and how many seconds it took."""
-    begin = time.monotonic()
+def broken(fn: Callable[..., Any], ranks: int, **options: Any) -> str:
+    """The error of a launch that must fail.
+
+    Ranks that are left alone sleep longer than a test may take, so that passing proves that they were ended.
+    """
     with pytest.raises(RunError) as caught:
         launch(fn, ranks, **options)
-    return str(caught.value), time.monotonic() - begin
+    return str(caught.value)
+
+
+def statuses() -> Any:
+    """On a launched rank: the status of all ranks."""
+    return StatusFile.read(os.environ[STATUS_DIR_VARIABLE])
 
 
 # ---------------------------------------------------------------------------------------------------------- results
@@ -75,7 +83,7 @@ def test_one_rank_is_enough() -> None:
     assert launch(sum_of_ranks, 1) == [0.0]
 
 
-def test_a_fresh_process_does_the_same() -> None:
+def test_spawned_processes_work_too() -> None:
     assert launch(os.getenv, 2, "RANK", start="spawn") == ["0", "1"]
 
 
@@ -117,9 +125,10 @@ def test_the_environment_names_the_rank() -> None:
     assert not set(names) & set(os.environ)
 
 
-def test_what_ranks_print_goes_through(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_ranks_is_passed_through(capfd: pytest.CaptureFixture[str]) -> None:
     launch(lambda: print(f"rank {dist.get_rank()} prints"), 2)
-    assert sorted(capfd.readouterr().out.splitlines()) == ["rank 0 prints", "rank 1 prints"]
+    # Under pytest a line and its end are written apart, so that lines of two ranks may mix.
+    assert sorted(capfd.readouterr().out.replace("\n", "").split("rank ")) == ["", "0 prints", "1 prints"]
 
 
 def test_sys_exit_without_a_code_is_a_plain_return() -> None:
@@ -139,7 +148,7 @@ def test_a_caller_that_used_many_threads_does_not_hang_its_ranks(threads: int) -
     try:
         train_a_step(600)
         torch.randn(1 << 20).exp().sum()
-        results = launch(train_a_step, 4, 600, threads=threads, timeout=30)
+        results = launch(train_a_step, 4, 600, threads=threads, timeout=120)
     finally:
         torch.set_num_threads(before)
     assert len(results) == 4
@@ -151,10 +160,10 @@ def test_launch_can_be_called_again_and_from_a_thread() -> None:
     assert results == [[1.0, 1.0], [3.0, 3.0, 3.0]]
 
 
-def test_a_rank_that_is_done_stays_until_all_are() -> None:
+def test_a_rank_that_has_finished_stays_until_all_have() -> None:
     def late() -> float:
         if dist.get_rank() == 2:
-            time.sleep(0.5)
+            time.sleep(0.5)  # the others have long returned
         box = torch.zeros(1)
         if dist.get_rank() == 0:
             dist.isend(torch.ones(1), 2).wait()
@@ -168,35 +177,35 @@ def test_a_rank_that_is_done_stays_until_all_are() -> None:
 # ----------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_ranks_is_a_positive_whole_number() -> None:
+def test_ranks_must_be_a_positive_integer() -> None:
     for ranks in (0, -1, 2.0, True, "2"):
-        with pytest.raises(RunError, match="ranks is a whole number above 0"):
+        with pytest.raises(RunError, match="ranks must be a positive integer"):
             launch(sum_of_ranks, ranks)  # type: ignore[arg-type]
 
 
-def test_a_function_is_needed() -> None:
-    with pytest.raises(RunError, match="launch runs a function"):
+def test_fn_must_be_a_function() -> None:
+    with pytest.raises(RunError, match="fn must be a function"):
         launch(3, 2)  # type: ignore[arg-type]
 
 
-def test_an_unknown_way_to_start_is_refused() -> None:
+def test_an_unknown_start_method_is_refused() -> None:
     with pytest.raises(RunError, match="'thread'"):
         launch(sum_of_ranks, 2, start="thread")
 
 
-def test_a_rank_cannot_launch_but_is_told_the_way_out() -> None:
-    message, _ = broken(lambda: launch(sum_of_ranks, 2), 1)
+def test_a_rank_cannot_launch_and_gets_a_hint() -> None:
+    message = broken(lambda: launch(sum_of_ranks, 2), 1)
     assert "torch.distributed is already initialised in this process (rank: 0, ranks: 1)" in message
     assert "try: call the function itself" in message
 
 
-def test_a_closure_cannot_be_spawned_but_is_told_the_way_out() -> None:
+def test_a_closure_cannot_be_spawned_and_gets_a_hint() -> None:
     with pytest.raises(RunError, match='start="fork"'):
         launch(lambda: 0, 2, start="spawn")
 
 
-def test_a_result_that_cannot_travel_is_named() -> None:
-    message, _ = broken(lambda: lambda: 0, 1)
+def test_a_result_that_cannot_be_sent_is_named() -> None:
+    message = broken(lambda: lambda: 0, 1)
     assert "the result of a rank cannot be sent to the launcher (type: function" in message
 
 
@@ -214,44 +223,42 @@ def fail_on(rank: int) -> None:
 
 
 def test_an_exception_is_shown_with_its_traceback_and_stops_all() -> None:
-    message, seconds = broken(lambda: fail_on(1), 4)
+    message = broken(lambda: fail_on(1), 4)
     assert message.startswith("a rank failed (rank: 1)\nTraceback (most recent call last):")
     assert "in fail_on" in message
     assert "KeyError: 'boom'" in message
-    assert "runtime/rank.py" not in message
+    assert "launch/worker.py" not in message
     assert message.splitlines()[-3:] == ["rank 0: stopped", "rank 2: stopped", "rank 3: stopped"]
-    assert seconds < 10
 
 
 def test_of_two_exceptions_the_first_comes_first() -> None:
     def two() -> None:
-        dist.barrier()
         if dist.get_rank() == 0:
-            time.sleep(0.1)
+            wait_until(lambda: statuses()[1].failure)
         raise ValueError(f"of rank {dist.get_rank()}")
 
-    message, _ = broken(two, 2)
+    message = broken(two, 2)
     assert message.startswith("a rank failed (rank: 1)")
-    assert message.endswith("ValueError: of rank 1\nrank 0: failed too: ValueError: of rank 0")
+    assert message.endswith("ValueError: of rank 1\nrank 0: also failed: ValueError: of rank 0")
 
 
-def test_the_place_of_a_failure_and_what_the_others_did_are_told() -> None:
+def test_the_place_of_a_failure_and_the_activity_of_other_ranks_are_reported() -> None:
     def step() -> None:
-        board = Board.create(os.environ[VARIABLE], dist.get_rank(), 3)
-        if dist.get_rank() == 0:
-            time.sleep(0.3)
-            raise RunError("no", step=STEP, stage=0, microbatch=3, action="0F3")
+        status_file = StatusFile.create(os.environ[STATUS_DIR_VARIABLE], dist.get_rank(), 3)
         if dist.get_rank() == 1:
-            board.waiting(STEP, RECEIVE, 0)
-        else:
-            board.working(STEP, COMPUTE)
-        time.sleep(60)
+            status_file.waiting(STEP, RECEIVE, 0)
+        elif dist.get_rank() == 2:
+            status_file.working(STEP, COMPUTE)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            raise RunError("no", step=STEP, stage=0, microbatch=3, action="0F3")
+        time.sleep(600)
 
-    message, _ = broken(step, 3)
+    message = broken(step, 3)
     assert message.startswith("a rank failed (rank: 0, step: 4, stage: 0, microbatch: 3, action: 0F3)\n")
     second, third = message.splitlines()[-2:]
-    assert second.startswith("rank 1: stopped in 1RECV_F3 from rank 0, waiting 0.")
-    assert third.startswith("rank 2: stopped in 2F3, working 0.")
+    assert second.startswith("rank 1: stopped in 1RECV_F3 from rank 0, waiting ")
+    assert third.startswith("rank 2: stopped in 2F3, working ")
 
 
 def test_a_killed_rank_is_named_with_its_signal() -> None:
@@ -260,20 +267,19 @@ def test_a_killed_rank_is_named_with_its_signal() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         wait_forever()
 
-    message, seconds = broken(killed, 4)
+    message = broken(killed, 4)
     assert message.startswith("a rank was killed (rank: 2, signal: SIGKILL)\n")
-    assert "rank 1: failed too: RuntimeError" in message
+    assert "rank 1: also failed: RuntimeError" in message
     assert "memory" in message.splitlines()[-1]
-    assert seconds < 10
 
 
-def test_a_rank_that_leaves_without_a_word_is_named_with_its_code() -> None:
-    message, _ = broken(lambda: os._exit(0) if dist.get_rank() else wait_forever(), 2)
-    assert message.startswith("a rank ended without a result (rank: 1, exit code: 0)")
+def test_a_rank_that_exits_silently_is_named_with_its_exit_code() -> None:
+    message = broken(lambda: os._exit(0) if dist.get_rank() else wait_forever(), 2)
+    assert message.startswith("a rank exited without a result (rank: 1, exit code: 0)")
 
 
 def test_an_abort_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    message, _ = broken(lambda: os.abort() if dist.get_rank() else wait_forever(), 2)
+    message = broken(lambda: os.abort() if dist.get_rank() else wait_forever(), 2)
     assert message.startswith("a rank was killed (rank: 1, signal: SIGABRT)")
     assert "Fatal Python error: Aborted" in capfd.readouterr().err
 
@@ -281,43 +287,43 @@ def test_an_abort_is_named(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_killed_rank_is_seen_although_its_own_child_lives() -> None:
     def killed() -> None:
         if dist.get_rank() == 0 and os.fork() == 0:
-            time.sleep(60)
+            time.sleep(600)
         if dist.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(600)
 
-    message, seconds = broken(killed, 2)
+    message = broken(killed, 2)
     assert message.startswith("a rank was killed (rank: 0")
-    assert seconds < 10
 
 
 def test_stopped_ranks_end_too() -> None:
     def stopped() -> None:
         if dist.get_rank():
             os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.5)
+        wait_until(lambda: all(status.process == "stopped" for status in statuses()[1:]))
         raise ValueError("no")
 
-    _, seconds = broken(stopped, 3)
-    assert seconds < 10
+    assert "ValueError: no" in broken(stopped, 3)
 
 
-def test_a_timeout_says_what_every_rank_did() -> None:
+def test_a_timeout_reports_what_every_rank_did() -> None:
     def slow() -> None:
-        board = Board.create(os.environ[VARIABLE], dist.get_rank(), 2)
+        status_file = StatusFile.create(os.environ[STATUS_DIR_VARIABLE], dist.get_rank(), 2)
         if dist.get_rank():
-            board.working(STEP, COMPUTE)
+            status_file.working(STEP, COMPUTE)
             while True:
                 pass
-        board.waiting(STEP, RECEIVE, 1)
-        time.sleep(60)
+        status_file.waiting(STEP, RECEIVE, 1)
+        time.sleep(600)
 
-    message, seconds = broken(slow, 2, timeout=0.5)
-    first, second, third, _ = message.splitlines()
-    assert first == "the ranks did not end in time (timeout seconds: 0.5)"
-    assert second.startswith("rank 1: did not move, working on 2F3 of step 4 for 0.")
-    assert third.startswith("rank 0: waiting for 1RECV_F3 of step 4 from rank 1 for 0.")
-    assert seconds < 10
+    for timeout in (1, 4, 16, 64):  # on a busy machine the ranks may need longer to start
+        message = broken(slow, 2, timeout=timeout)
+        assert message.startswith(f"the ranks did not finish in time (timeout seconds: {timeout})")
+        if "2F3" in message and "1RECV_F3" in message:
+            break
+    _, second, third, _ = message.splitlines()
+    assert second.startswith("rank 1: no progress, working on 2F3 of step 4 for ")
+    assert third.startswith("rank 0: waiting for 1RECV_F3 of step 4 from rank 1 for ")
 
 
 # ------------------------------------------------------------------------------------------------- nothing left behind
@@ -351,15 +357,15 @@ def test_the_caller_keeps_no_file_open() -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_a_board_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_status_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="NotADirectoryError"):
-        launch(int, 2, board=tmp_path / "file" / "board")
+        launch(int, 2, status_dir=tmp_path / "file" / "status")
 
 
-def test_a_board_of_the_caller_stays(tmp_path: Path) -> None:
-    broken(lambda: fail_on(0), 2, board=tmp_path / "board")
-    first, second = Board.read(tmp_path / "board")
+def test_a_status_directory_of_the_caller_is_kept(tmp_path: Path) -> None:
+    broken(lambda: fail_on(0), 2, status_dir=tmp_path / "status")
+    first, second = StatusFile.read(tmp_path / "status")
     assert "KeyError: 'boom'" in first.failure
     assert (second.rank, second.process) == (1, "gone")
 
@@ -380,7 +386,7 @@ def launcher(place: Path, stopped: int | None) -> None:
         (place.parent / f"ready{os.environ['RANK']}").touch()
         if dist.get_rank() == stopped:
             signal.raise_signal(signal.SIGSTOP)
-        time.sleep(60)
+        time.sleep(600)
 
     try:
         launch(idle, 3)
@@ -392,28 +398,22 @@ def interrupted(place: Path, number: int, stopped: int | None = None) -> tuple[i
     """The exit code of a launcher that gets a signal while its ranks run, and the process numbers of these."""
     process = get_context("fork").Process(target=launcher, args=(place, stopped))
     process.start()
-    while len(list(place.parent.glob("ready*"))) < 3:
-        time.sleep(0.02)
+    wait_until(lambda: len(list(place.parent.glob("ready*"))) == 3)
     pids = [int((place.parent / f"rank{rank}").read_text()) for rank in range(3)]
     os.kill(process.pid or 0, number)
-    process.join(20)
+    process.join()
     return process.exitcode, pids
 
 
-def vanish(pids: list[int], place: Path, seconds: float) -> bool:
-    """Whether the processes have ended and all temporary files are gone within so many seconds."""
-    end = time.monotonic() + seconds
-    while any(state_of(pid) != GONE for pid in pids) or list(place.iterdir()):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
+def are_gone(pids: list[int], place: Path) -> bool:
+    """Whether the processes have ended and all temporary files are removed."""
+    return all(process_state(pid) == GONE for pid in pids) and not list(place.iterdir())
 
 
 def test_ctrl_c_ends_the_ranks_and_is_raised(tidy: Path) -> None:
     code, pids = interrupted(tidy, signal.SIGINT)
     assert code == INTERRUPTED
-    assert vanish(pids, tidy, 0.5)
+    assert are_gone(pids, tidy)  # before launch has returned
     assert (tidy.parent / "errors").read_text() == ""
 
 
@@ -422,4 +422,4 @@ def test_ctrl_c_ends_the_ranks_and_is_raised(tidy: Path) -> None:
 def test_ranks_die_with_the_launcher_and_their_files_go(tidy: Path, number: int, stopped: int | None) -> None:
     code, pids = interrupted(tidy, number, stopped)
     assert code == -number
-    assert vanish(pids, tidy, 5)
+    wait_until(lambda: are_gone(pids, tidy))

@@ -1,0 +1,252 @@
+"""Hang and failure reports: which rank everybody waits for, and what every rank was doing."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.errors import RunError
+from penstock.ir import Recv, Send
+from penstock.launch.error_report import FINAL, ErrorReport, summary_of
+from penstock.launch.process_state import ELSEWHERE, GONE, STOPPED
+from penstock.launch.status_file import (
+    ABSENT,
+    BUSY,
+    ENDED,
+    FAILED,
+    IDLE,
+    PREPARING,
+    STARTED,
+    SYNCING,
+    WAITING,
+    WORKING,
+    RankStatus,
+    StatusEntry,
+    action_of,
+)
+
+_SIGNAL_HINTS = {
+    signal.SIGKILL: "more memory or a smaller batch: the system kills processes when memory runs out (see dmesg)",
+    signal.SIGABRT: "the rank's output on stderr: a library aborted the process",
+    signal.SIGSEGV: "the rank's output on stderr, which shows its Python stack",
+    signal.SIGILL: "ONEDNN_MAX_CPU_ISA=AVX2 in the environment: the processor lacks an instruction",
+}
+
+
+def explain_hang(statuses: Sequence[RankStatus], now: float) -> str:
+    """One line per rank, those that block the others first; `now` is in seconds of `time.monotonic`.
+
+    If all processes are gone without having recorded a failure, their last entries are explained instead.
+    """
+    under_way = (*BUSY, IDLE, STARTED)
+    if len(statuses) > 1 and all(status.process == GONE and status.state in under_way for status in statuses):
+        last = [replace(status, process=ELSEWHERE) for status in statuses]
+        return f"all processes are gone; their last status was:\n{explain_hang(last, now)}"
+    by_rank = {status.rank: status for status in statuses}
+    waiting = sorted((status for status in statuses if _is_waiting(status)), key=lambda status: status.since)
+    culprits: dict[int, str] = {}
+    for status in waiting or _slowest(statuses):
+        chain = _chain(status, by_rank)
+        culprit = chain[-1]
+        is_cycle = culprit in chain[:-1]
+        if culprit.rank in culprits or (is_cycle and any(member.rank in culprits for member in chain)):
+            continue  # already explained, or a cycle that was entered at another rank
+        culprits[culprit.rank] = _blame(chain, is_cycle, now)
+    rest = [status_line(status, now) for status in statuses if status.rank not in culprits]
+    return "\n".join([*culprits.values(), *rest])
+
+
+def status_line(status: RankStatus, now: float) -> str:
+    """The activity of one rank in one line."""
+    return f"rank {status.rank}: {_activity(status, now)}"
+
+
+def _is_waiting(status: RankStatus) -> bool:
+    # A rank that failed inside a wait failed because of the rank it waited for.
+    return status.now.state in (WAITING, SYNCING) and (bool(status.failure) or _can_progress(status))
+
+
+def _can_progress(status: RankStatus) -> bool:
+    return not status.failure and status.process not in (GONE, STOPPED)
+
+
+def _slowest(statuses: Sequence[RankStatus]) -> list[RankStatus]:
+    """If no rank waits: those that cannot progress, else the one that is busy with one thing for the longest time."""
+    stuck = [status for status in statuses if status.state in (FAILED, *BUSY) and not _can_progress(status)]
+    working = [status for status in statuses if status.state in (PREPARING, WORKING)]
+    return stuck or sorted(working, key=lambda status: status.since)[:1]
+
+
+def _chain(status: RankStatus, by_rank: dict[int, RankStatus]) -> list[RankStatus]:
+    """Follow the waits from a rank to one that does not wait, or to one that is already in the chain (a cycle)."""
+    chain = [status]
+    while _is_waiting(chain[-1]):
+        following = _awaited(chain[-1], by_rank)
+        if following is None:
+            break
+        chain.append(following)
+        if following in chain[:-1]:
+            break
+    return chain
+
+
+def _awaited(status: RankStatus, by_rank: dict[int, RankStatus]) -> RankStatus | None:
+    """The rank that must send the message; for a synchronisation, the rank that is farthest from reaching it."""
+    if status.now.state == WAITING:
+        return by_rank.get(-1 if status.peer is None else status.peer)
+    others = [
+        other
+        for other in by_rank.values()
+        if other.rank != status.rank and not (other.now.state == SYNCING and _is_waiting(other))
+    ]
+    # First ranks that wait for nobody, among these first those that are dead or stopped, then the longest unchanged.
+    return min(others, key=lambda other: (_is_waiting(other), _can_progress(other), other.since), default=None)
+
+
+def _blame(chain: Sequence[RankStatus], is_cycle: bool, now: float) -> str:
+    culprit = chain[-1]
+    waiter = chain[-2] if len(chain) > 1 else None
+    activity = _activity(culprit, now)
+    if waiter and _can_progress(culprit) and (sent := _matching_send(culprit, waiter)):
+        ago = _ago(sent.since, now)
+        lost = f"sent {sent.action} of step {sent.step} {ago}, but rank {waiter.rank} has not received it"
+        return f"rank {culprit.rank}: {lost}: the message was lost; now {activity}"
+    if is_cycle:
+        cycle = chain[chain.index(culprit) : -1]
+        names = " -> ".join(f"rank {status.rank}" for status in (*cycle, culprit))
+        return f"{names}: waiting for each other, so a message was lost or never sent; {status_line(culprit, now)}"
+    if waiter and waiter.now.state == SYNCING and culprit.state in (IDLE, ENDED, STARTED, PREPARING):
+        return f"rank {culprit.rank}: has not reached {waiter.now.sync_point}, {activity}"
+    if waiter and culprit.state in (IDLE, ENDED, STARTED):
+        return f"rank {culprit.rank}: has not sent the message that rank {waiter.rank} is waiting for, {activity}"
+    if culprit.state == ABSENT:
+        return f"rank {culprit.rank}: {activity}" + (f", and rank {waiter.rank} is waiting for it" if waiter else "")
+    return f"rank {culprit.rank}: no progress, {activity}"
+
+
+def _matching_send(status: RankStatus, waiter: RankStatus) -> StatusEntry | None:
+    """The entry with which the rank recorded sending the awaited message; None if it is not among the recent ones."""
+    awaited = action_of(waiter.now.code) if waiter.now.code is not None else None
+    if not isinstance(awaited, Recv):
+        return None
+    send = Send(awaited.peer, awaited.microbatch, awaited.stage)
+    entries = (entry for entry in reversed(status.recent) if entry.step == waiter.step and entry.code is not None)
+    return next((entry for entry in entries if action_of(entry.code or 0) == send), None)
+
+
+def _activity(status: RankStatus, now: float) -> str:
+    entry = _entry_text(status, now)
+    if status.state not in (ABSENT, ENDED, FAILED) and status.process in (GONE, STOPPED):
+        return f"its process is {status.process} (pid {status.pid}), last {entry}"
+    return entry
+
+
+def _entry_text(status: RankStatus, now: float) -> str:
+    """The last entry in words."""
+    duration = f"for {max(0.0, now - status.since):.1f} s"
+    match status.state:
+        case "started":
+            return f"started {_ago(status.since, now)}, not in a step yet"
+        case "idle":
+            return f"between steps {duration}, after step {status.step}"
+        case "preparing":
+            return f"preparing step {status.step} {duration}"
+        case "syncing":
+            return f"waiting for all ranks at {status.now.sync_point} {duration}"
+        case "working":
+            return f"working on {status.action} of step {status.step} {duration}"
+        case "waiting":
+            direction = "to reach" if _is_send(status) else "from"
+            return f"waiting for {status.action} of step {status.step} {direction} rank {status.peer} {duration}"
+        case "ended":
+            return f"finished {_ago(status.since, now)}"
+        case "failed":
+            place = f" in {status.action} of step {status.step}" if status.action else ""
+            place = f" at {status.now.sync_point}" if status.now.sync_point else place
+            return f"failed{place}: {summary_of(status.failure)}"
+    return "no status on this host"
+
+
+def _is_send(status: RankStatus) -> bool:
+    return status.now.code is not None and isinstance(action_of(status.now.code), Send)
+
+
+def _ago(since: float, now: float) -> str:
+    return f"{max(0.0, now - since):.1f} s ago"
+
+
+# ----------------------------------------------------------------------------------------- errors that launch raises
+
+
+def launch_error(reports: Sequence[ErrorReport], statuses: Sequence[RankStatus], now: float) -> RunError:
+    """The error for a launch in which ranks failed: the cause in full, all other ranks in one line each."""
+    # Ranks that only lost contact come after the cause, even if they noticed earlier.
+    first, *others = sorted(reports, key=lambda report: (report.follows, report.at))
+    also_failed = {report.rank: f"also failed: {report.summary}" for report in others}
+    lines = [
+        f"rank {status.rank}: {also_failed.get(status.rank) or _stopped_text(status, now)}"
+        for status in statuses
+        if status.rank != first.rank
+    ]
+    error = RunError(
+        "a rank failed" if first.text else first.summary,
+        report="\n".join(part for part in (first.text, *lines) if part),
+        hint=first.hint,
+        **{"rank": first.rank, **_location(first, statuses)},
+    )
+    error.rank_message, error.rank_summary = first.message, first.summary if first.text else ""
+    error.is_final = first.kind == FINAL
+    return error
+
+
+def timeout_error(statuses: Sequence[RankStatus], now: float, seconds: float) -> RunError:
+    """The error for a launch that exceeded its timeout."""
+    return RunError(
+        "the ranks did not finish in time",
+        timeout_seconds=seconds,
+        report=explain_hang(statuses, now),
+        hint="a longer timeout, or look at the rank named first",
+    )
+
+
+def exit_report(rank: int, code: int, at: float) -> ErrorReport:
+    """The report for a rank whose process ended without reporting anything itself."""
+    if code >= 0:
+        return ErrorReport(rank, "a rank exited without a result", location={"exit_code": str(code)}, at=at)
+    try:
+        number = signal.Signals(-code)
+    except ValueError:
+        return ErrorReport(rank, "a rank was killed", location={"signal": str(-code)}, at=at)
+    hint = _SIGNAL_HINTS.get(number, "")
+    return ErrorReport(rank, "a rank was killed", location={"signal": number.name}, hint=hint, at=at)
+
+
+def _location(report: ErrorReport, statuses: Sequence[RankStatus]) -> dict[str, str]:
+    """Where a rank failed: by its own report, or else by its last status."""
+    status = next((status for status in statuses if status.rank == report.rank), RankStatus(report.rank))
+    has_begun = status.now.state in BUSY or status.step > 0
+    if "step" in report.location or not has_begun:
+        return report.location
+    # An idle rank has recorded the step that ended, so it failed before the next one.
+    location = {**report.location, "step": str(status.step + (status.now.state == IDLE))}
+    if not report.text:
+        location["action"] = status.action or status.now.sync_point or status.now.state
+    return location
+
+
+def _stopped_text(status: RankStatus, now: float) -> str:
+    seconds = f"{max(0.0, now - status.since):.1f} s"
+    match status.state:
+        case "working":
+            return f"stopped in {status.action}, working {seconds}"
+        case "waiting":
+            direction = "to" if _is_send(status) else "from"
+            return f"stopped in {status.action} {direction} rank {status.peer}, waiting {seconds}"
+        case "syncing":
+            return f"stopped at {status.now.sync_point}, waiting for all ranks {seconds}"
+        case "preparing":
+            return f"stopped preparing step {status.step}, {seconds}"
+        case "ended":
+            return "had finished"
+        case "idle":
+            return f"stopped between steps, after step {status.step}"
+    return "stopped"

@@ -1,0 +1,170 @@
+"""Watches the status files of the other ranks, so that this rank does not wait for one that has died.
+
+gloo notices a dead peer only through a closed connection or a timeout. The status files are quicker, and they show why
+the peer stopped.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.errors import RunError
+from penstock.ir import Free, Message
+from penstock.launch.error_report import FOLLOWS, ErrorReport, Loss, loss_of, one_line, summary_of
+from penstock.launch.hang_report import explain_hang, status_line
+from penstock.launch.process_state import GONE
+from penstock.launch.status_file import (
+    BUSY,
+    ENDED,
+    MAX_FAILURE_BYTES,
+    SYNCING,
+    WAITING,
+    RankStatus,
+    StatusFile,
+    StatusReader,
+    action_of,
+    action_text,
+)
+
+EXIT_CODE = 5
+_POLL_SECONDS = 0.2
+_POLLS_PER_PROCESS_CHECK = 5  # asking the system whether a process lives costs far more than reading its status file
+_GRACE_SECONDS = 1.0  # a closed connection usually raises in the main thread first, with a better error
+_EVIDENCE_SECONDS = 0.5  # a connection closes a little before its rank has recorded why
+_IN_FLIGHT_SECONDS = 2.0  # messages that a rank sent before it ended may still be on their way
+
+
+class PeerWatcher:
+    """Watches the peers of one rank; all rank numbers are those of the status files. Passive until `start`."""
+
+    def __init__(self, status: StatusFile, deadline_seconds: float, group_ranks: Sequence[int]) -> None:
+        self._status = status
+        self.deadline_seconds = deadline_seconds
+        """the current limit of a wait, for error messages"""
+        self._peers = tuple(rank for rank in group_ranks if rank != status.rank)
+        self._readers: dict[int, StatusReader] = {}
+        self._noticed = threading.Event()
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """From now on, end this process (exit code 5) if a peer fails and the main thread does not notice."""
+        threading.Thread(target=self._watch, name="penstock-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._stopped.set()
+
+    def failed_peer(self, check_processes: Sequence[int] | None = None) -> str:
+        """Describe a peer that failed or died, empty if there is none.
+
+        Whether a process is alive is checked for all peers, or only for those in `check_processes`.
+        """
+        for rank in self._peers:
+            reader = self._readers.get(rank) or StatusReader.of(self._status.directory, rank)
+            if reader is None:
+                continue
+            self._readers[rank] = reader
+            if reader.failure:
+                return f"rank {rank} failed: {summary_of(reader.failure)}"
+            # Between steps a rank may exit normally: its script can end a little before ours.
+            is_gone = (check_processes is None or rank in check_processes) and reader.process == GONE
+            if is_gone and reader.status().state in BUSY:
+                return status_line(reader.status(), time.monotonic())
+        return ""
+
+    def finished_peer(self) -> str:
+        """Describe a peer that finished although this rank still waits for it, empty if there is none."""
+        now = self._status.now
+        if now.state not in (WAITING, SYNCING) or time.monotonic() - now.since < _IN_FLIGHT_SECONDS:
+            return ""
+        awaited = self._peers if now.state == SYNCING else (now.peer,)
+        ended = [rank for rank in awaited if rank is not None and self._read(rank).state == ENDED]
+        place = now.sync_point if now.state == SYNCING else f"{now.action} of step {now.step}"
+        return f"rank {ended[0]} finished before {place}" if ended else ""
+
+    def message_error(self, code: int, peer: int, error: BaseException) -> RunError:
+        """Explain a RuntimeError of torch.distributed that ended a wait for the message `code`."""
+        self._noticed.set()
+        own, text = self._status.rank, action_text(code)
+        match loss_of(error):
+            case Loss.TIMEOUT:
+                return RunError(
+                    f"rank {own} timed out waiting for {text} from rank {peer}",
+                    **self._location(code),
+                    deadline_seconds=self.deadline_seconds,
+                    report=explain_hang(self._read_all(), time.monotonic()),
+                    hint="look at the rank named first, or set a longer deadline",
+                )
+            case Loss.CLOSED:
+                end = time.monotonic() + _EVIDENCE_SECONDS
+                status = self._read(peer)
+                while not (status.failure or status.process == GONE) and time.monotonic() < end:
+                    time.sleep(_EVIDENCE_SECONDS / 20)
+                    status = self._read(peer)
+                problem = f"rank {own} lost contact with rank {peer} while waiting for {text}"
+                return RunError(problem, **self._location(code), report=status_line(status, time.monotonic()))
+        problem = f"rank {own} could not receive {text} from rank {peer}"
+        return RunError(problem, **self._location(code), reason=one_line(error))
+
+    def sync_error(self, error: BaseException) -> RunError:
+        """Explain a RuntimeError of torch.distributed that ended a synchronisation of all ranks."""
+        self._noticed.set()
+        is_timeout = loss_of(error) is Loss.TIMEOUT
+        end = time.monotonic() + (_EVIDENCE_SECONDS if loss_of(error) is Loss.CLOSED else 0.0)
+        while not self.failed_peer() and time.monotonic() < end:
+            time.sleep(_EVIDENCE_SECONDS / 20)
+        now = self._status.now
+        event = "timed out waiting for" if is_timeout else "lost contact with"
+        return RunError(
+            f"rank {self._status.rank} {event} the other ranks at {now.sync_point or 'a synchronisation'}",
+            step=now.step,
+            **({"deadline_seconds": self.deadline_seconds} if is_timeout else {"reason": one_line(error)}),
+            report=explain_hang(self._read_all(), time.monotonic()),
+            hint="the same calls on every rank; look at the rank named first" if is_timeout else "",
+        )
+
+    def _location(self, code: int) -> dict[str, Any]:
+        location: dict[str, Any] = {"step": self._status.now.step}
+        action = action_of(code)
+        if action is not None:
+            location["stage"] = action.stage
+        if isinstance(action, Message | Free):
+            location["microbatch"] = action.microbatch
+        return {**location, "action": action_text(code)}
+
+    def _read_all(self) -> list[RankStatus]:
+        return [self._read(rank) for rank in sorted((*self._peers, self._status.rank))]
+
+    def _read(self, rank: int) -> RankStatus:
+        reader = StatusReader.of(self._status.directory, rank)
+        return reader.status() if reader else RankStatus(rank)
+
+    def _watch(self) -> None:
+        since, polls = None, 0
+        while not self._stopped.wait(_POLL_SECONDS):
+            polls += 1
+            checked: Sequence[int] | None = None
+            if since is None:
+                # One peer per turn is enough, as every rank is watched by all others.
+                turn, left = divmod(polls, _POLLS_PER_PROCESS_CHECK)
+                checked = () if left or not self._peers else (self._peers[turn % len(self._peers)],)
+            reason = self.failed_peer(checked) or self.finished_peer()
+            if not reason or self._noticed.is_set() or self._status.failure:
+                since = None
+                continue
+            since = since or time.monotonic()
+            if time.monotonic() - since >= _GRACE_SECONDS:
+                self._exit(reason)
+
+    def _exit(self, reason: str) -> None:
+        summary = f"rank {self._status.rank} stopped because {reason}"
+        self._status.failed(ErrorReport(self._status.rank, summary, kind=FOLLOWS).to_json(MAX_FAILURE_BYTES))
+        # The main thread may hold the lock of stdout in the middle of a print, so flushing gets its own thread.
+        flushing = threading.Thread(target=sys.stdout.flush, daemon=True)
+        flushing.start()
+        flushing.join(_POLL_SECONDS)
+        os.write(2, f"penstock: {summary}\n".encode())
+        os._exit(EXIT_CODE)

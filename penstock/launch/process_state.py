@@ -1,0 +1,76 @@
+"""Whether a process of this host is running, stopped or gone, and how a child process dies with its parent."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import zlib
+from functools import cache
+from pathlib import Path
+
+RUNNING, STOPPED, GONE, ELSEWHERE = "running", "stopped", "gone", "elsewhere"
+_LINUX = sys.platform == "linux"
+# Positions in /proc/PID/stat, counted after the process name, which may itself contain spaces.
+_STATE, _STARTED = 0, 19
+_PR_SET_PDEATHSIG = 1
+_POLL_SECONDS = 0.2
+
+
+@cache
+def host_id() -> int:
+    """A number for the namespace in which a pid is valid: machine, boot and container."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8"))
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return zlib.crc32("\n".join(parts).encode())
+
+
+def start_ticks(pid: int) -> int:
+    """When the process was started, in clock ticks since boot; tells a process from a later one with the same pid."""
+    fields = _stat(pid)
+    return int(fields[_STARTED]) if fields else 0
+
+
+def process_state(pid: int, ticks: int = 0) -> str:
+    """`running`, `stopped` (by a signal or a debugger) or `gone`; also `gone` if the pid was reused since `ticks`."""
+    if not _LINUX:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return GONE
+        except PermissionError:
+            pass  # it exists and belongs to another user
+        return RUNNING
+    fields = _stat(pid)
+    if not fields or fields[_STATE] in "ZX" or (ticks and int(fields[_STARTED]) != ticks):
+        return GONE
+    return STOPPED if fields[_STATE] in "Tt" else RUNNING
+
+
+def die_with_parent(parent: int) -> None:
+    """Have this process killed when its parent, or the parent's thread that started it, ends."""
+    if _LINUX:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    else:
+        threading.Thread(target=_poll_parent, args=(parent,), name="penstock-parent", daemon=True).start()
+    if os.getppid() != parent:  # the parent ended before the request was made
+        os._exit(1)
+
+
+def _poll_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()

@@ -1,0 +1,139 @@
+"""The process of one launched rank: it joins torch.distributed, runs the function and sends back the result."""
+
+import contextlib
+import faulthandler
+import gc
+import io
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import RunError
+from penstock.launch import serialization
+from penstock.launch.error_report import ErrorReport
+from penstock.launch.process_state import die_with_parent
+from penstock.launch.status_file import MAX_FAILURE_BYTES, STATUS_DIR_VARIABLE, StatusFile
+
+Job = tuple[Callable[..., Any], tuple[Any, ...]]
+RESULT, FAILURE = b"result", b"failure"
+_BEFORE_EXIT: list[Callable[[], None]] = []
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What one rank needs to know."""
+
+    rank: int
+    ranks: int
+    threads: int
+    store: str
+    status_dir: str
+    parent: int
+
+
+def run_before_exit(wait: Callable[[], None]) -> None:
+    """Call `wait` once after the function of a launched rank has returned; an exception in it fails the rank.
+
+    For work that goes on in threads, such as an asynchronous save.
+    """
+    if wait not in _BEFORE_EXIT:
+        _BEFORE_EXIT.append(wait)
+
+
+def run_worker(config: WorkerConfig, connection: Connection, job: "Job | bytes") -> None:
+    """Run the job and send its result or its error, then stay until the launcher has heard from every rank."""
+    _set_up_process(config)
+    status = None
+    try:
+        status = StatusFile.create(config.status_dir, config.rank, config.ranks)
+        store = dist.FileStore(config.store, config.ranks)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=config.rank, world_size=config.ranks)
+        result = _call(job)
+        while _BEFORE_EXIT:
+            _BEFORE_EXIT.pop()()
+        packed = _pack_result(result)
+        status.ended()
+    except BaseException as error:
+        report = ErrorReport.of(error, config.rank, skip=2)
+        if status is not None:
+            status.failed(report.to_json(MAX_FAILURE_BYTES))
+        _flush_output()
+        _send(connection, FAILURE, report.to_json().encode())
+    else:
+        _flush_output()
+        _send(connection, RESULT, packed)
+    # A rank that left now would close connections that other ranks may still use.
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv_bytes()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _set_up_process(config: WorkerConfig) -> None:
+    # Objects inherited by a fork are never collected: their finalisers may need threads that only the parent has.
+    gc.freeze()
+    gc.enable()
+    # An own process group, so that the launcher can end a rank together with its children, such as loader workers.
+    os.setpgid(0, 0)
+    die_with_parent(config.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles ctrl-c
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.enable(file=2)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # so that no output is lost when the rank is killed
+    torch.set_num_threads(config.threads)
+    os.environ.update(
+        RANK=str(config.rank),
+        LOCAL_RANK=str(config.rank),
+        WORLD_SIZE=str(config.ranks),
+        LOCAL_WORLD_SIZE=str(config.ranks),
+        GLOO_SOCKET_IFNAME=_loopback_interface(),
+    )
+    os.environ[STATUS_DIR_VARIABLE] = config.status_dir
+
+
+def _call(job: "Job | bytes") -> Any:
+    fn, args = serialization.unpack(job) if isinstance(job, bytes) else job
+    try:
+        return fn(*args)
+    except SystemExit as leaving:
+        if leaving.code in (None, 0):
+            return None
+        raise
+
+
+def _pack_result(result: Any) -> bytes:
+    try:
+        return serialization.pack(result)
+    except Exception as error:
+        raise RunError(
+            "the result of a rank cannot be sent to the launcher",
+            type=type(result).__name__,
+            reason=f"{type(error).__name__}: {error}",
+            hint="return plain values, tensors or state dicts",
+        ) from error
+
+
+def _send(connection: Connection, kind: bytes, content: bytes) -> None:
+    with contextlib.suppress(OSError):  # the launcher is gone, and kills this process with it
+        connection.send_bytes(kind)
+        connection.send_bytes(content)
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+def _loopback_interface() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), "lo")
