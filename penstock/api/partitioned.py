@@ -12,7 +12,7 @@ from penstock.errors import PartitionError
 from penstock.ir import Edge, Graph, Node, NodeCost, Partition, Placement, Profile
 from penstock.partitioners import Division
 from penstock.stages import Stage
-from penstock.views import Sheet
+from penstock.views import TextTable
 
 _MS, _MB = 1e3, 1e-6
 
@@ -102,7 +102,7 @@ class PartitionedGraph:
     def __str__(self) -> str:
         rows = tuple(self._row(stage) for stage in range(len(self.stages)))
         names = ("stage", "rank", "nodes", "from", "to", *(field.name for field in fields(Metrics)[:5]))
-        return f"{self.method}: {self.division}\n\n{Sheet(names, rows).markdown()}"
+        return f"{self.method}: {self.division}\n\n{TextTable(names, rows).markdown()}"
 
     def _row(self, stage: int) -> tuple[str, ...]:
         own = self.stages[stage]

@@ -9,7 +9,7 @@ from markupsafe import Markup
 from penstock.api.planning import simulate
 from penstock.errors import ViewError
 from penstock.ir import Schedule, Trace, write_atomic
-from penstock.views import Png, Svg
+from penstock.views import Timeline
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -38,11 +38,11 @@ def draw(schedule: Schedule, name: str, path: str | Path) -> None:
 def _page(trace: Trace, name: str) -> str:
     template = Environment(autoescape=True).from_string(_PAGE)
     # The view has escaped what it draws.
-    return template.render(title=name, picture=Markup(Svg()({name: trace})))
+    return template.render(title=name, picture=Markup(Timeline()({name: trace})))
 
 
 _FORMATS: dict[str, Callable[[Trace, str], str | bytes]] = {
-    ".png": lambda trace, name: Png()({name: trace}),
-    ".svg": lambda trace, name: Svg()({name: trace}),
+    ".png": lambda trace, name: Timeline(format="png")({name: trace}),
+    ".svg": lambda trace, name: Timeline()({name: trace}),
     ".html": _page,
 }

@@ -21,11 +21,11 @@ PRINTED = "schedule.csv"
 
 def check_tool(name: str, out: Path | None) -> None:
     """Refuse a tool that is not known and files that cannot be written, before a plan is searched for."""
-    from penstock.views import FOREIGN
+    from penstock.views import EMITTERS
 
-    if name not in FOREIGN:
-        close = get_close_matches(name.lower(), FOREIGN, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(FOREIGN)}"
+    if name not in EMITTERS:
+        close = get_close_matches(name.lower(), EMITTERS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(EMITTERS)}"
         raise PlanError("unknown tool", emit=repr(name), hint=hint)
     if out:
         check_targets((out, orders_beside(out)))
@@ -51,10 +51,10 @@ def with_whole_modules(plan: "Plan", again: "Callable[[list[list[str]], Schedule
 
 def emit(plan: "Plan", name: str, out: Path | None, as_json: bool) -> None:
     """Print the configuration and the order, or write the one to the file and the other beside it."""
-    from penstock.views import FOREIGN, module_lists
+    from penstock.views import EMITTERS, module_lists
 
     csv = str(orders_beside(out)) if out else PRINTED
-    config, orders = FOREIGN[name](plan, csv), plan.schedule.to_csv()
+    config, orders = EMITTERS[name](plan, csv), plan.schedule.to_csv()
     if out:
         write(orders_beside(out), orders)
         write(out, config)

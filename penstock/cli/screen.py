@@ -26,13 +26,13 @@ def print_sheet(header: tuple[str, ...], rows: "Sequence[tuple[str, ...]]") -> N
     """Print a table: names at the left, figures at the right."""
     from rich.console import Console
 
-    from penstock.views import Sheet
+    from penstock.views import TextTable
 
-    console, sheet = Console(), Sheet(header, tuple(rows))
+    console, table = Console(), TextTable(header, tuple(rows))
     if console.is_terminal:
-        console.print(sheet.rich())
+        console.print(table.rich())
     else:
-        typer.echo(sheet.markdown())
+        typer.echo(table.markdown())
 
 
 def print_json(value: object) -> None:

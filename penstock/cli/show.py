@@ -1,38 +1,47 @@
 """show: any noun from a file, in the terminal."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument
+from typer import Argument, Option
 
-from penstock.cli.files import read_noun
+from penstock.cli.files import check_targets, read_noun, write
 from penstock.cli.options import AsJson
 from penstock.cli.runs import prove
-from penstock.cli.screen import look, print_sheet
-from penstock.errors import ScheduleError
+from penstock.cli.screen import look, note, print_sheet
+from penstock.errors import ScheduleError, ViewError
 
 if TYPE_CHECKING:
     from penstock.ir import Program, Run, Schedule
 
 File = Annotated[Path, Argument(metavar="FILE", help="JSON of any noun, or the CSV or text of a schedule or program.")]
+ViewName = Annotated[str | None, Option("--view", metavar="NAME", help="The view to show.")]
+Out = Annotated[Path | None, Option(metavar="FILE", help="Write the view here; .png draws timeline or memory as PNG.")]
 MOST_SHOWN = 40
 """items of a list"""
 
 
-def show(*, file: File, as_json: AsJson = False) -> None:
+def show(*, file: File, view: ViewName = None, out: Out = None, as_json: AsJson = False) -> None:
     """Show what a file holds, in the terminal.
 
     A schedule, program, trace, plan, graph, profile, run, costs, cluster, or any other noun. Orders are drawn as they
     run when every pass takes one second. With --json the noun is printed as a document that penstock reads: a CSV
     becomes JSON.
+
+    With --view one view is shown instead. Of orders, traces, plans and runs: terminal, table, timeline, memory, chrome;
+    of graphs, plans and runs: outline, cuts, model; of plans and runs: report; of profiles: profile.
     """
     from penstock.ir import Graph, Plan, Profile, Program, Run, Schedule, Trace, to_json
     from penstock.views import Outline
     from penstock.views import Profile as ProfileView
 
+    check_targets((out,), source=file)
     noun = read_noun(file)
-    if as_json:
+    if view or out:
+        _show_view(noun, view or "", out)
+    elif as_json:
         typer.echo(to_json(noun), nl=False)
     elif isinstance(noun, Schedule | Program):
         _show_orders(noun)
@@ -48,6 +57,49 @@ def show(*, file: File, as_json: AsJson = False) -> None:
         look(ProfileView(), noun)
     else:
         _show_record(noun)
+
+
+def _show_view(noun: Any, name: str, out: Path | None) -> None:
+    """Print a view of the table on the terminal, or write it to the file."""
+    from penstock.views import VIEWS, RichView
+
+    if name not in VIEWS:
+        raise ViewError("unknown view", view=repr(name), hint=f"--view with one of {', '.join(VIEWS)}")
+    has_formats = any(field.name == "format" for field in fields(VIEWS[name]))
+    view = VIEWS[name](**({"format": "png"} if has_formats and out and out.suffix.lower() == ".png" else {}))
+    subject = _subject(noun, view.noun)
+    if out:
+        write(out, view(subject))
+        note(f"wrote {out}")
+    elif isinstance(view, RichView):
+        look(view, subject)
+    else:
+        typer.echo(view(subject))
+
+
+def _subject(noun: Any, wanted: type) -> Any:
+    """The subject of a view of `wanted` records that a noun contains or leads to."""
+    import penstock
+    from penstock.ir import Graph, Plan, Program, Run, Schedule, Trace
+
+    plan = noun.plan if isinstance(noun, Run) else noun
+    if wanted is Trace and isinstance(noun, Run):
+        traces = {"predicted": penstock.simulate(plan), "measured": noun.trace}
+        return {name: trace for name, trace in traces.items() if trace is not None}
+    if wanted is Trace and isinstance(noun, Schedule | Program):
+        prove(noun)
+    if wanted is Trace and isinstance(noun, Schedule | Program | Plan):
+        return penstock.simulate(noun)
+    if wanted is Graph and isinstance(plan, Plan):
+        return plan.graph, plan.partition
+    if wanted is Plan and isinstance(plan, Plan):
+        from penstock.api.reporting import contents_of
+
+        return contents_of(noun)
+    if not isinstance(noun, wanted):
+        got, hint = type(noun).__name__, f"a file with a {wanted.__name__.lower()}"
+        raise ViewError(f"this view needs a {wanted.__name__.lower()}", got=got, hint=hint)
+    return noun
 
 
 def _show_orders(orders: "Schedule | Program") -> None:

@@ -66,13 +66,13 @@ def save(runs: Sequence[Run], outputs: Outputs) -> None:
 
 def documents(runs: Sequence[Run], outputs: Outputs) -> dict[Path, Callable[[], str | bytes]]:
     """How to make the document of every file that is asked for."""
-    from penstock.views import Chrome, Memory, Png, Svg
+    from penstock.views import Chrome, Memory, Timeline
 
     traces = labelled(runs)
     columns = 1 if len(runs) < 4 else 2
     makers: tuple[tuple[Path | None, Callable[[], str | bytes]], ...] = (
-        (outputs.svg, lambda: Svg(columns=columns)(traces)),
-        (outputs.png, lambda: Png(columns=columns)(traces)),
+        (outputs.svg, lambda: Timeline(columns=columns)(traces)),
+        (outputs.png, lambda: Timeline(columns=columns, format="png")(traces)),
         (outputs.memory_svg, lambda: Memory(columns=columns)(traces)),
         (outputs.trace, lambda: Chrome()(traces)),
         (outputs.csv, lambda: runs[0].schedule.to_csv()),

@@ -1,4 +1,4 @@
-"""The contract of a view: a frozen record of its options that turns what it draws into a document."""
+"""The contract of a view: a frozen record of options that turns its subject into a document."""
 
 import io
 from abc import ABC, abstractmethod
@@ -9,9 +9,8 @@ from rich.console import Console, RenderableType
 
 from penstock.errors import ViewError
 from penstock.ir import Graph, Partition, Trace
-from penstock.views.drawing import Drawing
 
-Document = TypeVar("Document", str, bytes)
+Document = TypeVar("Document", str, bytes, str | bytes)
 Subject = TypeVar("Subject")
 Traces: TypeAlias = "Trace | Mapping[str, Trace]"
 Staged: TypeAlias = "Graph | tuple[Graph, Partition]"
@@ -19,64 +18,63 @@ MAX_NAME = 80
 
 
 class View(ABC, Generic[Subject, Document]):
-    """Something to look at: called with its subject, it gives the document.
+    """Called with its subject, a view returns the document.
 
-    Views of traces take one or several by name, `Svg(width=900)(trace)` or `Svg()({"gpipe": one, "1f1b": other})`.
-    Views of graphs take a graph, or one with its cut, `Model()(graph)` or `Model()((graph, partition))`. That of
-    profiles takes one, and the report takes the contents that `penstock.report` gathers.
+    Views of traces take one trace or several by name: `Timeline(width=900)(trace)`,
+    `Timeline()({"gpipe": one, "1f1b": other})`. Views of graphs take a graph, or a graph and its partition:
+    `Model()((graph, partition))`. The report takes the `Contents` that `penstock.report` gathers.
     """
 
     name: ClassVar[str]
     noun: ClassVar[type]
-    """what it draws: Trace, Graph, Profile or Plan"""
-    suffix: ClassVar[str]
-    """how the name of a file with the document ends"""
+    """the record it shows: Trace, Graph, Profile or Plan"""
+
+    @property
+    @abstractmethod
+    def suffix(self) -> str:
+        """The file name extension of the document, such as `.svg`."""
 
     @abstractmethod
     def __call__(self, subject: Subject, /) -> Document: ...
 
 
-class Drawn(View[Traces, Document]):
-    """A view of traces that is a drawing, whatever the format of its file."""
-
-    noun = Trace
-
-    @abstractmethod
-    def drawing(self, traces: Traces) -> Drawing:
-        """The picture, in pixels."""
-
-
 class RichView(View[Subject, str]):
-    """A view that also prints itself on a rich console, in colour and as wide as the console is."""
+    """A view that can also be printed on a rich console, in colour and at the width of the console."""
+
+    suffix = ".txt"
 
     @abstractmethod
     def renderable(self, subject: Subject, /) -> RenderableType:
-        """What `rich.print` or `Console.print` shows."""
+        """The object for `rich.print` or `Console.print`."""
 
 
-def named(traces: Traces) -> dict[str, Trace]:
-    """The traces by printable names; a single trace has the empty name."""
+def traces_by_name(traces: Traces) -> dict[str, Trace]:
+    """The traces under printable names; a single trace gets the empty name.
+
+    Raises:
+        ViewError: there is no trace, a trace has no actions, or two names become equal once they are printable.
+    """
     if isinstance(traces, Trace):
-        _check(traces)
-        return {"": traces}
-    entries: object = traces
-    if not isinstance(entries, Mapping) or not entries or not all(isinstance(t, Trace) for t in entries.values()):
-        raise ViewError("a view needs a trace, or several by name", got=type(traces).__name__, hint="simulate first")
-    shown = {_shortened(printable(str(name))): trace for name, trace in traces.items()}
-    if len(shown) < len(traces):
-        raise ViewError("two traces have the same name once it is printed", names=sorted(shown))
-    for trace in shown.values():
-        _check(trace)
-    return shown
+        found = {"": traces}
+    else:
+        entries: object = traces
+        if not isinstance(entries, Mapping) or not entries or not all(isinstance(t, Trace) for t in entries.values()):
+            got = type(traces).__name__
+            raise ViewError("a view needs a trace, or several by name", got=got, hint="simulate first")
+        found = {}
+        for name, trace in traces.items():
+            shown = printable(str(name))
+            found[shown if len(shown) <= MAX_NAME else f"{shown[: MAX_NAME - 3]}..."] = trace
+        if len(found) < len(traces):
+            raise ViewError("two traces have the same name once it is printed", names=sorted(found))
+    for trace in found.values():
+        if not len(trace.starts):
+            raise ViewError("the trace has no actions", ranks=trace.num_ranks)
+    return found
 
 
-def _check(trace: Trace) -> None:
-    if not len(trace.starts):
-        raise ViewError("a trace without actions", ranks=trace.num_ranks)
-
-
-def staged(subject: Staged) -> tuple[Graph, Partition]:
-    """The graph and its cut; a graph that is not cut is one stage."""
+def graph_and_partition(subject: Staged) -> tuple[Graph, Partition]:
+    """The graph and its partition; a graph without a partition is one stage."""
     if isinstance(subject, Graph):
         return subject, Partition((tuple(node.name for node in subject.nodes),))
     pair: object = subject
@@ -92,12 +90,14 @@ def printable(name: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in name)
 
 
-def _shortened(name: str) -> str:
-    return name if len(name) <= MAX_NAME else name[: MAX_NAME - 3] + "..."
+def short_name(name: str) -> str:
+    """A printable name of at most MAX_NAME characters; a long one loses its beginning, as its end is more specific."""
+    clean = printable(name)
+    return clean if len(clean) <= MAX_NAME else f"...{clean[3 - MAX_NAME :]}"
 
 
 def printed(renderable: RenderableType, width: int, color: bool = False) -> str:
-    """What a console of that width shows, without trailing blanks unless they are coloured."""
+    """The text that a console of that width shows, without trailing blanks unless they are coloured."""
     system: Literal["truecolor"] | None = "truecolor" if color else None
     console = Console(file=io.StringIO(), width=width, color_system=system, force_terminal=color, highlight=False)
     with console.capture() as capture:
@@ -106,7 +106,7 @@ def printed(renderable: RenderableType, width: int, color: bool = False) -> str:
 
 
 def check_positive(**values: float) -> None:
-    """Refuse options that are not above 0."""
+    """Raise ViewError for an option that is not above 0."""
     for name, value in values.items():
         if not value > 0:
             raise ViewError(f"{name} must be above 0", value=value)

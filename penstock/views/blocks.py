@@ -1,4 +1,4 @@
-"""Blocks: what a trace has to show of every rank, as columns: the passes, and the stage actions that took time."""
+"""The passes of a trace as columns of rectangles to draw: rank, start, end, colour key and text of each."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,11 +27,13 @@ WORDS = {
     Kind.RESHARD: "reshard",
 }
 WHOLE, UPPER, LOWER = 0, 1, 2
+ROUNDING = 1e-6
+"""share of a step of time below which two moments count as equal"""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """One row per block, in the order of the program; an overlapped pair makes two that share a rank's height."""
+    """One row per block, in the order of the program; an overlapped pair makes two blocks of half the height."""
 
     trace: Trace
     passes: Passes
@@ -40,7 +42,7 @@ class Blocks:
 
     @classmethod
     def of(cls, trace: Trace) -> "Blocks":
-        """The blocks of a trace."""
+        """All passes of a trace, and those of its other stage actions that took time."""
         table = trace.program.table
         found = table.passes
         took_time = (trace.ends.values > trace.starts.values)[found.index]
@@ -61,22 +63,26 @@ class Blocks:
 
     @cached_property
     def start(self) -> NDArray[np.float64]:
-        """When each block starts."""
+        """The start of each block, in seconds."""
         return self.trace.starts.values[self.passes.index]
 
     @cached_property
     def end(self) -> NDArray[np.float64]:
-        """When each block ends."""
+        """The end of each block, in seconds."""
         return self.trace.ends.values[self.passes.index]
 
     @cached_property
+    def chunk_of_stage(self) -> NDArray[np.int64]:
+        """Whether a stage is the first (0), second ... of its rank."""
+        chunk = np.zeros(self.trace.program.num_stages, dtype=np.int64)
+        for stages in self.trace.program.placement.stages:
+            chunk[list(stages)] = range(len(stages))
+        return chunk
+
+    @cached_property
     def chunk(self) -> NDArray[np.int64]:
-        """Whether the stage of each block is the first (0), second ... of its rank."""
-        stages = self.trace.program.placement.stages
-        place = np.zeros(self.trace.program.num_stages, dtype=np.int64)
-        for held in stages:
-            place[list(held)] = range(len(held))
-        return place[self.passes.stage]
+        """The position of each block's stage among the stages of its rank."""
+        return self.chunk_of_stage[self.passes.stage]
 
     @property
     def num_chunks(self) -> int:
@@ -90,14 +96,17 @@ class Blocks:
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds that occur, in the order in which a legend names them."""
+        """The kinds that occur, in the order of the legend."""
         return tuple(kind for kind in LETTERS if (self.passes.kind == kind).any())
 
     @cached_property
     def short_labels(self) -> tuple[str, ...]:
         """Kind and microbatch of each block: `F3`."""
-        columns = (self.passes.kind.tolist(), self.passes.microbatch.tolist())
-        return tuple(_letter(kind, microbatch) for kind, microbatch in zip(*columns, strict=True))
+        columns = zip(self.passes.kind.tolist(), self.passes.microbatch.tolist(), strict=True)
+        return tuple(
+            f"{LETTERS[Kind(kind)]}{microbatch}" if kind in COMPUTE_KINDS else LETTERS[Kind(kind)]
+            for kind, microbatch in columns
+        )
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
@@ -107,7 +116,19 @@ class Blocks:
         stages = self.passes.stage.tolist()
         return tuple(f"{stage}{label}" for stage, label in zip(stages, self.short_labels, strict=True))
 
+    def coverage(
+        self, step: float, columns: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+        """How blocks fill equal steps of time: per block and step that it touches, four columns.
 
-def _letter(kind: int, microbatch: int) -> str:
-    letter = LETTERS[Kind(kind)]
-    return f"{letter}{microbatch}" if kind in COMPUTE_KINDS else letter
+        These are the block, its row (2r for rank r, 2r + 1 for the lower blocks of its pairs), the step, and the
+        seconds of the step that the block fills.
+        """
+        # A recorded clock may run a little ahead of the start of the step.
+        first = np.maximum(np.floor(self.start / step + ROUNDING).astype(np.int64), 0)
+        last = np.minimum(np.ceil(self.end / step - ROUNDING).astype(np.int64), columns)
+        counts = np.maximum(last - first, 0)
+        owner = np.repeat(np.arange(len(self), dtype=np.int64), counts)
+        column = np.arange(len(owner), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts) + first[owner]
+        filled = np.minimum(self.end[owner], (column + 1) * step) - np.maximum(self.start[owner], column * step)
+        return owner, 2 * self.rank[owner] + (self.half[owner] == LOWER), column, filled

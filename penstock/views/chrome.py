@@ -1,9 +1,9 @@
 """chrome: a trace as JSON for ui.perfetto.dev and chrome://tracing.
 
-Choose it to zoom, search and measure, above all in recorded traces. A rank is a process: its passes are one track, what
-else took its time another, and the messages that it sends one track per receiving rank. Where spans of one track would
-partly overlap (a message leaves before the last one has arrived), the later one goes to a further lane. Memory is a
-counter.
+Choose it to zoom, search and measure, above all in recorded traces. A rank is a process: its passes are one track, its
+other actions that took time another, and the messages that it sends one track per receiving rank. Where spans of one
+track would partly overlap (a message leaves before the previous one has arrived), the later one goes to a further
+lane. Memory is a counter.
 """
 
 import json
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.ir import COMPUTE_KINDS, Action, ComputeAction, Fact, Makers, Message, Overlap, Span, Trace, Transfer
-from penstock.views.base import Traces, View, named
+from penstock.views.base import Traces, View, traces_by_name
 
 Event = dict[str, Any]
 _PASSES, _OTHER, _MESSAGES = "passes", "other", "to rank"
@@ -24,7 +24,7 @@ class Chrome(View[Traces, str]):
     """JSON text in the trace event format, times in microseconds."""
 
     flows: bool = False
-    """whether an arrow leads from the pass that made a message to the one that used it"""
+    """whether an arrow is drawn from the pass that made a message to the pass that used it"""
     name = "chrome"
     noun = Trace
     suffix = ".json"
@@ -32,7 +32,7 @@ class Chrome(View[Traces, str]):
     def __call__(self, traces: Traces) -> str:
         events: list[Event] = []
         process = 0
-        for name, trace in named(traces).items():
+        for name, trace in traces_by_name(traces).items():
             prefix = f"{name}: " if name else ""
             events += _process_names(trace, process, prefix)
             events += _spans(trace, process)
@@ -54,7 +54,7 @@ def _metadata(what: str, process: int, thread: int, **arguments: object) -> Even
 
 
 def _spans(trace: Trace, process: int) -> Iterator[Event]:
-    """All spans, each on a track on which it overlaps none in part; and the names of the tracks."""
+    """All spans, each on a track without partly overlapping spans; and the names of the tracks."""
     ends: dict[tuple[int, str], list[int]] = {}
     tracks = {(rank, _PASSES, 0): _FIRST_TRACK for rank in range(trace.num_ranks)}
     for item in sorted(_shown(trace), key=lambda item: item.start):
@@ -117,7 +117,7 @@ def _flows(trace: Trace, process: int) -> Iterator[Event]:
         maker, user = (int(makers[fact][stage, message.microbatch]) for stage in (message.stage, message.peer))
         if maker < 0 or user < 0:
             continue
-        # The arrow is tied to the span around its moment: the last nanosecond of the maker, the start of the user.
+        # A viewer binds an arrow to the span around its time: the last nanosecond of the maker, the start of the user.
         leaves = max(_nanoseconds(trace.starts[maker]), _nanoseconds(trace.ends[maker]) - 1)
         enters = _nanoseconds(trace.starts[user])
         arrow = {"name": str(message), "cat": "message", "id": f"{process}.{number}", "tid": _FIRST_TRACK}
@@ -126,5 +126,5 @@ def _flows(trace: Trace, process: int) -> Iterator[Event]:
 
 
 def _nanoseconds(seconds: float) -> int:
-    # Whole numbers, so that the end of one span and the start of the next cannot be pushed across each other.
+    # Integers, so that rounding cannot make the end of one span later than the start of the next.
     return round(seconds * 1e9)

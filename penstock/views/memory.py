@@ -1,22 +1,105 @@
-"""memory: the bytes that every rank holds over time, as a self-contained SVG document.
+"""memory: the bytes that every rank holds over time, as an SVG or PNG picture.
 
-Choose it to see which rank fills up, when and by how much, against the limit of a device. The peak of a rank stands at
-the right of its curve.
+Choose it to see which rank fills up, when and by how much, against the limit of a device. The peak of a rank is
+written at the right of its curve.
 """
 
 from dataclasses import dataclass
 
-from penstock.views.base import Traces
-from penstock.views.curves import Curves
-from penstock.views.svg_document import svg_document
+import numpy as np
+
+from penstock.ir import Curve, Kind, Trace, bytes_text, parse_bytes
+from penstock.views.base import Traces, View, check_positive, traces_by_name
+from penstock.views.drawing import Area, Drawing, Format, Label, Line, Point, check_format, image
+from penstock.views.palette import ALARM, FAINT, INK, KINDS, PAPER, RULE, mix
+from penstock.views.panel import AXIS, MARGIN, SIZE, Panel, draw_frame, place_panels
+
+ROW, LEAST_ROW, PANEL_HEIGHT = 52.0, 9.0, 900.0
+PEAKS = 78.0
+"""pixels at the right for the peaks"""
+HEADROOM = 1.08
+SLICE = 2.0
+LINE = KINDS[Kind.FORWARD]
+GROUND = mix(LINE, PAPER, 0.45)
 
 
 @dataclass(frozen=True)
-class Memory(Curves[str]):
-    """SVG text."""
+class Memory(View[Traces, str | bytes]):
+    """SVG text, or PNG bytes."""
 
+    width: int = 1000
+    """pixels of the whole picture"""
+    columns: int = 1
+    """number of traces side by side"""
+    limit: int | str | None = None
+    """bytes that a rank has, `"24GiB"` also: drawn as a line; memory above it is red"""
+    format: Format = "svg"
+    scale: float = 2.0
+    """pixels of a PNG per pixel of the layout; 2 is sharp on dense screens"""
     name = "memory"
-    suffix = ".svg"
+    noun = Trace
 
-    def __call__(self, traces: Traces) -> str:
-        return svg_document(self.drawing(traces), "memory")
+    def __post_init__(self) -> None:
+        check_positive(width=self.width, columns=self.columns)
+        check_format(self.format, self.scale)
+        if self.limit is not None:
+            parse_bytes(self.limit)
+
+    @property
+    def suffix(self) -> str:
+        return f".{self.format}"
+
+    def __call__(self, traces: Traces) -> str | bytes:
+        return image(self.drawing(traces), "memory", self.format, self.scale)
+
+    def drawing(self, traces: Traces, max_steps: int | None = None) -> Drawing:
+        """The picture, in pixels; a curve has at most `max_steps` steps, or one per SLICE pixels."""
+        shown = traces_by_name(traces)
+        every = list(shown.values())
+        limit = None if self.limit is None else parse_bytes(self.limit)
+        row = max(LEAST_ROW, min(ROW, PANEL_HEIGHT / max(trace.num_ranks for trace in every)))
+        panels, height = place_panels(every, self.width, self.columns, row, right=PEAKS)
+        top = HEADROOM * max(limit or 0, *(curve.peak for trace in every for curve in trace.memory))
+        parts = []
+        for panel, (name, trace) in zip(panels, shown.items(), strict=True):
+            steps = max_steps or int(panel.width / SLICE)
+            parts.append(draw_frame(panel, name or "memory", trace))
+            parts += [_draw_rank(panel, trace, rank, top or 1.0, limit, steps) for rank in range(trace.num_ranks)]
+        note = f"every row is 0 to {bytes_text(top)}" if top else "the trace holds no figures of memory"
+        note += f"; dashed: limit of {bytes_text(limit)}" if limit else ""
+        caption = Label(MARGIN, height - MARGIN + 8, note, FAINT, SIZE)
+        return Drawing(self.width, height - MARGIN + AXIS, labels=(caption,)).with_parts(*parts)
+
+
+def _draw_rank(panel: Panel, trace: Trace, rank: int, top: float, limit: int | None, steps: int) -> Drawing:
+    """The curve of one rank, in a row whose height stands for `top` bytes."""
+    peak, floor = trace.peak_bytes(rank), panel.top(rank) + panel.row - panel.gap / 2
+    pixels = (panel.row - panel.gap) / top
+    corners = _corners(trace.memory[rank], trace.makespan, steps)
+    outline = [(panel.at(seconds), floor - pixels * held) for seconds, held in corners]
+    ground = Area(((panel.x, floor), *outline, (panel.at(trace.makespan), floor)), GROUND)
+    lines, areas, color = [Line(tuple(outline), LINE, 1.2)] if outline else [], [ground], INK
+    if limit is not None:
+        height = floor - pixels * limit
+        lines.append(Line(((panel.x, height), (panel.x + panel.width, height)), ALARM, 1.0, dashed=True))
+        if peak > limit:
+            above = [(x, min(y, height)) for x, y in outline]
+            areas.append(Area(((panel.x, height), *above, (panel.at(trace.makespan), height)), ALARM))
+            color = ALARM
+    lines.append(Line(((panel.x, floor), (panel.at(trace.makespan), floor)), RULE))
+    size = min(10.0, 0.8 * panel.row)
+    text = Label(panel.x + panel.width + 6, floor - panel.row / 2, f"{bytes_text(peak)}", color, size)
+    return Drawing(0, 0, (), tuple(areas), tuple(lines), (text,))
+
+
+def _corners(curve: Curve, makespan: float, steps: int) -> list[Point]:
+    """The corners of a curve; one that changes more often is reduced to the maximum of each of `steps` slices."""
+    seconds, held = curve.seconds.values, curve.held.values
+    if len(seconds) > steps:
+        slices = np.floor(seconds / (makespan or 1.0) * steps).astype(np.int64)
+        first = np.flatnonzero(np.diff(slices, prepend=-1))
+        # The bytes held when the slice began count as well.
+        before = np.maximum(first - 1, 0)
+        seconds, held = seconds[first], np.maximum(np.maximum.reduceat(held, first), held[before])
+    x = np.repeat(np.append(seconds, makespan), 2)[1:-1]
+    return list(zip(x.tolist(), np.repeat(held, 2).tolist(), strict=True))

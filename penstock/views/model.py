@@ -1,132 +1,307 @@
-"""model: a graph as a self-contained SVG document: blocks from top to bottom, what flows between them, and the stages.
+"""model: a graph as an SVG picture: its modules from top to bottom, the tensors between them, and the stages.
 
 Choose it to see what a model consists of and where a partition cuts it. A box is a module with its class and
-parameters; a slim one is the functions between modules; runs of like parts are drawn as one. Arrows carry shapes and
-bytes; what passes by the next part runs at the right. At the left, in grey, stands what depends on inputs only: every
-stage that reads it runs it, so that it is never sent. Stages are coloured, and above each stands what it receives.
+parameters; a slim box is the functions between modules; runs of equal parts are one box. Arrows carry shapes and
+bytes; a tensor that skips the next part runs along the right. Inputs of the model, and tensors that are computed from
+inputs alone (never sent, every stage computes them itself), are named at the left of their readers.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 
 from penstock.ir import Graph, bytes_text, counted
-from penstock.views.base import Staged, View, printable
-from penstock.views.drawing import Box, Drawing, Label, Line, ending, shortened
-from penstock.views.flow import Flow, sizes_text
-from penstock.views.frame import CUT_LINE, HEAD, MARGIN, SIZE, SMALL, STACK, Frame, Spot
-from penstock.views.palette import FAINT, IDLE, INK, PAPER, stage_color
-from penstock.views.parts import Part, check_alike, shown
-from penstock.views.routes import Routes
-from penstock.views.svg_document import svg_document
-from penstock.views.wiring import SHARE, Wiring
+from penstock.views.base import Staged, View, printable, short_name
+from penstock.views.condense import CondensedGraph, Connection, Part, check_collapse, values_text
+from penstock.views.drawing import (
+    Area,
+    Box,
+    Drawing,
+    Label,
+    Line,
+    Point,
+    cut_beginning,
+    cut_end,
+    svg_document,
+    text_width,
+)
+from penstock.views.palette import FAINT, IDLE, INK, MARK, PAPER, RULE, STAGES, mix, stage_color
 
-MOST_NAMED = 12
-"""names of a list in what a pointer shows"""
+MARGIN, TOP = 14.0, 62.0
+SIZE, SMALL = 11.0, 9.5
+BLOCK, GLUE, TAG = 36.0, 20.0, 13.0
+GAP, BAND_HEAD, BAND_FOOT, CUT_LINE = 24.0, 22.0, 17.0, 13.0
+LANE, MAX_LANES_WIDTH = 9.0, 500.0
+NARROWEST, WIDEST, WIDEST_TAGS, LEAST_WIDTH = 270.0, 470.0, 280.0, 560.0
+STACK = 6.0
+"""height of the edges below a box that stands for several parts"""
+ARROW_X = 0.28
+"""position of the straight arrows in the width of a box"""
+ARROW_COLOR = "#4b5563"
+HEAD, DOT = 4.5, 3.0
+MAX_NAMES = 12
+"""names in a list of a tooltip"""
 
 
 @dataclass(frozen=True)
 class Model(View[Staged, str]):
     """SVG text."""
 
-    alike: int = 4
-    """how many like parts in a row are drawn as one; 0: every node by itself"""
+    collapse: int = 4
+    """number of equal parts in a row from which they are drawn as one; 0 draws every node"""
     title: str = "model"
     name = "model"
     noun = Graph
     suffix = ".svg"
 
     def __post_init__(self) -> None:
-        check_alike(self.alike)
+        check_collapse(self.collapse)
 
     def __call__(self, subject: Staged) -> str:
         title = printable(self.title)
-        return svg_document(_drawing(Frame(Routes(Flow.of(subject, self.alike))), title), title)
+        return svg_document(_Layout(CondensedGraph.of(subject, self.collapse)).draw(title), title)
 
 
-def _drawing(frame: Frame, title: str) -> Drawing:
-    flow = frame.flow
-    parts = [_head(frame, title), *(_band(frame, stage) for stage in frame.bands)]
-    for place, part in enumerate(flow.parts):
-        parts.append((_free if part.is_free else _part)(flow, place, frame.spots[place]))
-    parts += [_outputs(flow, frame.spots[flow.outputs]), Wiring(frame).drawing()]
-    return Drawing(max(frame.width, 560), frame.height).with_parts(*parts)
+class _Layout:
+    """One column of boxes, tags at its left and skips at its right."""
 
+    def __init__(self, condensed: CondensedGraph) -> None:
+        self.condensed = condensed
+        self.has_stages = condensed.partition.num_stages > 1
+        self.column = [place for place, part in enumerate(condensed.parts) if not part.from_inputs]
+        self.column.append(condensed.outputs)
+        self.tags = {place: self._tags(place) for place in self.column}
+        self.lines = {place: self._lines(place) for place in self.column}
+        self.straight, self.skips = self._routes()
 
-def _head(frame: Frame, title: str) -> Drawing:
-    flow, width = frame.flow, max(frame.width, 560) - 2 * MARGIN
-    nodes = flow.graph.nodes
-    lines = [f"{counted(len(nodes), 'node')}, {flow.weight(nodes)}"]
-    if frame.bands:
-        total = sum(crossing.forward_bytes for crossing in flow.crossings)
-        lines[0] += f"; {flow.partition.num_stages} stages, {bytes_text(total)} sent forward per microbatch"
-    if any(part.is_free for part in flow.parts):
-        lines.append("grey: depends on inputs only; run by every stage that reads it, never sent")
-    texts = [Label(MARGIN, 35 + 14 * n, shortened(line, SMALL, width), FAINT, SMALL) for n, line in enumerate(lines)]
-    return Drawing(0, 0, labels=(Label(MARGIN, 18, shortened(title, 14, width), INK, 14), *texts))
+        tags = [text_width(tag, SMALL) for texts in self.tags.values() for tag in texts]
+        texts = [text_width(line, SIZE) for lines in self.lines.values() for line in lines]
+        labels = [text_width(values_text(skip.values), SMALL) + 20 for skip, _ in self.skips]
+        lanes = 1 + max((lane for _, lane in self.skips), default=-1)
+        self.tags_width = min(WIDEST_TAGS, max(tags, default=0.0))
+        self.x = MARGIN + self.tags_width + (24 if tags else 10)
+        self.width = min(WIDEST, max([NARROWEST, *(text + 16 for text in texts)]))
+        self.lane = min(LANE, MAX_LANES_WIDTH / max(1, lanes))
+        self.lanes_x = self.x + self.width + max(labels, default=0.0)
+        self.right = self.lanes_x + lanes * self.lane + 10
+        self.boxes, self.bands = self._place()
 
+    def _tags(self, place: int) -> list[str]:
+        """The inputs that a part reads, and the values among those it reads that are computed from inputs alone."""
+        if place == self.condensed.outputs:
+            return []
+        graph = self.condensed.graph
+        read = dict.fromkeys(value for node in self.condensed.parts[place].first for value in node.reads)
+        tags = [f"{short_name(value.name)}: {value.spec}" for value in graph.inputs if value.name in read]
+        computed = [name for name in read if name in graph.makers and graph.makers[name].from_inputs]
+        for spec, count in Counter(str(graph.spec(name)) for name in computed).items():
+            tags.append(f"from inputs: {f'{count} × ' if count > 1 else ''}{spec}")
+        return tags
 
-def _band(frame: Frame, stage: int) -> Drawing:
-    """The ground of a stage, its name and parameters, and above it what it receives."""
-    spot, flow = frame.bands[stage], frame.flow
-    own = [flow.graph[name] for name in flow.partition.stages[stage]]
-    arriving = [crossing for crossing in flow.crossings if crossing.consumer == stage]
-    x, y = spot.x + 18 + SHARE * frame.middle[1], spot.y - 5 - CUT_LINE * (len(arriving) - 0.5)
-    head = Label(x, spot.y + HEAD / 2, f"stage {stage}: {flow.weight(own)}", INK, SIZE)
-    labels = [
-        Label(x, y + CUT_LINE * number, f"from stage {crossing.producer}: {text}", INK, SMALL)
-        for number, crossing in enumerate(arriving)
-        for text in [f"{sizes_text(crossing.values)}; gradients {bytes_text(crossing.backward_bytes)}"]
-    ]
-    return Drawing(0, 0, (Box(*spot, stage_color(stage, 0.88)),), labels=(head, *labels))
+    def _lines(self, place: int) -> tuple[str, ...]:
+        """The lines of text in a box."""
+        condensed = self.condensed
+        if place == condensed.outputs:
+            return (f"outputs: {_listed([printable(name) for name in condensed.graph.outputs])}",)
+        part = condensed.parts[place]
+        if part.is_glue:
+            scope = f" in {short_name(part.nodes[0].module)}" if part.nodes[0].module else ""
+            is_read = any(connection.source == place for connection in condensed.connections)
+            return (f"{part.kind}{scope}{'' if is_read else ', read by no other part'}",)
+        size = condensed.parameter_size(part.first)
+        each = f", {'each ' if part.times > 1 else ''}{size}" if size.num_parameters else ""
+        return part.title, part.kind + each
 
+    def _routes(self) -> tuple[dict[int, list[Connection]], list[tuple[Connection, int]]]:
+        """The connections that go straight to the next box, by target; and the skips with the lane of each."""
+        below = dict(pairwise(self.column))
+        straight: dict[int, list[Connection]] = {}
+        skips = []
+        for connection in self.condensed.connections:
+            if connection.source not in below:
+                continue  # computed from inputs: a tag at the reader
+            following = below[connection.source]
+            if following in connection.targets:
+                straight.setdefault(following, []).append(connection)
+            if further := tuple(target for target in connection.targets if target != following):
+                skips.append(connection._replace(targets=further))
+        # Each in the innermost lane that is free over its length; short ones first, so that long ones go around them.
+        lanes: list[list[tuple[int, int]]] = []
+        placed = []
+        for skip in sorted(skips, key=lambda skip: (skip.targets[-1] - skip.source, skip.source)):
+            low, high = skip.source, skip.targets[-1]
+            lane = next((n for n, used in enumerate(lanes) if all(high < a or b < low for a, b in used)), len(lanes))
+            if lane == len(lanes):
+                lanes.append([])
+            lanes[lane].append((low, high))
+            placed.append((skip, lane))
+        return straight, sorted(placed, key=lambda pair: pair[0].source)
 
-def _part(flow: Flow, place: int, spot: Spot) -> Drawing:
-    part = flow.parts[place]
-    border = stage_color(part.stage, 0.3)
-    color = PAPER if part.is_glue else stage_color(part.stage, 0.62)
-    boxes: list[Box] = []
-    if part.times > 1:
-        spot = spot._replace(height=spot.height - STACK)
-        boxes = [Box(spot.x + 8, spot.bottom, spot.width - 16, STACK, border)]
-        boxes.append(Box(spot.x + 4, spot.bottom, spot.width - 8, STACK / 2, stage_color(part.stage, 0.45)))
-    boxes.append(Box(*spot, color, _tip(flow, part)))
-    return Drawing(0, 0, tuple(boxes), lines=_outline(spot, border), labels=_texts(flow.captions(place), spot))
+    def _place(self) -> tuple[dict[int, Box], dict[int, Box]]:
+        """The boxes of all parts and of the outputs, and the background of every stage."""
+        boxes: dict[int, Box] = {}
+        bands: dict[int, Box] = {}
+        y, above = TOP, -1
+        for place in self.column:
+            is_output = place == self.condensed.outputs
+            stage = self.condensed.partition.num_stages if is_output else self.condensed.parts[place].stage
+            if stage == above or not self.has_stages:
+                y += GAP if boxes else 0.0
+            else:
+                # Between two stages there is room for a line per stage that sends to the lower one.
+                arriving = sum(crossing.consumer == stage for crossing in self.condensed.crossings)
+                y += BAND_FOOT + 12 + CUT_LINE * arriving if boxes else 0.0
+                y += 0.0 if is_output else BAND_HEAD
+            above = stage
+            entering, leaving = self._skips_at(place)
+            is_slim = is_output or self.condensed.parts[place].is_glue
+            is_stack = not is_output and self.condensed.parts[place].times > 1
+            height = max(GLUE if is_slim else BLOCK, 5 * len(entering) + 12 * len(leaving) + 6)
+            row = max(height + (STACK if is_stack else 0.0), TAG * len(self.tags[place]))
+            color = IDLE if is_output else PAPER if is_slim else stage_color(stage, 0.62)
+            boxes[place] = Box(self.x, y + (row - height) / 2, self.width, height, color)
+            if self.has_stages and not is_output:
+                band = bands.get(stage)
+                top = band.y if band else y - BAND_HEAD
+                left = self.x - 10
+                bands[stage] = Box(left, top, self.right - left, y + row + BAND_FOOT - top, stage_color(stage, 0.88))
+            y += row
+        return boxes, bands
 
+    def _skips_at(self, place: int) -> tuple[list[Connection], list[Connection]]:
+        """The skips that enter and that leave a box."""
+        every = [skip for skip, _ in self.skips]
+        return [s for s in every if place in s.targets], [s for s in every if s.source == place]
 
-def _free(flow: Flow, place: int, spot: Spot) -> Drawing:
-    lines = flow.captions(place)
-    return Drawing(0, 0, (Box(*spot, IDLE, _tip(flow, flow.parts[place])),), labels=_texts(lines, spot, SMALL))
+    # ------------------------------------------------------------------------------------------------------ drawing
 
+    def draw(self, title: str) -> Drawing:
+        """The whole picture."""
+        width = max(self.right + MARGIN, LEAST_WIDTH)
+        height = self.boxes[self.condensed.outputs].y + self.boxes[self.condensed.outputs].height + MARGIN
+        parts = [self._draw_title(title, width - 2 * MARGIN)]
+        parts += [self._draw_band(stage, band) for stage, band in self.bands.items()]
+        parts += [self._draw_box(place) for place in self.column]
+        parts += [self._draw_straight(*pair) for pair in pairwise(self.column)]
+        parts += [self._draw_skip(skip, lane) for skip, lane in self.skips]
+        return Drawing(width, height).with_parts(*parts)
 
-def _outputs(flow: Flow, spot: Spot) -> Drawing:
-    names = ", ".join(map(printable, flow.graph.outputs[:MOST_NAMED]))
-    return Drawing(0, 0, (Box(*spot, IDLE),), labels=_texts((f"outputs: {names}",), spot))
+    def _draw_title(self, title: str, width: float) -> Drawing:
+        condensed = self.condensed
+        text = f"{counted(len(condensed.graph.nodes), 'node')}, {condensed.parameter_size(condensed.graph.nodes)}"
+        if self.has_stages:
+            total = bytes_text(sum(crossing.forward_bytes for crossing in condensed.crossings))
+            text += f"; {condensed.partition.num_stages} stages, {total} sent forward per microbatch"
+        labels = [Label(MARGIN, 18, cut_end(title, 14, width), INK, 14)]
+        labels.append(Label(MARGIN, 35, cut_end(text, SMALL, width), FAINT, SMALL))
+        if any(part.from_inputs for part in condensed.parts):
+            note = "from inputs: computed from the inputs alone by every stage that reads it, never sent"
+            labels.append(Label(MARGIN, 49, cut_end(note, SMALL, width), FAINT, SMALL))
+        return Drawing(labels=tuple(labels))
 
+    def _draw_band(self, stage: int, band: Box) -> Drawing:
+        """The background of a stage, its parameters, and above it the tensors that it receives."""
+        condensed = self.condensed
+        nodes = [condensed.graph[name] for name in condensed.partition.stages[stage]]
+        x = self.x + ARROW_X * self.width + 8
+        labels = [Label(x, band.y + BAND_HEAD / 2, f"stage {stage}: {condensed.parameter_size(nodes)}", INK, SIZE)]
+        arriving = [crossing for crossing in condensed.crossings if crossing.consumer == stage]
+        for number, crossing in enumerate(arriving):
+            y = band.y - 5 - CUT_LINE * (len(arriving) - number - 0.5)
+            sizes = f"{values_text(crossing.values)}; gradients {bytes_text(crossing.backward_bytes)}"
+            labels.append(Label(x, y, f"from stage {crossing.producer}: {sizes}", INK, SMALL))
+        return Drawing(boxes=(band,), labels=tuple(labels))
 
-def _texts(lines: tuple[str, ...], spot: Spot, size: float = SIZE) -> tuple[Label, ...]:
-    """Up to two lines: of a name the end is kept where it does not fit, of figures the beginning."""
-    color, width = (FAINT if size == SMALL else INK), spot.width - 16
-    y = spot.y + spot.height / 2 - 7 * (len(lines) - 1)
-    if len(lines) == 1:
-        return (Label(spot.x + 8, y, shortened(lines[0], SMALL, width), color, SMALL),)
-    first = Label(spot.x + 8, y, ending(lines[0], size, width), color, size)
-    return first, Label(spot.x + 8, y + 14, shortened(lines[1], SMALL, width), color, SMALL)
+    def _draw_box(self, place: int) -> Drawing:
+        """A box with its text, and at its left the inputs that it reads."""
+        box, lines = self.boxes[place], self.lines[place]
+        room, bottom = box.width - 16, box.y + box.height
+        middle = box.y + box.height / 2
+        y = middle - 7 * (len(lines) - 1)
+        if len(lines) == 1:
+            labels = [Label(box.x + 8, y, cut_end(lines[0], SMALL, room), INK, SMALL)]
+        else:
+            labels = [Label(box.x + 8, y, cut_beginning(lines[0], SIZE, room), INK, SIZE)]
+            labels.append(Label(box.x + 8, y + 14, cut_end(lines[1], SMALL, room), INK, SMALL))
+        boxes, outline = [box], Drawing()
+        if place != self.condensed.outputs:
+            part = self.condensed.parts[place]
+            border = stage_color(part.stage, 0.3)
+            boxes = [box._replace(tip=self._tip(part))]
+            if part.times > 1:
+                edges = Box(box.x + 8, bottom, box.width - 16, STACK, border)
+                boxes += [edges, Box(box.x + 4, bottom, box.width - 8, STACK / 2, stage_color(part.stage, 0.45))]
+            right = box.x + box.width
+            corners = ((box.x, box.y), (right, box.y), (right, bottom), (box.x, bottom), (box.x, box.y))
+            outline = Drawing(lines=(Line(corners, border),))
+        arrows = []
+        for number, tag in enumerate(self.tags[place]):
+            y = middle + TAG * (number - (len(self.tags[place]) - 1) / 2)
+            end = min(max(y, box.y + 5), bottom - 5)
+            text = cut_beginning(tag, SMALL, self.tags_width)
+            labels.append(Label(MARGIN + self.tags_width, y, text, FAINT, SMALL, "end"))
+            arrows.append(_branch((MARGIN + self.tags_width + 3, y), box.x - 8, [(box.x, end)], RULE))
+        return Drawing(boxes=tuple(boxes), labels=tuple(labels)).with_parts(outline, *arrows)
 
+    def _draw_straight(self, above: int, below: int) -> Drawing:
+        """The arrow from one box to the next, if there is anything to carry."""
+        if below not in self.straight:
+            return Drawing()
+        upper, lower = self.boxes[above], self.boxes[below]
+        x, start, end = upper.x + ARROW_X * upper.width, upper.y + upper.height, lower.y
+        start += STACK if self.condensed.parts[above].times > 1 else 0.0
+        line = Line(((x, start), (x, end - HEAD)), ARROW_COLOR, 1.2)
+        head = Area(((x - HEAD + 1, end - HEAD - 1), (x + HEAD - 1, end - HEAD - 1), (x, end)), ARROW_COLOR)
+        values = [value for connection in self.straight[below] for value in connection.values]
+        label = Label(x + 8, start + 9, values_text(values), INK, SMALL)
+        return Drawing(0, 0, (), (head,), (line,), (label,))
 
-def _outline(spot: Spot, color: str) -> tuple[Line, ...]:
-    corners = ((spot.x, spot.y), (spot.right, spot.y), (spot.right, spot.bottom), (spot.x, spot.bottom))
-    return (Line((*corners, corners[0]), color),)
+    def _draw_skip(self, skip: Connection, lane: int) -> Drawing:
+        """A line in a lane at the right from the source to all targets, in the colour of the source's stage."""
+        source = self.boxes[skip.source]
+        stage = self.condensed.parts[skip.source].stage
+        color = mix(STAGES[stage % len(STAGES)], MARK, 0.2) if self.has_stages else ARROW_COLOR
+        leaving = self._skips_at(skip.source)[1]
+        # Leaving lines start at the bottom of a box, with room for their labels; entering ones end at its top.
+        y = source.y + source.height - 4 - 12 * (len(leaving) - 1 - leaving.index(skip))
+        ends = []
+        for target in skip.targets:
+            box, entering = self.boxes[target], self._skips_at(target)[0]
+            ends.append((box.x + box.width, box.y + 5 + 5 * entering.index(skip)))
+        label = Label(source.x + source.width + 8, y - 6, values_text(skip.values), INK, SMALL)
+        line = _branch((source.x + source.width, y), self.lanes_x + self.lane * lane, ends, color)
+        return line.with_parts(Drawing(labels=(label,)))
 
-
-def _tip(flow: Flow, part: Part) -> str:
-    """All that is known of a part."""
-    stages = ", ".join(map(str, flow.stages_of(part)))
-    names = _listed([shown(node.name) for node in part.nodes])
-    reads = _listed([shown(name) for node in part.first for name in node.reads])
-    makes = _listed([f"{shown(value.name)}: {value.spec}" for node in part.last for value in node.makes])
-    lines = (part.kind, str(flow.weight(part.nodes)), f"stage {stages}", names, f"reads {reads}", f"makes {makes}")
-    return "\n".join(lines)
+    def _tip(self, part: Part) -> str:
+        """The tooltip of a box."""
+        reads = _listed([short_name(name) for node in part.first for name in node.reads])
+        makes = _listed([f"{short_name(value.name)}: {value.spec}" for node in part.last for value in node.makes])
+        return "\n".join(
+            (
+                part.kind,
+                str(self.condensed.parameter_size(part.nodes)),
+                f"stage {part.stage}",
+                _listed([short_name(node.name) for node in part.nodes]),
+                f"reads {reads}",
+                f"makes {makes}",
+            )
+        )
 
 
 def _listed(names: list[str]) -> str:
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _branch(start: Point, x: float, ends: list[Point], color: str) -> Drawing:
+    """A line from the start to the vertical at x, along it, and from it to every end, with arrow heads."""
+    heights = [y for _, y in (start, *ends)]
+    lines = [Line((start, (x, start[1])), color), Line(((x, min(heights)), (x, max(heights))), color)]
+    areas = []
+    for end, y in ends:
+        back = HEAD if x > end else -HEAD
+        lines.append(Line(((x, y), (end + back, y)), color))
+        areas.append(Area(((end + back, y - HEAD / 2 - 0.5), (end + back, y + HEAD / 2 + 0.5), (end, y)), color))
+        if min(heights) < y < max(heights):  # a dot distinguishes a branch from a crossing
+            areas.append(Area(((x - DOT, y), (x, y - DOT), (x + DOT, y), (x, y + DOT)), color))
+    return Drawing(areas=tuple(areas), lines=tuple(lines))

@@ -1,4 +1,4 @@
-"""Palette: a colour per kind and a shade per stage of a rank, told apart by colour-blind readers and in greyscale.
+"""A colour per kind and a shade per stage of a rank, distinct for colour-blind readers and in greyscale.
 
 Hues follow Okabe and Ito's set; kinds differ in lightness as well. The later stages of a rank are lighter.
 """
@@ -26,13 +26,13 @@ LIGHTEST = 0.45
 
 
 def fill(kind: int, chunk: int, num_chunks: int) -> str:
-    """The colour of a pass of the given stage of its rank, out of so many."""
+    """The colour of a pass; `chunk` is the position of its stage among the `num_chunks` stages of its rank."""
     share = LIGHTEST * chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
     return mix(KINDS[Kind(kind)], PAPER, share)
 
 
 def stage_color(stage: int, lightness: float) -> str:
-    """The hue of a stage, mixed with paper; neighbours differ, and hues come round again."""
+    """The hue of a stage, mixed with paper; the hues repeat, and neighbours differ."""
     return mix(STAGES[stage % len(STAGES)], PAPER, lightness)
 
 
@@ -43,12 +43,12 @@ def mix(one: str, other: str, share: float) -> str:
 
 
 def text_on(color: str) -> str:
-    """Black or white, whichever stands out more from the colour."""
+    """Black or white, whichever has more contrast with the colour."""
     return max((MARK, PAPER), key=lambda ink: contrast(ink, color))
 
 
 def contrast(one: str, other: str) -> float:
-    """How well one colour is read on the other, as defined for the web: 1 to 21, good from 4.5."""
+    """Contrast of two colours as defined for the web: 1 to 21, good from 4.5."""
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
 

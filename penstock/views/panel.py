@@ -1,4 +1,4 @@
-"""Panel: where one trace stands in a picture, and the title, rank labels and time axis around it."""
+"""The plot of one trace in a picture: its position and scale, and the title, rank labels and time axis around it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.ir import Trace, number_text, percent_text, round_step, seconds_text, seconds_unit
-from penstock.views.drawing import Box, Drawing, Label, Line, shortened, text_width
+from penstock.views.drawing import Box, Drawing, Label, Line, cut_end, text_width
 from penstock.views.palette import FAINT, IDLE, INK, RULE
 
 MARGIN = 14.0
@@ -39,7 +39,7 @@ class Panel:
 
     @property
     def gap(self) -> float:
-        """Pixels between two rows; a row's boxes stand in the middle of its height."""
+        """Pixels between two rows; the boxes of a row are centred in its height."""
         return min(4.0, 0.15 * self.row)
 
     @property
@@ -48,14 +48,13 @@ class Panel:
         return self.top(self.num_ranks) - self.lane
 
 
-def panels(
-    traces: Sequence[Trace], size: tuple[float, int], row: float, right: float = 0.0, lane: float = 0.0
+def place_panels(
+    traces: Sequence[Trace], width: float, columns: int, row: float, *, right: float = 0.0, lane: float = 0.0
 ) -> tuple[list[Panel], float]:
-    """One panel per trace, in `size` = (pixels of width, columns), all on one scale of time; and the height they take.
+    """One panel per trace in a picture of that width, all on one scale of time; and the height they take together.
 
     `right` pixels stay free at the right of every panel, and `lane` pixels above every row.
     """
-    width, columns = size
     columns = min(columns, len(traces))
     left = max(text_width(rank_label(trace, trace.num_ranks - 1), SIZE) for trace in traces) + 8
     outer = (width - MARGIN * (columns + 1)) / columns
@@ -80,34 +79,27 @@ def rank_label(trace: Trace, rank: int) -> str:
     return f"rank {rank}: {shown}"
 
 
-def surroundings(panel: Panel, name: str, trace: Trace) -> Drawing:
-    """Title, rank labels and time axis of a panel, and the ground of every row as far as the step lasts."""
+def draw_frame(panel: Panel, name: str, trace: Trace) -> Drawing:
+    """Title, rank labels and time axis of a panel, and the grey background of every row up to the end of the step."""
     end, height = panel.at(trace.makespan) - panel.x, panel.row - panel.gap
     rows = tuple(Box(panel.x, panel.top(rank) + panel.gap / 2, end, height, IDLE) for rank in range(panel.num_ranks))
-    labels = (*_titles(panel, name, trace), *_rank_labels(panel, trace))
-    return Drawing(0, 0, rows, labels=labels).with_parts(_axis(panel))
-
-
-def _titles(panel: Panel, name: str, trace: Trace) -> tuple[Label, ...]:
     program = trace.program
-    counts = f"{program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} microbatches"
     figures = f"makespan {seconds_text(trace.makespan)}, bubble {percent_text(trace.bubble)}"
+    counts = f"{program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} microbatches"
     if panel.width > text_width(f"{figures}; {counts}", SIZE):
         figures = f"{figures}; {counts}"
-    title = shortened(name or "timeline", 14, panel.width)
-    return (
-        Label(panel.x, panel.y - 31, title, INK, 14),
-        Label(panel.x, panel.y - 13, shortened(figures, SIZE, panel.width), FAINT, SIZE),
-    )
-
-
-def _rank_labels(panel: Panel, trace: Trace) -> tuple[Label, ...]:
+    labels = [
+        Label(panel.x, panel.y - 31, cut_end(name or "timeline", 14, panel.width), INK, 14),
+        Label(panel.x, panel.y - 13, cut_end(figures, SIZE, panel.width), FAINT, SIZE),
+    ]
+    # Rows lower than a text are labelled at intervals.
     every = max(1, int(np.ceil((LEAST_LABEL + 2) / panel.row)))
     size = min(SIZE, max(LEAST_LABEL, 0.8 * panel.row * every))
-    return tuple(
+    labels += [
         Label(panel.x - 6, panel.top(rank) + panel.row / 2, rank_label(trace, rank), INK, size, "end")
         for rank in range(0, panel.num_ranks, every)
-    )
+    ]
+    return Drawing(boxes=rows, labels=tuple(labels)).with_parts(_axis(panel))
 
 
 def _axis(panel: Panel) -> Drawing:
@@ -122,4 +114,4 @@ def _axis(panel: Panel) -> Drawing:
         lines.append(Line(((x, y), (x, y + 4)), RULE))
         text = f"{number_text(tick, 4)} {unit}" if tick in (ticks[0], ticks[-1]) else number_text(tick, 4)
         labels.append(Label(x, y + 13, text, FAINT, 10, "middle"))
-    return Drawing(0, 0, lines=tuple(lines), labels=tuple(labels))
+    return Drawing(lines=tuple(lines), labels=tuple(labels))

@@ -1,8 +1,8 @@
-"""profile: the measured costs of a model, a line per node: seconds in ms and memory in MB.
+"""profile: the measured costs of a model, a line per node: times in ms and memory in MB.
 
-Choose it to see where a model spends its time and memory, before it is cut. Times are of one microbatch: `input` and
-`weight` are the parts of a split backward. `kept` is what stays until the backward, `waiting` between its two parts,
-`peak` the most while the node runs; `size` are parameters and buffers, `in` and `out` what the node reads and makes.
+Choose it to see where a model spends time and memory before it is cut. Times are of one microbatch; `input` and
+`weight` are the two parts of a split backward. `kept` is held until the backward, `waiting` between its two parts;
+`peak` is the most while the node runs, `size` parameters and buffers, `in` and `out` the tensors it reads and makes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,9 @@ from rich.text import Text
 from penstock.errors import ViewError
 from penstock.ir import NodeCost, counted, percent_text, seconds_text
 from penstock.ir import Profile as Costs
-from penstock.views.base import RichView
-from penstock.views.parts import DOTS, check_alike, shown
-from penstock.views.sheet import Sheet
+from penstock.views.base import RichView, short_name
+from penstock.views.condense import DOTS, check_collapse
+from penstock.views.table import TextTable
 
 Row = tuple[str, ...]
 _HEADER = (
@@ -29,36 +29,35 @@ _UNITS = ("", "ms", "ms", "ms", "ms", "", "MB", "MB", "MB", "MB", "MB", "MB")
 
 @dataclass(frozen=True)
 class Profile(RichView[Costs]):
-    """A Markdown table under two lines about the whole; the last line is the sum, or the largest for the peak."""
+    """A Markdown table under two lines about the whole; the last line is the sum, and the maximum of the peaks."""
 
-    alike: int = 4
-    """how many nodes in a row with the same figures are one line, with those of each; 0: every node by itself"""
+    collapse: int = 4
+    """number of nodes in a row with equal figures from which they are one line; 0 lists every node"""
     name = "profile"
     noun = Costs
-    suffix = ".txt"
 
     def __post_init__(self) -> None:
-        check_alike(self.alike)
+        check_collapse(self.collapse)
 
     def __call__(self, profile: Costs) -> str:
-        return "\n".join([*_heading(profile), "", self._sheet(profile).markdown()])
+        return "\n".join([*_heading(profile), "", self._table(profile).markdown()])
 
     def renderable(self, profile: Costs) -> Group:
-        return Group(*map(Text, _heading(profile)), self._sheet(profile).rich())
+        return Group(*map(Text, _heading(profile)), self._table(profile).rich())
 
-    def _sheet(self, profile: Costs) -> Sheet:
+    def _table(self, profile: Costs) -> TextTable:
         rows = [_row(title, cost, profile.seconds) for title, cost in self._lines(profile)]
         header = tuple(f"{word} {unit}".rstrip() for word, unit in zip(_HEADER, _UNITS, strict=True))
-        return Sheet(header, (*rows, _total(profile)))
+        return TextTable(header, (*rows, _total(profile)))
 
     def _lines(self, profile: Costs) -> Iterator[tuple[str, NodeCost]]:
         for _, group in groupby(profile.costs, _figures):
             costs = list(group)
-            if self.alike and len(costs) >= self.alike:
-                title = f"{shown(costs[0].node)}{DOTS}{shown(costs[-1].node)}, {len(costs)} x"
+            if self.collapse and len(costs) >= self.collapse:
+                title = f"{short_name(costs[0].node)}{DOTS}{short_name(costs[-1].node)}, {len(costs)} x"
                 yield title, costs[0]
             else:
-                yield from ((shown(cost.node), cost) for cost in costs)
+                yield from ((short_name(cost.node), cost) for cost in costs)
 
 
 def _figures(cost: NodeCost) -> tuple[object, ...]:
@@ -69,8 +68,8 @@ def _heading(profile: Costs) -> list[str]:
     if not isinstance(profile, Costs):
         raise ViewError("this view needs a profile", got=type(profile).__name__, hint="penstock.measure(captured)")
     step = f"{counted(len(profile), 'node')}, a step of one microbatch {seconds_text(profile.step_seconds)}"
-    words = [shown(profile.device), *(f"{shown(name)} {shown(value)}" for name, value in profile.versions)]
-    return [step, "; ".join(words)]
+    versions = (f"{short_name(name)} {short_name(value)}" for name, value in profile.versions)
+    return [step, "; ".join((short_name(profile.device), *versions))]
 
 
 def _row(title: str, cost: NodeCost, total: float) -> Row:

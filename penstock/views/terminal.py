@@ -1,37 +1,39 @@
-"""terminal: a trace as coloured text that fits the width of the terminal.
+"""terminal: a trace as coloured text at the width of the terminal.
 
-Choose it to look at a trace where you are. Colours are kinds, lighter shades are later stages of a rank; a pass is
-named at its left end, as in `grid`, as far as there is room. A long trace is compressed, never cut: where passes are
-shorter than a character, letters stand in the proportion of time. Without colours a pass is continued by dashes.
+Choose it to look at a trace in place. Colours are kinds, lighter shades are later stages of a rank; a pass is named at
+its left end as far as there is room. A long trace is compressed, never cut: where passes are shorter than a
+character, the number of letters is proportional to time. Without colours a pass is continued by dashes.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console, ConsoleOptions
 from rich.style import Style
 from rich.text import Text
 
 from penstock.ir import Trace, percent_text, seconds_text
 from penstock.views import palette
-from penstock.views.base import RichView, Traces, check_positive, named, printed
-from penstock.views.blocks import LETTERS, WORDS, Blocks
-from penstock.views.cells import IDLE, cells, common_step, num_steps, proportional
+from penstock.views.base import RichView, Traces, check_positive, printed, traces_by_name
+from penstock.views.blocks import LETTERS, ROUNDING, WORDS, Blocks
 
+IDLE = -1
+"""stands in a grid of blocks for no block"""
+MAX_STEPS_PER_PASS = 8
 _IDLE_STYLE = Style(bgcolor="#3a3f46")
 
 
 @dataclass(frozen=True)
 class Terminal(RichView[Traces]):
-    """Text with colours, as wide as asked; printed by rich, as wide as the console."""
+    """Text with colours; a rich console prints it at its own width."""
 
     width: int = 120
-    """characters per line of the text that the call gives"""
+    """characters per line of the returned text"""
     color: bool = True
-    """whether the text that the call gives holds the codes for colours"""
+    """whether the returned text contains the escape codes of colours"""
     name = "terminal"
     noun = Trace
     suffix = ".ansi"
@@ -43,12 +45,12 @@ class Terminal(RichView[Traces]):
         return printed(self.renderable(traces), self.width, self.color)
 
     def renderable(self, traces: Traces) -> "Screen":
-        return Screen(tuple(named(traces).items()))
+        return Screen(tuple(traces_by_name(traces).items()))
 
 
 @dataclass(frozen=True)
 class Screen:
-    """Traces that lay themselves out when a console prints them."""
+    """Traces that are laid out when a console prints them."""
 
     traces: tuple[tuple[str, Trace], ...]
 
@@ -67,23 +69,24 @@ def _lines(name: str, blocks: Blocks, width: int, colored: bool) -> Iterator[Tex
     digits = len(str(blocks.trace.num_ranks - 1))
     room = max(1, width - len("rank  ") - digits)
     step = _seconds_per_character(blocks, room)
-    columns = min(room, max(1, num_steps(blocks, step)))
+    # A last step that is filled by less than half gets no character.
+    columns = min(room, max(1, int(float(blocks.end.max(initial=0.0)) / step + 0.5)))
     lengths = blocks.end - blocks.start
     is_dense = bool(len(lengths)) and float(np.median(lengths)) < step
-    rows = (proportional if is_dense else cells)(blocks, step, columns).tolist()
+    rows = (_proportional_cells if is_dense else _largest_cells)(blocks, step, columns).tolist()
     figures = f"makespan {seconds_text(blocks.trace.makespan)}, bubble {percent_text(blocks.trace.bubble)}"
     note = f"; a letter is {seconds_text(step, 2)}" if is_dense else ""
     yield Text(f"{name}: {figures}{note}" if name else f"{figures}{note}", Style(bold=True))
-    draw = partial(_letters if is_dense else _runs, blocks, colored)
     for rank in range(blocks.trace.num_ranks):
-        yield Text(f"rank {rank:>{digits}} ").append_text(draw(rows[2 * rank]))
+        yield Text(f"rank {rank:>{digits}} ").append_text(_row(blocks, rows[2 * rank], colored, is_dense))
         if blocks.has_pairs:
-            yield Text(" " * (6 + digits)).append_text(draw(rows[2 * rank + 1], is_second=True))
+            second = _row(blocks, rows[2 * rank + 1], colored, is_dense, is_second=True)
+            yield Text(" " * (6 + digits)).append_text(second)
     yield _legend(blocks, colored)
 
 
 def _seconds_per_character(blocks: Blocks, room: int) -> float:
-    """A step of the trace takes as many characters as its label and a blank need, or the most that fit."""
+    """A common step gets as many characters as its label and a blank need, or the most that fit."""
     least = (blocks.trace.makespan or 1.0) / room
     step = common_step(blocks)
     if step is None or step < least:
@@ -92,55 +95,98 @@ def _seconds_per_character(blocks: Blocks, room: int) -> float:
     return step / min(label, int(step / least * (1 + 1e-9)))
 
 
-def _runs(blocks: Blocks, colored: bool, row: list[int], is_second: bool = False) -> Text:
-    """One line: a stretch of one colour per pass, named as fully as it is long."""
+def common_step(blocks: Blocks) -> float | None:
+    """The largest step of which every start and end is a multiple, such as the second of a schedule with unit costs.
+
+    None if there is none, or if the shortest pass would fill more than MAX_STEPS_PER_PASS of them.
+    """
+    lengths = blocks.end - blocks.start
+    makespan = float(blocks.end.max(initial=0.0))
+    tolerance = ROUNDING * makespan
+    if makespan <= 0 or not (lengths > tolerance).any():
+        return None
+    least = float(lengths[lengths > tolerance].min()) / MAX_STEPS_PER_PASS
+    step = makespan
+    for moment in np.unique(np.concatenate((lengths, blocks.start, blocks.end))).tolist():
+        # Euclid's algorithm, with remainders within the tolerance of 0 or of the divisor taken as 0.
+        while moment > tolerance:
+            step, moment = moment, step % moment
+            moment = 0.0 if step - moment < tolerance else moment
+        if step < least * (1 - ROUNDING):
+            return None
+    return makespan / round(makespan / step)
+
+
+def _largest_cells(blocks: Blocks, step: float, columns: int) -> NDArray[np.int64]:
+    """Per row and step the block that fills most of it, or IDLE where most of it is idle."""
+    owner, row, column, filled = blocks.coverage(step, columns)
+    place = row * columns + column
+    total = np.bincount(place, filled, minlength=2 * blocks.trace.num_ranks * columns)
+    grid = np.full(len(total), IDLE, dtype=np.int64)
+    # Of several assignments to one place the last one stays: the largest, or of equals the first in the program.
+    sequence = np.lexsort((-owner, filled))
+    grid[place[sequence]] = owner[sequence]
+    grid[total < step / 2] = IDLE
+    return grid.reshape(2 * blocks.trace.num_ranks, columns)
+
+
+def _proportional_cells(blocks: Blocks, step: float, columns: int) -> NDArray[np.int64]:
+    """The same rows for steps longer than passes: every kind of every stage fills cells in proportion to its time.
+
+    Along a row, each kind and idle time accumulate their share of every cell; the cell shows the largest sum, which
+    is then reduced by one cell.
+    """
+    colors, color_of = np.unique(blocks.passes.kind * blocks.num_chunks + blocks.chunk, return_inverse=True)
+    owner, row, column, filled = blocks.coverage(step, columns)
+    shape = (2 * blocks.trace.num_ranks, columns, len(colors))
+    place = np.ravel_multi_index((row, column, color_of[owner]), shape)
+    shares = np.bincount(place, filled / step, int(np.prod(shape))).reshape(shape)
+    shares = np.concatenate((shares, np.maximum(0.0, 1.0 - shares.sum(axis=2, keepdims=True))), axis=2)
+    examples = np.append(np.unique(color_of, return_index=True)[1], IDLE)
+    owed = np.zeros((shape[0], len(examples)))
+    grid = np.full(shape[:2], IDLE, dtype=np.int64)
+    for number in range(columns):
+        owed += shares[:, number]
+        # A kind that does not occur within a cell is not shown there, however large its sum is.
+        best = np.where(shares[:, number] > ROUNDING, owed, -np.inf).argmax(axis=1)
+        owed[np.arange(len(owed)), best] -= 1.0
+        grid[:, number] = examples[best]
+    return grid
+
+
+def _row(blocks: Blocks, row: list[int], colored: bool, is_dense: bool, is_second: bool = False) -> Text:
+    """One line: per pass a stretch of its colour with its name, or in a dense row one letter per character."""
     text = Text()
     for block, run in groupby(row):
         length = len(list(run))
         if block == IDLE:
-            text.append_text(_idle(length, colored, is_second))
+            blank = " " if is_second or colored else "."
+            text.append(blank * length, _IDLE_STYLE if colored and not is_second else None)
             continue
         short = blocks.short_labels[block]
-        # Colours show the kind, so that a single character can be the last digit of the microbatch.
-        names = (blocks.labels[block], short, short[-1] if colored else short[0])
-        label = next(name for name in names if len(name) <= length or len(name) == 1)
-        text.append(label.ljust(length, " " if colored else "-"), _style(blocks, block) if colored else None)
-    return text
-
-
-def _letters(blocks: Blocks, colored: bool, row: list[int], is_second: bool = False) -> Text:
-    """One line: a letter of the kind per character."""
-    text = Text()
-    for block, run in groupby(row):
-        length = len(list(run))
-        if block == IDLE:
-            text.append_text(_idle(length, colored, is_second))
+        if is_dense:
+            written = short[0] * length
         else:
-            text.append(blocks.short_labels[block][0] * length, _style(blocks, block) if colored else None)
+            # Colours show the kind, so a single character can be the last digit of the microbatch.
+            names = (blocks.labels[block], short, short[-1] if colored else short[0])
+            label = next(name for name in names if len(name) <= length or len(name) == 1)
+            written = label.ljust(length, " " if colored else "-")
+        color = palette.fill(int(blocks.passes.kind[block]), int(blocks.chunk[block]), blocks.num_chunks)
+        text.append(written, _style(color) if colored else None)
     return text
 
 
-def _idle(length: int, colored: bool, is_second: bool) -> Text:
-    if is_second:
-        return Text(" " * length)
-    return Text(" " * length, _IDLE_STYLE) if colored else Text("." * length)
-
-
-def _style(blocks: Blocks, block: int) -> Style:
-    return _on(palette.fill(int(blocks.passes.kind[block]), int(blocks.chunk[block]), blocks.num_chunks))
-
-
-def _on(color: str) -> Style:
+def _style(color: str) -> Style:
     return Style(color=palette.text_on(color), bgcolor=color)
 
 
 def _legend(blocks: Blocks, colored: bool) -> Text:
     text = Text()
     for kind in blocks.kinds:
-        text.append(f" {LETTERS[kind]} ", _on(palette.fill(kind, 0, 1)) if colored else None)
+        text.append(f" {LETTERS[kind]} ", _style(palette.fill(kind, 0, 1)) if colored else None)
         text.append(f"{' ' if colored else ''}{WORDS[kind]} ")
     if blocks.num_chunks > 1 and colored:
         for chunk in range(min(blocks.num_chunks, 8)):
-            text.append("  ", _on(palette.fill(blocks.kinds[0], chunk, blocks.num_chunks)))
+            text.append("  ", _style(palette.fill(blocks.kinds[0], chunk, blocks.num_chunks)))
         text.append(" first to last stage of a rank")
     return text

@@ -1,61 +1,98 @@
-"""Timeline: one trace, or several on one scale of time, as a drawing with a row per rank."""
+"""timeline: one trace, or several on one scale of time, as an SVG or PNG picture with a row per rank.
 
+Choose SVG for documents and browsers: sharp at every size, and a pointer on a box shows its times. Choose PNG where
+SVG cannot be shown (it needs the extra `plot`). Colours are kinds, lighter shades are later stages of a rank, grey is
+idle. Several traces are drawn below each other, or side by side with `columns`.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.ir import Kind, Span, critical_path
-from penstock.views.base import Document, Drawn, Traces, check_positive, named
-from penstock.views.blocks import WORDS, Blocks
-from penstock.views.boxes import boxes
-from penstock.views.drawing import Box, Drawing, Label, Line, Point, text_width
-from penstock.views.marks import LANE, are_marked, marks
-from penstock.views.merged import are_merged, merged
-from penstock.views.palette import FAINT, IDLE, INK, MARK, fill
-from penstock.views.panel import MARGIN, SIZE, Panel, panels, surroundings
+import numpy as np
+
+from penstock.ir import COMPUTE_KINDS, Kind, Span, Trace, critical_path, seconds_text
+from penstock.views.base import Traces, View, check_positive, traces_by_name
+from penstock.views.blocks import LOWER, UPPER, WHOLE, WORDS, Blocks
+from penstock.views.drawing import Box, Drawing, Format, Label, Line, Point, check_format, image, text_width
+from penstock.views.palette import FAINT, IDLE, INK, MARK, fill, text_on
+from penstock.views.panel import LEAST_LABEL, MARGIN, SIZE, Panel, draw_frame, place_panels
 
 ROW, LEAST_ROW, PANEL_HEIGHT = 24.0, 3.0, 800.0
 PAIR = 1.4
+"""height of a row in which passes overlap, in rows"""
 SWATCH = 13.0
-Entry = tuple[tuple[str, ...], str]
+MAX_TIPS = 10_000
+MAX_BOXES = 20_000
+MIN_WIDTH = 1.5
+"""pixels; narrower passes are merged"""
+SLICE = 3.0
+"""pixels of time that merged passes share at least"""
+MARK_LANE, LEAST_MARKED_ROW, MARKED_BELOW, MARK_SPACE = 10.0, 8.0, 8.0, 9.0
 
 
 @dataclass(frozen=True)
-class Timeline(Drawn[Document]):
-    """The options and the layout that the picture of a timeline has in every file format."""
+class Timeline(View[Traces, str | bytes]):
+    """SVG text, or PNG bytes."""
 
     width: int = 1200
     """pixels of the whole picture"""
     columns: int = 1
-    """how many traces stand side by side before the next line of them begins"""
+    """number of traces side by side"""
     critical: bool = False
     """whether the critical path is marked"""
+    format: Format = "svg"
+    scale: float = 2.0
+    """pixels of a PNG per pixel of the layout; 2 is sharp on dense screens"""
+    name = "timeline"
+    noun = Trace
 
     def __post_init__(self) -> None:
         check_positive(width=self.width, columns=self.columns)
+        check_format(self.format, self.scale)
 
-    def drawing(self, traces: Traces) -> Drawing:
-        """The picture, in pixels."""
-        shown = named(traces)
+    @property
+    def suffix(self) -> str:
+        return f".{self.format}"
+
+    def __call__(self, traces: Traces) -> str | bytes:
+        title = ", ".join(filter(None, traces_by_name(traces))) or "timeline"
+        return image(self.drawing(traces), title, self.format, self.scale)
+
+    def drawing(self, traces: Traces, *, merge_narrow: bool = True) -> Drawing:
+        """The picture, in pixels.
+
+        More than MAX_BOXES passes are merged: the height of a colour is then its share of the time. So are passes
+        narrower than MIN_WIDTH pixels, unless `merge_narrow` is False.
+        """
+        shown = traces_by_name(traces)
         blocks = [Blocks.of(trace) for trace in shown.values()]
         most = max(trace.num_ranks for trace in shown.values())
         row = max(LEAST_ROW, min(ROW * (PAIR if any(b.has_pairs for b in blocks) else 1.0), PANEL_HEIGHT / most))
-        placed, height = panels(list(shown.values()), (self.width, self.columns), row)
-        if any(map(are_marked, blocks, placed)):
-            placed, height = panels(list(shown.values()), (self.width, self.columns), row, lane=LANE)
+        panels, height = place_panels(list(shown.values()), self.width, self.columns, row)
+        merged = [_is_merged(content, panel, merge_narrow) for content, panel in zip(blocks, panels, strict=True)]
+        marked = [
+            not is_merged and _needs_marks(content, panel)
+            for content, panel, is_merged in zip(blocks, panels, merged, strict=True)
+        ]
+        if any(marked):
+            panels, height = place_panels(list(shown.values()), self.width, self.columns, row, lane=MARK_LANE)
         parts = []
-        for panel, name, content in zip(placed, shown, blocks, strict=True):
-            draw = merged if are_merged(content, panel) else boxes
-            parts += [surroundings(panel, name, content.trace), draw(content, panel)]
-            if are_marked(content, panel):
-                parts.append(marks(content, panel))
+        for place, (panel, name, content) in enumerate(zip(panels, shown, blocks, strict=True)):
+            parts.append(draw_frame(panel, name, content.trace))
+            parts.append(_merged_boxes(content, panel) if merged[place] else _boxes(content, panel))
+            if marked[place]:
+                parts.append(_marks(content, panel))
             if self.critical:
-                parts.append(critical_line(content, panel))
-        legend, end = self._legend(blocks, height, any(map(are_merged, blocks, placed)))
+                parts.append(_critical_line(content, panel))
+        legend, end = self._legend(blocks, height, any(merged))
         return Drawing(self.width, end).with_parts(*parts, legend)
 
     def _legend(self, blocks: list[Blocks], y: float, is_merged: bool) -> tuple[Drawing, float]:
+        """The legend from height y on, in as many lines as it needs, and the height below it."""
         kinds = [kind for kind in WORDS if any(kind in content.kinds for content in blocks)]
         chunks = max(content.num_chunks for content in blocks)
-        entries: list[Entry] = [((fill(kind, 0, 1),), WORDS[kind]) for kind in kinds]
+        entries: list[tuple[tuple[str, ...], str]] = [((fill(kind, 0, 1),), WORDS[kind]) for kind in kinds]
         if chunks > 1:
             shades = tuple(fill(kinds[0] if kinds else Kind.FORWARD, c, chunks) for c in range(min(chunks, 8)))
             entries.append((shades, "first to last stage of a rank"))
@@ -64,34 +101,155 @@ class Timeline(Drawn[Document]):
             entries.append(((), "critical path"))
         if is_merged:
             entries.append(((), "many passes: heights are shares of time"))
-        return _legend_line(entries, self.width, y)
+        swatches: list[Box] = []
+        lines: list[Line] = []
+        labels: list[Label] = []
+        x = MARGIN
+        for fills, words in entries:
+            room = SWATCH * max(1, len(fills))
+            needed = room + 6 + text_width(words, SIZE) + 14
+            if x > MARGIN and x + needed > self.width:
+                x, y = MARGIN, y + SWATCH + 6
+            swatches += [Box(x + SWATCH * n, y, SWATCH - 1, SWATCH, color) for n, color in enumerate(fills)]
+            if words == "critical path":
+                lines.append(Line(((x, y + SWATCH / 2), (x + SWATCH, y + SWATCH / 2)), MARK, 2))
+            labels.append(Label(x + room + 5, y + SWATCH / 2, words, INK if fills else FAINT, SIZE))
+            x += needed
+        return Drawing(0, 0, tuple(swatches), (), tuple(lines), tuple(labels)), y + SWATCH + MARGIN
 
 
-def _legend_line(entries: list[Entry], width: float, y: float) -> tuple[Drawing, float]:
-    placed: list[Box] = []
-    lines: list[Line] = []
-    labels: list[Label] = []
-    x = MARGIN
-    for fills, words in entries:
-        needed = SWATCH * max(1, len(fills)) + 6 + text_width(words, SIZE) + 14
-        if x > MARGIN and x + needed > width:
-            x, y = MARGIN, y + SWATCH + 6
-        placed += [Box(x + SWATCH * n, y, SWATCH - 1, SWATCH, color) for n, color in enumerate(fills)]
-        if words == "critical path":
-            lines.append(Line(((x, y + SWATCH / 2), (x + SWATCH, y + SWATCH / 2)), MARK, 2))
-        labels.append(Label(x + SWATCH * max(1, len(fills)) + 5, y + SWATCH / 2, words, INK if fills else FAINT, SIZE))
-        x += needed
-    return Drawing(0, 0, tuple(placed), (), tuple(lines), tuple(labels)), y + SWATCH + MARGIN
+# ------------------------------------------------------------------------------------------------ a box per pass
 
 
-def critical_line(blocks: Blocks, panel: Panel) -> Drawing:
-    """One line from the first item to the last: along the lower edge of a pass, across the rows with a message."""
+def _boxes(blocks: Blocks, panel: Panel) -> Drawing:
+    """A box per block, with the text that fits into it."""
+    placed = [_box(blocks, panel, block) for block in range(len(blocks))]
+    # The stage is written where it fits into three of four boxes: a mixture would be read wrongly.
+    fitting = sum(_font_size(box, label) > 0 for box, label in zip(placed, blocks.labels, strict=True))
+    texts: Sequence[str] = blocks.labels
+    if 4 * fitting < 3 * len(placed):
+        pairs = zip(placed, blocks.short_labels, strict=True)
+        texts = [label if _font_size(box, label) else label[1:] for box, label in pairs]
+    labels = [
+        Label(box.x + box.width / 2, box.y + box.height / 2, text, text_on(box.fill), size, "middle")
+        for box, text in zip(placed, texts, strict=True)
+        if (size := _font_size(box, text))
+    ]
+    if len(blocks) <= MAX_TIPS:
+        placed = [box._replace(tip=_tip(blocks, block)) for block, box in enumerate(placed)]
+    return Drawing(boxes=tuple(placed), labels=tuple(labels))
+
+
+def _font_size(box: Box, text: str) -> float:
+    """The font size at which the text fits; 0 where it would be too small to read."""
+    size = min(SIZE, 0.75 * box.height, (box.width - 1.5) / text_width(text, 1.0)) if text else 0.0
+    return size if size >= LEAST_LABEL else 0.0
+
+
+def _box(blocks: Blocks, panel: Panel, block: int) -> Box:
+    rank, half = int(blocks.rank[block]), int(blocks.half[block])
+    left, right = panel.at(float(blocks.start[block])), panel.at(float(blocks.end[block]))
+    height = (panel.row - panel.gap) / (1 if half == WHOLE else 2)
+    top = panel.top(rank) + panel.gap / 2 + (height if half == LOWER else 0.0)
+    color = fill(int(blocks.passes.kind[block]), int(blocks.chunk[block]), blocks.num_chunks)
+    # A hairline of background separates neighbours of one colour; a block of no length stays visible.
+    slit = 0.8 if right - left > 4 else 0.0
+    return Box(left, top, max(0.8, right - left - slit), height - (0.6 if half == UPPER else 0.0), color)
+
+
+def _tip(blocks: Blocks, block: int) -> str:
+    passes, start, end = blocks.passes, float(blocks.start[block]), float(blocks.end[block])
+    what = f"{WORDS[Kind(int(passes.kind[block]))]} of stage {passes.stage[block]}"
+    where = f"microbatch {passes.microbatch[block]}, rank {blocks.rank[block]}"
+    return f"{what}, {where}: {seconds_text(start)} to {seconds_text(end)}"
+
+
+# ---------------------------------------------------------------------------------- marks above boxes without text
+
+
+def _needs_marks(blocks: Blocks, panel: Panel) -> bool:
+    """Whether half of the boxes are too narrow for their text, in rows that are high enough for marks above them."""
+    if not len(blocks) or panel.row < LEAST_MARKED_ROW:
+        return False
+    seconds = float(np.median(blocks.end - blocks.start))
+    return 0 < seconds * panel.width < MARKED_BELOW * panel.seconds
+
+
+def _marks(blocks: Blocks, panel: Panel) -> Drawing:
+    """A stroke and the text of some passes, above the point where each starts.
+
+    There is no room for all. Passes of rounder microbatches (0, 32, 16, 48, 8 ...) are placed before the others.
+    """
+    microbatch = blocks.passes.microbatch
+    # The largest power of 2 that divides the microbatch.
+    roundness = np.where(microbatch > 0, microbatch & -microbatch, np.iinfo(np.int64).max)
+    passes = np.flatnonzero(np.isin(blocks.passes.kind, COMPUTE_KINDS))
+    sequence = passes[np.lexsort((blocks.start[passes], -roundness[passes]))]
+    taken: list[list[tuple[float, float]]] = [[] for _ in range(panel.num_ranks)]
+    lines, labels = [], []
+    for block in sequence.tolist():
+        rank, text = int(blocks.rank[block]), blocks.labels[block]
+        left = panel.at(float(blocks.start[block]))
+        right = left + text_width(text, LEAST_LABEL) + MARK_SPACE
+        # `taken` is sorted, so only the neighbours can be in the way.
+        place, row = bisect_left(taken[rank], (left, right)), taken[rank]
+        if (place and row[place - 1][1] > left) or (place < len(row) and right > row[place][0]):
+            continue
+        row.insert(place, (left, right))
+        floor = panel.top(rank) + panel.gap / 2
+        lines.append(Line(((left, floor - MARK_LANE + 2), (left, floor)), FAINT, 0.7))
+        labels.append(Label(left + 1.5, floor - MARK_LANE / 2, text, INK, LEAST_LABEL))
+    return Drawing(lines=tuple(lines), labels=tuple(labels))
+
+
+# ----------------------------------------------------------------------------------- merged passes of a long trace
+
+
+def _is_merged(blocks: Blocks, panel: Panel, merge_narrow: bool) -> bool:
+    """Whether there are too many blocks for a box each, or too narrow ones."""
+    if not len(blocks) or not panel.seconds:
+        return False
+    width = float(np.median(blocks.end - blocks.start)) * panel.width / panel.seconds
+    return len(blocks) > MAX_BOXES or (merge_narrow and width < MIN_WIDTH and len(blocks) > panel.width)
+
+
+def _merged_boxes(blocks: Blocks, panel: Panel) -> Drawing:
+    """Time in slices of whole pixels; in a slice the height of a colour is its share of the rank's time.
+
+    The number of boxes stays below about MAX_BOXES (2 MB of SVG) however long the trace is.
+    """
+    colors, color_of = np.unique(blocks.passes.kind * blocks.num_chunks + blocks.chunk, return_inverse=True)
+    pairs = (divmod(color, blocks.num_chunks) for color in colors.tolist())
+    fills = [fill(kind, chunk, blocks.num_chunks) for kind, chunk in pairs]
+    pixels = int(np.ceil(max(SLICE, panel.width * len(colors) * panel.num_ranks / MAX_BOXES)))
+    step, slices = panel.seconds * pixels / panel.width, int(np.ceil(panel.width / pixels))
+
+    owner, row, column, filled = blocks.coverage(step, slices)
+    weight = np.where(blocks.half[owner] == WHOLE, 1.0, 0.5)
+    shape = (panel.num_ranks, slices, len(colors))
+    place = np.ravel_multi_index((row // 2, column, color_of[owner]), shape)
+    shares = np.minimum(np.bincount(place, filled * weight / step, int(np.prod(shape))), 1.0).reshape(shape)
+    # Heights in half pixels, so that neighbouring slices come out equal and are drawn as one box.
+    heights = np.round(2 * shares * (panel.row - panel.gap)) / 2
+
+    boxes: list[Box] = []
+    for rank in range(panel.num_ranks):
+        edges = (np.flatnonzero((heights[rank, 1:] != heights[rank, :-1]).any(axis=1)) + 1).tolist()
+        for first, last in zip((0, *edges), (*edges, slices), strict=True):
+            left, right = panel.x + first * pixels, min(panel.x + last * pixels, panel.x + panel.width)
+            top = panel.top(rank) + panel.gap / 2
+            for height, color in zip(heights[rank, first].tolist(), fills, strict=True):
+                if height:
+                    boxes.append(Box(left, top, right - left, height, color))
+                    top += height
+    return Drawing(boxes=tuple(boxes))
+
+
+def _critical_line(blocks: Blocks, panel: Panel) -> Drawing:
+    """One line through the critical path: along the lower edge of a pass, across the rows with a message."""
     points: list[Point] = []
     for item in critical_path(blocks.trace):
         first, last = (item.rank, item.rank) if isinstance(item, Span) else (item.source, item.target)
-        points += [_point(panel, first, item.start), _point(panel, last, item.end)]
-    return Drawing(0, 0, lines=(Line(tuple(points), MARK, 2),) if points else ())
-
-
-def _point(panel: Panel, rank: int, seconds: float) -> Point:
-    return panel.at(seconds), panel.top(rank) + panel.row - panel.gap / 2
+        for rank, seconds in ((first, item.start), (last, item.end)):
+            points.append((panel.at(seconds), panel.top(rank) + panel.row - panel.gap / 2))
+    return Drawing(lines=(Line(tuple(points), MARK, 2),) if points else ())

@@ -3,12 +3,14 @@
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 import penstock
 from penstock import Plan, StageCosts, lower, schedule, simulate
-from penstock.ir import NodeCost, Profile, Run, StepMetrics, from_json, save_record
+from penstock.ir import Graph, NodeCost, Profile, Run, StepMetrics, Trace, from_json, save_record
+from penstock.views import VIEWS
 
 
 def test_a_csv_is_drawn_and_measured(call, written) -> None:
@@ -89,3 +91,43 @@ def test_any_other_noun_is_printed_by_its_fields(call, tmp_path: Path) -> None:
 def test_a_csv_becomes_a_document_that_is_read_back_as_the_same(call, written) -> None:
     made = schedule("zbv", 2, 3)
     assert from_json(call("show", "--json", written("zbv.csv", made.to_csv())).stdout) == made
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view_of_the_table_can_be_shown_and_written(view: str, call, tmp_path: Path) -> None:
+    save_record(Run(plan(), (), (simulate(plan()),)), tmp_path / "run.json")
+    save_record(Profile((NodeCost("head", 0.001, 0.002, 0.001, 0.001),), 0.003, "", "cpu"), tmp_path / "profile.json")
+    file = "profile.json" if VIEWS[view].noun is Profile else "run.json"
+    shown = call("show", file, "--view", view)
+    assert shown.exit_code == 0
+    assert call("show", file, "--view", view, "--out", "view.txt").exit_code == 0
+    assert (tmp_path / "view.txt").read_text() == shown.output.removesuffix("\n") or view == "terminal"
+    assert f" {view}" in call("show", "--help").output.replace("\n ", " ")
+
+
+@pytest.mark.parametrize(("view", "noun"), [("timeline", Trace), ("model", Graph), ("table", penstock.Schedule)])
+def test_a_view_is_drawn_of_its_own_record_too(view: str, noun: type, call, tmp_path: Path) -> None:
+    save_record({Trace: simulate(plan()), Graph: plan().graph}.get(noun, plan().schedule), tmp_path / "noun.json")
+    assert call("show", "noun.json", "--view", view).exit_code == 0
+
+
+def test_a_picture_is_a_png_if_the_file_is_one(call, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    save_record(plan(), tmp_path / "plan.json")
+    call("show", "plan.json", "--view", "memory", "--out", "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--view", "hologram"), "unknown view"),
+        (("--out", "picture.svg"), "--view with one of terminal, table, timeline"),
+        (("--view", "profile"), "this view needs a profile"),
+    ],
+)
+def test_a_view_that_does_not_exist_or_fit_is_refused(options: tuple[str, ...], message: str, call, tmp_path) -> None:
+    save_record(plan(), tmp_path / "plan.json")
+    result = call("show", "plan.json", *options)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split()) + " ".join(result.stderr.split())

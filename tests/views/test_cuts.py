@@ -1,4 +1,4 @@
-"""What crosses the cuts of a graph."""
+"""The tensors that cross the cuts of a graph."""
 
 import io
 from dataclasses import replace
@@ -35,8 +35,8 @@ def test_several_tensors_of_one_message_have_a_sum() -> None:
     assert rows[-1] == ["0 -> 1", "= 3 tensors", "", "", "768 B", "768 B"]
 
 
-def silent() -> Graph:
-    """What crosses first needs no gradient."""
+def without_gradient() -> Graph:
+    """The first value that crosses needs no gradient."""
     ids = TensorSpec((4,), "int64")
     return graph(
         replace(block("route", "x", makes=ids), parameters=()),
@@ -46,16 +46,16 @@ def silent() -> Graph:
     )
 
 
-def test_a_value_that_needs_no_gradient_returns_none() -> None:
-    assert table(Cuts()(cut(silent(), "experts")), "stages")[0][4:] == ["32 B", "none"]
+def test_a_value_without_a_gradient_has_none_in_the_backward_column() -> None:
+    assert table(Cuts()(cut(without_gradient(), "experts")), "stages")[0][4:] == ["32 B", "none"]
 
 
-def test_the_whole_stands_above() -> None:
+def test_the_heading_sums_messages_and_bytes() -> None:
     text = Cuts()(cut(unet(), "down.2", "up.1"))
     assert text.startswith("3 stages, 3 messages of 3 tensors per microbatch: 768 B forward, 768 B backward\n")
 
 
-def test_what_stages_run_again_is_listed_with_the_bytes_that_are_not_sent() -> None:
+def test_nodes_that_several_stages_run_are_listed_with_the_bytes_that_are_not_sent() -> None:
     assert table(Cuts()(cut(decoder(4), "layers.1", "layers.3")), "run again, not sent") == [
         ["/arange … le", "glue: 2 functions", "0, 1, 2", "128 B"],
     ]
@@ -67,7 +67,7 @@ def test_a_parameter_that_several_stages_hold_is_listed() -> None:
     ]
 
 
-def test_stages_that_need_nothing_of_each_other_say_so() -> None:
+def test_independent_stages_send_no_messages() -> None:
     whole = graph(
         block("a", "x"),
         function("/mask", "x", free=True),
@@ -78,7 +78,7 @@ def test_stages_that_need_nothing_of_each_other_say_so() -> None:
     assert Cuts()(cut(whole, "b")).startswith("2 stages, 0 messages of 0 tensors")
 
 
-def test_of_one_stage_nothing_crosses() -> None:
+def test_nothing_crosses_in_a_single_stage() -> None:
     assert Cuts()(decoder(2)) == "one stage: nothing crosses"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import PenstockError
 from penstock.ir import Curve, Series
-from penstock.views import Memory, MemoryPng
+from penstock.views import Memory
 from penstock.views.palette import ALARM
 from tests.views.samples import GIB, heavy, named, run
 
@@ -34,14 +34,14 @@ def test_without_a_limit_nothing_is_red() -> None:
     assert ALARM not in Memory()(heavy())
 
 
-def test_a_limit_that_is_kept_is_a_dashed_line_in_every_row() -> None:
+def test_a_limit_is_a_dashed_line_in_every_row() -> None:
     document = Memory(limit="5GiB")(heavy())
     assert document.count("stroke-dasharray") == 2
     assert ALARM not in areas(document)
     assert any(text.endswith("dashed: limit of 5 GiB") for text in texts(document))
 
 
-def test_what_exceeds_the_limit_is_red() -> None:
+def test_memory_above_the_limit_is_red() -> None:
     assert areas(Memory(limit=int(3.5 * GIB))(heavy())).count(ALARM) == 1
 
 
@@ -49,7 +49,7 @@ def test_all_ranks_have_one_scale_that_is_named() -> None:
     assert "every row is 0 to 4.32 GiB" in texts(Memory()(heavy()))
 
 
-def test_a_trace_without_bytes_says_so() -> None:
+def test_a_trace_without_bytes_has_a_note() -> None:
     assert "the trace holds no figures of memory" in texts(Memory()(run("0F0,0B0")))
 
 
@@ -74,11 +74,11 @@ def test_a_huge_trace_makes_a_small_document() -> None:
     assert len(Memory()(named("interleaved", 64, 256))) < 3_000_000
 
 
-def test_a_limit_that_is_no_size_is_refused() -> None:
+def test_a_limit_must_be_a_size() -> None:
     with pytest.raises(PenstockError, match="not a size in bytes"):
         Memory(limit="much")
 
 
 def test_the_png_is_an_image() -> None:
     pytest.importorskip("matplotlib")
-    assert MemoryPng(limit="3GiB", scale=1.0)({"one": heavy(), "two": heavy()}).startswith(b"\x89PNG")
+    assert Memory(limit="3GiB", format="png", scale=1.0)({"one": heavy(), "two": heavy()}).startswith(b"\x89PNG")

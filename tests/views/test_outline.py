@@ -8,12 +8,12 @@ from penstock.views import Outline, Staged
 from tests.views.graphs import cut, decoder, unet
 
 
-def rows(subject: Staged, alike: int = 4) -> list[list[str]]:
-    lines = [line for line in Outline(alike)(subject).splitlines() if line.startswith("|")]
+def rows(subject: Staged, collapse: int = 4) -> list[list[str]]:
+    lines = [line for line in Outline(collapse)(subject).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in (lines[0], *lines[2:])]
 
 
-def test_a_line_per_part_says_what_it_is_reads_and_makes() -> None:
+def test_a_line_per_part_has_its_class_reads_and_results() -> None:
     assert rows(decoder(64)) == [
         ["node", "class", "reads", "makes", "parameters"],
         ["embed", "Embedding", "ids", "float32[2, 8, 4], 256 B", "16"],
@@ -25,7 +25,7 @@ def test_a_line_per_part_says_what_it_is_reads_and_makes() -> None:
     ]
 
 
-def test_the_whole_its_inputs_and_its_outputs_stand_above() -> None:
+def test_the_heading_lists_size_inputs_and_outputs() -> None:
     assert Outline()(decoder(2)).splitlines()[:3] == [
         "9 nodes, 48 parameters, 192 B",
         "inputs: ids int64[2, 8], labels int64[2, 8]",
@@ -47,14 +47,14 @@ def test_with_a_partition_the_stage_is_a_column() -> None:
     }
 
 
-def test_without_condensing_every_node_is_a_line_with_all_that_it_reads() -> None:
-    found = {row[0]: row for row in rows(decoder(64), alike=0)}
+def test_without_condensing_every_node_is_a_line_with_everything_it_reads() -> None:
+    found = {row[0]: row for row in rows(decoder(64), collapse=0)}
     assert len(found) == 1 + len(decoder(64).nodes)
     assert found["layers.9"][2] == "layers.8, /le"
 
 
 def test_a_long_list_of_reads_is_counted() -> None:
-    (last,) = [row for row in rows(cut(unet(), "up.1"), alike=2) if row[0] == "/cat@2"]
+    (last,) = [row for row in rows(cut(unet(), "up.1"), collapse=2) if row[0] == "/cat@2"]
     assert last[2] == "up.0, down.1"
 
 
@@ -65,7 +65,7 @@ def test_on_a_console_nothing_is_lost() -> None:
     assert all(text in printed for text in ("layers.0 … layers.19", "44 × Layer", "1 from inputs", "704"))
 
 
-def test_on_a_console_stages_stand_apart() -> None:
+def test_on_a_console_stages_are_separated() -> None:
     console = Console(file=io.StringIO(), width=120)
     console.print(Outline().renderable(cut(decoder(64), "layers.20")))
     lines = console.file.getvalue().splitlines()

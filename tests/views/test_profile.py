@@ -19,7 +19,7 @@ EMBED = NodeCost("embed", 0.001, 0.001, 0.0, 0.001, NodeBytes(peak=7_000_000))
 COSTS = Costs((EMBED, *(layer(f"layers.{n}") for n in range(4))), 0.025, "0" * 64, "cpu", (("torch", "2.13.0"),))
 
 
-def test_the_table_is_in_ms_and_mb_and_nodes_alike_are_one_line():
+def test_the_table_is_in_ms_and_mb_and_equal_nodes_are_one_line():
     heading, device, _, header, _, *rows = Profile()(COSTS).splitlines()
     assert (heading, device) == ("5 nodes, a step of one microbatch 25 ms", "cpu; torch 2.13.0")
     assert [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, *rows)] == [
@@ -35,7 +35,7 @@ def test_the_table_is_in_ms_and_mb_and_nodes_alike_are_one_line():
 
 
 def test_every_node_can_have_a_line_of_its_own():
-    assert [line.split()[1] for line in Profile(alike=0)(COSTS).splitlines()[5:]] == [
+    assert [line.split()[1] for line in Profile(collapse=0)(COSTS).splitlines()[5:]] == [
         "embed", "layers.0", "layers.1", "layers.2", "layers.3", "all"
     ]  # fmt: skip
 
@@ -53,6 +53,6 @@ def test_a_profile_of_nothing_is_a_table_without_nodes():
     assert Profile()(Costs((), 0.0, "", "cpu")).splitlines()[-1].startswith("| all")
 
 
-def test_what_is_no_profile_is_refused():
+def test_anything_but_a_profile_is_refused():
     with pytest.raises(ViewError, match="this view needs a profile"):
         Profile()("costs")

@@ -1,4 +1,4 @@
-"""report: what a page holds, that all of it is data, and that it stays small."""
+"""The report: the contents of a page, that all of it is data, and that it stays small."""
 
 import html
 import json
@@ -10,7 +10,9 @@ import pytest
 from penstock.errors import ViewError
 from penstock.ir import Cluster, StepMetrics
 from penstock.views import Contents, Report
-from penstock.views.report import MAX_BYTES
+from penstock.views.palette import FAINT, INK, KINDS, PAPER, STAGES, contrast
+from penstock.views.report.charts import DARK_PAPER, dark, stage_hues
+from penstock.views.report.report import MAX_BYTES
 from tests.views.reports import contents, planned
 from tests.views.samples import named, standing_still
 
@@ -25,7 +27,7 @@ def words(page: str) -> str:
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", bare)).split())
 
 
-def lanes(page: str) -> dict:
+def zoom_data(page: str) -> dict:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     return json.loads(found[1]) if found else {}
 
@@ -33,7 +35,7 @@ def lanes(page: str) -> dict:
 @pytest.mark.parametrize(
     "text",
     [
-        "2 stages on 2 ranks · 4 microbatches · schedule 1f1b · cuts linear",
+        "2 stages on 2 ranks · 4 microbatches · schedule 1f1b · partitioner linear",
         "measured step 219 ms 1.03 × the prediction, with the optimizer 340 ms, median of 7 steps",
         "throughput 94.1 /s samples, 32 in a step",
         "of 64 MiB, measured, rank 0",
@@ -49,25 +51,25 @@ def lanes(page: str) -> dict:
         "Measured peaks: 20 MiB, 20 MiB.",
     ],
 )
-def test_a_page_says(text: str) -> None:
+def test_a_page_contains(text: str) -> None:
     assert text in words(TRAINED)
 
 
 def test_a_plan_alone_has_nothing_measured() -> None:
     assert "measured" not in words(PLANNED)
-    assert [trace["name"] for trace in lanes(PLANNED)["traces"]] == ["predicted"]
+    assert [trace["name"] for trace in zoom_data(PLANNED)["traces"]] == ["predicted"]
     assert "Plan report" in words(PLANNED)
 
 
-def test_the_sections_stand_in_the_order_of_reading() -> None:
+def test_the_sections_are_in_the_order_of_reading() -> None:
     found = re.findall(r'<section id="(\w+)"', TRAINED)
     assert found == ["model", "timeline", "bubble", "memory", "training", "next", "stages", "search"]
 
 
-def test_the_script_can_tell_every_pass_from_its_numbers() -> None:
+def test_the_script_can_decode_every_pass() -> None:
     plan = planned("interleaved_zb", 2, 4, 2)
     shown = contents(plan)
-    data = lanes(Report()(shown))
+    data = zoom_data(Report()(shown))
     (stages, microbatches), trace = data["sizes"], data["traces"][0]
     found, place = set(), 0
     for rank, count in enumerate(trace["counts"]):
@@ -86,8 +88,8 @@ def test_the_script_can_tell_every_pass_from_its_numbers() -> None:
     assert len(found) == 3 * plan.num_stages * plan.num_microbatches
 
 
-def test_traces_of_one_program_say_once_what_their_passes_are() -> None:
-    predicted, measured = lanes(TRAINED)["traces"]
+def test_traces_of_one_program_share_the_list_of_passes() -> None:
+    predicted, measured = zoom_data(TRAINED)["traces"]
     assert "codes" in predicted
     assert "codes" not in measured
     assert len(measured["gaps"]) == len(predicted["gaps"])
@@ -125,7 +127,7 @@ def test_without_javascript_the_timelines_are_pictures() -> None:
 def test_eight_ranks_and_64_microbatches_fit_with_everything() -> None:
     page = Report()(contents(planned("zb_h1", 8, 64)))
     assert len(page.encode()) <= MAX_BYTES
-    assert [sum(trace["counts"]) for trace in lanes(page)["traces"]] == [3 * 64 * 8] * 2
+    assert [sum(trace["counts"]) for trace in zoom_data(page)["traces"]] == [3 * 64 * 8] * 2
     assert {"predicted", "measured"} <= set(re.findall(r">([^<>]+)</text>", page))
     assert "too many" not in words(page)
 
@@ -134,15 +136,15 @@ def test_eight_ranks_and_64_microbatches_fit_with_everything() -> None:
 def test_where_there_is_little_room_one_timeline_is_a_picture_and_all_can_be_zoomed() -> None:
     page = Report()(contents(planned("interleaved_zb", 8, 64, 4)))
     assert len(page.encode()) <= MAX_BYTES
-    assert [sum(trace["counts"]) for trace in lanes(page)["traces"]] == [3 * 64 * 8 * 4] * 2
+    assert [sum(trace["counts"]) for trace in zoom_data(page)["traces"]] == [3 * 64 * 8 * 4] * 2
     assert 'class="scroll still"' in page
     assert "are too many to also draw both without JavaScript in a page of this size" in words(page)
 
 
-def test_where_there_is_too_much_to_zoom_into_the_page_says_so_and_shows_a_picture() -> None:
+def test_a_timeline_too_large_to_zoom_is_a_picture_with_a_note() -> None:
     page = Report()(contents(planned("gpipe", 16, 600), trained=False))
     assert len(page.encode()) <= MAX_BYTES
-    assert lanes(page) == {}
+    assert zoom_data(page) == {}
     assert "actions are too many to zoom into in a page of this size; penstock trace" in words(page)
     assert 'class="scroll still"' in page
 
@@ -175,7 +177,7 @@ def test_a_run_without_a_recorded_step_or_finite_losses_is_shown_as_far_as_it_go
 
 @pytest.mark.parametrize("schedule", ["gpipe", "dualpipe_v", "zbv"])
 def test_passes_that_overlap_and_stages_in_a_vee_are_drawn(schedule: str) -> None:
-    data = lanes(Report()(contents(planned(schedule, 2, 4, 1 if schedule == "gpipe" else 2))))
+    data = zoom_data(Report()(contents(planned(schedule, 2, 4, 1 if schedule == "gpipe" else 2))))
     assert ("halves" in data["traces"][0]) == (schedule == "dualpipe_v")
     assert data["chunks"] == ([0, 0] if schedule == "gpipe" else [0, 0, 1, 1])
 
@@ -191,7 +193,7 @@ def test_a_step_of_no_length_is_shown_without_shares() -> None:
     assert "Most of the bubble" not in page
 
 
-def test_ranks_that_are_never_idle_are_said_to_be_so() -> None:
+def test_ranks_that_are_never_idle_have_a_sentence_about_it() -> None:
     assert "No rank is ever idle." in words(Report()(contents(planned(ranks=1), trained=False)))
 
 
@@ -202,19 +204,34 @@ def test_a_run_that_was_stopped_before_its_first_step_is_the_report_of_its_plan(
 
 
 def test_a_page_that_cannot_be_small_enough_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.views.report.MAX_BYTES", 1000)
-    with pytest.raises(ViewError, match="too much to show in one page"):
+    monkeypatch.setattr("penstock.views.report.report.MAX_BYTES", 1000)
+    with pytest.raises(ViewError, match="too large for one page"):
         Report()(contents())
 
 
-def test_what_could_not_be_better_says_so() -> None:
-    assert "Nothing that was tried makes a step" in words(Report()(replace(contents(), advice=())))
+def test_a_plan_without_advice_has_a_sentence_about_it() -> None:
+    assert "No change that was tried makes a step" in words(Report()(replace(contents(), advice=())))
 
 
-def test_a_report_is_of_contents_that_belong_together() -> None:
-    with pytest.raises(ViewError, match="other ranks than the plan"):
+def test_contents_that_do_not_belong_together_are_refused() -> None:
+    with pytest.raises(ViewError, match="must have the ranks of the plan"):
         Contents(planned(), named("gpipe", 3, 2))
     with pytest.raises(ViewError, match="another plan"):
         replace(contents(), plan=planned("gpipe"))
     with pytest.raises(ViewError, match="a report needs contents"):
         Report()(planned())
+
+
+@pytest.mark.parametrize("color", [*KINDS.values(), *STAGES])
+def test_shapes_are_visible_on_dark_paper(color: str) -> None:
+    assert contrast(dark(color), DARK_PAPER) >= 3
+
+
+@pytest.mark.parametrize("color", [INK, FAINT])
+def test_text_is_readable_on_light_and_on_dark_paper(color: str) -> None:
+    assert contrast(color, PAPER) >= 4.5
+    assert contrast(dark(color), DARK_PAPER) >= 4.5
+
+
+def test_the_numbers_of_stages_are_readable_on_their_colours() -> None:
+    assert min(min(contrast(light, ink), contrast(dim, dim_ink)) for light, ink, dim, dim_ink in stage_hues()) >= 4.5

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from penstock.views import Table, summary
-from penstock.views.summary import in_flight
+from penstock.views.table import in_flight
 from tests.views.samples import PAIR, heavy, named, run
 
 
@@ -41,7 +41,7 @@ def test_bytes_are_shown_where_there_are_any() -> None:
     assert "peak" not in cells(without[0])
 
 
-def test_the_causes_share_out_the_bubble() -> None:
+def test_the_causes_add_up_to_the_bubble() -> None:
     figures = summary(named("1f1b", 4, 8))
     assert abs(sum(figures.idle) - figures.bubble) < 1e-12
 

@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 from rich.style import Style
 
-from penstock.ir import Trace
+from penstock.ir import StageCosts, Trace
 from penstock.views import Terminal
 from penstock.views.palette import KINDS, channels
-from tests.views.samples import PAIR, TWO_RANKS, VEE, named, run
+from tests.views.samples import PAIR, TWO_RANKS, VEE, jittered, named, run, standing_still
 
 
 def plain(trace: Trace, width: int = 120) -> list[str]:
@@ -49,6 +49,36 @@ def test_where_passes_are_shorter_than_a_character_letters_are_in_proportion_to_
     assert lines[0].endswith("a letter is 12 s")
     assert lines[1].count("F") == pytest.approx(100 / 3, abs=1)
     assert lines[1].count("B") == pytest.approx(200 / 3, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "line"),
+    [
+        (1, 2, "rank 0 F0-F1-B0----B1----"),
+        (0.5, 0.25, "rank 0 F0----F1----B0-B1-"),
+        (2, 3, "rank 0 F0----F1----B0-------B1-------"),
+        (1e-6, 4e-6, "rank 0 F0-F1-B0----------B1----------"),
+    ],
+)
+def test_passes_take_characters_in_proportion_to_their_seconds(forward: float, backward: float, line: str) -> None:
+    costs = StageCosts((forward,), (backward,), (0.0,))
+    assert plain(run("0F0,0F1,0B0,0B1", costs))[1] == line
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        run("0F0,0B0", StageCosts((1.0,), (2**0.5,), (0.0,))),
+        run("0F0,0B0", StageCosts((1.0,), (1.01,), (0.0,))),
+        jittered(run("0F0,0B0")),
+        standing_still(run("0F0,0B0")),
+    ],
+    ids=["no common step", "a very short common step", "recorded", "no length"],
+)
+def test_a_trace_without_a_useful_common_step_fills_the_width(trace: Trace) -> None:
+    line = plain(trace, 40)[1]
+    assert line.startswith("rank 0 ")
+    assert len(line) <= 40
 
 
 def test_colours_are_those_of_the_kinds() -> None:

@@ -1,18 +1,23 @@
-"""Every view of traces, through the table: what holds for all of them, on traces that are hard to draw."""
+"""Every view, through the table: properties of all of them, on traces and graphs that are hard to draw."""
 
+import io
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from penstock.errors import ViewError
-from penstock.ir import Cluster, Orders, Series, Trace
-from penstock.views import VIEWS, find
+from penstock.errors import PartitionError, ViewError
+from penstock.ir import Cluster, Graph, Node, Orders, Partition, Plan, Profile, Series, Trace, Value
+from penstock.views import VIEWS, RichView, Staged
+from tests.views.graphs import IDS, MASK, cut, decoder, graph, hostile, unet
 from tests.views.samples import PAIR, TWO_RANKS, VEE, heavy, jittered, named, run, standing_still
 
 OF_TRACES = {name: view for name, view in VIEWS.items() if view.noun is Trace}
-FIELDS = ("starts", "ends", "sent", "arrived")
+OF_GRAPHS = {name: view for name, view in VIEWS.items() if view.noun is Graph}
+PICTURES = ("timeline", "memory")
 TRACES = {
     "one rank, one microbatch": run("0F0,0B0"),
     "two ranks": run(TWO_RANKS),
@@ -24,83 +29,147 @@ TRACES = {
     "bytes": heavy(),
     "split backward": named("zb_h1", 3, 5),
 }
+ONLY_FREE = Node("mask", ("x",), (Value("mask", MASK),), from_inputs=True)
+BRANCHES = graph(
+    *(Node(name, (reads,), (Value(name, IDS),)) for name, reads in (("a", "x"), ("b", "x"), ("c", "a"))),
+    inputs=(Value("x", IDS),),
+    outputs=("c", "b"),
+)
+GRAPHS: dict[str, Staged] = {
+    "one node": graph(Node("a", ("x",), ()), inputs=(Value("x", IDS),), outputs=()),
+    "only functions of inputs": graph(ONLY_FREE, inputs=(Value("x", IDS),), outputs=("x", "mask")),
+    "no inputs": graph(Node("a", (), (Value("a", IDS),)), inputs=(), outputs=("a",)),
+    "many layers": decoder(64),
+    "many layers in stages": cut(decoder(64), "layers.20", "layers.40"),
+    "skips": unet(),
+    "skips over a stage": cut(unet(), "down.1", "up.1"),
+    "a stage of functions of inputs": cut(decoder(2), "/arange", "layers.0"),
+    "hostile names": hostile(),
+    "stages that alternate": (BRANCHES, Partition((("a", "c"), ("b",)))),
+}
 
 
-def drawn(view: str, trace: Trace) -> str | bytes:
-    document = VIEWS[view]()({"one": trace, "other": jittered(trace)})
-    assert isinstance(document, str | bytes)
-    return document
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_has_the_name_of_its_entry_and_its_file(view: str) -> None:
+    assert VIEWS[view].name == view == VIEWS[view].__module__.rsplit(".", 1)[1]
+    assert VIEWS[view]().suffix.startswith(".")
+    assert VIEWS[view].noun in (Trace, Graph, Profile, Plan)
 
 
 @pytest.mark.parametrize("trace", TRACES)
 @pytest.mark.parametrize("view", OF_TRACES)
-def test_every_view_draws_every_trace_and_the_same_each_time(view: str, trace: str) -> None:
-    document = drawn(view, TRACES[trace])
+def test_every_view_draws_every_trace_deterministically(view: str, trace: str) -> None:
+    traces = {"one": TRACES[trace], "other": jittered(TRACES[trace])}
+    document = VIEWS[view]()(traces)
     assert document
-    assert drawn(view, TRACES[trace]) == document
+    assert VIEWS[view]()(traces) == document
+    assert VIEWS[view]()(TRACES[trace])
 
 
-@pytest.mark.parametrize("view", [view for view in OF_TRACES if view != "compare"])
-def test_every_view_but_a_comparison_takes_a_single_trace(view: str) -> None:
-    assert VIEWS[view]()(TRACES["two ranks"])
+@pytest.mark.parametrize("view", PICTURES)
+def test_a_picture_can_be_a_png(view: str) -> None:
+    pytest.importorskip("matplotlib")
+    first, second = (VIEWS[view](format="png", scale=1.0)({"a": TRACES["two ranks"], "b": heavy()}) for _ in range(2))
+    assert first == second
+    assert first.startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_view_is_called_what_its_file_and_its_place_in_the_table_are_called(view: str) -> None:
-    assert VIEWS[view].name == view == VIEWS[view].__module__.rsplit(".", 1)[1]
-    assert VIEWS[view].suffix.startswith(".")
+@pytest.mark.parametrize("subject", GRAPHS)
+@pytest.mark.parametrize("view", OF_GRAPHS)
+def test_every_view_draws_every_graph_deterministically(view: str, subject: str) -> None:
+    document = OF_GRAPHS[view]()(GRAPHS[subject])
+    assert document
+    assert OF_GRAPHS[view]()(GRAPHS[subject]) == document
 
 
-@pytest.mark.parametrize("view", [view for view in OF_TRACES if VIEWS[view].suffix != ".png"])
-def test_names_are_data_and_cannot_smuggle_control_codes_or_markup(view: str) -> None:
-    document = VIEWS[view]()({"<script>\x1b[31m\x00": TRACES["two ranks"], "[bold]b": TRACES["bytes"]})
-    assert "\x00" not in document
-    assert "\x1b[31m" not in document
-    assert "<script>" not in document or VIEWS[view].suffix != ".svg"
+@pytest.mark.parametrize("width", [20, 80, 200])
+@pytest.mark.parametrize("view", [view for view in VIEWS.values() if issubclass(view, RichView) and view.noun is Graph])
+def test_a_view_of_graphs_prints_on_a_console_of_any_width(view: type[RichView[Any]], width: int) -> None:
+    for subject in GRAPHS.values():
+        console = Console(file=io.StringIO(), width=width)
+        console.print(view().renderable(subject))
+        printed = console.file.getvalue()
+        assert max(map(len, printed.splitlines())) <= width
+        assert "\x1b" not in printed
 
 
 @pytest.mark.parametrize("view", OF_TRACES)
-def test_what_is_no_trace_is_refused(view: str) -> None:
-    with pytest.raises(ViewError, match="a view needs a trace"):
-        VIEWS[view]()({"schedule": "0F0"})
+def test_names_of_traces_cannot_contain_control_codes_or_markup(view: str) -> None:
+    document = VIEWS[view]()({"<script>\x1b[31m\x00": TRACES["two ranks"], "[bold]b": TRACES["bytes"]})
+    assert "\x00" not in document
+    assert "\x1b[31m" not in document
+    assert "<script>" not in document or VIEWS[view]().suffix != ".svg"
+
+
+@pytest.mark.parametrize("view", OF_GRAPHS)
+def test_names_of_nodes_cannot_contain_control_codes_or_markup(view: str) -> None:
+    document = OF_GRAPHS[view]()(hostile())
+    assert not set(document) & {"\x00", "\x07", "\x1b", "\u202e"}
+    assert "<script>" not in document or OF_GRAPHS[view]().suffix != ".svg"
 
 
 def test_a_long_name_is_shortened() -> None:
-    first = VIEWS["grid"]()({"x" * 500: TRACES["two ranks"]}).splitlines()[0]
-    assert len(first) == 80
-    assert first.endswith("...")
+    name = VIEWS["table"]()({"x" * 500: TRACES["two ranks"]}).splitlines()[2].split()[1]
+    assert len(name) == 80
+    assert name.endswith("...")
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("view", OF_TRACES)
+@pytest.mark.parametrize("subject", [{"schedule": "0F0"}, {}, "trace", None], ids=str)
+def test_anything_but_traces_is_refused(view: str, subject: object) -> None:
+    with pytest.raises(ViewError, match="a view needs a trace"):
+        VIEWS[view]()(subject)
+
+
+@pytest.mark.parametrize("view", OF_GRAPHS)
+@pytest.mark.parametrize("subject", ["graph", 3, (), (decoder(2),), (decoder(2), decoder(2))], ids=str)
+def test_anything_but_a_graph_is_refused(view: str, subject: object) -> None:
+    with pytest.raises(ViewError, match="a view needs a graph, or a graph and its partition"):
+        OF_GRAPHS[view]()(subject)
+
+
+@pytest.mark.parametrize("view", OF_GRAPHS)
+def test_a_partition_of_another_graph_is_refused(view: str) -> None:
+    with pytest.raises(PartitionError, match="nodes in no stage"):
+        OF_GRAPHS[view]()((decoder(4), cut(decoder(3))[1]))
 
 
 def test_two_names_that_print_alike_are_refused() -> None:
     with pytest.raises(ViewError, match="the same name once it is printed"):
-        VIEWS["grid"]()({"a\x00": TRACES["two ranks"], "a\x01": TRACES["two ranks"]})
+        VIEWS["table"]()({"a\x00": TRACES["two ranks"], "a\x01": TRACES["two ranks"]})
 
 
 def test_a_trace_without_actions_is_refused() -> None:
-    nothing = Series(())
+    nothing = dict.fromkeys(("starts", "ends", "sent", "arrived"), Series(()))
     program = replace(TRACES["two ranks"].program, table=Orders([np.array([], dtype=np.int64)] * 2))
-    with pytest.raises(ViewError, match="a trace without actions"):
-        VIEWS["grid"]()(replace(TRACES["two ranks"], program=program, **dict.fromkeys(FIELDS, nothing)))
+    with pytest.raises(ViewError, match="the trace has no actions"):
+        VIEWS["table"]()(replace(TRACES["two ranks"], program=program, **nothing))
 
 
-@pytest.mark.parametrize("options", [{"width": 0}, {"width": -5}])
-@pytest.mark.parametrize("view", ["grid", "terminal", "svg", "png", "memory"])
-def test_a_width_of_nothing_is_refused(view: str, options: dict[str, int]) -> None:
+@pytest.mark.parametrize("view", ["terminal", *PICTURES, "report"])
+@pytest.mark.parametrize("width", [0, -5])
+def test_a_width_must_be_above_0(view: str, width: int) -> None:
     with pytest.raises(ViewError, match="width must be above 0"):
-        VIEWS[view](**options)
+        VIEWS[view](width=width)
 
 
-def test_a_view_is_found_whatever_the_case_and_the_dashes() -> None:
-    assert find("Memory-PNG") is VIEWS["memory_png"]
+@pytest.mark.parametrize("view", ["model", "outline", "profile"])
+@pytest.mark.parametrize("collapse", [1, -2])
+def test_a_number_of_equal_parts_must_be_0_or_at_least_2(view: str, collapse: int) -> None:
+    with pytest.raises(ViewError, match="collapse must be 0 or at least 2"):
+        VIEWS[view](collapse=collapse)
 
 
-def test_an_unknown_view_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ViewError, match=r"unknown view.*\n.*grid, terminal, svg"):
-        find("hologram")
-
-
-@pytest.mark.parametrize("view", ["png", "memory_png"])
-def test_without_matplotlib_a_png_says_what_to_install(view: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("view", PICTURES)
+def test_a_png_without_matplotlib_names_the_extra_to_install(view: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ViewError, match=r"try: pip install penstock\[plot\]"):
-        VIEWS[view]()(TRACES["two ranks"])
+        VIEWS[view](format="png")(TRACES["two ranks"])
+
+
+def test_a_report_is_of_contents() -> None:
+    with pytest.raises(ViewError, match="a report needs contents"):
+        VIEWS["report"]()(TRACES["two ranks"])

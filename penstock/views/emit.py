@@ -1,4 +1,4 @@
-"""Foreign: a plan as the configuration that another tool reads, where that tool can do what the plan says."""
+"""A plan as the configuration file of another training framework, where that framework supports the plan."""
 
 import json
 import re
@@ -8,13 +8,13 @@ from penstock.errors import PartitionError, PlanError
 from penstock.ir import Placement, Plan
 
 _ELEMENT = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
-"""how the name of an element of the outermost list of modules begins"""
+"""the part of a module name up to the index in the outermost list of modules"""
 
 
 def torchtitan(plan: Plan, csv: str) -> str:
     """The TOML of torchtitan's `[parallelism]`; `csv` is the file with the order of actions.
 
-    Newer versions of it take the same names from Python and have `num_pp_microbatches` in the place of the size.
+    Newer versions of torchtitan take the same names from Python, and `num_pp_microbatches` instead of the size.
     """
     names = module_lists(plan)
     for name in (name for stage in names for name in stage):
@@ -58,14 +58,14 @@ def automodel(plan: Plan, csv: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-FOREIGN: dict[str, Callable[[Plan, str], str]] = {"torchtitan": torchtitan, "automodel": automodel}
-"""by the name of the tool"""
+EMITTERS: dict[str, Callable[[Plan, str], str]] = {"torchtitan": torchtitan, "automodel": automodel}
+"""by the name of the framework"""
 
 
 def module_lists(plan: Plan) -> list[list[str]]:
-    """The names of the modules of every stage, with the cuts moved to where modules begin.
+    """The names of the modules of every stage, with the cuts moved to the beginnings of modules.
 
-    Refused where a cut is inside a module. What depends on inputs only is in every stage that runs it again.
+    Modules that depend on inputs only are listed in every stage. Raises PartitionError for a cut inside a module.
     """
     home = _units(plan)
     stages = list(home.values())
@@ -82,13 +82,13 @@ def module_lists(plan: Plan) -> list[list[str]]:
 
 
 def check_can_run(plan: Plan) -> None:
-    """Refuse what torch's pipelining, on which both tools are built, does not do."""
+    """Raise PartitionError for plans that torch.distributed.pipelining, on which both frameworks build, cannot run."""
     _check_edges(plan)
     _check_tied(plan)
 
 
 def _units(plan: Plan) -> dict[str, int]:
-    """The modules that a list can name, in the order in which they are called, and the stage of each."""
+    """The modules that a list can name, in the order of their calls, and the stage of each."""
     found: dict[str, int] = {}
     for node in plan.graph.nodes:
         name, stage = _unit(node.module), plan.partition.stage_of(node.name)
@@ -112,7 +112,10 @@ def _units(plan: Plan) -> dict[str, int]:
 
 
 def _filled(stages: list[int], num_stages: int) -> list[int]:
-    """The stages of modules in order, moved as little as gives every stage one: loss and reshaping are no modules."""
+    """The stages of modules in order, moved as little as possible so that every stage has a module.
+
+    A last stage of functions only, such as the loss, has none.
+    """
     starts = [next((i for i, stage in enumerate(stages) if stage >= own), len(stages)) for own in range(num_stages)]
     for own in range(1, num_stages):
         starts[own] = max(starts[own], starts[own - 1] + 1)
@@ -122,7 +125,7 @@ def _filled(stages: list[int], num_stages: int) -> list[int]:
 
 
 def _unit(module: str) -> str:
-    """The element of a list that a module is part of, or the module itself."""
+    """The element of the outermost list that contains the module, or the module itself."""
     found = _ELEMENT.match(module)
     return found[0] if found else module
 
@@ -149,7 +152,7 @@ def _check_tied(plan: Plan) -> None:
 
 
 def _schedule(plan: Plan) -> str:
-    """The name that gives the tool this placement; the order itself is in the CSV."""
+    """The schedule name that implies this placement; the order itself is in the CSV."""
     ranks, placement = plan.num_ranks, plan.schedule.placement
     depth, rest = divmod(plan.num_stages, ranks)
     if not rest and placement == Placement.loop(ranks, depth):
@@ -157,16 +160,17 @@ def _schedule(plan: Plan) -> str:
     if placement == Placement.vee(ranks):
         return "ZBVZeroBubble"
     hint = "--stages-per-rank 1, or a schedule such as interleaved or zbv"
-    raise PlanError("stages lie on the ranks neither in a loop nor in a vee", placement=placement.ranks, hint=hint)
+    raise PlanError("the placement must be a loop or a vee", placement=placement.ranks, hint=hint)
 
 
 def _samples(plan: Plan) -> int:
-    """Samples of a microbatch: the first dimension of the first input that has one."""
+    """Samples in a microbatch: the first dimension of the first input that has one."""
     return next((value.spec.shape[0] for value in plan.graph.inputs if value.spec.shape), 1)
 
 
 def _recomputes(plan: Plan) -> bool:
     chosen = plan.choices.recompute
     if any(chosen) and not all(chosen):
-        raise PlanError("only some stages are computed again", stages=chosen, hint="--recompute none or full")
+        hint = "--recompute none or full"
+        raise PlanError("recomputation must apply to all stages or to none", stages=chosen, hint=hint)
     return all(chosen)

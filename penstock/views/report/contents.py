@@ -1,4 +1,4 @@
-"""Contents: all that a report shows, gathered before it is drawn."""
+"""The input of a report: a plan, its predicted step, and the run that followed it."""
 
 from dataclasses import dataclass
 
@@ -8,21 +8,21 @@ from penstock.ir import Plan, Run, Trace
 
 @dataclass(frozen=True)
 class Advice:
-    """One change of a plan, what a step would take with it, and the share of the time that this saves."""
+    """One change of a plan, and the step time that is predicted with it."""
 
     change: str
-    """what to do, as a command or in words"""
+    """the change, as a command or in words"""
     seconds: float
-    """predicted, of a step of the same batch"""
+    """predicted for a step of the same batch"""
     gain: float
-    """share of the predicted step that is saved"""
+    """share of the predicted step time that is saved"""
     note: str = ""
-    """what it rests on, or what it costs"""
+    """the assumption behind the figure, or the cost of the change"""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A plan, the step that it predicts and, where it was trained by, the run; and what could be better."""
+    """Everything that a report shows."""
 
     plan: Plan
     predicted: Trace
@@ -31,12 +31,12 @@ class Contents:
     digest: str = ""
     """of the plan, in hexadecimal digits"""
     versions: tuple[tuple[str, str], ...] = ()
-    """of what the report was made with, by name"""
+    """of the software that made the report, by name"""
 
     def __post_init__(self) -> None:
         if self.predicted.num_ranks != self.plan.num_ranks:
-            ranks = self.predicted.num_ranks
-            raise ViewError("the trace has other ranks than the plan", ranks=ranks, planned=self.plan.num_ranks)
+            ranks, planned = self.predicted.num_ranks, self.plan.num_ranks
+            raise ViewError("the trace must have the ranks of the plan", ranks=ranks, planned=planned)
         if self.run is not None and self.run.plan != self.plan:
             raise ViewError("the run followed another plan", hint="the plan of the run")
 

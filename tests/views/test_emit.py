@@ -1,4 +1,4 @@
-"""Foreign: what of a plan other tools can be told, and what is refused."""
+"""Plans as configurations of other frameworks, and the plans that these cannot run."""
 
 from dataclasses import replace
 from functools import cache
@@ -11,8 +11,9 @@ from torch import nn
 import penstock
 from penstock.errors import PartitionError, PlanError
 from penstock.ir import DeviceSpeed, Partition, Plan
-from penstock.views import check_can_run, module_lists
-from penstock.views.foreign import automodel, torchtitan
+from penstock.views import EMITTERS, check_can_run, module_lists
+
+torchtitan, automodel = EMITTERS["torchtitan"], EMITTERS["automodel"]
 
 
 class Net(nn.Module):
@@ -75,11 +76,11 @@ def test_every_stage_is_its_modules_in_order() -> None:
     assert len(lists) == 2
 
 
-def test_parts_of_a_layer_go_by_the_name_of_the_layer() -> None:
+def test_parts_of_a_layer_have_the_name_of_the_layer() -> None:
     assert module_lists(cut(("layers.2.0",))) == [["layers.0", "layers.1"], ["layers.2", "layers.3", "head"]]
 
 
-def test_a_stage_without_modules_gets_the_nearest_one() -> None:
+def test_a_stage_of_functions_only_gets_the_nearest_module() -> None:
     found = cut(("/exp",))
     assert module_lists(found) == [["layers.0", "layers.1", "layers.2", "layers.3"], ["head"]]
 
@@ -109,21 +110,21 @@ def test_the_name_gives_the_placement(schedule: str, name: str) -> None:
 
 def test_stages_in_neither_loop_nor_vee_are_refused() -> None:
     own = penstock.Schedule.from_csv("1F0,1F1,1F2,1B0,1B1,1B2\n0F0,0B0,0F1,0B1,0F2,0B2\n")
-    with pytest.raises(PlanError, match="neither in a loop nor in a vee"):
+    with pytest.raises(PlanError, match="must be a loop or a vee"):
         torchtitan(replace(plan(), schedule=own), "s.csv")
 
 
 @pytest.mark.parametrize(
     ("chosen", "words"), [((True, True), 'mode = "full"'), ((False, False), "local_batch_size = 6")]
 )
-def test_all_stages_or_none_are_computed_again(chosen: tuple[bool, ...], words: str) -> None:
+def test_all_stages_or_none_are_recomputed(chosen: tuple[bool, ...], words: str) -> None:
     found = replace(plan(), choices=replace(plan().choices, recompute=chosen))
     assert words in torchtitan(found, "s.csv")
     assert f"activation_checkpointing: {str(chosen[0]).lower()}\n" in automodel(found, "s.csv")
 
 
-def test_some_stages_computed_again_are_refused() -> None:
-    with pytest.raises(PlanError, match="only some stages are computed again"):
+def test_recomputation_of_some_stages_is_refused() -> None:
+    with pytest.raises(PlanError, match="must apply to all stages or to none"):
         automodel(replace(plan(), choices=replace(plan().choices, recompute=(True, False))), "s.csv")
 
 
@@ -138,7 +139,7 @@ def test_a_chain_can_run() -> None:
         (Skip(), 3, "a value skips a stage"),
     ],
 )
-def test_what_the_tools_cannot_run_is_refused(model: nn.Module, ranks: int, words: str) -> None:
+def test_plans_that_torch_cannot_run_are_refused(model: nn.Module, ranks: int, words: str) -> None:
     with pytest.raises(PartitionError, match=words):
         check_can_run(planned(model, "1f1b", ranks))
 
@@ -159,6 +160,6 @@ class Outer(nn.Module):
         return self.model(x)
 
 
-def test_torchtitan_is_not_told_of_modules_inside_others() -> None:
+def test_torchtitan_cannot_split_modules_inside_others() -> None:
     with pytest.raises(PartitionError, match=r"at its own children only \(module: model.layers.0"):
         torchtitan(planned(Outer(), "1f1b"), "s.csv")

@@ -1,0 +1,316 @@
+"""The sections of a report that are text: key figures, the model as a bar, idle time, and the tables.
+
+`report.html` calls these functions. To add a section, write a function here and a `<section>` there.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from penstock.ir import (
+    Candidate,
+    Plan,
+    Run,
+    Trace,
+    bytes_text,
+    count_text,
+    counted,
+    number_text,
+    percent_text,
+    seconds_text,
+)
+from penstock.views.base import short_name
+from penstock.views.condense import CondensedGraph, Part
+from penstock.views.palette import STAGES
+from penstock.views.report.contents import Advice, Contents
+
+MAX_TEXT = 400
+
+
+def headline(plan: Plan) -> str:
+    """The choices of a plan in one line."""
+    words = (
+        f"{counted(plan.num_stages, 'stage')} on {counted(plan.num_ranks, 'rank')}",
+        counted(plan.num_microbatches, "microbatch"),
+        f"schedule {_clipped(plan.choices.schedule)}",
+        f"partitioner {_clipped(plan.choices.partitioner)}",
+    )
+    return " · ".join(words)
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
+
+
+# ----------------------------------------------------------------------------------------------------- key figures
+
+CLOSE, FAR = 0.1, 0.3
+"""relative errors of the predicted step time up to which it is good, and up to which it is fair"""
+FULL, NEARLY_FULL = 1.0, 0.9
+
+
+class Card(NamedTuple):
+    """One figure with its name and a note."""
+
+    name: str
+    value: str
+    note: str = ""
+    tone: str = ""
+    """good, fair, bad or empty"""
+    share: float | None = None
+    """drawn as a bar"""
+
+
+def cards(contents: Contents) -> list[Card]:
+    """The key figures that are known."""
+    plan, run, predicted = contents.plan, contents.run, contents.plan.predicted
+    alone = plan.num_microbatches * (sum(plan.costs.forward) + sum(plan.costs.backward))
+    is_pipeline = predicted.makespan and plan.num_ranks > 1
+    faster = f"{number_text(alone / predicted.makespan, 3)} × as fast as one rank" if is_pipeline else ""
+    found = [Card("predicted step", seconds_text(predicted.makespan, 3), faster)]
+    if run:
+        found += _measured_cards(run)
+
+    measured = contents.traces.get("measured")
+    note = f"measured {percent_text(measured.bubble)}" if measured else "share of all ranks' time without compute"
+    found.append(Card("bubble", percent_text(predicted.bubble), note))
+
+    above = predicted.makespan / predicted.lower_bound - 1 if predicted.lower_bound else 0.0
+    note = f"no order of these stages takes less than {seconds_text(predicted.lower_bound, 3)}"
+    found.append(Card("above the lower bound", percent_text(above), note, "good" if above <= CLOSE else ""))
+    found.append(_memory_card(contents))
+    if run:
+        found += _training_cards(run)
+    return found
+
+
+def _measured_cards(run: Run) -> Iterator[Card]:
+    whole, predicted = run.step_seconds, run.plan.predicted.makespan
+    if whole is None:
+        return
+    # A plan predicts the passes; the optimizer and reading the data come on top.
+    seconds = run.trace.makespan if run.trace is not None else whole
+    median = f"median of {counted(max(1, len(run.steps) - 1), 'step')}"
+    note, tone = median if run.trace is None else f"with the optimizer {seconds_text(whole, 3)}, {median}", ""
+    if predicted:
+        error = abs(seconds / predicted - 1)
+        tone = "good" if error <= CLOSE else "fair" if error <= FAR else "bad"
+        note = f"{number_text(seconds / predicted, 3)} × the prediction, {note}"
+    yield Card("measured step", seconds_text(seconds, 3), note, tone)
+    samples = run.steps[-1].samples
+    if samples and whole:
+        yield Card("throughput", f"{number_text(samples / whole, 3)} /s", f"samples, {samples} in a step")
+
+
+def _memory_card(contents: Contents) -> Card:
+    run, limits = contents.run, contents.plan.cluster.limits
+    peaks = run.peaks if run and run.peaks else contents.plan.predicted.peaks
+    word = "measured" if run and run.peaks else "predicted"
+    if not limits:
+        rank = peaks.index(max(peaks))
+        return Card("peak memory", bytes_text(peaks[rank]), f"{word}, rank {rank}; no limit was given")
+    shares = [peak / limit for peak, limit in zip(peaks, limits, strict=True)]
+    rank = shares.index(max(shares))
+    tone = "bad" if shares[rank] > FULL else "fair" if shares[rank] > NEARLY_FULL else "good"
+    note = f"of {bytes_text(limits[rank])}, {word}, rank {rank}"
+    return Card("peak memory", bytes_text(peaks[rank]), note, tone, min(shares[rank], 1.0))
+
+
+def _training_cards(run: Run) -> Iterator[Card]:
+    if losses := run.losses:
+        lost = len(run.steps) - len(losses)
+        note = f"{counted(len(run.steps), 'step')}" + (f", {lost} without a finite loss" if lost else "")
+        tone = "bad" if lost else "good" if losses[-1] < losses[0] else "fair"
+        yield Card("loss", f"{number_text(losses[0], 3)} → {number_text(losses[-1], 3)}", note, tone)
+    if run.largest_difference is not None:
+        shown = f"{run.largest_difference:.1e}".replace("e-0", "e-") if run.largest_difference else "0"
+        yield Card("largest difference", shown, "relative, to the unsplit model")
+
+
+# -------------------------------------------------------------------------------------------------- the model as a bar
+
+LEAST_WIDTH = 0.4
+"""per cent of the bar for a stage that costs next to nothing, so that it is visible"""
+MAX_PARTS = 400
+GLUE_WIDTH = 0.12
+"""width of functions between modules, in modules"""
+
+
+class Segment(NamedTuple):
+    """A part of a stage; `width` is its share of the stage in per cent."""
+
+    title: str
+    kind: str
+    width: float
+
+
+class Band(NamedTuple):
+    """A stage; `width` is its share of the bar in per cent."""
+
+    stage: int
+    rank: int
+    width: float
+    tip: str
+    segments: tuple[Segment, ...]
+
+    @property
+    def hue(self) -> int:
+        """The index of its colour."""
+        return self.stage % len(STAGES)
+
+
+def model_bar(plan: Plan) -> list[Band]:
+    """A band per stage, as wide as its cost; its parts are equally wide, as a plan holds no costs of nodes."""
+    collapse = 0 if len(plan.graph.nodes) <= MAX_PARTS else 2
+    condensed = CondensedGraph.of((plan.graph, plan.partition), collapse)
+    by_stage: list[list[Part]] = [[] for _ in range(plan.num_stages)]
+    for part in condensed.parts:
+        if not part.from_inputs:
+            by_stage[part.stage].append(part)
+    has_segments = sum(map(len, by_stage)) <= MAX_PARTS
+    costs = [forward + backward for forward, backward in zip(plan.costs.forward, plan.costs.backward, strict=True)]
+    widths = [max(LEAST_WIDTH, 100 * cost / (sum(costs) or 1.0)) for cost in costs]
+    bands = []
+    for stage, parts in enumerate(by_stage):
+        shares = [GLUE_WIDTH if part.is_glue else float(part.times) for part in parts]
+        segments = tuple(
+            Segment(part.title, part.kind, 100 * share / sum(shares)) for part, share in zip(parts, shares, strict=True)
+        )
+        rank, nodes = plan.schedule.placement[stage], counted(len(plan.partition.stages[stage]), "node")
+        tip = f"stage {stage} on rank {rank}: {nodes}, {seconds_text(costs[stage], 3)} per microbatch"
+        width = 100 * widths[stage] / sum(widths)
+        bands.append(Band(stage, rank, width, tip, segments if has_segments else ()))
+    return bands
+
+
+# --------------------------------------------------------------------------------------------------------- idle time
+
+CAUSES = (
+    ("compute", "passes of its stages"),
+    ("warm-up", "before the first values arrive"),
+    ("wait", "between passes, for data of other ranks"),
+    ("imbalance", "less work than the busiest rank"),
+    ("drain", "after its last pass"),
+)
+MAX_RANKS = 64
+
+
+class Slice(NamedTuple):
+    """One cause and its share of the step in per cent."""
+
+    cause: int
+    share: float
+    tip: str
+
+
+class RankTime(NamedTuple):
+    """The step of one rank by cause."""
+
+    name: str
+    slices: tuple[Slice, ...]
+    bubble: str
+
+
+def rank_times(trace: Trace) -> list[RankTime]:
+    """A row per rank, up to MAX_RANKS, and one for the mean of all."""
+    if not trace.makespan:
+        return []
+    seconds = [(work, *idle) for work, idle in zip(trace.work, trace.idle, strict=True)]
+    mean = tuple(sum(column) / len(seconds) for column in zip(*seconds, strict=True))
+    names = [f"rank {rank}" for rank in range(len(seconds))][:MAX_RANKS]
+    rows = []
+    for name, own in zip((*names, "all ranks"), (*seconds[:MAX_RANKS], mean), strict=True):
+        slices = []
+        for cause, part in enumerate(own):
+            if part > 0:
+                tip = f"{CAUSES[cause][0]}: {seconds_text(part, 3)}, {percent_text(part / trace.makespan)}"
+                slices.append(Slice(cause, round(100 * part / trace.makespan, 2), tip))
+        rows.append(RankTime(name, tuple(slices), percent_text(sum(own[1:]) / trace.makespan)))
+    return rows
+
+
+def largest_cause(trace: Trace) -> str:
+    """A sentence about the largest part of the bubble."""
+    if not trace.makespan:
+        return ""
+    totals = [sum(column) / len(trace.idle) / trace.makespan for column in zip(*trace.idle, strict=True)]
+    if max(totals) < 5e-4:
+        return "No rank is ever idle."
+    place = totals.index(max(totals))
+    name, words = CAUSES[place + 1]
+    share = percent_text(totals[place])
+    return f"Most of the bubble of {percent_text(trace.bubble)} is {name}, {words}: {share} of all ranks' time."
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+MAX_ROWS = 128
+MAX_REASONS = 12
+STAGE_COLUMNS = ("stage", "rank", "nodes", "parameters", "forward", "backward", "activations", "sends", "first node")
+CANDIDATE_COLUMNS = ("", "step", "bubble", "peak", "schedule", "stages", "microbatches", "partitioner", "why not")
+
+
+class StageRow(NamedTuple):
+    """A stage, its cells, and the index of its colour."""
+
+    hue: int
+    cells: tuple[str, ...]
+
+
+def stage_rows(plan: Plan) -> list[StageRow]:
+    """The first MAX_ROWS stages."""
+    condensed, costs = CondensedGraph.of((plan.graph, plan.partition), 0), plan.costs
+    sends: dict[int, list[str]] = {}
+    for crossing in condensed.crossings:
+        what = f"{counted(len(crossing.values), 'tensor')}, {bytes_text(crossing.forward_bytes)} → {crossing.consumer}"
+        sends.setdefault(crossing.producer, []).append(what)
+    rows = []
+    for stage, names in enumerate(plan.partition.stages[:MAX_ROWS]):
+        size = condensed.parameter_size(plan.graph[name] for name in names)
+        sent = sends.get(stage, ["nothing"])
+        cells = (
+            str(stage),
+            str(plan.schedule.placement[stage]),
+            str(len(names)),
+            f"{count_text(size.num_parameters)}, {bytes_text(size.bytes)}",
+            seconds_text(costs.forward[stage], 3),
+            seconds_text(costs.backward[stage], 3),
+            bytes_text(costs.activation_bytes[stage]) + (", recomputed" if plan.choices.recompute[stage] else ""),
+            "; ".join(sent[:4]) + ("; …" if len(sent) > 4 else ""),
+            short_name(names[0]),
+        )
+        rows.append(StageRow(stage % len(STAGES), cells))
+    return rows
+
+
+def candidate_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """The plans that the search compared, the chosen one first."""
+    return [_candidate(place, candidate) for place, candidate in enumerate(plan.search.candidates[:MAX_ROWS])]
+
+
+def _candidate(place: int, candidate: Candidate) -> tuple[str, ...]:
+    predicted, chosen = candidate.predicted, candidate.choices
+    recomputed = f", {sum(chosen.recompute)} recomputed" if any(chosen.recompute) else ""
+    return (
+        str(place + 1),
+        seconds_text(predicted.makespan, 3),
+        percent_text(predicted.bubble),
+        bytes_text(max(predicted.peaks)),
+        _clipped(chosen.schedule),
+        f"{len(chosen.recompute)} {chosen.placement}{recomputed}",
+        str(candidate.num_microbatches),
+        _clipped(chosen.partitioner),
+        _clipped(candidate.lost) or "chosen",
+    )
+
+
+def reasons(plan: Plan) -> list[str]:
+    """Why the plan was chosen, a sentence each."""
+    return [_clipped(reason) for reason in plan.search.reasons[:MAX_REASONS]]
+
+
+def advice_rows(advice: tuple[Advice, ...]) -> list[tuple[str, str, str, str]]:
+    """Per change its gain, the predicted step time, and the assumption behind it."""
+    return [
+        (_clipped(each.change), f"−{percent_text(each.gain)}", seconds_text(each.seconds, 3), _clipped(each.note))
+        for each in advice
+    ]
