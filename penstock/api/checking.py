@@ -148,7 +148,7 @@ class _Bench:
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        with self.captured.undisturbed(_SEED), self.captured.without_parameter_hooks():
+        with self.captured.isolated(_SEED), self.captured.without_accumulation_hooks():
             yield
 
 

@@ -1,36 +1,51 @@
-"""MECHANISM: nn.Module + example batch -> Graph and its live module, by running the real forward and recording it."""
+"""Records the forward of any nn.Module on an example batch, and replays parts of it.
 
-from penstock.capture.book import spec_of
-from penstock.capture.calls import watched_modules
-from penstock.capture.captured import Captured, capture
-from penstock.capture.generators import States, python_sources, seed_generators, torch_sources
-from penstock.capture.hooks import silent_hooks
-from penstock.capture.leaves import Granularity
+    capture(model, args) --> Captured: the Graph, and a Recording for every kind of batch
+    Captured.replay(recording, nodes, ...) --> Replay: some calls of the recording, run on new values
+
+The real forward runs once under a `Recorder` (`recorder.py`), which names tensors (`tensor_table.py`), writes arguments
+down (`arguments.py`) and notices side effects (`effects.py`, `call_context.py`). Everything that it changes is put back
+(`isolation.py`, `generators.py`). `captured.py` decides which recording holds for a batch (`fingerprint.py`,
+`guards.py`).
+"""
+
+from penstock.capture.captured import Captured, capture, without_cache
+from penstock.capture.generators import GeneratorStates, python_generators, seed_generators, torch_generators
+from penstock.capture.granularity import Granularity
+from penstock.capture.hooks import call_hook, intercept_modules, without_user_hooks
+from penstock.capture.isolation import isolated, uncompiled
 from penstock.capture.microbatches import Microbatch, Split, microbatch_sizes, split_batch
-from penstock.capture.onlooker import shown_to
+from penstock.capture.objects import MODULE_ATTRIBUTES, code_origin, copy_leaf, object_items
 from penstock.capture.recording import Recording, make_recording
 from penstock.capture.replay import Replay
-from penstock.capture.surroundings import uncompiled, undisturbed
+from penstock.capture.tensor_table import device_of, spec_of, storage_id
 
 __all__ = [
+    "MODULE_ATTRIBUTES",
     "Captured",
+    "GeneratorStates",
     "Granularity",
     "Microbatch",
     "Recording",
     "Replay",
     "Split",
-    "States",
+    "call_hook",
     "capture",
+    "code_origin",
+    "copy_leaf",
+    "device_of",
+    "intercept_modules",
+    "isolated",
     "make_recording",
     "microbatch_sizes",
-    "python_sources",
+    "object_items",
+    "python_generators",
     "seed_generators",
-    "shown_to",
-    "silent_hooks",
     "spec_of",
     "split_batch",
-    "torch_sources",
+    "storage_id",
+    "torch_generators",
     "uncompiled",
-    "undisturbed",
-    "watched_modules",
+    "without_cache",
+    "without_user_hooks",
 ]

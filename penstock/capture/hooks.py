@@ -1,44 +1,118 @@
-"""Hooks: those of the user on leaves are not run while a model is recorded, as recording is no forward of theirs."""
+"""Sees calls of modules and functions: interception while recording, the user's hooks, the call hook of a replay."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import nn
 
+from penstock.capture.objects import code_origin
 from penstock.errors import CaptureError
 
-_LIBRARIES = ("torch", "transformers", "peft", "accelerate")
-"""whose hooks are part of what a module computes, such as those of weight_norm and of frozen embeddings under LoRA"""
+Handler = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+# Interception
 
 
 @contextmanager
-def silent_hooks(leaves: Iterable[nn.Module]) -> Iterator[None]:
-    """The user's forward hooks and pre-hooks of some modules and of all their parts are away; new ones do run."""
-    parts = {id(part): part for leaf in leaves for part in leaf.modules()}
-    kept = [(hooks, dict(hooks)) for part in parts.values() for hooks in _kinds(part) if hooks]
+def intercept_modules(model: nn.Module, handler: Handler) -> Iterator[None]:
+    """Let `handler(module, original, args, kwargs)` answer every call of a module.
+
+    `__call__` is replaced on every class in use that defines it, not only on nn.Module, as some classes override it.
+    """
+    owners = {owner for module in model.modules() for owner in type(module).__mro__ if "__call__" in vars(owner)}
+    saved = {owner: vars(owner)["__call__"] for owner in owners - {object}}
+
+    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return handler(self, original, args, kwargs)
+
+        return call
+
     try:
-        for hooks, content in kept:
+        for owner, original in saved.items():
+            # Script classes refuse attributes in their own __setattr__.
+            type.__setattr__(owner, "__call__", replacement(original))
+        yield
+    finally:
+        for owner, original in saved.items():
+            type.__setattr__(owner, "__call__", original)
+
+
+@contextmanager
+def intercept_autograd_functions(handler: Handler) -> Iterator[None]:
+    """Let `handler(function class, original, args, kwargs)` answer every `apply` of an autograd function.
+
+    A torch function mode does not see them: it would see the calls inside, whose backward is not the function's own.
+    """
+    original = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return handler(cls, original.__get__(None, cls), args, kwargs)
+
+    try:
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def intercept_scripted_functions(handler: Handler) -> Iterator[None]:
+    """Let `handler(function, original, args, kwargs)` answer every call of a scripted function, which no mode sees."""
+    owner = torch.jit.ScriptFunction
+    original = owner.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(*given: Any, **named: Any) -> Any:
+            return original(self, *given, **named)
+
+        return handler(self, run, args, kwargs)
+
+    try:
+        owner.__call__ = call  # type: ignore[method-assign]
+        yield
+    finally:
+        owner.__call__ = original  # type: ignore[method-assign]
+
+
+# Hooks of the user
+
+
+@contextmanager
+def without_user_hooks(leaves: Iterable[nn.Module]) -> Iterator[None]:
+    """Remove the user's forward hooks and pre-hooks from some modules and their parts; restore them at the end.
+
+    Recording runs the model without the user asking for a forward, so hooks that count or log must not run. Hooks that
+    are registered inside stay.
+    """
+    parts = {id(part): part for leaf in leaves for part in leaf.modules()}
+    saved = [(hooks, dict(hooks)) for part in parts.values() for hooks in _forward_hooks(part) if hooks]
+    try:
+        for hooks, content in saved:
             for key, hook in content.items():
                 if _is_users(hook):
                     del hooks[key]
         yield
     finally:
-        for hooks, content in kept:
+        for hooks, content in saved:
             new = {key: hook for key, hook in hooks.items() if key not in content}
             hooks.clear()
             hooks.update(content)
             hooks.update(new)
 
 
-def has_users_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether a user's hook is on one of some modules or on a part of one."""
+def has_user_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether some module, or a part of it, has a forward hook or pre-hook of the user."""
     parts = (part for module in modules for part in module.modules())
-    return any(_is_users(hook) for part in parts for hooks in _kinds(part) for hook in hooks.values())
+    return any(_is_users(hook) for part in parts for hooks in _forward_hooks(part) for hook in hooks.values())
 
 
 def refuse_backward_hooks(module: nn.Module, path: str) -> None:
-    """Raise a CaptureError if a user's hook is on the gradients of a module that is opened: a replay never calls it."""
+    """Raise a CaptureError if an opened module has a backward hook of the user: a replay never calls the module."""
     hooks = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
     if any(map(_is_users, hooks)):
         raise CaptureError(
@@ -48,12 +122,35 @@ def refuse_backward_hooks(module: nn.Module, path: str) -> None:
         )
 
 
-def _kinds(part: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+def _forward_hooks(part: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     return part._forward_hooks, part._forward_pre_hooks
 
 
 def _is_users(hook: Any) -> bool:
+    """Whether a hook is the user's, not part of the module's own computation as those of weight_norm and LoRA are."""
     inner = getattr(hook, "func", hook)
-    home = str(getattr(inner, "__module__", ""))
-    # What is sharded is gathered around a recording, and its hooks would take that for a forward.
-    return home.partition(".")[0] not in _LIBRARIES or home.startswith("torch.distributed.fsdp")
+    module = str(getattr(inner, "__module__", ""))
+    # Sharded parameters are gathered around a whole recording: FSDP's hooks would take each block for a forward.
+    return code_origin(module) in ("user", "python") or module.startswith("torch.distributed.fsdp")
+
+
+# Call hook of a replay
+
+CallHook = Callable[[str, Mapping[str, Any]], None]
+"""is called after each replayed call with its name and the values that it made"""
+_active_hook: ContextVar[CallHook | None] = ContextVar("penstock_call_hook", default=None)
+
+
+@contextmanager
+def call_hook(hook: CallHook | None) -> Iterator[None]:
+    """Call the hook after every call that is replayed inside; None: no hook."""
+    token = _active_hook.set(hook)
+    try:
+        yield
+    finally:
+        _active_hook.reset(token)
+
+
+def active_call_hook() -> CallHook | None:
+    """The hook of the innermost `call_hook`."""
+    return _active_hook.get()

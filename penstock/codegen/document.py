@@ -52,7 +52,7 @@ def document(captured: Any, partition: Partition, placement: Placement, beside: 
     definitions = [*_support(bool(reading)), *([reading] if reading else []), *classes]
     body = "\n\n\n".join("\n".join(block) for block in (*definitions, settings, run))
     head = [*docstring(_header(recording.graph, captured.model, stages)), "", *_imports(imports, body, bool(reading))]
-    recorded = [f"TRAINING = {captured.model.training}", f"HOME = {quoted(recording.home)}"]
+    recorded = [f"TRAINING = {captured.model.training}", f"HOME = {quoted(recording.device)}"]
     text = "\n".join((*head, "", *recorded, "", "", body, ""))
     check_inert(text)
     return Document(text, constants.content)

@@ -38,7 +38,7 @@ class Section:
     def steps(self) -> tuple[Call | Guard, ...]:
         """The calls of the stage, and the decisions for which it has all that they look at."""
         names = {node.name for node in self.nodes}
-        here = self.recording.at_hand(names)
+        here = self.recording.available_values(names)
         own = [step for step in self.recording.record.steps if self._belongs(step, names, here)]
         read, kept = {*self.sends, *(self._graph.outputs if self.is_last else ())}, []
         for step in reversed(own):

@@ -127,7 +127,7 @@ class StageClass:
 
     def _is_copied(self, value: str) -> bool:
         """Whether a value lies in the memory of a buffer that the next forward writes."""
-        return value in self.section.recording.in_state and value in self._graph.makers
+        return value in self.section.recording.state_views and value in self._graph.makers
 
 
 def _dict(pairs: dict[str, Code]) -> Code:

@@ -103,7 +103,7 @@ class Steps:
             code = written.code
         if step.results.structure != _TENSOR:
             answers = Answers(self.terms, self.names, self.read)
-            return list(answers.statements(code, self.terms.recording.answers[step.name], step.name))
+            return list(answers.statements(code, self.terms.recording.returned[step.name], step.name))
         variable = self.terms.variables.get(step.results.values[0])
         is_bound = variable in self.read and variable not in updated
         return [Chain((variable, " = ", code)) if is_bound and variable else code]
@@ -111,7 +111,7 @@ class Steps:
     def _update(self, value: str, buffer: str, context: CallContext) -> Statement:
         """A buffer as the call left it: a copy, as the next forward writes it again, unless values look into it."""
         code, variable = part_code(buffer, self.terms.leaves), self.terms.variables[value]
-        if value in self.terms.recording.in_state:
+        if value in self.terms.recording.state_views:
             return Statement(Chain((variable, " = ", code)), context)
         # Also where the call ran without gradients, the buffer may be part of a graph.
         return Statement(

@@ -72,7 +72,7 @@ class Terms:
         if isinstance(thing, Tensor):
             return self.constants.code(thing)
         if isinstance(thing, torch.device):
-            is_home = str(thing) == self.recording.home
+            is_home = str(thing) == self.recording.device
             return "self.device" if is_home else f"torch.device({quoted(str(thing))})"
         if isinstance(thing, _WORDS) and getattr(torch, str(thing).removeprefix("torch."), None) is thing:
             return str(thing)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from penstock.capture import States, python_sources, torch_sources
+from penstock.capture import GeneratorStates, python_generators, torch_generators
 from penstock.errors import PlanError
 
 _HINT = "plan=penstock.plan(model, kwargs=batch, ranks=..., microbatches=...)"
@@ -27,8 +27,8 @@ def example_of(loader: Any, batch_size: int) -> dict[str, Any]:
 @contextmanager
 def unnoticed() -> Iterator[None]:
     """Whatever is drawn inside, random numbers go on as if nothing had been."""
-    states = States([*python_sources(), *torch_sources(torch.cuda.is_initialized())])  # type: ignore[no-untyped-call]
+    states = GeneratorStates([*python_generators(), *torch_generators(torch.cuda.is_initialized())])  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        states.put_back()
+        states.restore()

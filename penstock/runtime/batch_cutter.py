@@ -39,7 +39,7 @@ class BatchCutter:
         pieces = split_batch(captured.model.forward, args, kwargs, target, self.plan.num_microbatches, self._split)
         if recordings is not None:
             return CutBatch(pieces, recordings, tuple(captured.inputs(piece.args, piece.kwargs) for piece in pieces))
-        found, named = zip(*captured.met((piece.args, piece.kwargs) for piece in pieces), strict=True)
+        found, named = zip(*captured.recordings((piece.args, piece.kwargs) for piece in pieces), strict=True)
         return CutBatch(pieces, found, named)
 
     def content(self, batch: CutBatch) -> list[dict[str, Any]]:

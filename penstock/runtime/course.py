@@ -83,7 +83,7 @@ class Courses:
     def _edges_of(self, recording: Any, roots: tuple[str, ...], is_training: bool) -> Edges:
         key = (id(recording), roots, is_training)
         if key not in self._edges:
-            adding = recording.adding if is_training else ()
+            adding = recording.nodes_adding_loss if is_training else ()
             graph = prune_gradients(recording.graph, roots if is_training else (), adding)
             partition: Partition = self._owners.fit(graph)
             self._edges[key] = {(c.producer, c.consumer): c for c in partition.crossings(graph)}

@@ -57,7 +57,7 @@ class ModelPart:
             if parallelize is not None:
                 parallelize(stage)
         self.shards = Shards(self.stages)
-        self.captured.surroundings = self.shards.gathered
+        self.captured.recording_context = self.shards.gathered
         self.replicas = Replicas(groups, {index: list(stage.parameters()) for index, stage in self.stages.items()})
         self.tied = Tied(groups, shared_parameters(plan, self.stages, groups.rank))
         if self.has_numbers:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.capture import shown_to
+from penstock.capture import call_hook
 from penstock.runtime.adding import added_with_reductions
 from penstock.runtime.loss_head import LossHead
 from penstock.runtime.model_part import ModelPart
@@ -33,7 +33,7 @@ class Player:
         seed = inputs.seed + microbatch
         own, recording, named = self._part.stages[stage], inputs.recordings[microbatch], inputs.named[microbatch]
         sight = self.witness.sight(stage, microbatch, recording.graph, named) if self.witness else None
-        with added_with_reductions() as added, shown_to(sight.see if sight else None):
+        with added_with_reductions() as added, call_hook(sight.see if sight else None):
             passage = StageRun(own, recording, named, incoming, is_split, seed)
         loss = self._ending.finish(load, microbatch, passage.outputs) if stage == self._last else None
         if loss is not None:

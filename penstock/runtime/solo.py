@@ -37,7 +37,7 @@ class Solo:
     def of(cls, captured: Captured, has_loss_fn: bool = False) -> "Solo":
         """A captured model, trained as a plan without or with a loss function would train it."""
         roots = roots_of(captured, has_loss_fn)
-        return cls(captured, prune_gradients(captured.graph, roots, captured.first.adding), roots)
+        return cls(captured, prune_gradients(captured.graph, roots, captured.first.nodes_adding_loss), roots)
 
     @property
     def model(self) -> nn.Module:
@@ -136,7 +136,7 @@ class Solo:
         """Inside, whatever is run leaves the model and its surroundings as they were, and steps no optimizer."""
         parameters = {value.name for value in self.graph.parameters}
         written = {name for update in self.graph.updates for name in update.names} & parameters
-        with self._captured.undisturbed(written=written), self._captured.without_parameter_hooks():
+        with self._captured.isolated(written=written), self._captured.without_accumulation_hooks():
             yield
 
 

@@ -42,7 +42,7 @@ def _step(
 ) -> dict[str, Tensor | None]:
     """The numbers of one forward and backward from a fixed seed, by name; everything is put back afterwards."""
     model = captured.model
-    with captured.undisturbed(_SEED), captured.without_parameter_hooks():
+    with captured.isolated(_SEED), captured.without_accumulation_hooks():
         output = run(*transform(args, _copied), **transform(kwargs, _copied))
         tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
         _backward(run, tensors)

@@ -10,7 +10,7 @@ def check_guards(recording: Any, partition: Partition) -> None:
     """Refuse a cut after which no stage has all that the model looks at for one decision."""
     if partition.num_stages > 1:
         _check_state(recording)
-    runs = [recording.at_hand(node.name for node in nodes) for nodes in partition.runs(recording.graph)]
+    runs = [recording.available_values(node.name for node in nodes) for nodes in partition.runs(recording.graph)]
     for step in recording.record.steps:
         if isinstance(step, Guard):
             reads = {*refs(step.args), *refs(step.kwargs)}

@@ -99,7 +99,7 @@ REFUSED = {
         r"a tensor of unknown origin is used \(shape: \(8,\), dtype: torch.float32, where: /mul\)",
     ),
     "a parameter from nowhere": (lambda self, x: x * TRAINED, "a tensor of unknown origin is used"),
-    "a global variable that is written": (lambda self, x: x + COUNT.add_(1), "writes into a tensor that is no part"),
+    "a global variable that is written": (lambda self, x: x + COUNT.add_(1), "writes into a tensor that is not part"),
     "a mapped function": (lambda self, x: torch.vmap(torch.tanh)(x), r"transformed between blocks \(torch.vmap"),
     "a gradient": (
         lambda self, x: torch.autograd.grad(x.sum(), x, create_graph=True)[0],
@@ -119,7 +119,7 @@ REFUSED = {
         r"something else each time it runs.*where: generator\)",
     ),
     "random numbers of numpy": (lambda self, x: x * np.random.rand(), "something else each time"),
-    "a module given to a function": (lambda self, x: Handed.apply(x, self.blocks[3]), "a module is handed to"),
+    "a module given to a function": (lambda self, x: Handed.apply(x, self.blocks[3]), "a module is passed to"),
     "an object that holds tensors": (lambda self, x: self.unbox(Box(x)), "an object that holds tensors goes from"),
 }
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.capture import Captured, capture
-from penstock.capture.captured import without_cache
-from penstock.capture.conditions import Conditions
+from penstock.capture import Captured, capture, without_cache
+from penstock.capture.guards import InputGuards
 from penstock.partitioners import uniform
 from tests.capture.models import Masking, Stack
 from tests.stages.parity import Batch, difference, of_model, of_stages
@@ -71,7 +70,7 @@ def test_other_batch_sizes_lengths_and_image_sizes_are_exact(name: str) -> None:
 
 
 def test_a_record_without_decisions_on_inputs_is_not_played_to_find_that_it_holds() -> None:
-    assert Conditions(capture(Stack(), (BATCH,)).first, Stack()).are_trivial
+    assert InputGuards(capture(Stack(), (BATCH,)).first, Stack()).always_hold
 
 
 def test_only_what_decides_is_played_to_find_whether_a_record_holds() -> None:
@@ -80,21 +79,21 @@ def test_only_what_decides_is_played_to_find_whether_a_record_holds() -> None:
             return super().forward(x + (x > 0).cumsum(-1), mask)
 
     model = Shifted()
-    conditions = Conditions(capture(model, (BATCH, torch.ones(6))).first, model)
-    assert not conditions.are_trivial
-    assert conditions.hold({"mask": torch.ones(6)})
-    assert not conditions.hold({"mask": torch.zeros(6)})
+    guards = InputGuards(capture(model, (BATCH, torch.ones(6))).first, model)
+    assert not guards.always_hold
+    assert guards.hold({"mask": torch.ones(6)})
+    assert not guards.hold({"mask": torch.zeros(6)})
 
 
 def test_conditions_are_prepared_once_for_every_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
 
-    class Counted(Conditions):
+    class Counted(InputGuards):
         def __init__(self, *given: object) -> None:
             made.append(given)
             super().__init__(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(import_module("penstock.capture.captured"), "Conditions", Counted)
+    monkeypatch.setattr(import_module("penstock.capture.captured"), "InputGuards", Counted)
     captured = capture(Masking(), (BATCH, torch.ones(6)))
     for _ in range(3):
         captured.recording((BATCH, torch.ones(6)), {})

@@ -100,12 +100,12 @@ def test_a_hook_without_which_the_model_fails_is_run():
     penstock.split(captured, uniform(captured.graph, 3))
 
 
-def test_a_hook_that_changes_the_form_of_what_a_block_returns_is_refused():
+def test_a_hook_that_changes_shape_or_dtype_of_a_block_result_is_refused():
     model = Stack()
     model.blocks[1].register_forward_hook(lambda module, given, result: result.double())
     model.blocks[2].register_forward_pre_hook(lambda module, given: (given[0].float(),))
     captured = penstock.capture(model, (BATCH,))
-    with pytest.raises(CaptureError, match=r"a hook changes the form .*blocks.1.*found: float64\[6, 8\]\)\ntry: open"):
+    with pytest.raises(CaptureError, match=r"a hook changes the shape.*blocks.1.*found: float64\[6, 8\]\)\ntry: open"):
         penstock.split(captured, uniform(captured.graph, 3))
 
 

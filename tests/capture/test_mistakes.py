@@ -46,17 +46,18 @@ def test_the_innermost_module_is_named():
 
 @pytest.mark.parametrize("args", [BATCH, {"x": BATCH}, 3, None])
 def test_arguments_that_are_no_tuple_are_refused(args):
-    with pytest.raises(CaptureError, match=rf"of the model in a tuple \(given: {type(args).__name__}\)\ntry:"):
+    problem = rf"a tuple of the model's positional arguments \(given: {type(args).__name__}\)\ntry:"
+    with pytest.raises(CaptureError, match=problem):
         penstock.capture(Stack(), args)
 
 
 def test_named_arguments_that_are_no_dict_are_refused():
-    with pytest.raises(CaptureError, match=r"named arguments of the model in a dict \(given: list\)"):
+    with pytest.raises(CaptureError, match=r"a dict of the model's keyword arguments \(given: list\)"):
         penstock.capture(Stack(), (BATCH,), [1.0])
 
 
 def test_what_is_no_module_is_refused():
-    with pytest.raises(CaptureError, match=r"only a torch.nn.Module can be captured \(given: function\)"):
+    with pytest.raises(CaptureError, match=r"model must be a torch.nn.Module \(given: function\)"):
         penstock.capture(lambda x: x, (BATCH,))
 
 
@@ -80,8 +81,8 @@ def test_a_partition_of_another_model_is_refused():
 
 GRANULARITIES = {
     "a depth that is a text": ({"depth": "2"}, r"depth must be 1 or more.*depth: '2'"),
-    "a class": ({"basic_blocks": Block}, r"names of modules or classes in a list \(given: Block\)"),
-    "a text": ({"basic_blocks": "blocks.1"}, r"names of modules or classes in a list \(given: 'blocks.1'\)"),
+    "a class": ({"basic_blocks": Block}, r"a list of module names and classes \(given: Block\)"),
+    "a text": ({"basic_blocks": "blocks.1"}, r"a list of module names and classes \(given: 'blocks.1'\)"),
     "a list in a list": (
         {"basic_blocks": [["blocks.1"]]},
         r"name of a module or a class \(basic block: \['blocks.1'\]",

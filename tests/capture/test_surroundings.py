@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.capture import capture, kept
-from penstock.capture.kept import without_parameter_hooks
+from penstock.capture import capture, isolation
+from penstock.capture.isolation import without_accumulation_hooks
 from penstock.partitioners import uniform
 from tests.capture.models import Skipping, Stack
 
@@ -154,7 +154,7 @@ def being(block):
 @pytest.mark.parametrize("limit", [1 << 30, 0])
 @pytest.mark.parametrize("has_gradient", [True, False])
 def test_a_block_that_does_something_to_itself_is_left_as_it_was(deed, limit, has_gradient, monkeypatch):
-    monkeypatch.setattr(kept, "_COPIED_BYTES", limit)
+    monkeypatch.setattr(isolation, "_MAX_COPIED_BYTES", limit)
     model = nn.Sequential(Doing(DEEDS[deed]), nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].weight.grad = torch.ones(4) if has_gradient else None
     before = being(model[0])
@@ -166,7 +166,7 @@ def test_a_block_that_does_something_to_itself_is_left_as_it_was(deed, limit, ha
 
 @pytest.mark.parametrize("limit", [1 << 30, 0])
 def test_an_embedding_that_keeps_its_rows_short_is_left_as_it_was(limit, monkeypatch):
-    monkeypatch.setattr(kept, "_COPIED_BYTES", limit)
+    monkeypatch.setattr(isolation, "_MAX_COPIED_BYTES", limit)
     model = nn.Sequential(nn.Embedding(10, 4, max_norm=0.5), nn.Linear(4, 4), nn.Linear(4, 4))
     before = model[0].weight.detach().clone()
     captured = penstock.capture(model, (torch.arange(6),))
@@ -177,7 +177,7 @@ def test_an_embedding_that_keeps_its_rows_short_is_left_as_it_was(limit, monkeyp
 def test_hooks_that_step_an_optimizer_can_be_kept_from_running():
     model, seen = Stack(), []
     model.head.weight.register_post_accumulate_grad_hook(lambda _: seen.append("step"))
-    with without_parameter_hooks(model):
+    with without_accumulation_hooks(model):
         model(BATCH).sum().backward()
     assert seen == []
     model(BATCH).sum().backward()

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from penstock.capture import Captured, capture
-from penstock.capture.captured import without_cache
+from penstock.capture import Captured, capture, without_cache
 from penstock.partitioners import uniform
 from tests.stages.parity import Batch, Difference, difference, of_model, of_stages
 from tests.zoo import UNSCORED, ZOO, has_labels, without_labels

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import Captured, Microbatch, Recording, silent_hooks, uncompiled, watched_modules
+from penstock.capture import Captured, Microbatch, Recording, intercept_modules, uncompiled, without_user_hooks
 from penstock.ir import Call, Graph, Parts, Ref, TensorSpec, put_together, transform
 from penstock.runtime.losses.case import Case
 from penstock.runtime.losses.evidence import Outcome
@@ -42,7 +42,7 @@ def try_model(captured: Captured, recording: Recording, case: Case) -> Trial:
         args, kwargs = rows(batch, size, *span)
         return Microbatch(args, kwargs, None, span[1])
 
-    with captured.undisturbed(), uncompiled(), silent_hooks([captured.model]), torch.enable_grad():
+    with captured.isolated(), uncompiled(), without_user_hooks([captured.model]), torch.enable_grad():
         return replace(tried(answer, size, stand_in.dims, 0, part), recording=recording)
 
 
@@ -85,7 +85,7 @@ class StandIn:
             is_random = args and name in self._random
             return args[0] if is_random else original(module, *args, **kwargs)
 
-        with watched_modules(self._captured.model, called), from_the_same_start(self._written):
+        with intercept_modules(self._captured.model, called), from_the_same_start(self._written):
             loss = loss_of(self._captured.whole(*batch[0], **batch[1]))
             return outcome(loss, list(leaves.values()))
 
@@ -110,7 +110,7 @@ class StandIn:
                 return put_together(thing.kind, thing.keys, [built(item) for item in thing.items])
             return thing
 
-        return built(self._recording.answers.get(call.name, Ref(call.results.values[0])))
+        return built(self._recording.returned.get(call.name, Ref(call.results.values[0])))
 
 
 def _is_block(model: nn.Module, call: Call, graph: Graph) -> bool:

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.capture import Microbatch, Recording, States, python_sources, torch_sources, uncompiled, undisturbed
+from penstock.capture import (
+    GeneratorStates,
+    Microbatch,
+    Recording,
+    isolated,
+    python_generators,
+    torch_generators,
+    uncompiled,
+)
 from penstock.ir import transform
 from penstock.runtime.losses.case import Case
 from penstock.runtime.losses.evidence import Evidence, Outcome, Part
@@ -67,7 +75,7 @@ def try_function(loss_fn: LossFn, case: Case, place: int, as_pair: bool = False)
             loss = loss_fn(transform(leaves, _copied), transform(rows(target, size, start, length), _copied))
             return outcome(loss, tensors(leaves))
 
-    with undisturbed(module), uncompiled(), torch.enable_grad():
+    with isolated(module), uncompiled(), torch.enable_grad():
         return tried(answer, size, dims, place, lambda span: Microbatch((), {}, rows(target, size, *span), span[1]))
 
 
@@ -92,7 +100,7 @@ def tried(
     """Ask for the whole and for two parts."""
     cut = 1 + (size // 2 - 1 + place) % (size - 1)
     spans = ((0, cut), (cut, size - cut))
-    generators = States([*python_sources(), *torch_sources(torch.cuda.is_initialized())])  # type: ignore[no-untyped-call]
+    generators = GeneratorStates([*python_generators(), *torch_generators(torch.cuda.is_initialized())])  # type: ignore[no-untyped-call]
     try:
         whole = answer(0, size)
     except Exception as error:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.capture import capture, split_batch
-from penstock.capture.captured import without_cache
+from penstock.capture import capture, split_batch, without_cache
 from penstock.ir import transform
 from penstock.runtime import loss_of
 from penstock.runtime.losses.coupling import couplings

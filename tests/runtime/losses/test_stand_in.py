@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.capture import capture, split_batch
-from penstock.capture.captured import without_cache
+from penstock.capture import capture, split_batch, without_cache
 from penstock.runtime.losses.case import Case
 from penstock.runtime.losses.model_rule import ModelRule
 from penstock.runtime.losses.stand_in import try_model

@@ -1,4 +1,4 @@
-"""Leaves: which modules stay whole in a record, and which are opened to see what happens between their parts."""
+"""Which modules stay whole in a record (leaves), and which are opened to record the calls between their parts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,9 +16,9 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 class Granularity:
     """How far modules are opened.
 
-    By default the elements of the outermost lists of modules are leaves, and so are torch's own modules and modules
-    with parameters but no parts. With `depth`, every module so many levels down is a leaf. `basic_blocks`, names or
-    classes, are leaves wherever they are; `opened` never are.
+    By default the elements of the outermost lists of modules are leaves, and so are modules of torch.nn and modules
+    that have parameters but no submodules. With `depth`, every module that many levels down is a leaf. `basic_blocks`,
+    names or classes, are leaves wherever they are; modules named in `opened` never are.
     """
 
     depth: int | None = None
@@ -27,7 +27,7 @@ class Granularity:
 
     @classmethod
     def of(cls, graph: Graph) -> "Granularity":
-        """The one with which a graph was recorded, as far as the graph tells."""
+        """The granularity with which a graph was recorded, as far as the graph shows."""
         leaves = tuple(dict.fromkeys(node.module for node in graph.nodes if node.is_leaf))
         scopes = {node.module for node in graph.nodes if not node.is_leaf}
         around = {".".join(name.split(".")[:end]) for name in leaves for end in range(name.count(".") + 1)}
@@ -35,38 +35,35 @@ class Granularity:
         return cls(basic_blocks=leaves, opened=frozenset((around | within) - set(leaves)))
 
     def leaves(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The leaves of a model by name."""
-        self._check(model)
-        return self.found(model)
+        """The leaves of a model by name; raises a CaptureError if a basic block is not in the model."""
+        names, classes = dict(model.named_modules()), {type(module) for module in model.modules()}
+        known = {*names, *classes, *(kind.__name__ for kind in classes)}
+        for block in self.basic_blocks:
+            # "" is the name of the model itself.
+            if block == "" or block not in known:
+                raise CaptureError(
+                    "no module of this name or class",
+                    basic_block=block,
+                    hint="a name of named_modules()",
+                )
+        return self.find_leaves(model)
 
-    def found(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The leaves of a model for which this was checked before."""
+    def find_leaves(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The leaves of a model for which `leaves` was called before: without its checks."""
         return dict(self._visit(model, "", 0, in_list=False))
 
     def open_like(self, model: nn.Module, leaf: str) -> "Granularity":
-        """The same with a leaf, and all others of its class, opened."""
+        """The same granularity with a leaf, and all leaves of its class, opened."""
         found = self.leaves(model)
         alike = {name for name, module in found.items() if type(module) is type(found[leaf])}
         return replace(self, opened=self.opened | alike)
-
-    def _check(self, model: nn.Module) -> None:
-        names, classes = dict(model.named_modules()), {type(module) for module in model.modules()}
-        for block in self.basic_blocks:
-            if block == "" or (
-                block not in names and block not in classes and block not in {kind.__name__ for kind in classes}
-            ):
-                raise CaptureError(
-                    "no module of this name or class", basic_block=block, hint="a name of named_modules()"
-                )
-        if self.depth is not None and not (type(self.depth) is int and self.depth >= 1):
-            raise CaptureError("depth must be 1 or more: the model itself is no part of it", depth=self.depth)
 
     def _visit(self, module: nn.Module, path: str, level: int, in_list: bool) -> Iterator[tuple[str, nn.Module]]:
         if path not in self.opened and self._is_leaf(module, path, level, in_list):
             yield path, module
             return
         children = list(module.named_children())
-        # A list of one is only a wrapping: its element is looked at like any other module.
+        # A list of one is only a wrapper: its element is treated like any other module.
         is_list = isinstance(module, _CONTAINERS) and len(children) > 1
         for name, child in children:
             yield from self._visit(child, f"{path}.{name}" if path else name, level + 1, is_list)
@@ -77,7 +74,7 @@ class Granularity:
         if type(module).__name__ in self.basic_blocks:
             return True
         if path and isinstance(module, torch.jit.ScriptModule):
-            # What happens inside is not seen.
+            # No Python runs inside, so no call could be recorded.
             return True
         if self.depth is not None:
             return level >= self.depth

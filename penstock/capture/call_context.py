@@ -1,0 +1,99 @@
+"""The torch contexts in which a call is made: grad mode and autocast, which a replay enters again."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.capture.objects import code_origin
+from penstock.errors import CaptureError
+from penstock.ir import CallContext
+
+
+@contextmanager
+def entered(context: CallContext) -> Iterator[None]:
+    """Enter the grad mode and autocast of a recorded call, where they differ from those around the model."""
+    with ExitStack() as stack:
+        if context.grad is not None:
+            stack.enter_context(torch.set_grad_enabled(context.grad))
+        if context.autocast is not None:
+            device, enabled, dtype = context.autocast
+            kind = getattr(torch, dtype.removeprefix("torch."))
+            stack.enter_context(torch.autocast(device, enabled=enabled, dtype=kind))
+        yield
+
+
+class ContextTracker:
+    """Compares the contexts inside a forward with those around the model, where the tracker was made.
+
+    Grad mode and autocast can be recorded. Contexts that a replay could not enter again are refused.
+    """
+
+    def __init__(self) -> None:
+        self._outer = _torch_contexts()
+        self._outer_saving = _saved_tensors_hooks()
+        self._outer_inference = torch.is_inference_mode_enabled()
+        self._num_running_functions = 0
+        self._rng_state: Tensor | None = None
+
+    def current(self) -> CallContext:
+        """The context of a call made now."""
+        grad, autocast = _torch_contexts()
+        outer_grad, outer_autocast = self._outer
+        return CallContext(None if grad == outer_grad else grad, None if autocast == outer_autocast else autocast)
+
+    def counting(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        """The `apply` of an autograd function, counted while it runs."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._num_running_functions += 1
+            try:
+                return apply(*args, **kwargs)
+            finally:
+                self._num_running_functions -= 1
+
+        return run
+
+    def in_function_with_own_graph(self) -> bool:
+        """Whether an autograd function runs and has enabled gradients: its backward will run a backward inside."""
+        return self._num_running_functions > 0 and torch.is_grad_enabled()
+
+    def start_rng(self) -> None:
+        """From now on only recorded calls may move torch's generator."""
+        self._rng_state = torch.get_rng_state()
+
+    def rng_was_set(self, before_call: Tensor) -> bool:
+        """Whether code between the last random call and this one moved torch's generator, as `manual_seed` does."""
+        last, self._rng_state = self._rng_state, torch.get_rng_state()
+        return last is not None and not torch.equal(last, before_call)
+
+    def refuse_unsupported(self, scope: str) -> None:
+        """Raise a CaptureError if a context is active that a replay could not enter again."""
+        if torch.is_inference_mode_enabled() != self._outer_inference:
+            raise CaptureError(
+                "the model turns inference mode on between its blocks, where in-place writes could not be seen",
+                module=scope or "the model",
+                hint="torch.no_grad() does the same, or keep the module that does so whole (basic_blocks)",
+            )
+        hooks = _saved_tensors_hooks()
+        # Those of torch recompute or offload saved tensors, which changes no number.
+        own = any(code_origin(getattr(hook, "__module__", "")) != "torch" for hook in hooks)
+        if own and hooks != self._outer_saving:
+            raise CaptureError(
+                "the model changes between its blocks how tensors are saved for the backward (saved_tensors_hooks)",
+                module=scope or "the model",
+                hint="keep the module that does so whole (basic_blocks)",
+            )
+
+
+def _torch_contexts() -> tuple[bool, tuple[str, bool, str]]:
+    kind = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
+    return torch.is_grad_enabled(), (kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)))
+
+
+def _saved_tensors_hooks() -> tuple[Any, ...]:
+    """The innermost pair of pack and unpack hooks; empty if there is none."""
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return tuple(found or ())

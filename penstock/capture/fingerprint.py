@@ -1,0 +1,226 @@
+"""Everything that a recording depends on besides the content of the tensors in a batch.
+
+A recording holds for another batch if the two batches have the same signature and the model has the same fingerprint.
+The fingerprint covers the state the Python code between the leaves may branch on: training modes, attributes of
+modules, class attributes, and global variables that the code refers to. It is computed once per step, so it must be
+cheap; it is compared within one process only.
+"""
+
+import argparse
+import types
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from hashlib import blake2b
+from itertools import islice
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from penstock.capture.granularity import Granularity
+from penstock.capture.objects import MODULE_ATTRIBUTES, PLAIN_TYPES, code_origin, object_items
+
+_SCALARS = (*PLAIN_TYPES, complex, bytes, torch.dtype, torch.device)
+_NUMPY = (np.generic, np.ndarray)
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_MAX_DEPTH, _MAX_ITEMS = 5, 256
+"""how deep, and how many items of a container, a value is looked at"""
+_PLAIN_TYPES = frozenset(PLAIN_TYPES)
+
+
+def batch_signature(named_leaves: Mapping[str, object]) -> Any:
+    """Equal for two batches if one recording may serve both, as far as can be seen without reading tensors.
+
+    The batch is given as its leaves by name. Shapes, strides, dtypes, devices, `requires_grad` and all Python values
+    count, and also which leaves are one and the same tensor.
+    """
+    tensors = [leaf for leaf in named_leaves.values() if isinstance(leaf, Tensor)]
+    return (
+        tuple((name, _leaf_signature(leaf)) for name, leaf in named_leaves.items()),
+        tuple(next(place for place, other in enumerate(tensors) if other is leaf) for leaf in tensors),
+    )
+
+
+def _leaf_signature(leaf: object) -> object:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    if isinstance(leaf, (*_SCALARS, *_NUMPY)):
+        return type(leaf), content_of(leaf)
+    # By contents, not by identity as in a model: the caller may make an equal object for every batch.
+    held = _content_of_items(leaf, _MAX_DEPTH)
+    if isinstance(leaf, types.FunctionType):
+        return leaf.__code__, held
+    if isinstance(leaf, types.BuiltinFunctionType) or not (held or hasattr(leaf, "__dict__")):
+        return type(leaf), repr(leaf)
+    return type(leaf), held
+
+
+def model_fingerprint(model: nn.Module, granularity: Granularity, volatile: Collection[str] = ()) -> Any:
+    """Equal for a model at two times if a recording made at one of them holds at the other.
+
+    `volatile` names settings that the forward itself changes; they are left out.
+    """
+    leaves, modules = granularity.find_leaves(model), list(model.modules())
+    opened = _opened_modules(modules, leaves)
+    found = _settings(leaves, opened)
+    state = [
+        tensor
+        for module in modules
+        for kind in (module._parameters, module._buffers)
+        for tensor in kind.values()
+        if tensor is not None
+    ]
+    return (
+        tuple([(tensor.dtype, tensor.requires_grad, tensor.device) for tensor in state]),
+        tuple([(id(module), module.training) for module in modules]),
+        tuple(map(_hooks_and_state, opened)),
+        tuple([item for item in found.items() if item[0] not in volatile]),
+        _torch_modes(),
+    )
+
+
+def model_settings(model: nn.Module, granularity: Granularity) -> dict[str, object]:
+    """The Python state that the code between leaves may depend on, by name."""
+    leaves = granularity.find_leaves(model)
+    return _settings(leaves, _opened_modules(model.modules(), leaves))
+
+
+def _opened_modules(modules: Iterable[nn.Module], leaves: Mapping[str, nn.Module]) -> list[nn.Module]:
+    inside = {id(part) for leaf in leaves.values() for part in leaf.modules()}
+    return [module for module in modules if id(module) not in inside]
+
+
+def _settings(leaves: Mapping[str, nn.Module], opened: list[nn.Module]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for place, module in enumerate(opened):
+        for name, value in vars(module).items():
+            if name not in MODULE_ATTRIBUTES:
+                found[f"{place}/{name}"] = content_of(value)
+    for path, leaf in leaves.items():
+        for name, value in vars(leaf).items():
+            # Code outside a leaf seldom reads more of it than plain values, and many leaves cache objects inside.
+            if type(value) in _PLAIN_TYPES and name not in MODULE_ATTRIBUTES:
+                found[f"{path}.{name}"] = type(value), value
+    return found | referenced_globals(dict.fromkeys(map(type, opened)))
+
+
+def _hooks_and_state(module: nn.Module) -> tuple[object, ...]:
+    hooks = (*module._forward_hooks, "pre", *module._forward_pre_hooks)
+    return hooks, tuple(map(id, (*module._parameters.values(), *module._buffers.values())))
+
+
+def _torch_modes() -> tuple[object, ...]:
+    autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+    return torch.is_grad_enabled(), autocast, torch.get_default_dtype()
+
+
+# Contents of Python values
+
+
+def content_of(value: object, depth: int = _MAX_DEPTH) -> object:
+    """Something that compares equal later if the value still has the same content, down to some depth."""
+    if isinstance(value, _SCALARS):
+        # True, 1 and 1.0 are equal, but not the same to a model.
+        return type(value), value
+    if isinstance(value, np.generic):
+        return type(value), value.tobytes()
+    if isinstance(value, np.ndarray):
+        content = repr(value).encode() if value.dtype.hasobject else value.tobytes()
+        return value.shape, value.dtype.str, blake2b(content, digest_size=16).digest()
+    if not depth or isinstance(value, nn.Module | Tensor | type | types.ModuleType):
+        return id(value)
+    if isinstance(value, dict):
+        items = islice(value.items(), _MAX_ITEMS)
+        return tuple((str(key), content_of(item, depth - 1)) for key, item in items), len(value)
+    if isinstance(value, list | tuple | deque):
+        return tuple(content_of(item, depth - 1) for item in islice(value, _MAX_ITEMS)), len(value)
+    if isinstance(value, set | frozenset):
+        return frozenset(content_of(item, depth - 1) for item in islice(value, _MAX_ITEMS)), len(value)
+    return id(value), _content_of_items(value, depth)
+
+
+def _content_of_items(thing: object, depth: int) -> tuple[tuple[str, object], ...]:
+    # Two levels, as for an object that holds a dict of its attributes.
+    below = max(depth - 2, 0)
+    return tuple((name, content_of(item, below)) for name, item in islice(object_items(thing), _MAX_ITEMS))
+
+
+# Global variables and class attributes
+
+_Reference = tuple[dict[str, Any], str]
+"""a namespace and a name in it"""
+_references: "WeakKeyDictionary[type, tuple[_Reference, ...]]" = WeakKeyDictionary()
+"""by class; the code of a class does not change, the values of the names do"""
+
+
+def referenced_globals(kinds: Iterable[type]) -> dict[str, object]:
+    """The contents of the settings that the user's classes may depend on besides attributes of their instances.
+
+    These are class attributes and the global variables that their methods refer to, directly or through functions and
+    modules of the user that they call.
+    """
+    own = dict.fromkeys(kind for each in kinds for kind in each.__mro__ if code_origin(kind.__module__) == "user")
+    found: dict[str, object] = {}
+    for kind in own:
+        for name, value in vars(kind).items():
+            if not name.startswith("__") and _is_setting(value):
+                found[f"{kind.__module__}.{kind.__qualname__}.{name}"] = content_of(value)
+        if kind not in _references:
+            _references[kind] = tuple(_find_references(kind))
+        for namespace, name in _references[kind]:
+            if name in namespace and _is_setting(namespace[name]):
+                found[f"{namespace.get('__name__')}:{name}"] = content_of(namespace[name])
+    return found
+
+
+def _is_setting(value: object) -> bool:
+    """Whether a value is data, rather than code or part of the model."""
+    if isinstance(value, (*PLAIN_TYPES, *_CONTAINERS, *_NAMESPACES)):
+        return True
+    if isinstance(value, type | types.ModuleType | nn.Module | Tensor) or callable(value):
+        return False
+    return code_origin(type(value).__module__) == "user" and hasattr(value, "__dict__")
+
+
+def _find_references(kind: type) -> Iterator[_Reference]:
+    """The global names that the methods of a class refer to, and the user's functions that these call by name."""
+    waiting = [
+        function
+        for value in vars(kind).values()
+        # A method, the getter of a property, the function of a static or class method.
+        for function in (value, getattr(value, "fget", None), getattr(value, "__func__", None))
+        if isinstance(function, types.FunctionType)
+    ]
+    seen: set[int] = set()
+    while waiting:
+        function = waiting.pop()
+        if id(function.__code__) in seen:
+            continue
+        seen.add(id(function.__code__))
+        for namespace, name in _look_up(function.__globals__, set(_names_in(function.__code__))):
+            value = namespace[name]
+            if isinstance(value, types.FunctionType) and code_origin(value.__module__) == "user":
+                waiting.append(value)
+            elif not isinstance(value, types.FunctionType | types.ModuleType | type):
+                yield namespace, name
+
+
+def _look_up(namespace: dict[str, Any], names: set[str]) -> Iterator[_Reference]:
+    """Which names are globals of a file, or of the user's Python modules among these globals."""
+    for name in names & namespace.keys():
+        yield namespace, name
+        value = namespace[name]
+        if isinstance(value, types.ModuleType) and code_origin(value.__name__) == "user":
+            # `settings.scale` has both names in its code object.
+            inside = vars(value)
+            yield from ((inside, inner) for inner in names & inside.keys())
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)

@@ -1,0 +1,80 @@
+"""Guards: the Python values and sizes that a model read from tensors, and for which batches they hold.
+
+A recording freezes the branch that the model took. It holds for another batch only if everything that the model read
+comes out the same. What was read from the inputs, or from values computed from the inputs alone, is checked before the
+step runs, on every rank alike; everything else is checked by the replay when the value is there.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from penstock.capture.arguments import TENSOR
+from penstock.capture.hooks import without_user_hooks
+from penstock.capture.recording import Recording
+from penstock.capture.replay import Replay
+from penstock.ir import Call, Guard, refs
+
+
+class InputGuards:
+    """The guards of a recording that depend on the inputs alone, prepared to be checked for other batches."""
+
+    def __init__(self, recording: Recording, model: nn.Module) -> None:
+        self._written = recording.graph.written
+        nodes = _nodes_to_check(recording)
+        self._replay = None if nodes is None else Replay(recording, nodes, model, ())
+        chosen = [recording.graph[name] for name in nodes or ()]
+        self._leaves = [model.get_submodule(node.module) for node in chosen if node.is_leaf]
+
+    @property
+    def always_hold(self) -> bool:
+        """Whether there is nothing to check."""
+        return self._replay is None
+
+    def hold(self, inputs: dict[str, Any]) -> bool:
+        """Whether everything reads the same in this batch."""
+        if self._replay is None:
+            return True
+        own = {name: tensor.clone() if name in self._written else tensor for name, tensor in inputs.items()}
+        try:
+            with without_user_hooks(self._leaves):
+                self._replay.run(own)
+        except Exception:
+            # A guard that fails raises, and so does a batch that the model cannot run on; then the recording that is
+            # made next reports the reason.
+            return False
+        return True
+
+
+def _nodes_to_check(recording: Recording) -> list[str] | None:
+    """The nodes that must run to check all guards on the inputs; None if there are no such guards."""
+    graph, record = recording.graph, recording.record
+    free = {node.name for node in graph.nodes if node.from_inputs}
+    available = recording.available_values(free)
+    has_guards, wanted = False, set[str]()
+    # Values that may differ between two batches of the same signature.
+    varying = set(record.inputs)
+    for step in record.steps:
+        if isinstance(step, Guard):
+            names = {*refs(step.args), *refs(step.kwargs)}
+            if names <= available:
+                has_guards, wanted = True, wanted | names
+        elif step.name in free and (graph[step.name].buffers or varying & set(graph[step.name].reads)):
+            made = {value.name for value in graph[step.name].makes}
+            varying |= made
+            if _has_implicit_guard(step, record.sized):
+                has_guards, wanted = True, wanted | made
+    if not has_guards:
+        return None
+    # With the nodes that make the wanted values, all that these need, in the order of the graph.
+    needed: list[str] = []
+    for node in reversed(graph.nodes):
+        if wanted & {value.name for value in node.makes}:
+            needed.append(node.name)
+            wanted |= set(node.reads)
+    return needed[::-1]
+
+
+def _has_implicit_guard(call: Call, sized: frozenset[str]) -> bool:
+    """Whether the model depends on the structure or the size of the result, as after `nonzero`."""
+    return call.results.structure != TENSOR or not sized.isdisjoint(call.results.values)

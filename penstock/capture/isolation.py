@@ -1,0 +1,238 @@
+"""Runs a model without leaving a trace: everything that a forward or backward may change is restored."""
+
+import sys
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.capture.generators import (
+    GeneratorStates,
+    module_generators,
+    python_generators,
+    seed_generators,
+    torch_generators,
+)
+from penstock.capture.objects import PLAIN_TYPES, code_origin
+from penstock.capture.tensor_table import buffers_and_attributes, same_content, storage_id
+from penstock.ir import leaves
+
+
+@contextmanager
+def isolated(model: nn.Module, seed: int | None = None, written: Collection[str] | None = None) -> Iterator[None]:
+    """Restore at the end all that runs inside may change: generators, parameters, buffers, and Python attributes.
+
+    Inside, no parameter has a gradient. With a `seed`, the global generators start from it. `written` names the
+    parameters that are written inside, if that is known: then no other parameter is copied or watched.
+    """
+    is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    generators = GeneratorStates(
+        [*python_generators(), *torch_generators(is_cuda), *module_generators(model.modules())]
+    )
+    buffers = [
+        (tensor, None if tensor.is_meta else tensor.detach().clone())
+        for tensor in buffers_and_attributes(model).values()
+    ]
+    attributes = _AttributeSnapshot(model)
+    with _isolated_parameters(model, written):
+        try:
+            if seed is not None:
+                seed_generators(seed)
+            yield
+        finally:
+            attributes.restore()
+            for tensor, content in buffers:
+                # By content: some kernels write buffers without increasing the version.
+                if content is not None and not same_content(tensor, content):
+                    tensor.data.copy_(content)
+            generators.restore()
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled modules as they were written: a recording must not compile, nor use up the recompilation limit."""
+    # Without the compiler loaded nothing can be compiled, and loading it takes seconds.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+# Parameters
+
+_MAX_COPIED_BYTES = 1 << 30
+"""up to this size all parameters are copied; above, each is copied when it is about to be written"""
+
+
+@contextmanager
+def _isolated_parameters(model: nn.Module, written: Collection[str] | None) -> Iterator[None]:
+    saved = [_ParameterSnapshot.of(parameter) for parameter in model.parameters()]
+    with ExitStack() as stack:
+        copies = _Copies()
+        if written is not None:
+            copies.add(model.get_parameter(name).detach() for name in written)
+        elif sum(one.memory.nbytes for one in saved) <= _MAX_COPIED_BYTES:
+            copies.add(one.memory for one in saved)
+        else:
+            stack.enter_context(_CopyOnWrite(copies, [one.memory for one in saved]))
+        try:
+            for one in saved:
+                one.parameter.grad = None
+            yield
+        finally:
+            copies.restore()
+            for one in saved:
+                one.restore()
+
+
+@contextmanager
+def without_accumulation_hooks(model: nn.Module) -> Iterator[None]:
+    """Inside, hooks that run after a gradient was accumulated do not: they may step an optimizer."""
+    found = [hooks for parameter in model.parameters() if (hooks := parameter._post_accumulate_grad_hooks)]
+    saved = [(hooks, dict(hooks)) for hooks in found]
+    try:
+        for hooks in found:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, content in saved:
+            hooks.clear()
+            hooks.update(content)
+
+
+@dataclass(frozen=True)
+class _ParameterSnapshot:
+    """A parameter with its memory, gradient, hooks and `requires_grad`; the content is in `_Copies`."""
+
+    parameter: nn.Parameter
+    memory: Tensor
+    gradient: Tensor | None
+    requires_grad: bool
+    hooks: tuple[tuple[str, Any, dict[int, Any]], ...]
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> "_ParameterSnapshot":
+        names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        hooks = tuple((name, found := getattr(parameter, name), dict(found or {})) for name in names)
+        return cls(parameter, parameter.detach(), parameter.grad, parameter.requires_grad, hooks)
+
+    def restore(self) -> None:
+        if storage_id(self.parameter) != storage_id(self.memory) or self.parameter.shape != self.memory.shape:
+            self.parameter.data = self.memory
+        if self.parameter.requires_grad != self.requires_grad:
+            self.parameter.requires_grad_(self.requires_grad)
+        self.parameter.grad = self.gradient
+        for name, hooks, content in self.hooks:
+            if hooks is None:
+                if getattr(self.parameter, name) is not None:
+                    setattr(self.parameter, name, None)
+            elif list(hooks) != list(content):
+                # In place: autograd's node keeps a reference to this very dict.
+                hooks.clear()
+                hooks.update(content)
+
+
+class _Copies:
+    """Copies of the content of tensors."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Copy those that are not copied yet."""
+        for tensor in tensors:
+            if not tensor.is_meta and id(tensor) not in self._copies:
+                self._copies[id(tensor)] = tensor, tensor.clone()
+
+    def restore(self) -> None:
+        """Write the copies back where the content has changed."""
+        for tensor, content in self._copies.values():
+            if not same_content(tensor, content):
+                tensor.data.copy_(content)
+
+
+class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Copies a tensor when an operation is about to write into its memory."""
+
+    def __init__(self, copies: _Copies, tensors: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._copies = copies
+        self._tensors: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            self._tensors.setdefault(storage_id(tensor), []).append(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for place, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    given = args[place] if place < len(args) else kwargs.get(argument.name)
+                    for leaf in leaves(given):
+                        if isinstance(leaf, Tensor):
+                            self._copies.add(self._tensors.get(storage_id(leaf), ()))
+        return func(*args, **kwargs)
+
+
+# Python attributes
+
+_CONTAINERS = (dict, list, set, deque)
+_CLASS_VALUES = (*PLAIN_TYPES, tuple)
+_MAX_NESTING = 3
+"""an attribute, a container or object in it, and one more"""
+
+
+class _AttributeSnapshot:
+    """The attributes of modules and their classes, with the contents of containers and plain objects among them.
+
+    A forward may append to a list of losses, count its calls, or change a configuration.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._saved: dict[int, tuple[Any, Any]] = {}
+        for module in model.modules():
+            self._save(vars(module), _MAX_NESTING)
+        classes = {kind for module in model.modules() for kind in type(module).__mro__}
+        self._classes = [(kind, dict(vars(kind))) for kind in classes if code_origin(kind.__module__) != "torch"]
+
+    def _save(self, container: Any, depth: int) -> None:
+        if id(container) in self._saved:
+            return
+        # dict(x), not x.copy(): every module has a dozen OrderedDicts, whose own copy is slow.
+        content = dict(container) if isinstance(container, dict) else list(container)
+        self._saved[id(container)] = container, content
+        if depth > 1:
+            for item in content.values() if isinstance(content, dict) else content:
+                if type(item) not in _CLASS_VALUES and (inner := _mutable_content(item)) is not None:
+                    self._save(inner, depth - 1)
+
+    def restore(self) -> None:
+        """Restore the containers and classes that have changed."""
+        for container, content in self._saved.values():
+            if isinstance(container, dict):
+                # By identity: tensors cannot be compared with ==.
+                if list(container) != list(content) or any(container[key] is not content[key] for key in content):
+                    container.clear()
+                    container.update(content)
+            elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
+                container.clear()
+                container.update(content) if isinstance(container, set) else container.extend(content)
+        for kind, before in self._classes:
+            # Plain values only, such as a count of calls: other class attributes are code.
+            for name, value in dict(vars(kind)).items():
+                if value is before.get(name) or type(value) not in _CLASS_VALUES:
+                    continue
+                if name not in before:
+                    delattr(kind, name)
+                elif type(before[name]) in _CLASS_VALUES:
+                    setattr(kind, name, before[name])
+
+
+def _mutable_content(thing: Any) -> Any:
+    """The container that a thing is, or the dict of its attributes if it is a plain object; else None."""
+    if isinstance(thing, _CONTAINERS):
+        return thing
+    if isinstance(thing, Tensor | nn.Module | type) or callable(thing):
+        return None
+    attributes = getattr(thing, "__dict__", None) if code_origin(type(thing).__module__) != "torch" else None
+    return attributes if isinstance(attributes, dict) else None

@@ -1,0 +1,122 @@
+"""Which tensor has which name while a forward is recorded, and which tensors share memory."""
+
+import weakref
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from penstock.ir import TensorSpec
+
+
+class TensorTable:
+    """Names of values and of the model's state, by the identity of their tensors.
+
+    A *value* is an input of the model or a tensor that a recorded call returned. *State* are parameters, buffers and
+    tensors that modules hold as plain attributes. Tensors made inside a leaf are neither, unless the leaf returns them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.state = {id(tensor): name for name, tensor in model.named_parameters()}
+        """names of all state by identity"""
+        self.buffers = buffers_and_attributes(model)
+        """state other than parameters, by name"""
+        self.state |= {id(tensor): name for name, tensor in self.buffers.items()}
+        self._state_by_storage: dict[int, list[Tensor]] = {}
+        for tensor in (*model.parameters(), *self.buffers.values()):
+            self._state_by_storage.setdefault(storage_id(tensor), []).append(tensor)
+        self.specs: dict[str, TensorSpec] = {}
+        """of every value"""
+        self.storage: dict[str, int] = {}
+        """the storage id of every value"""
+        # The tensors are held: a freed tensor's id() would be given to another one.
+        self._values: dict[int, tuple[Tensor, str]] = {}
+        self._values_by_storage: dict[int, list[Tensor]] = {}
+        # Tensors inside leaves are many and large, so they are not held; a dead reference means the id was reused.
+        self._inside: dict[int, tuple[weakref.ref[Tensor], str, int]] = {}
+
+    def add(self, tensor: Tensor, name: str) -> None:
+        """Name a value, or give one a new name."""
+        if id(tensor) not in self._values:
+            self._values_by_storage.setdefault(storage_id(tensor), []).append(tensor)
+        self._values[id(tensor)] = (tensor, name)
+        self.specs[name] = spec_of(tensor)
+        self.storage[name] = storage_id(tensor)
+
+    def name(self, tensor: Tensor) -> str | None:
+        """The name of a value; None if the tensor is not one."""
+        found = self._values.get(id(tensor))
+        return found[1] if found else None
+
+    def values_sharing(self, tensor: Tensor) -> list[Tensor]:
+        """All values in the memory of a tensor, itself included if it is a value."""
+        return self._values_by_storage.get(storage_id(tensor), [])
+
+    def state_sharing(self, tensor: Tensor) -> list[Tensor]:
+        """All state in the memory of a tensor, itself included if it is state."""
+        return self._state_by_storage.get(storage_id(tensor), [])
+
+    def is_view_of_state(self, value: str) -> bool:
+        """Whether a value lies in the memory of a parameter, buffer or plain tensor of the model."""
+        return self.storage[value] in self._state_by_storage
+
+    def add_inside(self, tensor: Tensor, leaf: str, call: int) -> None:
+        """Remember that a tensor was made inside a call of a leaf, with the number of the call."""
+        self._inside[id(tensor)] = (weakref.ref(tensor), leaf, call)
+
+    def made_inside(self, tensor: Tensor) -> tuple[str, int] | None:
+        """The leaf in which a tensor was made, and the number of its call; None if it was made elsewhere."""
+        found = self._inside.get(id(tensor))
+        return (found[1], found[2]) if found is not None and found[0]() is tensor else None
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """Shape, dtype, `requires_grad` and memory order of a tensor."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(tuple(tensor.shape), dtype, tensor.requires_grad, _memory_order(tensor))
+
+
+def _memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions from largest to smallest stride; empty for a contiguous tensor or one with gaps."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return ()
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    return order if tensor.permute(order).is_contiguous() else ()
+
+
+def storage_id(tensor: Tensor) -> int:
+    """A number that is equal for two tensors exactly when they share memory."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except RuntimeError:
+        # Sparse and other tensors without plain storage share nothing.
+        return -id(tensor)
+
+
+def buffers_and_attributes(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers, and tensors that modules hold as plain attributes, by name."""
+    found = dict(model.named_buffers())
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        found |= {prefix + name: thing for name, thing in vars(module).items() if isinstance(thing, Tensor)}
+    return found
+
+
+def same_content(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers; NaN equals NaN."""
+    if one.layout is not torch.strided:
+        # torch.equal does not support sparse tensors; for these only versions are compared.
+        return True
+    if torch.equal(one, other):
+        return True
+    if one.shape != other.shape or not one.is_floating_point():
+        return False
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def device_of(model: nn.Module, default: torch.device | None = None) -> torch.device:
+    """The device of the first parameter or buffer; without any, `default` or the CPU."""
+    for tensor in chain(model.parameters(), model.buffers()):
+        return tensor.device
+    return default or torch.device("cpu")
