@@ -20,7 +20,7 @@ from benchmarks.short_training import MODEL, ShortTraining
 from benchmarks.table import Line, Table
 from benchmarks.watched_training import WatchedTraining
 from penstock.checkpoint import steps
-from penstock.cli.builds import built
+from penstock.cli.models import build_model
 from penstock.errors import CheckpointError, DamagedError
 from penstock.ir import Plan
 from penstock.launch.scratch import VARIABLE
@@ -76,7 +76,7 @@ def _loader(training: ShortTraining, model: str) -> Iterator[Load]:
     """What loads checkpoints into such a model."""
     path = training.directory / "loading.py"
     path.write_text(model, encoding="utf-8")
-    with built(f"{path}:build") as build:
+    with build_model(f"{path}:build") as build:
         plan = Plan.load(training.directory / "plan.json")
         if model != MODEL:
             plan = penstock.plan(build.model, build.args, ranks=1, microbatches=1, schedule="gpipe", budget_seconds=0.0)
@@ -104,7 +104,7 @@ def _passed_over(training: ShortTraining, ranks: int, rounds: int) -> int:
 def _loaded(directory: Path, plan: Plan, places: list[Path]) -> list[tuple[int | None, str]]:
     """As one of several ranks: what is loaded from every place, and what is said."""
     found = []
-    with built(f"{directory / 'model.py'}:build") as build:
+    with build_model(f"{directory / 'model.py'}:build") as build:
         pipe = penstock.Pipeline(build.model, plan, loss_fn=torch.nn.functional.mse_loss)
         optimizer = torch.optim.AdamW(pipe.parameters())
         for place in places:

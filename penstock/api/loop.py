@@ -1,4 +1,4 @@
-"""Loop: a Pipeline trained batch by batch, with the figures of every step, until batches end or a rank is to stop."""
+"""Loop: a Pipeline trained batch by batch, with the metrics of every step, until batches end or a rank is to stop."""
 
 import math
 import platform
@@ -55,7 +55,7 @@ class Recipe:
 class StepReport(NamedTuple):
     """One step as it is told while training goes on."""
 
-    figures: StepMetrics
+    metrics: StepMetrics
     of: int | None
     """how many steps there will be, where that is known"""
     tokens: int
@@ -69,7 +69,7 @@ class StepReport(NamedTuple):
     eta_seconds: float | None
     skipped: str = ""
     """why the step was left out; empty if it was not"""
-    remarks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     """what else is worth knowing"""
 
 
@@ -87,7 +87,7 @@ def train(
     """
     keeper = None if keeping is None else Keeper(pipe, optimizer, keeping)
     with catch_stop_signals() as wish:
-        left, remark = (batches_from(batches, 0), "") if keeper is None else keeper.begun(batches)
+        left, note = (batches_from(batches, 0), "") if keeper is None else keeper.begun(batches)
         num_before = pipe.num_steps
         log = _Log(pipe.plan, 0 if keeper is None else keeper.num_skipped)
         for batch in islice(left, recipe.num_left(num_before)):
@@ -95,11 +95,11 @@ def train(
             taken, problem = _tried(partial(_step, pipe, call, optimizer, recipe.clip), keeper)
             log.add(taken)
             wants_to_stop, memory = pipe.largest(float(bool(wish)), float(_bytes_held()))
-            remarks = (remark, problem, "" if keeper is None else keeper.stepped(taken.figures, log.num_skipped))
+            notes = (note, problem, "" if keeper is None else keeper.stepped(taken.metrics, log.num_skipped))
             if pipe.is_first:
-                remarks = (*remarks, log.slow_ranks())
-                tell(_report(log.steps, recipe.steps, call, taken, int(memory), remarks))
-            remark = ""
+                notes = (*notes, log.slow_ranks())
+                tell(_report(log.steps, recipe.steps, call, taken, int(memory), notes))
+            note = ""
             log.check()
             if wants_to_stop:
                 break
@@ -123,7 +123,7 @@ class _Log:
 
     def add(self, taken: "_Taken") -> None:
         """One more step."""
-        self.steps.append(taken.figures)
+        self.steps.append(taken.metrics)
         if taken.trace is not None:
             self._recent.append(taken.trace)
         self._skipped = taken.skipped
@@ -150,7 +150,7 @@ class _Log:
 class _Taken(NamedTuple):
     """A step that was taken."""
 
-    figures: StepMetrics
+    metrics: StepMetrics
     trace: Trace | None
     skipped: str
 
@@ -179,20 +179,20 @@ def _step(pipe: Pipeline, call: StepCall, optimizer: Any, clip: float | None) ->
         norm = float(pipe.clip_grad_norm_(math.inf if clip is None else clip))
         optimizer.step()
     seconds = time.perf_counter() - began
-    figures = StepMetrics(number, float(result.loss), seconds, size_of(call)[0], norm)
-    return _Taken(figures, result.trace, result.skipped.partition("\n")[0])
+    metrics = StepMetrics(number, float(result.loss), seconds, size_of(call)[0], norm)
+    return _Taken(metrics, result.trace, result.skipped.partition("\n")[0])
 
 
 def _report(
-    steps: list[StepMetrics], of: int | None, call: StepCall, taken: _Taken, memory: int, remarks: Sequence[str]
+    steps: list[StepMetrics], of: int | None, call: StepCall, taken: _Taken, memory: int, notes: Sequence[str]
 ) -> StepReport:
     # The first step also records the model and warms caches: it says nothing of the others.
-    usual = statistics.median(figures.seconds for figures in steps[1:] or steps)
+    usual = statistics.median(metrics.seconds for metrics in steps[1:] or steps)
     eta = None if of is None else (of - steps[-1].step - 1) * usual
     trace = taken.trace
     makespan = 0.0 if trace is None else trace.makespan
-    said = tuple(remark for remark in remarks if remark)
-    return StepReport(steps[-1], of, size_of(call)[1], makespan, _slowest(trace), memory, eta, taken.skipped, said)
+    shown = tuple(note for note in notes if note)
+    return StepReport(steps[-1], of, size_of(call)[1], makespan, _slowest(trace), memory, eta, taken.skipped, shown)
 
 
 def _slowest(trace: Trace | None) -> tuple[int, float]:

@@ -1,4 +1,7 @@
-"""The command `penstock`: one file per verb, thin; a verb imports what it needs when it runs: help answers fast."""
+"""The command `penstock`, one file per verb.
+
+A verb imports torch and the packages it needs when it runs, so that `penstock --help` answers at once.
+"""
 
 import signal
 from typing import Annotated
@@ -21,8 +24,8 @@ from penstock.cli import (
     train,
     why_hung,
 )
-from penstock.cli.outcome import explained
-from penstock.cli.records import flat
+from penstock.cli.options import command
+from penstock.cli.output import exit_on_error
 
 __all__ = ["app", "main"]
 
@@ -32,7 +35,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help needs no rich and reads the same in a file
+    rich_markup_mode=None,  # plain help needs no rich, which is slow to import
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 for verb in (
@@ -49,22 +52,22 @@ for verb in (
     report.report,
     trace.trace,
 ):
-    app.command()(flat(verb))
+    app.command()(command(verb))
 
-of_checkpoints = typer.Typer(
+checkpoints = typer.Typer(
     name="ckpt",
     help="List, verify, show and export checkpoints.",
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings=app.info.context_settings,
 )
-for act in (ckpt.ls, ckpt.verify, ckpt.show, ckpt.export):
-    of_checkpoints.command()(flat(act))
-app.add_typer(of_checkpoints)
+for verb in (ckpt.ls, ckpt.verify, ckpt.show, ckpt.export):
+    checkpoints.command()(command(verb))
+app.add_typer(checkpoints)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"penstock {__version__}")
         raise typer.Exit
 
@@ -79,12 +82,12 @@ def _options(
 
 
 def main() -> None:
-    """What the installed command runs."""
+    """Run the command line."""
     try:
-        with explained():
+        with exit_on_error():
             app(prog_name="penstock")
-    except typer.Exit as end:  # of what happens outside a verb
+    except typer.Exit as end:  # raised outside of a verb
         raise SystemExit(end.exit_code) from None
     finally:
-        # All is said: one more ctrl-c, while libraries take their leave, ends the process without their tracebacks.
+        # While libraries shut down, another ctrl-c must not print their tracebacks.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

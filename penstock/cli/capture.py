@@ -1,4 +1,4 @@
-"""capture: a model of the user's as a graph, and what crosses when it is cut."""
+"""`penstock capture`: show a model as a graph, and what crosses its cuts."""
 
 import json
 from dataclasses import dataclass
@@ -8,26 +8,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from penstock.cli.builds import Model, built, source_of, told
 from penstock.cli.files import check_targets, write
+from penstock.cli.models import Model, build_model, source_of
 from penstock.cli.options import AsJson, Example
-from penstock.cli.screen import look, note, print_json
+from penstock.cli.output import note, print_json, print_view
+from penstock.cli.user_code import user_errors
 from penstock.errors import CaptureError
 
 if TYPE_CHECKING:
     from penstock.ir import Graph, Partition
 
-Stages = Annotated[int, Option(min=1, metavar="N", help="Cut into so many stages and show what crosses.")]
-Picture = Annotated[Path | None, Option(metavar="FILE", help="Draw the graph, and its stages, as an SVG picture.")]
+Stages = Annotated[int, Option(min=1, metavar="N", help="Cut into N stages and show what crosses.")]
+Picture = Annotated[Path | None, Option(metavar="FILE", help="Draw the graph and its stages as an SVG picture.")]
 
 
 @dataclass(frozen=True)
 class Granularity:
-    """How far a model is opened."""
+    """How deep modules are opened."""
 
-    depth: Annotated[
-        int | None, Option(min=1, metavar="N", help="Open modules so many levels down; else find blocks.")
-    ] = None
+    depth: Annotated[int | None, Option(min=1, metavar="N", help="Open modules N levels deep; else find blocks.")] = (
+        None
+    )
     block: Annotated[
         list[str] | None, Option(metavar="NAME", help="A module or class to keep whole; may be repeated.")
     ] = None
@@ -44,47 +45,35 @@ def capture(
 ) -> None:
     """Show a model as a graph of blocks.
 
-    The model is run on the batch and recorded. With --stages it is also cut into stages of about equally many modules,
-    and every tensor that crosses from one to another is listed.
+    Runs the model on its batch and records it. With --stages, also cuts it into stages with about the same number of
+    modules and lists every tensor that crosses from one stage to another.
     """
+    import penstock
     from penstock.partitioners import uniform
+    from penstock.views import Cuts, Outline
+    from penstock.views import Model as ModelView
 
     check_targets((svg,), source=source_of(target))
-    graph, title = _graph(target, granularity, example)
+    blocks = tuple(granularity.block or ())
+    with build_model(target, example) as (model, args, kwargs):
+        with user_errors("the model failed on the batch while it was recorded", source_of(target), CaptureError):
+            captured = penstock.capture(model, args, kwargs, depth=granularity.depth, basic_blocks=blocks)
+        graph, title = captured.graph, type(model).__name__
     partition = uniform(graph, stages)
     if as_json:
-        print_json(_plain(graph, partition))
+        print_json(_as_dict(graph, partition))
     else:
-        _print(graph, partition)
+        print_view(Outline(), (graph, partition))
+        if partition.num_stages > 1:
+            typer.echo()
+            print_view(Cuts(), (graph, partition))
     if svg:
-        from penstock.views import Model as ModelView
-
         write(svg, ModelView(title=title)((graph, partition)))
         note(f"wrote {svg}")
 
 
-def _graph(target: str, granularity: Granularity, example: Example) -> "tuple[Graph, str]":
-    """The graph, and what the model is called."""
-    import penstock
-
-    opened = {"depth": granularity.depth, "basic_blocks": tuple(granularity.block or ())}
-    with built(target, example) as (model, args, kwargs):
-        with told("the model failed on the batch while it was recorded", source_of(target), CaptureError):
-            captured = penstock.capture(model, args, kwargs, **opened)
-        return captured.graph, type(model).__name__
-
-
-def _print(graph: "Graph", partition: "Partition") -> None:
-    from penstock.views import Cuts, Outline
-
-    look(Outline(), (graph, partition))
-    if partition.num_stages > 1:
-        typer.echo()
-        look(Cuts(), (graph, partition))
-
-
-def _plain(graph: "Graph", partition: "Partition") -> dict[str, Any]:
-    """What programs read: the graph and the partition as documents that penstock reads, and what crosses."""
+def _as_dict(graph: "Graph", partition: "Partition") -> dict[str, Any]:
+    """The graph and the partition as documents that penstock reads, and the crossings."""
     from penstock.ir import to_json
 
     crossings = [
@@ -94,12 +83,16 @@ def _plain(graph: "Graph", partition: "Partition") -> dict[str, Any]:
             "forward_bytes": crossing.forward_bytes,
             "backward_bytes": crossing.backward_bytes,
             "values": [
-                {"name": value.name, "tensor": str(value.spec), "bytes": value.spec.bytes, "needs_gradient": grad}
+                {
+                    "name": value.name,
+                    "tensor": str(value.spec),
+                    "bytes": value.spec.bytes,
+                    "needs_gradient": value.spec.requires_grad,
+                }
                 for value in crossing.values
-                for grad in [value.spec.requires_grad]
             ],
         }
         for crossing in partition.crossings(graph)
     ]
-    graph_document, partition_document = (json.loads(to_json(noun)) for noun in (graph, partition))
+    graph_document, partition_document = (json.loads(to_json(record)) for record in (graph, partition))
     return {"graph": graph_document, "partition": partition_document, "crossings": crossings}

@@ -1,88 +1,124 @@
-"""check: orders from a file, proven or refused, and a plan run beside the unsplit model."""
+"""`penstock check`: prove an order deadlock-free, and compare a plan with the unsplit model."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-from penstock.cli.builds import NOTHING_MADE_UP
-from penstock.cli.files import read_noun
+from penstock.cli.files import read_record
+from penstock.cli.models import HF, NO_EXAMPLE, build_model, source_of
 from penstock.cli.options import AsJson, Example
-from penstock.cli.outcome import BAD_INPUT, RUN_FAILED, failed
-from penstock.cli.parity import parity, parity_plain
-from penstock.cli.runs import prove
-from penstock.cli.screen import print_json
-from penstock.cli.show import described
-from penstock.errors import FormatError, PenstockError
+from penstock.cli.output import BAD_INPUT, RUN_FAILED, failed, print_json
+from penstock.cli.show import sizes_line
+from penstock.cli.simulate import prove
+from penstock.cli.user_code import user_errors
+from penstock.errors import CaptureError, FormatError, PenstockError, RunError
 
 if TYPE_CHECKING:
-    from penstock.ir import Program, Schedule
+    from penstock.ir import Comparison, Program, Schedule
+    from penstock.runtime import ParityReport
 
-File = Annotated[Path, Argument(metavar="FILE", help="The CSV, text or JSON of a schedule, program, trace or plan.")]
+File = Annotated[Path, Argument(metavar="FILE", help="CSV, text or JSON of a schedule, program, trace or plan.")]
 InFlight = Annotated[int | None, Option(metavar="N", help="Most (stage, microbatch) that a rank may hold at once.")]
-
-
-Beside = Annotated[
+Compared = Annotated[
     str | None,
-    Option(metavar="MODEL", help="Also take a step by the plan and compare: FILE.py:FUNCTION or hf:NAME, as for plan."),
+    Option(metavar="MODEL", help="Also run a step of the plan and compare: FILE.py:FUNCTION or hf:NAME, as for plan."),
 ]
+_PROVEN = """\
+  every stage runs every microbatch forward once and backward once
+  nothing is used before it exists or after it is freed
+  every rank finishes when a send waits for its receive (gloo)
+  and when the messages of two ranks match in the order they are issued (NCCL)"""
 
 
 def check(
-    *, file: File, model: Beside = None, example: Example, in_flight: InFlight = None, as_json: AsJson = False
+    *, file: File, model: Compared = None, example: Example, in_flight: InFlight = None, as_json: AsJson = False
 ) -> None:
-    """Prove that orders cannot deadlock, or say where.
+    """Prove that an order cannot deadlock, or show where it can.
 
-    A schedule is proven as it is, and as the program that it is lowered to. With --model a step by the plan, all ranks
-    in this process, is compared with the unsplit model: loss, gradients and buffers.
+    A schedule is proven as it is and as the program that it is lowered to. With --model, one step of the plan, with all
+    ranks in this process, is compared with the unsplit model: loss, gradients and buffers.
     """
-    if model is None and example != NOTHING_MADE_UP:
-        raise PenstockError("--batch, --sequence and --weights are for a model", hint="--model hf:NAME")
+    if model is None and example != NO_EXAMPLE:
+        raise PenstockError("--batch, --sequence and --weights need a model", hint="--model hf:NAME")
     try:
-        noun = read_noun(file)
-        orders = _proven(noun, in_flight)
+        record = read_record(file)
+        orders = _prove(record, in_flight)
     except PenstockError as error:
         if not as_json:
             raise
         values = {name: str(value) for name, value in error.values.items()}
         print_json({"proven": False, "problem": error.problem, **values})
         raise typer.Exit(BAD_INPUT) from None
-    found = parity(noun, model, example) if model else None
+    report = _compare(record, model, example) if model else None
     if as_json:
-        extra = {"parity": parity_plain(found)} if found else {}
-        print_json({"proven": True, "noun": type(orders).__name__, **_sizes(orders), **extra})
+        sizes = {
+            "ranks": orders.num_ranks,
+            "stages": orders.num_stages,
+            "microbatches": orders.num_microbatches,
+            "actions": len(orders.table.codes),
+        }
+        extra = {"parity": _report_dict(report)} if report else {}
+        print_json({"proven": True, "noun": type(orders).__name__, **sizes, **extra})
     else:
-        typer.echo(f"proven\n{described(orders)}\n{_MEANING}" + (f"\n\n{found}" if found else ""))
-    if found and not found.ok:
-        raise failed("the plan does not train with the numbers of the model", RUN_FAILED)
+        typer.echo(f"proven\n{sizes_line(orders)}\n{_PROVEN}" + (f"\n\n{report}" if report else ""))
+    if report and not report.ok:
+        raise failed("the plan does not reproduce the unsplit model", RUN_FAILED)
 
 
-_MEANING = """\
-  every stage runs every microbatch forward once and backward once
-  nothing is used before it exists or after it is freed
-  every rank gets to its end when a send waits for its receive (gloo)
-  and when the messages of two ranks meet in the order they are issued (NCCL)"""
-
-
-def _proven(noun: Any, in_flight: int | None) -> "Schedule | Program":
-    """The orders inside the noun, once they are proven."""
+def _prove(record: Any, in_flight: int | None) -> "Schedule | Program":
+    """Prove and return the orders of a record."""
     import penstock
     from penstock.ir import Plan, Trace
 
-    orders = noun.program if isinstance(noun, Trace) else noun
-    if isinstance(noun, Plan):
-        orders = penstock.lower(noun.schedule, cuts=noun.cuts)
+    orders = record.program if isinstance(record, Trace) else record
+    if isinstance(record, Plan):
+        orders = penstock.lower(record.schedule, cuts=record.cuts)
     if not isinstance(orders, penstock.Schedule | penstock.Program):
-        raise FormatError("nothing to prove", noun=type(noun).__name__, hint="a schedule, program, trace or plan")
+        hint = "a schedule, program, trace or plan"
+        raise FormatError("the file has nothing to prove", got=type(record).__name__, hint=hint)
     prove(orders, in_flight)
     return orders
 
 
-def _sizes(orders: "Schedule | Program") -> dict[str, int]:
-    return {
-        "ranks": orders.num_ranks,
-        "stages": orders.num_stages,
-        "microbatches": orders.num_microbatches,
-        "actions": len(orders.table.codes),
-    }
+def _compare(record: Any, model: str, example: Example) -> "ParityReport":
+    """Run `penstock.check`; a model that returns no loss gets the mean of its squared outputs as loss."""
+    import penstock
+    from penstock.ir import Plan
+
+    if not isinstance(record, Plan):
+        hint = f"penstock plan {model} --schedule FILE.csv --out plan.json, then check plan.json"
+        raise FormatError("--model needs a plan, which has the cuts of the model", got=type(record).__name__, hint=hint)
+    if model.startswith(HF):
+        example = replace(example, weights=True)  # values can be compared only if there are any
+    problem = "the model failed on the batch"
+    with build_model(model, example) as (module, args, kwargs), user_errors(problem, source_of(model), CaptureError):
+        try:
+            return penstock.check(module, record, args, kwargs)
+        except RunError as error:
+            if error.problem != "the model returned no loss":
+                raise
+        return penstock.check(module, record, args, kwargs, loss_fn=_mean_square)
+
+
+def _mean_square(output: Any, target: Any) -> Any:
+    from torch import Tensor
+
+    from penstock.ir import leaves
+
+    tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return sum(tensor.float().square().mean() for tensor in tensors)
+
+
+def _report_dict(report: "ParityReport") -> dict[str, Any]:
+    parts = {"microbatches": report.loop, "whole_batch": report.whole}
+    compared = {name: _comparison_dict(part) for name, part in parts.items() if part is not None}
+    return {"equal": report.ok, **compared, "notes": list(report.notes)}
+
+
+def _comparison_dict(part: "Comparison") -> dict[str, Any]:
+    worst = part.largest
+    largest = {"name": worst.name, "stage": worst.stage, "relative": str(worst.relative), "limit": worst.tolerance}
+    return {"equal": part.ok, "identical": part.is_identical, "compared": len(part.differences), "largest": largest}

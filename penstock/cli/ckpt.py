@@ -1,4 +1,4 @@
-"""ckpt: what checkpoints hold, whether they are whole, and the model of one for other programs."""
+"""`penstock ckpt`: list, verify, show and export checkpoints."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,24 +7,24 @@ import typer
 from typer import Argument, Option
 
 from penstock.cli.options import AsJson
-from penstock.cli.screen import note, print_json, print_sheet
+from penstock.cli.output import note, print_json, print_table
 from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:
     from penstock.checkpoint import Stored
 
-Where = Annotated[Path, Argument(metavar="PATH", help="A checkpoint, or the directory of several.")]
-Out = Annotated[Path, Option("--hf", metavar="OUT", help="The directory to write, as save_pretrained does.")]
+Where = Annotated[Path, Argument(metavar="PATH", help="A checkpoint, or a directory of checkpoints.")]
+Out = Annotated[Path, Option("--hf", metavar="OUT", help="The directory to write, in the format of save_pretrained.")]
 Config = Annotated[
-    Path | None, Option(metavar="PATH", help="config.json or its directory; else that saved with the model.")
+    Path | None, Option(metavar="PATH", help="config.json or its directory; default: the one saved with the model.")
 ]
 
 
 def ls(*, path: Where, as_json: AsJson = False) -> None:
-    """List the checkpoints of a directory, the newest first.
+    """List the checkpoints of a directory, newest first.
 
-    Manifests and sizes are looked at, the content of files is not: verify does that. Saves that never ended are listed
-    too; the next save or load clears them away.
+    Looks at manifests and file sizes, not at contents: verify does that. Incomplete saves are listed too; the next save
+    or load removes them.
     """
     from penstock.checkpoint import listing
 
@@ -33,14 +33,14 @@ def ls(*, path: Where, as_json: AsJson = False) -> None:
         print_json([entry._asdict() for entry in entries])
         return
     header = ("checkpoint", "written", "size", "ranks", "schedule", "state")
-    print_sheet(header, [entry.row for entry in entries])
+    print_table(header, [entry.row for entry in entries])
 
 
 def verify(*, path: Where, as_json: AsJson = False) -> None:
     """Compare every file with its digest.
 
-    Of a directory, all checkpoints are looked at; if one is damaged the exit code is 6, and it is said which one a
-    training would go on from.
+    For a directory, verifies all checkpoints. If one is damaged the exit code is 6, and the message names the
+    checkpoint that a run would resume from.
     """
     from penstock.checkpoint import verified
 
@@ -54,24 +54,24 @@ def verify(*, path: Where, as_json: AsJson = False) -> None:
     if len(good) == len(found):
         return
     problem = "a checkpoint is damaged" if len(found) == 1 else f"{len(found) - len(good)} checkpoints are damaged"
-    hint = f"a training goes on from {good[0]}" if good else "no checkpoint here is good"
+    hint = f"a run resumes from {good[0]}" if good else "no checkpoint here is good"
     raise CheckpointError(problem, path=path, hint=hint)
 
 
 def show(*, path: Where, as_json: AsJson = False) -> None:
-    """Show what a checkpoint holds; of several, the newest."""
+    """Show the contents of a checkpoint, or of the newest in a directory."""
     from penstock.ir import printable
 
     with _newest(path) as stored:
-        told = _told(stored)
+        contents = _contents(stored)
     if as_json:
-        print_json(told)
+        print_json(contents)
         return
-    tensors = told.pop("tensors")
-    lines = (f"{name}: {_spelled(value)}" for name, value in told.items() if value is not None)
+    tensors = contents.pop("tensors")
+    lines = (f"{name}: {_text(value)}" for name, value in contents.items() if value is not None)
     typer.echo("\n".join(map(printable, lines)))
     typer.echo("")
-    print_sheet(
+    print_table(
         ("tensor", "file", "type", "shape"), [(one["name"], one["file"], one["type"], one["shape"]) for one in tensors]
     )
 
@@ -79,13 +79,13 @@ def show(*, path: Where, as_json: AsJson = False) -> None:
 def export(*, path: Where, out: Out, config: Config = None, as_json: AsJson = False) -> None:
     """Write the model of a checkpoint for from_pretrained.
 
-    Of several checkpoints the newest is taken. Its files are compared with their digests first. The configuration is
-    that of the model that was saved, if it was one of transformers.
+    Takes the newest checkpoint of a directory, and compares its files with their digests first. Uses the configuration
+    saved with the model, if it is a transformers model.
     """
-    from penstock.hf.exporting import export as exported
+    from penstock.hf.exporting import export as export_checkpoint
 
     with _newest(path) as stored:
-        written = exported(stored, out, config)
+        written = export_checkpoint(stored, out, config)
         step = stored.manifest.step
     if as_json:
         print_json({"directory": str(out), "step": step, **written})
@@ -99,7 +99,7 @@ def _newest(path: Path) -> "Stored":
     return Stored(candidates(path)[0])
 
 
-def _told(stored: "Stored") -> dict[str, Any]:
+def _contents(stored: "Stored") -> dict[str, Any]:
     from penstock.checkpoint import RUN
 
     manifest = stored.manifest
@@ -123,7 +123,7 @@ def _told(stored: "Stored") -> dict[str, Any]:
     }
 
 
-def _spelled(value: object) -> str:
+def _text(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {found}" for name, found in value.items())
     return f"{value:,}" if isinstance(value, int) else str(value)

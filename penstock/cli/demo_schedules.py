@@ -1,97 +1,164 @@
-"""Every schedule side by side, proven, simulated, drawn and compared with known formulas, in a few seconds."""
+"""`penstock demo --schedules`: every schedule proven, simulated, drawn and compared with known formulas."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer import Option
 
-from penstock.cli.claims import Finding, findings
 from penstock.cli.files import write
 from penstock.cli.options import Outputs, Sizes, Times
-from penstock.cli.outcome import RUN_FAILED, failed
-from penstock.cli.runs import Run, chosen, run
-from penstock.cli.screen import look, print_json, print_sheet
-from penstock.cli.simulate import documents
+from penstock.cli.output import RUN_FAILED, failed, print_json, print_table, print_view
+from penstock.cli.simulate import Simulated, documents, named_schedules, simulate_schedule
 from penstock.errors import PenstockError
 
-Out = Annotated[Path, Option(metavar="DIRECTORY", help="The directory to write into; made if it is missing.")]
+Out = Annotated[Path, Option(metavar="DIRECTORY", help="The directory to write into; created if missing.")]
 DRAWN = ("1f1b", "zbv", "dualpipe_v")
 TRY_NEXT = """\
 try next
   penstock simulate zbv --ranks 8 --microbatches 32
       a larger one
   penstock simulate all --sweep 4,8,16,32
-      how the bubble shrinks with more microbatches
+      the bubble with more microbatches
   penstock simulate all --forward 1 --input-grad 1.3 --weight-grad 0.6 --latency 0.1
       passes of unequal length, and messages that take time
   penstock check {out}/orders/zbv.csv
-      the proof of any order, also one that you wrote
+      the proof of any order, also your own
   penstock trace {out}/orders/zbv.csv {out}/zbv.json
       a trace to zoom and measure in, at ui.perfetto.dev"""
 
 
+class Formula(NamedTuple):
+    """A known metric of a schedule for P ranks and M microbatches at F = I = W = 1 per rank, with v = 2 where v > 1."""
+
+    schedule: str
+    metric: str
+    """a field of Summary"""
+    text: str
+    value: Callable[[int, int], float]
+
+
+def _bubble(seconds: Callable[[int], float]) -> Callable[[int, int], float]:
+    """The bubble if every rank works 3 M seconds and idles for the given seconds."""
+    return lambda p, m: seconds(p) / (3 * m + seconds(p))
+
+
+FORMULAS = (
+    Formula("gpipe", "bubble", "(P-1)(F+B) idle", _bubble(lambda p: 3 * (p - 1))),
+    Formula("gpipe", "in_flight", "M", lambda p, m: m),
+    Formula("1f1b", "bubble", "(P-1)(F+B) idle", _bubble(lambda p: 3 * (p - 1))),
+    Formula("1f1b", "in_flight", "min(M, P)", lambda p, m: min(m, p)),
+    Formula("interleaved", "bubble", "(P-1)(F+B)/v idle", _bubble(lambda p: 3 * (p - 1) / 2)),
+    Formula("interleaved", "in_flight", "P(1+(P-1)/(Pv))", lambda p, m: p + (p - 1) / 2),
+    Formula("looped_bfs", "bubble", "(P-1)(F+B)/v idle", _bubble(lambda p: 3 * (p - 1) / 2)),
+    Formula("looped_bfs", "in_flight", "M", lambda p, m: m),
+    Formula("zb_h1", "bubble", "(P-1)(F+I-W) idle", _bubble(lambda p: p - 1)),
+    Formula("zb_h1", "in_flight", "min(M, P)", lambda p, m: min(m, p)),
+    Formula("zb_h2", "span_bubble", "0", lambda p, m: 0.0),
+    Formula("zb_h2", "in_flight", "2P-1", lambda p, m: 2 * p - 1),
+    Formula("interleaved_zb", "bubble", "(P-1)(F+I-W)/v idle", _bubble(lambda p: (p - 1) / 2)),
+    Formula("interleaved_zb", "in_flight", "P", lambda p, m: p),
+    Formula("zbv", "bubble", "(P-1)(F+I-W)/v idle", _bubble(lambda p: (p - 1) / 2)),
+    Formula("zbv", "span_bubble", "0", lambda p, m: 0.0),
+    Formula("zbv", "in_flight", "P", lambda p, m: p),
+    Formula("v_half", "in_flight", "(P+2)//2", lambda p, m: (p + 2) // 2),
+    Formula("v_min", "in_flight", "(P+4)//3", lambda p, m: (p + 4) // 3),
+    Formula("dualpipe_v", "bubble", "(P-1)(F&B+B-3W)/v idle", _bubble(lambda p: p - 1)),
+    Formula("dualpipe_v", "in_flight", "P+1/2", lambda p, m: p + 0.5),
+)
+
+
+class Comparison(NamedTuple):
+    """A formula's value beside the simulated one."""
+
+    formula: Formula
+    known: float
+    simulated: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the two are equal up to rounding."""
+        return abs(self.known - self.simulated) < 1e-9
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        formula = self.formula
+        names = {"schedule": formula.schedule, "figure": formula.metric, "formula": formula.text}
+        return {**names, "claimed": self.known, "simulated": self.simulated, "agrees": self.agrees}
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """Both values as they are printed."""
+        form = "g" if self.formula.metric == "in_flight" else ".1%"
+        return format(self.known, form), format(self.simulated, form)
+
+
+def compare_formulas(runs: Iterable[Simulated]) -> list[Comparison]:
+    """Compare every formula with the simulated schedules."""
+    simulated = {run.name: (run.schedule, run.metrics()) for run in runs}
+    compared = []
+    for formula in FORMULAS:
+        schedule, metrics = simulated[formula.schedule]
+        known = formula.value(schedule.num_ranks, schedule.num_microbatches)
+        compared.append(Comparison(formula, float(known), float(metrics[formula.metric])))
+    return compared
+
+
 def compare_schedules(out: Path, as_json: bool) -> None:
-    """Build each for 4 ranks and 8 microbatches, prove, simulate, draw, and compare it with what is known of it."""
+    """Build, prove, simulate and draw every schedule for 4 ranks and 8 microbatches, and compare with formulas."""
     started = perf_counter()
     sizes, times = Sizes(ranks=4, microbatches=8), Times()
-    runs = [run(name, sizes, times) for name in chosen("all", sizes)[0]]
+    runs = [simulate_schedule(name, sizes, times) for name in named_schedules("all", sizes)[0]]
     seconds = perf_counter() - started
-    found = findings(runs)
+    compared = compare_formulas(runs)
     files = _write(runs, out)
     if as_json:
         print_json(
             {
-                "runs": [each.figures() for each in runs],
-                "claims": [finding.plain() for finding in found],
+                "runs": [each.metrics() for each in runs],
+                "claims": [each.as_dict() for each in compared],
                 "files": [str(path) for path in files],
             }
         )
     else:
-        _print(runs, found, seconds)
+        _print(runs, compared, seconds)
         typer.echo("\n".join(["written", *(f"  {path}" for path in files), "", TRY_NEXT.format(out=out)]))
-    if wrong := [finding.claim for finding in found if not finding.agrees]:
-        names = ", ".join(f"{claim.schedule} {claim.figure}" for claim in wrong)
-        raise failed(f"the simulator disagrees with what is known ({names})", RUN_FAILED)
+    if wrong := [each.formula for each in compared if not each.agrees]:
+        names = ", ".join(f"{formula.schedule} {formula.metric}" for formula in wrong)
+        raise failed(f"the simulation disagrees with the known formulas ({names})", RUN_FAILED)
 
 
-def _print(runs: Sequence[Run], found: Sequence[Finding], seconds: float) -> None:
+def _print(runs: Sequence[Simulated], compared: Sequence[Comparison], seconds: float) -> None:
     from penstock.views import Table, Terminal
 
     program = runs[0].trace.program
     typer.echo(
         f"{len(runs)} schedules for {program.num_ranks} ranks and {program.num_microbatches} microbatches, each built, "
-        f"proven free of deadlock and simulated: {seconds:.2f} s in all"
+        f"proven deadlock-free and simulated: {seconds:.2f} s in total"
     )
-    look(Table(), {each.name: each.trace for each in runs})
+    print_view(Table(), {each.name: each.trace for each in runs})
     for each in runs:
         if each.name in DRAWN:
-            look(Terminal(color=False), {each.name: each.trace})
+            print_view(Terminal(color=False), {each.name: each.trace})
             typer.echo()
     rows = [
-        (finding.claim.schedule, finding.claim.figure.replace("_", " "), finding.claim.formula, *_pair(finding))
-        for finding in found
+        (each.formula.schedule, each.formula.metric.replace("_", " "), each.formula.text, *each.texts)
+        for each in compared
     ]
-    agreeing = sum(finding.agrees for finding in found)
-    typer.echo(f"known formulas (P ranks, M microbatches, v stages per rank): {agreeing} of {len(found)} agree")
-    print_sheet(("schedule", "figure", "formula", "known", "simulated"), rows)
+    agreeing = sum(each.agrees for each in compared)
+    typer.echo(f"known formulas (P ranks, M microbatches, v stages per rank): {agreeing} of {len(compared)} agree")
+    print_table(("schedule", "metric", "formula", "known", "simulated"), rows)
 
 
-def _pair(finding: Finding) -> tuple[str, str]:
-    if finding.claim.figure == "in_flight":
-        return f"{finding.claimed:g}", f"{finding.simulated:g}"
-    return f"{finding.claimed:.1%}", f"{finding.simulated:.1%}"
-
-
-def _write(runs: Sequence[Run], out: Path) -> list[Path]:
+def _write(runs: Sequence[Simulated], out: Path) -> list[Path]:
     if out.exists() and not out.is_dir():
-        raise PenstockError("a file stands where the directory should go", out=out, hint="--out another-directory")
+        raise PenstockError("--out must be a directory, got a file", out=out, hint="--out another-directory")
     orders = out / "orders"
     orders.mkdir(parents=True, exist_ok=True)
-    # A PNG needs matplotlib, which is an extra; the SVG shows the same.
+    # PNG needs matplotlib, an extra; the SVG shows the same.
     png = out / "schedules.png" if find_spec("matplotlib") else None
     outputs = Outputs(out / "schedules.svg", png, out / "memory.svg", out / "trace.json.gz")
     wanted = documents(runs, outputs)

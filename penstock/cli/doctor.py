@@ -1,16 +1,15 @@
-"""doctor: what this machine has for a pipeline, each warning with its mend."""
+"""`penstock doctor`: check this machine."""
 
 import typer
 
 from penstock.cli.options import AsJson
-from penstock.cli.screen import print_json, print_sheet
+from penstock.cli.output import print_json, print_table
 
 
 def doctor(*, as_json: AsJson = False) -> None:
-    """Say what this machine has, and what is amiss.
+    """Check whether this machine is ready for pipelines.
 
-    Versions, backends, cores, memory, threads, and how fast two local ranks reach each other; each warning comes with
-    what to do about it.
+    Versions, backends, cores, memory, threads, and the link between two local ranks. Each warning comes with a fix.
     """
     from penstock.api.diagnosis import diagnosis
 
@@ -18,7 +17,7 @@ def doctor(*, as_json: AsJson = False) -> None:
     if as_json:
         print_json([finding._asdict() for finding in findings])
         return
-    print_sheet(("what", "found"), [(finding.name, finding.found) for finding in findings])
+    print_table(("what", "found"), [(finding.name, finding.found) for finding in findings])
     for finding in findings:
         if finding.warning:
             typer.echo(f"\nwarning: {finding.name}: {finding.warning}\ntry: {finding.mend}")

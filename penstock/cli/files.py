@@ -1,4 +1,4 @@
-"""Files: a noun read from whatever file says it; a document written whole or not at all."""
+"""Reads records from files, and writes files completely or not at all."""
 
 import gzip
 import os
@@ -10,12 +10,11 @@ from typing import Any
 
 from penstock.errors import FormatError, PenstockError
 
-ORDERS = (".csv", ".txt", "")
-"""what the names of files with orders end in"""
+_ORDER_SUFFIXES = (".csv", ".txt", "")
 
 
-def read_noun(path: Path) -> Any:
-    """The noun of a JSON document, or the Schedule or Program of a CSV or plain text."""
+def read_record(path: Path) -> Any:
+    """Read the record of a JSON file, or the Schedule or Program of a CSV or text file."""
     from penstock.ir import MAX_JSON_BYTES, load_record
 
     try:
@@ -25,23 +24,23 @@ def read_noun(path: Path) -> Any:
             is_json = file.read(64).lstrip()[:1] == b"{"
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise FormatError("cannot read the file", file=path, reason=reason, hint=_instead(path)) from None
-    if not is_json and path.suffix.lower() not in ORDERS:
-        hint = "JSON that penstock wrote, or orders in a file that ends in .csv"
-        raise FormatError("neither JSON nor orders", file=path, hint=hint)
+        raise FormatError("cannot read the file", file=path, reason=reason, hint=_suggest(path)) from None
+    if not is_json and path.suffix.lower() not in _ORDER_SUFFIXES:
+        hint = "JSON that penstock wrote, or an order in a file that ends in .csv"
+        raise FormatError("expected JSON or an order", file=path, hint=hint)
     try:
         return load_record(path) if is_json else _read_orders(path)
     except FormatError as error:
         if error.hint:
             raise
-        hint = "a file that penstock wrote, whole and unchanged" if is_json else ""
+        hint = "a complete, unchanged file that penstock wrote" if is_json else ""
         raise FormatError(error.problem, report=error.report, hint=hint, **error.values) from None
 
 
-def _instead(path: Path) -> str:
-    """What may have been meant by a path that cannot be read."""
+def _suggest(path: Path) -> str:
+    """A path that was probably meant instead of one that cannot be read."""
     if ":" in path.name and not path.exists():
-        return f"a plan's file here; models are for penstock plan {path}, and for check PLAN --model {path}"
+        return f"the file of a plan; models are for penstock plan {path}, and for check PLAN --model {path}"
     if path.is_dir():
         return f"a file in it, such as {path / 'plan.json'}"
     names = sorted(each.name for each in path.parent.iterdir() if each.is_file()) if path.parent.is_dir() else []
@@ -62,49 +61,48 @@ def _read_orders(path: Path) -> Any:
 
 
 def write(path: Path, document: str | bytes) -> None:
-    """Write a document, compressed if the name ends in `.gz`; a file of that name stays whole until the new one is."""
+    """Write a file, compressed if the name ends in `.gz`; an existing file stays intact until it is replaced."""
     content = document.encode() if isinstance(document, str) else document
     if path.suffix == ".gz":
-        # No time of writing inside: equal traces make equal files.
-        content = gzip.compress(content, mtime=0)
+        content = gzip.compress(content, mtime=0)  # without a timestamp, equal traces give equal files
     check_target(path)
     if path.exists() and not path.is_file():
-        path.write_bytes(content)  # a device or a pipe, which nothing can take the place of
+        path.write_bytes(content)  # a device or pipe cannot be replaced
         return
     target = path.resolve()
-    draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.draft")
     try:
-        draft.write_bytes(content)
-        draft.replace(target)
+        temporary.write_bytes(content)
+        temporary.replace(target)
     except OSError as error:
-        # The draft is no name that the user knows.
+        # Name the user's file, not the temporary one.
         raise OSError(error.errno, error.strerror or str(error), str(path)) from None
     finally:
-        draft.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def check_targets(wanted: Iterable[Path | None], source: Path | None = None) -> None:
-    """Refuse files that cannot be written, two that are one, and one that is read from."""
-    targets = [path for path in wanted if path is not None]
-    for path in targets:
+def check_targets(targets: Iterable[Path | None], source: Path | None = None) -> None:
+    """Refuse targets that cannot be written, that are the same file twice, or that are the source."""
+    paths = [path for path in targets if path is not None]
+    for path in paths:
         check_target(path)
-    if source is not None and any(_are_one(path, source) for path in targets):
-        raise PenstockError("the file would be written over what it is made from", file=source, hint="another name")
-    if twice := next((one for one, other in combinations(targets, 2) if _are_one(one, other)), None):
-        raise PenstockError("two outputs have the same file", file=twice, hint="a name for each")
+    if source is not None and any(_same_file(path, source) for path in paths):
+        raise PenstockError("the output would overwrite its input", file=source, hint="another name")
+    if twice := next((one for one, other in combinations(paths, 2) if _same_file(one, other)), None):
+        raise PenstockError("two outputs must not be the same file", file=twice, hint="a name for each")
 
 
-def _are_one(one: Path, other: Path) -> bool:
-    """Whether two paths lead to one file, links included; a device or a pipe can be used more than once."""
+def _same_file(one: Path, other: Path) -> bool:
+    """Whether two paths are the same regular file, also through links; a device or pipe may be used twice."""
     if one.exists() and other.exists():
         return one.samefile(other) and one.is_file()
     return one.resolve() == other.resolve()
 
 
 def check_target(path: Path) -> None:
-    """Refuse a file that cannot be written, before work is spent on what it would hold."""
+    """Refuse a file that cannot be written, before work is spent on its contents."""
     if path.is_dir():
-        raise PenstockError("a directory stands where the file should go", file=path, hint=f"{path / 'NAME'}")
+        raise PenstockError("expected a file, got a directory", file=path, hint=f"{path / 'NAME'}")
     if not path.parent.is_dir():
         raise PenstockError("the directory of the file does not exist", file=path, hint=f"mkdir -p {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):

@@ -1,62 +1,69 @@
-"""Options: records that several verbs share; a field is an option, its default and its help, declared once."""
+"""Options that several verbs share, and `command`, which turns records of options into command-line options.
 
-from dataclasses import dataclass
+A field of a record is an option: its name, type, default and help are declared there and nowhere else.
+"""
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from typer import Option
+
+from penstock.cli.output import exit_on_error
 
 if TYPE_CHECKING:
     from penstock.ir import Cluster, Placement, StageCosts
 
-AsJson = Annotated[bool, Option("--json", help="Print JSON for programs instead of text for people.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
 _Seconds = partial(Option, metavar="SECONDS")
 _File = partial(Option, metavar="FILE")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the pipeline is."""
+    """The size of the pipeline."""
 
     ranks: Annotated[int, Option(metavar="P", help="Pipeline ranks.")] = 4
-    microbatches: Annotated[int, Option(metavar="M", help="Pieces that a batch is cut into.")] = 8
+    microbatches: Annotated[int, Option(metavar="M", help="Microbatches per batch.")] = 8
     stages_per_rank: Annotated[
-        int | None, Option(metavar="V", help="Stages that each rank holds; else what the schedule wants.")
+        int | None, Option(metavar="V", help="Stages per rank; default: as the schedule needs.")
     ] = None
 
 
 @dataclass(frozen=True)
 class Times:
-    """How long passes and messages take, and how much is held."""
+    """Seconds of passes and messages, and bytes of activations."""
 
     forward: Annotated[float, _Seconds(help="Forward of one rank's layers for one microbatch.")] = 1.0
     input_grad: Annotated[float, _Seconds(help="Their input gradients.")] = 1.0
     weight_grad: Annotated[float, _Seconds(help="Their weight gradients.")] = 1.0
-    latency: Annotated[float, _Seconds(help="Travel of a message between ranks.")] = 0.0
+    latency: Annotated[float, _Seconds(help="Latency of a message between ranks.")] = 0.0
     overlap: Annotated[
-        float, Option(metavar="SHARE", help="How much of the shorter of two overlapped passes is hidden, 0 to 1.")
+        float, Option(metavar="SHARE", help="Share of the shorter of two overlapped passes that is hidden, 0 to 1.")
     ] = 0.0
-    activation_bytes: Annotated[str, Option(metavar="SIZE", help="What one rank's layers keep of one microbatch.")] = (
-        "1GiB"
-    )
+    activation_bytes: Annotated[
+        str, Option(metavar="SIZE", help="Activations of one rank's layers for one microbatch.")
+    ] = "1GiB"
 
     @property
-    def are_equal(self) -> bool:
-        """Whether forward, input gradient and weight gradient take equally long."""
+    def equal(self) -> bool:
+        """Whether forward, input gradient and weight gradient take the same time."""
         return self.forward == self.input_grad == self.weight_grad
 
     def costs(self, placement: "Placement") -> "StageCosts":
-        """The costs of stages that share their rank's layers equally: schedules of any placement do the same work."""
+        """Costs of stages that share their rank's layers equally, so that every schedule does the same work."""
         from penstock.ir import StageCosts, parse_bytes
 
         shares = [1 / len(placement.stages[rank]) for rank in placement.ranks]
-        held = parse_bytes(self.activation_bytes)
+        activation_bytes = parse_bytes(self.activation_bytes)
         return StageCosts(
             forward=tuple(self.forward * share for share in shares),
             input_grad=tuple(self.input_grad * share for share in shares),
             weight_grad=tuple(self.weight_grad * share for share in shares),
-            activation_bytes=tuple(int(held * share) for share in shares),
+            activation_bytes=tuple(int(activation_bytes * share) for share in shares),
         )
 
     def cluster(self, ranks: int) -> "Cluster":
@@ -68,23 +75,55 @@ class Times:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Files that a simulation is written to."""
+    """Files written by a simulation."""
 
     svg: Annotated[Path | None, _File(help="Write the timelines as an SVG picture.")] = None
     png: Annotated[Path | None, _File(help="Write the timelines as a PNG picture (needs matplotlib).")] = None
     memory_svg: Annotated[Path | None, _File(help="Write the memory of every rank over time as an SVG picture.")] = None
     trace: Annotated[Path | None, _File(help="Write a Chrome trace; compressed if the name ends in .gz.")] = None
-    csv: Annotated[Path | None, _File(help="Write the order of one schedule as CSV, as torch reads it.")] = None
+    csv: Annotated[Path | None, _File(help="Write the order of one schedule as CSV in torch's format.")] = None
 
 
 @dataclass(frozen=True)
 class Example:
-    """What is made up for a model of Hugging Face, of which only the configuration is known."""
+    """The example batch of a Hugging Face model, of which only the configuration is known."""
 
-    batch: Annotated[int, Option(min=1, metavar="N", help="Samples of the batch made up for an hf: model.")] = 32
+    batch: Annotated[int, Option(min=1, metavar="N", help="Samples in the example batch of an hf: model.")] = 32
     sequence: Annotated[
-        int | None, Option(min=1, metavar="N", help="Tokens of each; else 512, or what the model has positions for.")
+        int | None, Option(min=1, metavar="N", help="Tokens per sample; default: 512, or fewer if the model has fewer.")
     ] = None
     weights: Annotated[
-        bool, Option("--weights", help="Give an hf: model random weights and measure it, in place of estimating.")
+        bool, Option("--weights", help="Give an hf: model random weights and measure it instead of estimating.")
     ] = False
+
+
+Verb = Callable[..., None]
+
+
+def command(verb: Verb) -> Verb:
+    """Turn a verb that takes records of options into a function that takes each of their fields, as typer needs it."""
+    records: dict[str, Any] = {name: hint for name, hint in get_type_hints(verb).items() if is_dataclass(hint)}
+    names = {name: [field.name for field in fields(record)] for name, record in records.items()}
+
+    def run(**values: Any) -> None:
+        with exit_on_error():
+            built = {name: record(**{key: values.pop(key) for key in names[name]}) for name, record in records.items()}
+            verb(**built, **values)
+
+    parameters = []
+    for parameter in signature(verb).parameters.values():
+        if parameter.name not in records:
+            parameters.append(parameter)
+            continue
+        record = records[parameter.name]
+        hints = get_type_hints(record, include_extras=True)
+        for field in fields(record):
+            default = Parameter.empty if field.default is MISSING else field.default
+            parameters.append(
+                Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
+            )
+    # typer reads the name, the docstring and the signature of a function.
+    run.__name__, run.__doc__ = verb.__name__, verb.__doc__
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run

@@ -1,64 +1,65 @@
-"""plan: a model of the user's measured, cut and ordered for some ranks, with what it will take."""
+"""`penstock plan`: measure a model and search for the best plan; also plans for `explain` and `train`."""
 
 import json
 import os
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
 
-from penstock.cli.builds import Model, built, source_of, told
-from penstock.cli.emit import check_tool, emit, with_whole_modules
 from penstock.cli.files import check_targets, write
+from penstock.cli.models import Model, build_model, source_of
 from penstock.cli.options import AsJson, Example
-from penstock.cli.screen import note, print_json
+from penstock.cli.output import note, print_json
+from penstock.cli.user_code import user_errors
 from penstock.errors import CaptureError, PartitionError, PlanError
 
 if TYPE_CHECKING:
-    from penstock.api.examples import Examples
-    from penstock.cli.running import RunningRanks
+    from collections.abc import Callable
+
     from penstock.ir import Cluster, DeviceSpeed, Plan, Schedule
+
+SCHEDULE_NAME = "schedule.csv"  # the name of the order in printed configurations
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What is asked of a plan; what is "auto" is searched for."""
+class PlanFlags:
+    """Options of a plan; "auto" is searched for."""
 
     ranks: Annotated[int, Option(metavar="P", help="Pipeline ranks.")] = 4
-    microbatches: Annotated[str, Option(metavar="M", help='Pieces that a batch is cut into, or "auto".')] = "auto"
-    schedule: Annotated[str, Option(metavar="NAME", help='A schedule, the CSV of one, or "auto".')] = "auto"
-    partitioner: Annotated[str, Option(metavar="NAME", help='A way to cut, or "auto".')] = "auto"
-    stages_per_rank: Annotated[int | None, Option(metavar="V", help="Stages that each rank holds.")] = None
-    memory: Annotated[str | None, Option(metavar="SIZE", help="What a rank has, such as 24GiB.")] = None
-    recompute: Annotated[str, Option(metavar="WHICH", help="none, full or auto: compute activations again.")] = "none"
-    budget: Annotated[float, Option(metavar="SECONDS", help="How long to look for something better.")] = 10.0
+    microbatches: Annotated[str, Option(metavar="M", help='Microbatches per batch, or "auto".')] = "auto"
+    schedule: Annotated[str, Option(metavar="NAME", help='A schedule, the CSV file of one, or "auto".')] = "auto"
+    partitioner: Annotated[str, Option(metavar="NAME", help='A partitioner, or "auto".')] = "auto"
+    stages_per_rank: Annotated[int | None, Option(metavar="V", help="Stages per rank.")] = None
+    memory: Annotated[str | None, Option(metavar="SIZE", help="Memory of each rank, such as 24GiB.")] = None
+    recompute: Annotated[str, Option(metavar="WHICH", help="Activation recomputation: none, full or auto.")] = "none"
+    budget: Annotated[float, Option(metavar="SECONDS", help="Time for the search.")] = 10.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the ranks are, where it is not this machine and the links are no matter."""
+    """The machine to plan for, if it is not this one."""
 
     flops: Annotated[
         float | None, Option(metavar="FLOP/S", help="Estimate for a device this fast, such as 3e14; else measure here.")
     ] = None
-    memory_speed: Annotated[float | None, Option(metavar="B/S", help="Bytes per second its memory moves.")] = None
-    bandwidth: Annotated[float | None, Option(metavar="B/S", help="Of a link between ranks; else without limit.")] = (
-        None
-    )
-    latency: Annotated[float, Option(metavar="SECONDS", help="Of a message between ranks.")] = 0.0
+    memory_speed: Annotated[float | None, Option(metavar="B/S", help="Memory bandwidth of that device.")] = None
+    bandwidth: Annotated[float | None, Option(metavar="B/S", help="Bandwidth of a link; default: unlimited.")] = None
+    latency: Annotated[float, Option(metavar="SECONDS", help="Latency of a message between ranks.")] = 0.0
     cores: Annotated[
         int | None,
-        Option(min=1, metavar="N", help="Ranks that compute at once, as processes of one machine; else all."),
+        Option(min=1, metavar="N", help="Ranks that compute at once, as processes of one machine; default: all."),
     ] = None
     slowness: Annotated[
-        str | None, Option(metavar="F,F,...", help="How many times longer each rank takes, such as 1,1,1.8,1.")
+        str | None, Option(metavar="F,F,...", help="Slowdown factor of each rank, such as 1,1,1.8,1.")
     ] = None
 
     @classmethod
     def here(cls, ranks: int) -> "Machine":
-        """This one: its cores are shared where the ranks are more."""
+        """This machine; its cores are shared if there are more ranks than cores."""
         cores = os.cpu_count() or 1
         return cls(cores=cores if cores < ranks else None)
 
@@ -69,29 +70,35 @@ class Machine:
 
         if (self.flops is None) != (self.memory_speed is None):
             hint = "--flops 3e14 --memory-speed 2e12, about one large GPU in half precision"
-            raise PlanError("--flops and --memory-speed belong together", hint=hint)
+            raise PlanError("--flops and --memory-speed must be given together", hint=hint)
         return None if self.flops is None else DeviceSpeed(self.flops, self.memory_speed or 0.0)
 
     def cluster(self, ranks: int) -> "Cluster":
-        """So many ranks with their links."""
+        """The ranks with their links."""
         from penstock.ir import Cluster
 
         if ranks < 1:
-            raise PlanError("a pipeline has 1 rank or more", ranks=ranks, hint="--ranks 4")
-        slowness = _factors(self.slowness)
+            raise PlanError("ranks must be 1 or more", got=ranks, hint="--ranks 4")
+        slowness = None
+        if self.slowness is not None:
+            try:
+                slowness = tuple(map(float, self.slowness.split(",")))
+            except ValueError:
+                hint = "--slowness 1,1,1.8,1"
+                raise PlanError("slowness must be one number per rank", got=repr(self.slowness), hint=hint) from None
         return Cluster(ranks, None, self.latency, self.bandwidth, cores=self.cores, slowness=slowness)
 
 
 @dataclass(frozen=True)
 class Results:
-    """What becomes of the plan."""
+    """Where the plan goes."""
 
-    out: Annotated[Path | None, Option(metavar="FILE", help="Write the plan, to train by and to show.")] = None
+    out: Annotated[Path | None, Option(metavar="FILE", help="Write the plan as JSON.")] = None
     emit: Annotated[
         str | None,
         Option(
             metavar="TOOL",
-            help="Print lists of modules and the order as torchtitan or automodel reads them; or write them to --out.",
+            help="Print module lists and the order in the format of torchtitan or automodel; with --out, write them.",
         ),
     ] = None
 
@@ -99,7 +106,7 @@ class Results:
 def plan(
     *,
     target: Model,
-    wishes: Wishes,
+    options: PlanFlags,
     machine: Machine,
     example: Example,
     results: Results,
@@ -107,93 +114,91 @@ def plan(
 ) -> None:
     """Search for the best plan of a model.
 
-    The model is measured on the batch, here; without weights, as hf: models are, its seconds are estimated. Cuts,
-    placement, order, microbatches and recomputation are searched for together, by the predicted step, under the memory
-    of a rank; the runners-up are shown, and why each lost. Under torchrun the plan is for the ranks that run, with the
-    links that are measured between them.
+    The model is measured on its batch, on this machine; a model without weights (hf:) is estimated. Cuts, placement,
+    order, microbatches and recomputation are searched together for the shortest predicted step that fits into memory.
+    Prints the best plan, the runners-up and why each lost. Under torchrun, plans for the running ranks with the
+    measured links between them.
     """
     from penstock.ir import to_json
 
     out = results.out
     check_targets((out,), source=source_of(target))
     if results.emit:
-        check_tool(results.emit, out)
-    found = _found(target, wishes, machine, example, in_modules=bool(results.emit))
-    if found is None:
-        return
-    if results.emit:
-        emit(found, results.emit, out, as_json)
+        _check_emit(results.emit, out)
+    if is_torchrun_rank():
+        if machine != Machine():
+            hint = "no option that describes the machine"
+            raise PlanError("under torchrun, links are measured and cores are counted", hint=hint)
+        found = _plan_under_torchrun(target, options, example, by_module=bool(results.emit))
     else:
-        _print(found, as_json)
+        found = make_plan(target, options, machine, example, by_module=bool(results.emit))
+    if found is None:
+        return  # not the first rank
+    if results.emit:
+        _emit(found, results.emit, out, as_json)
+    else:
+        if as_json:
+            print_json(json.loads(to_json(found)))
+        else:
+            typer.echo(found.describe())
         if out:
             write(out, to_json(found))
             note(f"wrote {out}")
-    is_plain = replace(machine, slowness=None) == Machine() and not found.cluster.links
-    if is_plain and found.num_ranks > (cores := os.cpu_count() or 1):
-        note(f"the figures are for {found.num_ranks} ranks with a core each; for this machine: --cores {cores}")
+    is_default = replace(machine, slowness=None) == Machine() and not found.cluster.links
+    if is_default and found.num_ranks > (cores := os.cpu_count() or 1):
+        note(f"predicted for {found.num_ranks} ranks with one core each; for this machine: --cores {cores}")
 
 
-def _found(target: str, wishes: Wishes, machine: Machine, example: Example, in_modules: bool) -> "Plan | None":
-    """The best plan; under torchrun on the first rank only."""
-    from penstock.cli.running import is_rank, planned_under_torchrun
-
-    if not is_rank():
-        return planned(target, wishes, machine, example, in_modules)
-    if machine != Machine():
-        hint = "no option that describes the machine"
-        raise PlanError("under torchrun links are measured and cores are counted", hint=hint)
-    return planned_under_torchrun(target, wishes, example, in_modules)
-
-
-def _print(found: "Plan", as_json: bool) -> None:
-    from penstock.ir import to_json
-
-    if as_json:
-        print_json(json.loads(to_json(found)))
-    else:
-        typer.echo(found.describe())
-
-
-def planned(
-    target: str, wishes: Wishes, machine: "Machine | RunningRanks", example: Example, in_modules: bool = False
+def make_plan(
+    target: str, options: PlanFlags, machine: "Machine | RunningRanks", example: Example, by_module: bool = False
 ) -> "Plan":
-    """The best plan of a model that is found; `in_modules`, one whose stages lists of modules can tell."""
+    """Search for the best plan; with `by_module`, one whose stages are whole modules, as other tools need it."""
     import penstock
     from penstock.api.examples import Examples
 
-    wanted: dict[str, Any] = {
-        "ranks": machine.cluster(wishes.ranks),
-        "microbatches": _number(wishes.microbatches),
-        "schedule": wishes.schedule,
-        "partitioner": _partitioner(wishes.partitioner),
-        "stages_per_rank": wishes.stages_per_rank,
-        "memory": wishes.memory,
-        "recompute": wishes.recompute,
-        "budget_seconds": wishes.budget,
+    if not options.microbatches.isdecimal() and options.microbatches != "auto":
+        hint = "--microbatches 8"
+        raise PlanError("microbatches must be a whole number or auto", got=repr(options.microbatches), hint=hint)
+    microbatches = "auto" if options.microbatches == "auto" else int(options.microbatches)
+    arguments: dict[str, Any] = {
+        "ranks": machine.cluster(options.ranks),
+        "microbatches": microbatches,
+        "schedule": options.schedule,
+        "partitioner": _known_partitioner(options.partitioner),
+        "stages_per_rank": options.stages_per_rank,
+        "memory": options.memory,
+        "recompute": options.recompute,
+        "budget_seconds": options.budget,
         "speed": machine.speed,
     }
     problem = "the model failed on the batch while it was recorded or measured"
-    with built(target, example) as (model, args, kwargs), told(problem, source_of(target), CaptureError):
-        _check_samples(Examples(model, args, kwargs), wanted["microbatches"])
-        found = penstock.plan(model, args, kwargs, **wanted)
-        if not in_modules:
+    with build_model(target, example) as (model, args, kwargs), user_errors(problem, source_of(target), CaptureError):
+        if isinstance(microbatches, int) and microbatches > 1:
+            samples = Examples(model, args, kwargs).num_samples(microbatches)
+            if samples < microbatches:
+                # Empty microbatches would be measured as full ones.
+                hint = f"--microbatches {samples}, or a batch with more samples"
+                sizes = {"samples": samples, "microbatches": microbatches}
+                raise PlanError("the batch has fewer samples than microbatches", hint=hint, **sizes)
+        found = penstock.plan(model, args, kwargs, **arguments)
+        if not by_module:
             return found
 
-        def again(lists: list[list[str]], schedule: "Schedule") -> "Plan":
+        def plan_modules(lists: list[list[str]], schedule: "Schedule") -> "Plan":
             given = {"partitioner": lists, "schedule": schedule, "microbatches": "auto", "stages_per_rank": None}
-            return penstock.plan(model, args, kwargs, **wanted | given)
+            return penstock.plan(model, args, kwargs, **arguments | given)
 
         try:
-            return with_whole_modules(found, again)
+            return _cut_at_modules(found, plan_modules)
         except PartitionError as error:
-            if wishes.schedule != "auto" or wishes.stages_per_rank is not None or found.num_stages == found.num_ranks:
+            if options.schedule != "auto" or options.stages_per_rank is not None or found.num_stages == found.num_ranks:
                 raise
-            note(f"planned again with one stage per rank, as with {found.num_stages} stages: {error.problem}")
-        return with_whole_modules(penstock.plan(model, args, kwargs, **wanted | {"stages_per_rank": 1}), again)
+            note(f"planned again with one stage per rank, because with {found.num_stages} stages: {error.problem}")
+        return _cut_at_modules(penstock.plan(model, args, kwargs, **arguments | {"stages_per_rank": 1}), plan_modules)
 
 
-def _partitioner(name: str) -> str:
-    """The name, known or refused as wrong usage before the model is built."""
+def _known_partitioner(name: str) -> str:
+    """Refuse an unknown name as wrong usage (exit code 2) before the model is built."""
     from penstock.partitioners import find
 
     try:
@@ -202,29 +207,89 @@ def _partitioner(name: str) -> str:
         raise PlanError(error.problem, hint=error.hint, **error.values) from None
 
 
-def _check_samples(examples: "Examples", microbatches: int | str) -> None:
-    """Refuse more microbatches than the batch has samples: those that are empty would be measured as full."""
-    if isinstance(microbatches, int) and microbatches > 1:
-        samples = examples.num_samples(microbatches)
-        if samples < microbatches:
-            hint = f"--microbatches {samples}, or a batch with more samples"
-            sizes = {"samples": samples, "microbatches": microbatches}
-            raise PlanError("the batch has fewer samples than microbatches", hint=hint, **sizes)
+# ----------------------------------------------------------------------------------------------------- under torchrun
 
 
-def _factors(given: str | None) -> tuple[float, ...] | None:
-    if given is None:
-        return None
+def is_torchrun_rank() -> bool:
+    """Whether this process was started by torchrun."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+
+
+@dataclass(frozen=True)
+class RunningRanks:
+    """The ranks of a running process group, in place of a Machine."""
+
+    running: "Cluster"
+    speed: None = None
+
+    def cluster(self, ranks: int) -> "Cluster":
+        """All running ranks; --ranks must match if it is given."""
+        if ranks not in (PlanFlags.ranks, self.running.ranks):
+            hint = f"--ranks {self.running.ranks}, or leave it out"
+            running = self.running.ranks
+            raise PlanError("--ranks must be the number of running ranks", got=ranks, running=running, hint=hint)
+        return self.running
+
+
+def plan_for_group(target: str, options: PlanFlags, example: Example, by_module: bool = False) -> "Plan":
+    """Plan for the process group that this process is in; collective: every rank calls it and gets the same plan."""
+    from penstock.api.planning_together import plan_together
+
+    return plan_together(lambda cluster: make_plan(target, options, RunningRanks(cluster), example, by_module))
+
+
+def _plan_under_torchrun(target: str, options: PlanFlags, example: Example, by_module: bool) -> "Plan | None":
+    """The plan on rank 0, None on the other ranks."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
     try:
-        return tuple(map(float, given.split(",")))
-    except ValueError:
-        hint = "--slowness 1,1,1.8,1"
-        raise PlanError("slowness is a number for each rank", given=repr(given), hint=hint) from None
+        found = plan_for_group(target, options, example, by_module)
+        return found if dist.get_rank() == 0 else None
+    finally:
+        dist.destroy_process_group()
 
 
-def _number(given: str) -> int | str:
-    if given == "auto":
-        return given
-    if not given.isdecimal():
-        raise PlanError("microbatches is a whole number or auto", given=repr(given), hint="--microbatches 8")
-    return int(given)
+# --------------------------------------------------------------------------------------------- formats of other tools
+
+
+def _check_emit(tool: str, out: Path | None) -> None:
+    """Refuse an unknown tool and files that cannot be written, before the search."""
+    from penstock.views import EMITTERS
+
+    if tool not in EMITTERS:
+        close = get_close_matches(tool.lower(), EMITTERS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(EMITTERS)}"
+        raise PlanError("unknown tool", emit=repr(tool), hint=hint)
+    if out:
+        check_targets((out, out.with_suffix(".csv")))
+
+
+def _cut_at_modules(plan: "Plan", plan_modules: "Callable[[list[list[str]], Schedule], Plan]") -> "Plan":
+    """The plan if its stages are lists of modules, else one from `plan_modules` with cuts at module borders."""
+    from penstock.partitioners import by_modules
+    from penstock.views import check_can_run, module_lists
+
+    lists = module_lists(plan)
+    if by_modules(plan.graph, lists) != plan.partition:
+        note("moved the cuts to module boundaries, because lists of module names cannot express others")
+        plan = plan_modules(lists, plan.schedule)
+    check_can_run(plan)
+    return plan
+
+
+def _emit(plan: "Plan", tool: str, out: Path | None, as_json: bool) -> None:
+    """Print the configuration and the order, or write the configuration to `out` and the order beside it."""
+    from penstock.views import EMITTERS, module_lists
+
+    csv = str(out.with_suffix(".csv")) if out else SCHEDULE_NAME
+    config, orders = EMITTERS[tool](plan, csv), plan.schedule.to_csv()
+    if out:
+        write(out.with_suffix(".csv"), orders)
+        write(out, config)
+        note(f"wrote {out} and {csv}")
+    if as_json:
+        lists = {"module_fqns_per_model_part": module_lists(plan), "schedule_csv": orders, "config": config}
+        print_json({"tool": tool, **lists})
+    elif not out:
+        typer.echo(f"{config}\n# {csv}\n{orders}", nl=False)

@@ -1,22 +1,43 @@
-"""simulate: one schedule, or all of them side by side, as figures and pictures."""
+"""`penstock simulate`: predict one schedule, or all of them side by side."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
 from penstock.cli.files import check_targets, write
 from penstock.cli.options import AsJson, Outputs, Sizes, Times
-from penstock.cli.runs import Run, chosen, run, swept
-from penstock.cli.screen import look, note, print_json
+from penstock.cli.output import note, print_json, print_view
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.ir import Trace
+    from penstock.ir import Program, Schedule, Trace
 
 Name = Annotated[str, Argument(metavar="NAME", help="A schedule, such as 1f1b or zbv, or all of them.")]
 Sweep = Annotated[str | None, Option(metavar="M,M,...", help="Numbers of microbatches to compare.")]
+
+
+class Simulated(NamedTuple):
+    """A schedule of the table and its predicted trace."""
+
+    name: str
+    schedule: "Schedule"
+    trace: "Trace"
+
+    def metrics(self) -> dict[str, Any]:
+        """Sizes, time, bubble and memory as JSON values."""
+        from penstock.views import summary
+
+        found = summary(self.trace)
+        sizes = {
+            "ranks": self.schedule.num_ranks,
+            "stages_per_rank": self.schedule.num_stages // self.schedule.num_ranks,
+            "microbatches": self.schedule.num_microbatches,
+        }
+        return {"schedule": self.name, **sizes, **found._asdict(), "idle": found.idle._asdict()}
 
 
 def simulate(
@@ -25,50 +46,94 @@ def simulate(
     """Predict time, bubble and memory of schedules.
 
     One schedule, or all side by side. Seconds and bytes are those of one rank's layers, however many stages they are
-    cut into, so all schedules do the same work. Every program is proven free of deadlock before it is simulated.
+    cut into, so all schedules do the same work. Every program is proven deadlock-free before it is simulated.
     """
-    check_targets((outputs.svg, outputs.png, outputs.memory_svg, outputs.trace, outputs.csv))
-    names, left_out = chosen(name, sizes)
-    runs = [run(each, size, times) for each in names for size in swept(sizes, sweep)]
-    if outputs.csv and len(runs) > 1:
-        hint = f"penstock simulate {names[0]} --csv {outputs.csv}"
-        raise PenstockError("a CSV holds one schedule", schedules=len(runs), hint=hint)
-    if left_out:
-        note(f"left out, as they want other stages per rank: {', '.join(left_out)}")
-    if as_json:
-        print_json([each.figures() for each in runs])
-    else:
-        _print(runs)
-    save(runs, outputs)
-
-
-def _print(runs: Sequence[Run]) -> None:
     from penstock.views import Table, Terminal
 
-    if len(runs) == 1:
-        look(Terminal(color=False), {runs[0].name: runs[0].trace})
-    look(Table(), labelled(runs))
-
-
-def labelled(runs: Sequence[Run]) -> "dict[str, Trace]":
-    """The traces by the names of their schedules, with the microbatches where those differ."""
-    if len({each.schedule.num_microbatches for each in runs}) == 1:
-        return {each.name: each.trace for each in runs}
-    return {f"{each.name}, {each.schedule.num_microbatches} microbatches": each.trace for each in runs}
-
-
-def save(runs: Sequence[Run], outputs: Outputs) -> None:
-    """Write the files that are asked for."""
+    check_targets((outputs.svg, outputs.png, outputs.memory_svg, outputs.trace, outputs.csv))
+    names, left_out = named_schedules(name, sizes)
+    runs = [simulate_schedule(each, size, times) for each in names for size in _sweep(sizes, sweep)]
+    if outputs.csv and len(runs) > 1:
+        hint = f"penstock simulate {names[0]} --csv {outputs.csv}"
+        raise PenstockError("--csv takes one schedule", schedules=len(runs), hint=hint)
+    if left_out:
+        note(f"left out, because they need another number of stages per rank: {', '.join(left_out)}")
+    if as_json:
+        print_json([each.metrics() for each in runs])
+    else:
+        if len(runs) == 1:
+            print_view(Terminal(color=False), {runs[0].name: runs[0].trace})
+        print_view(Table(), _labelled(runs))
     for path, document in documents(runs, outputs).items():
         write(path, document())
         note(f"wrote {path}")
 
 
-def documents(runs: Sequence[Run], outputs: Outputs) -> dict[Path, Callable[[], str | bytes]]:
-    """How to make the document of every file that is asked for."""
+def simulate_schedule(name: str, sizes: Sizes, times: Times) -> Simulated:
+    """Build, prove and simulate a schedule."""
+    import penstock
+
+    build = partial(penstock.schedule, name, sizes.ranks, sizes.microbatches, stages_per_rank=sizes.stages_per_rank)
+    schedule = build()
+    if not times.equal:
+        # Weight gradients are placed where they fill gaps, which depends on how long passes take.
+        schedule = build(costs=times.costs(schedule.placement))
+    program = penstock.lower(schedule)
+    penstock.verify(program)
+    return Simulated(name, schedule, simulate_program(program, times))
+
+
+def simulate_program(program: "Program", times: Times) -> "Trace":
+    """Simulate a program with the costs and links of the options."""
+    import penstock
+
+    return penstock.simulate(program, times.costs(program.placement), times.cluster(program.num_ranks))
+
+
+def prove(orders: "Schedule | Program", in_flight: int | None = None) -> None:
+    """Verify orders; a schedule also as the program that it is lowered to."""
+    import penstock
+
+    penstock.verify(orders, in_flight=in_flight)
+    if isinstance(orders, penstock.Schedule):
+        penstock.verify(penstock.lower(orders))
+
+
+def named_schedules(name: str, sizes: Sizes) -> tuple[list[str], list[str]]:
+    """The schedules for a name or "all", and those left out because they cannot have that many stages per rank."""
+    from penstock.schedules import SCHEDULES, find
+
+    if name.lower() != "all":
+        return [find(name).name], []
+    wanted = sizes.stages_per_rank
+    misfits = [key for key, member in SCHEDULES.items() if wanted and member.choices and wanted not in member.choices]
+    return [key for key in SCHEDULES if key not in misfits], misfits
+
+
+def _sweep(sizes: Sizes, sweep: str | None) -> Iterable[Sizes]:
+    """The sizes for every number of microbatches in a text such as `4,8,16`."""
+    if sweep is None:
+        return [sizes]
+    try:
+        counts = dict.fromkeys(map(int, sweep.split(",")))
+    except ValueError:
+        hint = "--sweep 4,8,16"
+        raise PenstockError("--sweep must be a list of numbers of microbatches", got=repr(sweep), hint=hint) from None
+    return [replace(sizes, microbatches=count) for count in counts]
+
+
+def _labelled(runs: Sequence[Simulated]) -> "dict[str, Trace]":
+    """The traces by schedule, and by number of microbatches if these differ."""
+    if len({each.schedule.num_microbatches for each in runs}) == 1:
+        return {each.name: each.trace for each in runs}
+    return {f"{each.name}, {each.schedule.num_microbatches} microbatches": each.trace for each in runs}
+
+
+def documents(runs: Sequence[Simulated], outputs: Outputs) -> dict[Path, Callable[[], str | bytes]]:
+    """For every requested file, the function that makes its contents."""
     from penstock.views import Chrome, Memory, Timeline
 
-    traces = labelled(runs)
+    traces = _labelled(runs)
     columns = 1 if len(runs) < 4 else 2
     makers: tuple[tuple[Path | None, Callable[[], str | bytes]], ...] = (
         (outputs.svg, lambda: Timeline(columns=columns)(traces)),
@@ -77,4 +142,4 @@ def documents(runs: Sequence[Run], outputs: Outputs) -> dict[Path, Callable[[], 
         (outputs.trace, lambda: Chrome()(traces)),
         (outputs.csv, lambda: runs[0].schedule.to_csv()),
     )
-    return {path: document for path, document in makers if path is not None}
+    return {path: maker for path, maker in makers if path is not None}

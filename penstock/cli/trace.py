@@ -1,51 +1,48 @@
-"""trace: orders from a file, as a Chrome trace to zoom and measure in."""
+"""`penstock trace`: write a Chrome trace of any order."""
 
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
-from penstock.cli.files import check_targets, read_noun, write
+from penstock.cli.files import check_targets, read_record, write
 from penstock.cli.options import AsJson, Times
-from penstock.cli.runs import prove, timed
-from penstock.cli.screen import note, print_json
+from penstock.cli.output import note, print_json
+from penstock.cli.simulate import prove, simulate_program
 from penstock.errors import FormatError
 
-File = Annotated[
-    Path, Argument(metavar="FILE", help="The CSV, text or JSON of a schedule, program, trace, plan or run.")
-]
+File = Annotated[Path, Argument(metavar="FILE", help="CSV, text or JSON of a schedule, program, trace, plan or run.")]
 Target = Annotated[Path, Argument(metavar="TARGET", help="The file to write; compressed if the name ends in .gz.")]
-Flows = Annotated[bool, Option("--flows", help="Draw an arrow from the maker of each message to its user.")]
+Flows = Annotated[bool, Option("--flows", help="Draw an arrow from the producer of each message to its consumer.")]
 
 
 def trace(*, file: File, target: Target, times: Times, flows: Flows = False, as_json: AsJson = False) -> None:
     """Write a Chrome trace, to zoom and measure in.
 
-    It opens in ui.perfetto.dev and chrome://tracing. Orders are proven and simulated first, with the given seconds; a
-    plan brings its own, and a trace is written as it is, also that of a run.
+    Open it in ui.perfetto.dev or chrome://tracing. Orders are proven and simulated first, with the given seconds; a
+    plan has its own costs, and a recorded trace is written as it is.
     """
     import penstock
     from penstock.ir import Run
     from penstock.views import Chrome
 
     check_targets((target,), source=file)
-    noun = read_noun(file)
-    if isinstance(noun, Run):
-        noun = noun.trace or noun.plan
-    if isinstance(noun, penstock.Plan):
-        noun = penstock.simulate(noun)
-    if isinstance(noun, penstock.Schedule | penstock.Program):
-        prove(noun)
-    if isinstance(noun, penstock.Schedule):
-        noun = penstock.lower(noun)
-    if isinstance(noun, penstock.Program):
-        noun = timed(noun, times)
-    if not isinstance(noun, penstock.Trace):
-        raise FormatError(
-            "nothing that runs", file=file, noun=type(noun).__name__, hint="a schedule, program, trace, plan or run"
-        )
-    write(target, Chrome(flows=flows)(noun))
+    record = read_record(file)
+    if isinstance(record, Run):
+        record = record.trace or record.plan
+    if isinstance(record, penstock.Plan):
+        record = penstock.simulate(record)
+    if isinstance(record, penstock.Schedule | penstock.Program):
+        prove(record)
+    if isinstance(record, penstock.Schedule):
+        record = penstock.lower(record)
+    if isinstance(record, penstock.Program):
+        record = simulate_program(record, times)
+    if not isinstance(record, penstock.Trace):
+        hint = "a schedule, program, trace, plan or run"
+        raise FormatError("the file has no order to trace", file=file, got=type(record).__name__, hint=hint)
+    write(target, Chrome(flows=flows)(record))
     if as_json:
-        print_json({"file": str(target), "makespan": noun.makespan, "bubble": noun.bubble})
+        print_json({"file": str(target), "makespan": record.makespan, "bubble": record.bubble})
     else:
         note(f"wrote {target}: open it in ui.perfetto.dev")

@@ -1,9 +1,9 @@
-"""train: a model of the user's trained by a plan, on local processes or as one rank of torchrun."""
+"""`penstock train`: train a model by a plan, on local processes or as one rank of torchrun."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Annotated
@@ -11,144 +11,195 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from penstock.cli.builds import Model
-from penstock.cli.lasting import Lasting, check_lasting, held
+from penstock.cli.models import Model
 from penstock.cli.options import AsJson, Example
-from penstock.cli.plan import Machine, Wishes
-from penstock.cli.planning import Planning
-from penstock.cli.run_files import BOARD, Diary, check_directory, write_run
-from penstock.cli.running import is_rank
-from penstock.cli.screen import note
-from penstock.cli.supervised import Supervisor
-from penstock.cli.training_job import How, Job, check_job, work
+from penstock.cli.output import note
+from penstock.cli.plan import Machine, PlanFlags, is_torchrun_rank, make_plan, plan_for_group
+from penstock.cli.restarts import Supervisor, check_checkpoints, check_min_ranks, locked, saved_plan
+from penstock.cli.train_log import STATUS, StepsFile, make_directory, number_text, write_run
+from penstock.cli.training_job import CheckpointFlags, Job, TrainOptions, check_job, run_rank
+from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.ir import Run
-
-_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+    from penstock.cli.restarts import SavedPlan
+    from penstock.ir import Plan, Run
 
 
 @dataclass(frozen=True)
 class Files:
-    """What is read, written and printed."""
+    """Input, output and format."""
 
-    plan: Annotated[Path | None, Option(metavar="FILE", help="Train by this plan; else one is searched for.")] = None
-    out: Annotated[Path | None, Option(metavar="DIRECTORY", help="Keep plan, run, trace and report there.")] = None
+    plan: Annotated[Path | None, Option(metavar="FILE", help="Train by this plan; default: search for one.")] = None
+    out: Annotated[Path | None, Option(metavar="DIRECTORY", help="Write plan, run, trace and report there.")] = None
     as_json: AsJson = False
 
 
 def train(
     *,
     model: Model,
-    how: How,
-    wishes: Wishes,
+    options: TrainOptions,
+    plan_options: PlanFlags,
     example: Example,
     files: Files,
-    lasting: Lasting,
+    checkpoints: CheckpointFlags,
 ) -> None:
     """Train a model by a plan.
 
-    Every rank is a process of this machine; under torchrun this process is one of them. A line per step tells the loss,
-    the norm of all gradients, the time against the prediction, and what is left. The first ctrl-c stops all ranks after
-    their step, and with --checkpoint saves it; a second one stops at once. With --checkpoint a training whose ranks
-    break is taken up again from its last good checkpoint, and has the numbers of one that nothing happened to.
+    Every rank is a process of this machine; under torchrun, this process is one rank. Prints a line per step: loss,
+    gradient norm, time against the prediction, time left. The first ctrl-c stops all ranks after their step, and saves
+    with --checkpoint; the second stops at once. With --checkpoint, a run whose ranks fail restarts from its last good
+    checkpoint and has the same losses as an uninterrupted run.
     """
+    from penstock.ir import counted, seconds_text
+
     if files.out is not None:
-        check_directory(files.out)
-    life = int(os.environ.get(_RESTARTS, 0)) if is_rank() else 0
-    ranks = None if files.plan or is_rank() else wishes.ranks
-    check_lasting(lasting, ranks, life)
-    job = Job(model, example, how, wishes, lasting, files.out, files.as_json, life)
+        make_directory(files.out)
+    # torchrun restarts the ranks itself and counts how often.
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_torchrun_rank() else 0
+    ranks = None if files.plan or is_torchrun_rank() else plan_options.ranks
+    check_checkpoints(checkpoints, ranks, attempt)
+    job = Job(model, example, options, plan_options, checkpoints, files.out, files.as_json, attempt)
     check_job(job)
-    planning = Planning(job, files.plan)
-    is_second = is_rank() and os.environ["RANK"] != "0"
-    with held(None if is_second else lasting.checkpoint):
-        check_lasting(lasting, ranks, life)  # once more, as another training may have saved there by now
-        run = _under_torchrun(job, planning) if is_rank() else _launched(job, planning)
+    choice = PlanChoice(job, files.plan)
+    is_first = not is_torchrun_rank() or os.environ["RANK"] == "0"
+    with locked(checkpoints.checkpoint if is_first else None):
+        check_checkpoints(checkpoints, ranks, attempt)  # again: another run may have saved there until now
+        run = _train_under_torchrun(job, choice) if is_torchrun_rank() else _train_local(job, choice)
     if run is None:
         return
     if files.out is not None:
-        run = Diary(files.out).completed(run)
+        run = StepsFile(files.out).with_earlier_steps(run)
     if not files.as_json:
-        typer.echo(_summary(run))
+        if run.steps:
+            losses = " to ".join(number_text(metrics.loss) for metrics in (run.steps[0], run.steps[-1]))
+            measured, predicted = seconds_text(run.step_seconds or 0.0), seconds_text(run.plan.predicted.makespan)
+            steps = counted(len(run.steps), "step")
+            typer.echo(f"{steps}: loss {losses}, {measured} per step, {predicted} predicted")
+        else:
+            typer.echo("nothing left to train")
     if files.out is not None:
         for path in write_run(run, files.out):
             note(f"wrote {path}")
 
 
-def _launched(job: Job, planning: Planning) -> "Run | None":
+def _train_local(job: Job, choice: "PlanChoice") -> "Run | None":
     from penstock.launch import forward_stop_signals
 
-    plan = planning.first()
+    plan = choice.first()
     if plan.cluster.cores is None and (cores := Machine.here(plan.num_ranks).cores) is not None:
         note(f"{plan.num_ranks} ranks share {cores} cores: steps take longer than predicted")
-    told = "stopping after this step; ctrl-c again stops at once"
-    with _board(job.out) as board, forward_stop_signals(board, lambda: note(told)) as wish:
-        supervisor = Supervisor(job, board, wish)
-        return supervisor.run(plan, lambda ranks: planning.for_fewer(plan, ranks))
+    message = "stopping after this step; ctrl-c again stops at once"
+    with _status_directory(job.out) as directory, forward_stop_signals(directory, lambda: note(message)) as stop:
+        return Supervisor(job, directory, stop).run(plan, lambda ranks: choice.for_fewer(plan, ranks))
 
 
 @contextmanager
-def _board(out: Path | None) -> Iterator[Path]:
-    """Where the ranks note what they do; beside the run it stays if a rank breaks, or if this process is killed."""
+def _status_directory(out: Path | None) -> Iterator[Path]:
+    """The directory of the ranks' status files; inside --out it is kept if a rank fails, for `why-hung`."""
     from penstock.launch import scratch_directory
 
     if out is None:
         with scratch_directory() as directory:
             yield directory
         return
-    board = out / BOARD
-    board.mkdir(mode=0o700, exist_ok=True)
+    directory = out / STATUS
+    directory.mkdir(mode=0o700, exist_ok=True)
     try:
-        yield board
+        yield directory
     except typer.Exit:
-        note(f"what every rank did last: penstock why-hung {out}")
+        note(f"last actions of every rank: penstock why-hung {out}")
         raise
     except BaseException:
-        rmtree(board, ignore_errors=True)
+        rmtree(directory, ignore_errors=True)
         raise
-    rmtree(board, ignore_errors=True)
+    rmtree(directory, ignore_errors=True)
 
 
-def _under_torchrun(job: Job, planning: Planning) -> "Run | None":
+def _train_under_torchrun(job: Job, choice: "PlanChoice") -> "Run | None":
     import torch.distributed as dist
 
     from penstock.ir import Run, from_json
+    from penstock.launch import STATUS_DIR_VARIABLE, StatusFile
 
     dist.init_process_group("gloo")
     try:
-        _share_board(job.out)
-        text = work(job, planning.together(dist.get_world_size()))
+        if job.out is not None:
+            # Status files of all ranks go into --out, where they stay if a rank fails.
+            if dist.get_rank() == 0:
+                (job.out / STATUS).mkdir(mode=0o700, exist_ok=True)
+                StatusFile.clear(job.out / STATUS)
+            dist.barrier()
+            os.environ[STATUS_DIR_VARIABLE] = os.fspath(job.out / STATUS)
+        text = run_rank(job, choice.for_running(dist.get_world_size()))
         if job.out is not None and dist.get_rank() == 0:
-            rmtree(job.out / BOARD, ignore_errors=True)
+            rmtree(job.out / STATUS, ignore_errors=True)
         return from_json(text, Run) if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()
 
 
-def _share_board(out: Path | None) -> None:
-    """Let all ranks note what they do beside the run, where it stays if one breaks."""
-    import torch.distributed as dist
+class PlanChoice:
+    """The plan of a training run: the given one, the one of its checkpoint, or the best that is found."""
 
-    from penstock.launch import STATUS_DIR_VARIABLE, StatusFile
+    def __init__(self, job: Job, file: Path | None) -> None:
+        self._job, self._options, self._file = job, job.plan_options, file
 
-    if out is None:
-        return
-    if dist.get_rank() == 0:
-        (out / BOARD).mkdir(mode=0o700, exist_ok=True)
-        StatusFile.clear(out / BOARD)
-    dist.barrier()
-    os.environ[STATUS_DIR_VARIABLE] = os.fspath(out / BOARD)
+    def first(self) -> "Plan":
+        """The plan to begin with."""
+        if self._file is not None:
+            plan = self._given
+            check_min_ranks(self._job.checkpoints, plan.num_ranks)
+            return plan
+        saved = self._saved
+        if saved is None:
+            return self._search(self._options)
+        # Any plan gives the same losses up to rounding; the same plan gives them bit for bit.
+        if self._is_wanted(saved) and saved.plan.num_ranks == self._options.ranks:
+            note(f"using the plan of the checkpoint: {saved.plan.choices.schedule} on {saved.plan.num_ranks} ranks")
+            return saved.plan
+        return self._search(self._same_microbatches(saved.plan))
 
+    def for_fewer(self, plan: "Plan", ranks: int) -> "Plan":
+        """A plan for fewer ranks with the same microbatches."""
+        return self._search(replace(self._same_microbatches(plan), ranks=ranks))
 
-def _summary(run: "Run") -> str:
-    from penstock.cli.step_line import number_text
-    from penstock.ir import counted, seconds_text
+    def for_running(self, ranks: int) -> "Plan":
+        """The plan for the running process group; collective: the same on every rank."""
+        fewest = self._job.checkpoints.min_ranks
+        if fewest is not None and ranks < fewest:
+            raise PenstockError("fewer ranks are running than --min-ranks", ranks=ranks, min_ranks=fewest)
+        if self._file is not None and (self._given.num_ranks == ranks or fewest is None):
+            return self._given  # the Pipeline refuses a plan for another number of ranks
+        saved = self._saved
+        if saved is not None and self._is_wanted(saved) and saved.plan.num_ranks == ranks:
+            return saved.plan
+        known = self._given if self._file is not None else saved.plan if saved is not None else None
+        options = self._options if known is None else self._same_microbatches(known)
+        return plan_for_group(self._job.model, replace(options, ranks=ranks), self._job.example)
 
-    if not run.steps:
-        return "nothing was left to do"
-    losses = " to ".join(number_text(figures.loss) for figures in (run.steps[0], run.steps[-1]))
-    return (
-        f"{counted(len(run.steps), 'step')}: loss {losses}, "
-        f"{seconds_text(run.step_seconds or 0.0)} per step, {seconds_text(run.plan.predicted.makespan)} predicted"
-    )
+    @property
+    def _given(self) -> "Plan":
+        from penstock.ir import Plan
+
+        assert self._file is not None
+        return Plan.load(self._file)
+
+    @property
+    def _saved(self) -> "SavedPlan | None":
+        checkpoints = self._job.checkpoints
+        return saved_plan(checkpoints.source(self._job.attempt)) if checkpoints.checkpoint is not None else None
+
+    def _is_wanted(self, saved: "SavedPlan") -> bool:
+        """Whether a saved plan was made with the present options, or none but --ranks are given."""
+        return self._file is None and (
+            saved.options == asdict(self._options) or self._options == PlanFlags(self._options.ranks)
+        )
+
+    def _same_microbatches(self, plan: "Plan") -> PlanFlags:
+        """The options, with the microbatches of the plan unless a number is given."""
+        options = PlanFlags() if self._file is not None else self._options
+        is_default = options.microbatches == PlanFlags.microbatches
+        return replace(options, microbatches=str(plan.num_microbatches)) if is_default else options
+
+    def _search(self, options: PlanFlags) -> "Plan":
+        return make_plan(self._job.model, options, Machine.here(options.ranks), self._job.example)

@@ -1,10 +1,10 @@
-"""A training job: what `penstock train` asks of every rank, in words and numbers, and how a rank does it."""
+"""The options of a training run, and the function that every rank runs."""
 
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from inspect import signature
 from itertools import islice
 from pathlib import Path
@@ -12,71 +12,128 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from penstock.cli.builds import built
-from penstock.cli.changes import asked, changes
-from penstock.cli.lasting import Lasting
-from penstock.cli.named_functions import NamedFunction, named_function, told
+from penstock.cli.models import build_model
 from penstock.cli.options import Example
-from penstock.cli.plan import Wishes
-from penstock.cli.voice import Voice
+from penstock.cli.plan import PlanFlags
+from penstock.cli.train_log import TrainLog
+from penstock.cli.user_code import UserFunction, user_errors, user_function
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
+    from penstock.api.keeping import Keeping
+    from penstock.checkpoint import Loaded
     from penstock.ir import Plan
+    from penstock.launch import RestartPolicy
 
-_START = "start"
-"""of a data function: with which batch to begin"""
-DATA_EXAMPLE = "yield inputs, target"
-LOSS_EXAMPLE = "return functional.cross_entropy(output, target)"
-OPTIMIZER_EXAMPLE = "return torch.optim.AdamW(parameters, lr=1e-3)"
+AUTO = "auto"
+# Keys under which a checkpoint keeps the options of its run.
+TRAIN_OPTIONS, PLAN_OPTIONS = "how", "wishes"
+_START = "start"  # parameter of a data function: the number of the batch to begin with
+_DATA_BODY = "yield inputs, target"
+_LOSS_BODY = "return functional.cross_entropy(output, target)"
+_OPTIMIZER_BODY = "return torch.optim.AdamW(parameters, lr=1e-3)"
 
 
 @dataclass(frozen=True)
-class How:
-    """On what to train, and how."""
+class TrainOptions:
+    """Data, loss and optimizer."""
 
-    data: Annotated[str, Option(metavar="FILE.py:FUNCTION", help="It yields inputs, or with --loss inputs and target.")]
-    loss: Annotated[str | None, Option(metavar="NAME", help="Of torch.nn.functional, or FILE.py:FUNCTION.")] = None
-    optimizer: Annotated[str, Option(metavar="NAME", help="Of torch.optim, or FILE.py:FUNCTION.")] = "adamw"
-    lr: Annotated[float, Option(metavar="RATE", help="The learning rate of an optimizer by name.")] = 1e-3
-    steps: Annotated[int | None, Option(min=1, metavar="N", help="Steps; else until the batches end.")] = None
-    clip: Annotated[float | None, Option(metavar="NORM", help="Scale gradients down to this norm.")] = None
-    seed: Annotated[int, Option(min=0, metavar="N", help="Of the model's weights and random numbers.")] = 0
+    data: Annotated[
+        str, Option(metavar="FILE.py:FUNCTION", help="Yields inputs, or with --loss, pairs of inputs and target.")
+    ]
+    loss: Annotated[
+        str | None, Option(metavar="NAME", help="A function of torch.nn.functional, or FILE.py:FUNCTION.")
+    ] = None
+    optimizer: Annotated[str, Option(metavar="NAME", help="A class of torch.optim, or FILE.py:FUNCTION.")] = "adamw"
+    lr: Annotated[float, Option(metavar="RATE", help="Learning rate of an optimizer given by name.")] = 1e-3
+    steps: Annotated[int | None, Option(min=1, metavar="N", help="Steps; default: until the data ends.")] = None
+    clip: Annotated[float | None, Option(metavar="NORM", help="Clip the gradient norm to this value.")] = None
+    seed: Annotated[int, Option(min=0, metavar="N", help="Seed of the weights and of all random numbers.")] = 0
     deadline: Annotated[
-        float, Option(metavar="SECONDS", help="How long a rank waits for another before it counts as hung.")
+        float, Option(metavar="SECONDS", help="Time a rank waits for another before it is reported as hung.")
     ] = 60.0
 
 
 @dataclass(frozen=True)
+class CheckpointFlags:
+    """Checkpoints, resuming and restarts."""
+
+    checkpoint: Annotated[
+        Path | None, Option(metavar="DIRECTORY", help="Save checkpoints there: regularly, at the end, and on SIGTERM.")
+    ] = None
+    every: Annotated[int, Option(min=1, metavar="N", help="Steps between checkpoints.")] = 100
+    keep: Annotated[int, Option(min=1, metavar="N", help="Number of newest checkpoints to keep.")] = 3
+    asynchronous: Annotated[bool, Option("--asynchronous", help="Write checkpoints while training continues.")] = False
+    resume: Annotated[
+        str | None, Option(metavar="WHERE", help='A checkpoint to resume from, or "auto": the newest good one, if any.')
+    ] = None
+    restarts: Annotated[
+        int, Option(min=0, metavar="N", help="Maximum automatic restarts after a rank failure.")
+    ] = 3
+    min_ranks: Annotated[
+        int | None,
+        Option(min=1, metavar="K", help="Minimum ranks: re-plan and continue if a rank fails permanently."),
+    ] = None
+    fault: Annotated[
+        list[str] | None,
+        Option(metavar="FAULT", help="Inject a fault, such as kill,rank=1,step=5; needs PENSTOCK_ALLOW_FAULTS=1."),
+    ] = None
+
+    @property
+    def restart_policy(self) -> "RestartPolicy":
+        """The restart policy; without checkpoints there is nothing to restart from."""
+        from penstock.launch import RestartPolicy
+
+        return RestartPolicy(self.restarts if self.checkpoint else 0, self.min_ranks)
+
+    def keeping(self, attempt: int) -> "Keeping | None":
+        """The checkpoint options of a rank; None without checkpoints."""
+        from penstock.api.keeping import Keeping
+
+        if self.checkpoint is None:
+            return None
+        return Keeping(self.checkpoint, self.every, self.keep, self.source(attempt), self.asynchronous)
+
+    def source(self, attempt: int = 0) -> Path | None:
+        """The checkpoint to resume from; None to begin. After a restart always the newest one of this run."""
+        from penstock.checkpoint import is_shelf
+
+        assert self.checkpoint is not None
+        if is_shelf(self.checkpoint) and (attempt or self.resume == AUTO):
+            return self.checkpoint
+        return None if self.resume in (None, AUTO) else Path(str(self.resume))
+
+
+@dataclass(frozen=True)
 class Job:
-    """What is trained, and how."""
+    """A training run as every rank receives it."""
 
     model: str
     example: Example
-    how: How
-    wishes: Wishes
-    lasting: Lasting
+    options: TrainOptions
+    plan_options: PlanFlags
+    checkpoints: CheckpointFlags
     out: Path | None = None
     as_json: bool = False
-    life: int = 0
-    """how often it was taken up again"""
+    attempt: int = 0
+    """number of restarts so far"""
 
 
 def check_job(job: Job) -> None:
-    """Refuse names that stand for nothing, and numbers that lead nowhere, before processes are started."""
-    how = job.how
-    if not (math.isfinite(how.lr) and how.lr >= 0):
-        raise PenstockError("the learning rate is a finite number, 0 or more", lr=how.lr, hint="--lr 1e-3")
-    if how.clip is not None and not (math.isfinite(how.clip) and how.clip > 0):
-        raise PenstockError("gradients are scaled down to a finite norm above 0", clip=how.clip, hint="--clip 1.0")
-    if not (math.isfinite(how.deadline) and how.deadline > 0):
-        raise PenstockError("a deadline is seconds above 0", deadline=how.deadline, hint="--deadline 60")
-    with loss_of(job.how.loss), optimizer_of(job), named_function(job.how.data, DATA_EXAMPLE):
+    """Refuse wrong values and names before processes are started."""
+    options = job.options
+    if not (math.isfinite(options.lr) and options.lr >= 0):
+        raise PenstockError("the learning rate must be finite and 0 or more", lr=options.lr, hint="--lr 1e-3")
+    if options.clip is not None and not (math.isfinite(options.clip) and options.clip > 0):
+        raise PenstockError("the norm to clip to must be finite and above 0", clip=options.clip, hint="--clip 1.0")
+    if not (math.isfinite(options.deadline) and options.deadline > 0):
+        raise PenstockError("the deadline must be above 0 seconds", deadline=options.deadline, hint="--deadline 60")
+    with _loss_function(options.loss), _optimizer_maker(options), user_function(options.data, _DATA_BODY):
         pass
 
 
-def work(job: Job, plan: "Plan") -> str:
-    """Train on this rank; the Run as JSON."""
+def run_rank(job: Job, plan: "Plan") -> str:
+    """Train on this rank; returns the Run as JSON."""
     from penstock.api.loop import Recipe, train
     from penstock.api.pipeline import Pipeline
     from penstock.capture import seed_generators
@@ -84,69 +141,86 @@ def work(job: Job, plan: "Plan") -> str:
     from penstock.launch import catch_stop_signals
     from penstock.runtime import RunOptions
 
-    seed_generators(job.how.seed)  # also those of numpy and Python, which data may be drawn with
-    out = sys.stdout  # in the user's functions prints go elsewhere
-    with ExitStack() as open_files:
-        enter = open_files.enter_context
+    options = job.options
+    seed_generators(options.seed)  # also numpy's and Python's, which the data may be drawn with
+    stdout = sys.stdout  # inside the user's functions prints go to stderr
+    with ExitStack() as stack:
+        enter = stack.enter_context
         enter(catch_stop_signals())
-        build = enter(built(job.model, job.example))
-        loss_fn = enter(loss_of(job.how.loss))
-        options = RunOptions(seed=job.how.seed, nonfinite="skip", deadline_seconds=job.how.deadline)
-        pipe = Pipeline(build.model, plan, loss_fn=loss_fn, options=options)
-        optimizer = enter(optimizer_of(job))(pipe.parameters())
-        batches = enter(batches_of(job.how.data))
-        recipe = Recipe(job.how.steps, job.how.clip, loss_fn is not None)
-        _inject(job)
-        keeping, voice = job.lasting.keeping(job.life), Voice(plan, job, out)
+        built = enter(build_model(job.model, job.example))
+        loss_fn = enter(_loss_function(options.loss))
+        run_options = RunOptions(seed=options.seed, nonfinite="skip", deadline_seconds=options.deadline)
+        pipe = Pipeline(built.model, plan, loss_fn=loss_fn, options=run_options)
+        optimizer = enter(_optimizer_maker(options))(pipe.parameters())
+        data = enter(user_function(options.data, _DATA_BODY))
+        recipe = Recipe(options.steps, options.clip, loss_fn is not None)
+        _inject_faults(job)
+        log = TrainLog(plan, job.model, job.out, job.as_json, stdout)
+        keeping = job.checkpoints.keeping(job.attempt)
         if keeping is not None:
-            keeping = replace(keeping, extra=asked(job), resumed=changes(job, optimizer), taken=voice.write_down)
-        return to_json(train(pipe, batches, optimizer, recipe, voice, keeping))
+            extra = {PLAN_OPTIONS: asdict(job.plan_options), TRAIN_OPTIONS: asdict(options)}
+            keeping = replace(
+                keeping, extra=extra, resumed=lambda loaded: _changes(options, optimizer, loaded), taken=log.write_step
+            )
+        return to_json(train(pipe, lambda start: _batches_from(data, start), optimizer, recipe, log, keeping))
 
 
-def _inject(job: Job) -> None:
-    """Let the faults of this rank happen, if there are any."""
+def _inject_faults(job: Job) -> None:
+    """Start the faults of this rank, if there are any (fault tests)."""
     import torch.distributed as dist
 
     from penstock.checkpoint import DRAFT
     from penstock.launch import FaultInjector, parse_faults
 
-    faults = parse_faults(job.lasting.fault or ())
+    faults = parse_faults(job.checkpoints.fault or ())
     ranks = dist.get_world_size()
-    if not job.life and (strange := [fault for fault in faults if fault.rank >= ranks]):
-        error = PenstockError("a fault is for a rank that there is not", rank=strange[0].rank, ranks=ranks)
+    if not job.attempt and (unknown := [fault for fault in faults if fault.rank >= ranks]):
+        error = PenstockError("a fault names a rank that does not exist", rank=unknown[0].rank, ranks=ranks)
         error.is_final = True
         raise error
-    if own := [fault for fault in faults if fault.applies_to(dist.get_rank(), job.life)]:
+    if own := [fault for fault in faults if fault.applies_to(dist.get_rank(), job.attempt)]:
         FaultInjector(own, DRAFT).start()
 
 
-@contextmanager
-def batches_of(target: str) -> "Iterator[Callable[[int], Iterable[Any]]]":
-    """What hands out batches from one on, with errors of the user's code told in his words."""
-    with named_function(target, DATA_EXAMPLE) as found:
-        yield lambda number: _batches_from(found, number)
+def _changes(options: TrainOptions, optimizer: Any, loaded: "Loaded") -> str:
+    """The options that changed since the checkpoint was saved, as text. A new learning rate takes effect."""
+    saved = loaded.extra.get(TRAIN_OPTIONS) if isinstance(loaded.extra, dict) else None
+    before: dict[str, Any] = saved if isinstance(saved, dict) else {}
+    now = asdict(options)
+    names = [name for name in ("data", "loss", "optimizer", "lr", "clip", "seed") if name in before]
+    changed = [name for name in names if before[name] != now[name]]
+    if "lr" in changed and ":" not in options.optimizer:
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr
+
+    def text(value: object) -> str:
+        return "none" if value is None else str(value)
+
+    changes = ", ".join(f"--{name} {text(before[name])} is now {text(now[name])}" for name in changed)
+    return f"changed since it was saved: {changes}" if changes else ""
 
 
-def _batches_from(found: NamedFunction, number: int) -> Iterator[Any]:
-    """The batches from one on: a function that takes `start` begins there, of others the first ones are passed over."""
-    can_start = _START in signature(found.function).parameters
-    with told(f"the function {found.name} failed", found.path):
-        batches = found.function(**{_START: number} if can_start else {})
+# ------------------------------------------------------------------------------------------------ the user's functions
+
+
+def _batches_from(data: UserFunction, number: int) -> Iterator[Any]:
+    """The batches from a number on: passed as `start` if the data function takes it, else the first are skipped."""
+    takes_start = _START in signature(data.function).parameters
+    with user_errors(f"the function {data.name} failed", data.path):
+        batches = data.function(**{_START: number} if takes_start else {})
     if not isinstance(batches, Iterable):
         got = type(batches).__name__
-        raise PenstockError(
-            "the data function does not return batches", function=found.name, got=got, hint=DATA_EXAMPLE
-        )
-    left = _told_batches(batches, found)
-    if not can_start:
+        raise PenstockError("the data function must return batches", function=data.name, got=got, hint=_DATA_BODY)
+    left = _iterate(batches, data)
+    if not takes_start:
         next(islice(left, number, number), None)
     return left
 
 
-def _told_batches(batches: Iterable[Any], source: NamedFunction) -> Iterator[Any]:
+def _iterate(batches: Iterable[Any], data: UserFunction) -> Iterator[Any]:
     found = iter(batches)
     while True:
-        with told(f"the function {source.name} failed", source.path):
+        with user_errors(f"the function {data.name} failed", data.path):
             try:
                 batch = next(found)
             except StopIteration:
@@ -155,14 +229,13 @@ def _told_batches(batches: Iterable[Any], source: NamedFunction) -> Iterator[Any
 
 
 @contextmanager
-def loss_of(target: str | None) -> Iterator[Callable[[Any, Any], Any] | None]:
-    """A function of the user's, one of torch.nn.functional by its name, or none."""
+def _loss_function(target: str | None) -> Iterator[Callable[[Any, Any], Any] | None]:
     from torch.nn import functional
 
     if target is None:
         yield None
     elif ":" in target:
-        with named_function(target, LOSS_EXAMPLE) as found:
+        with user_function(target, _LOSS_BODY) as found:
             yield found.function
     elif target.isidentifier() and callable(known := vars(functional).get(target)):
         yield known
@@ -172,43 +245,40 @@ def loss_of(target: str | None) -> Iterator[Callable[[Any, Any], Any] | None]:
 
 
 @contextmanager
-def optimizer_of(job: Job) -> Iterator[Callable[[Any], Any]]:
-    """What makes an optimizer of parameters: a function of the user's, or a class of torch.optim by its name."""
+def _optimizer_maker(options: TrainOptions) -> Iterator[Callable[[Any], Any]]:
+    """A function from parameters to an optimizer."""
     from torch import optim
 
-    classes = {name.lower(): found for name, found in vars(optim).items() if _is_optimizer(found)}
-    if ":" in job.how.optimizer:
-        with named_function(job.how.optimizer, OPTIMIZER_EXAMPLE) as found:
-            yield lambda parameters: _made_by(found, parameters)
-    elif (known := classes.get(job.how.optimizer.lower())) is not None:
-        yield lambda parameters: _made_as(known, parameters, job.how.lr)
+    name = options.optimizer
+    classes = {
+        key.lower(): found
+        for key, found in vars(optim).items()
+        if isinstance(found, type) and issubclass(found, optim.Optimizer) and found is not optim.Optimizer
+    }
+    if ":" in name:
+        with user_function(name, _OPTIMIZER_BODY) as found:
+            yield lambda parameters: _call_optimizer_function(found, parameters)
+    elif (known := classes.get(name.lower())) is not None:
+        yield lambda parameters: _make_optimizer(known, parameters, options.lr)
     else:
         hint = "adamw, sgd, or FILE.py:FUNCTION"
-        raise PenstockError("no such optimizer in torch.optim", optimizer=repr(job.how.optimizer), hint=hint)
+        raise PenstockError("no such optimizer in torch.optim", optimizer=repr(name), hint=hint)
 
 
-def _made_by(found: NamedFunction, parameters: Any) -> Any:
+def _call_optimizer_function(found: UserFunction, parameters: Any) -> Any:
     from torch import optim
 
-    with told(f"the function {found.name} failed", found.path):
+    with user_errors(f"the function {found.name} failed", found.path):
         made = found.function(parameters)
     if not isinstance(made, optim.Optimizer):
-        got = type(made).__name__
-        raise PenstockError(
-            "the function does not return an optimizer", function=found.name, got=got, hint=OPTIMIZER_EXAMPLE
-        )
+        got, hint = type(made).__name__, _OPTIMIZER_BODY
+        raise PenstockError("the function must return an optimizer", function=found.name, got=got, hint=hint)
     return made
 
 
-def _made_as(known: type, parameters: Any, lr: float) -> Any:
+def _make_optimizer(known: type, parameters: Any, lr: float) -> Any:
     try:
         return known(list(parameters), lr=lr)
     except (ValueError, TypeError) as error:
-        hint = f"FILE.py:FUNCTION, def optimizer(parameters): {OPTIMIZER_EXAMPLE}"
-        raise PenstockError(f"{known.__name__} cannot be made", lr=lr, reason=error, hint=hint) from error
-
-
-def _is_optimizer(found: object) -> bool:
-    from torch import optim
-
-    return isinstance(found, type) and issubclass(found, optim.Optimizer) and found is not optim.Optimizer
+        hint = f"FILE.py:FUNCTION, def optimizer(parameters): {_OPTIMIZER_BODY}"
+        raise PenstockError(f"cannot construct {known.__name__}", lr=lr, reason=error, hint=hint) from error

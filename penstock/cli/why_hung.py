@@ -1,50 +1,48 @@
-"""why-hung: what the ranks of a run did last, and which of them the others wait for."""
+"""`penstock why-hung`: the last actions of the ranks of a run, and which rank the others wait for."""
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Argument
 
 from penstock.cli.options import AsJson
-from penstock.cli.run_files import BOARD
-from penstock.cli.screen import print_json
+from penstock.cli.output import print_json
+from penstock.cli.train_log import STATUS
 from penstock.errors import PenstockError
 
-if TYPE_CHECKING:
-    from penstock.launch import RankStatus
-
-Run = Annotated[Path, Argument(metavar="RUN", help="The directory that train was given as --out.")]
+Run = Annotated[Path, Argument(metavar="RUN", help="The --out directory of the training run.")]
 
 
 def why_hung(*, run: Run, as_json: AsJson = False) -> None:
-    """Say who waits for whom.
+    """Show which rank waits for which.
 
-    Every rank notes what it does in a small file, which outlives it. Those of one run are joined: who waits for what
-    from whom, since when, and which rank did not move. It can be asked while the run goes on, and after it broke.
+    Every rank keeps its current action in a small file that survives it. Shows for each rank what it waits for, from
+    which rank, since when, and which rank made no progress. Works while the run is running and after it failed.
     """
     from penstock.launch import StatusFile, explain_hang
 
-    statuses = StatusFile.read(run / BOARD)
+    statuses = StatusFile.read(run / STATUS)
     if not statuses:
-        hint = "the directory of a run that is going on or broke: penstock train ... --out RUN"
-        raise PenstockError("no rank has noted anything there", directory=run / BOARD, hint=hint)
-    if as_json:
-        print_json([_plain(status) for status in statuses])
-    else:
+        hint = "the directory of a run that is running or failed: penstock train ... --out RUN"
+        raise PenstockError("no status files in the directory", directory=run / STATUS, hint=hint)
+    if not as_json:
         typer.echo(explain_hang(statuses, time.monotonic()))
-
-
-def _plain(status: "RankStatus") -> dict[str, Any]:
-    return {
-        "rank": status.rank,
-        "pid": status.pid,
-        "process": status.process,
-        "state": status.state,
-        "step": status.step,
-        "action": str(status.action),
-        "peer": status.peer,
-        "seconds": time.monotonic() - status.since,
-        "failure": status.failure,
-    }
+        return
+    print_json(
+        [
+            {
+                "rank": status.rank,
+                "pid": status.pid,
+                "process": status.process,
+                "state": status.state,
+                "step": status.step,
+                "action": str(status.action),
+                "peer": status.peer,
+                "seconds": time.monotonic() - status.since,
+                "failure": status.failure,
+            }
+            for status in statuses
+        ]
+    )

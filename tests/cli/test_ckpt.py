@@ -49,7 +49,7 @@ def test_verify_ends_with_6_if_one_is_damaged_and_names_the_one_that_counts(
     assert result.exit_code == 6
     assert "step-000002: a file has another size" in result.output
     assert "step-000001: good" in result.output
-    assert "goes on from step-000001" in result.output
+    assert "resumes from step-000001" in result.output
     told = json.loads(call("ckpt", "verify", shelf, "--json").output)
     assert told["newest_good"] == "step-000002"
 

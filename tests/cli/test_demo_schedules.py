@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock import Schedule, verify
-from penstock.cli import claims
+from penstock.cli import demo_schedules
 from penstock.schedules import SCHEDULES
 
 
@@ -20,7 +20,7 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_demo_compares_draws_and_says_what_to_try(call) -> None:
     result = call("demo", "--schedules")
     assert result.exit_code == 0
-    assert f"{len(claims.CLAIMS)} of {len(claims.CLAIMS)} agree" in result.output
+    assert f"{len(demo_schedules.FORMULAS)} of {len(demo_schedules.FORMULAS)} agree" in result.output
     assert "zbv: makespan 25.5 s, bubble 5.9 %" in result.output
     assert "try next\n  penstock simulate" in result.output
 
@@ -51,17 +51,17 @@ def test_what_the_demo_says_to_try_works(call) -> None:
 
 @pytest.mark.usefixtures("without_matplotlib")
 def test_a_figure_that_is_not_as_known_fails_the_demo(call, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = claims.Claim("1f1b", "bubble", "0", lambda p, m: 0.0)
-    monkeypatch.setattr(claims, "CLAIMS", (wrong,))
+    wrong = demo_schedules.Formula("1f1b", "bubble", "0", lambda p, m: 0.0)
+    monkeypatch.setattr(demo_schedules, "FORMULAS", (wrong,))
     result = call("demo", "--schedules")
-    assert "the simulator disagrees with what is known (1f1b bubble)" in result.output
+    assert "the simulation disagrees with the known formulas (1f1b bubble)" in result.output
     assert result.exit_code == 5
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 16), (8, 32)])
 def test_what_is_known_holds_at_other_sizes_too(ranks: int, microbatches: int) -> None:
     from penstock.cli.options import Sizes, Times
-    from penstock.cli.runs import run
+    from penstock.cli.simulate import simulate_schedule
 
-    runs = [run(name, Sizes(ranks, microbatches), Times()) for name in SCHEDULES]
-    assert [finding for finding in claims.findings(runs) if not finding.agrees] == []
+    runs = [simulate_schedule(name, Sizes(ranks, microbatches), Times()) for name in SCHEDULES]
+    assert [finding for finding in demo_schedules.compare_formulas(runs) if not finding.agrees] == []

@@ -62,11 +62,11 @@ def test_a_file_larger_than_any_noun_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "large.csv").open("wb") as file:
         file.truncate(2**30 + 1)
     with pytest.raises(PenstockError, match="the file is too large"):
-        files.read_noun(tmp_path / "large.csv")
+        files.read_record(tmp_path / "large.csv")
 
 
 @pytest.mark.parametrize("name", ["page.html", "code.py", "broken.json", "picture.png"])
 def test_a_file_of_another_kind_is_not_taken_for_orders(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"<!doctype html>\n\xff")
-    with pytest.raises(PenstockError, match=r"neither JSON nor orders \(file: .*\)\ntry: JSON that penstock wrote"):
-        files.read_noun(tmp_path / name)
+    with pytest.raises(PenstockError, match=r"expected JSON or an order \(file: .*\)\ntry: JSON that penstock wrote"):
+        files.read_record(tmp_path / name)

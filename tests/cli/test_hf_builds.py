@@ -1,4 +1,4 @@
-"""hf: models: built from a configuration without weights, with a batch that fits them."""
+"""hf: models: build_model from a configuration without weights, with a batch that fits them."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.cli.builds import built
+from penstock.cli.models import build_model
 from penstock.cli.options import Example
 
 TEXT = {"vocab_size": 30, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -35,7 +35,7 @@ def directory(path: Path, kind: str, **more: object) -> str:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_model_of_every_kind_is_built_and_captured_without_weights(kind: str, call, tmp_path: Path) -> None:
     target = directory(tmp_path, kind)
-    with built(target, Example(batch=2)) as (model, args, kwargs):
+    with build_model(target, Example(batch=2)) as (model, args, kwargs):
         assert type(model).__name__ == CLASSES[kind]
         assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
         assert not args
@@ -48,13 +48,13 @@ def test_a_model_of_every_kind_is_built_and_captured_without_weights(kind: str, 
 
 def test_the_architecture_of_the_configuration_is_taken(tmp_path: Path) -> None:
     target = directory(tmp_path, "bert", architectures=["BertForTokenClassification"], num_labels=3)
-    with built(target, Example(batch=2, sequence=5)) as (model, _, kwargs):
+    with build_model(target, Example(batch=2, sequence=5)) as (model, _, kwargs):
         assert type(model).__name__ == "BertForTokenClassification"
         assert kwargs["labels"].shape == (2, 5)
 
 
 def test_with_weights_numbers_are_in_range_and_the_model_runs(tmp_path: Path) -> None:
-    with built(directory(tmp_path, "llama"), Example(batch=3, sequence=6, weights=True)) as (model, _, kwargs):
+    with build_model(directory(tmp_path, "llama"), Example(batch=3, sequence=6, weights=True)) as (model, _, kwargs):
         assert kwargs["input_ids"].shape == (3, 6)
         assert kwargs["input_ids"].max() < 30
         assert torch.isfinite(model(**kwargs).loss)
@@ -62,13 +62,13 @@ def test_with_weights_numbers_are_in_range_and_the_model_runs(tmp_path: Path) ->
 
 def test_a_configuration_may_be_named_by_its_file(tmp_path: Path) -> None:
     target = directory(tmp_path, "gpt2", dtype="bfloat16")
-    with built(f"{target}/config.json", Example(batch=1)) as (model, _, kwargs):
+    with build_model(f"{target}/config.json", Example(batch=1)) as (model, _, kwargs):
         assert model.dtype is torch.bfloat16
         assert kwargs["input_ids"].shape == (1, 16)
 
 
 def test_a_model_type_stands_for_its_usual_size(tmp_path: Path) -> None:
-    with built("hf:gpt2", Example(batch=1)) as (model, _, kwargs):
+    with build_model("hf:gpt2", Example(batch=1)) as (model, _, kwargs):
         assert model.config.n_layer == 12
         assert kwargs["input_ids"].shape == (1, 512)
 

@@ -16,8 +16,8 @@ from benchmarks.leftovers import left_over
 from benchmarks.listeners import is_local, listeners
 from benchmarks.short_training import COMMAND, STEPS, Outcome, ShortTraining
 from penstock.checkpoint import steps
-from penstock.cli.run_files import Diary
-from penstock.cli.supervised import Supervisor
+from penstock.cli.output import note
+from penstock.cli.train_log import StepsFile
 from penstock.launch import ALLOW_VARIABLE, StatusFile
 from tests.cli.lasting_trainings import LASTING, in_a_copy
 from tests.leftovers import tidy
@@ -66,7 +66,7 @@ def test_so_many_restarts_and_no_more(training: ShortTraining) -> None:
 def test_a_rank_that_is_gone_for_good_is_planned_around(training: ShortTraining, clean: Outcome) -> None:
     found = training.run(["kill,rank=1,step=5", "kill,rank=1,after=0,life=1"], "--min-ranks", "1", "--budget", "0")
     assert (found.exit_code, found.restarts) == (0, 2)
-    assert "with 1 rank, as rank 1 is gone for good" in found.output
+    assert "with 1 rank, because rank 1 failed permanently" in found.output
     assert found.losses == pytest.approx(clean.losses, rel=1e-6)
 
 
@@ -177,7 +177,7 @@ def test_torchrun_takes_it_up_again_and_passes_on_the_wish_to_stop(training: Sho
     told = [line for line in process.communicate(timeout=60)[0].splitlines() if line.startswith("step ")]
     newest = steps(training.directory / "saved")[0].name
     assert newest == f"step-{10 + len(told):06d}"
-    diary = Diary(training.directory / "out").steps()
+    diary = StepsFile(training.directory / "out").read()
     assert [figures.loss for figures in diary][:STEPS] == list(clean.losses)
 
 
@@ -207,13 +207,14 @@ def test_a_rank_that_is_slow_on_purpose_is_told(
 def test_who_is_asked_to_stop_between_two_lives_is_not_taken_up_again(
     training: ShortTraining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(self: Supervisor, seconds: float) -> bool:
-        return True
+    def note_and_stop(text: str) -> None:
+        note(text)
+        (training.directory / "out" / "board" / "stop").touch()
 
-    monkeypatch.setattr(Supervisor, "_stops_within", stopped)
+    monkeypatch.setattr("penstock.cli.restarts.note", note_and_stop)
     found = training.run(["kill,rank=1,step=5"])
     assert (found.exit_code, found.restarts) == (0, 1)
-    assert "stopped before it was taken up again from step 3" in found.output
+    assert "stopped before the restart from step 3" in found.output
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_the_end(training: ShortTraining) -> None:

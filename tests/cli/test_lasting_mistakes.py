@@ -9,29 +9,29 @@ from typer.testing import CliRunner
 
 from benchmarks.short_training import COMMAND, ShortTraining
 from penstock.cli import app
-from penstock.cli.lasting import held
+from penstock.cli.restarts import locked
 from penstock.launch import ALLOW_VARIABLE
 from tests.cli.lasting_trainings import refused
 
 
 def test_an_earlier_training_is_not_overwritten(training: ShortTraining) -> None:
     training.run(steps=1)
-    assert "try: --resume auto to go on" in refused(training, "--checkpoint", "saved")
+    assert "try: --resume auto to resume it" in refused(training, "--checkpoint", "saved")
 
 
 def test_two_trainings_are_not_mixed(training: ShortTraining) -> None:
     training.run(steps=4)
     older = ("--checkpoint", "saved", "--resume", "saved/step-000003")
-    assert "newer checkpoints stand there already" in refused(training, *older)
+    assert "the directory has newer checkpoints" in refused(training, *older)
 
 
 def test_two_trainings_do_not_save_into_one_directory(training: ShortTraining, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.cli.lasting._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("penstock.cli.restarts._LOCK_SECONDS", 0.0)
     training.run(steps=1)
-    with held(training.directory / "saved"):
+    with locked(training.directory / "saved"):
         found = training.run((), "--resume", "auto", fresh=False)
     assert (found.exit_code, len(found.losses)) == (2, 1)
-    assert "another training saves there" in found.output
+    assert "another run saves there" in found.output
 
 
 def test_a_training_that_has_waited_for_another_looks_again(training: ShortTraining) -> None:
@@ -42,7 +42,7 @@ def test_a_training_that_has_waited_for_another_looks_again(training: ShortTrain
     is_held = threading.Event()
 
     def save_meanwhile() -> None:
-        with held(saved):
+        with locked(saved):
             is_held.set()
             time.sleep(1.0)
             (other / "step-000001").rename(saved / "step-000001")
@@ -53,21 +53,21 @@ def test_a_training_that_has_waited_for_another_looks_again(training: ShortTrain
     told = refused(training, "--checkpoint", "saved", "--steps", "2")
     thread.join()
     other.rmdir()
-    assert "an earlier training was saved there" in told
+    assert "the directory has checkpoints of a run" in told
 
 
 @pytest.mark.parametrize(
     "option", ["--resume auto", "--min-ranks 1", "--every 10", "--keep 1", "--asynchronous", "--restarts 5"]
 )
 def test_what_needs_checkpoints_says_so(option: str, training: ShortTraining) -> None:
-    assert f"{option.split(maxsplit=1)[0]} needs checkpoints" in refused(training, *option.split())
+    assert f"{option.split(maxsplit=1)[0]} needs --checkpoint" in refused(training, *option.split())
 
 
 def test_directories_that_cannot_be_are_refused(training: ShortTraining) -> None:
-    assert "a file stands where" in refused(training, "--checkpoint", "model.py")
+    assert "must be a directory, got a file" in refused(training, "--checkpoint", "model.py")
     training.run(steps=1)
     assert "--checkpoint saved --resume saved/step-000001" in refused(training, "--checkpoint", "saved/step-000001")
-    assert "there is nothing to go on from" in refused(training, "--checkpoint", "new", "--resume", "nowhere")
+    assert "no such checkpoint to resume from" in refused(training, "--checkpoint", "new", "--resume", "nowhere")
 
 
 def test_a_deadline_that_is_none_is_refused(training: ShortTraining) -> None:
@@ -85,7 +85,7 @@ def test_faults_are_refused_unless_allowed(training: ShortTraining, monkeypatch:
 def test_a_fault_is_for_a_rank_that_there_is(training: ShortTraining) -> None:
     found = training.run(["kill,rank=9,step=1"])
     assert (found.exit_code, found.restarts) == (5, 0)
-    assert "a fault is for a rank that there is not (rank: 9, ranks: 2)" in found.output
+    assert "a fault names a rank that does not exist (rank: 9, ranks: 2)" in found.output
 
 
 def test_more_ranks_cannot_be_left_than_the_plan_has(training: ShortTraining) -> None:

@@ -77,19 +77,23 @@ MISTAKES = {
     "a file that is not there": Mistake("plan modle.py:build", 2, "no such file (file: modle.py)", "model.py:build"),
     "a file that is not Python": Mistake("plan notes.txt:build", 2, "not a Python file", "ends in .py"),
     "an error of syntax": Mistake("plan broken.py:build", 2, "(file: broken.py:2, error: SyntaxError", "python broken"),
-    "no function": Mistake("plan model.py", 2, "not a file and a function", "model.py:FUNCTION"),
+    "no function": Mistake("plan model.py", 2, "expected FILE.py:FUNCTION", "model.py:FUNCTION"),
     "a function that is misspelled": Mistake("plan model.py:biuld", 2, "no such function", "did you mean build?"),
     "no model returned": Mistake("plan model.py:number", 2, "(function: number, got: int)", "return model, args"),
     "a function that fails": Mistake("plan model.py:crash", 2, "model.py:9, error: NameError", "model.crash()"),
     "a model without its batch": Mistake("plan model.py:alone", 3, "missing a required argument", "return model, args"),
-    "a directory instead of a file": Mistake("plan none:build", 2, "a directory, not a file", "none/FILE.py:build"),
+    "a directory instead of a file": Mistake(
+        "plan none:build", 2, "expected a file, got a directory", "none/FILE.py:build"
+    ),
     "a model that changes": Mistake("plan model.py:clock --ranks 2", 3, "something else each time it runs", "turn it"),
     # numbers and names
     "too few samples": Mistake(f"{PLAN} --microbatches 9", 2, "(samples: 8, microbatches: 9)", "--microbatches 8"),
     "no microbatches": Mistake(f"{PLAN} --microbatches 0", 2, "must be a whole number, 1 or more", "--microbatches 4"),
     "microbatches in words": Mistake(f"{PLAN} --microbatches four", 2, "a whole number or auto", "--microbatches 8"),
-    "no ranks": Mistake("plan model.py:build --ranks 0", 2, "1 rank or more (ranks: 0)", "--ranks 4"),
-    "fewer ranks than none": Mistake("plan model.py:build --ranks -2", 2, "1 rank or more (ranks: -2)", "--ranks 4"),
+    "no ranks": Mistake("plan model.py:build --ranks 0", 2, "ranks must be 1 or more (got: 0)", "--ranks 4"),
+    "fewer ranks than none": Mistake(
+        "plan model.py:build --ranks -2", 2, "ranks must be 1 or more (got: -2)", "--ranks 4"
+    ),
     "ranks in words": Mistake("plan model.py:build --ranks two", 2, "--ranks"),
     "more stages than nodes": Mistake("plan model.py:build --ranks 64", 3, "(places: 3, stages: 64)", "fewer stages"),
     "a misspelled schedule": Mistake(f"{PLAN} --schedule 1fb1", 2, "unknown schedule", "did you mean 1f1b?"),
@@ -102,26 +106,32 @@ MISTAKES = {
     "too little memory": Mistake(
         f"{PLAN} --memory 100B --microbatches 4 --schedule 1f1b", 4, "no plan fits", "smaller"
     ),
-    "half a device": Mistake(f"{PLAN} --flops 3e14", 2, "--flops and --memory-speed belong together", "--memory-speed"),
+    "half a device": Mistake(
+        f"{PLAN} --flops 3e14", 2, "--flops and --memory-speed must be given together", "--memory-speed"
+    ),
     "a tool that is misspelled": Mistake(f"{PLAN} --emit torchtian", 2, "unknown tool", "did you mean torchtitan?"),
     "a batch for one's own model": Mistake(f"{PLAN} --batch 4", 2, "are for hf: models", "make the batch in model.py"),
-    "options for a finished plan": Mistake("explain plan.json --ranks 8", 2, "made already", "explain without them"),
-    "a batch without a model": Mistake("check plan.json --batch 4", 2, "are for a model", "--model hf:NAME"),
-    "parity of a CSV": Mistake("check three.csv --model model.py:build", 2, "only a plan says", "--schedule FILE.csv"),
+    "options for a finished plan": Mistake(
+        "explain plan.json --ranks 8", 2, "no effect on a saved plan", "explain without them"
+    ),
+    "a batch without a model": Mistake("check plan.json --batch 4", 2, "need a model", "--model hf:NAME"),
+    "parity of a CSV": Mistake(
+        "check three.csv --model model.py:build", 2, "--model needs a plan", "--schedule FILE.csv"
+    ),
     "a model in the place of a plan": Mistake(
         "check model.py:build", 2, "cannot read the file", "--model model.py:build"
     ),
-    "a plan in the place of a model": Mistake("plan plan.json", 2, "not a file and a function", "explain plan.json"),
+    "a plan in the place of a model": Mistake("plan plan.json", 2, "expected FILE.py:FUNCTION", "explain plan.json"),
     # orders
     "a schedule unheard of": Mistake("simulate frobnicate", 2, "unknown schedule", "one of gpipe, 1f1b"),
     "too many ranks": Mistake("simulate gpipe --ranks 9999", 2, "limits: (8192, 65536"),
     "stages it cannot hold": Mistake("simulate zbv --stages-per-rank 3", 2, "so many stages", "--stages-per-rank 2"),
-    "a sweep that is no list": Mistake("simulate --sweep 4;8", 2, "not a list of numbers", "--sweep 4,8,16"),
+    "a sweep that is no list": Mistake("simulate --sweep 4;8", 2, "must be a list of numbers", "--sweep 4,8,16"),
     "a negative time": Mistake("simulate gpipe --forward -1", 2, "forward must be a finite number, 0 or more"),
     "a time that is no number": Mistake("simulate gpipe --latency nan", 2, "latency must be finite seconds"),
     "more overlap than there is": Mistake("simulate gpipe --overlap 2", 2, "overlap is a share between 0 and 1"),
     "a size of no known unit": Mistake("simulate --activation-bytes 3XB", 2, "not a size in bytes", '"24GiB"'),
-    "one CSV for all": Mistake("simulate --csv a.csv", 2, "a CSV holds one schedule", "simulate gpipe --csv a.csv"),
+    "one CSV for all": Mistake("simulate --csv a.csv", 2, "--csv takes one schedule", "simulate gpipe --csv a.csv"),
     "one bad cell": Mistake("check cell.csv", 2, "(file: cell.csv, row: 2, column: 3, cell: '1X0')", "such as 2F0"),
     "a CSV for other ranks": Mistake(f"{PLAN} --schedule three.csv", 2, "other numbers than asked for", "--ranks 3"),
     "orders that block": Mistake("check stuck.csv", 2, "rank 1 stands at 1F1 (position 1), which needs 0F1 of rank 0"),
@@ -135,34 +145,38 @@ MISTAKES = {
         "check plan.json --model model.py:wider", 2, "planned: float32[4, 4], model: float32[5, 5]"
     ),
     "a newer format": Mistake("explain newer.json", 2, "version: 2, readable: 1", "a newer penstock"),
-    "a file that was cut off": Mistake("show cut.json", 2, "not JSON (file: cut.json", "whole and unchanged"),
+    "a file that was cut off": Mistake("show cut.json", 2, "not JSON (file: cut.json", "complete, unchanged file"),
     "JSON of something else": Mistake("show other.json", 2, "not a penstock document", "that penstock wrote"),
     "a noun that does not exist": Mistake("show plane.json", 2, "no such noun", "that penstock wrote"),
     "a key that is missing": Mistake("show keyless.json", 2, "path: value.ranks", "that penstock wrote"),
-    "nothing to prove": Mistake("check place.json", 2, "nothing to prove (noun: Placement)", "a schedule, program"),
-    "nothing to trace": Mistake("trace place.json out.json", 2, "nothing that runs", "a schedule, program"),
+    "nothing to prove": Mistake("check place.json", 2, "nothing to prove (got: Placement)", "a schedule, program"),
+    "nothing to trace": Mistake("trace place.json out.json", 2, "no order to trace", "a schedule, program"),
     "no plan to explain": Mistake(
-        "explain three.csv", 2, "only a plan can be explained (noun: Schedule)", "penstock plan"
+        "explain three.csv", 2, "only a plan can be explained (got: Schedule)", "penstock plan"
     ),
     "a file with another name": Mistake("show plann.json", 2, "no such file", "did you mean plan.json?"),
     "a directory to show": Mistake("show none", 2, "(file: none, reason: is a directory)", "a file in it"),
     # what is written
     "a missing directory": Mistake("simulate --svg no/a.svg", 2, "does not exist", "mkdir -p no"),
-    "a directory in the way": Mistake("plan model.py:build --out none", 2, "a directory stands where", "none/NAME"),
-    "one file for two": Mistake("simulate --svg a --trace ./a", 2, "two outputs have the same file", "a name for each"),
+    "a directory in the way": Mistake(
+        "plan model.py:build --out none", 2, "expected a file, got a directory", "none/NAME"
+    ),
+    "one file for two": Mistake(
+        "simulate --svg a --trace ./a", 2, "two outputs must not be the same file", "a name for each"
+    ),
     "its own source": Mistake(
-        "capture model.py:build --svg model.py", 2, "written over what it is made", "another name"
+        "capture model.py:build --svg model.py", 2, "would overwrite its input", "another name"
     ),
     "ctrl-c": Mistake("plan model.py:interrupted --out new.json", 130, "interrupted"),
     # Hugging Face
     "no configuration": Mistake("plan hf:none", 2, "no config.json in the directory", "save_pretrained"),
     "no such directory": Mistake("plan hf:./nowhere", 2, "no such file or directory", "hf:DIRECTORY"),
-    "no name": Mistake("plan hf:", 2, "no model is named", "hf:llama"),
+    "no name": Mistake("plan hf:", 2, "needs a model name", "hf:llama"),
     "a type that is misspelled": Mistake("plan hf:lama", 2, "unknown model type (name: 'lama')", "did you mean llama?"),
     "a misspelled type in a file": Mistake("plan hf:typo", 2, "(model type: 'lama', file: typo", "did you mean llama?"),
     "code that comes along": Mistake("plan hf:hub", 2, "(model type: 'mine'", "is not run"),
-    "a configuration of no type": Mistake("plan hf:plain", 2, "names no model type", "save_pretrained writes"),
-    "a name of the hub": Mistake("plan hf:some/model", 2, "nothing is downloaded here", "hf download some/model"),
+    "a configuration of no type": Mistake("plan hf:plain", 2, "has no model_type", "written by save_pretrained"),
+    "a name of the hub": Mistake("plan hf:some/model", 2, "penstock downloads nothing", "hf download some/model"),
     "more than memory": Mistake("capture hf:llama --weights --batch 1", 4, "do not fit in the memory", "fewer layers"),
     "a long sequence": Mistake("capture hf:gpt2 --sequence 9999", 2, "positions: 1024", "--sequence 1024"),
 }
@@ -218,7 +232,7 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(
 def test_a_plan_for_more_ranks_than_cores_says_so(call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     result = call(*f"{PLAN} --schedule 1f1b --partitioner uniform --microbatches 2".split())
-    assert "for 2 ranks with a core each; for this machine: --cores 1" in result.stderr
+    assert "for 2 ranks with one core each; for this machine: --cores 1" in result.stderr
     assert result.exit_code == 0
 
 
@@ -246,7 +260,7 @@ def test_a_file_is_not_written_over_what_it_is_made_from(
     file = written("s.csv", "0F0,0B0\n")
     (tmp_path / "link.csv").symlink_to(file)
     result = call("trace", file, target)
-    assert "the file would be written over what it is made from" in result.output
+    assert "the output would overwrite its input" in result.output
     assert result.exit_code == 2
     assert file.read_text() == "0F0,0B0\n"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from penstock.cli.outcome import explained
+from penstock.cli.output import exit_on_error
 from penstock.errors import PenstockError
 
 COMMAND = [sys.executable, "-c", "from penstock.cli import main; main()"]
@@ -27,21 +27,21 @@ runpy.run_module("penstock", run_name="__main__")
 
 
 def test_a_full_disk_ends_with_5_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as end, explained():
+    with pytest.raises(typer.Exit) as end, exit_on_error():
         raise OSError(28, "No space left on device", "a.svg")
     assert end.value.exit_code == 5
     assert capsys.readouterr().err == "no space left on device (file: a.svg)\n"
 
 
 def test_an_interrupt_ends_with_130_and_one_word(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as end, explained():
+    with pytest.raises(typer.Exit) as end, exit_on_error():
         raise KeyboardInterrupt
     assert end.value.exit_code == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_what_to_try_is_spelled_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit), explained():
+    with pytest.raises(typer.Exit), exit_on_error():
         raise PenstockError("too few", hint="stages_per_rank=2, or basic_blocks=Layer, or other=3")
     assert capsys.readouterr().err == "too few\ntry: --stages-per-rank 2, or --block Layer, or other=3\n"
 
@@ -59,7 +59,7 @@ def test_ctrl_c_while_modules_load_leaves_no_traceback(module: str) -> None:
 
 
 def test_a_mistake_of_ours_is_not_hidden() -> None:
-    with pytest.raises(ZeroDivisionError), explained():
+    with pytest.raises(ZeroDivisionError), exit_on_error():
         print(1 // 0)
 
 

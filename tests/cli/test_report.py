@@ -48,8 +48,8 @@ def test_the_figures_are_there_for_programs(plan: Path, call, tmp_path: Path) ->
     [
         ("missing.json", "cannot read the file"),
         ("empty", "neither a run nor a plan"),
-        ("schedule.csv", "only a plan or a run has a report (file: schedule.csv, noun: Schedule)"),
-        ("costs.json", "noun: StageCosts"),
+        ("schedule.csv", "only a plan or a run has a report (file: schedule.csv, got: Schedule)"),
+        ("costs.json", "got: StageCosts"),
         ("torn.json", "not JSON"),
     ],
 )
@@ -68,5 +68,5 @@ def test_the_plan_is_not_written_over(plan: Path, call) -> None:
     before = plan.read_text()
     result = call("report", plan, "--out", plan)
     assert result.exit_code == 2
-    assert "written over what it is made from" in result.output
+    assert "would overwrite its input" in result.output
     assert plan.read_text() == before

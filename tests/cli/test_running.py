@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock import Cluster, Plan, PlanError
-from penstock.cli.running import RunningRanks, is_rank
+from penstock.cli.plan import RunningRanks, is_torchrun_rank
 
 FILE = """\
 import torch
@@ -27,7 +27,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, written: Callable[[str, str], Path]) 
 
 @pytest.mark.usefixtures("alone")
 def test_the_plan_is_for_the_ranks_that_run(call, tmp_path: Path) -> None:
-    assert is_rank()
+    assert is_torchrun_rank()
     shown = call("plan", "model.py:build", "--budget", "0.1", "--out", "plan.json")
     assert shown.exit_code == 0
     assert "on 1 rank," in shown.stdout
@@ -38,11 +38,11 @@ def test_the_plan_is_for_the_ranks_that_run(call, tmp_path: Path) -> None:
 def test_a_machine_is_not_described_where_it_is_measured(call) -> None:
     shown = call("plan", "model.py:build", "--bandwidth", "1e9")
     assert shown.exit_code == 2
-    assert "under torchrun links are measured and cores are counted" in shown.stderr
+    assert "under torchrun, links are measured and cores are counted" in shown.stderr
 
 
 def test_other_ranks_than_those_that_run_are_refused() -> None:
     running = Cluster(2)
     assert RunningRanks(running).cluster(2) == RunningRanks(running).cluster(4) == running
-    with pytest.raises(PlanError, match=r"other ranks run than are asked for \(asked: 3, running: 2\)"):
+    with pytest.raises(PlanError, match=r"must be the number of running ranks \(got: 3, running: 2\)"):
         RunningRanks(running).cluster(3)

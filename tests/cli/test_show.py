@@ -28,7 +28,7 @@ def test_orders_with_messages_are_a_program(call, written) -> None:
 def test_orders_that_block_are_shown_as_they_are(call, written) -> None:
     result = call("show", written("blocked.csv", "0F0,0B0\n1B0,1F0\n"))
     assert "0F0 0B0\n1B0 1F0\n" in result.output
-    assert "the proof refuses these orders" in result.output
+    assert "not proven" in result.output
     assert "rank 1 stands at 1B0" in result.output
     assert result.exit_code == 0
 
@@ -36,7 +36,7 @@ def test_orders_that_block_are_shown_as_they_are(call, written) -> None:
 def test_orders_that_run_but_are_unlawful_are_not_drawn_as_if_they_were_lawful(call, written) -> None:
     result = call("show", written("unlawful.csv", "0F0,0RECV_B0,0B0\n1F0,1B0,1SEND_B0\n"))
     assert "0F0 0RECV_B0 0B0\n" in result.output
-    assert "the proof refuses these orders: an action needs a value that has no Send" in result.output
+    assert "not proven: an action needs a value that has no Send" in result.output
     assert result.exit_code == 0
 
 

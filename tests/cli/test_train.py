@@ -70,10 +70,10 @@ MISTAKES = {
     "an optimizer that is none": (
         (*GOOD, "--optimizer", "model.py:no_optimizer"),
         5,
-        "the function does not return an optimizer (function: no_optimizer, got: list)",
+        "the function must return an optimizer (function: no_optimizer, got: list)",
     ),
     "an optimizer that breaks": ((*GOOD, "--optimizer", "model.py:broken_optimizer"), 5, "KeyError: 'groups'"),
-    "an optimizer that refuses": ((*GOOD, "--optimizer", "sparseadam", "--lr", "0"), 5, "SparseAdam cannot be made"),
+    "an optimizer that refuses": ((*GOOD, "--optimizer", "sparseadam", "--lr", "0"), 5, "cannot construct SparseAdam"),
     "a rate that is no number": ((*GOOD, "--lr", "nan"), 2, "try: --lr 1e-3"),
     "a norm below zero": ((*GOOD, "--clip", "-1"), 2, "try: --clip 1.0"),
     "no steps": ((*GOOD, "--steps", "0"), 2, "--steps"),
@@ -81,10 +81,10 @@ MISTAKES = {
     "a loss and no target": ((*GOOD, "--data", "model.py:inputs_alone"), 5, "try: yield inputs, target"),
     "no loss at all": ((*TRAIN, "--data", "model.py:inputs_alone"), 5, "--loss"),
     "no batches": ((*GOOD, "--data", "model.py:none"), 5, "there are no batches to train on"),
-    "data that is none": ((*GOOD, "--data", "model.py:number"), 5, "the data function does not return batches"),
+    "data that is none": ((*GOOD, "--data", "model.py:number"), 5, "the data function must return batches"),
     "data that breaks": ((*GOOD, "--data", "model.py:broken"), 5, "KeyError: 'page 3'"),
     "numbers that are none": ((*GOOD, "--data", "model.py:spoilt"), 5, "3 steps in a row: "),
-    "a file in the place of the directory": ((*GOOD, "--out", "model.py"), 2, "a file stands where"),
+    "a file in the place of the directory": ((*GOOD, "--out", "model.py"), 2, "must be a directory, got a file"),
 }
 
 

@@ -37,4 +37,4 @@ def test_programs_get_the_notes_themselves(call, tmp_path: Path) -> None:
 def test_a_directory_without_notes_is_refused(call) -> None:
     result = call("why-hung", "nothing")
     assert result.exit_code == 2
-    assert "no rank has noted anything there (directory: nothing/board)" in result.output
+    assert "no status files in the directory (directory: nothing/board)" in result.output

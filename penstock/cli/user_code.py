@@ -1,4 +1,4 @@
-"""Named functions: a function in a file of the user's, named as FILE.py:FUNCTION."""
+"""Loads a function named as FILE.py:FUNCTION, and reports errors of the user's code with the line of their file."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from penstock.errors import PenstockError
 
 
-class NamedFunction(NamedTuple):
-    """A function, its name, and the file that it was loaded from."""
+class UserFunction(NamedTuple):
+    """A function, its name, and the file it was loaded from."""
 
     function: Callable[..., Any]
     name: str
@@ -23,25 +23,28 @@ class NamedFunction(NamedTuple):
 
 
 @contextmanager
-def named_function(target: str, example: str) -> Iterator[NamedFunction]:
-    """The function; while it is in use, the file's neighbours can be imported. `example` shows what one looks like."""
-    path, name = _parted(target)
+def user_function(target: str, example: str) -> Iterator[UserFunction]:
+    """Load FILE.py:FUNCTION; inside, modules beside the file can be imported.
+
+    `example` is the body of such a function, for the error if there is none.
+    """
+    path, name = _parse(target)
     folder = str(path.resolve().parent)
-    # Of the whole path: two files of one name in two folders are two modules.
+    # The whole path is part of the name: two files of the same name in two folders are two modules.
     module_name = f"penstock_file_{path.stem}_{abs(hash(path.resolve())):x}"
     sys.path.insert(0, folder)
     try:
         with redirect_stdout(sys.stderr):
-            function = _function(_load(path, module_name), path, name, example)
-        yield NamedFunction(function, name, path)
+            function = _find(_load(path, module_name), path, name, example)
+        yield UserFunction(function, name, path)
     finally:
         sys.path.remove(folder)
         sys.modules.pop(module_name, None)
 
 
 @contextmanager
-def told(problem: str, path: Path, kind: type[PenstockError] = PenstockError, hint: str = "") -> Iterator[None]:
-    """An error in code of the user's becomes one message, with the line of the user's file where it has one."""
+def user_errors(problem: str, path: Path, kind: type[PenstockError] = PenstockError, hint: str = "") -> Iterator[None]:
+    """Turn an exception of the user's code into a `kind` error that names the line in the user's file."""
     try:
         yield
     except (PenstockError, KeyboardInterrupt):
@@ -51,13 +54,13 @@ def told(problem: str, path: Path, kind: type[PenstockError] = PenstockError, hi
         lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
         if isinstance(error, SyntaxError):
             lines.append(error.lineno)
-        where = f"{path}:{lines[-1]}" if lines else path
+        place = f"{path}:{lines[-1]}" if lines else path
         message = " ".join(str(error).split())
-        what = f"{type(error).__name__}: {message}" if message else type(error).__name__
-        raise kind(problem, file=where, error=what, hint=hint) from error
+        text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+        raise kind(problem, file=place, error=text, hint=hint) from error
 
 
-def _parted(target: str) -> tuple[Path, str]:
+def _parse(target: str) -> tuple[Path, str]:
     file, colon, name = target.rpartition(":")
     if not colon or not file or not name:
         hint = "FILE.py:FUNCTION, such as model.py:build, or hf:NAME, such as hf:llama"
@@ -65,13 +68,13 @@ def _parted(target: str) -> tuple[Path, str]:
             hint = f"{target}:FUNCTION, which returns the model and a batch"
         if target.endswith(".json"):
             hint = f"penstock explain {target} if that is a plan, or penstock show {target}"
-        raise PenstockError("not a file and a function", given=repr(target), hint=hint)
+        raise PenstockError("expected FILE.py:FUNCTION", got=repr(target), hint=hint)
     path = Path(file)
     if path.is_dir():
-        raise PenstockError("a directory, not a file", given=path, hint=f"{path / 'FILE.py'}:{name}")
+        raise PenstockError("expected a file, got a directory", path=path, hint=f"{path / 'FILE.py'}:{name}")
     if not path.is_file():
-        near = [str(each) for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        close = get_close_matches(str(path), near, n=1) or near[:1]
+        nearby = [str(each) for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        close = get_close_matches(str(path), nearby, n=1) or nearby[:1]
         raise PenstockError("no such file", file=path, hint=f"{close[0]}:{name}" if close else "the path from here")
     return path, name
 
@@ -83,13 +86,13 @@ def _load(path: Path, module_name: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise PenstockError("not a Python file", file=path, hint="a file whose name ends in .py")
     module = module_from_spec(spec)
-    sys.modules[module_name] = module  # as dataclasses and others look their classes' module up
-    with told("the file cannot be loaded", path, hint=f"python {path}, until it ends without an error"):
+    sys.modules[module_name] = module  # dataclasses and others look up the module of a class there
+    with user_errors("the file cannot be loaded", path, hint=f"python {path}, until it runs without an error"):
         spec.loader.exec_module(module)
     return module
 
 
-def _function(module: ModuleType, path: Path, name: str, example: str) -> Callable[..., Any]:
+def _find(module: ModuleType, path: Path, name: str, example: str) -> Callable[..., Any]:
     found = vars(module).get(name)
     if callable(found):
         return found  # type: ignore[no-any-return]

@@ -1,0 +1,200 @@
+"""Restarts a training run from its checkpoints, and guards the directory of the checkpoints."""
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from penstock.cli.output import BAD_CHECKPOINT, RUN_FAILED, failed, note
+from penstock.cli.training_job import AUTO, PLAN_OPTIONS, CheckpointFlags, Job, run_rank
+from penstock.errors import CheckpointError, DamagedError, PenstockError, RunError
+
+if TYPE_CHECKING:
+    from penstock.ir import Plan, Run
+    from penstock.launch import RankFailure, RestartDecision, StopRequest
+
+# The ranks of a command that was just killed need some time to exit and to release the lock.
+_LOCK_SECONDS = 10.0
+_POLL_SECONDS = 0.1
+
+
+def check_checkpoints(flags: CheckpointFlags, ranks: int | None, attempt: int) -> None:
+    """Refuse wrong combinations before work is spent, and create the directory of the checkpoints."""
+    from penstock.launch import parse_faults
+
+    if flags.checkpoint is None:
+        names = ("resume", "min_ranks", "every", "keep", "asynchronous", "restarts")
+        given = [name for name in names if getattr(flags, name) != getattr(CheckpointFlags, name)]
+        if given:
+            flag = f"--{given[0].replace('_', '-')}"
+            raise PenstockError(f"{flag} needs --checkpoint", hint=f"--checkpoint DIRECTORY {flag} ...")
+    else:
+        _check_directory(flags.checkpoint, AUTO if attempt else flags.resume)
+    if ranks is not None:
+        check_min_ranks(flags, ranks)
+    parse_faults(flags.fault or ())
+
+
+def check_min_ranks(flags: CheckpointFlags, ranks: int) -> None:
+    """Refuse a --min-ranks above the number of ranks."""
+    if flags.min_ranks is not None and flags.min_ranks > ranks:
+        hint = f"--min-ranks {ranks} or less"
+        raise PenstockError("--min-ranks must not exceed the ranks", min_ranks=flags.min_ranks, ranks=ranks, hint=hint)
+
+
+def _check_directory(directory: Path, resume: str | None) -> None:
+    from penstock.checkpoint import candidates, is_checkpoint, is_shelf, make_root, step_of, steps
+
+    if directory.exists() and not directory.is_dir():
+        raise PenstockError("--checkpoint must be a directory, got a file", checkpoint=directory, hint="another name")
+    if is_checkpoint(directory):
+        hint = f"--checkpoint {directory.parent} --resume {directory}"
+        raise PenstockError("--checkpoint must be a directory of checkpoints, got one", checkpoint=directory, hint=hint)
+    make_root(directory)
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise PenstockError("no permission to write there", checkpoint=directory, hint="another directory")
+    if resume is None and is_shelf(directory):
+        newest = steps(directory)[0].name
+        hint = "--resume auto to resume it, or another directory"
+        raise PenstockError("the directory has checkpoints of a run", checkpoint=directory, newest=newest, hint=hint)
+    if resume not in (None, AUTO):
+        if not Path(str(resume)).exists():
+            hint = "--resume auto, or the path of a checkpoint"
+            raise PenstockError("no such checkpoint to resume from", resume=resume, hint=hint)
+        # After a failure the newest checkpoint of the directory counts: two runs must not be mixed.
+        source, newest_path = candidates(Path(str(resume)))[0], next(iter(steps(directory)), None)
+        if newest_path is not None and (step_of(newest_path) or 0) > (step_of(source) or 0):
+            hint = "--resume auto, or another directory for the checkpoints"
+            raise PenstockError("the directory has newer checkpoints", newest=newest_path, resume=source, hint=hint)
+
+
+@contextmanager
+def locked(directory: Path | None) -> Iterator[None]:
+    """Lock the directory of the checkpoints, so that no other run saves there."""
+    if directory is None:
+        yield
+        return
+    number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(number, directory)
+        yield
+    finally:
+        os.close(number)
+
+
+def _lock(number: int, directory: Path) -> None:
+    end = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                hint = "another directory, or stop the other run"
+                raise PenstockError("another run saves there", checkpoint=directory, hint=hint) from None
+            time.sleep(_POLL_SECONDS)
+        except OSError:
+            return  # a file system without locks
+
+
+class SavedPlan(NamedTuple):
+    """The plan that a run was saved with, and the options it was made with."""
+
+    plan: "Plan"
+    options: Any
+
+
+def saved_plan(source: Path | None) -> SavedPlan | None:
+    """The plan of the newest readable checkpoint."""
+    from penstock.checkpoint import PLAN, RUN, Stored, candidates, check_files
+    from penstock.ir import Plan, from_json
+
+    for directory in candidates(source) if source is not None else ():
+        try:
+            with Stored(directory) as stored:
+                files = stored.manifest.files
+                check_files(directory, stored.manifest, [name for name in files if name.startswith((PLAN, f"{RUN}."))])
+                extra = stored.run.get("extra")
+                plan = from_json(stored.text(PLAN).decode(), Plan)
+        except (CheckpointError, KeyError):
+            continue  # the ranks report the damage, and skip it too
+        return SavedPlan(plan, extra.get(PLAN_OPTIONS) if isinstance(extra, dict) else None)
+    return None
+
+
+class Supervisor:
+    """Launches the ranks of a run, and restarts them after a failure as the policy allows."""
+
+    def __init__(self, job: Job, status_directory: Path, stop: "StopRequest") -> None:
+        self._job, self._flags, self._status_directory, self._stop = job, job.checkpoints, status_directory, stop
+
+    def run(self, plan: "Plan", replan: "Callable[[int], Plan]") -> "Run | None":
+        """Run to the end; None if a stop was requested between two attempts. `replan` plans for fewer ranks."""
+        # Ranks are forked from this process and need not import again what it has imported. Creating any optimizer
+        # imports torch._dynamo, which takes a second on each rank.
+        import torch._dynamo  # noqa: F401
+
+        import penstock.api.loop  # noqa: F401
+        from penstock.ir import Run, from_json
+        from penstock.launch import RankFailure, RestartController, launch
+
+        controller = RestartController(self._flags.restart_policy, plan.num_ranks)
+        while True:
+            job = replace(self._job, attempt=controller.restarts)
+            try:
+                results = launch(run_rank, plan.num_ranks, job, plan, status_dir=self._status_directory)
+                return from_json(results[0], Run)
+            except RunError as error:
+                failure = RankFailure.of(error)
+                following = controller.decide(failure, self._newest)
+                if following.end or self._stop or not self._flags.restart_policy.restarts:
+                    self._give_up(error, following)
+                note(self._restart_message(failure, following, controller.restarts, plan.num_ranks))
+            end = time.monotonic() + following.pause_seconds
+            while time.monotonic() < end and not self._stop:
+                time.sleep(_POLL_SECONDS)
+            if self._stop:
+                note(f"stopped before the restart from {self._source}")
+                return None
+            if following.ranks < plan.num_ranks:
+                plan = replan(following.ranks)
+
+    def _restart_message(self, failure: "RankFailure", following: "RestartDecision", restart: int, ranks: int) -> str:
+        from penstock.ir import counted
+
+        place = f" after {failure.step} steps" if failure.step else ""
+        place += f", in {failure.action}" if failure.action else ""
+        source = self._source
+        if following.ranks < ranks:
+            source += f" with {counted(following.ranks, 'rank')}, because rank {failure.rank} failed permanently"
+        return (
+            f"rank {failure.rank} failed{place}: {failure.summary}\n"
+            f"restart {restart} of {self._flags.restarts} in {following.pause_seconds:g} s from {source}"
+        )
+
+    @property
+    def _newest(self) -> int | None:
+        """The step of the newest checkpoint whose files are complete, without reading them."""
+        from penstock.checkpoint import is_good, step_of, steps
+
+        directory = self._flags.checkpoint
+        found = steps(directory) if directory is not None and directory.is_dir() else []
+        return next((step_of(path) for path in found if is_good(path)), None)
+
+    @property
+    def _source(self) -> str:
+        """Where the next attempt begins, as text."""
+        if self._newest is not None:
+            return f"step {self._newest}"
+        return "the beginning" if self._flags.resume in (None, AUTO) else str(self._flags.resume)
+
+    def _give_up(self, error: RunError, following: "RestartDecision") -> NoReturn:
+        # An error raised on purpose explains itself; its traceback is not shown.
+        text = (error.rank_message or str(error)).replace("loss_fn=...", "--loss NAME")
+        reason = f"\nnot restarted: {following.end}" if following.end else ""
+        is_checkpoint = error.rank_error_type in (CheckpointError.__name__, DamagedError.__name__)
+        raise failed(text + reason, BAD_CHECKPOINT if is_checkpoint else RUN_FAILED)

@@ -1,0 +1,184 @@
+"""The output of a training run: one line per step, and the files in its --out directory."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import typer
+
+from penstock.cli.files import write
+from penstock.cli.output import note
+from penstock.errors import FormatError, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.api.loop import StepReport
+    from penstock.ir import Plan, Run, StepMetrics
+
+PLAN, RUN, TRACE, REPORT = "plan.json", "run.json", "trace.json.gz", "report.html"
+STEPS = "steps.jsonl"  # the metrics of every step, one line each, written while training
+STATUS = "board"  # the directory of the ranks' status files
+
+
+def make_directory(directory: Path) -> None:
+    """Create the directory of a run."""
+    if directory.exists() and not directory.is_dir():
+        raise PenstockError("--out must be a directory, got a file", directory=directory, hint="another name")
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+def write_run(run: "Run", directory: Path) -> list[Path]:
+    """Write plan, run, trace and report; returns their paths."""
+    import penstock
+    from penstock.api.reporting import report
+    from penstock.ir import to_json
+    from penstock.views import Chrome
+
+    traces = {"predicted": penstock.simulate(run.plan)}
+    if run.trace is not None:
+        traces["measured"] = run.trace
+    documents = {
+        PLAN: to_json(run.plan),
+        RUN: to_json(run),
+        TRACE: Chrome()(traces),
+        REPORT: report(run),
+    }
+    for name, document in documents.items():
+        write(directory / name, document)
+    return [directory / name for name in documents]
+
+
+class StepsFile:
+    """steps.jsonl: the metrics of every step, which survive a run that is killed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / STEPS
+        self._started = False
+
+    def append(self, metrics: "StepMetrics") -> None:
+        """Append a step."""
+        if not self._started:
+            # After a restart, drop the steps that the earlier attempt took beyond its last checkpoint.
+            earlier = [known for known in self.read() if known.step < metrics.step]
+            write(self._path, "".join(map(_line, earlier)))
+            self._started = True
+        with self._path.open("a") as file:
+            file.write(_line(metrics))
+
+    def read(self) -> "tuple[StepMetrics, ...]":
+        """The steps so far; ignores a last line that was cut off."""
+        from penstock.ir import StepMetrics
+
+        try:
+            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return ()
+        found: list[StepMetrics] = []
+        for line in lines:
+            try:
+                found.append(StepMetrics(**json.loads(line)))
+            except (ValueError, TypeError):
+                break
+        return tuple(found)
+
+    def with_earlier_steps(self, run: "Run") -> "Run":
+        """The run with the steps of earlier attempts; a run that had nothing left to do is the one written before."""
+        from penstock.ir import Run, load_record
+
+        written = self.read()
+        if run.steps:
+            earlier = [metrics for metrics in written if metrics.step < run.steps[0].step]
+            return replace(run, steps=(*earlier, *run.steps))
+        try:
+            known = load_record(self._path.with_name(RUN), Run)
+        except FormatError:
+            known = None
+        return known if known is not None and known.steps == written else replace(run, steps=written)
+
+
+def _line(metrics: "StepMetrics") -> str:
+    return json.dumps(asdict(metrics), allow_nan=False) + "\n"
+
+
+class TrainLog:
+    """Prints every step on the first rank and appends it to steps.jsonl."""
+
+    def __init__(self, plan: "Plan", model: str, directory: Path | None, as_json: bool, out: TextIO) -> None:
+        self._predicted_seconds, self._model = plan.predicted.makespan, model
+        self._as_json, self._out = as_json, out
+        self._file = None if directory is None else StepsFile(directory)
+        self._last_written: int | None = None
+
+    def __call__(self, report: "StepReport") -> None:
+        """Print a step."""
+        self.write_step(report.metrics)
+        if self._as_json:
+            line = json.dumps(step_dict(report, self._predicted_seconds), allow_nan=False)
+        else:
+            for text in report.notes:
+                note(text.replace(" MODEL ", f" {self._model} "))  # in commands that the user could type
+            line = step_line(report, self._predicted_seconds)
+        typer.echo(line, file=self._out)
+
+    def write_step(self, metrics: "StepMetrics") -> None:
+        """Append a step to the file, once. Training continues if the disk is full."""
+        if self._file is None or metrics.step == self._last_written:
+            return
+        self._last_written = metrics.step
+        try:
+            self._file.append(metrics)
+        except OSError as error:
+            self._file = None
+            note(f"STEPS ARE NO LONGER WRITTEN TO {STEPS}, training continues: {error}")
+
+
+def step_line(report: "StepReport", predicted_seconds: float) -> str:
+    """Loss, gradient norm, time against the prediction, throughput, slowest stage, memory, and time left."""
+    from penstock.ir import bytes_text, seconds_text
+
+    metrics = report.metrics
+    number = f"{metrics.step + 1}/{report.of}" if report.of else str(metrics.step + 1)
+    rate = (report.tokens or metrics.samples) / max(metrics.seconds, 1e-9)
+    parts = [
+        f"step {number}",
+        f"loss {number_text(metrics.loss)}",
+        f"norm {number_text(metrics.grad_norm)}",
+        f"{seconds_text(metrics.seconds)} (pipeline {report.pipeline_seconds / predicted_seconds:.2f} of predicted)",
+        f"{rate:,.0f} {'tokens' if report.tokens else 'samples'}/s",
+        f"slowest stage {report.slowest[0]} ({seconds_text(report.slowest[1])})",
+        f"memory {bytes_text(report.memory)}",
+    ]
+    if report.skipped:
+        parts.append(f"SKIPPED: {report.skipped}")
+    if report.eta_seconds is not None:
+        minutes, seconds = divmod(round(report.eta_seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        parts.append(f"eta {hours}:{minutes:02}:{seconds:02}" if hours else f"eta {minutes}:{seconds:02}")
+    return "  ".join(parts)
+
+
+def step_dict(report: "StepReport", predicted_seconds: float) -> dict[str, Any]:
+    """A step as JSON values."""
+    metrics = report.metrics
+    return {
+        "step": metrics.step,
+        "steps": report.of,
+        "loss": metrics.loss,
+        "grad_norm": metrics.grad_norm,
+        "seconds": metrics.seconds,
+        "pipeline_seconds": report.pipeline_seconds,
+        "predicted_seconds": predicted_seconds,
+        "samples": metrics.samples,
+        "tokens": report.tokens,
+        "slowest_stage": report.slowest[0],
+        "slowest_stage_seconds": report.slowest[1],
+        "memory_bytes": report.memory,
+        "eta_seconds": report.eta_seconds,
+        "skipped": report.skipped,
+        "remarks": list(report.notes),
+    }
+
+
+def number_text(value: float | None) -> str:
+    """A loss or a norm."""
+    return "not finite" if value is None else f"{value:.4f}"
