@@ -1,105 +1,310 @@
-"""Document: the whole Python file of a model's stages."""
+"""The Python file of a model's stages: support code, one class per stage, and `run`, which calls them all."""
 
+import ast
 import inspect
 import platform
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.codegen import support
-from penstock.codegen.constants import Constants
-from penstock.codegen.entry import Entry
-from penstock.codegen.imports import Imports
-from penstock.codegen.inert import check_inert
-from penstock.codegen.layout import Chain, display, docstring, lines, quoted
-from penstock.codegen.names import Names, is_plain, variables
-from penstock.codegen.section import sections
-from penstock.codegen.stage_class import StageClass
-from penstock.codegen.terms import Terms
-from penstock.ir import Graph, Partition, Placement, counted
+from penstock.codegen.expressions import (
+    ConstantTensors,
+    Expressions,
+    assign,
+    attribute,
+    call,
+    dictionary,
+    dotted,
+    literal,
+    sequence,
+)
+from penstock.codegen.layout import INDENT, body_lines, docstring_lines, statement_lines
+from penstock.codegen.names import Imports, Names, is_identifier, is_plain_path, name_values
+from penstock.codegen.section import Section, sections
+from penstock.codegen.statements import Statement, StepWriter, access, expect
+from penstock.ir import Graph, Partition, Placement, counted, take_apart, write_atomic
 from penstock.stages import Ownership, check_guards
 
 
-@dataclass(frozen=True)
-class Document:
-    """The text of a file, and the tensors that it reads from a file beside it; these are mostly none."""
+def write_stages(captured: Any, partition: Partition, placement: Placement, path: str | Path) -> Path:
+    """Write the stages of a captured model as a Python file that can be read, imported and run by hand.
 
-    text: str
-    constants: bytes = b""
+    Large constant tensors go to a safetensors file beside it. Nothing is written if the model cannot be.
+
+    Raises:
+        CodeError: the model uses an object that has no importable name.
+    """
+    path = Path(path)
+    beside = path.with_name(f"{path.stem}_constants.safetensors")
+    text, constants = stage_document(captured, partition, placement, beside)
+    if constants:
+        # The code contains the digest of its constants: if only one of the two files gets written, importing it fails.
+        write_atomic(beside, constants)
+    write_atomic(path, text)
+    return path
 
 
-def document(captured: Any, partition: Partition, placement: Placement, beside: Path) -> Document:
-    """The stages of a captured model as a Python file; `beside` is where its constants will be."""
-    # The mode of the model may be another than when the example was recorded first.
+def stage_document(captured: Any, partition: Partition, placement: Placement, beside: Path) -> tuple[str, bytes]:
+    """The text of the file, and the content of the file of constants `beside` it, which is mostly empty."""
+    # The model may be in another mode (training or evaluation) than when the example was recorded first.
     recording = captured.recording(*captured.example)
-    partition = Ownership(captured.graph, partition).fit(recording.graph)
+    graph: Graph = recording.graph
+    partition = Ownership(captured.graph, partition).fit(graph)
     check_guards(recording, partition)
-    names, constants = Names(), Constants()
-    variable, imports = variables(recording, names), Imports(names)
+    names, tensors = Names(), ConstantTensors()
+    variables, imports = name_values(recording, names), Imports(names)
     stages = []
     for section in sections(captured, recording, partition):
-        terms = Terms(recording, variable, section.leaves, imports, constants)
-        stages.append(StageClass(section, terms, names, placement[section.stage]))
-    # What is imported is known when all classes are written.
-    classes = [stage.lines for stage in stages]
-    run = Entry(captured, stages, Terms(recording, variable, (), imports, constants)).lines
-    reading = constants.lines(beside)
-    settings = [*_settings(recording.graph, placement), *_list_of(stages)]
-    definitions = [*_support(bool(reading)), *([reading] if reading else []), *classes]
-    body = "\n\n\n".join("\n".join(block) for block in (*definitions, settings, run))
-    head = [*docstring(_header(recording.graph, captured.model, stages)), "", *_imports(imports, body, bool(reading))]
-    recorded = [f"TRAINING = {captured.model.training}", f"HOME = {quoted(recording.device)}"]
-    text = "\n".join((*head, "", *recorded, "", "", body, ""))
-    check_inert(text)
-    return Document(text, constants.content)
+        expressions = Expressions(recording, variables, section.leaves, imports, tensors)
+        stages.append(StageClass(section, expressions, names, placement[section.stage]))
+    # Imports and constants are known only after all code has been written.
+    classes = [stage.lines() for stage in stages]
+    run = _run_lines(captured, stages, Expressions(recording, variables, (), imports, tensors))
+    reading = tensors.statement(beside)
+    settings = [
+        f"PLACEMENT = {placement.ranks!r}  # the rank of each stage",
+        *statement_lines(assign(dotted("TIED"), literal_tuple(literal_tuple(map(literal, t)) for t in graph.tied))),
+        *statement_lines(assign(dotted("STAGES"), literal_tuple(dotted(stage.name) for stage in stages))),
+    ]
+    blocks = [*_support_lines(reading is not None), *([statement_lines(reading)] if reading else [])]
+    body = "\n\n\n".join("\n".join(block) for block in (*blocks, *classes, settings, run))
+    head = [
+        *docstring_lines(_header(graph, captured.model, stages)),
+        "",
+        *_import_lines(imports, body, reading is not None),
+        "",
+        f"TRAINING = {captured.model.training}",
+        *statement_lines(assign(dotted("HOME"), literal(recording.device))),
+    ]
+    return "\n".join((*head, "", "", body, "")), tensors.content
+
+
+def literal_tuple(items: Iterable[ast.expr]) -> ast.expr:
+    """A tuple."""
+    return sequence(tuple, items)
+
+
+@dataclass(frozen=True)
+class StageClass:
+    """The class of one stage."""
+
+    section: Section
+    expressions: Expressions
+    names: Names
+    rank: int
+
+    @property
+    def name(self) -> str:
+        """The name of the class."""
+        return f"Stage{self.section.stage}"
+
+    @property
+    def parameters(self) -> list[str]:
+        """The parameters of `forward`: inputs of the model, then values from other stages."""
+        return self._variables((*self.section.inputs, *self.section.receives))
+
+    @property
+    def returned(self) -> list[str]:
+        """The variables that `forward` returns, unless it is the last stage."""
+        return self._variables(self.section.sends)
+
+    def _variables(self, values: Iterable[str]) -> list[str]:
+        return list(dict.fromkeys(self.expressions.variables[name] for name in values))
+
+    def lines(self) -> list[str]:
+        """The text of the class."""
+        section, variables = self.section, self.expressions.variables
+        graph: Graph = section.recording.graph
+        is_sized = bool(section.recording.record.sized)
+        takes = {}
+        for value in (*section.inputs, *section.receives):
+            spec = graph.spec(value)
+            # If the model read no size at all, any size is right.
+            sizes = spec.shape if is_sized else (None,) * len(spec.shape)
+            takes[variables[value]] = literal_tuple((dotted(f"torch.{spec.dtype}"), literal_tuple(map(literal, sizes))))
+        tables = {
+            "PARTS": literal_tuple(map(literal, section.parts)),
+            "TAKES": _table(takes),
+            "RECEIVES": _table({variables[value]: literal(stage) for value, stage in section.receives.items()}),
+            "SENDS": _table({variables[value]: literal(stages) for value, stages in section.sends.items()}),
+        }
+        # A call stands for the signature, so that a long one is broken in the same way.
+        signature = statement_lines(ast.Expr(call(dotted("forward"), map(dotted, ("self", *self.parameters)))), INDENT)
+        signature[0] = signature[0].replace("forward", "def forward", 1)
+        return [
+            f"class {self.name}(Stage):",
+            *docstring_lines(self._description(), INDENT),
+            "",
+            *(line for name, table in tables.items() for line in statement_lines(assign(dotted(name), table), INDENT)),
+            "",
+            *signature[:-1],
+            f"{signature[-1]}:",
+            *body_lines(self._forward(), 2 * INDENT),
+        ]
+
+    def _description(self) -> list[str]:
+        """The docstring: the values that cross, with their types and shapes."""
+        section = self.section
+        found = [f"Stage {section.stage} of {section.partition.num_stages}, on rank {self.rank}.", ""]
+        found += [f"In: {self._shown(name)}, an input of the model" for name in section.inputs]
+        for name, stage in section.receives.items():
+            found.append(f"In: {self._shown(name)}, from stage {stage}{self._maker(name)}")
+        for name, stages in section.sends.items():
+            word = "stages" if len(stages) > 1 else "stage"
+            found.append(f"Out: {self._shown(name)}, to {word} {', '.join(map(str, stages))}{self._maker(name)}")
+        if section.is_last:
+            found.append("Out: the output of the model")
+        if section.rerun:
+            found.append(f"Rerun: {counted(section.rerun, 'call')} of other stages that depend on inputs only")
+        return found
+
+    def _shown(self, value: str) -> str:
+        return f"{self.expressions.variables[value]}, {self.section.recording.graph.spec(value)}"
+
+    def _maker(self, value: str) -> str:
+        maker = self.section.recording.graph.makers[value].name
+        return f", made by {maker}" if is_plain_path(maker) else ""
+
+    def _forward(self) -> Iterator[Statement]:
+        section, expressions = self.section, self.expressions
+        graph: Graph = section.recording.graph
+        if self.parameters:
+            keywords = [ast.keyword(name, dotted(name)) for name in self.parameters]
+            yield Statement(ast.Expr(call(dotted("self.check"), [], keywords)))
+        # Several stages may write into an input, and the caller's tensor must stay as it is.
+        for name in self._variables(name for name in section.inputs if name in graph.written):
+            yield Statement(assign(dotted(name), call(attribute(dotted(name), "clone"), [])))
+        read = set(self._variables((*section.mentioned, *section.sends)))
+        yield from StepWriter(expressions, self.names, read).statements(section.steps)
+
+        # A value in the memory of a buffer is copied, as the next forward writes the buffer.
+        copied = frozenset(name for name in section.recording.state_views if name in graph.makers)
+        leaving = replace(expressions, copied=copied)
+        if section.is_last:
+            outputs = section.recording.record.outputs
+            yield Statement(ast.Return(leaving.argument(outputs, "the output of the model")))
+            return
+        found = list({expressions.variables[name]: leaving.variable(name) for name in section.sends}.values())
+        yield Statement(ast.Return(found[0] if len(found) == 1 else literal_tuple(found) if found else literal(None)))
+
+
+def _table(entries: dict[str, ast.expr]) -> ast.expr:
+    return dictionary([literal(name) for name in entries], list(entries.values()))
+
+
+# -------------------------------------------------------------------------------------------------------------- run
+
+
+def _run_lines(captured: Any, stages: Sequence[StageClass], expressions: Expressions) -> list[str]:
+    """The function that takes the arguments of the model and runs all stages."""
+    purpose = "Run all stages, called like the model; returns the output of the model."
+    lines = ["def run(model, /, *args, **kwargs):", *docstring_lines([purpose], INDENT)]
+    for statement in _run_statements(captured, stages, expressions):
+        lines += statement_lines(statement, INDENT)
+    return lines
+
+
+def _run_statements(captured: Any, stages: Sequence[StageClass], expressions: Expressions) -> Iterator[ast.stmt]:
+    args, kwargs = captured.recorded_example
+    recorded = support.arguments(captured.model, args, kwargs)
+    # Arguments that capture added to those of the caller, such as use_cache=False.
+    added = {name: value for name, value in kwargs.items() if name not in captured.example[1]}
+    given: ast.expr = dotted("kwargs")
+    if added:
+        keys: list[ast.expr | None] = [literal(name) for name in added]
+        values = [_constant(value, name, expressions) for name, value in added.items()]
+        given = ast.Dict([*keys, None], [*values, dotted("kwargs")])
+    yield assign(dotted("given"), call(dotted("arguments"), [dotted("model"), dotted("args"), given]))
+    names = sequence(list, map(literal, sorted(recorded)))
+    yield expect(call(dotted("sorted"), [dotted("given")]), names, "the list of arguments")
+    needed = {name for stage in stages for name in stage.section.inputs}
+    for name, value in recorded.items():
+        item = ast.Subscript(dotted("given"), literal(name), ast.Load())
+        yield from _unpack_argument(item, name, value, needed, expressions)
+    for stage in stages:
+        result = call(call(dotted(stage.name), [dotted("model")]), map(dotted, stage.parameters))
+        if stage.section.is_last:
+            yield ast.Return(result)
+        elif stage.returned:
+            targets = [dotted(name) for name in stage.returned]
+            yield assign(targets[0] if len(targets) == 1 else literal_tuple(targets), result)
+        else:
+            yield ast.Expr(result)
+
+
+def _unpack_argument(
+    code: ast.expr, name: str, value: Any, needed: set[str], expressions: Expressions
+) -> Iterator[ast.stmt]:
+    """Binds the tensors of an argument to their variables; everything else must equal the recorded argument."""
+    if isinstance(value, Tensor):
+        if name in needed:
+            yield assign(expressions.variable(name), code)
+        return
+    parts = take_apart(value)
+    if parts is None:
+        yield expect(code, _constant(value, name, expressions), name)
+        return
+    if issubclass(parts.kind, Mapping):
+        keys = sequence(list, [_constant(key, name, expressions) for key in parts.keys])
+        yield expect(call(dotted("list"), [code]), keys, f"the keys of {name}")
+    elif issubclass(parts.kind, list | tuple):
+        yield expect(call(dotted("len"), [code]), literal(len(parts.items)), f"the length of {name}")
+    for key, item in zip(parts.keys, parts.items, strict=True):
+        inner = access(code, parts.kind, key, _constant(key, name, expressions))
+        yield from _unpack_argument(inner, f"{name}.{key}", item, needed, expressions)
+
+
+def _constant(value: Any, name: str, expressions: Expressions) -> ast.expr:
+    if isinstance(value, torch.device):  # outside of a stage there is no self.device
+        return call(dotted("torch.device"), [literal(str(value))])
+    return expressions.constant(value, f"the argument {name}")
+
+
+# ------------------------------------------------------------------------------------------ the rest of the file
 
 
 def _header(graph: Graph, model: Any, stages: Sequence[StageClass]) -> list[str]:
-    kind = type(model).__name__ if is_plain(type(model).__name__) else "A model"
+    kind = type(model).__name__ if is_identifier(type(model).__name__) else "A model"
     mode = "training" if model.training else "evaluation"
     versions = f"torch {torch.__version__.partition('+')[0]}, Python {platform.python_version()}"
+    summary = []
+    for stage in stages:
+        result = "the output of the model" if stage.section.is_last else ", ".join(stage.returned) or "nothing"
+        summary.append(f"- rank {stage.rank}: {stage.name}({', '.join(stage.parameters)}) -> {result}")
     return [
         f"{kind} in {counted(len(stages), 'stage')}, one class each, in plain PyTorch.",
         "",
-        *(stage.summary for stage in stages),
+        *summary,
         "",
-        "Stage0(model) takes its parts from the model, which stay the model's own; the state dicts of all stages",
-        "have the model's keys. run(model, ...) is called like the model, runs the stages one after another and",
-        f"returns what the model returns. This is the model's forward as it ran once, in {mode} mode, with all",
-        "decisions made; what it looked at when it decided, such as sizes, is checked (ValueError).",
+        "Stage0(model) shares its modules and parameters with the model; the state dicts of all stages together",
+        "have the keys of the model. run(model, ...) is called like the model, runs the stages one after another",
+        f"and returns the output of the model. The code is the forward as it was recorded once, in {mode} mode.",
+        "Values that the model used for decisions, such as sizes, are checked (ValueError).",
         "",
         f"Written for the graph {graph.fingerprint[:16]} with {versions}.",
     ]
 
 
-def _imports(imports: Imports, body: str, reads: bool) -> list[str]:
-    """Only what is used."""
-    standard = ["import hashlib", "import inspect", "from pathlib import Path"] if reads else ["import inspect"]
-    others = ["from torch import Tensor, nn"]
+def _import_lines(imports: Imports, body: str, reads_constants: bool) -> list[str]:
+    standard = ["import inspect"]
+    if reads_constants:
+        standard = ["import hashlib", *standard, "from pathlib import Path"]
+    others = ["from torch import Tensor, nn", *imports.lines]
     others += ["from torch.nn import functional"] if "functional." in body else []
-    others += ["from safetensors.torch import load"] if reads else []
-    third = ["import torch", *sorted((*others, *imports.lines), key=lambda line: line.split()[1])]
+    others += ["from safetensors.torch import load"] if reads_constants else []
+    third = ["import torch", *sorted(others, key=lambda line: line.split()[1])]
     return [*standard, "from typing import Any, ClassVar", "", *third]
 
 
 @cache
-def _support(reads: bool) -> list[list[str]]:
+def _support_lines(reads_constants: bool) -> list[list[str]]:
+    """The source of the definitions in `support` that the file needs."""
     things: list[Any] = [support.Part, support.Stage, support.expect, support.arguments, support.is_default]
-    things += [support.constants] if reads else []
+    things += [support.constants] if reads_constants else []
     return [inspect.getsource(thing).rstrip().splitlines() for thing in things]
-
-
-def _settings(graph: Graph, placement: Placement) -> list[str]:
-    tied = [display("(", map(quoted, names), ")") for names in graph.tied]
-    return [
-        f"PLACEMENT = {placement.ranks!r}  # the rank of each stage",
-        *lines(Chain(("TIED = ", display("(", tied, ")")))),
-    ]
-
-
-def _list_of(stages: Sequence[StageClass]) -> list[str]:
-    return lines(Chain(("STAGES = ", display("(", [stage.name for stage in stages], ")"))))

@@ -1,120 +1,133 @@
-"""Layout: Python code as pieces that can be broken at their brackets, and the lines that they come to."""
+"""The text of generated statements: `ast.unparse`, broken into lines, with comments and docstrings around it."""
 
+import ast
+import io
+import tokenize
 from collections.abc import Iterable
-from dataclasses import dataclass
+from itertools import groupby
 from textwrap import wrap
-from typing import TypeAlias
+
+import torch
+
+from penstock.codegen.expressions import call, dotted, literal
+from penstock.codegen.statements import NO_CONTEXT, Statement
+from penstock.ir import CallContext
 
 WIDTH = 120
-_STEP = "    "
+INDENT = "    "
 
 
-@dataclass(frozen=True)
-class Bracket:
-    """Items between brackets. Those of a call are first tried on one line of their own, those of a display never."""
-
-    opening: str
-    items: tuple["Code", ...]
-    closing: str
-    is_call: bool = False
-    has_comma: bool = True
-    """whether one may follow the last item without a change of meaning"""
-
-    @property
-    def text(self) -> str:
-        """All on one line."""
-        is_single = self.opening == "(" and not self.is_call and len(self.items) == 1
-        return f"{self.opening}{', '.join(map(flat, self.items))}{',' if is_single else ''}{self.closing}"
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Pieces that follow each other without a space."""
-
-    pieces: tuple["Code", ...]
+def expression_text(node: ast.expr) -> str:
+    """The expression on one line, with double quotes and short exponents, as formatters write them."""
+    code = ast.unparse(node)
+    pieces, last = [], 0
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        text = token.string
+        if token.type == tokenize.STRING and text.startswith("'") and '"' not in text and "\\'" not in text:
+            text = f'"{text[1:-1]}"'
+        elif token.type == tokenize.NUMBER:
+            text = text.replace("e+", "e")
+        # Strings are written with escapes, so all tokens are on the first line.
+        if text != token.string:
+            pieces += [code[last : token.start[1]], text]
+            last = token.end[1]
+    return "".join(pieces) + code[last:]
 
 
-Code: TypeAlias = str | Bracket | Chain
+def statement_lines(node: ast.stmt, indent: str = "") -> list[str]:
+    """The statement on as few lines as it needs."""
+    if isinstance(node, ast.Assign):
+        (target,) = node.targets
+        return _lines(node.value, indent, f"{_tuple_text(target)} = ")
+    if isinstance(node, ast.Return):
+        if isinstance(node.value, ast.Tuple) and len(node.value.elts) > 1:
+            text = f"{indent}return {_tuple_text(node.value)}"
+            if len(text) <= WIDTH:
+                return [text]
+        return _lines(node.value or literal(None), indent, "return ")
+    if isinstance(node, ast.AugAssign):
+        operator = ast.unparse(ast.AugAssign(ast.Name("x", ast.Store()), node.op, ast.Name("y", ast.Load())))
+        return _lines(node.value, indent, f"{expression_text(node.target)} {operator.split()[1]} ")
+    assert isinstance(node, ast.Expr)
+    return _lines(node.value, indent)
 
 
-def call(function: Code, items: Iterable[Code]) -> Chain:
-    """A call of a function."""
-    return Chain((function, Bracket("(", tuple(items), ")", is_call=True)))
+def _tuple_text(node: ast.expr) -> str:
+    """An expression; a tuple of several items without its parentheses."""
+    if isinstance(node, ast.Tuple) and len(node.elts) > 1:
+        return ", ".join(map(expression_text, node.elts))
+    return expression_text(node)
 
 
-def named(name: str, value: Code) -> Chain:
-    """An argument by keyword."""
-    return Chain((f"{name}=", value))
-
-
-def display(opening: str, items: Iterable[Code], closing: str) -> Bracket:
-    """A tuple, list, set or dict."""
-    return Bracket(opening, tuple(items), closing)
-
-
-def index(item: Code) -> Bracket:
-    """A single index."""
-    return Bracket("[", (item,), "]", has_comma=False)
-
-
-def flat(code: Code) -> str:
-    """The code on one line."""
-    if isinstance(code, str):
-        return code
-    return code.text if isinstance(code, Bracket) else "".join(map(flat, code.pieces))
-
-
-def lines(code: Code, indent: str = "", taken: int = 0) -> list[str]:
-    """The code on as many lines as it needs; `taken` characters follow it on its last one."""
-    text = indent + flat(code)
-    if len(text) + taken <= WIDTH:
+def _lines(node: ast.expr, indent: str, before: str = "", after: str = "") -> list[str]:
+    """An expression between two texts, broken at its outermost brackets if it is too long for a line."""
+    text = f"{indent}{before}{expression_text(node)}{after}"
+    if len(text) <= WIDTH:
         return [text]
-    before, bracket, after = _broken(code)
-    if bracket is None or not bracket.items:
+    if isinstance(node, ast.Call):
+        opening, closing = f"{expression_text(node.func)}(", ")"
+        keywords = [(f"{keyword.arg}=" if keyword.arg else "**", keyword.value) for keyword in node.keywords]
+        items = [*(("", item) for item in node.args), *keywords]
+    elif isinstance(node, ast.Tuple | ast.List):
+        opening, closing = "()" if isinstance(node, ast.Tuple) else "[]"
+        items = [("", item) for item in node.elts]
+    elif isinstance(node, ast.Dict):
+        opening, closing = "{}"
+        pairs = zip(node.keys, node.values, strict=True)
+        items = [(f"{expression_text(key)}: " if key else "**", value) for key, value in pairs]
+    else:
         return [text]
-    inner = indent + _STEP
-    together = inner + ", ".join(map(flat, bracket.items))
-    if bracket.is_call and len(together) <= WIDTH:
+    if not items:
+        return [text]
+    inner = indent + INDENT
+    together = inner + ", ".join(f"{prefix}{expression_text(item)}" for prefix, item in items)
+    if isinstance(node, ast.Call) and len(together) <= WIDTH:
         middle = [together]
     else:
-        comma = "," if bracket.has_comma else ""
-        middle = [line for item in bracket.items for line in _ended(lines(item, inner, 1), comma)]
-    return [f"{indent}{before}{bracket.opening}", *middle, f"{indent}{bracket.closing}{after}"]
+        middle = [line for prefix, item in items for line in _lines(item, inner, prefix, ",")]
+    return [f"{indent}{before}{opening}", *middle, f"{indent}{closing}{after}"]
 
 
-def _ended(block: list[str], ending: str) -> list[str]:
-    return [*block[:-1], f"{block[-1]}{ending}"]
+def body_lines(statements: Iterable[Statement], indent: str) -> list[str]:
+    """The lines of statements; consecutive ones of one context share a `with`."""
+    found: list[str] = []
+    for context, group in groupby(statements, key=lambda statement: statement.context):
+        inner = indent
+        if context != NO_CONTEXT:
+            found.append(f"{indent}with {', '.join(map(expression_text, context_managers(context)))}:")
+            inner += INDENT
+        for statement in group:
+            if statement.heading:
+                found.append(f"{inner}# {statement.heading}")
+            lines = statement_lines(statement.node, inner)
+            beside = f"{lines[-1]}  # {statement.remark}"
+            found += [*lines[:-1], beside if statement.remark and len(beside) <= WIDTH else lines[-1]]
+    return found
 
 
-def _broken(code: Code) -> tuple[str, Bracket | None, str]:
-    """What comes before the last brackets that hold something, these, and what comes after."""
-    if isinstance(code, Bracket):
-        return "", code, ""
-    pieces = code.pieces if isinstance(code, Chain) else (code,)
-    for place in reversed(range(len(pieces))):
-        before, bracket, after = _broken(pieces[place]) if not isinstance(pieces[place], str) else ("", None, "")
-        if bracket is not None and bracket.items:
-            left, right = "".join(map(flat, pieces[:place])), "".join(map(flat, pieces[place + 1 :]))
-            return left + before, bracket, after + right
-    return flat(code), None, ""
+def context_managers(context: CallContext) -> list[ast.expr]:
+    """The context managers under which a call was recorded."""
+    found: list[ast.expr] = []
+    if context.grad is not None:
+        found.append(call(dotted("torch.enable_grad" if context.grad else "torch.no_grad"), []))
+    if context.autocast is not None:
+        device, is_enabled, dtype = context.autocast
+        options = [ast.keyword("dtype", dotted(str(getattr(torch, dtype.removeprefix("torch.")))))]
+        options += [] if is_enabled else [ast.keyword("enabled", literal(False))]
+        found.append(call(dotted("torch.autocast"), [literal(device)], options))
+    return found
 
 
-def quoted(text: str) -> str:
-    """A text as a literal, whatever is in it: all that does not print is escaped."""
-    literal = repr(text)
-    has_quotes = '"' in literal or "\\'" in literal
-    return literal if has_quotes or not literal.startswith("'") else f'"{literal[1:-1]}"'
-
-
-def docstring(paragraphs: Iterable[str], indent: str = "") -> list[str]:
-    """Lines as a docstring; nothing in them can end it."""
+def docstring_lines(paragraphs: Iterable[str], indent: str = "") -> list[str]:
+    """A docstring; nothing in the paragraphs can end it."""
     room = WIDTH - len(indent) - 3
     folded = [line for text in paragraphs for line in wrap(text, room, subsequent_indent="  ") or [""]]
-    first, *rest = [text.replace("\\", "\\\\").replace('"', '\\"') if _is_risky(text) else text for text in folded]
+    first, *rest = [_escape(line) for line in folded]
     if not rest:
         return [f'{indent}"""{first}"""']
     return [f'{indent}"""{first}', *(f"{indent}{line}" if line else "" for line in rest), f'{indent}"""']
 
 
-def _is_risky(text: str) -> bool:
-    return "\\" in text or '"""' in text or text.endswith('"')
+def _escape(text: str) -> str:
+    is_risky = "\\" in text or '"""' in text or text.endswith('"')
+    return text.replace("\\", "\\\\").replace('"', '\\"') if is_risky else text

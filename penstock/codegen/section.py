@@ -1,4 +1,4 @@
-"""Section: the part of a recording that belongs to one stage, and what goes into it and out of it."""
+"""The part of a recording that belongs to one stage: its steps, and the values that enter and leave it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from penstock.stages import Ownership
 
 @dataclass(frozen=True)
 class Section:
-    """One stage of a captured model, before it is written."""
+    """One stage of a captured model."""
 
     captured: Any
     recording: Any
     partition: Partition
     stage: int
     nodes: tuple[Node, ...]
-    """those that the stage runs"""
+    """the nodes that the stage runs"""
     crossings: tuple[Crossing, ...]
-    """all that goes from any stage to any other"""
+    """of all stages"""
 
     @property
     def _graph(self) -> Graph:
@@ -31,12 +31,12 @@ class Section:
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage returns what the model returns."""
+        """Whether this stage returns the output of the model."""
         return self.stage == self.partition.num_stages - 1
 
     @cached_property
     def steps(self) -> tuple[Call | Guard, ...]:
-        """The calls of the stage, and the decisions for which it has all that they look at."""
+        """The calls of the stage whose results are used, and the guards whose values it has."""
         names = {node.name for node in self.nodes}
         here = self.recording.available_values(names)
         own = [step for step in self.recording.record.steps if self._belongs(step, names, here)]
@@ -48,7 +48,7 @@ class Section:
         return tuple(reversed(kept))
 
     def _has_effect(self, step: Call | Guard) -> bool:
-        """Whether a step does more than make values: a function of torch that nobody reads from is left out."""
+        """Whether a step must run even if nothing reads its result; pure functions of torch need not."""
         if isinstance(step, Guard) or step.is_module or step.writes or step.results.updates:
             return True
         is_known = resolve_name(self.recording.live[step.target]) is not None
@@ -84,12 +84,12 @@ class Section:
 
     @cached_property
     def receives(self) -> dict[str, int]:
-        """The values that come from other stages, and from which."""
+        """The values from other stages, with the stage that sends each."""
         return {value.name: c.producer for c in self.crossings if c.consumer == self.stage for value in c.values}
 
     @cached_property
     def sends(self) -> dict[str, tuple[int, ...]]:
-        """The values that go to other stages, and to which."""
+        """The values for other stages, with the stages that receive each."""
         found: dict[str, tuple[int, ...]] = {}
         for crossing in self.crossings:
             if crossing.producer == self.stage:
@@ -99,14 +99,14 @@ class Section:
 
     @cached_property
     def leaves(self) -> tuple[str, ...]:
-        """The modules that it holds whole, also those that the example never called."""
+        """The modules that it holds whole, including those that the example never called."""
         called = self.captured.leaf_modules((node.name for node in self.nodes), self.recording)
         unused = self._owners.unused_of(self.stage, self.captured.unused_leaves())
         return tuple(dict.fromkeys((*called, *unused)))
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
-        """What it takes from the model: modules, and parameters and buffers that are in none of these."""
+        """The parts of the model that it holds: modules, and parameters and buffers outside of these."""
         inside = tuple(f"{name}." for name in self.leaves)
         others = (name for name in dict.fromkeys(self._state()) if not name.startswith(inside))
         return (*self.leaves, *others)
@@ -117,18 +117,18 @@ class Section:
         if self.is_last:
             yield from states(self.recording.record.outputs)
         used = [name for node in self.nodes for name in (*node.parameters, *node.buffers)]
-        # A plain tensor that nobody reads is what a forward left behind.
+        # A plain tensor attribute that nothing reads was left behind by a forward, and is not part of the state.
         owned = (*used, *self._owners.unused_of(self.stage, self._owners.unused))
         yield from (name for name in owned if _is_registered(self.captured.model, name))
 
     @property
     def rerun(self) -> int:
-        """How many of its calls another stage owns: they depend on the inputs alone."""
+        """The number of its calls that belong to other stages: these depend on inputs only."""
         return sum(node.name not in self.partition.stages[self.stage] for node in self.nodes)
 
 
 def sections(captured: Any, recording: Any, partition: Partition) -> tuple[Section, ...]:
-    """All stages of a recording."""
+    """The sections of all stages."""
     crossings = partition.crossings(recording.graph)
     runs = enumerate(partition.runs(recording.graph))
     return tuple(Section(captured, recording, partition, stage, nodes, crossings) for stage, nodes in runs)
@@ -141,7 +141,7 @@ def _is_registered(model: nn.Module, name: str) -> bool:
 
 
 def _step_refs(step: Call | Guard) -> tuple[str, ...]:
-    # What lies in memory that is written goes by another name afterwards, and must be there before.
+    # A value that is written in place has another name afterwards, but must exist before.
     written = tuple(old for _, old in step.writes) if isinstance(step, Call) else ()
     return (*refs(step.args), *refs(step.kwargs), *written)
 

@@ -1,4 +1,4 @@
-"""Support: what a generated file holds besides its stages; the definitions are copied into it as they stand here."""
+"""Definitions that every generated file contains besides its stages: their source is copied as it is here."""
 
 import hashlib
 import inspect
@@ -14,15 +14,15 @@ HOME = "cpu"
 
 
 class Part(nn.Module):
-    """Some modules, parameters and buffers of a model, under the names that they have there."""
+    """Some modules, parameters and buffers of a model, under their original names."""
 
     def __getitem__(self, name: int | str) -> Any:
-        """A part whose name is a number or no Python name."""
+        """A part whose name is an index or not a Python name."""
         key, held = str(name), (self._modules, self._parameters, self._buffers, vars(self))
         return next(parts[key] for parts in held if key in parts)
 
     def take(self, model: nn.Module, path: str) -> None:
-        """Hang what the model has at a path, itself and no copy, at the same path of this one."""
+        """Register the module, parameter or buffer at a path of the model, not a copy, at the same path here."""
         *parents, name = path.split(".")
         branch: Any = self
         owner = model
@@ -41,7 +41,7 @@ class Part(nn.Module):
 
 
 class Stage(Part):
-    """A stage of the model: its parts are the model's own, its state dict has the model's keys."""
+    """A stage of a model: it shares its parts with the model, and its state dict has the keys of the model."""
 
     PARTS: ClassVar[tuple[str, ...]]
     TAKES: ClassVar[dict[str, tuple[torch.dtype, tuple[int | None, ...]]]]
@@ -56,11 +56,11 @@ class Stage(Part):
 
     @property
     def device(self) -> torch.device:
-        """Where the stage is."""
+        """The device of the stage."""
         return next((tensor.device for tensor in (*self.parameters(), *self.buffers())), torch.device(HOME))
 
     def check(self, **values: Tensor) -> None:
-        """Stop for a mode, a type or a size other than the recorded one; None is any size."""
+        """Raise ValueError for a mode, dtype or size other than the recorded one; None is any size."""
         expect(self.training, TRAINING, "training")
         for name, value in values.items():
             dtype, sizes = self.TAKES[name]
@@ -70,13 +70,13 @@ class Stage(Part):
 
 
 def expect(found: object, recorded: object, what: str) -> None:
-    """Stop where the model would go another way than it did when it was recorded."""
+    """Raise ValueError if a value differs from the one that was recorded, as the model might then run differently."""
     if type(found) is not type(recorded) or (found != recorded and repr(found) != repr(recorded)):
-        raise ValueError(f"{what} is {found!r}, and was {recorded!r} when the stages were written: write them again")
+        raise ValueError(f"{what} must be {recorded!r} as recorded, got {found!r}: generate the stages again")
 
 
 def arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of the model that are not left at their defaults, by name."""
+    """The arguments of a call of the model that differ from their defaults, by name."""
     signature = inspect.signature(model.forward)
     given = dict(signature.bind(*args, **kwargs).arguments)
     for parameter in signature.parameters.values():
@@ -88,13 +88,13 @@ def arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def is_default(value: object, default: object) -> bool:
-    """Whether an argument is what it would be if it were not given."""
+    """Whether an argument equals its default."""
     is_plain = type(value) is type(default) and isinstance(value, bool | int | float | str)
     return value is default or (is_plain and value == default)
 
 
 def constants(name: str, digest: str) -> dict[str, Tensor]:
-    """The tensors in the file beside this one, which must be the file that was written with it."""
+    """The tensors in the file beside this one, whose content must be the one that was written with this file."""
     content = Path(__file__).with_name(name).read_bytes()
     expect(hashlib.sha256(content).hexdigest(), digest, f"the content of {name}")
     return load(content)

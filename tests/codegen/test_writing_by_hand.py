@@ -121,10 +121,22 @@ class Sized(Stack):
 @pytest.mark.parametrize(
     ("model", "change", "message"),
     [
-        (Sized(), lambda file, model: file.run(model, BATCH[:2]), "the size of x is (2, 4), and was (6, 4)"),
-        (Stack(), lambda file, model: file.run(model, BATCH.double()), "the type of x is torch.float64"),
-        (Stack(), lambda file, model: file.run(model.eval(), BATCH), "training is False, and was True"),
-        (Stack(), lambda file, model: file.run(model, BATCH, 2.0), "the list of arguments is ['scale', 'x']"),
+        (
+            Sized(),
+            lambda file, model: file.run(model, BATCH[:2]),
+            "the size of x must be (6, 4) as recorded, got (2, 4)",
+        ),
+        (
+            Stack(),
+            lambda file, model: file.run(model, BATCH.double()),
+            "the type of x must be torch.float32 as recorded, got torch.float64",
+        ),
+        (Stack(), lambda file, model: file.run(model.eval(), BATCH), "training must be True as recorded, got False"),
+        (
+            Stack(),
+            lambda file, model: file.run(model, BATCH, 2.0),
+            "the list of arguments must be ['x'] as recorded, got ['scale', 'x']",
+        ),
     ],
 )
 def test_what_the_model_looked_at_must_be_the_same_again(model, change, message, tmp_path):
@@ -139,7 +151,7 @@ def test_a_decision_that_would_be_made_otherwise_stops_the_run(tmp_path):
     file = written(penstock.capture(model, (BATCH, mask)), 2, tmp_path)
     assert torch.equal(file.run(model, BATCH, mask=mask), model(BATCH, mask))
     mask[3] = 0
-    with pytest.raises(ValueError, match="bool is False, and was True"):
+    with pytest.raises(ValueError, match="bool must be True as recorded, got False"):
         file.run(model, BATCH, mask)
 
 

@@ -46,10 +46,10 @@ def in_place(x: Tensor) -> Tensor:
 # fmt: off
 FORMS = {
     "1 - tanh": lambda x: 1 - x,
-    "2**tanh": lambda x: 2**x,
+    "2 ** tanh": lambda x: 2**x,
     "(-2.5) ** round_": lambda x: (-2.5) ** x.detach().round() + x,
     "3 / tanh": lambda x: 3 / x,
-    "tanh**2": lambda x: x**2,
+    "tanh ** 2": lambda x: x**2,
     "-tanh": lambda x: -x,
     "~gt": lambda x: x * ~(x > 0),
     "tanh @ T": lambda x: x @ x.T,
@@ -92,7 +92,7 @@ def test_a_decision_by_a_buffer_is_looked_at_by_one_stage(tmp_path):
     model = Layered(torch.relu)
     file = written(penstock.capture(model, (BATCH,)), 2, tmp_path)
     model.flag.fill_(False)
-    with pytest.raises(ValueError, match="bool is False, and was True"):
+    with pytest.raises(ValueError, match="bool must be True as recorded, got False"):
         file.run(model, BATCH)
 
 
@@ -142,8 +142,8 @@ def test_containers_in_containers_come_in_go_between_and_come_out(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"scale": 3.0}, "settings.scale is 3.0, and was 2.0"),
-        ({"scale": 2.0, "more": 1}, "the keys of settings is ['scale', 'more'], and was ['scale']"),
+        ({"scale": 3.0}, "settings.scale must be 2.0 as recorded, got 3.0"),
+        ({"scale": 2.0, "more": 1}, "the keys of settings must be ['scale'] as recorded, got ['scale', 'more']"),
     ],
 )
 def test_plain_arguments_inside_containers_are_checked(settings, message, tmp_path):

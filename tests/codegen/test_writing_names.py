@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.codegen.inert import check_inert
-from penstock.codegen.layout import docstring, quoted
-from penstock.errors import CodeError
+from penstock.codegen.expressions import literal
+from penstock.codegen.layout import docstring_lines, expression_text
 from tests.codegen.written import of_written, written
 from tests.stages.parity import Batch, difference, of_model
 
@@ -87,33 +86,14 @@ def test_a_class_with_a_hostile_name_is_never_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_literal_is_the_text_that_it_was_made_of(name):
-    assert ast.literal_eval(quoted(name)) == name
-    assert quoted(name).isprintable()
+def test_a_literal_evaluates_to_its_text(name):
+    text = expression_text(literal(name))
+    assert ast.literal_eval(text) == name
+    assert text.isprintable()
 
 
 @pytest.mark.parametrize("text", ['ends with "', '"""', "back\\", '\\"""', "plain"])
 def test_a_docstring_cannot_be_left(text):
     for block in ([text], [text, text]):
-        (statement,) = ast.parse("\n".join(docstring(block))).body
+        (statement,) = ast.parse("\n".join(docstring_lines(block))).body
         assert ast.literal_eval(statement.value).split() == " ".join(block).split()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "open('mischief', 'w')",
-        "x = __import__('os')",
-        "class A:\n    y = open('mischief')",
-        "def f():\n    return eval('1')",
-        "if True:\n    x = 1",
-        "class A:\n    def f(self):\n        return open",
-        "x = (",
-        "import os\n@os.remove('mischief')\nclass A:\n    pass",
-        "import os\nclass A(os.remove('mischief')):\n    pass",
-        "import os\ndef f(x=os.remove('mischief')):\n    pass",
-    ],
-)
-def test_code_that_would_do_something_when_imported_or_use_strange_names_is_refused(text):
-    with pytest.raises(CodeError):
-        check_inert(text)
