@@ -82,7 +82,7 @@ def export(*, path: Where, out: Out, config: Config = None, as_json: AsJson = Fa
     Takes the newest checkpoint of a directory, and compares its files with their digests first. Uses the configuration
     saved with the model, if it is a transformers model.
     """
-    from penstock.hf.exporting import export as export_checkpoint
+    from penstock.hf.export import export as export_checkpoint
 
     with _newest(path) as stored:
         written = export_checkpoint(stored, out, config)

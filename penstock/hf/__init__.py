@@ -1,9 +1,9 @@
-"""hf: the door for users of transformers, whose Trainer trains on a Pipeline."""
+"""PipelineTrainer: the Trainer of transformers on a Pipeline."""
 
 from penstock.hf.installed import check_installed
 
 check_installed()
 
-from penstock.hf.trainer import PipelineTrainer  # noqa: E402  (transformers must be there)
+from penstock.hf.trainer import PipelineTrainer  # noqa: E402  (imports transformers)
 
 __all__ = ["PipelineTrainer"]

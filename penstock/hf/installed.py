@@ -1,4 +1,4 @@
-"""Installed: whether transformers is there, and has the methods that a PipelineTrainer replaces."""
+"""Checks that transformers is installed and that its Trainer has the methods that PipelineTrainer overrides."""
 
 from importlib import import_module
 from importlib.metadata import version
@@ -21,11 +21,11 @@ _METHODS = (
     "_load_best_model",
     "_move_model_to_device",
 )
-"""a Trainer that lacks one of them would go on without the Pipeline, and be wrong in silence"""
+"""if Trainer lacked one of them, it would train without the Pipeline, silently wrong"""
 
 
 def check_installed() -> None:
-    """Refuse to go on without the libraries, or with another Trainer than is known here."""
+    """Refuse a missing library or an incompatible Trainer."""
     for name in _LIBRARIES:
         if find_spec(name) is None:
             raise RunError(f"penstock.hf needs {name}, which is not installed", hint='pip install "penstock[hf]"')
@@ -33,7 +33,7 @@ def check_installed() -> None:
     lacking = [name for name in _METHODS if not hasattr(trainer, name)]
     if lacking:
         raise RunError(
-            "this version of transformers has another Trainer than penstock.hf knows",
+            "this version of transformers is not supported by penstock.hf",
             installed=version("transformers"),
             lacks=lacking[0],
             hint='pip install "transformers>=5.22"',

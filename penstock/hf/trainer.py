@@ -1,33 +1,35 @@
-"""PipelineTrainer: the Trainer of transformers, whose steps, evaluations, clipping and saving run on a Pipeline."""
+"""PipelineTrainer: the Trainer of transformers, with steps, evaluation, clipping and saving run by a Pipeline."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from penstock.api.pipeline import Pipeline
-from penstock.api.plans import plan as planned
-from penstock.errors import CheckpointError, RunError
-from penstock.hf.arguments import check_arguments, check_options, check_place, check_settings
-from penstock.hf.example import example_of, unnoticed
-from penstock.hf.piped_model import PipedModel
-from penstock.hf.seat import alone, first, seated
+from penstock.api.plans import plan as make_plan
+from penstock.capture import GeneratorStates, python_generators, torch_generators
+from penstock.errors import CheckpointError, PlanError, RunError
+from penstock.hf.settings import check_arguments, check_options, check_process_group, check_settings
+from penstock.hf.single_process import as_rank_zero, as_single_process, single_process_accelerate
 from penstock.ir import Plan
 from penstock.runtime import RunOptions
 
 _LOGGER = logging.getLogger(__name__)
+_PLAN_HINT = "plan=penstock.plan(model, kwargs=batch, ranks=..., microbatches=...)"
 
 
 class PipelineTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer whose processes are the ranks of one pipeline: losses, gradients and metrics are those of one process.
+    """A Trainer whose processes are the ranks of one pipeline; losses, gradients and metrics equal a single process.
 
-    Every rank makes the same one and calls the same methods. Without a `plan` one is searched for, for a batch of the
-    first training samples. Batch sizes are those of the pipeline as a whole. `trainer.pipe` is the Pipeline; of
-    `trainer.model` a rank has only its own stages up to date.
+    Every rank constructs it with the same arguments and calls the same methods. Without a `plan`, searches for one with
+    the first training samples as the example batch. Batch sizes are those of the whole pipeline. `trainer.pipe` is the
+    Pipeline; in `trainer.model`, only the stages of this rank are up to date.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         options: RunOptions | None = None,
         **refused: object,
     ) -> None:
-        """`local` runs all ranks of the plan inside this process; `options` are those of a Pipeline."""
+        """`local` runs all ranks inside this process; `options` are the run options of the Pipeline."""
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         check_arguments(refused)
         check_settings(args)
@@ -58,11 +60,11 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         options = options or RunOptions(seed=args.seed)
         check_options(options)
         self._is_local = local
-        check_place(local, ranks, plan)
-        own = seated(args, local)
+        check_process_group(local, ranks, plan)
+        own = as_single_process(args, local)
         if args.save_strategy != "no" and not args.save_only_model and own.should_save:
             _LOGGER.warning(
-                "checkpoints of a PipelineTrainer hold the model only: training cannot be resumed from them"
+                "checkpoints of a PipelineTrainer contain the model only: training cannot resume from them"
             )
         super().__init__(
             model,
@@ -79,42 +81,42 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         if plan is None:
             plan = self._plan(ranks or dist.get_world_size(), microbatches, schedule)
         self.pipe = Pipeline(self.model, plan, local=local, options=options)
-        self._piped = PipedModel(self.pipe, self.model)
+        self._pipeline_model = PipelineModel(self.pipe, self.model)
 
     def _check_own_methods(self) -> None:
         if type(self).compute_loss is not Trainer.compute_loss:
             raise RunError(
-                "compute_loss is not called: the loss is made in the last stage",
+                "compute_loss must not be overridden: the last stage computes the loss",
                 type=type(self).__name__,
                 hint="a model whose forward computes its loss",
             )
 
     def _plan(self, ranks: int, microbatches: int | str, schedule: str) -> Plan:
-        """A plan for batches like the first one."""
-        with unnoticed():
+        """Search for a plan with the first samples as the example batch."""
+        with _preserve_random_state():
             is_training = self.train_dataset is not None
             loader = self.get_train_dataloader() if is_training else self.get_eval_dataloader()
             size = self.args.train_batch_size if is_training else self.args.eval_batch_size
-            batch = example_of(loader, size)
+            batch = _example_batch(loader, size)
             batch = self._with_items(
                 self._prepare_inputs(batch), self._get_num_items_in_batch([batch], self.args.device)
             )
-            return planned(self.model, kwargs=batch, ranks=ranks, microbatches=microbatches, schedule=schedule)
+            return make_plan(self.model, kwargs=batch, ranks=ranks, microbatches=microbatches, schedule=schedule)
 
-    # ------------------------------------------------------------------------------------------ one process to Trainer
+    # --------------------------------------------------------------------------- every rank appears as a single process
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As for one process: accelerate neither shares batches out nor gathers what every rank has."""
-        with alone(self.args.device):
+        """Set up accelerate for one process, so that it neither shards batches nor gathers outputs."""
+        with single_process_accelerate(self.args.device):
             super().create_accelerator_and_postprocess()
 
     def get_train_dataloader(self) -> Any:
         """The same batches on every rank."""
-        with first(self.args):
+        with as_rank_zero(self.args):
             return super().get_train_dataloader()
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        return self._piped
+        return self._pipeline_model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not any(parameter.is_meta for parameter in model.parameters()):
@@ -123,7 +125,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of one batch by all ranks; the loss of all of it, divided as Trainer divides."""
+        """Forward and backward of one batch on all ranks; returns the loss, divided as Trainer does."""
         model.train()
         loss = self.pipe.step(**self._with_items(self._prepare_inputs(inputs), num_items_in_batch)).loss
         if loss is None:
@@ -134,19 +136,19 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         return loss.detach().to(self.args.device)
 
     def _with_items(self, inputs: dict[str, Any], num_items_in_batch: Any) -> dict[str, Any]:
-        """A model that can is told by how many tokens, of all batches that accumulate, its loss is to be divided."""
+        """Pass the number of tokens in all accumulated batches to a model that divides its loss by it."""
         if num_items_in_batch is None or not self.model_accepts_loss_kwargs:
             return inputs
         return {**inputs, "num_items_in_batch": num_items_in_batch}
 
     def _is_divided(self, num_items_in_batch: Any) -> bool:
-        """Whether the loss is that of all batches that accumulate, and not the mean of one."""
+        """Whether the model divides its loss by the tokens of all accumulated batches."""
         if self.loss_is_scaled_for_ga is not None:
             return bool(self.loss_is_scaled_for_ga)
         return bool(self.model_accepts_loss_kwargs) and num_items_in_batch is not None
 
     def _divide_gradients(self) -> None:
-        """Once all batches have accumulated, which is the same as each by itself."""
+        """Divide once after the last accumulated batch, which equals dividing each batch's gradients."""
         if self.accelerator.sync_gradients and self.current_gradient_accumulation_steps > 1:
             for parameter in self.pipe.parameters():
                 if parameter.grad is not None:
@@ -161,42 +163,42 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        """As Trainer does it, with outputs sent to all ranks only if somebody asks for them."""
-        self._piped.keeps_outputs = not prediction_loss_only
+        """Like Trainer; outputs are sent to all ranks only if they are needed."""
+        self._pipeline_model.keeps_outputs = not prediction_loss_only
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------------------------------------------- optimizer
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Over this rank's parameters, in the groups that they would have in the whole model."""
-        return super().create_optimizer(self._piped)  # type: ignore[no-any-return]
+        """Create the optimizer over this rank's parameters, with the parameter groups of the whole model."""
+        return super().create_optimizer(self._pipeline_model)  # type: ignore[no-any-return]
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Those of the whole model."""
+        """Decay names of the whole model."""
         return super().get_decay_parameter_names(self.model)  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------------------------------------- saving, loading
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer does it; there is nothing to resume from."""
+        """Train; resuming is refused, because checkpoints have no optimizer state."""
         if resume_from_checkpoint:
             raise RunError(
-                "a PipelineTrainer cannot resume: its checkpoints hold the model, and not the state of the optimizers",
+                "a PipelineTrainer cannot resume: its checkpoints have no optimizer state",
                 given=resume_from_checkpoint,
-                hint="trainer.pipe.load(checkpoint) takes over the model; then train() begins anew",
+                hint="trainer.pipe.load(checkpoint) loads the model; then train() starts again",
             )
         return super().train(None, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model for `from_pretrained`; called on every rank, of which the first writes."""
+        """Write the whole model for `from_pretrained`. Collective: every rank calls it, rank 0 writes."""
         state = self.pipe.full_state_dict()
         if self.args.should_save:
-            self._save(output_dir, state_dict=self._tied(state))
+            self._save(output_dir, state_dict=self._deduplicate(state))
         if not self._is_local:
             dist.barrier()
 
-    def _tied(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Names of one parameter have one tensor, as transformers expects it, or are left out."""
+    def _deduplicate(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Give tied names the same tensor, as save_pretrained expects; drop duplicates for other models."""
         graph = self.pipe.plan.graph
         if isinstance(self.model, PreTrainedModel):
             return {name: state[graph.tensor_of(name)] for name in state}
@@ -209,5 +211,54 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         except CheckpointError:
             if not isinstance(self.model, PreTrainedModel):
                 raise
-            # Transformers writes some tensors under other names than the model has, and knows how to undo that.
+            # Transformers renames some tensors when saving; from_pretrained reverts that.
             self.pipe.load_state_dict(type(self.model).from_pretrained(best, dtype=self.model.dtype).state_dict())
+
+
+class PipelineModel(nn.Module):
+    """Takes the place of the wrapped model in Trainer.
+
+    A call evaluates the batch on all ranks; `named_parameters` are this rank's, with the names of the whole model.
+    """
+
+    def __init__(self, pipe: Pipeline, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._pipe = (pipe,)  # in a tuple, so that nn.Module does not treat it as a submodule
+        self.keeps_outputs = True
+        """whether a call returns outputs besides the loss"""
+
+    def forward(self, **inputs: Any) -> Any:
+        """The outputs of the model for the whole batch, on every rank."""
+        result = self._pipe[0].eval(**inputs, return_outputs=self.keeps_outputs)
+        if result.outputs is None:
+            return {"loss": result.loss}
+        if not hasattr(result.outputs, "items"):
+            return result.outputs if result.loss is None else (result.loss, *result.outputs[1:])
+        found = {name: value for name, value in result.outputs.items() if name != "loss" and value is not None}
+        return found if result.loss is None else {"loss": result.loss, **found}
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters; a tied one by its first name, as in the whole model."""
+        graph = self._pipe[0].plan.graph
+        return ((graph.tensor_of(name), parameter) for name, parameter in self._pipe[0].named_parameters())
+
+
+def _example_batch(loader: Any, batch_size: int) -> dict[str, Any]:
+    """Collate the first samples without advancing the loader."""
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise PlanError("planning would consume samples of an iterable dataset", hint=_PLAN_HINT)
+    if len(dataset) == 0:
+        raise PlanError("the dataset is empty: there is no sample to plan with", hint=_PLAN_HINT)
+    return dict(loader.collate_fn([dataset[index] for index in range(min(batch_size, len(dataset)))]))
+
+
+@contextmanager
+def _preserve_random_state() -> Iterator[None]:
+    """Restore all random generators afterwards, so that planning does not change the training."""
+    states = GeneratorStates([*python_generators(), *torch_generators(torch.cuda.is_initialized())])  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        states.restore()

@@ -91,7 +91,7 @@ def test_an_exported_model_is_loaded_by_from_pretrained_with_equal_outputs(call:
     again = type(model).from_pretrained(tmp_path / "out").eval()
     ids = torch.arange(6).view(1, 6)
     assert torch.equal(again(ids).logits, model(ids).logits)
-    assert "already" in call("ckpt", "export", tmp_path / "run", "--hf", tmp_path / "out").output
+    assert "must be empty" in call("ckpt", "export", tmp_path / "run", "--hf", tmp_path / "out").output
     given = call("ckpt", "export", tmp_path / "run", "--hf", tmp_path / "two", "--config", tmp_path / "out", "--json")
     assert json.loads(given.stdout)["model"] == "LlamaForCausalLM"
 
@@ -102,7 +102,7 @@ def test_without_a_configuration_nothing_is_exported(shelf: Path, call: Any, tmp
     assert result.exit_code == 6
     assert "--config PATH" in result.output
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    assert "no configuration" in call("ckpt", "export", shelf, "--hf", tmp_path / "out", "--config", tmp_path).output
+    assert "not the configuration" in call("ckpt", "export", shelf, "--hf", tmp_path / "out", "--config", tmp_path).output
     assert not (tmp_path / "out").exists()
 
 

@@ -44,7 +44,7 @@ def test_a_loss_that_would_not_be_called_is_refused(tmp_path: Path) -> None:
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs)
 
-    with pytest.raises(RunError, match="compute_loss is not called"):
+    with pytest.raises(RunError, match="compute_loss must not be overridden"):
         runs.made(Own, tmp_path, {}, local=True)
 
 
@@ -72,7 +72,7 @@ def local(directory: Path, given: dict[str, Any], **others: Any) -> Any:
 def test_a_plan_that_is_searched_for_leaves_no_trace_in_the_order_of_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.hf.trainer.planned", lambda model, **given: quick_plan(model, **given))
+    monkeypatch.setattr("penstock.hf.trainer.make_plan", lambda model, **given: quick_plan(model, **given))
     given = {"microbatches": 2, "schedule": "1f1b", "ranks": 2, "local": True}
     found = runs.trained(runs.made(PipelineTrainer, tmp_path, {"max_steps": 2}, **given))
     assert list(runs.differences(runs.trained(runs.made(hf.Trainer, tmp_path, {"max_steps": 2})), found)) == []

@@ -1,4 +1,4 @@
-"""What a PipelineTrainer is given is checked here: what it cannot do is refused, with a way out."""
+"""Refuses settings of TrainingArguments and Trainer that a PipelineTrainer cannot follow, with an alternative."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from penstock.runtime import RunOptions
 _PRECISION = "a model in that type: from_pretrained(..., dtype=torch.bfloat16)"
 _NO_HUB = "save_model(directory), and upload the directory"
 _UNSUPPORTED = {
-    "deepspeed": "leave it out: the pipeline shares the model out",
+    "deepspeed": "leave it out: the pipeline distributes the model",
     "fsdp": "penstock.Pipeline(..., mesh=mesh, parallelize_fn=fully_shard) in a loop of your own",
     "parallelism_config": "leave it out: all ranks belong to the pipeline",
     "fp16": "penstock.Pipeline(..., scaler=penstock.GradScaler()) in a loop of your own, or bfloat16",
     "bf16": _PRECISION,
     "fp16_full_eval": _PRECISION,
     "bf16_full_eval": _PRECISION,
-    "torch_compile": "leave it out: stages run as they are written",
+    "torch_compile": "leave it out: stages run eagerly",
     "gradient_checkpointing": 'plan=penstock.plan(..., recompute="full")',
     "label_smoothing_factor": "a model whose forward computes its loss",
     "neftune_noise_alpha": "leave it out",
@@ -27,33 +27,34 @@ _UNSUPPORTED = {
     "enable_jit_checkpoint": "save_steps",
     "push_to_hub": _NO_HUB,
     "save_on_each_node": "leave it out: rank 0 saves the whole model",
-    "debug": "leave it out: a number that is none is reported with its stage",
+    "debug": "leave it out: NaN and Inf are reported with their stage",
 }
-"""settings of TrainingArguments that must be off, and what to do instead"""
+"""settings of TrainingArguments that must be off, with an alternative"""
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd")
-"""each treats a parameter by itself, so that a rank needs no other's"""
+"""optimizers that update each parameter by itself, so that a rank needs no parameter of another"""
 _REFUSED = {
     "model_init": "model=model_init()",
     "compute_loss_func": "a model whose forward computes its loss, or penstock.Pipeline(..., loss_fn=...)",
-    "optimizers": "optim= and lr_scheduler_type= of TrainingArguments: each rank makes its own over its parameters",
+    "optimizers": "optim= and lr_scheduler_type= of TrainingArguments: each rank creates its own over its parameters",
     "optimizer_cls_and_kwargs": "optim= and optim_args= of TrainingArguments",
 }
 
 
 def check_settings(args: Any) -> None:
-    """Refuse settings that a pipeline would not follow."""
+    """Refuse settings that would have no effect or a wrong one."""
     for name, hint in _UNSUPPORTED.items():
         if getattr(args, name, None):
             raise RunError(
-                f"PipelineTrainer cannot do what {name} asks for", given=repr(getattr(args, name)), hint=hint
+                f"PipelineTrainer does not support {name}", got=repr(getattr(args, name)), hint=hint
             )
     optim = getattr(args.optim, "value", args.optim)
     if optim not in _OPTIMIZERS:
-        raise RunError("PipelineTrainer does not know this optimizer", optim=repr(optim), hint=", ".join(_OPTIMIZERS))
+        hint = ", ".join(_OPTIMIZERS)
+        raise RunError("PipelineTrainer does not support this optimizer", optim=repr(optim), hint=hint)
 
 
 def check_arguments(others: dict[str, object]) -> None:
-    """Refuse arguments of Trainer, or of nobody, that PipelineTrainer does not take."""
+    """Refuse unknown arguments, and arguments of Trainer that PipelineTrainer does not take."""
     for name, value in others.items():
         if name not in _REFUSED:
             raise RunError("PipelineTrainer has no such argument", name=name)
@@ -61,18 +62,18 @@ def check_arguments(others: dict[str, object]) -> None:
             raise RunError(f"PipelineTrainer does not take {name}", hint=_REFUSED[name])
 
 
-def check_place(local: bool, ranks: int | None, plan: object) -> None:
-    """Refuse to begin where there are no ranks."""
+def check_process_group(local: bool, ranks: int | None, plan: object) -> None:
+    """Refuse to run without ranks."""
     if local and ranks is None and plan is None:
-        raise RunError("nothing says how many ranks to run inside this process", hint="ranks=2, or plan=")
+        raise RunError("local=True needs the number of ranks", hint="ranks=2, or plan=")
     if not local and not (dist.is_available() and dist.is_initialized()):
         hint = "penstock.launch(fn, ranks), torchrun, or PipelineTrainer(..., local=True)"
         raise RunError("torch.distributed is not initialised", hint=hint)
 
 
 def check_options(options: RunOptions) -> None:
-    """Refuse to go on after a step that was dropped: the Trainer would take an optimizer step all the same."""
+    """Refuse to skip non-finite steps: Trainer would call the optimizer all the same."""
     if options.nonfinite == "skip":
         raise RunError(
-            'PipelineTrainer cannot skip a step: nonfinite="skip"', hint='nonfinite="raise", or "ignore" to go on'
+            'PipelineTrainer cannot skip a step: nonfinite="skip"', hint='nonfinite="raise", or "ignore" to continue'
         )

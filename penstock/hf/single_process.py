@@ -1,7 +1,7 @@
-"""Seat: how a rank of a pipeline looks to a Trainer, which knows processes as replicas only.
+"""Makes a rank of a pipeline look like a single process to Trainer and accelerate, which know only replicas.
 
-All ranks have the same batch and bring the same loss, as if they were one process; to accelerate each is the only one.
-So batches are neither shared out nor gathered. Only the first rank, by its number, writes and logs.
+All ranks have the same batch and return the same loss, so for accelerate each is the only process: batches are neither
+sharded nor gathered. Only rank 0 writes and logs.
 """
 
 import copy
@@ -27,10 +27,10 @@ _VARIABLES = (
 _DEVICE = "ACCELERATE_TORCH_DEVICE"
 
 
-def seated(args: Any, local: bool) -> Any:
-    """The settings for one rank; those of the user stay as they are."""
+def as_single_process(args: Any, local: bool) -> Any:
+    """A copy of the TrainingArguments as they are for a single process."""
     rank = 0 if local or not dist.is_initialized() else dist.get_rank()
-    device = args.device  # sets up what it is asked for the first time
+    device = args.device  # the first access initialises the device
     found = copy.copy(args)
     found.distributed_state = SimpleNamespace(
         num_processes=1,
@@ -39,17 +39,17 @@ def seated(args: Any, local: bool) -> Any:
         distributed_type=DistributedType.NO,
         device=device,
     )
-    found._n_gpu = min(args.n_gpu, 1)  # several devices of one process are not for DataParallel
-    # A loss that is no number is shown and not replaced by those before it.
+    found._n_gpu = min(args.n_gpu, 1)  # several devices must not select DataParallel
+    # Show NaN losses instead of replacing them by earlier ones.
     found.logging_nan_inf_filter = False
-    # The state of the optimizers lies on all ranks, and no Trainer could read it back.
+    # Optimizer state is spread over the ranks, where Trainer cannot read it back.
     found.save_only_model = True
     return found
 
 
 @contextmanager
-def alone(device: Any) -> Iterator[None]:
-    """What accelerate sets up inside is for one process."""
+def single_process_accelerate(device: Any) -> Iterator[None]:
+    """Inside, accelerate sets up for one process."""
     kept = {name: os.environ.pop(name) for name in (*_VARIABLES, _DEVICE) if name in os.environ}
     os.environ[_DEVICE] = str(device)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -62,11 +62,11 @@ def alone(device: Any) -> Iterator[None]:
 
 
 @contextmanager
-def first(args: Any) -> Iterator[None]:
-    """Inside this is rank 0: workers that load data are seeded by the rank, and all ranks need the same data."""
-    place = args.distributed_state
-    rank, place.process_index = place.process_index, 0
+def as_rank_zero(args: Any) -> Iterator[None]:
+    """Inside, this is rank 0: data workers are seeded by the rank, and all ranks need the same data."""
+    state = args.distributed_state
+    rank, state.process_index = state.process_index, 0
     try:
         yield
     finally:
-        place.process_index = rank
+        state.process_index = rank
