@@ -1,11 +1,12 @@
 """Damages: what can happen to the files of a checkpoint."""
 
+import json
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.checkpoint.manifest import NAME, read_manifest
+from penstock.checkpoint.manifest import NAME, signed_document
 
 
 def cut(newest: Path, rng: random.Random) -> None:
@@ -67,6 +68,6 @@ def forged(directory: Path, name: str) -> None:
         (directory / "plan.json").rename(directory / "elsewhere")
         (directory / "plan.json").symlink_to("elsewhere")
         return
-    manifest = read_manifest(directory)
-    files = {name if file == "plan.json" else file: record for file, record in manifest.files.items()}
-    (directory / NAME).write_bytes(type(manifest)(**{**vars(manifest), "files": files}).text())
+    manifest = json.loads((directory / NAME).read_bytes())["manifest"]
+    manifest["files"] = {name if file == "plan.json" else file: found for file, found in manifest["files"].items()}
+    (directory / NAME).write_bytes(signed_document(manifest))

@@ -14,7 +14,7 @@ from benchmarks.guarded import guarded
 from benchmarks.short_training import RANKS, STEPS, Outcome, ShortTraining
 from benchmarks.table import Line, Table
 from benchmarks.watched_training import WatchedTraining
-from penstock.checkpoint import verified
+from penstock.checkpoint import verify_checkpoints
 
 KINDS = ("kill", "abort", "raise", "exit")
 _LOOK_SECONDS = 0.005
@@ -112,7 +112,7 @@ def _without_room(training: ShortTraining, clean: Outcome) -> bool:
         shutil.rmtree(training.directory / "out", ignore_errors=True)
         found = training.run(faults, "--restarts", "0", fresh=False)
         goes_on = found.losses == clean.losses
-        loads = [one.name for one in verified(training.directory / "saved") if not one.problem]
+        loads = [one.name for one in verify_checkpoints(training.directory / "saved") if not one.problem]
         return goes_on and bool(loads) and not found.bad and "the last checkpoint was not written" in found.output
 
 

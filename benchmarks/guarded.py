@@ -19,7 +19,7 @@ from benchmarks.listeners import is_local, listeners
 from benchmarks.short_training import MODEL, ShortTraining
 from benchmarks.table import Line, Table
 from benchmarks.watched_training import WatchedTraining
-from penstock.checkpoint import steps
+from penstock.checkpoint import CheckpointDir
 from penstock.cli.models import build_model
 from penstock.errors import CheckpointError, DamagedError
 from penstock.ir import Plan
@@ -88,7 +88,7 @@ def _loader(training: ShortTraining, model: str) -> Iterator[Load]:
 def _passed_over(training: ShortTraining, ranks: int, rounds: int) -> int:
     """How often the newest checkpoint is damaged, all ranks take the one before, and a warning says so."""
     saved = training.directory / "saved"
-    newest, before = (path.name for path in steps(saved)[:2])
+    newest, before = (path.name for path in CheckpointDir(saved).checkpoints[:2])
     plan = training.plan_for(ranks)
     with tempfile.TemporaryDirectory() as name:
         worse = [damaged(saved, Path(name) / str(number), ranks * rounds + number) for number in range(rounds)]
@@ -96,7 +96,7 @@ def _passed_over(training: ShortTraining, ranks: int, rounds: int) -> int:
     wanted = [int(before.removeprefix("step-"))] * rounds
     are_alike = all([step for step, _ in found] == wanted for found in others)
     return are_alike * sum(
-        step == right and newest in words and f"goes on from {before}" in words
+        step == right and newest in words and f"resumes from {before}" in words
         for (step, words), right in zip(first, wanted, strict=True)
     )
 
@@ -121,7 +121,7 @@ def _refused(saved: Path, load: Load) -> int:
     with tempfile.TemporaryDirectory() as name:
         for number, elsewhere in enumerate(ELSEWHERE):
             place = Path(name) / str(number)
-            shutil.copytree(steps(saved)[0], place)
+            shutil.copytree(CheckpointDir(saved).checkpoints[0], place)
             forged(place, elsewhere)
             try:
                 load(place)

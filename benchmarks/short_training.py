@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from typer.testing import CliRunner
 
-from penstock.checkpoint import listing, verified
+from penstock.checkpoint import list_checkpoints, verify_checkpoints
 from penstock.cli import app
 from penstock.ir import Plan
 from penstock.launch import ALLOW_VARIABLE
@@ -100,5 +100,5 @@ class ShortTraining:
         saved = self.directory / "saved"
         if not saved.exists() or not any(saved.iterdir()):
             return ()
-        broken = [found.name for found in verified(saved) if found.problem]
-        return (*broken, *(found.name for found in listing(saved) if not found.written))
+        broken = [found.name for found in verify_checkpoints(saved) if found.problem]
+        return (*broken, *(found.name for found in list_checkpoints(saved) if not found.written))

@@ -17,7 +17,7 @@ from benchmarks.damages import flip
 from benchmarks.leftovers import left_over
 from benchmarks.short_training import ShortTraining
 from benchmarks.watched_training import WatchedTraining
-from penstock.checkpoint import DRAFT, steps
+from penstock.checkpoint import TEMPORARY, CheckpointDir
 
 RANKS, EVERY_STEPS = 2, 20
 _LOOK_SECONDS = 0.01
@@ -81,7 +81,7 @@ class Storm:
         """As soon as a checkpoint is being written, and a random moment later."""
         saved = self._training.directory / "saved"
         end = time.monotonic() + _PATIENCE_SECONDS
-        while not any(saved.glob(f"{DRAFT}*")) and time.monotonic() < end:
+        while not any(saved.glob(f"{TEMPORARY}*")) and time.monotonic() < end:
             time.sleep(_LOOK_SECONDS / 10)
         time.sleep(self._rng.uniform(0.0, 0.02))
         self._kill()
@@ -90,7 +90,7 @@ class Storm:
         saved = self._training.directory / "saved"
         self._kill()
         # It is damaged before anything is read again: the launcher takes a moment to end the others.
-        flip(steps(saved)[0], self._rng)
+        flip(CheckpointDir(saved).checkpoints[0], self._rng)
 
 
 def soak(seconds: float = 600.0, every: float = 10.0, seed: int = 0) -> bool:

@@ -84,7 +84,7 @@ class WatchedTraining:
 
     def _hear(self, told: dict[str, object]) -> None:
         step = int(str(told["step"]))
-        went_on = any("went on from" in str(remark) for remark in told["remarks"])  # type: ignore[attr-defined]
+        went_on = any("resumed from" in str(remark) for remark in told["remarks"])  # type: ignore[attr-defined]
         self._told.append(Told(step, went_on or step == 0))
 
     @property

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.api.batches import StepCall, size_of, step_call
-from penstock.api.keeping import Batches, Keeper, Keeping, batches_from
 from penstock.api.pipeline import Pipeline
+from penstock.checkpoint import Batches, PeriodicSaver, batches_from
 from penstock.errors import CheckpointError, RunError
 from penstock.ir import Plan, Run, StepMetrics, Trace
 from penstock.launch import catch_stop_signals
@@ -77,25 +77,24 @@ Tell = Callable[[StepReport], None]
 
 
 def train(
-    pipe: Pipeline, batches: Batches, optimizer: Any, recipe: Recipe, tell: Tell, keeping: Keeping | None = None
+    pipe: Pipeline, batches: Batches, optimizer: Any, recipe: Recipe, tell: Tell, saver: PeriodicSaver | None = None
 ) -> Run:
     """Train until batches or steps end, or a rank is asked to stop; then all ranks stop after the same step.
 
     The first rank tells every step. One whose numbers are not finite is left out, if the options of the pipeline say
-    so; several in a row end it. With `keeping`, checkpoints are written on the way and at the end, and the Run has the
+    so; several in a row end it. With a `saver`, checkpoints are written on the way and at the end, and the Run has the
     steps since the one that it went on from.
     """
-    keeper = None if keeping is None else Keeper(pipe, optimizer, keeping)
     with catch_stop_signals() as wish:
-        left, note = (batches_from(batches, 0), "") if keeper is None else keeper.begun(batches)
+        left, note = (batches_from(batches, 0), "") if saver is None else saver.resume(batches)
         num_before = pipe.num_steps
-        log = _Log(pipe.plan, 0 if keeper is None else keeper.num_skipped)
+        log = _Log(pipe.plan, 0 if saver is None else saver.num_skipped)
         for batch in islice(left, recipe.num_left(num_before)):
             call = step_call(batch, recipe.has_loss_fn)
-            taken, problem = _tried(partial(_step, pipe, call, optimizer, recipe.clip), keeper)
+            taken, problem = _tried(partial(_step, pipe, call, optimizer, recipe.clip), saver)
             log.add(taken)
             wants_to_stop, memory = pipe.largest(float(bool(wish)), float(_bytes_held()))
-            notes = (note, problem, "" if keeper is None else keeper.stepped(taken.metrics, log.num_skipped))
+            notes = (note, problem, "" if saver is None else saver.step_taken(taken.metrics, log.num_skipped))
             if pipe.is_first:
                 notes = (*notes, log.slow_ranks())
                 tell(_report(log.steps, recipe.steps, call, taken, int(memory), notes))
@@ -105,8 +104,8 @@ def train(
                 break
         if not pipe.num_steps:
             raise RunError("there are no batches to train on", hint="a data function that yields at least one")
-        if keeper is not None:
-            keeper.finish()
+        if saver is not None:
+            saver.finish()
     return Run(pipe.plan, tuple(log.steps), log.usual, versions=_versions())
 
 
@@ -155,14 +154,14 @@ class _Taken(NamedTuple):
     skipped: str
 
 
-def _tried(take: Callable[[], _Taken], keeper: Keeper | None) -> tuple[_Taken, str]:
+def _tried(take: Callable[[], _Taken], saver: PeriodicSaver | None) -> tuple[_Taken, str]:
     """A step; one that only says that the checkpoint before could not be written is taken again, with a remark."""
     try:
         return take(), ""
     except (CheckpointError, RunError) as error:
-        if keeper is None:
+        if saver is None:
             raise
-        remark = keeper.refused(error)
+        remark = saver.step_refused(error)
     return take(), remark
 
 

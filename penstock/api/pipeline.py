@@ -16,9 +16,7 @@ from penstock.api.arguments import (
     check_places,
     check_split,
 )
-from penstock.api.resuming import Loader, Wanted
-from penstock.api.saving import Given, SaveOptions, Saver
-from penstock.checkpoint import Loaded
+from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver, TrainingState
 from penstock.errors import CheckpointError, RunError
 from penstock.ir import Plan
 from penstock.planner import with_microbatches
@@ -193,41 +191,39 @@ class Pipeline:
         keep: int | None = None,
         asynchronous: bool = False,
     ) -> Path:
-        """Write all that training needs to go on into `path/step-000100`, on every rank; returns that directory.
+        """Write a checkpoint into `path/step-000100`; a collective call. Returns that directory.
 
-        `extra` and `position`, where in the data training stands, are numbers, texts, lists, dicts and tensors, and
-        those of rank 0 count. Only the newest `keep` checkpoints stay. With `asynchronous` everything is copied, and
-        written while training goes on; if that fails, the next step or save says so.
+        `extra` and `position` (in the data) may hold numbers, strings, lists, dicts and tensors; those of rank 0 are
+        saved. Only the newest `keep` checkpoints are kept. With `asynchronous` the state is copied and written by a
+        thread while training continues; if that fails, the next step or save raises the error.
         """
-        options = self._options_of_saving(keep, asynchronous)
+        request = SyncRequest("save", self.num_steps)
+        try:
+            options = CheckpointOptions(path, keep=keep, asynchronous=asynchronous)  # type: ignore[arg-type]
+        except CheckpointError as error:
+            self._sync.refuse(request, error)
+            raise
         scaler = self._ending.scaler
         run = {} if scaler is None else {"scaler": scaler.state_dict()}
-        kept = Given(optimizer, scheduler, {**run, "position": position, "extra": extra})
-        return self._saver.save(path, self.plan, self.num_steps, kept, options)
-
-    def _options_of_saving(self, keep: int | None, asynchronous: bool) -> SaveOptions:
-        try:
-            return SaveOptions(keep, asynchronous)
-        except CheckpointError as error:
-            self._sync.refuse(SyncRequest("save", self.num_steps), error)
-            raise
+        state = TrainingState(optimizer, scheduler, {**run, "position": position, "extra": extra})
+        return self._saver.save(self.plan, self.num_steps, state, options)
 
     def wait_for_save(self) -> None:
-        """Until what `save(..., asynchronous=True)` began is written, on every rank; an error if it could not be."""
+        """Wait for a running asynchronous save; its error is raised on every rank. A collective call."""
         self._saver.wait(self.num_steps)
 
     def load(
         self, path: str | Path, optimizer: Any = None, *, scheduler: Any = None, random_state: bool = True
     ) -> Loaded:
-        """Go on from what any plan has saved, on every rank; or take over a model that `save_pretrained` wrote.
+        """Load a checkpoint of any plan, or a model written by `save_pretrained`; a collective call.
 
-        `path` is a checkpoint, or the directory of several: then the newest good one counts. Each rank reads its own
-        tensors only; what was read is returned. A model on the meta device gets its numbers here. Unless
-        `random_state` is False, torch, numpy and Python go on with the random numbers that were next.
+        `path` is a checkpoint, or a directory of checkpoints, of which the newest good one is loaded. Each rank reads
+        only its own tensors. A model on the meta device gets its weights here. Unless `random_state` is False, the
+        random number generators of torch, numpy and Python are restored too.
         """
         self._saver.wait(self.num_steps)
-        wanted = Wanted(optimizer, scheduler, self._ending.scaler, bool(random_state))
-        loaded = Loader(self._part, self._sync, self.plan).load(path, self.num_steps, wanted)
+        targets = LoadTargets(optimizer, scheduler, self._ending.scaler, bool(random_state))
+        loaded = Loader(self._part, self._sync, self.plan).load(path, self.num_steps, targets)
         check_alike(self.plan, self._part.tied, self._part.groups)
         self.num_steps = self.num_steps if loaded.step is None else loaded.step
         return loaded

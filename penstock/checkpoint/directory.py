@@ -1,76 +1,216 @@
-"""Directory: what kind of checkpoint lies in a directory, decided here and nowhere else."""
+"""A directory of checkpoints: one subdirectory per saved step, and temporary ones while they are written or removed."""
 
+import fcntl
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from penstock.checkpoint import hugging_face, shelf
-from penstock.checkpoint.manifest import read_manifest
-from penstock.checkpoint.reading import Reader
+from penstock.checkpoint.manifest import NAME, read_manifest, step_name, step_of
+from penstock.checkpoint.reader import CheckpointReader, TensorReader
+from penstock.checkpoint.sources import check_directory, hugging_face_files, is_hugging_face, unknown_contents
 from penstock.errors import CheckpointError
+from penstock.ir import bytes_text
 
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_ADAPTERS = ("adapter_model.safetensors", "adapter_config.json")
-
-
-def open_directory(path: str | os.PathLike[str]) -> Reader:
-    """The tensors that lie in a directory, of several checkpoints those of the newest; no number is read yet."""
-    directory = _directory(path)
-    if hugging_face.is_here(directory):
-        return Reader(hugging_face.files(directory))
-    newest, *_ = candidates(directory)
-    return Reader({name: newest / file for name, (file, _, _) in read_manifest(newest).tensors.items()})
+TEMPORARY = ".tmp-"
+"""prefix of a checkpoint that is being written"""
+_REPLACED, _DISCARDED = ".replaced-", ".discarded-"
 
 
-def is_hugging_face(path: str | os.PathLike[str]) -> bool:
-    """Whether a directory is one that `save_pretrained` wrote."""
-    return hugging_face.is_here(_directory(path))
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is a single checkpoint, complete or not."""
+    return (path / NAME).is_file() or step_of(path) is not None
 
 
-def candidates(path: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints that a path may mean, the newest first: itself, or those that stand in it."""
-    directory = _directory(path)
-    if shelf.is_checkpoint(directory):
+class CheckpointDir:
+    """The checkpoints of one training."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """All checkpoints, newest first; symbolic links do not count. Empty if the directory does not exist."""
+        if not self.root.is_dir():
+            return []
+        found = [
+            path
+            for path in self.root.iterdir()
+            if step_of(path) is not None and path.is_dir() and not path.is_symlink()
+        ]
+        return sorted(found, key=lambda path: (step_of(path), path.name), reverse=True)
+
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest checkpoint with a readable manifest; its other files are not read."""
+        return next((step_of(path) for path in self.checkpoints if _has_manifest(path)), None)
+
+    def create(self) -> None:
+        """Make the directory and missing parents, accessible to their owner only."""
+        for path in reversed((self.root, *self.root.parents)):
+            if not path.exists():
+                path.mkdir(mode=0o700, exist_ok=True)
+
+    def clean_up(self) -> list[str]:
+        """Remove what interrupted saves left behind, except directories that a process still writes; returns names."""
+        removed = []
+        for path in sorted(self.root.iterdir()):
+            if path.is_symlink() or not path.is_dir():
+                continue
+            if path.name.startswith(f"{_REPLACED}step-"):
+                # The process ended between the two renames of `publish`: the older checkpoint counts.
+                place = path.with_name(path.name.removeprefix(_REPLACED))
+                if place.exists():
+                    _discard(path)
+                else:
+                    path.rename(place)
+            if (
+                path.name.startswith((f"{TEMPORARY}step-", f"{_DISCARDED}step-", f"{_DISCARDED}replaced-step-"))
+                and (lock := lock_directory(path)) is not None
+            ):
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+                removed.append(path.name)
+        return removed
+
+    def publish(self, temporary: Path, step: int) -> Path:
+        """Give a complete checkpoint its final name; an older one of that name exists until then."""
+        place = self.root / step_name(step)
+        older = place.with_name(f"{_REPLACED}{place.name}")
+        if os.path.lexists(place):
+            place.rename(older)
+        temporary.rename(place)
+        sync_directory(self.root)
+        if os.path.lexists(older):
+            _discard(older)
+        return place
+
+    def prune(self, keep: int, newest: Path) -> list[str]:
+        """Remove all checkpoints before `newest` but the last good ones, so that `keep` remain; returns their names."""
+        kept, removed = 1, []
+        for path in self.checkpoints:
+            if (step_of(path) or 0) >= (step_of(newest) or 0):
+                continue  # the newest itself, or one of another training
+            if kept < keep and _has_manifest(path):
+                kept += 1
+            else:
+                _discard(path)
+                removed.append(path.name)
+        return removed
+
+
+def lock_directory(path: Path) -> int | None:
+    """Lock a directory until the returned descriptor is closed; None if another process holds the lock."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _has_manifest(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _discard(path: Path) -> None:
+    """Remove a checkpoint. The rename comes first: half removed, it must not look like a checkpoint."""
+    away = path.with_name(f"{_DISCARDED}{path.name.lstrip('.')}.{os.getpid()}")
+    path.rename(away)
+    if away.is_symlink() or away.is_file():
+        away.unlink()
+    else:
+        shutil.rmtree(away, ignore_errors=True)
+
+
+def find_checkpoints(path: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoints that a path stands for, newest first: itself, or those in it. Refused if there are none."""
+    directory = check_directory(path)
+    if is_checkpoint(directory):
         return [directory]
-    if found := shelf.steps(directory):
+    if found := CheckpointDir(directory).checkpoints:
         return found
-    raise _unknown(directory)
+    raise unknown_contents(directory)
 
 
-def _directory(path: object) -> Path:
-    if not isinstance(path, str | os.PathLike):
-        raise CheckpointError("a checkpoint is the path of a directory", given=repr(path))
-    directory = Path(path)
-    if directory.is_dir():
-        return directory
-    if directory.exists():
-        raise CheckpointError(
-            "a checkpoint is a directory", given=directory, hint=f"the one around it: {directory.parent}"
+def open_tensors(path: str | os.PathLike[str]) -> TensorReader:
+    """The tensors of a Hugging Face directory, or of the newest checkpoint that a path stands for; none is read yet."""
+    directory = check_directory(path)
+    if is_hugging_face(directory):
+        return TensorReader(hugging_face_files(directory))
+    newest, *_ = find_checkpoints(directory)
+    return TensorReader({name: newest / record.file for name, record in read_manifest(newest).tensors.items()})
+
+
+class CheckpointSummary(NamedTuple):
+    """A checkpoint in one line."""
+
+    name: str
+    written: str = ""
+    bytes: int = 0
+    ranks: int = 0
+    schedule: str = ""
+    state: str = "incomplete"
+    """`complete`, `incomplete`, or what is wrong with it"""
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The cells of a table."""
+        known = (self.written, bytes_text(self.bytes), str(self.ranks), self.schedule) if self.written else ("",) * 4
+        return (self.name, *known, self.state)
+
+
+def list_checkpoints(path: Path) -> Iterator[CheckpointSummary]:
+    """The checkpoints of a directory, newest first, and then interrupted saves. Only manifests and sizes are read."""
+    found = find_checkpoints(path)
+    for directory in found:
+        try:
+            with CheckpointReader(directory) as reader:
+                manifest = reader.manifest
+        except CheckpointError as error:
+            yield CheckpointSummary(directory.name, state=str(error).splitlines()[0])
+            continue
+        plan = manifest.plan
+        yield CheckpointSummary(
+            directory.name, manifest.written, manifest.total_bytes, plan.ranks, plan.schedule, "complete"
         )
-    raise CheckpointError(
-        "no such directory",
-        path=directory,
-        hint="of a model on the Hugging Face Hub, huggingface_hub.snapshot_download(name) returns the directory",
-    )
+    if found != [path]:
+        for left in sorted(path.iterdir()):
+            if left.name.startswith(f"{TEMPORARY}step-"):
+                yield CheckpointSummary(left.name)
 
 
-def _unknown(directory: Path) -> CheckpointError:
-    found = sorted(item.name for item in directory.iterdir())
-    if any(name in found for name in _PICKLED):
-        return CheckpointError(
-            "these weights are pickled, and loading them could run any code",
-            path=directory,
-            hint="Model.from_pretrained(path).save_pretrained(new_path), which writes safetensors",
-        )
-    if any(name in found for name in _ADAPTERS):
-        return CheckpointError(
-            "this directory has an adapter, and not the model that it is for",
-            path=directory,
-            hint="load it with peft, merge_and_unload(), and save_pretrained(new_path)",
-        )
-    return CheckpointError(
-        "nothing here is known to hold a model's numbers",
-        path=directory,
-        found=", ".join(found[:5]) or "nothing",
-        hint=f"where pipe.save wrote, or a directory with {hugging_face.SINGLE} or {hugging_face.INDEX}, "
-        "as save_pretrained writes it",
-    )
+class VerifyResult(NamedTuple):
+    """Result of comparing all files of a checkpoint with their digests."""
+
+    name: str
+    files: int
+    bytes: int
+    problem: str
+    """empty if all files are as they were written"""
+
+
+def verify_checkpoints(path: Path) -> Iterator[VerifyResult]:
+    """Verify every checkpoint that the path stands for, newest first."""
+    for directory in find_checkpoints(path):
+        try:
+            with CheckpointReader(directory) as reader:
+                total = reader.verify()
+                yield VerifyResult(directory.name, len(reader.manifest.files), total, "")
+        except CheckpointError as error:
+            yield VerifyResult(directory.name, 0, 0, str(error).splitlines()[0])

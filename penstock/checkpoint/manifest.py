@@ -1,153 +1,205 @@
-"""Manifest: what a checkpoint consists of, written last; without it, or with a letter changed, there is none."""
+"""The manifest of a checkpoint: what it consists of, with digests. It is written last; without it there is none.
+
+A new field is added to the record only: encoding, decoding and their checks derive from it.
+"""
 
 import hashlib
 import os
 import re
-import stat
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.tensors_file import FileRecord
+from penstock.checkpoint.tensor_file import FileRecord, open_regular, read_bytes
 from penstock.checkpoint.values import from_text, to_text
-from penstock.errors import CheckpointError, DamagedError
+from penstock.errors import CheckpointError, DamagedError, PenstockError
 
 NAME = "manifest.json"
 FORMAT = 1
-_LARGEST = 1 << 28
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9]+)?")
+_MAX_BYTES = 1 << 28
+_MAX_STEP = 10**18 - 1
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9]+)?")
+_STEP = re.compile(r"step-(\d{6,18})")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_KEYS = ("penstock_checkpoint", "step", "written", "model", "plan", "versions", "tied", "tensors", "files")
-_PLAN = {"ranks": int, "processes": int, "stages": int, "microbatches": int, "schedule": str}
-_LARGEST_STEP = 10**18 - 1
+_USE_EARLIER = "an earlier checkpoint: this one has changed since it was written"
+_STRICT = {"extra": "forbid", "strict": True}
+
+
+def step_name(step: int) -> str:
+    """Directory name of the checkpoint of a step."""
+    return f"step-{step:06d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint; None if the name is not that of a checkpoint."""
+    found = _STEP.fullmatch(path.name)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """The plan of the training; the whole plan is a file of its own."""
+
+    __pydantic_config__ = _STRICT
+
+    ranks: int
+    processes: int
+    """1 if all ranks ran in one process"""
+    stages: int
+    microbatches: int
+    schedule: str
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """Where a parameter or buffer is, and its dtype (in the words of safetensors) and shape."""
+
+    __pydantic_config__ = _STRICT
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One checkpoint, in words and figures."""
+    """Contents of one checkpoint."""
+
+    __pydantic_config__ = _STRICT
 
     step: int
     written: str
-    """when, in universal time"""
+    """time in UTC"""
     model: str
-    """a digest of the names, shapes and types of its parameters and buffers"""
-    plan: Mapping[str, Any]
-    """ranks, stages, microbatches and schedule of the plan that it was trained by, which is in a file of its own"""
-    versions: Mapping[str, str]
+    """digest of the names, shapes and dtypes of parameters and buffers"""
+    plan: PlanSummary
+    versions: dict[str, str]
     tied: tuple[tuple[str, ...], ...]
-    """names that are one parameter, of which the first is in the files"""
-    tensors: Mapping[str, tuple[str, str, tuple[int, ...]]]
-    """for every parameter and buffer its file, type and shape"""
-    files: Mapping[str, FileRecord]
+    """groups of names of one parameter, of which the first is in the files"""
+    tensors: dict[str, TensorRecord]
+    files: dict[str, FileRecord]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.step <= _MAX_STEP:
+            raise DamagedError("invalid step in the manifest", step=str(self.step)[:60])
+        for name, record in self.files.items():
+            # Names come from outside: a path could lead to any file of the system.
+            if not _FILE_NAME.fullmatch(name) or name == NAME:
+                hint = "a checkpoint that penstock wrote, complete and unchanged"
+                raise DamagedError("the manifest names a file outside its directory", name=repr(name)[:80], hint=hint)
+            if record.bytes < 0 or record.rank < 0 or not _DIGEST.fullmatch(record.sha256):
+                raise DamagedError("invalid record of a file in the manifest", name=name)
+        if unknown := {record.file for record in self.tensors.values()} - set(self.files):
+            raise DamagedError("the manifest names files that it does not list", names=sorted(map(repr, unknown))[:5])
 
     @property
     def total_bytes(self) -> int:
-        """Of all files together."""
+        """Size of all files together."""
         return sum(record.bytes for record in self.files.values())
 
-    def text(self) -> bytes:
-        """The document, with its own digest at the end."""
-        content = {
-            "penstock_checkpoint": FORMAT,
-            "step": self.step,
-            "written": self.written,
-            "model": self.model,
-            "plan": dict(self.plan),
-            "versions": dict(self.versions),
-            "tied": [list(group) for group in self.tied],
-            "tensors": {name: [file, kind, list(shape)] for name, (file, kind, shape) in self.tensors.items()},
-            "files": {name: asdict(record) for name, record in self.files.items()},
-        }
-        return to_text({**content, "sha256": hashlib.sha256(to_text(content)).hexdigest()})
+    def to_bytes(self) -> bytes:
+        """The document, with its own digest."""
+        return signed_document(_adapter().dump_python(self, mode="json"))
 
 
-def fingerprint(forms: Mapping[str, tuple[str, Any]], tied: tuple[tuple[str, ...], ...]) -> str:
-    """A digest of a model's names, types and shapes."""
-    plain = [[name, kind, list(shape)] for name, (kind, shape) in sorted(forms.items())]
-    return hashlib.sha256(to_text([plain, sorted(map(list, tied))])).hexdigest()
+def signed_document(content: Mapping[str, Any]) -> bytes:
+    """The document of a manifest's fields, with their digest."""
+    digest = hashlib.sha256(to_text(content)).hexdigest()
+    return to_text({"penstock_checkpoint": FORMAT, "manifest": content, "sha256": digest})
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a directory; refused if it is not just what was written, or leads elsewhere."""
+    """Read the manifest of a directory; refused if a single byte differs from what was written."""
     path = directory / NAME
-    text = read_plain(path, _LARGEST)
-    content = from_text(text, path)
-    if not isinstance(content, dict):
-        raise DamagedError("the manifest is no object", file=path)
-    version = content.get("penstock_checkpoint")
+    text = read_bytes(path, _MAX_BYTES)
+    document = from_text(text, path)
+    if not isinstance(document, dict):
+        raise DamagedError("the manifest is not a JSON object", file=path)
+    version = document.get("penstock_checkpoint")
     if type(version) is int and version > FORMAT:
         raise CheckpointError(
-            "the checkpoint is of a newer format", file=path, format=version, readable=FORMAT, hint="a newer penstock"
+            "the checkpoint has a newer format", file=path, format=version, readable=FORMAT, hint="a newer penstock"
         )
+    manifest = _decode(document.get("manifest"), path)
     try:
-        manifest = _decoded(content)
-        same = manifest.text() == text
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise DamagedError(error.problem, hint=error.hint, **{"file": path, **error.values}) from None
-        raise DamagedError("the manifest does not say what it should", file=path, reason=repr(error)) from None
-    if not same:
-        raise DamagedError("the manifest was changed after it was written", file=path)
+        is_unchanged = manifest.to_bytes() == text
+    except PenstockError as error:
+        raise DamagedError("the manifest cannot be read", file=path, reason=error) from None
+    if not is_unchanged:
+        raise DamagedError("the manifest has changed since it was written", file=path)
     return manifest
 
 
-def _decoded(content: dict[str, Any]) -> Manifest:
-    if set(content) != {*_KEYS, "sha256"}:
-        raise DamagedError("the manifest has other keys than it should", keys=", ".join(sorted(content))[:200])
-    files = {_plain_name(name): FileRecord(**record) for name, record in content["files"].items()}
-    for name, record in files.items():
-        numbers = (record.bytes, record.rank)
-        if any(type(number) is not int or number < 0 for number in numbers) or not _DIGEST.fullmatch(record.sha256):
-            raise DamagedError("the manifest does not know a file", name=name)
-    tensors = {name: (file, kind, tuple(shape)) for name, (file, kind, shape) in content["tensors"].items()}
-    if strange := {file for file, _, _ in tensors.values()} - set(files):
-        raise DamagedError("the manifest names files that it does not list", names=sorted(map(repr, strange))[:5])
-    if type(content["step"]) is not int or not 0 <= content["step"] <= _LARGEST_STEP:
-        raise DamagedError("the manifest has no step", step=repr(content["step"])[:60])
-    if {name: type(value) for name, value in content["plan"].items()} != _PLAN:
-        raise DamagedError("the manifest does not know its plan", plan=repr(content["plan"])[:200])
-    return Manifest(
-        content["step"],
-        str(content["written"]),
-        str(content["model"]),
-        content["plan"],
-        content["versions"],
-        tuple(map(tuple, content["tied"])),
-        tensors,
-        files,
-    )
+@cache
+def _adapter() -> Any:
+    from pydantic import TypeAdapter  # takes a while, and is needed only where checkpoints are read or written
+
+    return TypeAdapter(Manifest)
 
 
-def _plain_name(name: object) -> str:
-    if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name) or name == NAME:
-        raise DamagedError(
-            "the manifest names something that is no plain file beside it",
-            names=repr(name)[:80],
-            hint="a checkpoint that penstock wrote, whole and unchanged",
-        )
-    return name
+def _decode(content: Any, path: Path) -> Manifest:
+    from pydantic import ValidationError
 
-
-def opened(path: Path) -> int:
-    """A file of a checkpoint for reading; links and what is no file are refused."""
     try:
-        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise DamagedError("a file is missing", file=path) from None
-    except OSError as error:
-        problem = "a file is a link, and could lead anywhere" if path.is_symlink() else "a file cannot be read"
-        raise DamagedError(problem, file=path, reason=error.strerror) from None
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise DamagedError("what should be a file is none", file=path)
-    return number
+        # By way of JSON, so that lists are accepted as tuples although the types are strict.
+        manifest: Manifest = _adapter().validate_json(to_text(content))
+    except ValidationError as error:
+        first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, DamagedError):  # of __post_init__
+            raise DamagedError(cause.problem, file=path, hint=cause.hint, **cause.values) from None
+        key = ".".join(map(str, first["loc"]))[:200]
+        raise DamagedError("the manifest cannot be read", file=path, key=key, reason=first["msg"]) from None
+    return manifest
 
 
-def read_plain(path: Path, largest: int) -> bytes:
-    """All bytes of a file of a checkpoint."""
-    with os.fdopen(opened(path), "rb") as file:
-        content = file.read(largest + 1)
-    if len(content) > largest:
-        raise DamagedError("a file is too large", file=path, limit=largest)
-    return content
+def fingerprint(tensors: Mapping[str, TensorRecord], tied: tuple[tuple[str, ...], ...]) -> str:
+    """A digest of a model's names, dtypes and shapes."""
+    names = [[name, record.dtype, list(record.shape)] for name, record in sorted(tensors.items())]
+    return hashlib.sha256(to_text([names, sorted(map(list, tied))])).hexdigest()
+
+
+def check_sizes(directory: Path, manifest: Manifest) -> None:
+    """Refuse files that are missing, are links, or have another size; their content is not read."""
+    for name, record in manifest.files.items():
+        descriptor = open_regular(directory / name)
+        size = os.fstat(descriptor).st_size
+        os.close(descriptor)
+        if size != record.bytes:
+            raise DamagedError(
+                "the size of a file has changed since it was written",
+                file=directory / name,
+                bytes=size,
+                written=record.bytes,
+                hint=_USE_EARLIER,
+            )
+
+
+def check_digests(directory: Path, manifest: Manifest, names: Iterable[str]) -> int:
+    """Refuse files whose content has changed; returns the number of bytes that were read."""
+    total = 0
+    for name in names:
+        try:
+            with os.fdopen(open_regular(directory / name), "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise DamagedError("cannot read a file", file=directory / name, reason=error.strerror) from None
+        if digest != manifest.files[name].sha256:
+            raise DamagedError("a file has changed since it was written", file=directory / name, hint=_USE_EARLIER)
+        total += manifest.files[name].bytes
+    return total
+
+
+def files_to_check(manifest: Manifest, rank: int, ranks: int) -> list[str]:
+    """One rank's share of the files when several ranks verify a checkpoint: its own files, or an even part."""
+    if manifest.plan.processes == ranks:
+        return [name for name, record in manifest.files.items() if record.rank % ranks == rank]
+    loads = [0] * ranks
+    own = []
+    for name in sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name)):
+        least = loads.index(min(loads))
+        loads[least] += manifest.files[name].bytes
+        own += [name] if least == rank else []
+    return own

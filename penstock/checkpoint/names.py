@@ -1,4 +1,4 @@
-"""Names: which tensor of a checkpoint is which parameter or buffer of a model."""
+"""Maps the names of tensors in a checkpoint to the parameters and buffers of a model."""
 
 import re
 from collections.abc import Callable, Collection, Iterable
@@ -13,51 +13,47 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class ModelNames:
-    """The names that a model has and expects, however many ranks share it."""
+    """The names of a whole model, on however many ranks it is."""
 
     saved: frozenset[str]
-    """parameters, and buffers that belong into a checkpoint"""
+    """parameters and persistent buffers"""
     tied: tuple[tuple[str, ...], ...] = ()
-    """groups of names that are one parameter: of each, one in the checkpoint will do"""
+    """groups of names of one parameter: a checkpoint needs one name of each group"""
     unsaved: frozenset[str] = frozenset()
-    """buffers that do not belong into a checkpoint; older ones may have them"""
+    """non-persistent buffers; older checkpoints may have them"""
     prefix: str = ""
-    """the attribute in which the model has its inner model, which may have been saved without what is around it"""
+    """attribute of the inner model (`base_model_prefix` in transformers), which may have been saved on its own"""
     ignored: tuple[str, ...] = ()
-    """patterns of names that the model says to pass over"""
+    """patterns of names that the model ignores when it is loaded"""
 
-    def ties(self, name: str) -> tuple[str, ...]:
-        """All names of a parameter, itself first."""
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """All names of a parameter, the given one first."""
         group = next((group for group in self.tied if name in group), ())
         return tuple(dict.fromkeys((name, *group)))
 
-    def is_passed_over(self, name: str) -> bool:
-        """Whether a name that the model does not have may be in a checkpoint."""
+    def is_ignored(self, name: str) -> bool:
+        """Whether a checkpoint may have this name although the model does not."""
         return name in self.unsaved or any(re.search(pattern, name) for pattern in self.ignored)
 
 
-def match(found: Collection[str], names: ModelNames) -> dict[str, tuple[str, ...]]:
-    """For every name of the model the names that it has in the checkpoint, several if it is tied; refused if unequal.
+def match_names(found: Collection[str], names: ModelNames) -> dict[str, tuple[str, ...]]:
+    """For every name of the model, its names in the checkpoint (several if it is tied); refused if names differ.
 
-    A checkpoint of the inner model alone, or one that has it inside, is taken only if all names then fit.
+    A checkpoint of the inner model alone, or one that has it inside, is accepted only if all names then match.
     """
-    readings = [_Reading(found, names, rename) for rename in _renamings(names.prefix)]
-    fitting = next((reading for reading in readings if not reading.missing and not reading.unexpected), None)
-    if fitting is None:
-        raise _mismatch(readings[0])
-    return fitting.places
+    renamings: list[Callable[[str], str]] = [str]
+    if names.prefix:
+        start = f"{names.prefix}."
+        renamings += [lambda name: start + name, lambda name: name.removeprefix(start)]
+    matches = [_Match(found, names, rename) for rename in renamings]
+    complete = next((match for match in matches if not match.missing and not match.unexpected), None)
+    if complete is None:
+        raise _mismatch(matches[0])
+    return complete.sources
 
 
-def _renamings(prefix: str) -> list[Callable[[str], str]]:
-    """From a name in the checkpoint to one in the model, the plain way first."""
-    if not prefix:
-        return [str]
-    start = f"{prefix}."
-    return [str, lambda name: start + name, lambda name: name.removeprefix(start)]
-
-
-class _Reading:
-    """One way to read the names of a checkpoint."""
+class _Match:
+    """The names of a checkpoint under one renaming."""
 
     def __init__(self, found: Iterable[str], names: ModelNames, rename: Callable[[str], str]) -> None:
         known: dict[str, str] = {}
@@ -66,30 +62,31 @@ class _Reading:
             own = rename(name)
             if own in names.saved and own not in known:
                 known[own] = name
-            elif own in known or not (names.is_passed_over(own) or names.is_passed_over(name)):
+            elif own in known or not (names.is_ignored(own) or names.is_ignored(name)):
                 self.unexpected.append(name)
-        self.places = {
-            name: tuple(known[other] for other in names.ties(name) if other in known) for name in sorted(names.saved)
+        self.sources = {
+            name: tuple(known[other] for other in names.names_of(name) if other in known)
+            for name in sorted(names.saved)
         }
-        self.missing = [name for name, places in self.places.items() if not places]
+        self.missing = [name for name, sources in self.sources.items() if not sources]
 
 
-def _mismatch(reading: _Reading) -> CheckpointError:
+def _mismatch(match: _Match) -> CheckpointError:
     values: dict[str, object] = {}
-    if reading.missing:
-        values["missing"] = listed(reading.missing)
-    if reading.unexpected:
-        values["unexpected"] = listed(reading.unexpected)
-    close = get_close_matches((reading.unexpected or [""])[0], reading.missing, n=1)
-    renamed = f", if {reading.unexpected[0]!r} is this model's {close[0]!r}" if close else ""
+    if match.missing:
+        values["missing"] = shorten(match.missing)
+    if match.unexpected:
+        values["unexpected"] = shorten(match.unexpected)
+    close = get_close_matches((match.unexpected or [""])[0], match.missing, n=1)
+    renamed = f", if {match.unexpected[0]!r} is this model's {close[0]!r}" if close else ""
     return CheckpointError(
-        "the checkpoint is of another model, or names its tensors in another way",
+        "the tensors of the checkpoint do not match the names of the model",
         **values,
-        hint=f"a model of the same configuration, or Model.from_pretrained(path), which knows how to rename{renamed}",
+        hint=f"a model of the same configuration, or Model.from_pretrained(path), which can rename{renamed}",
     )
 
 
-def listed(names: Collection[str]) -> str:
-    """Some names, and how many more there are."""
+def shorten(names: Collection[str]) -> str:
+    """The first names of a list, and how many more there are."""
     shown = printable(", ".join(list(names)[:_SHOWN]))
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown

@@ -1,4 +1,4 @@
-"""Random state: where the generators of torch, numpy and Python stand, so that a resumed training goes on with them."""
+"""State of the random number generators of torch, numpy and Python."""
 
 import random
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from penstock.errors import DamagedError
 
 
 def random_state() -> dict[str, Any]:
-    """Of this process."""
+    """The state of this process's generators."""
     state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
 
-def restorer(state: Any) -> Callable[[], None]:
-    """What puts the generators back where they stood; it is tried out here, and changes nothing until it is called."""
+def random_state_restorer(state: Any) -> Callable[[], None]:
+    """Check a state on generators of its own; the returned function applies it."""
     try:
         torch.Generator().set_state(state["torch"])
         np.random.RandomState().set_state(state["numpy"])

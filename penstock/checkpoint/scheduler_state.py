@@ -1,50 +1,52 @@
-"""Scheduler state: each rank has a scheduler for the groups of its own optimizer, and goes on with what fits them."""
+"""Learning-rate scheduler state. Each rank has a scheduler over the groups of its own optimizer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from penstock.checkpoint.values import Find, from_plain
+from penstock.checkpoint.values import Find, decode
 from penstock.errors import CheckpointError, DamagedError
 
 _OPTION_OF = {"base_lrs": "initial_lr", "_last_lr": "lr"}
-"""what a scheduler of torch keeps for every group, and the option of the group that mostly says the same"""
+"""per-group lists of torch's schedulers, and the option of a group that usually has the same value"""
 _INNER = "_schedulers"
-_KNOWN_LISTS = (*_OPTION_OF, _INNER, "_milestones", "lr_lambdas")
-"""lists that fit any number of groups, or can be made to"""
-_STATE, _RATES = "state", "rates"
+_RESIZABLE_LISTS = (*_OPTION_OF, _INNER, "_milestones", "lr_lambdas")
+"""lists that do not depend on the number of groups, or can be rebuilt for another number"""
 
 
-def document_of(scheduler: Any, optimizer: Any) -> dict[str, Any]:
-    """What is saved of a scheduler, with the rates from which its groups began."""
+def scheduler_document(scheduler: Any, optimizer: Any) -> dict[str, Any]:
+    """The state of a scheduler to save, with the initial learning rates of its groups."""
     groups = [] if optimizer is None else optimizer.param_groups
-    return {_STATE: scheduler.state_dict(), _RATES: [group.get(_OPTION_OF["base_lrs"]) for group in groups]}
+    return {"state": scheduler.state_dict(), "rates": [group.get("initial_lr") for group in groups]}
 
 
 class SavedSchedulers:
-    """The schedulers of all ranks that saved one, as JSON has them."""
+    """The scheduler states of all ranks of a checkpoint, as JSON."""
 
-    def __init__(self, plains: Sequence[Mapping[str, Any]], finds: Sequence[Find]) -> None:
-        if not all(isinstance(plain.get(_RATES), list) and _STATE in plain for plain in plains):
+    def __init__(self, documents: Sequence[Mapping[str, Any]], finds: Sequence[Find]) -> None:
+        if not all(isinstance(document.get("rates"), list) and "state" in document for document in documents):
             raise DamagedError("the state of a scheduler cannot be read")
-        self._plains, self._finds = plains, finds
+        self._documents, self._finds = documents, finds
 
-    def own(self, rank: int) -> Any:
-        """The state of the rank that saved it, for one that goes on by the same plan."""
-        return from_plain(self._plains[rank][_STATE], self._finds[rank])
+    def of_rank(self, rank: int) -> Any:
+        """The state that a rank saved, for the same rank of the same plan."""
+        return decode(self._documents[rank]["state"], self._finds[rank])
 
-    def fitted(self, optimizer: Any) -> Callable[[], Any]:
-        """What gives a rank of another plan a state, once its optimizer has its options; refused if none would fit."""
+    def for_optimizer(self, optimizer: Any) -> Callable[[], Any]:
+        """A function that returns the state for a rank of another plan, once its optimizer has been restored.
+
+        Refused if the saved states do not determine it.
+        """
         groups = [] if optimizer is None else optimizer.param_groups
-        state, counts = self.own(0), {len(plain[_RATES]) for plain in self._plains}
-        has_as_many = counts == {len(groups)} or not groups
-        if groups and all(_follows_groups(plain[_STATE], plain[_RATES]) for plain in self._plains):
-            rest = [_without_groups(plain[_STATE]) for plain in self._plains]
-            if all(one == rest[0] for one in rest) and (has_as_many or not _strange_lists(state)):
-                return lambda: _regrouped(state, groups)
-        elif has_as_many and all(plain == self._plains[0] for plain in self._plains):
+        state, counts = self.of_rank(0), {len(document["rates"]) for document in self._documents}
+        same_count = counts == {len(groups)} or not groups
+        if groups and all(_follows_groups(document["state"], document["rates"]) for document in self._documents):
+            rest = [_without_groups(document["state"]) for document in self._documents]
+            if all(one == rest[0] for one in rest) and (same_count or not _has_unknown_lists(state)):
+                return lambda: _for_groups(state, groups)
+        elif same_count and all(document == self._documents[0] for document in self._documents):
             return lambda: state
         raise CheckpointError(
-            "the schedulers were made for other groups than this plan has, or differed from rank to rank",
+            "the saved schedulers are for other parameter groups than this plan has, or differed between ranks",
             groups=len(groups),
             saved=", ".join(map(str, sorted(counts))),
             hint="the plan that they were saved with, or load without the scheduler",
@@ -52,45 +54,47 @@ class SavedSchedulers:
 
 
 def _inner(state: Any) -> list[Any]:
-    """The schedulers that one is made of."""
+    """The states of the schedulers inside a SequentialLR or ChainedScheduler."""
     found = state.get(_INNER) if isinstance(state, Mapping) else None
     return found if isinstance(found, list) else []
 
 
-def _follows_groups(plain: Any, rates: list[Any]) -> bool:
-    """Whether all that is kept for every group is what the group says itself."""
-    own = plain.get("base_lrs", rates) if isinstance(plain, Mapping) else rates
-    return bool(own == rates) and all(_follows_groups(one, rates) for one in _inner(plain))
+def _follows_groups(state: Any, rates: list[Any]) -> bool:
+    """Whether the base learning rates are those of the groups, so that they can be taken from other groups."""
+    own = state.get("base_lrs", rates) if isinstance(state, Mapping) else rates
+    return bool(own == rates) and all(_follows_groups(one, rates) for one in _inner(state))
 
 
-def _without_groups(plain: Any) -> Any:
-    if isinstance(plain, list):
-        return [_without_groups(item) for item in plain]
-    if not isinstance(plain, Mapping):
-        return plain
-    lambdas = {"lr_lambdas": None} if not any(plain.get("lr_lambdas") or ()) else {}
-    kept = {name: value for name, value in plain.items() if name not in _OPTION_OF} | lambdas
+def _without_groups(state: Any) -> Any:
+    """The state without per-group lists, to compare ranks that have different groups."""
+    if isinstance(state, list):
+        return [_without_groups(item) for item in state]
+    if not isinstance(state, Mapping):
+        return state
+    lambdas = {"lr_lambdas": None} if not any(state.get("lr_lambdas") or ()) else {}
+    kept = {name: value for name, value in state.items() if name not in _OPTION_OF} | lambdas
     return {name: _without_groups(value) for name, value in kept.items()}
 
 
-def _strange_lists(state: Any) -> bool:
-    """Whether something is kept that may be for every group, and is not known to fit other ones."""
+def _has_unknown_lists(state: Any) -> bool:
+    """Whether the state has lists that may be per group and cannot be rebuilt for other groups."""
     if not isinstance(state, Mapping):
         return False
-    has_own = any(isinstance(value, list | tuple) and name not in _KNOWN_LISTS for name, value in state.items())
-    return has_own or any(state.get("lr_lambdas") or ()) or any(map(_strange_lists, _inner(state)))
+    is_unknown = any(isinstance(value, list | tuple) and name not in _RESIZABLE_LISTS for name, value in state.items())
+    return is_unknown or any(state.get("lr_lambdas") or ()) or any(map(_has_unknown_lists, _inner(state)))
 
 
-def _regrouped(state: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
+def _for_groups(state: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
+    """The state with its per-group lists rebuilt from the options of other groups."""
     if not isinstance(state, Mapping):
         return state
-    told: dict[str, Any] = {
+    rebuilt: dict[str, Any] = {
         name: [group[option] for group in groups]
         for name, option in _OPTION_OF.items()
         if name in state and all(option in group for group in groups)
     }
     if "lr_lambdas" in state and not any(state["lr_lambdas"]):
-        told["lr_lambdas"] = [None] * len(groups)
+        rebuilt["lr_lambdas"] = [None] * len(groups)
     if _inner(state):
-        told[_INNER] = [_regrouped(one, groups) for one in _inner(state)]
-    return {**state, **told}
+        rebuilt[_INNER] = [_for_groups(one, groups) for one in _inner(state)]
+    return {**state, **rebuilt}

@@ -1,4 +1,7 @@
-"""Values: numbers, texts, lists, dicts and tensors as JSON, with the tensors beside it by name."""
+"""Nested Python values as JSON, with their tensors beside it by name. Nothing is pickled.
+
+Values that JSON lacks are objects with one key that begins with `$`: `{"$tensor": name}`, `{"$tuple": [...]}`.
+"""
 
 import json
 import math
@@ -14,49 +17,48 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError, DamagedError
 
-_PLAIN = (type(None), bool, int, str)
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 Tensors = dict[str, Tensor]
 Find = Callable[[str], Tensor]
 
 
-def to_plain(value: Any, tensors: Tensors, name: str) -> Any:
-    """The value as JSON has it; tensors are put among the others by where they were found."""
+def encode(value: Any, tensors: Tensors, name: str) -> Any:
+    """The value as JSON can hold it; its tensors are added to `tensors`, named by their position under `name`."""
     try:
-        return _plain(value, tensors, name)
+        return _encode(value, tensors, name)
     except RecursionError:
-        raise CheckpointError("a value holds itself, or is too deep for a checkpoint", name=name) from None
+        raise CheckpointError("a value contains itself, or is nested too deeply to be saved", name=name) from None
 
 
-def _plain(value: Any, tensors: Tensors, name: str) -> Any:
+def _encode(value: Any, tensors: Tensors, name: str) -> Any:
     if isinstance(value, Tensor):
-        return _tensor("$tensor", value.detach(), tensors, name)
+        return _encode_tensor("$tensor", value.detach(), tensors, name)
     if isinstance(value, np.generic):
         value = value.item()
-    if type(value) in _PLAIN:
+    if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, np.ndarray) and (array := _array(value)) is not None:
-        return _tensor("$array", array, tensors, name)
+    if isinstance(value, np.ndarray) and (array := _array_as_tensor(value)) is not None:
+        return _encode_tensor("$array", array, tensors, name)
     if isinstance(value, list | tuple):
-        items = [_plain(item, tensors, f"{name}.{place}") for place, item in enumerate(value)]
+        items = [_encode(item, tensors, f"{name}.{index}") for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, dict):
-        return _object(value, tensors, name)
+        return _encode_dict(value, tensors, name)
     raise CheckpointError(
-        "a value is of a kind that a checkpoint cannot hold",
+        "a checkpoint cannot hold a value of this type",
         name=name,
         type=type(value).__name__,
-        hint="numbers, texts, lists, dicts, tensors and arrays",
+        hint="numbers, strings, lists, tuples, dicts, tensors and arrays",
     )
 
 
-def _array(value: NDArray[Any]) -> Tensor | None:
-    """The array as a tensor; None if it does not hold numbers that torch knows."""
+def _array_as_tensor(value: NDArray[Any]) -> Tensor | None:
+    """The array as a tensor; None if torch does not have its dtype."""
     try:
         native = value.astype(value.dtype.newbyteorder("="))
         return torch.from_numpy(np.ascontiguousarray(native)).reshape(value.shape)
@@ -64,47 +66,42 @@ def _array(value: NDArray[Any]) -> Tensor | None:
         return None
 
 
-def _tensor(kind: str, tensor: Tensor, tensors: Tensors, name: str) -> dict[str, str]:
-    # Keys may have dots, so that two places have one name.
+def _encode_tensor(kind: str, tensor: Tensor, tensors: Tensors, name: str) -> dict[str, str]:
+    # Keys may contain dots, so that two positions can have the same name.
     free = next(own for own in chain((name,), (f"{name}#{number}" for number in count(2))) if own not in tensors)
     tensors[free] = tensor
     return {kind: free}
 
 
-def _object(value: dict[Any, Any], tensors: Tensors, name: str) -> Any:
-    if isinstance(value, Counter) or not all(type(key) is str and not key.startswith("$") for key in value):
-        kind = "$counter" if isinstance(value, Counter) else "$dict"
-        pairs = enumerate(value.items())
-        return {
-            kind: [
-                [_plain(part, tensors, f"{name}.{place}.{n}") for n, part in enumerate(pair)] for place, pair in pairs
-            ]
-        }
-    return {key: _plain(item, tensors, f"{name}.{key}") for key, item in value.items()}
+def _encode_dict(value: dict[Any, Any], tensors: Tensors, name: str) -> Any:
+    if not isinstance(value, Counter) and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: _encode(item, tensors, f"{name}.{key}") for key, item in value.items()}
+    pairs = [
+        [_encode(part, tensors, f"{name}.{index}.{place}") for place, part in enumerate(pair)]
+        for index, pair in enumerate(value.items())
+    ]
+    return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
 
 
-def from_plain(value: Any, find: Find) -> Any:
-    """The value that JSON says; `find` brings a tensor by its name."""
+def decode(value: Any, find: Find) -> Any:
+    """The value that `encode` was given; `find` returns a tensor by its name."""
     try:
-        return _value(value, find)
+        return _decode(value, find)
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise DamagedError("a value cannot be read", reason=error) from None
 
 
-def _value(value: Any, find: Find) -> Any:
+def _decode(value: Any, find: Find) -> Any:
     if isinstance(value, list):
-        return [_value(item, find) for item in value]
+        return [_decode(item, find) for item in value]
     if not isinstance(value, dict):
         return value
     kind = next(iter(value), "")
-    if kind.startswith("$") and len(value) == 1:
-        return _special(kind, value[kind], find)
-    return {key: _value(item, find) for key, item in value.items()}
-
-
-def _special(kind: str, content: Any, find: Find) -> Any:
+    if not (kind.startswith("$") and len(value) == 1):
+        return {key: _decode(item, find) for key, item in value.items()}
+    content = value[kind]
     match kind:
         case "$tensor":
             return find(content)
@@ -115,30 +112,31 @@ def _special(kind: str, content: Any, find: Find) -> Any:
         case "$dtype" if isinstance(vars(torch).get(content), torch.dtype):
             return vars(torch)[content]
         case "$tuple":
-            return tuple(_value(item, find) for item in content)
+            return tuple(_decode(item, find) for item in content)
         case "$dict" | "$counter":
-            pairs = {_key(_value(key, find)): _value(item, find) for key, item in content}
+            pairs = {_decode_key(key, find): _decode(item, find) for key, item in content}
             return Counter(pairs) if kind == "$counter" else pairs
-    raise DamagedError("a value of a kind that is not known", kind=kind)
+    raise DamagedError("unknown kind of value", kind=kind)
 
 
-def _key(key: Any) -> Any:
+def _decode_key(value: Any, find: Find) -> Any:
+    key = _decode(value, find)
     if isinstance(key, list | dict):
-        raise DamagedError("a key that is none", key=repr(key)[:60])
+        raise DamagedError("invalid dictionary key", key=repr(key)[:60])
     return key
 
 
 def to_text(value: Any) -> bytes:
-    """A document of JSON."""
+    """A JSON document."""
     try:
         return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
     except ValueError as error:
-        raise CheckpointError("a value cannot be written", reason=error) from None
+        raise CheckpointError("a value cannot be written as JSON", reason=error) from None
 
 
 def from_text(text: bytes, file: object) -> Any:
-    """What a document says."""
+    """The content of a JSON document."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DamagedError("a file is not JSON", file=file, reason=error) from None
+        raise DamagedError("a file is not valid JSON", file=file, reason=error) from None

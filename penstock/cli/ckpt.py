@@ -1,5 +1,6 @@
 """`penstock ckpt`: list, verify, show and export checkpoints."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ from penstock.cli.output import note, print_json, print_table
 from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from penstock.checkpoint import Stored
+    from penstock.checkpoint import CheckpointReader
 
 Where = Annotated[Path, Argument(metavar="PATH", help="A checkpoint, or a directory of checkpoints.")]
 Out = Annotated[Path, Option("--hf", metavar="OUT", help="The directory to write, in the format of save_pretrained.")]
@@ -26,9 +27,9 @@ def ls(*, path: Where, as_json: AsJson = False) -> None:
     Looks at manifests and file sizes, not at contents: verify does that. Incomplete saves are listed too; the next save
     or load removes them.
     """
-    from penstock.checkpoint import listing
+    from penstock.checkpoint import list_checkpoints
 
-    entries = list(listing(path))
+    entries = list(list_checkpoints(path))
     if as_json:
         print_json([entry._asdict() for entry in entries])
         return
@@ -42,9 +43,9 @@ def verify(*, path: Where, as_json: AsJson = False) -> None:
     For a directory, verifies all checkpoints. If one is damaged the exit code is 6, and the message names the
     checkpoint that a run would resume from.
     """
-    from penstock.checkpoint import verified
+    from penstock.checkpoint import verify_checkpoints
 
-    found = list(verified(path))
+    found = list(verify_checkpoints(path))
     good = [one.name for one in found if not one.problem]
     if as_json:
         print_json({"checkpoints": [one._asdict() for one in found], "newest_good": good[0] if good else None})
@@ -93,13 +94,13 @@ def export(*, path: Where, out: Out, config: Config = None, as_json: AsJson = Fa
         note(f"wrote {out}: {written['tensors']} tensors of {written['model']}, step {step}")
 
 
-def _newest(path: Path) -> "Stored":
-    from penstock.checkpoint import Stored, candidates
+def _newest(path: Path) -> "CheckpointReader":
+    from penstock.checkpoint import CheckpointReader, find_checkpoints
 
-    return Stored(candidates(path)[0])
+    return CheckpointReader(find_checkpoints(path)[0])
 
 
-def _contents(stored: "Stored") -> dict[str, Any]:
+def _contents(stored: "CheckpointReader") -> dict[str, Any]:
     from penstock.checkpoint import RUN
 
     manifest = stored.manifest
@@ -109,7 +110,7 @@ def _contents(stored: "Stored") -> dict[str, Any]:
         "step": manifest.step,
         "written": manifest.written,
         "bytes": manifest.total_bytes,
-        "plan": dict(manifest.plan),
+        "plan": asdict(manifest.plan),
         "versions": dict(manifest.versions),
         "model": manifest.model,
         "optimizer": stored.optimizer.kind if stored.stems("optimizer") else None,
@@ -117,8 +118,8 @@ def _contents(stored: "Stored") -> dict[str, Any]:
         **{name: value for name, value in stored.plain(RUN).items() if value is not None},
         "tied": [list(group) for group in manifest.tied] or None,
         "tensors": [
-            {"name": name, "file": file, "type": kind, "shape": str(list(shape))}
-            for name, (file, kind, shape) in manifest.tensors.items()
+            {"name": name, "file": record.file, "type": record.dtype, "shape": str(list(record.shape))}
+            for name, record in manifest.tensors.items()
         ],
     }
 

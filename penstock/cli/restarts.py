@@ -47,18 +47,19 @@ def check_min_ranks(flags: CheckpointFlags, ranks: int) -> None:
 
 
 def _check_directory(directory: Path, resume: str | None) -> None:
-    from penstock.checkpoint import candidates, is_checkpoint, is_shelf, make_root, step_of, steps
+    from penstock.checkpoint import CheckpointDir, find_checkpoints, is_checkpoint, step_of
 
     if directory.exists() and not directory.is_dir():
         raise PenstockError("--checkpoint must be a directory, got a file", checkpoint=directory, hint="another name")
     if is_checkpoint(directory):
         hint = f"--checkpoint {directory.parent} --resume {directory}"
         raise PenstockError("--checkpoint must be a directory of checkpoints, got one", checkpoint=directory, hint=hint)
-    make_root(directory)
+    CheckpointDir(directory).create()
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PenstockError("no permission to write there", checkpoint=directory, hint="another directory")
-    if resume is None and is_shelf(directory):
-        newest = steps(directory)[0].name
+    found = CheckpointDir(directory).checkpoints
+    if resume is None and found:
+        newest = found[0].name
         hint = "--resume auto to resume it, or another directory"
         raise PenstockError("the directory has checkpoints of a run", checkpoint=directory, newest=newest, hint=hint)
     if resume not in (None, AUTO):
@@ -66,7 +67,7 @@ def _check_directory(directory: Path, resume: str | None) -> None:
             hint = "--resume auto, or the path of a checkpoint"
             raise PenstockError("no such checkpoint to resume from", resume=resume, hint=hint)
         # After a failure the newest checkpoint of the directory counts: two runs must not be mixed.
-        source, newest_path = candidates(Path(str(resume)))[0], next(iter(steps(directory)), None)
+        source, newest_path = find_checkpoints(Path(str(resume)))[0], next(iter(found), None)
         if newest_path is not None and (step_of(newest_path) or 0) > (step_of(source) or 0):
             hint = "--resume auto, or another directory for the checkpoints"
             raise PenstockError("the directory has newer checkpoints", newest=newest_path, resume=source, hint=hint)
@@ -110,16 +111,16 @@ class SavedPlan(NamedTuple):
 
 def saved_plan(source: Path | None) -> SavedPlan | None:
     """The plan of the newest readable checkpoint."""
-    from penstock.checkpoint import PLAN, RUN, Stored, candidates, check_files
+    from penstock.checkpoint import PLAN, RUN, CheckpointReader, check_digests, find_checkpoints
     from penstock.ir import Plan, from_json
 
-    for directory in candidates(source) if source is not None else ():
+    for directory in find_checkpoints(source) if source is not None else ():
         try:
-            with Stored(directory) as stored:
-                files = stored.manifest.files
-                check_files(directory, stored.manifest, [name for name in files if name.startswith((PLAN, f"{RUN}."))])
-                extra = stored.run.get("extra")
-                plan = from_json(stored.text(PLAN).decode(), Plan)
+            with CheckpointReader(directory) as reader:
+                files = [name for name in reader.manifest.files if name.startswith((PLAN, f"{RUN}."))]
+                check_digests(directory, reader.manifest, files)
+                extra = reader.run.get("extra")
+                plan = from_json(reader.text(PLAN).decode(), Plan)
         except (CheckpointError, KeyError):
             continue  # the ranks report the damage, and skip it too
         return SavedPlan(plan, extra.get(PLAN_OPTIONS) if isinstance(extra, dict) else None)
@@ -178,12 +179,11 @@ class Supervisor:
 
     @property
     def _newest(self) -> int | None:
-        """The step of the newest checkpoint whose files are complete, without reading them."""
-        from penstock.checkpoint import is_good, step_of, steps
+        """The step of the newest checkpoint with a readable manifest."""
+        from penstock.checkpoint import CheckpointDir
 
         directory = self._flags.checkpoint
-        found = steps(directory) if directory is not None and directory.is_dir() else []
-        return next((step_of(path) for path in found if is_good(path)), None)
+        return None if directory is None else CheckpointDir(directory).newest_step
 
     @property
     def _source(self) -> str:

@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from inspect import signature
 from itertools import islice
 from pathlib import Path
@@ -20,8 +20,7 @@ from penstock.cli.user_code import UserFunction, user_errors, user_function
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.api.keeping import Keeping
-    from penstock.checkpoint import Loaded
+    from penstock.checkpoint import CheckpointOptions, Loaded
     from penstock.ir import Plan
     from penstock.launch import RestartPolicy
 
@@ -86,20 +85,20 @@ class CheckpointFlags:
 
         return RestartPolicy(self.restarts if self.checkpoint else 0, self.min_ranks)
 
-    def keeping(self, attempt: int) -> "Keeping | None":
+    def options(self, attempt: int) -> "CheckpointOptions | None":
         """The checkpoint options of a rank; None without checkpoints."""
-        from penstock.api.keeping import Keeping
+        from penstock.checkpoint import CheckpointOptions
 
         if self.checkpoint is None:
             return None
-        return Keeping(self.checkpoint, self.every, self.keep, self.source(attempt), self.asynchronous)
+        return CheckpointOptions(self.checkpoint, self.every, self.keep, self.asynchronous, self.source(attempt))
 
     def source(self, attempt: int = 0) -> Path | None:
         """The checkpoint to resume from; None to begin. After a restart always the newest one of this run."""
-        from penstock.checkpoint import is_shelf
+        from penstock.checkpoint import CheckpointDir
 
         assert self.checkpoint is not None
-        if is_shelf(self.checkpoint) and (attempt or self.resume == AUTO):
+        if CheckpointDir(self.checkpoint).checkpoints and (attempt or self.resume == AUTO):
             return self.checkpoint
         return None if self.resume in (None, AUTO) else Path(str(self.resume))
 
@@ -137,6 +136,7 @@ def run_rank(job: Job, plan: "Plan") -> str:
     from penstock.api.loop import Recipe, train
     from penstock.api.pipeline import Pipeline
     from penstock.capture import seed_generators
+    from penstock.checkpoint import PeriodicSaver
     from penstock.ir import to_json
     from penstock.launch import catch_stop_signals
     from penstock.runtime import RunOptions
@@ -156,20 +156,24 @@ def run_rank(job: Job, plan: "Plan") -> str:
         recipe = Recipe(options.steps, options.clip, loss_fn is not None)
         _inject_faults(job)
         log = TrainLog(plan, job.model, job.out, job.as_json, stdout)
-        keeping = job.checkpoints.keeping(job.attempt)
-        if keeping is not None:
-            extra = {PLAN_OPTIONS: asdict(job.plan_options), TRAIN_OPTIONS: asdict(options)}
-            keeping = replace(
-                keeping, extra=extra, resumed=lambda loaded: _changes(options, optimizer, loaded), taken=log.write_step
+        checkpoints, saver = job.checkpoints.options(job.attempt), None
+        if checkpoints is not None:
+            saver = PeriodicSaver(
+                pipe,
+                optimizer,
+                checkpoints,
+                extra={PLAN_OPTIONS: asdict(job.plan_options), TRAIN_OPTIONS: asdict(options)},
+                on_resume=lambda loaded: _changes(options, optimizer, loaded),
+                on_step=log.write_step,
             )
-        return to_json(train(pipe, lambda start: _batches_from(data, start), optimizer, recipe, log, keeping))
+        return to_json(train(pipe, lambda start: _batches_from(data, start), optimizer, recipe, log, saver))
 
 
 def _inject_faults(job: Job) -> None:
     """Start the faults of this rank, if there are any (fault tests)."""
     import torch.distributed as dist
 
-    from penstock.checkpoint import DRAFT
+    from penstock.checkpoint import TEMPORARY
     from penstock.launch import FaultInjector, parse_faults
 
     faults = parse_faults(job.checkpoints.fault or ())
@@ -179,7 +183,7 @@ def _inject_faults(job: Job) -> None:
         error.is_final = True
         raise error
     if own := [fault for fault in faults if fault.applies_to(dist.get_rank(), job.attempt)]:
-        FaultInjector(own, DRAFT).start()
+        FaultInjector(own, TEMPORARY).start()
 
 
 def _changes(options: TrainOptions, optimizer: Any, loaded: "Loaded") -> str:

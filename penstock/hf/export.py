@@ -8,13 +8,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from penstock.checkpoint import CONFIG, ModelNames, Stored, match
+from penstock.checkpoint import CONFIG, CheckpointReader, ModelNames, match_names
 from penstock.errors import CheckpointError
 
 _CONFIG_HINT = "a config.json for from_pretrained, or its directory: --config PATH"
 
 
-def export(stored: Stored, out: Path, config: Path | None = None) -> dict[str, Any]:
+def export(stored: CheckpointReader, out: Path, config: Path | None = None) -> dict[str, Any]:
     """Verify the checkpoint and write weights and configuration; returns the model class and number of tensors."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError("the output directory must be empty", path=out)
@@ -22,16 +22,16 @@ def export(stored: Stored, out: Path, config: Path | None = None) -> dict[str, A
     stored.verify()
     model = _meta_model(values)
     names = ModelNames(frozenset(model.state_dict()), stored.manifest.tied)
-    places = match(stored.reader.names, names)
+    places = match_names(stored.tensors.names, names)
     with torch.device("meta"):
-        state, _ = stored.reader.read(places, _meta_tensors(stored, places))
+        state, _ = stored.tensors.read(places, _meta_tensors(stored, places))
     model.load_state_dict(state, strict=True, assign=True)
     model.tie_weights()
     model.save_pretrained(out)
     return {"model": type(model).__name__, "tensors": len(stored.manifest.tensors)}
 
 
-def _read_config(stored: Stored, config: Path | None) -> dict[str, Any]:
+def _read_config(stored: CheckpointReader, config: Path | None) -> dict[str, Any]:
     if config is None and not stored.has(CONFIG):
         raise CheckpointError("the checkpoint has no configuration of a transformers model", hint=_CONFIG_HINT)
     file = None if config is None else config / CONFIG if config.is_dir() else config
@@ -62,9 +62,9 @@ def _meta_model(values: dict[str, Any]) -> Any:
         raise CheckpointError("cannot build the model of this configuration", model=name, reason=error) from None
 
 
-def _meta_tensors(stored: Stored, places: dict[str, tuple[str, ...]]) -> dict[str, Tensor]:
+def _meta_tensors(stored: CheckpointReader, places: dict[str, tuple[str, ...]]) -> dict[str, Tensor]:
     """Meta tensors with the shape and dtype that each tensor has in the checkpoint."""
     from penstock.checkpoint import DTYPES
 
-    specs = {name: (kind, shape) for name, (_, kind, shape) in stored.manifest.tensors.items()}
-    return {name: torch.empty(specs[found[0]][1], dtype=DTYPES[specs[found[0]][0]]) for name, found in places.items()}
+    records = {name: stored.manifest.tensors[found[0]] for name, found in places.items()}
+    return {name: torch.empty(record.shape, dtype=DTYPES[record.dtype]) for name, record in records.items()}

@@ -27,7 +27,6 @@ from penstock.runtime.result import Result
 from penstock.runtime.scaler import GradScaler
 from penstock.runtime.solo import Solo
 from penstock.runtime.state import spread
-from penstock.runtime.state_owners import StateOwners
 from penstock.runtime.sync import MAX_REDUCED, Agreement, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.transports import (
     DistributedTransport,
@@ -64,7 +63,6 @@ __all__ = [
     "RunOptions",
     "SendSlot",
     "Solo",
-    "StateOwners",
     "SyncRequest",
     "SyncResult",
     "SyncVote",

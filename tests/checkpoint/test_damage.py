@@ -1,4 +1,4 @@
-"""Whatever happens to the files of a checkpoint is found before any number changes."""
+"""Damage to the files of a checkpoint is found before any weight changes."""
 
 import hashlib
 import os
@@ -11,9 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.damages import DAMAGES, ELSEWHERE, LINK, damaged, forged
-from penstock.checkpoint import FileRecord, to_text, verified
-from penstock.checkpoint.manifest import NAME, read_manifest
-from penstock.checkpoint.values import from_text
+from penstock.checkpoint import read_manifest, verify_checkpoints
+from penstock.checkpoint.manifest import NAME, signed_document
+from penstock.checkpoint.values import from_text, to_text
 from penstock.cli import app
 from penstock.errors import CheckpointError, DamagedError
 from tests.checkpoint.trainings import Training, numbers, saved, the_plan
@@ -39,7 +39,7 @@ def training() -> Training:
 def test_damage_of_any_kind_is_found(good: Path, tmp_path: Path) -> None:
     found = 0
     for number in range(ROUNDS):
-        newer, older = verified(damaged(good, tmp_path / str(number), number))
+        newer, older = verify_checkpoints(damaged(good, tmp_path / str(number), number))
         found += bool(newer.problem) and not older.problem
         shutil.rmtree(tmp_path / str(number))
     assert found == ROUNDS
@@ -47,13 +47,13 @@ def test_damage_of_any_kind_is_found(good: Path, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:newer checkpoints are damaged")
 @pytest.mark.parametrize("number", range(len(DAMAGES)))
-def test_the_checkpoint_before_a_damaged_one_is_taken(
+def test_the_checkpoint_before_a_damaged_one_is_loaded(
     number: int, good: Path, training: Training, tmp_path: Path
 ) -> None:
     assert training.pipe.load(damaged(good, tmp_path / "worse", number), training.optimizer).step == 1
 
 
-def test_a_damaged_one_by_its_own_name_is_refused_and_changes_nothing(
+def test_a_damaged_checkpoint_given_by_its_own_name_is_refused_and_changes_nothing(
     good: Path, training: Training, tmp_path: Path
 ) -> None:
     shutil.copytree(good, tmp_path / "worse")
@@ -61,7 +61,7 @@ def test_a_damaged_one_by_its_own_name_is_refused_and_changes_nothing(
     content = flip_in.read_bytes()
     flip_in.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     before = numbers(training)
-    with pytest.raises(DamagedError, match="not what was written"):
+    with pytest.raises(DamagedError, match="changed since it was written"):
         training.pipe.load(tmp_path / "worse" / "step-000002", training.optimizer)
     assert all(torch.equal(one, other) for one, other in zip(before, numbers(training), strict=True))
 
@@ -70,7 +70,7 @@ def test_a_damaged_one_by_its_own_name_is_refused_and_changes_nothing(
 def test_a_manifest_that_leads_elsewhere_is_refused(name: str, good: Path, tmp_path: Path) -> None:
     shutil.copytree(good / "step-000001", tmp_path / "one")
     forged(tmp_path / "one", name)
-    with pytest.raises(DamagedError, match="no plain file beside it"):
+    with pytest.raises(DamagedError, match="outside its directory"):
         read_manifest(tmp_path / "one")
 
 
@@ -84,9 +84,7 @@ def test_links_are_refused(name: str, good: Path, training: Training, tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore:newer checkpoints are damaged")
-def test_what_the_disk_cannot_read_counts_as_damage(
-    good: Path, training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_error_counts_as_damage(good: Path, training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(file: Any, name: str) -> Any:
         if "step-000002" in os.readlink(f"/proc/self/fd/{file.fileno()}"):
             raise OSError(5, "Input/output error")
@@ -97,13 +95,13 @@ def test_what_the_disk_cannot_read_counts_as_damage(
     assert training.pipe.load(good, training.optimizer).step == 1
 
 
-def test_a_linked_directory_is_no_checkpoint_of_the_shelf(good: Path, training: Training, tmp_path: Path) -> None:
+def test_a_linked_directory_does_not_count(good: Path, training: Training, tmp_path: Path) -> None:
     shutil.copytree(good / "step-000001", tmp_path / "step-000001")
     (tmp_path / "step-000009").symlink_to(good / "step-000002")
     assert training.pipe.load(tmp_path).step == 1
 
 
-def test_a_newer_format_is_no_damage(good: Path, training: Training, tmp_path: Path) -> None:
+def test_a_newer_format_is_not_damage(good: Path, training: Training, tmp_path: Path) -> None:
     shutil.copytree(good, tmp_path / "new")
     path = tmp_path / "new" / "step-000002" / NAME
     path.write_bytes(to_text({**from_text(path.read_bytes(), path), "penstock_checkpoint": 2}))
@@ -122,7 +120,7 @@ FORGED: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore:newer checkpoints are damaged")
 @pytest.mark.parametrize(("name", "content"), [(name, one) for name, found in FORGED.items() for one in found])
-def test_documents_that_say_nothing_are_passed_over_though_their_digests_are_right(
+def test_invalid_documents_count_as_damage_although_their_digests_are_right(
     name: str, content: object, good: Path, training: Training, tmp_path: Path
 ) -> None:
     shutil.copytree(good, tmp_path / "new")
@@ -131,12 +129,11 @@ def test_documents_that_say_nothing_are_passed_over_though_their_digests_are_rig
 
 
 def rewritten(directory: Path, name: str, content: bytes, **values: object) -> None:
-    """Another file, and a manifest that says so."""
-    manifest = read_manifest(directory)
+    """Replace a file, and write a manifest that has its digest."""
+    manifest = from_text((directory / NAME).read_bytes(), NAME)["manifest"]
     (directory / name).write_bytes(content)
-    record = FileRecord(len(content), hashlib.sha256(content).hexdigest(), manifest.files[name].rank)
-    made = {**vars(manifest), "files": {**manifest.files, name: record}, **values}
-    (directory / NAME).write_bytes(type(manifest)(**made).text())
+    manifest["files"][name] |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (directory / NAME).write_bytes(signed_document({**manifest, **values}))
 
 
 WRONG: list[dict[str, object]] = [
@@ -148,17 +145,17 @@ WRONG: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("values", WRONG, ids=repr)
-def test_a_manifest_that_makes_no_sense_counts_as_damage(values: Any, good: Path, tmp_path: Path) -> None:
+def test_an_invalid_manifest_counts_as_damage(values: Any, good: Path, tmp_path: Path) -> None:
     shutil.copytree(good, tmp_path / "new")
     newest = tmp_path / "new" / "step-000002"
     rewritten(newest, "run.json", (newest / "run.json").read_bytes(), **values)
-    assert [bool(one.problem) for one in verified(tmp_path / "new")] == [True, False]
+    assert [bool(one.problem) for one in verify_checkpoints(tmp_path / "new")] == [True, False]
     assert CliRunner().invoke(app, ["ckpt", "ls", str(tmp_path / "new")]).exit_code == 0
     assert CliRunner().invoke(app, ["ckpt", "show", str(newest)]).exit_code == 6
 
 
-def test_another_name_makes_no_newer_checkpoint(good: Path, training: Training, tmp_path: Path) -> None:
+def test_a_renamed_checkpoint_is_not_a_newer_one(good: Path, training: Training, tmp_path: Path) -> None:
     shutil.copytree(good, tmp_path / "new")
     (tmp_path / "new" / "step-000001").rename(tmp_path / "new" / "step-000009")
-    with pytest.warns(RuntimeWarning, match="a directory has the name of another step"):
+    with pytest.warns(RuntimeWarning, match="directory name of another step"):
         assert training.pipe.load(tmp_path / "new").step == 2

@@ -1,8 +1,8 @@
-"""Which tensor of a checkpoint is which of a model."""
+"""Names in a checkpoint are mapped to names of the model."""
 
 import pytest
 
-from penstock.checkpoint import ModelNames, match
+from penstock.checkpoint import ModelNames, match_names
 from penstock.errors import CheckpointError
 
 NAMES = ModelNames(
@@ -14,30 +14,30 @@ NAMES = ModelNames(
 )
 
 
-def test_tied_names_find_the_one_that_was_saved() -> None:
-    found = match(["body.second", "head"], NAMES)
+def test_tied_names_are_read_from_the_one_that_was_saved() -> None:
+    found = match_names(["body.second", "head"], NAMES)
     assert found == {"body.first": ("head",), "body.second": ("body.second",), "head": ("head",)}
 
 
-def test_what_the_model_does_not_save_or_passes_over_may_be_there() -> None:
-    assert match(["body.first", "body.second", "body.table", "body.mask"], NAMES)["head"] == ("body.first",)
+def test_buffers_that_are_not_saved_and_ignored_names_are_allowed() -> None:
+    assert match_names(["body.first", "body.second", "body.table", "body.mask"], NAMES)["head"] == ("body.first",)
 
 
-def test_a_checkpoint_of_the_inner_model_is_read_if_all_of_it_fits() -> None:
-    assert match(["first", "second", "table"], NAMES)["body.second"] == ("second",)
+def test_a_checkpoint_of_the_inner_model_is_accepted_if_all_names_match() -> None:
+    assert match_names(["first", "second", "table"], NAMES)["body.second"] == ("second",)
     inner = ModelNames(frozenset({"first", "second"}), prefix="body")
-    assert match(["body.first", "body.second"], inner)["first"] == ("body.first",)
+    assert match_names(["body.first", "body.second"], inner)["first"] == ("body.first",)
 
 
 @pytest.mark.parametrize("found", [["first"], ["body.first", "body.second", "other"], ["first", "second", "other"]])
-def test_what_does_not_fit_entirely_is_refused(found: list[str]) -> None:
+def test_names_that_do_not_match_entirely_are_refused(found: list[str]) -> None:
     with pytest.raises(CheckpointError, match=r"missing|unexpected"):
-        match(found, NAMES)
+        match_names(found, NAMES)
 
 
-def test_a_refusal_lists_names_and_the_one_that_was_meant() -> None:
+def test_a_refusal_lists_names_and_suggests_a_similar_one() -> None:
     with pytest.raises(CheckpointError) as refusal:
-        match(["body.frist", "body.second"], NAMES)
+        match_names(["body.frist", "body.second"], NAMES)
     assert "missing: body.first, head" in str(refusal.value)
     assert "unexpected: body.frist" in str(refusal.value)
     assert "'body.frist' is this model's 'body.first'" in refusal.value.hint

@@ -1,4 +1,4 @@
-"""What lies in a directory after a save, and what does not."""
+"""The files of a directory after a save."""
 
 import os
 import stat
@@ -13,8 +13,8 @@ from safetensors import safe_open
 from torch import nn
 
 import penstock
-from penstock.checkpoint import draft, tidy
-from penstock.checkpoint.shelf import locked
+from penstock.checkpoint import CheckpointDir, CheckpointWriter, writer
+from penstock.checkpoint.directory import lock_directory
 from penstock.errors import CheckpointError
 from penstock.ir import Plan
 from tests.checkpoint.trainings import Training, saved, the_plan
@@ -44,11 +44,13 @@ def test_only_the_owner_may_read(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
 
 
-def test_a_thread_writes_where_it_was_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_asynchronous_save_writes_to_the_given_directory_although_the_program_changes_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     training = Training(the_plan(1, "gpipe"), local=True)
-    with mock.patch.object(draft, "_written", side_effect=slowly(draft._written)):
+    with mock.patch.object(writer, "write_file", side_effect=slowly(writer.write_file)):
         assert training.save("saved", asynchronous=True) == Path("saved/step-000000")
         monkeypatch.chdir(tmp_path / "elsewhere")
         training.pipe.wait_for_save()
@@ -65,20 +67,20 @@ def slowly(function: Any) -> Any:
     return called
 
 
-def test_load_waits_for_what_is_being_written(tmp_path: Path) -> None:
+def test_load_waits_for_a_running_save(tmp_path: Path) -> None:
     training = saved(tmp_path, 1)
     training.losses(1)
-    with mock.patch.object(draft, "_written", side_effect=slowly(draft._written)):
+    with mock.patch.object(writer, "write_file", side_effect=slowly(writer.write_file)):
         training.save(tmp_path, asynchronous=True)
         assert training.pipe.load(tmp_path).step == 2
 
 
-def test_the_plan_is_kept_as_a_plan(tmp_path: Path) -> None:
+def test_the_plan_is_saved(tmp_path: Path) -> None:
     training = saved(tmp_path, 1)
     assert Plan.load(tmp_path / "step-000001" / "plan.json") == training.pipe.plan
 
 
-def test_older_ones_are_pruned_and_damaged_ones_do_not_count(tmp_path: Path) -> None:
+def test_older_checkpoints_are_pruned_and_damaged_ones_do_not_count(tmp_path: Path) -> None:
     training = saved(tmp_path, 1, 2, 3)
     (tmp_path / "step-000002" / "manifest.json").unlink()
     training.losses(1)
@@ -86,7 +88,7 @@ def test_older_ones_are_pruned_and_damaged_ones_do_not_count(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000004"]
 
 
-def test_newer_ones_of_another_training_stay(tmp_path: Path) -> None:
+def test_newer_checkpoints_of_another_training_are_kept(tmp_path: Path) -> None:
     saved(tmp_path, 5)
     saved(tmp_path, 1, 2)
     training = Training(the_plan(1, "gpipe"), local=True)
@@ -96,7 +98,7 @@ def test_newer_ones_of_another_training_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_what_is_no_checkpoint_gives_way(link: bool, tmp_path: Path) -> None:
+def test_anything_with_the_name_of_the_checkpoint_is_replaced(link: bool, tmp_path: Path) -> None:
     place = tmp_path / "step-000001"
     if link:
         place.symlink_to("nowhere")
@@ -114,32 +116,33 @@ def test_the_same_step_may_be_saved_again(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
-def test_what_saves_that_never_ended_have_left_is_cleared_away(tmp_path: Path) -> None:
+def test_remains_of_interrupted_saves_are_removed(tmp_path: Path) -> None:
     training = saved(tmp_path, 1)
-    (tmp_path / ".draft-step-000002-00000000").mkdir()
+    (tmp_path / ".tmp-step-000002-00000000").mkdir()
     (tmp_path / "step-000001").rename(tmp_path / ".replaced-step-000001")
-    (tmp_path / ".draft-mine").mkdir()
+    (tmp_path / ".tmp-mine").mkdir()
     assert training.pipe.load(tmp_path).step == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".draft-mine", "step-000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-mine", "step-000001"]
 
 
-def test_a_draft_that_a_process_still_writes_stays(tmp_path: Path) -> None:
-    draft = tmp_path / ".draft-step-000002-00000000"
-    draft.mkdir()
-    lock = locked(draft)
-    assert tidy(tmp_path) == []
+def test_a_checkpoint_that_a_process_still_writes_is_left_alone(tmp_path: Path) -> None:
+    temporary = tmp_path / ".tmp-step-000002-00000000"
+    temporary.mkdir()
+    lock = lock_directory(temporary)
+    assert CheckpointDir(tmp_path).clean_up() == []
     os.close(lock or 0)
-    assert tidy(tmp_path) == [draft.name]
+    assert CheckpointDir(tmp_path).clean_up() == [temporary.name]
 
 
-def test_who_is_late_for_a_draft_that_was_given_up_says_so(tmp_path: Path) -> None:
-    made = draft.Draft.create(tmp_path, 1, 2)
-    made.enter(1)
+def test_a_rank_that_is_late_for_an_abandoned_checkpoint_leaves_nothing(tmp_path: Path) -> None:
+    made = CheckpointWriter.create(tmp_path, 1, 2)
+    made.join(1)
     made.abandon()
-    assert "could not be written" in str(made.write(1, {"a.json": b"{}"}))
+    made.write(1, {"a.json": b"{}"})
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_whatever_is_given_comes_back(tmp_path: Path) -> None:
+def test_extra_position_and_scheduler_come_back(tmp_path: Path) -> None:
     training = Training(the_plan(1, "gpipe"), local=True)
     extra = {"a": [1, 2.5, None, True, "x"], "b": (float("inf"), {3: "c"}), "c": torch.arange(3), "d": torch.float16}
     scheduler = torch.optim.lr_scheduler.MultiStepLR(training.optimizer, [2, 2, 5])
@@ -166,7 +169,7 @@ def test_the_scale_of_a_scaler_is_kept(tmp_path: Path) -> None:
     assert scalers[1].scale == 8.0
 
 
-def test_random_numbers_go_on_unless_they_are_left_alone(tmp_path: Path) -> None:
+def test_random_numbers_continue_unless_asked_not_to(tmp_path: Path) -> None:
     training = saved(tmp_path, 1)
     expected = torch.rand(3)
     training.pipe.load(tmp_path, random_state=False)
@@ -202,17 +205,17 @@ def split_groups(training: Training) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("saves", "loads", "said"),
     [
-        (sgd, lambda t: t.optimizer, "another optimizer was saved"),
-        (split_groups, lambda t: t.optimizer, "groups with other options"),
-        (lambda t: None, lambda t: t.optimizer, "no optimizer was saved"),
+        (sgd, lambda t: t.optimizer, "state of another optimizer"),
+        (split_groups, lambda t: t.optimizer, "groups with different options"),
+        (lambda t: None, lambda t: t.optimizer, "no optimizer state"),
         (
             lambda t: torch.optim.Adam(list(t.pipe.parameters())[:2]),
             lambda t: t.optimizer,
-            "did not have all parameters",
+            "lacks parameters",
         ),
     ],
 )
-def test_an_optimizer_that_does_not_fit_is_refused(saves, loads, said: str, tmp_path: Path) -> None:
+def test_an_optimizer_that_does_not_match_is_refused(saves, loads, said: str, tmp_path: Path) -> None:
     training = Training(the_plan(1, "gpipe"), local=True)
     training.pipe.save(tmp_path, saves(training))
     with pytest.raises(CheckpointError, match=said):
@@ -229,7 +232,7 @@ def test_groups_keep_their_options_by_parameter(tmp_path: Path) -> None:
 
 
 class Counting(torch.optim.SGD):
-    """It keeps a number that is no parameter's."""
+    """It keeps state that belongs to no parameter."""
 
     def step(self, closure: Any = None) -> Any:
         """As usual, and count."""
@@ -237,7 +240,7 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_what_an_optimizer_keeps_beside_parameters_comes_back(tmp_path: Path) -> None:
+def test_optimizer_state_that_belongs_to_no_parameter_comes_back(tmp_path: Path) -> None:
     training = Training(the_plan(2), local=True)
     training.optimizer = Counting(training.pipe.parameters(), lr=0.1)
     training.losses(2)
@@ -247,27 +250,26 @@ def test_what_an_optimizer_keeps_beside_parameters_comes_back(tmp_path: Path) ->
     assert dict(again.state["all"]) == {"steps": 2}
 
 
-class Secretive(torch.optim.SGD):
-    """What its state is only it knows."""
+class OwnStateDict(torch.optim.SGD):
+    """It overrides state_dict."""
 
     def state_dict(self) -> dict[str, Any]:
-        """In a way of its own."""
         return {**super().state_dict(), "mine": 3}
 
 
 WRONG = {
-    "keep is a whole number": {"keep": 0},
-    "asynchronous is True or False": {"asynchronous": 1},
-    "one of torch.optim": {"optimizer": 3},
-    "says in its own way": {"optimizer": Secretive([torch.nn.Parameter(torch.ones(1))])},
-    "not of this rank": {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
+    "keep must be a positive integer": {"keep": 0},
+    "asynchronous must be True or False": {"asynchronous": 1},
+    "must be a torch.optim.Optimizer": {"optimizer": 3},
+    "its own state_dict method": {"optimizer": OwnStateDict([torch.nn.Parameter(torch.ones(1))])},
+    "parameters of this rank only": {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
     "cannot hold": {"extra": {"f": print}},
-    "written into a directory": {"path": 3},
+    "must be a path": {"path": 3},
 }
 
 
 @pytest.mark.parametrize("said", WRONG)
-def test_what_cannot_be_saved_is_refused_and_leaves_nothing(said: str, tmp_path: Path) -> None:
+def test_a_save_that_is_refused_leaves_nothing(said: str, tmp_path: Path) -> None:
     training = Training(the_plan(1, "gpipe"), local=True)
     with pytest.raises(CheckpointError, match=said):
         training.pipe.save(**{"path": tmp_path / "new", **WRONG[said]})

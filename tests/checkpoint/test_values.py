@@ -1,4 +1,4 @@
-"""Whatever a document says comes back as it was, and what no document can say is refused."""
+"""Values come back from a document as they were; what a document cannot hold is refused."""
 
 from collections import Counter
 from typing import Any
@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.checkpoint import to_plain, to_text
-from penstock.checkpoint.values import from_plain, from_text
+from penstock.checkpoint.values import decode, encode, from_text, to_text
 from penstock.errors import CheckpointError, DamagedError
 
 
 def there_and_back(value: Any) -> Any:
     tensors: dict[str, torch.Tensor] = {}
-    text = to_text(to_plain(value, tensors, "x"))
-    return from_plain(from_text(text, "x"), tensors.__getitem__)
+    text = to_text(encode(value, tensors, "x"))
+    return decode(from_text(text, "x"), tensors.__getitem__)
 
 
 PLAIN = [
@@ -57,7 +56,7 @@ IMPOSSIBLE = [np.array(["a"]), np.array([None]), circle(), 10**5000, print, {1, 
 
 
 @pytest.mark.parametrize("value", IMPOSSIBLE, ids=lambda value: type(value).__name__)
-def test_what_cannot_be_held_is_refused(value: Any) -> None:
+def test_values_that_cannot_be_saved_are_refused(value: Any) -> None:
     with pytest.raises(CheckpointError):
         there_and_back(value)
 
@@ -74,16 +73,16 @@ FORGED = [
 
 
 @pytest.mark.parametrize("value", FORGED, ids=repr)
-def test_what_no_value_is_written_as_counts_as_damage(value: Any) -> None:
+def test_invalid_values_count_as_damage(value: Any) -> None:
     with pytest.raises(DamagedError):
-        from_plain(value, {}.__getitem__)
+        decode(value, {}.__getitem__)
 
 
-def test_what_is_too_deep_counts_as_damage() -> None:
+def test_values_nested_too_deeply_count_as_damage() -> None:
     with pytest.raises(DamagedError):
         from_text(b"[" * 100_000, "x")
     deep: Any = 1
     for _ in range(5000):
         deep = [deep]
     with pytest.raises(DamagedError):
-        from_plain(deep, {}.__getitem__)
+        decode(deep, {}.__getitem__)

@@ -25,20 +25,20 @@ def damaged(shelf: Path, target: Path) -> Path:
     shutil.copytree(shelf, target)
     path = target / "step-000002" / "stage-001.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    (target / ".draft-step-000003-00000000").mkdir()
+    (target / ".tmp-step-000003-00000000").mkdir()
     return target
 
 
 def test_ls_lists_the_newest_first(shelf: Path, call: Any, tmp_path: Path) -> None:
     rows = json.loads(call("ckpt", "ls", shelf, "--json").output)
     assert [(row["name"], row["state"], row["ranks"]) for row in rows] == [
-        ("step-000002", "whole", 2),
-        ("step-000001", "whole", 2),
+        ("step-000002", "complete", 2),
+        ("step-000001", "complete", 2),
     ]
     shown = call("ckpt", "ls", damaged(shelf, tmp_path / "bad")).output
-    assert "another size" in shown
-    assert ".draft-step-000003-00000000 | " in shown
-    assert "half written" in shown
+    assert "size of a file has changed" in shown
+    assert ".tmp-step-000003-00000000 | " in shown
+    assert "incomplete" in shown
 
 
 def test_verify_ends_with_6_if_one_is_damaged_and_names_the_one_that_counts(
@@ -47,7 +47,7 @@ def test_verify_ends_with_6_if_one_is_damaged_and_names_the_one_that_counts(
     assert call("ckpt", "verify", shelf).exit_code == 0
     result = call("ckpt", "verify", damaged(shelf, tmp_path / "bad"))
     assert result.exit_code == 6
-    assert "step-000002: a file has another size" in result.output
+    assert "step-000002: the size of a file has changed" in result.output
     assert "step-000001: good" in result.output
     assert "resumes from step-000001" in result.output
     told = json.loads(call("ckpt", "verify", shelf, "--json").output)

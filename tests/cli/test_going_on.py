@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.short_training import COMMAND, STEPS, Outcome, ShortTraining
-from penstock.checkpoint import steps
+from penstock.checkpoint import CheckpointDir
 from penstock.cli.train_log import StepsFile
 from penstock.ir import Run
 from tests.cli.lasting_trainings import DATA, LASTING, in_a_copy
+
+
+def names(training: ShortTraining) -> list[str]:
+    return [path.name for path in CheckpointDir(training.directory / "saved").checkpoints]
 
 
 def test_a_second_call_goes_on_and_a_third_has_nothing_to_do(training: ShortTraining, clean: Outcome) -> None:
@@ -18,7 +22,7 @@ def test_a_second_call_goes_on_and_a_third_has_nothing_to_do(training: ShortTrai
     second = training.run((), "--resume", "auto", fresh=False)
     third = training.run((), "--resume", "auto", fresh=False)
     assert (first.losses, second.losses, third.losses) == (clean.losses[:4], clean.losses, clean.losses)
-    assert [path.name for path in steps(training.directory / "saved")] == ["step-000010", "step-000009", "step-000006"]
+    assert names(training) == ["step-000010", "step-000009", "step-000006"]
 
 
 def test_the_same_line_goes_on_by_the_same_plan(training: ShortTraining) -> None:
@@ -65,12 +69,12 @@ def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(
     training: ShortTraining, clean: Outcome, tmp_path: Path
 ) -> None:
     training.run(steps=7)
-    newest = steps(training.directory / "saved")[0] / "plan.json"
+    newest = CheckpointDir(training.directory / "saved").checkpoints[0] / "plan.json"
     newest.write_bytes(newest.read_bytes()[:-2])
     said = tmp_path / "said.txt"
     pid = in_a_copy(training.directory, said, *LASTING, "--steps", str(STEPS))
     assert os.waitpid(pid, 0)[1] == 0, said.read_text()
-    assert "newer checkpoints are damaged and were passed over; training goes on from step-000006" in said.read_text()
+    assert "newer checkpoints are damaged and were skipped; training resumes from step-000006" in said.read_text()
     assert training.run((), "--resume", "auto", fresh=False).losses == clean.losses
 
 
@@ -94,7 +98,7 @@ def test_a_model_that_is_broken_does_not_prune_the_good_ones_and_stays_broken(tr
     options = ("--optimizer", "data.py:breaking", "--every", 1, "--keep", 2)
     found = training.run((), *options)
     assert (found.exit_code, len(found.losses)) == (5, 6)
-    assert [path.name for path in steps(training.directory / "saved")] == ["step-000003", "step-000002"]
+    assert names(training) == ["step-000003", "step-000002"]
     again = training.run((), *options, "--resume", "auto", fresh=False)
     assert (again.exit_code, "3 steps in a row" in again.output) == (5, True)
 

@@ -15,7 +15,7 @@ from benchmarks.guarded import guarded
 from benchmarks.leftovers import left_over
 from benchmarks.listeners import is_local, listeners
 from benchmarks.short_training import COMMAND, STEPS, Outcome, ShortTraining
-from penstock.checkpoint import steps
+from penstock.checkpoint import CheckpointDir
 from penstock.cli.output import note
 from penstock.cli.train_log import StepsFile
 from penstock.launch import ALLOW_VARIABLE, StatusFile
@@ -40,7 +40,7 @@ def test_checkpoints_that_are_written_beside_the_steps_are_as_good(training: Sho
     found = training.run(["kill,rank=1,save=4", "kill,rank=0,step=8,life=1"], "--asynchronous")
     assert (found.exit_code, found.restarts, found.bad) == (0, 2, ())
     assert found.losses == clean.losses
-    assert "step-000010" in {path.name for path in steps(training.directory / "saved")}
+    assert "step-000010" in {path.name for path in CheckpointDir(training.directory / "saved").checkpoints}
 
 
 def test_a_rank_that_hangs_is_given_up_after_the_deadline(training: ShortTraining, clean: Outcome) -> None:
@@ -85,7 +85,7 @@ def test_one_that_cannot_be_written_beside_the_steps_is_told(
     options = (*LASTING, "--asynchronous", "--steps", str(STEPS), "--fault", "full-disk,rank=1,step=6")
     assert os.waitpid(in_a_copy(training.directory, tmp_path / "said.txt", *options), 0)[1] == 0
     told = (tmp_path / "said.txt").read_text()
-    assert "CHECKPOINT OF STEP 6 NOT WRITTEN, training goes on; the newest is that of step 3" in told
+    assert "CHECKPOINT OF STEP 6 NOT WRITTEN, training continues; the newest is that of step 3" in told
     assert "No space left" in told
     assert training.run((), "--resume", "auto", fresh=False).losses == clean.losses
 
@@ -137,7 +137,7 @@ def test_who_is_asked_to_stop_saves_the_step_that_all_have_finished(
 ) -> None:
     code, told = started.asked(started.pid if who == "the launcher" else started.rank(1), number)
     assert code == 0
-    assert [path.name for path in steps(training.directory / "saved")] == [f"step-{told:06d}"]
+    assert [path.name for path in CheckpointDir(training.directory / "saved").checkpoints] == [f"step-{told:06d}"]
 
 
 def test_a_launcher_that_is_killed_takes_its_ranks_with_it(
@@ -175,7 +175,7 @@ def test_torchrun_takes_it_up_again_and_passes_on_the_wish_to_stop(training: Sho
         assert process.poll() is None
     process.terminate()
     told = [line for line in process.communicate(timeout=60)[0].splitlines() if line.startswith("step ")]
-    newest = steps(training.directory / "saved")[0].name
+    newest = CheckpointDir(training.directory / "saved").checkpoints[0].name
     assert newest == f"step-{10 + len(told):06d}"
     diary = StepsFile(training.directory / "out").read()
     assert [figures.loss for figures in diary][:STEPS] == list(clean.losses)

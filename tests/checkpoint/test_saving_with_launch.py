@@ -1,4 +1,4 @@
-"""A rank whose function has returned still writes what it began."""
+"""Saves of launched ranks: a rank finishes its save although its function has returned."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock
-from penstock.checkpoint import draft, verified
+from penstock.checkpoint import verify_checkpoints, writer
 from penstock.errors import RunError
 from penstock.ir import Plan
 from penstock.launch import StatusFile, explain_hang, launcher
@@ -37,17 +37,17 @@ def saved(plan: Plan, root: Path) -> None:
     penstock.Pipeline(model(), plan, loss_fn=nn.MSELoss()).save(root, asynchronous=True)
 
 
-def test_a_save_that_takes_long_is_waited_for(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_save_is_waited_for(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*args: Any) -> Any:
         time.sleep(0.3)
         return written(*args)
 
-    written = draft._written
-    monkeypatch.setattr(draft, "_written", slow)
+    written = writer.write_file
+    monkeypatch.setattr(writer, "write_file", slow)
     monkeypatch.setattr(launcher, "_EXIT_SECONDS", 0.05)
     monkeypatch.setattr(launcher, "_TERM_SECONDS", 0.05)
     penstock.launch(saved, 2, plan, tmp_path)
-    assert [(one.name, one.problem) for one in verified(tmp_path)] == [("step-000000", "")]
+    assert [(one.name, one.problem) for one in verify_checkpoints(tmp_path)] == [("step-000000", "")]
 
 
 def test_a_save_that_fails_after_the_last_step_is_an_error(
@@ -56,7 +56,7 @@ def test_a_save_that_fails_after_the_last_step_is_an_error(
     def full(*args: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(draft, "_written", full)
+    monkeypatch.setattr(writer, "write_file", full)
     with pytest.raises(RunError, match="No space left on device"):
         penstock.launch(saved, 2, plan, tmp_path)
 
@@ -70,8 +70,8 @@ def slow_save(plan: Plan, root: Path) -> None:
             wait_until(lambda: (root / "continue").exists())
         return write(*args)
 
-    write = draft._written
-    with mock.patch.object(draft, "_written", written):
+    write = writer.write_file
+    with mock.patch.object(writer, "write_file", written):
         penstock.Pipeline(model(), plan, loss_fn=nn.MSELoss()).save(root)
 
 

@@ -1,4 +1,4 @@
-"""Ranks save together and go on together: on any plan, with the numbers of a training that never stopped."""
+"""Ranks save and load together: with any plan, with the losses of a training that never stopped."""
 
 import time
 import warnings
@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, SequentialLR
 
 import penstock
-from penstock.checkpoint import draft
+from penstock.checkpoint import writer
 from penstock.errors import PenstockError
 from penstock.ir import Plan
 from tests.checkpoint.trainings import OPTIMIZERS, Training, the_plan
@@ -49,7 +49,7 @@ def leg(plan: Plan, optimizer: str, root: str) -> tuple[list[float], Any]:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_any_plan_goes_on_from_what_any_plan_wrote(optimizer: str, pools: Any, tmp_path: Path) -> None:
+def test_any_plan_resumes_from_a_checkpoint_of_any_plan(optimizer: str, pools: Any, tmp_path: Path) -> None:
     losses: list[float] = []
     for place, plan in enumerate(WAY):
         found = pools[plan.num_ranks].run(leg, plan, optimizer, str(tmp_path))
@@ -79,12 +79,10 @@ def plain_losses(pipe: penstock.Pipeline, optimizer: str, root: str, steps: int)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_plans_that_add_in_the_same_order_go_on_bit_by_bit(optimizer: str, pools: Any, tmp_path: Path) -> None:
+def test_plans_that_add_in_the_same_order_resume_bit_identically(optimizer: str, pools: Any, tmp_path: Path) -> None:
     (way := tmp_path / "way").mkdir()
     (whole := tmp_path / "whole").mkdir()
-    losses = [
-        loss for plan in SAME_SUMS for loss in pools[plan.num_ranks].run(plain_leg, plan, optimizer, str(way))[0]
-    ]
+    losses = [loss for plan in SAME_SUMS for loss in pools[plan.num_ranks].run(plain_leg, plan, optimizer, str(way))[0]]
     alone = penstock.Pipeline(chain(6), SAME_SUMS[3], loss_fn=mse_loss, local=True)
     assert losses == plain_losses(alone, optimizer, str(whole), 10)
 
@@ -104,7 +102,7 @@ def interrupted(plan: Plan, root: str) -> tuple[list[float], list[float], Any, d
     return expected, [*again.losses(20), float(torch.rand(()))], loaded, sizes
 
 
-def test_the_same_plan_goes_on_bit_by_bit_and_each_rank_reads_its_own(pools: Any, tmp_path: Path) -> None:
+def test_the_same_plan_resumes_bit_identically_and_each_rank_reads_its_own_part(pools: Any, tmp_path: Path) -> None:
     found = pools[2].run(interrupted, the_plan(2), str(tmp_path))
     for rank, (expected, losses, loaded, sizes) in enumerate(found):
         assert losses == expected
@@ -131,7 +129,7 @@ def broken(plan: Plan, root: str, others: str, asynchronous: bool) -> tuple[list
 
     training.losses(1)
     full = OSError(28, "No space left on device")
-    with mock.patch.object(draft, "_written", side_effect=full if is_second else draft._written):
+    with mock.patch.object(writer, "write_file", side_effect=full if is_second else writer.write_file):
         heard(lambda: training.save(root, asynchronous=asynchronous))
         heard(training.pipe.wait_for_save)
     heard(lambda: training.save(others if is_second else root))
@@ -141,7 +139,7 @@ def broken(plan: Plan, root: str, others: str, asynchronous: bool) -> tuple[list
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_error_of_one_rank_is_one_of_all_and_the_old_checkpoint_stays(
+def test_an_error_of_one_rank_is_raised_on_all_and_the_old_checkpoint_stays(
     asynchronous: bool, pools: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "one").mkdir()
@@ -149,7 +147,7 @@ def test_an_error_of_one_rank_is_one_of_all_and_the_old_checkpoint_stays(
     for said, _, step in results:
         saving, waiting, apart, strange = said
         assert "No space left" in (waiting if asynchronous else saving)
-        assert "does not reach the directory" in apart
+        assert "cannot reach the directory" in apart
         assert "cannot hold" in strange
         assert step == 1
     assert results[0][1] == results[1][1]
@@ -168,7 +166,7 @@ def beside(plan: Plan, root: str) -> tuple[list[float], list[float], str]:
     training.pipe.load(root, training.optimizer)
     losses = training.losses(2)
     full = OSError(28, "No space left on device")
-    with mock.patch.object(draft, "_written", side_effect=full):
+    with mock.patch.object(writer, "write_file", side_effect=full):
         training.save(root, asynchronous=True)
         training.pipe._saver._background.wait()
     try:
@@ -180,7 +178,9 @@ def beside(plan: Plan, root: str) -> tuple[list[float], list[float], str]:
     return expected, losses, said
 
 
-def test_a_thread_writes_what_was_there_and_its_failure_is_loud_at_the_next_step(pools: Any, tmp_path: Path) -> None:
+def test_an_asynchronous_save_writes_the_state_at_the_call_and_its_failure_is_raised_at_the_next_step(
+    pools: Any, tmp_path: Path
+) -> None:
     for expected, losses, said in pools[2].run(beside, the_plan(2), str(tmp_path)):
         assert losses == expected
         assert "No space left" in said
@@ -196,7 +196,7 @@ def passed_over(plan: Plan, root: str) -> tuple[int | None, list[str]]:
     return step, [str(one.message) for one in said if one.category is RuntimeWarning]
 
 
-def test_all_ranks_fall_back_to_the_same_checkpoint_and_say_so(pools: Any, tmp_path: Path) -> None:
+def test_all_ranks_fall_back_to_the_same_checkpoint_with_a_warning(pools: Any, tmp_path: Path) -> None:
     training = Training(the_plan(2), local=True)
     for _ in range(3):
         training.losses(1)
@@ -206,7 +206,7 @@ def test_all_ranks_fall_back_to_the_same_checkpoint_and_say_so(pools: Any, tmp_p
     (first, said), (second, nothing) = pools[2].run(passed_over, the_plan(2), str(tmp_path))
     assert first == second == 1
     assert not nothing
-    assert "goes on from step-000001" in said[0]
+    assert "resumes from step-000001" in said[0]
     assert "stage-001" in said[0]
     assert "optimizer-000.json" in said[0]
 
@@ -222,9 +222,7 @@ FLIPS = {"Adam": b"Adal", "groups": b"gsoups", '"group"': b'"gsoup"', "exp_avg_s
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("word", FLIPS)
-def test_a_flipped_bit_is_found_by_whoever_looks_before_anyone_reads(
-    word: str, ranks: int, pools: Any, tmp_path: Path
-) -> None:
+def test_a_flipped_bit_is_found_before_any_rank_reads(word: str, ranks: int, pools: Any, tmp_path: Path) -> None:
     training = Training(the_plan(2), local=True)
     for _ in range(2):
         training.losses(1)
@@ -267,7 +265,7 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("schedules", SCHEDULERS)
 @pytest.mark.parametrize("other", SAME_SUMS[1:3])
-def test_every_rank_goes_on_with_the_rates_of_its_own_groups(
+def test_every_rank_resumes_with_the_learning_rates_of_its_own_groups(
     other: Plan, schedules: str, pools: Any, tmp_path: Path
 ) -> None:
     for name in ("whole", "parts"):
@@ -309,7 +307,7 @@ def copies(plan: Plan, root: str, shards: bool) -> tuple[list[float], list[float
 
 
 @pytest.mark.parametrize("shards", [False, True])
-def test_of_replicas_one_writes_and_all_go_on(shards: bool, pools: Any, tmp_path: Path) -> None:
+def test_one_replica_writes_and_all_resume(shards: bool, pools: Any, tmp_path: Path) -> None:
     plans = [chain_plan("interleaved", 2, 2, 2), chain_plan("interleaved", 1, 4, 2)]
     results = pools[4].run(copies, plans[0], str(tmp_path), shards)
     alone = penstock.Pipeline(chain(4), plans[1], loss_fn=mse_loss, local=True)
@@ -338,13 +336,14 @@ def late(plan: Plan, root: str) -> list[bool]:
         time.sleep(0.2)
         return write(*args)
 
-    write = draft._written
+    write = writer.write_file
+
     def numbers() -> dict[str, torch.Tensor]:
         return {name: one.detach().full_tensor().clone() for name, one in pipe.named_parameters()}
 
     step()
     before = numbers()
-    with mock.patch.object(draft, "_written", written):
+    with mock.patch.object(writer, "write_file", written):
         pipe.save(root, optimizer, asynchronous=True)
         step()
         pipe.wait_for_save()
@@ -352,6 +351,6 @@ def late(plan: Plan, root: str) -> list[bool]:
     return [torch.equal(one, before[name]) for name, one in numbers().items()]
 
 
-def test_a_thread_writes_copies_also_of_what_is_whole_already(pools: Any, tmp_path: Path) -> None:
+def test_an_asynchronous_save_copies_tensors_that_are_not_sharded_too(pools: Any, tmp_path: Path) -> None:
     found = pools[2].run(late, chain_plan("interleaved", 2, 2, 2), str(tmp_path))
     assert all(all(each) and each for each in found)

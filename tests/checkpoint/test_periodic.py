@@ -1,4 +1,4 @@
-"""A loop that saves on the way goes on where it was, with the numbers that it would have had."""
+"""A loop that saves on the way resumes with the losses it would have had."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.api.keeping import Keeping
 from penstock.api.loop import Recipe, StepReport, train
-from penstock.api.saving import Saver
-from penstock.checkpoint import Background, draft
+from penstock.checkpoint import BackgroundWriter, CheckpointOptions, PeriodicSaver, Saver, writer
 from penstock.errors import CheckpointError, RunError
 from penstock.ir import Plan
 
@@ -39,12 +37,15 @@ def batches() -> Iterator[Any]:
 class Trained:
     """A loop over the batches in one process, with what it told."""
 
-    def __init__(self, plan: Plan, steps: int, keeping: Keeping | None = None, data: Any = None) -> None:
+    def __init__(
+        self, plan: Plan, steps: int, options: CheckpointOptions | None = None, data: Any = None, **hooks: Any
+    ) -> None:
         pipe = penstock.Pipeline(model(), plan, loss_fn=nn.MSELoss(), local=True)
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         self.told: list[StepReport] = []
         recipe = Recipe(steps, 1.0, has_loss_fn=True)
-        self.run = train(pipe, batches() if data is None else data, optimizer, recipe, self.told.append, keeping)
+        saver = None if options is None else PeriodicSaver(pipe, optimizer, options, **hooks)
+        self.run = train(pipe, batches() if data is None else data, optimizer, recipe, self.told.append, saver)
 
 
 def names(directory: Path) -> list[str]:
@@ -52,39 +53,39 @@ def names(directory: Path) -> list[str]:
 
 
 def test_it_saves_on_the_way_and_at_the_end_and_keeps_the_newest(plan: Plan, tmp_path: Path) -> None:
-    Trained(plan, 11, Keeping(tmp_path, every=4, keep=2))
+    Trained(plan, 11, CheckpointOptions(tmp_path, every=4, keep=2))
     assert names(tmp_path) == ["step-000008", "step-000011"]
 
 
-def test_what_goes_on_has_the_losses_of_what_was_not_interrupted(plan: Plan, tmp_path: Path) -> None:
+def test_a_resumed_training_has_the_losses_of_an_uninterrupted_one(plan: Plan, tmp_path: Path) -> None:
     whole = Trained(plan, 9)
-    Trained(plan, 4, Keeping(tmp_path, every=100))
-    later = Trained(plan, 9, Keeping(tmp_path, every=100, resume=tmp_path))
+    Trained(plan, 4, CheckpointOptions(tmp_path, every=100))
+    later = Trained(plan, 9, CheckpointOptions(tmp_path, every=100, resume=tmp_path))
     assert [figures.step for figures in later.run.steps] == [4, 5, 6, 7, 8]
     assert later.run.losses == whole.run.losses[4:]
-    assert later.told[0].remarks == (f"went on from {tmp_path / 'step-000004'}, after step 4",)
+    assert later.told[0].remarks == (f"resumed from {tmp_path / 'step-000004'}, after step 4",)
 
 
-def test_a_function_of_the_number_of_the_batch_begins_there(plan: Plan, tmp_path: Path) -> None:
+def test_a_data_function_is_called_with_the_index_of_the_first_batch(plan: Plan, tmp_path: Path) -> None:
     asked = []
 
     def data(start: int) -> Iterator[Any]:
         asked.append(start)
         return iter([(torch.ones(4, 4), torch.ones(4, 4))] * 9)
 
-    Trained(plan, 3, Keeping(tmp_path, every=100), data)
-    Trained(plan, 5, Keeping(tmp_path, every=100, resume=tmp_path), data)
+    Trained(plan, 3, CheckpointOptions(tmp_path, every=100), data)
+    Trained(plan, 5, CheckpointOptions(tmp_path, every=100, resume=tmp_path), data)
     assert asked == [0, 3]
 
 
-def test_what_is_over_stays_so(plan: Plan, tmp_path: Path) -> None:
-    Trained(plan, 3, Keeping(tmp_path))
-    again = Trained(plan, 3, Keeping(tmp_path, resume=tmp_path))
+def test_a_finished_training_stays_finished(plan: Plan, tmp_path: Path) -> None:
+    Trained(plan, 3, CheckpointOptions(tmp_path))
+    again = Trained(plan, 3, CheckpointOptions(tmp_path, resume=tmp_path))
     assert again.run.steps == ()
     assert names(tmp_path) == ["step-000003"]
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(
+def test_training_continues_with_a_remark_if_a_checkpoint_cannot_be_written(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Path:
@@ -94,14 +95,14 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(
 
     save = penstock.Pipeline.save
     monkeypatch.setattr(penstock.Pipeline, "save", full)
-    trained = Trained(plan, 6, Keeping(tmp_path, every=2))
+    trained = Trained(plan, 6, CheckpointOptions(tmp_path, every=2))
     (remark,) = trained.told[3].remarks
-    assert "CHECKPOINT OF STEP 4 NOT WRITTEN, training goes on; the newest is that of step 2" in remark
+    assert "CHECKPOINT OF STEP 4 NOT WRITTEN, training continues; the newest is that of step 2" in remark
     assert "No space left on device" in remark
     assert names(tmp_path) == ["step-000002", "step-000006"]
 
 
-def test_if_the_last_one_cannot_be_written_that_is_an_error(
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Path:
@@ -109,17 +110,17 @@ def test_if_the_last_one_cannot_be_written_that_is_an_error(
 
     monkeypatch.setattr(penstock.Pipeline, "save", full)
     with pytest.raises(RunError, match=r"the last checkpoint was not written.*newest: none"):
-        Trained(plan, 3, Keeping(tmp_path, every=2))
+        Trained(plan, 3, CheckpointOptions(tmp_path, every=2))
 
 
 @pytest.mark.parametrize("wrong", [{"every": 0}, {"keep": 0}])
-def test_counts_that_make_no_sense_are_refused(wrong: dict[str, int], tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="above 0"):
-        Keeping(tmp_path, **wrong)
+def test_counts_must_be_positive(wrong: dict[str, int], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="must be a positive integer"):
+        CheckpointOptions(tmp_path, **wrong)
 
 
 @pytest.mark.parametrize("is_seen_by_a_step", [True, False])
-def test_what_is_written_beside_the_steps_may_fail_and_training_goes_on(
+def test_training_continues_if_an_asynchronous_save_fails(
     is_seen_by_a_step: bool, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, *rest: Any) -> Any:
@@ -127,43 +128,45 @@ def test_what_is_written_beside_the_steps_may_fail_and_training_goes_on(
             raise OSError(28, "No space left on device")
         return written(path, *rest)
 
-    def begun(self: Background, work: Any) -> None:
+    def begun(self: BackgroundWriter, work: Any) -> None:
         start(self, work)
         if is_seen_by_a_step:
             self.wait()
 
-    written, start = draft._written, Background.start
-    monkeypatch.setattr(draft, "_written", full)
-    monkeypatch.setattr(Background, "start", begun)
+    written, start = writer.write_file, BackgroundWriter.start
+    monkeypatch.setattr(writer, "write_file", full)
+    monkeypatch.setattr(BackgroundWriter, "start", begun)
     if not is_seen_by_a_step:
         # Otherwise that would be a matter of luck: the thread may be faster than the next step.
-        monkeypatch.setattr(Saver, "check", lambda self, occasion: None)
-    trained = Trained(plan, 7, Keeping(tmp_path, every=2, asynchronous=True))
+        monkeypatch.setattr(Saver, "check", lambda self, request: None)
+    trained = Trained(plan, 7, CheckpointOptions(tmp_path, every=2, asynchronous=True))
     (told,) = [report for report in trained.told if report.remarks]
     assert told.figures.step == (4 if is_seen_by_a_step else 5)
-    assert "CHECKPOINT OF STEP 4 NOT WRITTEN, training goes on; the newest is that of step 2" in told.remarks[0]
+    assert "CHECKPOINT OF STEP 4 NOT WRITTEN, training continues; the newest is that of step 2" in told.remarks[0]
     assert trained.run.losses == Trained(plan, 7).run.losses
     assert names(tmp_path) == ["step-000002", "step-000006", "step-000007"]
 
 
-def test_if_the_last_one_cannot_be_written_beside_the_steps_that_is_an_error(
+def test_a_last_asynchronous_save_that_fails_is_an_error(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(draft, "_written", full)
+    monkeypatch.setattr(writer, "write_file", full)
     with pytest.raises(RunError, match=r"the last checkpoint was not written.*No space left.*newest: none"):
-        Trained(plan, 2, Keeping(tmp_path, every=2, asynchronous=True))
+        Trained(plan, 2, CheckpointOptions(tmp_path, every=2, asynchronous=True))
 
 
-def test_a_step_that_fails_for_another_reason_is_not_tried_again(plan: Plan, tmp_path: Path) -> None:
+def test_a_step_that_fails_for_another_reason_is_not_repeated(plan: Plan, tmp_path: Path) -> None:
     data = [(torch.ones(4, 4), torch.ones(4, 4))] * 2 + [(torch.ones(4, 3), torch.ones(4, 4))]
     with pytest.raises(penstock.PenstockError):
-        Trained(plan, 3, Keeping(tmp_path, every=9, asynchronous=True), data)
+        Trained(plan, 3, CheckpointOptions(tmp_path, every=9, asynchronous=True), data)
 
 
-def test_a_step_is_noted_before_it_is_saved(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_step_is_called_before_the_step_is_saved(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     noted: list[int] = []
 
     def killed(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Path:
@@ -173,13 +176,13 @@ def test_a_step_is_noted_before_it_is_saved(plan: Plan, tmp_path: Path, monkeypa
     save = penstock.Pipeline.save
     monkeypatch.setattr(penstock.Pipeline, "save", killed)
     with pytest.raises(KeyboardInterrupt):
-        Trained(plan, 6, Keeping(tmp_path, every=4, taken=lambda figures: noted.append(figures.step)))
+        Trained(plan, 6, CheckpointOptions(tmp_path, every=4), on_step=lambda metrics: noted.append(metrics.step))
     assert names(tmp_path) == ["step-000004"]
     assert noted == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("position", [None, 7, {"epoch": 1}, {"batches": "two"}, {"batches": -1}])
-def test_where_no_batches_were_counted_there_was_one_for_every_step(
+def test_a_checkpoint_without_a_count_of_batches_had_one_per_step(
     position: Any, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def saved(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Path:
@@ -187,5 +190,5 @@ def test_where_no_batches_were_counted_there_was_one_for_every_step(
 
     save = penstock.Pipeline.save
     monkeypatch.setattr(penstock.Pipeline, "save", saved)
-    Trained(plan, 3, Keeping(tmp_path))
-    assert Trained(plan, 5, Keeping(tmp_path, resume=tmp_path)).run.losses == Trained(plan, 5).run.losses[3:]
+    Trained(plan, 3, CheckpointOptions(tmp_path))
+    assert Trained(plan, 5, CheckpointOptions(tmp_path, resume=tmp_path)).run.losses == Trained(plan, 5).run.losses[3:]

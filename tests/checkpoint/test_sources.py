@@ -1,4 +1,4 @@
-"""What may lie in a directory, and what is refused before anything is read."""
+"""Directories that hold a model, and those that are refused before anything is read."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.checkpoint import open_directory
+from penstock.checkpoint import open_tensors
 from penstock.errors import CheckpointError
 
 NUMBERS = {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
@@ -19,15 +19,15 @@ def indexed(directory: Path, **files: str) -> Path:
     return directory
 
 
-def test_one_file_says_its_names(tmp_path: Path) -> None:
+def test_a_single_file_lists_its_tensors(tmp_path: Path) -> None:
     save_file(NUMBERS, tmp_path / "model.safetensors")
-    assert set(open_directory(tmp_path).names) == {"a", "b"}
+    assert set(open_tensors(tmp_path).names) == {"a", "b"}
 
 
 def test_a_tensor_is_read_from_its_file_and_no_other_is_opened(tmp_path: Path) -> None:
     save_file({"a": NUMBERS["a"]}, tmp_path / "one.safetensors")
     (tmp_path / "two.safetensors").write_bytes(b"nothing that could be opened")
-    reader = open_directory(indexed(tmp_path, a="one.safetensors", b="two.safetensors"))
+    reader = open_tensors(indexed(tmp_path, a="one.safetensors", b="two.safetensors"))
     found, loaded = reader.read({"a": ("a",)}, {"a": torch.empty(3)})
     assert torch.equal(found["a"], NUMBERS["a"])
     assert (loaded.bytes_read, loaded.files) == (12, ("one.safetensors",))
@@ -37,48 +37,48 @@ def test_a_tensor_is_read_from_its_file_and_no_other_is_opened(tmp_path: Path) -
     "file", ["../one.safetensors", "/etc/passwd", "in/one.safetensors", "a.bin", "..", "", "a\\b.safetensors"]
 )
 def test_an_index_that_leads_elsewhere_is_refused(file: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no safetensors file beside it"):
-        open_directory(indexed(tmp_path, a=file))
+    with pytest.raises(CheckpointError, match="files of its own directory"):
+        open_tensors(indexed(tmp_path, a=file))
 
 
 def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"gone\.safetensors"):
-        open_directory(indexed(tmp_path, a="gone.safetensors"))
+        open_tensors(indexed(tmp_path, a="gone.safetensors"))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}'])
-def test_an_index_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+def test_an_invalid_index_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text, encoding="utf-8")
     with pytest.raises(CheckpointError, match="index"):
-        open_directory(tmp_path)
+        open_tensors(tmp_path)
 
 
 OTHERS = {
     "pytorch_model.bin": "pickled",
     "pytorch_model.bin.index.json": "pickled",
     "adapter_model.safetensors": "adapter",
-    "notes.txt": "nothing here is known",
+    "notes.txt": "no checkpoint found",
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_files_are_refused_with_a_way_out(name: str, tmp_path: Path) -> None:
+def test_other_files_are_refused_with_a_hint(name: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
     with pytest.raises(CheckpointError, match=OTHERS[name]) as refusal:
-        open_directory(tmp_path)
+        open_tensors(tmp_path)
     assert refusal.value.hint
 
 
-def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:
+def test_anything_but_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for given in (tmp_path / "file", tmp_path / "nowhere", 3):
         with pytest.raises(CheckpointError, match="director"):
-            open_directory(given)  # type: ignore[arg-type]
+            open_tensors(given)  # type: ignore[arg-type]
 
 
-def test_a_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     save_file(NUMBERS, tmp_path / "model.safetensors")
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-5])
-    with pytest.raises(CheckpointError, match="not in the format"):
-        open_directory(tmp_path)
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        open_tensors(tmp_path)

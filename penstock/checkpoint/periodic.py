@@ -1,0 +1,170 @@
+"""Saves a training loop every few steps, and resumes it where an earlier one ended."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from penstock.checkpoint.options import CheckpointOptions
+from penstock.checkpoint.random_state import random_state, random_state_restorer
+from penstock.checkpoint.reader import Loaded
+from penstock.errors import CheckpointError, RunError
+from penstock.ir import StepMetrics, as_int
+
+Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
+"""all batches in order, or a function that returns those from a given index on"""
+
+
+class PeriodicSaver:
+    """Saves one training loop. A checkpoint that cannot be written is a warning, unless it is the last one."""
+
+    def __init__(
+        self,
+        pipe: Any,
+        optimizer: Any,
+        options: CheckpointOptions,
+        *,
+        extra: Any = None,
+        on_resume: Callable[[Loaded], str] = lambda loaded: "",
+        on_step: Callable[[StepMetrics], None] = lambda metrics: None,
+    ) -> None:
+        """`pipe` is a Pipeline, `extra` is saved with it.
+
+        `on_resume` is called once the training is restored and may return a remark. `on_step` is called on the first
+        rank after every step, before it is saved: a run that resumes after the step does not take it again.
+        """
+        self._pipe, self._optimizer, self._options, self._extra = pipe, optimizer, options, extra
+        self._on_resume, self._on_step = on_resume, on_step
+        self._num_batches = 0
+        self.num_skipped = 0
+        """number of consecutive skipped steps up to now"""
+        self._saved: int | None = None
+        """the step of the newest checkpoint"""
+        self._writing: int | None = None
+        """the step of the checkpoint that a thread is writing"""
+        self._error: CheckpointError | RunError | None = None
+
+    def resume(self, batches: Batches) -> tuple[Iterator[Any], str]:
+        """Restore the training if asked to; returns the remaining batches and a remark."""
+        if self._options.resume is None:
+            return batches_from(batches, 0), ""
+        # The data may be drawn from the global random state: batches that were used are drawn again from the state
+        # at the start of the program, as they were then, and the saved state applies after them.
+        fresh = random_state()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loaded = self._load(self._options.resume)
+        resumed = random_state()
+        self._num_batches, self.num_skipped = _position(loaded)
+        self._saved = loaded.step
+        random_state_restorer(fresh)()
+        left = batches_from(batches, self._num_batches)
+        random_state_restorer(resumed)()
+        remarks = (*(str(warning.message) for warning in caught), self._on_resume(loaded))
+        text = "".join(f"; {remark}" for remark in remarks if remark)
+        return left, f"resumed from {loaded.path}, after step {loaded.step}{text}"
+
+    def _load(self, source: Path) -> Loaded:
+        try:
+            loaded: Loaded = self._pipe.load(source, self._optimizer)
+        except (CheckpointError, RunError) as error:
+            # Another attempt would find the same damaged checkpoint, or one of another model.
+            error.is_final = error.is_shared or isinstance(error, CheckpointError)
+            raise
+        return loaded
+
+    def step_taken(self, metrics: StepMetrics, num_skipped: int) -> str:
+        """Save if it is time to; returns a remark if that failed.
+
+        While steps are skipped nothing is saved: the model may be broken, and pruning would remove good checkpoints.
+        """
+        if self._pipe.is_first:
+            self._on_step(metrics)
+        self._num_batches += 1
+        self.num_skipped = num_skipped
+        is_time = self._pipe.num_steps % self._options.every == 0 and not num_skipped
+        return self._save() if is_time else ""
+
+    def step_refused(self, error: CheckpointError | RunError) -> str:
+        """Handle the error of a step: returns a remark if it only reports a failed asynchronous save, else raises."""
+        if self._writing is None:
+            raise error
+        step, self._writing = self._writing, None
+        return self._failed(step, error)
+
+    def finish(self) -> None:
+        """Save the steps since the last checkpoint; raises if that fails, because they would be lost."""
+        self._wait()
+        if self._saved != self._pipe.num_steps:
+            self._save()
+            self._wait()
+        if self._saved != self._pipe.num_steps and self._error is not None:
+            problem = f"the last checkpoint was not written: {self._error.problem}"
+            values = {"step": self._pipe.num_steps, **self._error.values, "newest": self._newest}
+            error = RunError(problem, hint=self._error.hint, **values)
+            error.is_final = True  # all steps are taken, so a restart would not save them either
+            raise error
+
+    def _save(self) -> str:
+        remark, self._error = self._wait(), None
+        step, options = self._pipe.num_steps, self._options
+        position = {"batches": self._num_batches, "skipped": self.num_skipped}
+        try:
+            self._pipe.save(
+                options.directory,
+                self._optimizer,
+                self._extra,
+                position=position,
+                keep=options.keep,
+                asynchronous=options.asynchronous,
+            )
+        except (CheckpointError, RunError) as error:
+            return "; ".join(filter(None, (remark, self._failed(step, error))))
+        if options.asynchronous:
+            self._writing = step
+        else:
+            self._saved = step
+        return remark
+
+    def _wait(self) -> str:
+        """Wait for a running asynchronous save; returns a remark if it failed."""
+        if self._writing is None:
+            return ""
+        step, self._writing = self._writing, None
+        try:
+            self._pipe.wait_for_save()
+        except (CheckpointError, RunError) as error:
+            return self._failed(step, error)
+        self._saved = step
+        return ""
+
+    def _failed(self, step: int, error: CheckpointError | RunError) -> str:
+        """The remark for a checkpoint that could not be written; any other error is raised."""
+        if not (error.is_shared or isinstance(error, CheckpointError)):
+            raise error
+        self._error = error
+        text = str(error).replace("\n", " ")
+        return f"CHECKPOINT OF STEP {step} NOT WRITTEN, training continues; the newest is {self._newest}: {text}"
+
+    @property
+    def _newest(self) -> str:
+        return "none" if self._saved is None else f"that of step {self._saved}"
+
+
+def batches_from(batches: Batches, index: int) -> Iterator[Any]:
+    """The batches from an index on."""
+    if callable(batches):
+        return iter(batches(index))
+    found = iter(batches)
+    next(islice(found, index, index), None)
+    return found
+
+
+def _position(loaded: Loaded) -> tuple[int, int]:
+    """Numbers of batches used and of steps skipped; a checkpoint of another loop counts as one batch per step."""
+    position = loaded.position if isinstance(loaded.position, dict) else {}
+    batches, skipped = (as_int(position.get(name)) for name in ("batches", "skipped"))
+    if batches is None or batches < 0:
+        batches = loaded.step or 0
+    return batches, max(0, skipped or 0)

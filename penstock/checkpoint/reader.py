@@ -1,0 +1,220 @@
+"""Reads a checkpoint: documents, and only those tensors that a rank asks for."""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.checkpoint.manifest import Manifest, check_digests, check_sizes, files_to_check, read_manifest, step_of
+from penstock.checkpoint.names import shorten
+from penstock.checkpoint.optimizer_state import SavedOptimizer
+from penstock.checkpoint.tensor_file import DTYPES, read_bytes
+from penstock.checkpoint.values import Find, decode, from_text
+from penstock.errors import CheckpointError, DamagedError
+
+RUN, PLAN, CONFIG = "run", "plan.json", "config.json"
+"""the document of scaler, position and extra; the plan; the configuration of a transformers model"""
+_AGAIN = "download or save the directory again"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What one rank has read."""
+
+    num_tensors: int
+    bytes_read: int
+    files: tuple[str, ...]
+    """tensor files that were opened"""
+    path: str = ""
+    """the checkpoint that was read; empty for a Hugging Face directory"""
+    step: int | None = None
+    """number of steps taken when it was saved; None if that was not saved"""
+    position: Any = None
+    """the position in the data, as given to `save`"""
+    extra: Any = None
+    """the `extra` given to `save`"""
+    bytes_checked: int = 0
+    """size of the files whose digests this rank verified, on behalf of all ranks"""
+
+
+class TensorReader:
+    """Reads tensors by name from safetensors files; a file is opened only if one of its tensors is needed."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = dict(files)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors."""
+        return tuple(self._files)
+
+    def read(
+        self, sources: Mapping[str, Sequence[str]], wanted: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], Loaded]:
+        """Read a tensor for every name in `wanted`, with the shape and dtype of the tensor given for it.
+
+        `sources` has the names that each of them has in the checkpoint, several for tied parameters. Nothing is read
+        unless all shapes and dtypes match.
+        """
+        with ExitStack() as stack:
+            opened: dict[Path, Any] = {}
+            for name in wanted:
+                for source in sources[name]:
+                    file = self._files[source]
+                    if file not in opened:
+                        opened[file] = stack.enter_context(_open(file))
+            handles = {source: opened[self._files[source]] for name in wanted for source in sources[name]}
+            _check_shapes(handles, sources, wanted)
+            tensors = {source: handle.get_tensor(source) for source, handle in handles.items()}
+            _check_ties(tensors, sources, wanted)
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            found = {name: tensors[sources[name][0]] for name in wanted}
+            return found, Loaded(len(tensors), size, tuple(sorted(file.name for file in opened)))
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise DamagedError("not a safetensors file", file=file, error=error, hint=_AGAIN) from None
+
+
+def _check_shapes(
+    handles: Mapping[str, Any], sources: Mapping[str, Sequence[str]], wanted: Mapping[str, Tensor]
+) -> None:
+    missing, shapes, dtypes = [], [], []
+    names = {id(handle): set(handle.keys()) for handle in handles.values()}
+    for name, own in wanted.items():
+        for source in sources[name]:
+            if source not in names[id(handles[source])]:
+                missing.append(source)
+                continue
+            view = handles[source].get_slice(source)
+            if list(view.get_shape()) != list(own.shape):
+                shapes.append(f"{name} {list(view.get_shape())}, the model {list(own.shape)}")
+            elif DTYPES.get(view.get_dtype()) is not own.dtype:
+                dtypes.append(f"{name} {view.get_dtype()}, the model {str(own.dtype).removeprefix('torch.')}")
+    if missing:
+        raise DamagedError("a file lacks tensors that the index lists for it", names=shorten(missing), hint=_AGAIN)
+    if shapes:
+        hint = "a model of the configuration in that directory"
+        raise CheckpointError("the shapes of tensors differ from the model's", names=shorten(shapes), hint=hint)
+    if dtypes:
+        hint = "model.to(dtype) before planning, or from_config(config, dtype=...), with the dtype of the files"
+        raise CheckpointError("the dtypes of tensors differ from the model's", names=shorten(dtypes), hint=hint)
+
+
+def _check_ties(
+    tensors: Mapping[str, Tensor], sources: Mapping[str, Sequence[str]], wanted: Mapping[str, Tensor]
+) -> None:
+    for name in wanted:
+        first, *others = sources[name]
+        for other in others:
+            # Compared as bytes, so that NaN equals itself.
+            one, two = (tensors[source].reshape(-1).view(torch.uint8) for source in (first, other))
+            if not torch.equal(one, two):
+                raise CheckpointError(
+                    "names that are one parameter in the model have different values in the checkpoint",
+                    names=(first, other),
+                    hint="a configuration with tie_word_embeddings=False, if they are meant to differ",
+                )
+
+
+class CheckpointReader:
+    """One checkpoint that penstock wrote. Opening it reads the manifest and checks the sizes of all files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest: Manifest = read_manifest(directory)
+        if step_of(directory) not in (None, self.manifest.step):
+            problem = "a checkpoint has the directory name of another step"
+            raise DamagedError(problem, path=directory, step=self.manifest.step)
+        check_sizes(directory, self.manifest)
+        self.bytes_read = 0
+        self._stack = ExitStack()
+        self._opened: dict[str, Any] = {}
+
+    def __enter__(self) -> "CheckpointReader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def verify(self, rank: int = 0, ranks: int = 1) -> int:
+        """Compare this rank's share of the files with their digests; returns the number of bytes read."""
+        return check_digests(self.directory, self.manifest, files_to_check(self.manifest, rank, ranks))
+
+    @property
+    def tensors(self) -> TensorReader:
+        """Parameters and buffers."""
+        return TensorReader({name: self.directory / record.file for name, record in self.manifest.tensors.items()})
+
+    def has(self, file: str) -> bool:
+        """Whether a file is part of the checkpoint."""
+        return file in self.manifest.files
+
+    def text(self, file: str) -> bytes:
+        """The content of a file."""
+        if file not in self.manifest.files:
+            raise DamagedError("a file is missing", file=self.directory / file)
+        content = read_bytes(self.directory / file, self.manifest.files[file].bytes)
+        self.bytes_read += len(content)
+        return content
+
+    def plain(self, stem: str) -> dict[str, Any]:
+        """A document as its JSON object, with references to tensors."""
+        content = from_text(self.text(f"{stem}.json"), stem)
+        if not isinstance(content, dict):
+            raise DamagedError("a document is not a JSON object", file=stem)
+        return content
+
+    def document(self, stem: str) -> Any:
+        """The value of a document and the tensors beside it."""
+        return decode(self.plain(stem), self.find(stem))
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """Scaler, position and extra."""
+        found = self.document(RUN)
+        if not isinstance(found, dict):
+            raise DamagedError("a document is not a JSON object", file=RUN)
+        return found
+
+    @property
+    def optimizer(self) -> SavedOptimizer:
+        """The state of the optimizer; its tensors are read when they are needed."""
+        try:
+            return SavedOptimizer((self.plain(stem), self.find(stem)) for stem in self.stems("optimizer"))
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise DamagedError("the state of the optimizer cannot be read", reason=repr(error)) from None
+
+    def stems(self, kind: str) -> list[str]:
+        """Names without suffix of the numbered documents of a kind, such as optimizer-000."""
+        numbered = re.compile(rf"({kind}-\d{{3,}})\.json")
+        return [found[1] for name in sorted(self.manifest.files) if (found := numbered.fullmatch(name))]
+
+    def find(self, stem: str) -> Find:
+        """A function that reads a tensor of the file beside a document by name."""
+
+        def read_tensor(name: str) -> Tensor:
+            file = f"{stem}.safetensors"
+            try:
+                if file not in self._opened:
+                    if file not in self.manifest.files:
+                        problem = "a document refers to tensors that are not in the checkpoint"
+                        raise DamagedError(problem, file=file)
+                    handle = safe_open(self.directory / file, framework="pt")
+                    self._opened[file] = self._stack.enter_context(handle)
+                tensor: Tensor = self._opened[file].get_tensor(name)
+            except (SafetensorError, KeyError, OSError) as error:
+                raise DamagedError("a tensor cannot be read", file=stem, name=name, reason=error) from None
+            self.bytes_read += tensor.nbytes
+            return tensor
+
+        return read_tensor

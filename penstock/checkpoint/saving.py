@@ -1,0 +1,296 @@
+"""Saves the state of a training from all ranks into one checkpoint, while they wait or while they continue."""
+
+import functools
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from penstock.checkpoint.collective import errors_on_all_ranks, run_on_first_rank
+from penstock.checkpoint.directory import CheckpointDir
+from penstock.checkpoint.manifest import Manifest, PlanSummary, TensorRecord, fingerprint, step_name
+from penstock.checkpoint.optimizer_state import check_optimizer, split_optimizer_state
+from penstock.checkpoint.options import CheckpointOptions
+from penstock.checkpoint.random_state import random_state
+from penstock.checkpoint.reader import CONFIG, PLAN, RUN
+from penstock.checkpoint.scheduler_state import scheduler_document
+from penstock.checkpoint.tensor_file import FileRecord, dtype_and_shape
+from penstock.checkpoint.values import Tensors, encode, to_text
+from penstock.checkpoint.writer import BackgroundWriter, CheckpointWriter, Content, MakeManifest
+from penstock.errors import CheckpointError
+from penstock.ir import Plan, to_json
+from penstock.launch import run_before_exit
+from penstock.runtime import ModelPart, RankSync, SyncRequest
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What is saved beside the model."""
+
+    optimizer: Any = None
+    scheduler: Any = None
+    run: Mapping[str, Any] | None = None
+    """scaler, position and extra, as far as there are any"""
+
+
+class Saver:
+    """Writes the checkpoints of one Pipeline."""
+
+    def __init__(self, part: ModelPart, sync: RankSync) -> None:
+        self._part, self._groups, self._sync = part, part.groups, sync
+        self._background = BackgroundWriter()
+        self._layout: StateLayout | None = None
+
+    def save(self, plan: Plan, step: int, state: TrainingState, options: CheckpointOptions) -> Path:
+        """Write a checkpoint; a collective call. Returns its directory."""
+        settings = {"keep": options.keep} if options.keep is not None else {}
+        settings |= {"asynchronous": True} if options.asynchronous else {}
+        request = SyncRequest("save", step, ", ".join(f"{name}={value}" for name, value in settings.items()))
+        root, copies = options.directory, options.asynchronous  # a thread writes copies
+        self._background.wait()
+        self.check(request)
+        with errors_on_all_ranks(self._sync, request):
+            if root.exists() and not root.is_dir():
+                raise CheckpointError("the checkpoint directory must be a directory, got a file", path=root)
+            self._part.check_numbers()
+            if state.optimizer is not None:
+                check_optimizer(state.optimizer, parameter_names(self._part))
+            documents = _run_files(state.run) if self._groups.rank == 0 else {}
+        self._layout = self._layout or StateLayout.gather(self._part)
+        # An absolute path: the thread may still write after the program has changed its directory.
+        writer = self._create(root.absolute(), request)
+        try:
+            with errors_on_all_ranks(self._sync, request):
+                contents = self._own_files(writer, state, copies)
+                contents |= {name: _snapshot_file(content, copies) for name, content in documents.items()}
+                if self._groups.rank == 0:
+                    contents |= _plan_files(plan, self._part)
+        except BaseException:
+            writer.abandon()
+            raise
+        make_manifest = self._manifest_maker(plan, step, self._layout)
+
+        def write() -> CheckpointError | None:
+            """Write this rank's files, and on the first rank finish the checkpoint; returns the error of any rank."""
+            if not self._groups.replica:
+                writer.write(self._groups.rank, contents)
+            if not copies and self._groups.monitor is not None:
+                # A rank that dies while the others wait for its files is reported as in any other sync.
+                self._groups.monitor.syncing(request.name, request.step)
+            if self._groups.rank or self._groups.replica:
+                writer.wait()
+                return None
+            try:
+                writer.finish(step, options.keep, make_manifest)
+            except CheckpointError as error:
+                return error
+            return None
+
+        if options.asynchronous:
+            self._background.start(write)
+            run_before_exit(self._background.wait_and_raise)
+        else:
+            self._finish_together(write(), request)
+        return root / step_name(step)
+
+    def check(self, request: SyncRequest) -> None:
+        """Raise the error of the last asynchronous save on all ranks, if it failed."""
+        error = self._background.take_error()
+        if error is not None:
+            self._sync.refuse(request, error)
+            raise error
+
+    def wait(self, step: int) -> None:
+        """Wait for a running asynchronous save; its error is raised on every rank."""
+        self._background.wait()
+        with errors_on_all_ranks(self._sync, SyncRequest("wait_for_save", step)):
+            self._background.wait_and_raise()
+
+    def _create(self, root: Path, request: SyncRequest) -> CheckpointWriter:
+        """The writer in a temporary directory that the first rank makes."""
+        made: list[CheckpointWriter] = []
+
+        def create() -> str:
+            directory = CheckpointDir(root)
+            directory.create()
+            directory.clean_up()
+            ranks = 1 if self._groups.is_local else self._groups.num_ranks
+            made.append(CheckpointWriter.create(root, request.step, ranks))
+            return made[0].path.name
+
+        name = run_on_first_rank(self._groups, create, request)
+        return made[0] if made else CheckpointWriter(root / name, self._groups.num_ranks)
+
+    def _own_files(self, writer: CheckpointWriter, state: TrainingState, copies: bool) -> dict[str, Content]:
+        """The files that this rank writes. Ranks of other replicas take part because sharded tensors are gathered."""
+        assert self._layout is not None
+        rank, weights = self._groups.rank, self._part.state_dict()
+        if not self._groups.replica:
+            writer.join(rank)
+        found: dict[str, Content] = {}
+        for stage, names in self._layout.own.items():
+            if names:
+                found[_stage_file(stage)] = {name: _snapshot(weights[own], copies) for name, own in names.items()}
+        if state.optimizer is not None:
+            parts = split_optimizer_state(state.optimizer, parameter_names(self._part), self._layout.stage_of)
+            for stage, part in parts.items():
+                found |= _document_files(f"optimizer-{stage:03d}", part.document, part.tensors, copies)
+        own = {"random": random_state()}
+        if state.scheduler is not None:
+            own["scheduler"] = scheduler_document(state.scheduler, state.optimizer)
+        for kind, value in own.items():
+            tensors: Tensors = {}
+            document = encode(value, tensors, kind)
+            found |= _document_files(f"{kind}-{rank:03d}", document, tensors, copies)
+        return found
+
+    def _manifest_maker(self, plan: Plan, step: int, layout: "StateLayout") -> MakeManifest:
+        tied = plan.graph.tied
+        summary = PlanSummary(
+            ranks=plan.num_ranks,
+            processes=1 if self._groups.is_local else plan.num_ranks,
+            stages=plan.num_stages,
+            microbatches=plan.num_microbatches,
+            schedule=plan.choices.schedule,
+        )
+        versions = {
+            "penstock": version("penstock"),
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+        }
+
+        def make(files: Mapping[str, FileRecord]) -> Manifest:
+            return Manifest(
+                step=step,
+                written=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+                model=fingerprint(layout.tensors, tied),
+                plan=summary,
+                versions=versions,
+                tied=tied,
+                tensors=layout.tensors,
+                files=dict(sorted(files.items())),
+            )
+
+        return make
+
+    def _finish_together(self, error: CheckpointError | None, request: SyncRequest) -> None:
+        """Continue once the first rank has finished the checkpoint; its error is raised on every rank."""
+
+        def outcome() -> str:
+            if error is not None:
+                raise error
+            return ""
+
+        try:
+            run_on_first_rank(self._groups, outcome, request)
+        finally:
+            self._sync.close()
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Which stage saves each parameter and buffer: of several stages that have it, the first."""
+
+    tensors: dict[str, TensorRecord]
+    """every parameter and buffer of the model, tied ones once; the same on every rank"""
+    own: dict[int, dict[str, str]]
+    """for every stage of this process the names that it saves, with their names in the stage"""
+
+    @classmethod
+    def gather(cls, part: ModelPart) -> "StateLayout":
+        """Exchange names, dtypes and shapes with all ranks; a collective call."""
+        tensor_of = part.captured.graph.tensor_of
+        here: dict[int, dict[str, str]] = {}
+        formats: dict[int, dict[str, Any]] = {}
+        for index, stage in part.stages.items():
+            weights = stage.state_dict()
+            here[index] = {}
+            for name in weights:
+                here[index].setdefault(tensor_of(name), name)
+            formats[index] = {name: dtype_and_shape(weights[own], name) for name, own in here[index].items()}
+        groups = part.groups
+        everywhere: list[tuple[int, dict[str, Any]]] = list(formats.items())
+        if not groups.is_local:
+            text = json.dumps(formats)
+            texts = [
+                groups.broadcast_text(text if groups.rank == rank else "", rank) for rank in range(groups.num_ranks)
+            ]
+            everywhere = [(int(index), found) for one in texts for index, found in json.loads(one).items()]
+        tensors: dict[str, TensorRecord] = {}
+        for index, found in sorted(everywhere):
+            for name, (dtype, shape) in found.items():
+                tensors.setdefault(name, TensorRecord(_stage_file(index), dtype, tuple(shape)))
+        own = {
+            index: {name: at for name, at in names.items() if tensors[name].file == _stage_file(index)}
+            for index, names in here.items()
+        }
+        return cls(tensors, own)
+
+    @property
+    def stage_of(self) -> dict[str, int]:
+        """The tensors that this process saves, each with its stage."""
+        return {name: index for index, names in self.own.items() for name in names}
+
+
+def parameter_names(part: ModelPart) -> dict[int, str]:
+    """Names of this process's parameters by their ids; of tied ones the name that checkpoints have."""
+    tensor_of = part.captured.graph.tensor_of
+    return {id(parameter): tensor_of(name) for name, parameter in part.parameters.items()}
+
+
+@functools.lru_cache(maxsize=1)
+def plan_text(plan: Plan) -> bytes:
+    """The plan as it is saved."""
+    return to_json(plan).encode()
+
+
+def _stage_file(stage: int) -> str:
+    return f"stage-{stage:03d}.safetensors"
+
+
+def _run_files(run: Mapping[str, Any] | None) -> dict[str, Content]:
+    if run is None:
+        return {}
+    tensors: Tensors = {}
+    return _document_files(RUN, {name: encode(value, tensors, name) for name, value in run.items()}, tensors, False)
+
+
+def _plan_files(plan: Plan, part: ModelPart) -> dict[str, Content]:
+    """The plan, and the configuration of a model that has one, as those of transformers do."""
+    found: dict[str, Content] = {PLAN: plan_text(plan)}
+    model = part.captured.model
+    config: Any = getattr(model, "config", None)
+    if callable(getattr(config, "to_dict", None)):
+        try:
+            found[CONFIG] = to_text({**config.to_dict(), "architectures": [type(model).__name__]})
+        except (TypeError, ValueError):
+            return found  # not JSON: the checkpoint is complete without it
+    return found
+
+
+def _document_files(stem: str, document: Any, tensors: Tensors, copies: bool) -> dict[str, Content]:
+    files: dict[str, Content] = {f"{stem}.json": to_text(document)}
+    if tensors:
+        files[f"{stem}.safetensors"] = {name: _snapshot(tensor, copies) for name, tensor in tensors.items()}
+    return files
+
+
+def _snapshot(tensor: Tensor, copies: bool) -> Tensor:
+    """The whole tensor; a copy if it will be written while training continues."""
+    # full_tensor of a replicated DTensor, or of one sharded over one rank, is the tensor itself, so it is copied too.
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().to("cpu", copy=True) if copies else full.detach()
+
+
+def _snapshot_file(content: Content, copies: bool) -> Content:
+    if isinstance(content, bytes):
+        return content
+    return {name: _snapshot(tensor, copies) for name, tensor in content.items()}

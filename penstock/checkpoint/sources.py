@@ -1,0 +1,102 @@
+"""Directories that hold a model: those of Hugging Face's `save_pretrained`, and hints for everything else."""
+
+import json
+import os
+from pathlib import Path, PurePosixPath
+
+from safetensors import SafetensorError, safe_open
+
+from penstock.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_AGAIN = "download or save the directory again"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_ADAPTERS = ("adapter_model.safetensors", "adapter_config.json")
+
+
+def check_directory(path: object) -> Path:
+    """The path of an existing directory; refused otherwise."""
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError("a checkpoint must be given as the path of a directory", given=repr(path))
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        hint = f"its directory: {directory.parent}"
+        raise CheckpointError("a checkpoint must be a directory, got a file", path=directory, hint=hint)
+    raise CheckpointError(
+        "no such directory",
+        path=directory,
+        hint="huggingface_hub.snapshot_download(name) downloads a model of the Hugging Face Hub into a directory",
+    )
+
+
+def is_hugging_face(path: str | os.PathLike[str]) -> bool:
+    """Whether `save_pretrained` wrote this directory."""
+    directory = check_directory(path)
+    return (directory / SINGLE).is_file() or (directory / INDEX).is_file()
+
+
+def hugging_face_files(directory: Path) -> dict[str, Path]:
+    """The file of every tensor, by name; a single file takes precedence over an index."""
+    if (directory / SINGLE).is_file():
+        file = directory / SINGLE
+        try:
+            with safe_open(file, framework="pt") as opened:
+                return dict.fromkeys(opened.keys(), file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError("not a safetensors file", file=file, error=error, hint=_AGAIN) from None
+    index = directory / INDEX
+    files = {name: directory / _file_name(file, index) for name, file in _weight_map(index).items()}
+    missing = sorted({file.name for file in files.values() if not file.is_file()})
+    if missing:
+        raise CheckpointError("files of the checkpoint are missing", path=directory, missing=missing, hint=_AGAIN)
+    return files
+
+
+def _weight_map(index: Path) -> dict[str, object]:
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError("the index cannot be read", file=index, error=error, hint=_AGAIN) from None
+    names = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError("the index must have a weight_map of files by name", file=index, hint=_AGAIN)
+    return names
+
+
+def _file_name(file: object, index: Path) -> str:
+    """The name of a file beside the index; a path that leads elsewhere is refused."""
+    is_plain = isinstance(file, str) and PurePosixPath(file).name == file and "\\" not in file and "\0" not in file
+    if not is_plain or not str(file).endswith(".safetensors"):
+        raise CheckpointError(
+            "the index must name safetensors files of its own directory",
+            file=index,
+            names=repr(file),
+            hint="a checkpoint whose index names files of its own directory only",
+        )
+    return str(file)
+
+
+def unknown_contents(directory: Path) -> CheckpointError:
+    """The error for a directory that is neither a checkpoint nor a Hugging Face model."""
+    found = sorted(item.name for item in directory.iterdir())
+    if any(name in found for name in _PICKLED):
+        return CheckpointError(
+            "these weights are pickled, and loading them could run any code",
+            path=directory,
+            hint="Model.from_pretrained(path).save_pretrained(new_path), which writes safetensors",
+        )
+    if any(name in found for name in _ADAPTERS):
+        return CheckpointError(
+            "this directory holds an adapter without its base model",
+            path=directory,
+            hint="load it with peft, merge_and_unload(), and save_pretrained(new_path)",
+        )
+    return CheckpointError(
+        "no checkpoint found in this directory",
+        path=directory,
+        found=", ".join(found[:5]) or "nothing",
+        hint=f"the directory given to pipe.save, or one with {SINGLE} or {INDEX}, as written by save_pretrained",
+    )
