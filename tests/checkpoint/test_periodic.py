@@ -61,9 +61,9 @@ def test_a_resumed_training_has_the_losses_of_an_uninterrupted_one(plan: Plan, t
     whole = Trained(plan, 9)
     Trained(plan, 4, CheckpointOptions(tmp_path, every=100))
     later = Trained(plan, 9, CheckpointOptions(tmp_path, every=100, resume=tmp_path))
-    assert [figures.step for figures in later.run.steps] == [4, 5, 6, 7, 8]
+    assert [metrics.step for metrics in later.run.steps] == [4, 5, 6, 7, 8]
     assert later.run.losses == whole.run.losses[4:]
-    assert later.told[0].remarks == (f"resumed from {tmp_path / 'step-000004'}, after step 4",)
+    assert later.told[0].notes == (f"resumed from {tmp_path / 'step-000004'}, after step 4",)
 
 
 def test_a_data_function_is_called_with_the_index_of_the_first_batch(plan: Plan, tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_training_continues_with_a_remark_if_a_checkpoint_cannot_be_written(
     save = penstock.Pipeline.save
     monkeypatch.setattr(penstock.Pipeline, "save", full)
     trained = Trained(plan, 6, CheckpointOptions(tmp_path, every=2))
-    (remark,) = trained.told[3].remarks
-    assert "CHECKPOINT OF STEP 4 NOT WRITTEN, training continues; the newest is that of step 2" in remark
-    assert "No space left on device" in remark
+    (note,) = trained.told[3].notes
+    assert "CHECKPOINT OF STEP 4 NOT WRITTEN, training continues; the newest is that of step 2" in note
+    assert "No space left on device" in note
     assert names(tmp_path) == ["step-000002", "step-000006"]
 
 
@@ -140,9 +140,9 @@ def test_training_continues_if_an_asynchronous_save_fails(
         # Otherwise that would be a matter of luck: the thread may be faster than the next step.
         monkeypatch.setattr(Saver, "check", lambda self, request: None)
     trained = Trained(plan, 7, CheckpointOptions(tmp_path, every=2, asynchronous=True))
-    (told,) = [report for report in trained.told if report.remarks]
-    assert told.figures.step == (4 if is_seen_by_a_step else 5)
-    assert "CHECKPOINT OF STEP 4 NOT WRITTEN, training continues; the newest is that of step 2" in told.remarks[0]
+    (told,) = [report for report in trained.told if report.notes]
+    assert told.metrics.step == (4 if is_seen_by_a_step else 5)
+    assert "CHECKPOINT OF STEP 4 NOT WRITTEN, training continues; the newest is that of step 2" in told.notes[0]
     assert trained.run.losses == Trained(plan, 7).run.losses
     assert names(tmp_path) == ["step-000002", "step-000006", "step-000007"]
 
