@@ -21,7 +21,7 @@ from penstock.checkpoint.scheduler_state import SavedSchedulers
 from penstock.checkpoint.sources import is_hugging_face
 from penstock.errors import CheckpointError, DamagedError
 from penstock.ir import Plan
-from penstock.runtime import ModelPart, RankSync, SyncRequest, SyncVote, spread, unsaved_names
+from penstock.runtime import ModelPart, RankSync, SyncRequest, SyncVote, shard_like, unsaved_buffer_names
 
 T = TypeVar("T")
 
@@ -159,7 +159,7 @@ class Loader:
         """Functions that restore optimizer, scheduler and scaler; everything is read and checked here."""
         found: list[Callable[[], None]] = []
         if targets.optimizer is not None:
-            found.append(reader.optimizer.restorer(targets.optimizer, parameter_names(self._part), spread))
+            found.append(reader.optimizer.restorer(targets.optimizer, parameter_names(self._part), shard_like))
         if targets.scheduler is not None:
             state = self._scheduler_state(reader, targets)
             found.append(lambda: targets.scheduler.load_state_dict(state()))
@@ -186,7 +186,7 @@ def _read_weights(part: ModelPart, directory: Path) -> tuple[dict[str, Tensor], 
     names = ModelNames(
         frozenset(model.state_dict()),
         part.captured.graph.tied,
-        unsaved_names(model),
+        unsaved_buffer_names(model),
         str(getattr(model, "base_model_prefix", "")),
         tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
     )

@@ -16,6 +16,7 @@ from penstock.runtime.losses.loss_value import loss_of
 from penstock.runtime.losses.way import coarsest
 from penstock.runtime.losses.weighing import Weighing
 from penstock.runtime.merge import merge
+from penstock.runtime.meta_init import unsaved_buffer_names
 from penstock.runtime.model_part import ModelPart
 from penstock.runtime.monitor import RankMonitor, watch_step
 from penstock.runtime.norms import check_clipping, clip, global_norm
@@ -26,7 +27,7 @@ from penstock.runtime.replicas import Replicas
 from penstock.runtime.result import Result
 from penstock.runtime.scaler import GradScaler
 from penstock.runtime.solo import Solo
-from penstock.runtime.state import spread
+from penstock.runtime.state_dict import shard_like
 from penstock.runtime.sync import MAX_REDUCED, Agreement, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.transports import (
     DistributedTransport,
@@ -36,7 +37,6 @@ from penstock.runtime.transports import (
     SendSlot,
     TensorCodec,
 )
-from penstock.runtime.unsaved_buffers import unsaved_names
 
 __all__ = [
     "INPUTS",
@@ -82,7 +82,7 @@ __all__ = [
     "loss_of",
     "merge",
     "message_key",
-    "spread",
-    "unsaved_names",
+    "shard_like",
+    "unsaved_buffer_names",
     "watch_step",
 ]

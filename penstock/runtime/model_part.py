@@ -19,11 +19,11 @@ from penstock.runtime.belongings import (
 )
 from penstock.runtime.earlier import Earlier
 from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.meta_init import is_meta, materialize
 from penstock.runtime.replicas import Replicas
 from penstock.runtime.shards import Shards
-from penstock.runtime.state import check_state, spread
+from penstock.runtime.state_dict import check_state_dict, shard_like
 from penstock.runtime.tied import Tied
-from penstock.runtime.without_numbers import furnish, is_bare
 from penstock.stages import Stage
 
 Parallelize = Callable[[nn.Module], Any]
@@ -45,10 +45,10 @@ class ModelPart:
         self.groups = groups
         self.captured = Captured.planned(model, plan.graph)
         self.stages = self._cut(plan)
-        self.has_numbers = not is_bare(model)
+        self.has_numbers = not is_meta(model)
         """whether there is anything to compute with: a model on the meta device must be loaded first"""
         if not self.has_numbers:
-            furnish(model, _names(self.stages), torch.get_default_device())
+            materialize(model, _names(self.stages), torch.get_default_device())
             self.stages = self._cut(plan)
         else:
             check_replicas(groups, self.stages)
@@ -136,10 +136,10 @@ class ModelPart:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the numbers of these names; nothing is changed unless all of them fit."""
         whole = set(self.captured.model.state_dict())
-        check_state(state, self.own_state(), whole)
+        check_state_dict(state, self.own_state(), whole)
         for stage in self.stages.values():
             own = stage.state_dict()
-            stage.load_state_dict({name: spread(state[name], tensor) for name, tensor in own.items()})
+            stage.load_state_dict({name: shard_like(state[name], tensor) for name, tensor in own.items()})
         self.has_numbers = True
 
 

@@ -148,15 +148,15 @@ def raised(value: Any) -> Any:
 
 
 STATES = [
-    (None, "a state dict has tensors by name (given: NoneType)"),
-    ([1, 2], "a state dict has tensors by name (given: list)"),
-    ({}, "numbers are missing (missing: 12, first: 0.seen)"),
-    (without("2.linear.bias"), "numbers are missing (missing: 1, first: 2.linear.bias)"),
-    ({**without(""), "0.linear.wieght": X}, "the model has nothing of this name (name: '0.linear.wieght')"),
-    ({**without(""), 0: X}, "the model has nothing of this name (name: 0)"),
-    (changed(**{"3_linear_bias": 1.0}), "a state dict has tensors by name (name: 3.linear.bias, given: float)"),
-    (changed(**{"3_linear_bias": X}), "a tensor has another shape than in the model (name: 3.linear.bias, given: [6,"),
-    (changed(**{"3_linear_bias": torch.empty(WIDTH, device="meta")}), "a tensor has no numbers"),
+    (None, "a state dict must map names to tensors (given: NoneType)"),
+    ([1, 2], "a state dict must map names to tensors (given: list)"),
+    ({}, "the state dict lacks parameters or buffers (missing: 12, first: 0.seen)"),
+    (without("2.linear.bias"), "the state dict lacks parameters or buffers (missing: 1, first: 2.linear.bias)"),
+    ({**without(""), "0.linear.wieght": X}, "no parameter or buffer of this name (name: '0.linear.wieght')"),
+    ({**without(""), 0: X}, "the model has no parameter or buffer of this name (name: 0)"),
+    (changed(**{"3_linear_bias": 1.0}), "a state dict must map names to tensors (name: 3.linear.bias, given: float)"),
+    (changed(**{"3_linear_bias": X}), "shape of a tensor differs from the model's (name: 3.linear.bias, given: [6,"),
+    (changed(**{"3_linear_bias": torch.empty(WIDTH, device="meta")}), "a tensor has no values"),
 ]
 
 
@@ -166,7 +166,7 @@ def test_a_wrong_state_dict_is_refused_before_any_number_is_changed(state: Any, 
     pipe = pipe_of(model=model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     other = {name: raised(value) for name, value in state.items()} if isinstance(state, dict) else state
-    assert refusal(lambda: pipe.load_state_dict(other)).startswith(words)
+    assert words in refusal(lambda: pipe.load_state_dict(other))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

@@ -102,7 +102,8 @@ def test_without_a_configuration_nothing_is_exported(shelf: Path, call: Any, tmp
     assert result.exit_code == 6
     assert "--config PATH" in result.output
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    assert "not the configuration" in call("ckpt", "export", shelf, "--hf", tmp_path / "out", "--config", tmp_path).output
+    result = call("ckpt", "export", shelf, "--hf", tmp_path / "out", "--config", tmp_path)
+    assert "not the configuration" in result.output
     assert not (tmp_path / "out").exists()
 
 

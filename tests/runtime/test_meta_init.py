@@ -1,4 +1,4 @@
-"""A model on the meta device: what gets memory, what is stood in for, and what cannot be known."""
+"""Models on the meta device: allocated parameters, placeholders, and buffers that are computed or refused."""
 
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import CheckpointError, RunError
-from penstock.runtime.without_numbers import furnish, is_bare
+from penstock.runtime.meta_init import is_meta, materialize
 from tests.runtime.plans import quick_plan
 
 WIDTH = 4
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-class Turned(nn.Module):
-    """A layer with a table that is not saved."""
+class Scaled(nn.Module):
+    """A layer with a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class Turned(nn.Module):
         return x @ self.weight * self.table + self.count
 
 
-class Forgetful(Turned):
-    """A table that nothing but its constructor fills."""
+class SetByConstructor(Scaled):
+    """A buffer that only the constructor sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,19 +47,19 @@ class Forgetful(Turned):
         nn.init.ones_(self.weight)
 
 
-class Lucky(Forgetful):
-    """A table that is drawn."""
+class Random(SetByConstructor):
+    """A buffer with random values."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.table)
 
 
-def chain(kind: type[nn.Module] = Turned) -> nn.Module:
+def chain(kind: type[nn.Module] = Scaled) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(kind() for _ in range(4)))
 
 
-def bare(kind: type[nn.Module] = Turned) -> nn.Module:
+def on_meta(kind: type[nn.Module] = Scaled) -> nn.Module:
     with torch.device("meta"):
         return chain(kind)
 
@@ -69,10 +69,10 @@ def piped(model: nn.Module) -> penstock.Pipeline:
     return penstock.Pipeline(model, plan, local=True, loss_fn=nn.functional.mse_loss)
 
 
-def test_a_bare_model_trains_as_one_with_numbers_once_it_is_loaded(tmp_path: Path) -> None:
+def test_a_meta_model_trains_as_usual_once_it_is_loaded(tmp_path: Path) -> None:
     whole = chain()
     save_file(whole.state_dict(), tmp_path / "model.safetensors")
-    pipe = piped(bare())
+    pipe = piped(on_meta())
     pipe.load(tmp_path)
     found = pipe.step(X, target=X).loss
     expected = nn.functional.mse_loss(whole(X), X)
@@ -83,56 +83,56 @@ def test_a_bare_model_trains_as_one_with_numbers_once_it_is_loaded(tmp_path: Pat
 
 
 @pytest.mark.parametrize("call", ["step", "eval", "state_dict", "full_state_dict"])
-def test_nothing_is_computed_before_there_are_numbers(call: str) -> None:
-    pipe = piped(bare())
+def test_nothing_is_computed_before_the_weights_are_loaded(call: str) -> None:
+    pipe = piped(on_meta())
     given: dict[str, Any] = {"target": X} if call in ("step", "eval") else {}
     with pytest.raises(RunError, match=r"pipe\.load"):
         getattr(pipe, call)(*((X,) if given else ()), **given)
 
 
-def test_numbers_may_also_come_from_a_state_dict() -> None:
-    pipe = piped(bare())
+def test_weights_may_come_from_a_state_dict() -> None:
+    pipe = piped(on_meta())
     pipe.load_state_dict(chain().state_dict())
     torch.testing.assert_close(pipe.eval(X, return_outputs=True).outputs, chain()(X))
 
 
-@pytest.mark.parametrize("kind", [Forgetful, Lucky])
-def test_a_buffer_that_nobody_can_make_anew_is_refused(kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("kind", [SetByConstructor, Random])
+def test_a_buffer_that_initialisation_does_not_determine_is_refused(kind: type[nn.Module]) -> None:
     with pytest.raises(RunError, match=r"module: 0, buffers: table\)\ntry: .*reset_parameters"):
-        furnish(bare(kind), ["0.weight"], torch.device("cpu"))
+        materialize(on_meta(kind), ["0.weight"], torch.device("cpu"))
 
 
-def test_a_tensor_that_is_no_buffer_is_refused() -> None:
-    model = bare()
+def test_a_meta_tensor_that_is_an_ordinary_attribute_is_refused() -> None:
+    model = on_meta()
     model[1].extra = torch.empty(3, device="meta")
     with pytest.raises(RunError, match="name: extra"):
-        furnish(model, [], torch.device("cpu"))
+        materialize(model, [], torch.device("cpu"))
 
 
-def test_what_other_ranks_have_takes_no_memory_and_is_no_number() -> None:
-    model = bare()
+def test_parameters_of_other_ranks_take_no_memory_and_are_nan() -> None:
+    model = on_meta()
     model[3].weight = model[0].weight
-    furnish(model, ["0.weight"], torch.device("cpu"))
+    materialize(model, ["0.weight"], torch.device("cpu"))
     assert [p.untyped_storage().nbytes() for p in model.parameters()] == [4 * WIDTH * WIDTH, 4, 4]
     assert model[3].weight is model[0].weight
     assert model[1].weight.isnan().all()
     assert model[2].table.tolist() == [1, 2, 3, 4]
 
 
-def test_a_buffer_that_has_numbers_keeps_them() -> None:
-    model = bare(Forgetful)
+def test_a_buffer_that_has_values_keeps_them() -> None:
+    model = on_meta(SetByConstructor)
     for layer in model:
         layer.table = torch.full((WIDTH,), 3.0)
-    assert is_bare(model)
-    furnish(model, [], torch.device("cpu"))
+    assert is_meta(model)
+    materialize(model, [], torch.device("cpu"))
     assert model[1].table.tolist() == [3, 3, 3, 3]
 
 
-def test_a_model_that_is_partly_there_is_refused() -> None:
+def test_a_model_that_is_partly_on_the_meta_device_is_refused() -> None:
     model = chain()
     model[2].to("meta")
     with pytest.raises(RunError, match=r"2\.weight"):
-        is_bare(model)
+        is_meta(model)
 
 
 def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
@@ -143,20 +143,21 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     assert torch.equal(model[0].weight, chain()[0].weight)
 
 
-def test_an_optimizer_finds_nothing_in_a_directory_of_hugging_face(tmp_path: Path) -> None:
+def test_a_hugging_face_directory_has_no_optimizer_state(tmp_path: Path) -> None:
+    save_file(chain().state_dict(), tmp_path / "model.safetensors")
     pipe = piped(chain())
-    with pytest.raises(CheckpointError, match="optimizer"):
+    with pytest.raises(CheckpointError, match="a Hugging Face directory has no optimizer state"):
         pipe.load(tmp_path, torch.optim.SGD(pipe.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize("kind", ["LlamaForCausalLM", "Gemma2ForCausalLM", "BertForMaskedLM"])
-def test_models_of_hugging_face_make_the_buffers_that_they_do_not_save(kind: str) -> None:
+def test_transformers_models_compute_their_non_persistent_buffers(kind: str) -> None:
     sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
     config = getattr(hf, kind).config_class(**sizes, num_attention_heads=2, num_key_value_heads=1)
     whole = getattr(hf, kind)(config)
     with torch.device("meta"):
         model = getattr(hf, kind)(config)
-    furnish(model, [], torch.device("cpu"))
+    materialize(model, [], torch.device("cpu"))
     made = dict(model.named_buffers())
     assert made
     assert all(torch.equal(buffer, made[name]) for name, buffer in whole.named_buffers())

@@ -1,0 +1,171 @@
+"""Meta-device models: gives one rank's part of a model memory, and placeholders for the parameters of other ranks.
+
+A placeholder has the shape of a parameter and the memory of one element, which is NaN: the model can be recorded with
+it, and a computation that uses it by mistake is noticed at once.
+
+Non-persistent buffers are in no checkpoint, so the model's own initialisation code computes them. It runs twice over
+different memory: a buffer that the code does not set, or sets at random, comes out different and is refused.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import RunError
+
+Initialize = Callable[[nn.Module], object]
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Whether the parameters are on the meta device; refused if only some parameters, or only buffers, are."""
+    on_meta = [name for name, tensor in _named_tensors(model) if tensor.is_meta]
+    elsewhere = [name for name, tensor in model.named_parameters() if not tensor.is_meta]
+    if on_meta and elsewhere:
+        raise RunError(
+            "either all of the model or none of it must be on the meta device",
+            on_meta=on_meta[0],
+            elsewhere=elsewhere[0],
+            hint='create the whole model under torch.device("meta"), or none of it',
+        )
+    return bool(on_meta)
+
+
+def materialize(model: nn.Module, own: Collection[str], device: torch.device) -> None:
+    """Allocate the parameters named in `own` and all buffers of a meta-device model; other parameters get placeholders.
+
+    Weights and persistent buffers are zero until they are loaded; non-persistent buffers have their values.
+    """
+    _check_attributes(model)
+    unsaved = _initial_buffers(model, device)
+    made: dict[int, Tensor] = {}  # by the id of the old tensor, so that tied parameters stay tied
+    names = set(own)
+    mine = {id(tensor) for name, tensor in _named_tensors(model) if name in names}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                allocate = _allocate if id(parameter) in mine else _placeholder
+                new = nn.Parameter(allocate(parameter, device), parameter.requires_grad)
+                vars(new).update(vars(parameter))  # attributes that the user set on the parameter
+                made[id(parameter)] = new
+            module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in made:
+                made[id(buffer)] = _allocate(buffer, device)
+            module._buffers[name] = unsaved.get(_join(path, name), made[id(buffer)])
+
+
+def unsaved_buffer_names(model: nn.Module) -> frozenset[str]:
+    """Names of the non-persistent buffers."""
+    return frozenset(_join(path, name) for path, module in model.named_modules() for name in _unsaved(module))
+
+
+def _allocate(old: Tensor, device: torch.device) -> Tensor:
+    return torch.zeros_like(old, device=device) if old.is_meta else old.to(device)
+
+
+def _placeholder(old: Tensor, device: torch.device) -> Tensor:
+    fill = float("nan") if old.is_floating_point() or old.is_complex() else 0
+    return torch.full((1,) * max(old.dim(), 1), fill, dtype=old.dtype, device=device).expand(old.shape)
+
+
+def _check_attributes(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise RunError(
+                    "a tensor on the meta device must be a parameter or a buffer, or its values are unknown",
+                    module=path or "the model",
+                    name=name,
+                    hint="register_buffer, or a model that is not on the meta device",
+                )
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+# ------------------------------------------------------------------------------------------ non-persistent buffers
+
+
+def _unsaved(module: nn.Module) -> list[str]:
+    names = module._non_persistent_buffers_set
+    return [name for name, buffer in module._buffers.items() if name in names and buffer is not None]
+
+
+def _initial_buffers(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """The values of all non-persistent buffers of a meta-device model, by name."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        missing = [name for name in _unsaved(module) if module._buffers[name].is_meta]
+        if missing:
+            found |= {_join(path, name): buffer for name, buffer in _compute(model, module, path, missing, device)}
+    return found
+
+
+def _compute(
+    model: nn.Module, module: nn.Module, path: str, names: list[str], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    found: dict[str, Tensor] = {}
+    for initialize in _initializers(model, module, path):
+        first, second = (_run(initialize, module, device, seed) for seed in (1, 2))
+        for name in names:
+            one, other = first.get(name), second.get(name)
+            if name not in found and one is not None and _agree(one, other, module._buffers[name]):
+                found[name] = one
+    unknown = [name for name in names if name not in found]
+    if unknown:
+        raise RunError(
+            "the model's initialisation must set its non-persistent buffers, which no checkpoint has",
+            module=path or "the model",
+            buffers=", ".join(unknown),
+            hint="give the module a reset_parameters method that sets them, register them as persistent, "
+            "or give the Pipeline a model that is not on the meta device",
+        )
+    yield from found.items()
+
+
+def _initializers(model: nn.Module, module: nn.Module, path: str) -> Iterator[Initialize]:
+    """Ways to initialise a module: `_init_weights` of a model around it (transformers), or `reset_parameters`."""
+    words = path.split(".")
+    around = (model.get_submodule(".".join(words[:end])) for end in range(len(words), -1, -1))
+    owner = next((one for one in around if callable(getattr(one, "_init_weights", None))), None)
+    if owner is not None:
+        yield owner._init_weights  # type: ignore[misc]
+    if callable(getattr(module, "reset_parameters", None)):
+        yield lambda double: double.reset_parameters()  # type: ignore[operator]
+
+
+def _run(initialize: Initialize, module: nn.Module, device: torch.device, seed: int) -> dict[str, Tensor | None]:
+    """The buffers after initialising a copy of the module whose memory is filled with `seed % 2`; {} on an error."""
+
+    def fill(old: Tensor | None) -> Tensor | None:
+        return None if old is None else torch.full_like(old, seed % 2, device=device)
+
+    double = object.__new__(type(module))
+    vars(double).update(vars(module))
+    parameters = {name: fill(old) for name, old in module._parameters.items()}
+    double._parameters = {name: new if new is None else nn.Parameter(new, False) for name, new in parameters.items()}
+    double._buffers = {name: fill(old) for name, old in module._buffers.items()}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        try:
+            initialize(double)
+        except Exception:
+            return {}
+    return double._buffers
+
+
+def _agree(one: Tensor, other: Tensor | None, old: Tensor | None) -> bool:
+    """Whether both runs made the same tensor, with the shape and dtype of the model's buffer."""
+    if other is None or old is None or one.is_meta or other.is_meta:
+        return False
+    return one.shape == old.shape and one.dtype is old.dtype and torch.equal(one, other)
