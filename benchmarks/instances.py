@@ -4,7 +4,7 @@ from random import Random
 from typing import NamedTuple
 
 from penstock.ir import Cluster, Placement, StageCosts
-from penstock.planner import Problem
+from penstock.planner import ScheduleProblem
 
 KINDS = ("balanced", "last", "middle", "random")
 SHAPES = ((1, "loop"), (2, "vee"), (2, "loop"))
@@ -28,13 +28,13 @@ class Instance(NamedTuple):
         return 3 * self.ranks * self.stages_per_rank * self.microbatches
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> ScheduleProblem:
         """The problem that this is short for."""
         is_vee = self.shape == "vee"
         placement = Placement.vee(self.ranks) if is_vee else Placement.loop(self.ranks, self.stages_per_rank)
         costs = _costs(self.kind, placement.num_stages, self.seed)
         cluster = Cluster(self.ranks, memory=self.memory * self.stages_per_rank, latency=float(self.latency))
-        return Problem.of(costs, placement, self.microbatches, cluster)
+        return ScheduleProblem.of(costs, placement, self.microbatches, cluster)
 
 
 def instances(count: int, seed: int, most_ranks: int = 4, microbatches: tuple[int, int] = (4, 8)) -> list[Instance]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from benchmarks.capture import llama
 from benchmarks.table import Line, Table
 from penstock.ir import Cluster, Graph, Node, NodeBytes, NodeCost, Plan, Profile, Replicas, TensorSpec, Value
-from penstock.planner import Measured, Request, search
+from penstock.planner import Measured, PlanOptions, search
 
 _VALUE, _WEIGHT = TensorSpec((4, 1024), requires_grad=True), TensorSpec((1024, 1024), requires_grad=True)
 _GIGABYTE = 1e9
@@ -45,12 +45,12 @@ def heavy_head(count: int = 32, head: float = 4.0, ranks: int = 8, microbatches:
         ]
         equal[-1].append(f"layers.{count}")
         asked = {
-            "equal layers, 1f1b": (Request(Cluster(ranks), "1f1b", equal), 2.0),
-            "linear, 1f1b": (Request(Cluster(ranks), "1f1b", "linear"), 1.5),
-            "auto": (Request(Cluster(ranks)), 1.2),
+            "equal layers, 1f1b": (PlanOptions(ranks, schedule="1f1b", partitioner=equal), 2.0),
+            "linear, 1f1b": (PlanOptions(ranks, schedule="1f1b", partitioner="linear"), 1.5),
+            "auto": (PlanOptions(ranks), 1.2),
         }
-        for name, (request, target) in asked.items():
-            made = search({microbatches: model}, request)
+        for name, (options, target) in asked.items():
+            made = search({microbatches: model}, options)
             share, least = made.predicted.makespan / ideal, made.lower_bound / ideal
             cells = (name, made.choices.schedule, made.choices.placement, f"{least:.3f}", f"{share:.3f}")
             yield Line(cells, share, target, at_least=False)
@@ -81,14 +81,15 @@ def large() -> Table:
         deep, wide = layers([1e-3] * 256), layers([1e-3] * 64 + [4e-3])
         ring = Replicas(125, latency=1e-5, bandwidth=1e10)
         link = {"memory": "80GiB", "latency": 1e-5, "bandwidth": 2e10}
+        fixed = {"schedule": "interleaved", "partitioner": "linear", "stages_per_rank": 2}
         asked = {
-            "64 x 1,024": (deep, 1024, Request(Cluster(64, **link), "interleaved", "linear", 2)),
-            "64 x 1,024 auto": (deep, 1024, Request(Cluster(64, **link), stages_per_rank=2)),
-            "8 x 125 dp": (wide, 32, Request(Cluster(8, **link, replicas=ring))),
+            "64 x 1,024": (deep, 1024, PlanOptions(Cluster(64, **link), **fixed)),
+            "64 x 1,024 auto": (deep, 1024, PlanOptions(Cluster(64, **link), stages_per_rank=2)),
+            "8 x 125 dp": (wide, 32, PlanOptions(Cluster(8, **link, replicas=ring))),
         }
-        for name, (model, count, request) in asked.items():
+        for name, (model, count, options) in asked.items():
             start = time.perf_counter()
-            made = search({count: model}, request)
+            made = search({count: model}, options)
             seconds = time.perf_counter() - start
             cells = (name, str(made.num_stages), str(_ranks(made)), f"{made.predicted.makespan:.3f} s")
             cells += (f"{max(made.predicted.peaks) / _GIGABYTE:.2f} GB", f"{seconds:.1f} s")

@@ -9,7 +9,6 @@ from benchmarks.graphs import BYTES_PER_UNIT, DATA, PIPEDREAM, Measured, chain, 
 from benchmarks.table import Line, Table
 from penstock.ir import Cluster, Placement
 from penstock.partitioners import PARTITIONERS, Division, Problem, divide
-from penstock.partitioners.metis import is_installed
 
 OPTIMA = {"bert24_inference": 17.7899, "bert24_training": 41.7458, "resnet50_inference": 33.7747}
 """largest loads of the best partitions, from the README of the data"""
@@ -69,7 +68,7 @@ def mixed() -> Table:
 
 def measured(names: tuple[str, ...] = PIPEDREAM) -> Table:
     """Graphs profiled by PipeDream: every partitioner over an even share; acyclic over what is proven to be needed."""
-    members = [name for name in PARTITIONERS if name not in ("mpipe", "auto") and (name != "metis" or is_installed())]
+    members = [name for name, each in PARTITIONERS.items() if not each.chooses_placement and each.is_available()]
 
     def lines() -> Iterator[Line]:
         for name in names:

@@ -18,7 +18,7 @@ from benchmarks.table import Line, Table
 from benchmarks.turns import load
 from penstock.demo.gpt import Sizes, gpt, loss
 from penstock.ir import Cluster, NodeCost, Plan, Profile
-from penstock.planner import Measured, Request, Watch, search
+from penstock.planner import Measured, PlanOptions, SlowRankAdvisor, search
 
 FACTORS = (1.3, 1.5, 2.0, 4.0)
 WITHIN = 10
@@ -117,7 +117,7 @@ def sleeping_plan(setting: Setting, cluster: Cluster) -> Plan:
     unit = setting.unit
     costs = tuple(NodeCost(node.name, unit, 2 * unit, unit, unit) for node in graph.nodes)
     measured = Measured(graph, Profile(costs, 3 * unit * len(costs), graph.fingerprint, "slept"))
-    return search({setting.microbatches: measured}, Request(cluster, "1f1b", budget_seconds=2.0))
+    return search({setting.microbatches: measured}, PlanOptions(cluster, schedule="1f1b", budget_seconds=2.0))
 
 
 def computing_plan(ranks: int) -> Plan:
@@ -139,7 +139,7 @@ def _slept(plan: Plan, setting: Setting, steps: int, since: int, factor: float) 
     """Train; from step `since` on the blocks of one rank sleep so many times longer."""
     warnings.filterwarnings("ignore", "hooks on parameters")  # the blocks sleep in them
     model = _sleeping(setting)
-    pipe, watch = penstock.Pipeline(model, plan, loss_fn=nn.functional.mse_loss), Watch(plan)
+    pipe, advisor = penstock.Pipeline(model, plan, loss_fn=nn.functional.mse_loss), SlowRankAdvisor(plan)
     batch, seen = _batch(setting), Seen([], [])
     for step in range(steps):
         for block in model if step == since and torch.distributed.get_rank() == setting.slow_rank else ():
@@ -148,19 +148,19 @@ def _slept(plan: Plan, setting: Setting, steps: int, since: int, factor: float) 
         trace = pipe.step(batch, target=batch, record=True).trace
         assert trace is not None
         seen.seconds.append(trace.makespan)
-        if pipe.is_first and (words := watch.look(step, trace)):
+        if pipe.is_first and (words := advisor.observe(step, trace)):
             seen.told.append((step, words))
     return seen
 
 
 def _computing(plan: Plan, steps: int) -> list[tuple[int, str]]:
     torch.manual_seed(0)
-    pipe, watch, told = penstock.Pipeline(gpt(COMPUTING), plan, loss_fn=loss), Watch(plan), []
+    pipe, advisor, told = penstock.Pipeline(gpt(COMPUTING), plan, loss_fn=loss), SlowRankAdvisor(plan), []
     tokens, wanted = _tokens()
     for step in range(steps):
         trace = pipe.step(tokens, target=wanted, record=True).trace
         assert trace is not None
-        if pipe.is_first and (words := watch.look(step, trace)):
+        if pipe.is_first and (words := advisor.observe(step, trace)):
             told.append((step, words))
     return told
 

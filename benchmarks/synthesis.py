@@ -6,20 +6,20 @@ as optimal only if it meets the bound.
 
 import csv
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from time import process_time
 
 from benchmarks.graphs import chain
 from benchmarks.instances import KINDS, Instance, instances
 from benchmarks.table import Line, Table
-from penstock.ir import Cluster, Cuts, Placement, StageCosts
-from penstock.partitioners import Problem as Cutting
-from penstock.partitioners import divide
+from penstock.ir import Cluster, Placement, StageCosts
+from penstock.partitioners import Problem, divide
 from penstock.passes import lower
-from penstock.planner import Problem, synthesise
+from penstock.planner import ScheduleProblem, synthesise
 from penstock.planner.synthesis import Synthesis, lower_bound
 from penstock.planner.synthesis.exact import Proof, prove
-from penstock.planner.synthesis.words import words_of
+from penstock.planner.synthesis.problem import rank_orders
 from penstock.schedules import build
 from penstock.simulate import simulate
 
@@ -114,7 +114,7 @@ def against_named(ranks: int = 8, microbatches: int = 32, budget_seconds: float 
                 costs = _even(placement, layers, head)
                 trace = simulate(lower(build(name, ranks, microbatches, 2)), costs, Cluster(ranks))
                 peaks = tuple(int(trace.peak_bytes(rank)) for rank in range(ranks))
-                problem = Problem.of(costs, placement, microbatches, Cluster(ranks, memory=peaks))
+                problem = ScheduleProblem.of(costs, placement, microbatches, Cluster(ranks, memory=peaks))
                 made = synthesise(problem, budget_seconds=budget_seconds)
                 ratio = trace.makespan / made.seconds
                 figures = (f"{trace.makespan:g}", f"{made.seconds:g}", f"{made.bound.seconds:g}", f"{ratio:.3f}")
@@ -136,7 +136,8 @@ def published(budget_seconds: float = 10.0) -> Table:
                 kept = _KEPT_BY_SMALLEST if is_smallest else _KEPT
                 costs = StageCosts(*passes, activation_bytes=(kept,) * ranks, weight_grad_bytes=(_LATE,) * ranks)
                 cluster = Cluster(ranks, memory=2 * ranks * kept, latency=float(row["comm_us"]))
-                problem = Problem(costs, Placement.loop(ranks), microbatches, cluster, Cuts.chain(ranks), "span")
+                problem = ScheduleProblem.of(costs, Placement.loop(ranks), microbatches, cluster)
+                problem = replace(problem, objective="span")
                 made = synthesise(problem, budget_seconds=budget_seconds * (1 if ranks < 32 else 4))
                 work = microbatches * sum(each[0] for each in passes)
                 rate, least = 1 - work / made.seconds, 1 - work / made.bound.seconds
@@ -148,14 +149,14 @@ def published(budget_seconds: float = 10.0) -> Table:
     return Table("bubble rates against the zero-bubble paper's search", columns, lines())
 
 
-def _proof(problem: Problem, made: Synthesis, bound: float, limit_seconds: float) -> Proof:
-    return prove(problem, words_of(made.best.schedule), bound, limit_seconds)
+def _proof(problem: ScheduleProblem, made: Synthesis, bound: float, limit_seconds: float) -> Proof:
+    return prove(problem, rank_orders(made.best.schedule), bound, limit_seconds)
 
 
 def _even(placement: Placement, layers: int, head: int) -> StageCosts:
     """Equal layers and a head worth several of them, cut so that the sums of ranks are even; a byte per layer."""
     graph, profile = chain([1.0] * layers + [float(head)])
-    division = divide("linear", Cutting(graph, profile, Cluster(placement.num_ranks), placement))
+    division = divide("linear", Problem(graph, profile, Cluster(placement.num_ranks), placement))
     work = tuple(sum(profile[name].forward for name in stage) for stage in division.partition.stages)
     sizes = tuple(map(len, division.partition.stages))
     return StageCosts(work, work, work, activation_bytes=sizes)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from penstock.errors import PenstockError
 from penstock.ir import Cluster, Plan, Schedule, StageCosts, Trace
 from penstock.passes import lower
-from penstock.planner import Problem, is_too_large, synthesise, with_microbatches
+from penstock.planner import ScheduleProblem, is_too_large, synthesise, with_microbatches
 from penstock.schedules import SCHEDULES, build
 from penstock.simulate import simulate
 from penstock.views import Advice
@@ -55,7 +55,7 @@ def _made(plan: Plan) -> float | None:
     """Seconds of an order made for these costs; None where the plan has one, or nothing is left to be gained."""
     if plan.choices.schedule == "auto" or plan.lower_bound > (1 - LEAST_GAIN) * plan.predicted.makespan:
         return None
-    problem = Problem(plan.costs, plan.schedule.placement, plan.num_microbatches, plan.cluster, plan.cuts)
+    problem = ScheduleProblem(plan.costs, plan.schedule.placement, plan.num_microbatches, plan.cluster, plan.cuts)
     if is_too_large(problem, SEARCH_SECONDS):
         return None
     with suppress(PenstockError):

@@ -13,7 +13,7 @@ from penstock.capture import Captured, Microbatch, split_batch
 from penstock.capture import capture as record_model
 from penstock.errors import PlanError
 from penstock.ir import DeviceSpeed, Graph, Profile
-from penstock.planner import Measured, between
+from penstock.planner import Measured, interpolate_profile
 from penstock.runtime import Solo
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -76,7 +76,7 @@ class Examples:
         share = (sizes[1] - sizes[0]) / (sizes[2] - sizes[0]) if sizes[2] != sizes[0] else 0.0
         one, other = (known[end].profile for end in ends)
         try:
-            return Measured(graph, between(graph, share, one, other))
+            return Measured(graph, interpolate_profile(graph, share, one, other))
         except PlanError:
             # Another size takes another way through the model.
             return Measured(graph, measure(captured, loss_fn=self.loss_fn, speed=self.speed))

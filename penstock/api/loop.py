@@ -22,7 +22,7 @@ from penstock.checkpoint import Batches, PeriodicSaver, batches_from
 from penstock.errors import CheckpointError, RunError
 from penstock.ir import Plan, Run, StepMetrics, Trace
 from penstock.launch import catch_stop_signals
-from penstock.planner import Watch
+from penstock.planner import SlowRankAdvisor
 
 _RECENT = 9
 """steps of which one is shown"""
@@ -116,7 +116,7 @@ class _Log:
         self.steps: list[StepMetrics] = []
         self.num_skipped = num_skipped
         """steps in a row that were left out"""
-        self._watch = Watch(plan)
+        self._advisor = SlowRankAdvisor(plan)
         self._recent: deque[Trace] = deque(maxlen=_RECENT)
         self._skipped = ""
 
@@ -130,7 +130,7 @@ class _Log:
 
     def slow_ranks(self) -> str:
         """A remark, if the last step shows a rank to be slow."""
-        return self._watch.look(self.steps[-1].step + 1, self._recent[-1]) if self._recent else ""
+        return self._advisor.observe(self.steps[-1].step + 1, self._recent[-1]) if self._recent else ""
 
     def check(self) -> None:
         """Refuse to go on after too many steps in a row that were left out."""

@@ -20,7 +20,7 @@ from penstock.ir import (
 from penstock.passes import DEFAULT_PASSES, Pass
 from penstock.passes import lower as lower_schedule
 from penstock.passes import verify as verify_orders
-from penstock.planner import AUTO, Problem, synthesise
+from penstock.planner import AUTO, ScheduleProblem, synthesise
 from penstock.simulate import simulate as simulate_program
 
 
@@ -69,7 +69,7 @@ def _made(
         _check_bytes(costs, parse_bytes(memory))
     placements = [Placement.loop(ranks, depth)] + [Placement.vee(ranks)] * (depth == 2 and ranks > 1)
     cluster = Cluster(ranks, memory)
-    found = [synthesise(Problem.of(costs, placement, microbatches, cluster)) for placement in placements]
+    found = [synthesise(ScheduleProblem.of(costs, placement, microbatches, cluster)) for placement in placements]
     return min(found, key=lambda one: one.seconds).best.schedule
 
 

@@ -1,12 +1,15 @@
-"""FAMILY: Problem -> Division, one way to cut per file; explicit cuts beside them."""
+"""Partitioners: each cuts a measured graph into stages (Problem -> Division); explicit cuts beside them.
+
+To add one, write a file with a subclass of Partitioner and add it to PARTITIONERS: the command line, `auto` and the
+planner read that table.
+"""
 
 from penstock.errors import PartitionError
 from penstock.ir import find_named
 from penstock.partitioners.acyclic import Acyclic
-from penstock.partitioners.assess import assess, moves
 from penstock.partitioners.auto import Auto
 from penstock.partitioners.base import Division, Holding, Partitioner, Problem
-from penstock.partitioners.explicit import by_modules, cut_after, cut_before
+from penstock.partitioners.explicit import by_modules, cut_at, cut_before, cut_places
 from penstock.partitioners.linear import Linear
 from penstock.partitioners.metis import Metis
 from penstock.partitioners.mpipe import MPipe
@@ -14,14 +17,15 @@ from penstock.partitioners.parameters import Parameters
 from penstock.partitioners.pipedream import PipeDream
 from penstock.partitioners.uniform import Uniform, uniform
 
+# Of equally good divisions `auto` takes the one of the member that stands first.
 PARTITIONERS: dict[str, type[Partitioner]] = {
     "uniform": Uniform,
     "parameters": Parameters,
     "linear": Linear,
+    "acyclic": Acyclic,
     "pipedream": PipeDream,
     "metis": Metis,
     "mpipe": MPipe,
-    "acyclic": Acyclic,
     "auto": Auto,
 }
 
@@ -29,23 +33,23 @@ __all__ = [
     "PARTITIONERS",
     "Division",
     "Holding",
+    "Partitioner",
     "Problem",
-    "assess",
     "by_modules",
-    "cut_after",
+    "cut_at",
     "cut_before",
+    "cut_places",
     "divide",
     "find",
-    "moves",
     "uniform",
 ]
 
 
 def divide(name: str, problem: Problem) -> Division:
-    """The division that the named partitioner makes with its default options."""
+    """Returns the division that the named partitioner makes with its default options."""
     return find(name)()(problem)
 
 
 def find(name: str) -> type[Partitioner]:
-    """The member of that name; case and punctuation do not matter."""
+    """Returns the member of that name; case and punctuation do not matter."""
     return find_named("partitioner", name, PARTITIONERS, PartitionError)

@@ -1,9 +1,9 @@
 """acyclic: any partition in which values go forward only, not just runs of the model's order.
 
 Choose it when the model has branches, or when the best cut into runs is uneven and a few nodes beside the main path
-could move. Where the model has few branches (up to `ideals` ways to begin it), all partitions are compared, and the
-result is proven to be the best there is. Else, and with several stages per rank, it improves cuts of several orders by
-moving single nodes, with rollback, first joined to larger atoms and then taken apart (multilevel).
+could move. Where the model has few branches (at most `ideals` prefixes), all partitions are compared, and the result is
+proven to be optimal. Else, and with several stages per rank, it improves cuts of several orders by moving single nodes,
+first joined to larger atoms and then taken apart (multilevel).
 """
 
 from dataclasses import dataclass
@@ -13,28 +13,25 @@ import numpy as np
 from penstock.errors import PartitionError
 from penstock.ir import as_int
 from penstock.partitioners.base import Division, Partitioner, Problem
-from penstock.partitioners.search.bill import Rates
-from penstock.partitioners.search.bounds import lower_bound
-from penstock.partitioners.search.contraction import without_weightless
-from penstock.partitioners.search.cutting import cut
+from penstock.partitioners.costs import CostRates
+from penstock.partitioners.score import Score, division, lower_bound
+from penstock.partitioners.search.bisection import round_up
+from penstock.partitioners.search.contiguous import Chains, cut_runs
 from penstock.partitioners.search.ideals import Ideals, all_ideals
-from penstock.partitioners.search.judge import Judged
-from penstock.partitioners.search.minimax import Chains, nudged
-from penstock.partitioners.search.moves import improved
-from penstock.partitioners.search.multilevel import best_of
-from penstock.partitioners.search.outcome import division
+from penstock.partitioners.search.local import improve
+from penstock.partitioners.search.multilevel import join_idle_atoms, search_partitions
 
 _CLOSE = 1.001
-"""times the bound, up to which no search is begun"""
+"""times the lower bound, up to which no search is begun"""
 
 
 @dataclass(frozen=True)
 class Acyclic(Partitioner):
-    """Exact where it can be, else a search; never worse than linear and pipedream."""
+    """Exact where possible, else a search; never worse than linear and pipedream."""
 
     name = "acyclic"
     ideals: int = 2000
-    """ways to begin the model up to which all partitions are compared"""
+    """prefixes of the model up to which all partitions are compared"""
     attempts: int = 4
     """orders that are tried, twice"""
 
@@ -44,27 +41,26 @@ class Acyclic(Partitioner):
                 raise PartitionError(f"{option} must be a whole number, 1 or more", given=repr(getattr(self, option)))
 
     def divide(self, problem: Problem) -> Division:
-        rates = Rates.of(problem)
-        runs = cut(problem, problem.atoms, rates)
-        start, least = Judged(problem, problem.atoms, runs.stage), 0.0
+        rates = CostRates.of(problem)
+        runs = cut_runs(problem, problem.atoms, rates)
+        start, bound = Score(problem, problem.atoms, runs.stage), 0.0
         exact = self._exact(problem, rates) if problem.is_single else None
         if exact:
-            found, least = exact
-            why = "all partitions compared" if least else "all partitions compared, nodes that take no time aside"
-        elif (found := improved(start)).score.excess == 0 and found.score.busiest <= _CLOSE * lower_bound(problem):
+            found, bound = exact
+            why = "all partitions compared" if bound else "all partitions compared, nodes that take no time aside"
+        elif (found := improve(start)).key.excess == 0 and found.key.busiest <= _CLOSE * lower_bound(problem):
             why = "nodes moved between runs of the model's order, which were even already"
         else:
-            found = min(found, best_of(problem, self.attempts), key=lambda judged: judged.score)
+            found = min(found, search_partitions(problem, self.attempts))
             why = "nodes moved between the stages of the best of several cuts"
-        best = min(start, found, key=lambda judged: judged.score)
-        return division(problem, best.stage, why, bounds=(least, runs.bound))
+        return division(problem, min(start, found).stage, why, bound=bound, contiguous_bound=runs.bound)
 
-    def _exact(self, problem: Problem, rates: Rates) -> tuple[Judged, float] | None:
-        """The best chain of ideals, and the load that no partition can stay below, 0 if that is not proven."""
-        whole_atoms, joined = np.arange(len(problem.atoms)), without_weightless(problem.atoms, problem.num_stages)
-        # What takes no time can be put aside without loss, unless bytes count.
-        is_plain = not (rates.has_messages or rates.has_limits)
-        for group in (joined,) if is_plain else (whole_atoms, joined):
+    def _exact(self, problem: Problem, rates: CostRates) -> tuple[Score, float] | None:
+        """The best chain of ideals, and the load that no partition can undercut, 0 if that is not proven."""
+        single, joined = np.arange(len(problem.atoms)), join_idle_atoms(problem.atoms, problem.num_stages)
+        # Atoms without seconds can be joined to others without loss, unless bytes count.
+        is_lossless = not (rates.has_messages or rates.has_limits)
+        for group in (joined,) if is_lossless else (single, joined):
             inside = all_ideals(atoms := problem.atoms.merged(group), self.ideals)
             if inside is None:
                 continue
@@ -72,10 +68,10 @@ class Acyclic(Partitioner):
             least = chains.least_load(rates.loads)
             if np.isinf(least):
                 continue
-            chain = chains.fewest_bytes(rates.loads, nudged(least))
-            # An atom is in the stage that ends with the first ideal it is inside of.
+            chain = chains.fewest_bytes(rates.loads, round_up(least))
+            # An atom is in the stage that ends with the first ideal that contains it.
             stage = inside[chain[1:]].argmax(axis=0)
-            # Named links are told apart by the judge only.
-            is_proof = is_plain or (len(atoms) == len(problem.atoms) and not problem.cluster.links)
-            return improved(Judged(problem, problem.atoms, stage[group])), least if is_proof else 0.0
+            # Links that differ are distinguished by Score only.
+            is_proof = is_lossless or (len(atoms) == len(problem.atoms) and not problem.cluster.links)
+            return improve(Score(problem, problem.atoms, stage[group])), least if is_proof else 0.0
         return None

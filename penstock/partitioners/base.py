@@ -1,4 +1,4 @@
-"""The contract of a partitioner: a Problem goes in, a Division comes out."""
+"""The contract of a partitioner: it takes a Problem and returns a Division."""
 
 import math
 from abc import ABC, abstractmethod
@@ -10,26 +10,23 @@ import numpy as np
 
 from penstock.errors import PartitionError
 from penstock.ir import Cluster, Graph, Partition, Placement, Profile, as_int
-from penstock.partitioners.atoms.atomise import atomise
-from penstock.partitioners.atoms.atoms import Atoms
-from penstock.partitioners.atoms.uses import Floats
-from penstock.partitioners.together import named, together
+from penstock.partitioners.atoms import Atoms, Floats, build_atoms, inseparable_nodes, named_groups
 
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank holds beside the parameters of its stages, where memory is limited."""
+    """What a rank holds in memory besides the parameters of its stages."""
 
     in_flight: int | tuple[int, ...] = 1
-    """microbatches whose activations a stage holds at once: one figure, or one per stage"""
+    """microbatches whose activations a stage holds at once: one number, or one per stage"""
     optimizer_copies: int = 0
-    """figures that the optimizer holds for each trained one: 0 for plain SGD, 2 for Adam"""
+    """values that the optimizer stores per trained value: 0 for plain SGD, 2 for Adam"""
 
     def __post_init__(self) -> None:
-        figures = self.in_flight if isinstance(self.in_flight, tuple) else (self.in_flight,)
-        if not figures or any((as_int(figure) or 0) < 1 for figure in figures):
+        counts = self.in_flight if isinstance(self.in_flight, tuple) else (self.in_flight,)
+        if not counts or any((as_int(count) or 0) < 1 for count in counts):
             raise PartitionError("microbatches in flight must be whole numbers, 1 or more", in_flight=self.in_flight)
         if as_int(self.optimizer_copies) is None or self.optimizer_copies < 0:
             raise PartitionError("copies of the optimizer must be 0 or more", optimizer_copies=self.optimizer_copies)
@@ -37,48 +34,50 @@ class Holding:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be cut, and for whom."""
+    """A measured graph, the ranks to divide it among, and constraints."""
 
     graph: Graph
     profile: Profile
     cluster: Cluster
-    """the ranks, their memory and slowness, the links between them"""
+    """the ranks, their memory and slowness, and the links between them"""
     placement: Placement | None = None
-    """which rank holds each stage; None: one stage per rank, unless the partitioner chooses placements (mpipe, auto)"""
+    """the rank of each stage; None: one stage per rank, unless the partitioner chooses placements (mpipe, auto)"""
     holding: Holding = Holding()
     together: tuple[tuple[str, ...], ...] = ()
-    """names of nodes or modules that must not be separated, group by group"""
+    """groups of names of nodes or modules that must not be separated"""
     overlaps: bool = True
-    """messages travel while ranks compute, so that a rank is as busy as the longer of both; False: it waits for them"""
+    """True: messages travel while ranks compute, so that the load of a rank is the longer of both; False: their sum"""
 
     def __post_init__(self) -> None:
         self.profile.check(self.graph)
         if self.placement is not None and self.placement.num_ranks != self.cluster.ranks:
             raise PartitionError(
-                "the placement is for other ranks", placement=self.placement.num_ranks, cluster=self.cluster.ranks
+                "placement and cluster must have the same number of ranks",
+                placement=self.placement.num_ranks,
+                cluster=self.cluster.ranks,
             )
         if any(isinstance(group, str) for group in self.together):
-            raise PartitionError("nodes to keep together are given as groups of names", together=self.together)
+            raise PartitionError("nodes to keep together must be groups of names", together=self.together)
         flight = self.holding.in_flight
         if isinstance(flight, tuple) and len(flight) != self.num_stages:
             raise PartitionError(
-                "microbatches in flight need one figure per stage", figures=len(flight), stages=self.num_stages
+                "microbatches in flight must be given once per stage", given=len(flight), stages=self.num_stages
             )
 
     @classmethod
     def stages(cls, graph: Graph, profile: Profile, num_stages: int) -> "Problem":
-        """As many ranks as stages, all alike, without limits."""
+        """Returns the problem for one stage per rank on equal ranks without limits."""
         count = as_int(num_stages)
         if count is None or count < 1:
             raise PartitionError("the number of stages must be a whole number, 1 or more", stages=repr(num_stages))
         return cls(graph, profile, Cluster(count))
 
     def on(self, placement: Placement) -> "Problem":
-        """The same for another placement; where microbatches in flight were given per stage, the most are taken."""
+        """Returns the problem for another placement; microbatches in flight given per stage become their maximum."""
         flight = self.holding.in_flight
         most = max(flight) if isinstance(flight, tuple) and len(flight) != placement.num_stages else flight
         other = replace(self, placement=placement, holding=replace(self.holding, in_flight=most))
-        # What was worked out of the graph does not depend on the placement.
+        # Atoms do not depend on the placement, and take long to build for large graphs.
         other.__dict__["atoms"] = self.atoms
         return other
 
@@ -89,7 +88,7 @@ class Problem:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are to be."""
+        """Number of stages to make."""
         return self.placed.num_stages
 
     @property
@@ -99,18 +98,18 @@ class Problem:
 
     @cached_property
     def atoms(self) -> Atoms:
-        """The graph in figures, with everything that must stay together in one atom."""
-        groups = together(self.graph) + named(self.graph, self.together)
-        return atomise(self.graph, self.profile, groups, self.holding.optimizer_copies)
+        """The graph as arrays, with nodes that must stay together in one atom."""
+        groups = inseparable_nodes(self.graph) + named_groups(self.graph, self.together)
+        return build_atoms(self.graph, self.profile, groups, self.holding.optimizer_copies)
 
     @cached_property
     def slowness_of(self) -> Floats:
-        """Per rank."""
+        """Slowness of every rank."""
         return np.array(self.cluster.slowness or (1.0,) * self.cluster.ranks)
 
     @cached_property
     def limit_of(self) -> Floats:
-        """Bytes of memory per rank; infinite where there is no limit."""
+        """Bytes of memory of every rank; inf without a limit."""
         return np.array(self.cluster.limits or (np.inf,) * self.cluster.ranks, dtype=np.float64)
 
     @cached_property
@@ -122,10 +121,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Division:
-    """A partition, how well it does, and how well any could do.
+    """A partition with its loads and with proven bounds.
 
     Seconds are those of one microbatch, forward and backward. The load of a rank is the sum over its stages, messages
-    included as the Problem says.
+    included as Problem.overlaps states.
     """
 
     partition: Partition
@@ -133,13 +132,13 @@ class Division:
     load_seconds: tuple[float, ...]
     """per rank"""
     lower_bound_seconds: float
-    """no partition into stages has a bottleneck below this"""
+    """no partition into stages has a smaller bottleneck"""
     contiguous_bound_seconds: float
-    """no partition into runs of the graph's order has one below this; infinite: none fits in memory"""
+    """no partition into runs of the graph's order has a smaller one; inf: none fits in memory"""
     cut_bytes: int
     """bytes between ranks for one microbatch, both ways, and of parameters for every rank but one that holds them"""
     why: str
-    """in words, how it was found"""
+    """how it was found, in words"""
 
     @property
     def bottleneck_seconds(self) -> float:
@@ -148,12 +147,12 @@ class Division:
 
     @property
     def ratio(self) -> float:
-        """The bottleneck over the lower bound: 1 is proven to be the best."""
+        """The bottleneck over the lower bound: 1 is proven to be optimal."""
         return self.bottleneck_seconds / self.lower_bound_seconds if self.lower_bound_seconds > 0 else 1.0
 
     @property
     def proof(self) -> str:
-        """In words, what is proven."""
+        """What is proven, in words."""
         if self.ratio <= 1 + _ROUNDING:
             return "no partition is better"
         gap = f"no partition is better by more than {1 - 1 / self.ratio:.1%}"
@@ -167,23 +166,34 @@ class Division:
 
 @dataclass(frozen=True)
 class Partitioner(ABC):
-    """A way to cut; its fields are its options."""
+    """A way to cut; its fields are its options.
+
+    The class attributes tell `auto` and the planner how to use a member: both read the table PARTITIONERS, so that a
+    new member takes part in every search without being named there.
+    """
 
     name: ClassVar[str]
+    compares: ClassVar[bool] = True
+    """whether `auto` and the planner try it; False for members that ignore measured seconds"""
+    is_fast: ClassVar[bool] = False
+    """fast enough for every placement that the planner considers; the others only cut for the best placement"""
+    is_for_slow_links: ClassVar[bool] = False
+    """trades compute for fewer bytes: only of use if messages take time"""
+    chooses_placement: ClassVar[bool] = False
+    """picks the placement where the problem has none"""
+    is_optional: ClassVar[bool] = False
+    """needs an extra: `auto` tries it if `is_available`, the planner never, so that plans do not depend on extras"""
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Returns whether the libraries that it needs are installed."""
+        return True
 
     def __call__(self, problem: Problem) -> Division:
-        """The division; refused if there are fewer atoms than stages, or no memory for what is found."""
+        """Returns the division; raises PartitionError if there are too few atoms or a rank would lack memory."""
         places = len(problem.atoms) - 1
         if places < problem.num_stages - 1:
-            closed = len(problem.graph.nodes) - 1 - places
-            raise PartitionError(
-                "the graph has fewer places to cut than asked for",
-                places=places,
-                stages=problem.num_stages,
-                hint="memory or a buffer that is written keeps nodes together: fewer stages"
-                if closed
-                else "fewer stages",
-            )
+            raise too_few_places(places, problem.num_stages, len(problem.graph.nodes))
         division = self.divide(problem)
         if problem.graph.storage or problem.graph.updates:
             division.partition.check(problem.graph)
@@ -191,4 +201,15 @@ class Partitioner(ABC):
 
     @abstractmethod
     def divide(self, problem: Problem) -> Division:
-        """The division of a graph that has at least as many atoms as there are stages."""
+        """Returns the division of a problem with at least as many atoms as stages."""
+
+
+def too_few_places(places: int, num_stages: int, num_nodes: int) -> PartitionError:
+    """Returns the error for a graph that cannot be cut into that many stages."""
+    is_closed = places < num_nodes - 1
+    return PartitionError(
+        "the graph has fewer places to cut than asked for",
+        places=places,
+        stages=num_stages,
+        hint="memory or a buffer that is written keeps nodes together: fewer stages" if is_closed else "fewer stages",
+    )

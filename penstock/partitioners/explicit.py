@@ -1,59 +1,75 @@
-"""explicit: the cuts that the user names, as lists of modules per stage or as modules before or after which to cut.
+"""Cuts that the user names: modules per stage, or modules to cut before.
 
-Choose it to reproduce a split made elsewhere, or to move a boundary by hand.
+Choose them to reproduce a split made elsewhere, or to move a boundary by hand.
 """
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 from penstock.errors import PartitionError
-from penstock.ir import Graph, Node, Partition
-from penstock.partitioners.contiguous import cut_at
+from penstock.ir import Graph, Partition
+from penstock.partitioners.atoms import inseparable_nodes
 
 
 def by_modules(graph: Graph, stages: Sequence[Sequence[str]]) -> Partition:
-    """Each stage is given by the names of its modules; what happens between modules goes where its values are.
+    """Returns the partition for lists of module names per stage; operations between modules follow their inputs.
 
     A module that depends on inputs only may be named in several stages. Every module with parameters must be in one.
     """
     owner = _owners(graph, stages)
     placed: dict[str, int] = {}
     for node in graph.nodes:
-        named = _named(node, owner)
-        read = [placed[graph.makers[value].name] for value in node.reads if value in graph.makers]
-        if named is None and node.parameters:
+        # The innermost named module that the node is part of.
+        words = node.module.split(".")
+        prefixes = (".".join(words[:length]) for length in range(len(words), 0, -1))
+        stage = next((owner[name] for name in prefixes if name in owner), None)
+        if stage is None and node.parameters:
             raise PartitionError(
                 "a module with parameters is in no stage",
                 module=node.module or node.name,
                 parameters=node.parameters[:3],
             )
-        placed[node.name] = named if named is not None else max(read, default=0)
+        read = [placed[graph.makers[value].name] for value in node.reads if value in graph.makers]
+        placed[node.name] = stage if stage is not None else max(read, default=0)
     return Partition(tuple(tuple(name for name, at in placed.items() if at == stage) for stage in range(len(stages))))
 
 
 def cut_before(graph: Graph, modules: Sequence[str]) -> Partition:
-    """A new stage begins with each of the modules."""
+    """Returns the partition in which a new stage begins with each of the modules."""
     _check_names(modules)
-    return cut_at(graph, [_first_place(graph, module) for module in modules])
+    return cut_at(graph, [_places(graph, module)[0] for module in modules])
 
 
-def cut_after(graph: Graph, modules: Sequence[str]) -> Partition:
-    """A stage ends with each of the modules."""
-    _check_names(modules)
-    return cut_at(graph, [_last_place(graph, module) + 1 for module in modules])
+def cut_places(graph: Graph) -> list[int]:
+    """Returns the places between nodes, counted from 1, where cutting separates no nodes that must stay together."""
+    closed = [False] * (len(graph.nodes) + 1)
+    for group in inseparable_nodes(graph):
+        for place in range(group[0] + 1, group[-1] + 1):
+            closed[place] = True
+    return [place for place in range(1, len(graph.nodes)) if not closed[place]]
+
+
+def cut_at(graph: Graph, places: list[int]) -> Partition:
+    """Returns the partition with a cut before the node of each place."""
+    names = [node.name for node in graph.nodes]
+    bounds = [0, *sorted(places), len(names)]
+    if len(set(bounds)) < len(bounds):
+        raise PartitionError("an empty stage", cuts=sorted(places), nodes=len(names))
+    return Partition(tuple(tuple(names[low:high]) for low, high in pairwise(bounds)))
 
 
 def _check_names(modules: Any) -> None:
     is_list = isinstance(modules, Iterable) and not isinstance(modules, str)
     if not is_list or not all(isinstance(module, str) for module in modules):
-        raise PartitionError("a list of names of modules is needed", given=repr(modules))
+        raise PartitionError("modules must be a list of module names", given=repr(modules))
 
 
 def _owners(graph: Graph, stages: Any) -> dict[str, int]:
     owner: dict[str, int] = {}
     if not isinstance(stages, Iterable) or isinstance(stages, str):
-        raise PartitionError("a list of names of modules per stage is needed", given=repr(stages))
+        raise PartitionError("stages must be lists of module names", given=repr(stages))
     for stage, modules in enumerate(stages):
         _check_names(modules)
         if not modules:
@@ -64,23 +80,6 @@ def _owners(graph: Graph, stages: Any) -> dict[str, int]:
                 raise PartitionError("a module in two stages", module=repr(module), stages=(owner[module], stage))
             owner.setdefault(module, stage)
     return owner
-
-
-def _named(node: Node, owner: dict[str, int]) -> int | None:
-    """The stage of the innermost named module that the node is part of."""
-    words = node.module.split(".")
-    for length in range(len(words), 0, -1):
-        if (name := ".".join(words[:length])) in owner:
-            return owner[name]
-    return None
-
-
-def _first_place(graph: Graph, module: str) -> int:
-    return _places(graph, module)[0]
-
-
-def _last_place(graph: Graph, module: str) -> int:
-    return _places(graph, module)[-1]
 
 
 def _places(graph: Graph, module: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""linear: runs of the model's order, so that the busiest rank has as little to compute as any such cut allows.
+"""linear: runs of the model's order, with the least compute on the busiest rank that any such cut allows.
 
 Choose it when links are fast compared with the blocks, or when a cut is wanted at once: 10,000 nodes take milliseconds.
 It is exact for one stage per rank. With several stages per rank it evens out their sums under the placement: exact for
@@ -11,23 +11,25 @@ from dataclasses import dataclass
 from penstock.errors import PartitionError
 from penstock.ir import is_finite
 from penstock.partitioners.base import Division, Partitioner, Problem
-from penstock.partitioners.search.bill import Rates
-from penstock.partitioners.search.cutting import cut
-from penstock.partitioners.search.outcome import division
+from penstock.partitioners.costs import CostRates
+from penstock.partitioners.score import division
+from penstock.partitioners.search.contiguous import cut_runs
 
 
 @dataclass(frozen=True)
 class Linear(Partitioner):
-    """Seconds count, messages do not."""
+    """Balances seconds and ignores the time of messages."""
 
     name = "linear"
+    is_fast = True
     slack: float = 0.0
-    """how much more the busiest rank may have to do than it must, as a share of it, if fewer bytes cross then"""
+    """how much more the busiest rank may compute than necessary, as a share, if fewer bytes cross then"""
 
     def __post_init__(self) -> None:
         if not is_finite(self.slack) or self.slack < 0:
-            raise PartitionError("slack is a share, 0 or more", slack=repr(self.slack))
+            raise PartitionError("slack must be a share, 0 or more", slack=repr(self.slack))
 
     def divide(self, problem: Problem) -> Division:
-        found = cut(problem, problem.atoms, Rates.of(problem).without_messages, slack=self.slack)
-        return division(problem, found.stage, "runs of the model's order, even in seconds", bounds=(0.0, found.bound))
+        found = cut_runs(problem, problem.atoms, CostRates.of(problem).without_messages, slack=self.slack)
+        why = "runs of the model's order, even in seconds"
+        return division(problem, found.stage, why, contiguous_bound=found.bound)

@@ -1,4 +1,4 @@
-"""uniform: the same number of weighty nodes in every stage, in the order of the model.
+"""uniform: the same number of nodes with parameters in every stage, in the order of the model.
 
 Choose it when blocks are alike, or as a first try before anything is measured.
 """
@@ -10,60 +10,51 @@ import numpy as np
 
 from penstock.errors import PartitionError
 from penstock.ir import Graph, Partition, as_int
-from penstock.partitioners.base import Division, Partitioner, Problem
-from penstock.partitioners.contiguous import cut_at, cut_places
-from penstock.partitioners.search.cutting import stages_of
-from penstock.partitioners.search.outcome import division
+from penstock.partitioners.base import Division, Partitioner, Problem, too_few_places
+from penstock.partitioners.explicit import cut_at, cut_places
+from penstock.partitioners.score import division
+from penstock.partitioners.search.contiguous import stages_of
 
 
 @dataclass(frozen=True)
 class Uniform(Partitioner):
-    """Nodes with parameters count (all nodes, if too few have any), seconds and bytes do not."""
+    """Counts nodes with parameters (all nodes, if too few have any) and ignores seconds and bytes."""
 
     name = "uniform"
+    compares = False
 
     def divide(self, problem: Problem) -> Division:
         number, uses = len(problem.atoms), problem.atoms.tensors.uses
-        weighty = np.unique(uses.atom[problem.atoms.tensors.parameters[uses.thing] > 0])
-        weighty = weighty[weighty < number]
-        chosen = weighty.tolist() if len(weighty) >= 2 * problem.num_stages else list(range(number))
+        counted = np.unique(uses.atom[problem.atoms.tensors.parameters[uses.item] > 0])
+        counted = counted[counted < number]
+        chosen = counted.tolist() if len(counted) >= 2 * problem.num_stages else list(range(number))
         cuts = _spread(chosen, list(range(1, number)), problem.num_stages)
         why = "equal numbers of nodes with parameters"
-        return division(problem, stages_of([0, *cuts, number]), why, seeks_room=False)
+        return division(problem, stages_of([0, *cuts, number]), why, keeps_limits=False)
 
 
 def uniform(graph: Graph, num_stages: int) -> Partition:
-    """The same before anything is known of costs."""
+    """Returns the same partition of a graph without a profile."""
     count = as_int(num_stages)
     if count is None or count < 1:
         raise PartitionError("the number of stages must be a whole number, 1 or more", stages=repr(num_stages))
     allowed = cut_places(graph)
     if len(allowed) < count - 1:
-        closed = len(graph.nodes) - 1 - len(allowed)
-        raise PartitionError(
-            "the graph has fewer places to cut than asked for",
-            places=len(allowed),
-            stages=num_stages,
-            hint="memory or a buffer that is written keeps nodes together: fewer stages" if closed else "fewer stages",
-        )
-    return cut_at(graph, _spread(_weighty(graph, count), allowed, count))
+        raise too_few_places(len(allowed), count, len(graph.nodes))
+    nodes = [(place, node) for place, node in enumerate(graph.nodes) if not node.from_inputs]
+    counted = [place for place, node in nodes if node.parameters]
+    if len(counted) < 2 * count:
+        counted = [place for place, _ in nodes] or list(range(len(graph.nodes)))
+    return cut_at(graph, _spread(counted, allowed, count))
 
 
-def _spread(weighty: Sequence[int], allowed: Sequence[int], num_stages: int) -> list[int]:
-    """Cuts with about equally many of the weighty between them; there are at least as many places as cuts."""
+def _spread(counted: Sequence[int], allowed: Sequence[int], num_stages: int) -> list[int]:
+    """Cuts with about equally many of the counted nodes between them; there are at least as many places as cuts."""
     cuts: list[int] = []
     for number in range(1, num_stages):
-        wish = weighty[round(number * len(weighty) / num_stages)]
+        wanted = counted[round(number * len(counted) / num_stages)]
         free = [place for place in allowed if not cuts or place > cuts[-1]]
-        # Leave room for the cuts that are still to come.
+        # Leave room for the remaining cuts.
         free = free[: len(free) - (num_stages - 1 - number)]
-        cuts.append(min(free, key=lambda place: abs(place - wish)))
+        cuts.append(min(free, key=lambda place: abs(place - wanted)))
     return cuts
-
-
-def _weighty(graph: Graph, num_stages: int) -> list[int]:
-    nodes = [(place, node) for place, node in enumerate(graph.nodes) if not node.from_inputs]
-    with_parameters = [place for place, node in nodes if node.parameters]
-    if len(with_parameters) >= 2 * num_stages:
-        return with_parameters
-    return [place for place, _ in nodes] or list(range(len(graph.nodes)))

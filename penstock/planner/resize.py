@@ -1,34 +1,36 @@
-"""resize: the same plan for another number of microbatches of the same size, or for one stage on one rank."""
+"""Plans and profiles for other numbers and sizes of microbatches."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
-from penstock.ir import Choices, Cluster, Partition, Plan, Prediction, StageCosts
+from penstock.errors import PlanError
+from penstock.ir import Choices, Cluster, Graph, NodeCost, Partition, Plan, Prediction, Profile, StageCosts
 from penstock.passes import lower
-from penstock.planner.synthesis import Problem, lower_bound
+from penstock.planner.synthesis import ScheduleProblem, lower_bound
 from penstock.schedules import SCHEDULES, build
 from penstock.simulate import simulate
 
 
 def with_microbatches(plan: Plan, count: int) -> Plan:
-    """The same cuts and the same kind of order; every rank comes to the same.
+    """Returns the plan for another number of microbatches of the same size; every rank gets the same result.
 
-    A schedule of the table is made anew. Of any other, which was given or searched for, the beginning is taken, or it
-    is repeated.
+    A schedule of the table is rebuilt. Of any other, which was given or synthesised, the beginning is taken, or it is
+    repeated.
     """
     if plan.choices.schedule in SCHEDULES:
         built = build(plan.choices.schedule, plan.num_ranks, count, plan.num_stages // plan.num_ranks, plan.costs)
     else:
         built = plan.schedule.repeated(count)
     trace = simulate(lower(built, cuts=plan.cuts), plan.costs, plan.cluster)
-    bound = lower_bound(Problem(plan.costs, built.placement, count, plan.cluster, plan.cuts)).seconds
+    bound = lower_bound(ScheduleProblem(plan.costs, built.placement, count, plan.cluster, plan.cuts)).seconds
     return replace(plan, schedule=built, predicted=Prediction.of(trace, min(bound, trace.makespan)))
 
 
 def unsplit(plan: Plan) -> Plan:
-    """The same microbatches through one stage on one rank."""
+    """Returns the plan that runs the same microbatches through one stage on one rank."""
     partition = Partition((tuple(node.name for node in plan.graph.nodes),))
     cluster, schedule = Cluster(1), build("gpipe", 1, plan.num_microbatches)
-    # The one rank is like any other, whichever ranks of the plan are slow.
+    # The one rank has slowness 1, whichever ranks of the plan are slow.
     alike = plan.costs_on(replace(plan.cluster, slowness=None))
     costs = StageCosts(
         forward=(sum(alike.forward),),
@@ -39,3 +41,40 @@ def unsplit(plan: Plan) -> Plan:
     trace = simulate(lower(schedule), costs, cluster)
     choices = Choices("given", "gpipe", (False,), "loop")
     return Plan(plan.graph, partition, schedule, choices, costs, cluster, Prediction.of(trace, trace.makespan))
+
+
+def interpolate_profile(graph: Graph, share: float, small: Profile, large: Profile) -> Profile:
+    """Returns the profile of a graph from those of smaller and larger microbatches, by linear interpolation.
+
+    `share` is how far the size of the graph's microbatch lies on the way from the small one to the large one: the cost
+    of a node is assumed to be a constant part per call and a part per sample.
+    """
+    ours = [node.name for node in graph.nodes]
+    for profile in (small, large):
+        if [cost.node for cost in profile.costs] != ours:
+            raise PlanError("microbatches of other sizes run other nodes", nodes=len(ours), measured=len(profile.costs))
+    costs: tuple[NodeCost, ...] = tuple(
+        _interpolate(one, other, share) for one, other in zip(small.costs, large.costs, strict=True)
+    )
+    sizes = dict(large.held)
+    held = tuple((name, round(_between(size, sizes.get(name, size), share))) for name, size in small.held)
+    step = _between(small.step_seconds, large.step_seconds, share)
+    return replace(small, costs=costs, step_seconds=step, fingerprint=graph.fingerprint, held=held)
+
+
+def _interpolate(one: Any, other: Any, share: float) -> Any:
+    """The record with every number interpolated; other fields are those of the small size."""
+    changed: dict[str, Any] = {}
+    for field in fields(one):
+        here, there = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(here, int):
+            changed[field.name] = max(0, round(_between(here, there, share)))
+        elif isinstance(here, float):
+            changed[field.name] = max(0.0, _between(here, there, share))
+        elif hasattr(here, "__dataclass_fields__"):
+            changed[field.name] = _interpolate(here, there, share)
+    return replace(one, **changed)
+
+
+def _between(here: float, there: float, share: float) -> float:
+    return here + (there - here) * share

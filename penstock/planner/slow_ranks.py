@@ -1,40 +1,65 @@
-"""Slow ranks: which ranks take longer than their plan says and longer than their peers do, step after step.
+"""Slow ranks: which ranks take longer than planned and longer than their peers, and the plan that would help.
 
-Of every kind of pass the shortest counts, against the costs of the plan: what others do to the core of a rank makes
-some of its passes longer, a slow rank all of them. A step is slow for a rank that stands out in it both from its plan
-and from the median of the other ranks. A rank is slow for which most of the last steps were, and all of these taken
-together. If the plan is wrong about all ranks alike, none stands out; where it is a little wrong about one, what that
-one has usually taken so far counts as well.
+Of every kind of pass the shortest counts, against the costs of the plan: other work on the core of a rank makes some of
+its passes longer, a slow rank all of them. A step is slow for a rank that stands out in it both from its plan and from
+the median of the other ranks. A rank is slow if most of the last steps were, and if all of these taken together are. If
+the plan is wrong about all ranks alike, none stands out; where it is a little wrong about one, what that rank has
+usually taken so far counts as well.
 """
 
+import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.ir import COMPUTE_KINDS, Kind, Plan, Trace, pass_seconds, stage_of
+from penstock.ir import (
+    COMPUTE_KINDS,
+    Graph,
+    Kind,
+    Node,
+    NodeBytes,
+    NodeCost,
+    Plan,
+    Profile,
+    StageCosts,
+    Trace,
+    pass_seconds,
+    seconds_text,
+    stage_of,
+)
+from penstock.passes import lower
+from penstock.planner.candidates import Measured
+from penstock.planner.options import AUTO, PlanOptions
+from penstock.planner.plan_search import search
+from penstock.planner.synthesis.pass_table import Bools, Floats
+from penstock.schedules import SCHEDULES
+from penstock.simulate import simulate
 
 WINDOW, ENOUGH = 8, 6
-"""a rank is slow for which so many of so many steps were"""
+"""a rank is slow if ENOUGH of the last WINDOW steps were"""
 OVER_PLAN, OVER_PEERS, OVER_ONLY_PEER = 1.2, 1.35, 1.45
-"""how many times the plan and the median of its peers a slow rank takes; one peer alone may itself be misjudged"""
+"""how many times the plan and the median of its peers a slow rank takes; a single peer may itself be misjudged"""
 OVER_USUAL, LEAST, MOST = 1.3, 1.1, 1.45
-"""how many times its usual place among its peers, once that is known, and between which multiples of them"""
+"""how many times its usual ratio to its peers, once that is known, clipped to between LEAST and MOST times the peers"""
 PLAN_HOLDS = 0.5
-"""a plan that says more than twice of what is usual says nothing"""
+"""a plan that predicts more than twice the usual time is not a measure"""
 MEMORY = 50
-"""steps before the last ones of which the usual is the median, if they are as many as the last ones or more"""
+"""steps before the last WINDOW whose median is the usual; at least WINDOW of them are needed"""
 CALL_SECONDS, LOST_SECONDS = 2e-4, 5e-4
-"""what a pass takes beside its nodes, and what a slow rank loses with each: where passes are short, calls differ"""
-
-Ratios = NDArray[np.float64]
+"""overhead of a pass, and what a slow rank loses with each: where passes are short, overheads differ"""
+REPLAN_SECONDS = 1.0
+MAX_PASSES = 10_000
+"""passes of a plan above which a new search would take too long"""
+_WORTH = 0.02
+"""by what share a new plan must shorten the step"""
+_INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that is slow, since when, and how many times longer it takes."""
+    """A rank that is slow, since when, and by how much."""
 
     rank: int
     since: int
@@ -43,7 +68,7 @@ class SlowRank:
     over_peers: float
     num_peers: int
     is_from_start: bool
-    """whether it was never seen to be any faster"""
+    """whether it never was faster"""
 
     def __str__(self) -> str:
         since = f"since step {self.since}"
@@ -53,38 +78,37 @@ class SlowRank:
         return f"rank {self.rank} is slow {since}: {self.over_plan:.1f} times the plan, {peers}"
 
 
-class _Look(NamedTuple):
-    """What a step, or several, say of every rank."""
+class _Ratios(NamedTuple):
+    """How every rank compares with the plan and with its peers, in one step or in several."""
 
-    over_plan: Ratios
-    over_peers: Ratios
-    lost_seconds: Ratios
-    """with each pass, beside its peers"""
+    over_plan: Floats
+    over_peers: Floats
+    lost_seconds: Floats
+    """with each pass, compared with its peers"""
 
-    def slow(self, over_plan: Ratios, over_peers: Ratios) -> NDArray[np.bool_]:
-        """Which ranks are beyond these limits."""
+    def slow(self, over_plan: Floats, over_peers: Floats) -> Bools:
+        """Returns which ranks are beyond these limits."""
         is_beyond = (self.over_plan >= over_plan) & (self.over_peers >= over_peers)
         return is_beyond & (self.lost_seconds >= LOST_SECONDS)
 
 
 class _Step(NamedTuple):
-    """A step that was looked at."""
-
     number: int
-    shortest: Ratios
-    look: _Look
-    is_slow: NDArray[np.bool_]
+    shortest: Floats
+    """seconds of the shortest pass of every kind of every stage"""
+    ratios: _Ratios
+    is_slow: Bools
 
 
-class SlowRanks:
-    """Looks at every step of a training by a plan."""
+class SlowRankDetector:
+    """Finds slow ranks from the traces of the steps of a plan."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._is_warm = False
         self._first = 0
         self._steps: deque[_Step] = deque(maxlen=WINDOW)
-        self._earlier: deque[_Look] = deque(maxlen=MEMORY)
+        self._earlier: deque[_Ratios] = deque(maxlen=MEMORY)
         self._slow: dict[int, SlowRank] = {}
 
     @property
@@ -92,57 +116,64 @@ class SlowRanks:
         """The ranks that are slow now."""
         return tuple(self._slow[rank] for rank in sorted(self._slow))
 
-    def look(self, step: int, trace: Trace) -> tuple[SlowRank, ...]:
-        """The ranks that this step shows to be slow, each told once until it has recovered.
+    def observe(self, step: int, trace: Trace) -> tuple[SlowRank, ...]:
+        """Returns the ranks that this step shows to be slow, each once until it has recovered.
 
-        The first step is left out: it warms up what the others use.
+        The first step is skipped: it warms up caches.
         """
         if not self._is_warm or self._plan.num_ranks < 2:
             self._is_warm, self._first = True, step + 1
             return ()
         if len(self._steps) == WINDOW and not self._slow:
-            self._earlier.append(self._steps[0].look)
-        least = shortest(trace)
-        look = self._look(trace, least)
-        self._steps.append(_Step(step, least, look, look.slow(*self._limits())))
+            self._earlier.append(self._steps[0].ratios)
+        shortest = _shortest_passes(trace)
+        ratios = self._ratios(trace, shortest)
+        self._steps.append(_Step(step, shortest, ratios, ratios.slow(*self._limits())))
         times = np.sum([each.is_slow for each in self._steps], axis=0)
         for rank in [rank for rank in self._slow if times[rank] <= WINDOW - ENOUGH]:
             del self._slow[rank]
         suspects = [int(rank) for rank in np.flatnonzero(times >= ENOUGH) if rank not in self._slow]
-        found = [each for rank in suspects for each in self._found(rank, trace)]
+        found = [each for rank in suspects if (each := self._confirm(rank, trace)) is not None]
         self._slow |= {each.rank: each for each in found}
         return tuple(found)
 
-    def _look(self, trace: Trace, least: Ratios) -> _Look:
-        work = _Work.of(self._plan, trace, least)
-        over_plan = work.taken / work.planned
+    def _ratios(self, trace: Trace, shortest: Floats) -> _Ratios:
+        """Compares ranks as if all passes were as short as the shortest of their kind."""
+        table = trace.program.table
+        passes = np.flatnonzero(np.isin(table.kinds, COMPUTE_KINDS))
+        seconds = shortest[table.kinds[passes], stage_of(table.codes[passes])]
+        expected = pass_seconds(table, self._plan.costs, self._plan.cluster.overlap)[passes] + CALL_SECONDS
+        taken, planned, count = (
+            np.bincount(table.rank_of[passes], each, self._plan.num_ranks).astype(np.float64)
+            for each in (seconds, expected, np.ones(len(passes)))
+        )
+        over_plan = taken / planned
         peers = np.array([np.median(np.delete(over_plan, rank)) for rank in range(len(over_plan))])
-        return _Look(over_plan, over_plan / peers, (work.taken - peers * work.planned) / work.num_passes)
+        return _Ratios(over_plan, over_plan / peers, (taken - peers * planned) / count)
 
-    def _limits(self) -> tuple[Ratios, Ratios]:
-        """From where on each rank is slow, over the plan and over its peers."""
+    def _limits(self) -> tuple[Floats, Floats]:
+        """From which ratios on each rank is slow, to the plan and to its peers."""
         ones, has_one_peer = np.ones(self._plan.num_ranks), self._plan.num_ranks == 2
         if len(self._earlier) < WINDOW:
             return OVER_PLAN * ones, (OVER_ONLY_PEER if has_one_peer else OVER_PEERS) * ones
-        over_plan = np.median([look.over_plan for look in self._earlier], axis=0)
-        over_peers = np.median([look.over_peers for look in self._earlier], axis=0)
+        over_plan = np.median([ratios.over_plan for ratios in self._earlier], axis=0)
+        over_peers = np.median([ratios.over_peers for ratios in self._earlier], axis=0)
         least = OVER_USUAL if has_one_peer else LEAST
         return OVER_PLAN * np.clip(over_plan, PLAN_HOLDS, 1), np.clip(OVER_USUAL * over_peers, least, MOST)
 
-    def _found(self, rank: int, trace: Trace) -> list[SlowRank]:
+    def _confirm(self, rank: int, trace: Trace) -> SlowRank | None:
         """The rank, unless the shortest of its passes in all of the slow steps were short enough."""
         steps = [step for step in self._steps if step.is_slow[rank]]
-        look = self._look(trace, np.min([step.shortest for step in steps], axis=0))
-        if not look.slow(*self._limits())[rank]:
-            return []
+        ratios = self._ratios(trace, np.min([step.shortest for step in steps], axis=0))
+        if not ratios.slow(*self._limits())[rank]:
+            return None
         since, num_peers = steps[0].number, self._plan.num_ranks - 1
-        over_plan = float(np.median([step.look.over_plan[rank] for step in steps]))
-        over_peers = float(np.median([step.look.over_peers[rank] for step in steps]))
-        return [SlowRank(rank, since, over_plan, over_peers, num_peers, since == self._first)]
+        over_plan = float(np.median([step.ratios.over_plan[rank] for step in steps]))
+        over_peers = float(np.median([step.ratios.over_peers[rank] for step in steps]))
+        return SlowRank(rank, since, over_plan, over_peers, num_peers, since == self._first)
 
 
-def shortest(trace: Trace) -> Ratios:
-    """Seconds of the shortest pass of every kind of every stage; infinite where there is none."""
+def _shortest_passes(trace: Trace) -> Floats:
     table = trace.program.table
     least = np.full((len(Kind), trace.program.num_stages), np.inf)
     passes = np.flatnonzero(np.isin(table.kinds, COMPUTE_KINDS))
@@ -151,19 +182,140 @@ def shortest(trace: Trace) -> Ratios:
     return least
 
 
-class _Work(NamedTuple):
-    """Seconds of every rank in a step: as they would be if all passes were as short as the shortest, and as planned."""
+class SlowRankAdvisor:
+    """Reports slow ranks during training, with the plan that would help; used on one rank."""
 
-    taken: Ratios
-    planned: Ratios
-    num_passes: Ratios
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._detector = SlowRankDetector(plan)
 
-    @classmethod
-    def of(cls, plan: Plan, trace: Trace, least: Ratios) -> "_Work":
-        table = trace.program.table
-        passes = np.flatnonzero(np.isin(table.kinds, COMPUTE_KINDS))
-        ranks, num_ranks = table.rank_of[passes], plan.num_ranks
-        taken = least[table.kinds[passes], stage_of(table.codes[passes])]
-        planned = pass_seconds(table, plan.costs, plan.cluster.overlap)[passes] + CALL_SECONDS
-        columns = (taken, planned, np.ones(len(passes)))
-        return cls(*(np.bincount(ranks, each, num_ranks).astype(np.float64) for each in columns))
+    def observe(self, step: int, trace: Trace) -> str:
+        """Returns a sentence if a step shows a rank to be slow, else an empty string.
+
+        Searching a new plan takes about a second, once for every rank that becomes slow.
+        """
+        found = self._detector.observe(step, trace)
+        if not found:
+            return ""
+        # Advice must not end a training, whatever goes wrong.
+        try:
+            advice = replan(self._plan, self.slowness)
+        except Exception:
+            advice = None
+        text = str(advice) if advice is not None else f"to plan for that: {plan_command(self._plan, self.slowness)}"
+        return f"{'; '.join(map(str, found))}; {text}"
+
+    @property
+    def slowness(self) -> tuple[float, ...]:
+        """How many times longer each rank takes than the profile states, by all steps so far."""
+        factors = list(self._plan.cluster.slowness or (1.0,) * self._plan.num_ranks)
+        for each in self._detector.slow:
+            factors[each.rank] *= each.over_peers
+        return tuple(round(factor, 1) for factor in factors)
+
+
+@dataclass(frozen=True)
+class Replan:
+    """Predicted seconds of a step on ranks some of which are slow."""
+
+    present: float
+    """with the present plan"""
+    possible: float
+    """with one that was searched for these ranks"""
+    command: str
+    """to make that plan"""
+
+    @property
+    def helps(self) -> bool:
+        """Whether a new plan is worth it."""
+        return self.possible <= (1 - _WORTH) * self.present
+
+    def __str__(self) -> str:
+        if not self.helps:
+            return f"no plan was found that would help: a step takes about {seconds_text(self.present, 3)} with any"
+        seconds = f"about {seconds_text(self.possible, 3)} instead of {seconds_text(self.present, 3)}"
+        return f"a plan for that takes {seconds} a step: {self.command}"
+
+
+def replan(plan: Plan, slowness: tuple[float, ...], budget_seconds: float = REPLAN_SECONDS) -> Replan | None:
+    """Searches a plan for ranks of that slowness; returns None if the plan is too large to search in that time.
+
+    A plan stores no profile, so the costs of nodes are estimated; the cost of recomputed stages is assumed to stay with
+    their nodes.
+    """
+    if len(plan.schedule.table.codes) > MAX_PASSES:
+        return None
+    cluster = replace(plan.cluster, slowness=slowness)
+    present = simulate(lower(plan.schedule, cuts=plan.cuts), plan.costs_on(cluster), cluster).makespan
+    profile = estimate_profile(plan, plan.costs_on(replace(plan.cluster, slowness=None)))
+    models = {plan.num_microbatches: Measured(plan.graph, profile)}
+    options = PlanOptions(cluster, schedule=_asked_schedule(plan), budget_seconds=budget_seconds)
+    return Replan(present, search(models, options).predicted.makespan, plan_command(plan, slowness))
+
+
+def plan_command(plan: Plan, slowness: tuple[float, ...]) -> str:
+    """Returns the command, or the call where the command line has no options for it, to plan for that slowness."""
+    cluster, factors = plan.cluster, ",".join(f"{factor:g}" for factor in slowness)
+    if cluster.links or cluster.replicas.count > 1:
+        return f"penstock.plan(..., ranks=dataclasses.replace(plan.cluster, slowness=({factors})))"
+    schedule = _asked_schedule(plan)
+    options = {
+        "ranks": plan.num_ranks,
+        "microbatches": plan.num_microbatches,
+        "slowness": factors,
+        "schedule": schedule if schedule != AUTO else None,
+        "memory": min(cluster.limits, default=None),
+        "recompute": "auto" if any(plan.choices.recompute) else None,
+        "cores": cluster.cores,
+        "latency": cluster.latency or None,
+        "bandwidth": cluster.bandwidth,
+    }
+    words = [f"--{name} {value}" for name, value in options.items() if value is not None]
+    return f"penstock plan MODEL {' '.join(words)} --out plan.json"
+
+
+def _asked_schedule(plan: Plan) -> str:
+    """The name that was asked for; "auto" for a schedule that was searched for or given."""
+    asked = dict(plan.search.asked).get("schedule", AUTO)
+    return asked if asked in SCHEDULES else AUTO
+
+
+def estimate_profile(plan: Plan, costs: StageCosts) -> Profile:
+    """Returns a profile of the plan's graph from the costs of its stages.
+
+    The seconds of a stage are divided among its nodes in proportion to the estimated work of each: the elements that it
+    makes, times the inputs of its weight matrices per element. Sums per stage are exact; inside a stage it is an
+    estimate.
+    """
+    found: dict[str, NodeCost] = {}
+    for stage, names in enumerate(plan.partition.stages):
+        # Input-only nodes run wherever they are read, and cost little.
+        nodes = [plan.graph[name] for name in names]
+        work = {node.name: 0.0 if node.from_inputs else _work(plan.graph, node) for node in nodes}
+        total = math.fsum(work.values())
+        for name, each in work.items():
+            found[name] = _node_cost(costs, stage, name, each / total if total else 1 / len(names))
+    nodes_costs = tuple(found[node.name] for node in plan.graph.nodes)
+    seconds = math.fsum(cost.forward + cost.backward for cost in nodes_costs)
+    return Profile(nodes_costs, seconds, plan.graph.fingerprint, "told from the stages of a plan")
+
+
+def _work(graph: Graph, node: Node) -> float:
+    made = max((math.prod(value.spec.shape) for value in node.makes), default=0)
+    # A node that reads integers looks up rows of its matrix.
+    if any(graph.spec(name).dtype in _INTEGERS for name in node.reads):
+        return float(made)
+    shapes = {value.name: value.spec.shape for value in graph.parameters}
+    matrices = (shapes[name] for name in node.parameters if len(shapes.get(name, ())) > 1)
+    return float(made * (1 + sum(math.prod(shape[1:]) for shape in matrices)))
+
+
+def _node_cost(costs: StageCosts, stage: int, name: str, share: float) -> NodeCost:
+    input_grad, weight_grad = costs.input_grad[stage], costs.weight_grad[stage]
+    if not input_grad:
+        # The first stage returns no gradient; its nodes would in another stage.
+        input_grad = weight_grad = costs.backward[stage] / 2
+    kept = NodeBytes(int(share * costs.activation_bytes[stage]), int(share * costs.weight_grad_bytes[stage]))
+    return NodeCost(
+        name, share * costs.forward[stage], share * costs.backward[stage], share * input_grad, share * weight_grad, kept
+    )

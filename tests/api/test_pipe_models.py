@@ -11,12 +11,13 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import PartitionError
 from penstock.ir import DeviceSpeed
-from penstock.partitioners.metis import is_installed
+from penstock.partitioners import find
 
 BATCH = torch.randn(4, 16)
 SPEED = DeviceSpeed(1e9, 1e9)
+HAS_METIS = find("metis").is_available()
 METHODS = [
-    pytest.param("metis", marks=pytest.mark.skipif(not is_installed(), reason="the extra metis is not installed")),
+    pytest.param("metis", marks=pytest.mark.skipif(not HAS_METIS, reason="the extra metis is not installed")),
     "mpipe",
     "acyclic",
     "pipedream",

@@ -7,7 +7,7 @@ from torch import distributed, nn
 import penstock
 from benchmarks.sleeping import SIZE, SleepingBlock
 from penstock.ir import Cluster, NodeCost, Plan, Profile
-from penstock.planner import Measured, Request, Watch, search
+from penstock.planner import Measured, PlanOptions, SlowRankAdvisor, search
 from tests.runtime.workers import Pools
 
 RANKS, MICROBATCHES, UNIT = 3, 4, 0.002
@@ -24,19 +24,19 @@ def planned() -> Plan:
     graph = penstock.capture(sleeping(), (BATCH[:1],)).graph
     costs = tuple(NodeCost(node.name, UNIT, 2 * UNIT, UNIT, UNIT) for node in graph.nodes)
     measured = Measured(graph, Profile(costs, 3 * UNIT * len(costs), graph.fingerprint, "slept"))
-    return search({MICROBATCHES: measured}, Request(Cluster(RANKS), "1f1b", budget_seconds=0.0))
+    return search({MICROBATCHES: measured}, PlanOptions(Cluster(RANKS), schedule="1f1b", budget_seconds=0.0))
 
 
 def told(text: str) -> list[tuple[int, str]]:
     """What is said on this rank, by the step, when the blocks of rank 1 begin to sleep twice as long."""
     plan, model = penstock.Plan.load(text), sleeping()
-    pipe, watch = penstock.Pipeline(model, plan, loss_fn=nn.functional.mse_loss), Watch(plan)
+    pipe, advisor = penstock.Pipeline(model, plan, loss_fn=nn.functional.mse_loss), SlowRankAdvisor(plan)
     found = []
     for step in range(CLEAN + SLOW):
         for block in model if step >= CLEAN and distributed.get_rank() == 1 else ():
             block.unit = 2 * UNIT  # type: ignore[assignment]
         trace = pipe.step(BATCH, target=BATCH, record=True).trace
-        if pipe.is_first and trace is not None and (words := watch.look(step, trace)):
+        if pipe.is_first and trace is not None and (words := advisor.observe(step, trace)):
             found.append((step, words))
     return found
 

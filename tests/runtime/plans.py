@@ -11,8 +11,8 @@ from torch import nn
 import penstock
 from penstock.api import examples
 from penstock.capture import Captured
-from penstock.ir import Backward, Cluster, Graph, Plan, Profile, WeightGrad
-from penstock.planner import Measured, Request, search
+from penstock.ir import Backward, Graph, Plan, Profile, WeightGrad
+from penstock.planner import Measured, PlanOptions, search
 from penstock.runtime import Solo, model_part
 from penstock.schedules import SCHEDULES
 from tests.runtime.models import WIDTH, chain, noise
@@ -60,7 +60,8 @@ def chain_plan(name: str, ranks: int, depth: int, microbatches: int) -> Plan:
     """A plan for the chain with one block per stage."""
     graph = chain_graph(ranks * depth)
     models = {microbatches: Measured(graph, Profile.alike(graph))}
-    return search(models, Request(Cluster(ranks), name, "uniform", depth, budget_seconds=0.0))
+    options = PlanOptions(ranks, schedule=name, partitioner="uniform", stages_per_rank=depth, budget_seconds=0.0)
+    return search(models, options)
 
 
 def goes_in_order(plan: Plan) -> bool:

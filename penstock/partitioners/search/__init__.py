@@ -1,1 +1,1 @@
-"""How good cuts are told from bad ones, and how the best are found."""
+"""Search algorithms that the partitioners share."""

@@ -1,16 +1,16 @@
-"""multilevel: partitions of few large atoms, improved again and again while the atoms are taken apart."""
+"""Partitions from cuts of several topological orders, and of few large atoms that are taken apart step by step."""
+
+import heapq
+from collections.abc import Callable
 
 import numpy as np
 
-from penstock.partitioners.atoms.atoms import Atoms
-from penstock.partitioners.atoms.uses import Ints
+from penstock.partitioners.atoms import Atoms, Bools, Floats, Ints
 from penstock.partitioners.base import Problem
-from penstock.partitioners.search.bill import Rates
-from penstock.partitioners.search.contraction import halved
-from penstock.partitioners.search.cutting import cut
-from penstock.partitioners.search.judge import Judged
-from penstock.partitioners.search.moves import improved
-from penstock.partitioners.search.orders import ordered, other_orders
+from penstock.partitioners.costs import CostRates
+from penstock.partitioners.score import Score
+from penstock.partitioners.search.contiguous import cut_runs
+from penstock.partitioners.search.local import improve
 
 _ATOMS_PER_STAGE = 8
 _NOISE = (1.0, 1.5, 2.0, 3.0)
@@ -20,47 +20,161 @@ _SHARE = 0.25
 """the heaviest atom that is made by joining, as a share of what a stage gets"""
 
 
-def best_of(problem: Problem, attempts: int) -> Judged:
-    """The best partition from cuts of several orders, of the atoms as they are and of larger ones."""
-    rates = Rates.of(problem)
+def search_partitions(problem: Problem, attempts: int) -> Score:
+    """Returns the best partition from cuts of several orders, of the atoms as they are and of larger ones."""
+    rates = CostRates.of(problem)
     found = [_cut(problem, problem.atoms, rates.without_messages), _from_coarse(problem, rates)]
     found += [cut_in_order(problem, position, rates) for position in other_orders(problem.atoms, attempts)]
-    best = min(map(improved, sorted(found, key=lambda judged: judged.score)[:3]), key=lambda judged: judged.score)
-    return _recut(best, rates, attempts)
-
-
-def _cut(problem: Problem, atoms: Atoms, rates: Rates) -> Judged:
-    return Judged(problem, atoms, cut(problem, atoms, rates, is_brief=True).stage)
-
-
-def cut_in_order(problem: Problem, position: Ints, rates: Rates, is_brief: bool = True) -> Judged:
-    """The atoms of a problem, cut into runs of another order."""
-    found = cut(problem, problem.atoms.merged(position), rates, is_brief=is_brief)
-    return Judged(problem, problem.atoms, found.stage[position])
-
-
-def _recut(best: Judged, rates: Rates, attempts: int) -> Judged:
-    """Cuts of orders in which the best partition is one of runs, and by turns of orders that shake it up."""
+    best = min(map(improve, sorted(found)[:3]))
+    # Cut again in orders in which the best partition is one of runs, and in orders that shake it up.
     random = np.random.default_rng(1)
-    # Few atoms are cut in no time, and then hang together too much for one of them to move alone.
+    # Few atoms are cut in no time, and then depend on each other too much for one of them to move alone.
     turns = max(attempts, min(_MOST_TURNS * attempts, _TURNS_TIMES_ATOMS // len(best.atoms)))
     for turn in range(turns):
-        position = ordered(best.atoms, best.stage + _NOISE[turn % len(_NOISE)] * random.random(len(best.atoms)))
-        again = cut_in_order(best.problem, position, rates, is_brief=turn < turns - 1)
-        best = min(best, improved(again), key=lambda judged: judged.score)
+        position = topological_order(
+            best.atoms, best.stage + _NOISE[turn % len(_NOISE)] * random.random(len(best.atoms))
+        )
+        again = cut_in_order(problem, position, rates, is_brief=turn < turns - 1)
+        best = min(best, improve(again))
     return best
 
 
-def _from_coarse(problem: Problem, rates: Rates) -> Judged:
+def _cut(problem: Problem, atoms: Atoms, rates: CostRates) -> Score:
+    return Score(problem, atoms, cut_runs(problem, atoms, rates, is_brief=True).stage)
+
+
+def cut_in_order(problem: Problem, position: Ints, rates: CostRates, is_brief: bool = True) -> Score:
+    """Returns the atoms of a problem cut into runs of another order, which has a position per atom."""
+    found = cut_runs(problem, problem.atoms.merged(position), rates, is_brief=is_brief)
+    return Score(problem, problem.atoms, found.stage[position])
+
+
+def _from_coarse(problem: Problem, rates: CostRates) -> Score:
+    """A cut of few large atoms, improved at every level while they are taken apart."""
     heaviest = _SHARE * float(problem.atoms.seconds.sum()) / problem.num_stages
     levels, groups = [problem.atoms], []
     while len(levels[-1]) > _ATOMS_PER_STAGE * problem.num_stages:
-        group = halved(levels[-1], heaviest)
+        group = pair_up(levels[-1], heaviest)
         if int(group.max()) + 1 == len(levels[-1]):
             break
         groups.append(group)
         levels.append(levels[-1].merged(group))
-    judged = improved(_cut(problem, levels[-1], rates))
+    score = improve(_cut(problem, levels[-1], rates))
     for atoms, group in zip(levels[-2::-1], reversed(groups), strict=True):
-        judged = improved(Judged(problem, atoms, judged.stage[group]))
-    return judged
+        score = improve(Score(problem, atoms, score.stage[group]))
+    return score
+
+
+# Joining atoms. An atom with a single reader may be joined with that reader, and an atom that reads from a single other
+# one with that one: there is no second path between the two that could close a cycle.
+
+
+def join_idle_atoms(atoms: Atoms, at_least: int) -> Ints:
+    """Returns a group per atom in which atoms without seconds are joined with their only reader or only source.
+
+    In seconds no partition is lost that way, unless fewer than `at_least` groups are left; then none are joined.
+    """
+
+    def is_idle_pair(current: Atoms, source: Ints, target: Ints) -> Bools:
+        inputs = current.input_only
+        # An atom alone in a stage also runs the input-only nodes that it needs; the last one reads the outputs.
+        needed = np.bincount(inputs.uses.atom, inputs.seconds[inputs.uses.item], minlength=len(current) + 1)
+        is_idle = current.seconds + needed[: len(current)] == 0
+        joined: Bools = (is_idle[source] & _has_one_reader(current)[source]) | (
+            is_idle[target] & _has_one_source(current)[target]
+        )
+        return joined
+
+    group = np.arange(len(atoms))
+    while True:
+        current = atoms.merged(group)
+        found = _match(current, is_idle_pair)
+        if int(found.max()) + 1 == len(current):
+            return group
+        if int(found.max()) + 1 < at_least:
+            return np.arange(len(atoms))
+        group = found[group]
+
+
+def pair_up(atoms: Atoms, heaviest: float) -> Ints:
+    """Returns a group per atom: pairs no heavier than `heaviest` together, and single atoms."""
+
+    def fits(current: Atoms, source: Ints, target: Ints) -> Bools:
+        is_safe = _has_one_reader(current)[source] | _has_one_source(current)[target]
+        return is_safe & (current.seconds[source] + current.seconds[target] <= heaviest)
+
+    return _match(atoms, fits)
+
+
+def _match(atoms: Atoms, allowed: Callable[[Atoms, Ints, Ints], Bools]) -> Ints:
+    """Groups of one or two atoms, numbered in an order in which they can run; arrows with most bytes come first."""
+    arrows = atoms.arrows
+    chosen = np.flatnonzero(allowed(atoms, arrows.item, arrows.atom))
+    source, target = arrows.item[chosen], arrows.atom[chosen]
+    by_bytes = np.argsort(-atoms.arrow_bytes[chosen], kind="stable")
+    partner = np.arange(len(atoms))
+    for before, after in zip(source[by_bytes].tolist(), target[by_bytes].tolist(), strict=True):
+        if partner[before] == before and partner[after] == after:
+            partner[before], partner[after] = after, before
+    _, group = np.unique(np.minimum(partner, np.arange(len(atoms))), return_inverse=True)
+    number = int(group.max()) + 1
+    source, target = group[arrows.item], group[arrows.atom]
+    edges = np.unique(np.stack((source, target))[:, source != target], axis=1)
+    followers = np.split(edges[1], np.searchsorted(edges[0], np.arange(1, number)))
+    return _topological(followers, np.bincount(edges[1], minlength=number), np.arange(number))[group]
+
+
+def _has_one_reader(atoms: Atoms) -> Bools:
+    once: Bools = np.bincount(atoms.arrows.item, minlength=len(atoms)) == 1
+    return once
+
+
+def _has_one_source(atoms: Atoms) -> Bools:
+    once: Bools = np.bincount(atoms.arrows.atom, minlength=len(atoms)) == 1
+    return once
+
+
+def other_orders(atoms: Atoms, number: int) -> list[Ints]:
+    """Returns topological orders with other cuts than the model's own: branch by branch, then at random.
+
+    Each is a position per atom; the same ones every time.
+    """
+    random = np.random.default_rng(0)
+    return [_branch_by_branch(atoms), *(topological_order(atoms, random.random(len(atoms))) for _ in range(number - 1))]
+
+
+def topological_order(atoms: Atoms, priority: Floats) -> Ints:
+    """Returns a position per atom; of the atoms that can be next, the one with the least priority comes first."""
+    waiting = np.array([len(found) for found in atoms.predecessors], dtype=np.int64)
+    return _topological(atoms.successors, waiting, priority)
+
+
+def _topological(followers: "list[Ints] | tuple[Ints, ...]", waiting: Ints, priority: Floats | Ints) -> Ints:
+    """Positions in the topological order; `waiting` counts the predecessors of each."""
+    left, keys = waiting.tolist(), priority.tolist()
+    ready = [(keys[at], at) for at, number in enumerate(left) if not number]
+    heapq.heapify(ready)
+    position = np.empty(len(left), dtype=np.int64)
+    for turn in range(len(left)):
+        _, at = heapq.heappop(ready)
+        position[at] = turn
+        for other in followers[at].tolist():
+            left[other] -= 1
+            if not left[other]:
+                heapq.heappush(ready, (keys[other], other))
+    return position
+
+
+def _branch_by_branch(atoms: Atoms) -> Ints:
+    """The order that continues the branch it has just begun."""
+    waiting = [len(found) for found in atoms.predecessors]
+    ready = [atom for atom, number in enumerate(waiting) if not number][::-1]
+    position = np.empty(len(atoms), dtype=np.int64)
+    for turn in range(len(atoms)):
+        atom = ready.pop()
+        position[atom] = turn
+        for other in atoms.successors[atom].tolist()[::-1]:
+            waiting[other] -= 1
+            if not waiting[other]:
+                ready.append(other)
+    return position

@@ -1,7 +1,7 @@
-"""MECHANISM: StageCosts + Placement + Cluster -> an order made for them, beside a bound that no order can undercut."""
+"""Schedule synthesis: an order made for given costs, placement and cluster, with a bound that no order can undercut."""
 
-from penstock.planner.synthesis.bound import Bound, lower_bound
-from penstock.planner.synthesis.making import Synthesis, is_too_large, synthesise
-from penstock.planner.synthesis.problem import Problem
+from penstock.planner.synthesis.bounds import Bound, lower_bound
+from penstock.planner.synthesis.orders import Synthesis, is_too_large, synthesise
+from penstock.planner.synthesis.problem import ScheduleProblem
 
-__all__ = ["Bound", "Problem", "Synthesis", "is_too_large", "lower_bound", "synthesise"]
+__all__ = ["Bound", "ScheduleProblem", "Synthesis", "is_too_large", "lower_bound", "synthesise"]

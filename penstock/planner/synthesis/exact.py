@@ -1,7 +1,7 @@
-"""exact: the optimum of a small problem, or a better bound, by the constraint solver CP-SAT (the extra `solver`).
+"""The optimum of a small problem, or a better bound, by the constraint solver CP-SAT (the extra `solver`).
 
-The solver counts in whole ticks. Every duration is rounded down to ticks, so that what it proves holds for the true
-seconds as well: its bound is a bound. Where all durations are whole ticks, nothing is lost.
+The solver counts in whole ticks. Every duration is rounded down to ticks, so that its bound holds for the true seconds
+as well. Where all durations are whole ticks, nothing is lost.
 """
 
 from collections.abc import Iterable
@@ -12,43 +12,40 @@ from typing import Any, NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.planner.synthesis.evaluate import evaluate
-from penstock.planner.synthesis.goal import Goal
-from penstock.planner.synthesis.joining import joined
-from penstock.planner.synthesis.polish import settled
-from penstock.planner.synthesis.problem import Problem
-from penstock.planner.synthesis.rows import Rows
-from penstock.planner.synthesis.shop import B, F, I, Shop, W, Words
+from penstock.planner.synthesis.local_search import Goal, join_backwards, make_legal
+from penstock.planner.synthesis.pass_table import ROWS_OF_KIND, PassTable
+from penstock.planner.synthesis.problem import F, FlatProblem, I, RankOrders, ScheduleProblem, W
 
 _TICKS = 2_000
-"""ticks of the longest pass, if passes are not whole multiples of something"""
+"""ticks of the longest duration, if durations are not whole numbers"""
 _JOINING = 0.1
-"""the effort, in parts of the limit, for backwards that are quicker whole: the solver splits them all"""
+"""the effort, in parts of the limit, to join backwards that are quicker whole: the solver splits them all"""
 
 
 class Proof(NamedTuple):
-    """The best order that the solver knows, and seconds that no order can undercut."""
+    """The best orders known, their seconds, and seconds that no order can undercut."""
 
-    words: Words
+    orders: RankOrders
     seconds: float
     bound: float
 
     @property
     def is_optimal(self) -> bool:
-        """Whether nothing is between the two but rounding."""
+        """Whether the seconds equal the bound up to rounding."""
         return self.seconds <= self.bound * (1 + 1e-9)
 
 
-def prove(problem: Problem, known: Words, bound: float, limit_seconds: float = 60.0) -> Proof:
-    """Search for something shorter than the known order, and for a proof that there is nothing.
+def prove(problem: ScheduleProblem, known: RankOrders, bound: float, limit_seconds: float = 60.0) -> Proof:
+    """Searches for orders shorter than the known ones, and for a proof that there are none.
 
     `bound` is one that is proven already.
     """
-    if not _is_plain(problem):
+    if not _is_supported(problem):
         raise ScheduleError("the solver proves makespans without overlapped pairs", objective=problem.objective)
     cp_model = load()
-    shop = Shop.of(problem)
-    model = _Model(cp_model.CpModel(), Rows.least(shop))
-    seconds = evaluate(shop, known).makespan
+    flat = FlatProblem.of(problem)
+    model = _Model(cp_model.CpModel(), PassTable.least(flat))
+    seconds = evaluate(flat, known).length
     # In ticks an order is no longer, but up to a tick shorter: both limits round down.
     model.limit(model.whole(seconds), floor(bound / model.tick))
     model.hint(known)
@@ -62,25 +59,25 @@ def prove(problem: Problem, known: Words, bound: float, limit_seconds: float = 6
     proven = max(bound, solver.best_objective_bound * model.tick) if status != cp_model.UNKNOWN else bound
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Proof(known, seconds, min(proven, seconds))
-    # Passes of no ticks start at one moment, in any order; memory may want one.
-    words = [settled(shop, rank, word) or word for rank, word in enumerate(model.words(solver))]
-    words = joined(shop, words, Goal(bound, _JOINING * limit_seconds))
-    found = evaluate(shop, words).makespan
-    best = (words, found) if found < seconds else (known, seconds)
+    # Passes of no ticks start at one moment, in any order; memory may demand a certain one.
+    orders = [make_legal(flat, rank, order) or order for rank, order in enumerate(model.orders(solver))]
+    orders = join_backwards(flat, orders, Goal(bound, _JOINING * limit_seconds))
+    found = evaluate(flat, orders).length
+    best = (orders, found) if found < seconds else (known, seconds)
     return Proof(*best, min(proven, best[1]))
 
 
-def can_prove(problem: Problem) -> bool:
-    """Whether the solver is installed and knows how to read the problem."""
-    return _is_plain(problem) and find_spec("ortools") is not None
+def can_prove(problem: ScheduleProblem) -> bool:
+    """Returns whether the solver is installed and supports the problem."""
+    return _is_supported(problem) and find_spec("ortools") is not None
 
 
-def _is_plain(problem: Problem) -> bool:
+def _is_supported(problem: ScheduleProblem) -> bool:
     return problem.objective == "makespan" and not problem.cluster.overlap
 
 
 def load() -> Any:
-    """The library, or an error that says how to get it."""
+    """Returns the library, or raises an error that names the extra."""
     try:
         from ortools.sat.python import cp_model
     except ImportError:
@@ -91,15 +88,15 @@ def load() -> Any:
 class _Model:
     """The passes of a problem as variables: when each starts, in ticks."""
 
-    def __init__(self, model: Any, rows: Rows) -> None:
-        self.model, self.rows = model, rows
-        self.tick = _tick([*rows.seconds.tolist(), *(part for need in rows.needs for part in need[3:])])
-        self.ticks = [self.whole(seconds) for seconds in rows.seconds]
-        horizon = sum(self.ticks) * rows.shop.num_microbatches + sum(self.whole(need.lag) for need in rows.needs)
+    def __init__(self, model: Any, table: PassTable) -> None:
+        self.model, self.table = model, table
+        self.tick = _tick([*table.seconds.tolist(), *(part for need in table.needs for part in need[3:])])
+        self.ticks = [self.whole(seconds) for seconds in table.seconds]
+        horizon = sum(self.ticks) * table.flat.num_microbatches + sum(self.whole(need.lag) for need in table.needs)
         self.horizon = max(2 * horizon, 1)
         self.starts = [
-            [model.new_int_var(0, self.horizon, "") for _ in range(rows.shop.num_microbatches)]
-            for _ in range(rows.num_rows)
+            [model.new_int_var(0, self.horizon, "") for _ in range(table.flat.num_microbatches)]
+            for _ in range(table.num_rows)
         ]
         self.length = model.new_int_var(0, self.horizon, "")
         self._order()
@@ -109,30 +106,31 @@ class _Model:
         model.minimize(self.length)
 
     def whole(self, seconds: float) -> int:
-        """Whole ticks, never more than the seconds."""
+        """Returns whole ticks, never more than the seconds."""
         return floor(seconds / self.tick * (1 + 1e-12))
 
     def limit(self, most: int, least: int) -> None:
-        """The length must be within these."""
+        """Constrains the length."""
         self.model.add(self.length <= most)
         self.model.add(self.length >= min(least, most))
 
-    def hint(self, words: Words) -> None:
-        """Begin with an order that is known."""
-        turns = dict[int, int]()
-        for word, ends in zip(words, evaluate(self.rows.shop, words).ends, strict=True):
-            for code, end in zip(word, ends, strict=True):
-                start = end - self.rows.shop.seconds[code]
-                for row in _rows_of(code):
-                    turn = turns.get(row, 0)
-                    turns[row] = turn + 1
-                    self.model.add_hint(self.starts[row][turn], self.whole(start))
-                    start += self.rows.seconds[row]
+    def hint(self, orders: RankOrders) -> None:
+        """Starts the search from known orders."""
+        done = dict[int, int]()
+        for order, ends in zip(orders, evaluate(self.table.flat, orders).ends, strict=True):
+            for pass_id, end in zip(order, ends, strict=True):
+                start = end - self.table.flat.seconds[pass_id]
+                for part in ROWS_OF_KIND[pass_id & 3]:
+                    row = 3 * (pass_id >> 2) + part
+                    microbatch = done.get(row, 0)
+                    done[row] = microbatch + 1
+                    self.model.add_hint(self.starts[row][microbatch], self.whole(start))
+                    start += self.table.seconds[row]
 
-    def words(self, solver: Any) -> Words:
-        """The order of the solution."""
+    def orders(self, solver: Any) -> RankOrders:
+        """Returns the orders of the solution."""
         found = []
-        for mine in self.rows.of_rank:
+        for mine in self.table.of_rank:
             passes = sorted((solver.value(start), row % 3, row) for row in mine for start in self.starts[row])
             found.append([(row // 3) << 2 | (F, I, W)[part] for _, part, row in passes])
         return found
@@ -142,25 +140,25 @@ class _Model:
             for before, after in pairwise(starts):
                 self.model.add(after >= before + self.ticks[row])
             self.model.add(self.length >= starts[-1] + self.ticks[row])
-        for need in self.rows.needs:
+        for need in self.table.needs:
             if need.link < 0:
                 for before, after in self._pairs(need.needed, need.row):
                     self.model.add(after >= before + self.ticks[need.needed] + self.whole(need.latency))
 
     def _share_ranks(self) -> None:
-        for mine in self.rows.of_rank:
+        for mine in self.table.of_rank:
             self.model.add_no_overlap(
                 [self._fixed(start, self.ticks[row]) for row in mine for start in self.starts[row]]
             )
 
     def _share_memory(self) -> None:
-        """A forward takes bytes; its input gradient gives some of them back, its weight gradient the rest."""
-        for stages, room in zip(self.rows.shop.stages, self.rows.shop.room, strict=True):
+        """A forward allocates bytes; its input gradient frees some of them, its weight gradient the rest."""
+        for stages, room in zip(self.table.flat.stages, self.table.flat.room, strict=True):
             if room == inf:
                 continue
             held, sizes = [], []
             for giver in (3 * stage + part for stage in stages for part in (1, 2)):
-                if (size := -int(self.rows.taken[giver])) > 0:
+                if (size := -int(self.table.taken[giver])) > 0:
                     for start, given in self._pairs(giver // 3 * 3, giver):
                         end, length = given + self.ticks[giver], self.model.new_int_var(0, self.horizon, "")
                         held.append(self.model.new_interval_var(start, length, end, ""))
@@ -168,9 +166,9 @@ class _Model:
             self.model.add_cumulative(held, sizes, floor(room))
 
     def _send(self) -> None:
-        """Messages of a link go one after another; where one takes no time there, it only arrives later."""
+        """Messages of a link go one after another; one that does not occupy the link only arrives later."""
         links: dict[int, list[Any]] = {}
-        for need in self.rows.needs:
+        for need in self.table.needs:
             for before, after in self._pairs(need.needed, need.row) if need.link >= 0 else ():
                 made = before + self.ticks[need.needed]
                 if occupied := self.whole(need.occupied):
@@ -187,10 +185,6 @@ class _Model:
 
     def _pairs(self, first: int, second: int) -> Iterable[tuple[Any, Any]]:
         return zip(self.starts[first], self.starts[second], strict=True)
-
-
-def _rows_of(code: int) -> tuple[int, ...]:
-    return tuple(3 * (code >> 2) + part for part in {F: (0,), I: (1,), W: (2,), B: (1, 2)}[code & 3])
 
 
 def _tick(durations: list[float]) -> float:

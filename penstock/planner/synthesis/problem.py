@@ -1,18 +1,53 @@
-"""Problem: what an order is wanted for."""
+"""The problem that an order is sought for, as records and as the plain lists that inner loops read.
+
+Microbatches are alike, so for any order there is one as good in which every stage takes them in turn: its k-th forward
+is that of microbatch k, and so are its k-th input gradient and its k-th weight gradient (sorting each row of starts
+keeps every inequality between rows). The order of a rank is then a list of *pass ids*, each a stage and a kind of pass
+without a microbatch.
+"""
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
 
 from penstock.errors import CostError, ScheduleError
-from penstock.ir import MAX_MICROBATCHES, Cluster, Cuts, Placement, StageCosts, as_int
+from penstock.ir import (
+    MAX_MICROBATCHES,
+    Cluster,
+    Codes,
+    Cuts,
+    Fact,
+    Forward,
+    InputGrad,
+    Kind,
+    Orders,
+    Placement,
+    Schedule,
+    StageCosts,
+    as_int,
+    kind_of,
+    needs,
+    pack,
+    stage_of,
+)
 
 OBJECTIVES = ("makespan", "span")
 
+RankOrder = list[int]
+"""the pass ids of a rank in order; a pass id is `stage << 2 | kind`"""
+RankOrders = list[RankOrder]
+"""one per rank"""
+
+F, B, I, W = (int(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))  # noqa: E741
+
 
 @dataclass(frozen=True)
-class Problem:
-    """Stages with costs, on ranks with memory and links; an order of their passes is sought.
+class ScheduleProblem:
+    """Stages with costs, on ranks with memory and links, whose passes are to be ordered.
 
-    `objective` is what is to be short: the makespan of a step, or its span, the measure of the zero-bubble papers.
+    `objective` is what to shorten: the makespan of a step, or its span, the measure of the zero-bubble papers.
     """
 
     costs: StageCosts
@@ -29,10 +64,10 @@ class Problem:
             raise ScheduleError("unknown objective", objective=repr(self.objective), hint=f"one of {OBJECTIVES}")
         stages = {"costs": self.costs.num_stages, "placement": self.placement.num_stages, "cuts": self.cuts.num_stages}
         if len(set(stages.values())) > 1:
-            raise CostError("costs, placement and cuts differ in the number of stages", hint="", **stages)
+            raise CostError("costs, placement and cuts must have the same number of stages", hint="", **stages)
         if self.cluster.ranks != self.placement.num_ranks:
             raise CostError(
-                "the cluster has another number of ranks",
+                "cluster and placement must have the same number of ranks",
                 cluster=self.cluster.ranks,
                 placement=self.placement.num_ranks,
             )
@@ -40,21 +75,160 @@ class Problem:
     @classmethod
     def of(
         cls, costs: StageCosts, placement: Placement, num_microbatches: int, cluster: Cluster | None = None
-    ) -> "Problem":
-        """The usual case: a chain of stages, and without a cluster neither limits nor time for messages."""
+    ) -> "ScheduleProblem":
+        """Returns the problem of a chain of stages; without a cluster there are no limits and messages take no time."""
         cluster = cluster or Cluster(placement.num_ranks)
         return cls(costs, placement, num_microbatches, cluster, Cuts.chain(placement.num_stages))
 
     @property
     def num_passes(self) -> int:
-        """How many passes an order has if every backward is split."""
+        """Number of passes of an order in which every backward is split."""
         return 3 * self.placement.num_stages * self.num_microbatches
 
     @property
     def room(self) -> tuple[float, ...]:
-        """Bytes per rank that activations may take: its memory less the state of its stages; inf without a limit."""
+        """Bytes per rank left for activations: its memory less the state of its stages; inf without a limit."""
         limits = self.cluster.limits or (float("inf"),) * self.placement.num_ranks
         return tuple(
             limit - sum(self.costs.state[stage].total for stage in stages)
             for limit, stages in zip(limits, self.placement.stages, strict=True)
         )
+
+
+class Message(NamedTuple):
+    """A message that a pass sends to a stage; `link` is -1 between stages of one rank."""
+
+    target: int
+    link: int
+    seconds: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class FlatProblem:
+    """A ScheduleProblem as lists: seconds and bytes by pass id, messages by stage."""
+
+    problem: ScheduleProblem
+    seconds: tuple[float, ...]
+    """by pass id"""
+    taken: tuple[float, ...]
+    """bytes that a pass allocates, by pass id; below 0 it frees them"""
+    outputs: tuple[tuple[Message, ...], ...]
+    """by stage, where its output goes"""
+    gradients: tuple[tuple[Message, ...], ...]
+    """by stage, where its input gradient goes"""
+    num_links: int
+
+    @classmethod
+    def of(cls, problem: ScheduleProblem) -> "FlatProblem":
+        costs, cuts, stages = problem.costs, problem.cuts, range(problem.placement.num_stages)
+        kept, late = costs.activation_bytes, costs.weight_grad_bytes
+        seconds = zip(costs.forward, costs.backward, costs.input_grad, costs.weight_grad, strict=True)
+        taken = ((float(a), -float(a), float(w - a), -float(w)) for a, w in zip(kept, late, strict=True))
+        links: dict[tuple[int, int], int] = {}
+        outputs: list[list[Message]] = [[] for _ in kept]
+        gradients: list[list[Message]] = [[] for _ in kept]
+        # Who sends to whom follows from the one rule of what an action needs.
+        forward = sorted((need.stage, stage) for stage in stages for need in needs(Forward(stage, 0), cuts))
+        for source, target in forward:
+            outputs[source].append(_message(problem, links, source, target))
+        for target in stages:
+            for fact, source, _ in needs(InputGrad(target, 0), cuts):
+                if fact is Fact.INPUT_GRADIENT:
+                    gradients[source].append(_message(problem, links, source, target))
+        return cls(
+            problem,
+            tuple(float(each) for row in seconds for each in row),
+            tuple(each for row in taken for each in row),
+            tuple(map(tuple, outputs)),
+            tuple(map(tuple, gradients)),
+            len(links),
+        )
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Number of microbatches."""
+        return self.problem.num_microbatches
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self.problem.placement.num_ranks
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of every rank."""
+        return self.problem.placement.stages
+
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank of every stage."""
+        return self.problem.placement.ranks
+
+    @cached_property
+    def room(self) -> tuple[float, ...]:
+        """Bytes per rank left for activations; inf without a limit."""
+        return self.problem.room
+
+    @cached_property
+    def producers(self) -> tuple[tuple[int, ...], ...]:
+        """By stage, the stages whose output it reads."""
+        return _sources(self.outputs)
+
+    @cached_property
+    def gradient_sources(self) -> tuple[tuple[int, ...], ...]:
+        """By stage, the stages whose input gradient it waits for."""
+        return _sources(self.gradients)
+
+
+def _sources(sent: tuple[tuple[Message, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    found: list[list[int]] = [[] for _ in sent]
+    for source, messages in enumerate(sent):
+        for message in messages:
+            found[message.target].append(source)
+    return tuple(map(tuple, found))
+
+
+def _message(problem: ScheduleProblem, links: dict[tuple[int, int], int], source: int, target: int) -> Message:
+    here, there = problem.placement[source], problem.placement[target]
+    if here == there:
+        return Message(target, -1, 0.0, 0.0)
+    link = problem.cluster.link(here, there)
+    size = problem.costs.message_bytes(np.array([source]), np.array([target]))[0]
+    # As the simulator does it: times the seconds of a byte, so that both round alike.
+    seconds = 0.0 if link.bandwidth is None else float(size * (1.0 / link.bandwidth))
+    return Message(target, links.setdefault((here, there), len(links)), seconds, float(link.latency))
+
+
+def rank_orders(schedule: Schedule) -> RankOrders:
+    """Returns the pass ids of a schedule; overlapped pairs are taken apart."""
+    whole = schedule.table.taken_apart(np.ones(len(schedule.table.passes.index), dtype=np.bool_))
+    return [(stage_of(codes) << 2 | kind_of(codes)).tolist() for codes in map(whole.rank, range(len(whole)))]
+
+
+def to_schedule(flat: FlatProblem, orders: RankOrders) -> Schedule:
+    """Returns the schedule of rank orders, with microbatches numbered by counting."""
+    return Schedule(flat.problem.placement, flat.num_microbatches, Orders([_number(order) for order in orders]))
+
+
+def _number(order: RankOrder) -> Codes:
+    """The codes of an order: full backwards count with input gradients, weight gradients follow input gradients."""
+    ids = np.asarray(order, dtype=np.int64)
+    kind, stage = ids & 3, ids >> 2
+    microbatch = np.zeros(len(ids), dtype=np.int64)
+    for each in np.unique(stage):
+        here = stage == each
+        forward, backward = here & (kind == F), here & ((kind == B) | (kind == I))
+        microbatch[forward] = np.arange(int(forward.sum()))
+        microbatch[backward] = np.arange(int(backward.sum()))
+        microbatch[here & (kind == W)] = microbatch[here & (kind == I)]
+    return pack(kind, stage, microbatch)
+
+
+def peak_bytes(flat: FlatProblem, order: RankOrder) -> float:
+    """Returns the most bytes of activations that an order holds."""
+    held = most = 0.0
+    for pass_id in order:
+        held += flat.taken[pass_id]
+        most = max(most, held)
+    return most

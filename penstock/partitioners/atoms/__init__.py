@@ -1,1 +1,0 @@
-"""The graph in figures: what a partitioner looks at instead of nodes, values and parameters."""

@@ -1,0 +1,334 @@
+"""The cost of candidate stages: of runs of consecutive atoms, for many runs at once, and in seconds on a given rank."""
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.partitioners.atoms import Atoms, Floats, Incidence, Ints
+from penstock.partitioners.base import Problem
+
+
+class StageCost(NamedTuple):
+    """Costs of candidate stages for one microbatch: arrays of one shape, an entry per candidate."""
+
+    seconds: Floats
+    received: Floats
+    """bytes of values from earlier stages"""
+    returned: Floats
+    """bytes of gradients sent back for them"""
+    sent: Floats
+    """bytes of values that later stages read, each once"""
+    regained: Floats
+    """bytes of gradients that come back for those"""
+    parameters: Floats
+    state: Floats
+    kept: Floats
+    """bytes held from forward to backward"""
+
+    @property
+    def bytes(self) -> Floats:
+        """What a stage adds to the bytes of a cut: its messages, and parameters that other stages may hold as well."""
+        return self.received + self.returned + self.parameters
+
+
+@dataclass(frozen=True)
+class CostRates:
+    """Converts a StageCost to seconds and bytes on the rank of each stage."""
+
+    slowness: Floats
+    seconds_per_byte: Floats
+    """per stage, of the links for received, returned, sent and regained bytes"""
+    latency: Floats
+    """per stage, of the same links; 0 if messages overlap with compute"""
+    overlaps: bool
+    in_flight: Floats
+    limit: Floats
+    """bytes of memory"""
+
+    @classmethod
+    def of(cls, problem: Problem) -> "CostRates":
+        """Returns the rates of every stage on its rank; links are those to the ranks of the stages beside it."""
+        ranks = problem.placed.ranks
+        last = len(ranks) - 1
+        around = [(ranks[max(stage - 1, 0)], rank, ranks[min(stage + 1, last)]) for stage, rank in enumerate(ranks)]
+        ways = [((before, own), (own, before), (own, after), (after, own)) for before, own, after in around]
+        links = {way: _link_rates(problem, way) for way in {way for each in ways for way in each}}
+        return cls(
+            problem.slowness_of[list(ranks)],
+            np.array([[links[way][0] for way in each] for each in ways]),
+            np.array([[links[way][1] for way in each] for each in ways]) * (not problem.overlaps),
+            problem.overlaps,
+            problem.in_flight,
+            problem.limit_of[list(ranks)],
+        )
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether messages take time."""
+        return bool(self.seconds_per_byte.any() or self.latency.any())
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether memory is limited."""
+        return bool(np.isfinite(self.limit).any())
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Whether all ranks are equally fast."""
+        return bool((self.slowness == self.slowness[0]).all())
+
+    @property
+    def is_compute_only(self) -> bool:
+        """Whether nothing but seconds of compute counts, and counts alike on all ranks."""
+        return not self.has_messages and not self.has_limits and self.is_homogeneous
+
+    @property
+    def without_messages(self) -> "CostRates":
+        """The same with messages that take no time."""
+        return replace(self, seconds_per_byte=0 * self.seconds_per_byte, latency=0 * self.latency)
+
+    def loads(self, cost: StageCost) -> Floats:
+        """Returns seconds per stage and candidate; inf where a candidate alone exceeds the memory of the rank."""
+        shape = (-1, *(1,) * cost.seconds.ndim)
+        load = self.slowness.reshape(shape) * cost.seconds
+        if self.has_messages:
+            ways = (cost.received, cost.returned, cost.sent, cost.regained)[: 2 if self.overlaps else 4]
+            for way, size in enumerate(ways):
+                pace, latency = self.seconds_per_byte[:, way].reshape(shape), self.latency[:, way].reshape(shape)
+                taken = pace * size + latency * (size > 0)
+                load = np.maximum(load, taken) if self.overlaps else load + taken
+        if self.has_limits:
+            load = np.where(self.memory(cost) > self.limit.reshape(shape), np.inf, load)
+        return load
+
+    def memory(self, cost: StageCost) -> Floats:
+        """Returns bytes per stage and candidate."""
+        shape = (-1, *(1,) * cost.seconds.ndim)
+        return cost.state + self.in_flight.reshape(shape) * cost.kept
+
+    def memory_shares(self, cost: StageCost) -> Floats:
+        """Returns bytes per stage and candidate, as a share of the limit."""
+        return self.memory(cost) / self.limit.reshape(-1, *(1,) * cost.seconds.ndim)
+
+
+def _link_rates(problem: Problem, way: tuple[int, int]) -> tuple[float, float]:
+    """Returns seconds per byte and latency from rank to rank; both are 0 within a rank."""
+    cluster = problem.cluster
+    link = cluster.link(*way) if cluster.links else cluster
+    if way[0] == way[1]:
+        return 0.0, 0.0
+    return 1 / link.bandwidth if link.bandwidth else 0.0, link.latency
+
+
+class Box(NamedTuple):
+    """All runs that start at atom `first` .. `last` and end before atom `low` .. `high`, limits included."""
+
+    first: int
+    last: int
+    low: int
+    high: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of starts and number of ends."""
+        return self.last - self.first + 1, self.high - self.low + 1
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """Sums over the items that runs use, each item counted once per run, for all runs of a box at once.
+
+    A weight counts for the runs that start after `before`, not after `place`, and end after `place`. So an item used
+    by atoms 2, 5 and 9 has the windows (-1, 2), (2, 5) and (5, 9): of the users inside a run exactly one counts, the
+    first.
+    """
+
+    before: Ints
+    place: Ints
+    weight: Floats
+
+    @classmethod
+    def of(cls, uses: Incidence, weights: Floats, num_atoms: int, maker: Ints | None = None) -> "SharedWeights":
+        """Counts items for every run that uses them; with `maker`, only for runs that start after the item's maker."""
+        place = np.minimum(uses.atom, num_atoms - 1)
+        is_first = np.diff(uses.item, prepend=-1) != 0
+        origin = np.full(len(place), -1, dtype=np.int64) if maker is None else maker[uses.item]
+        before = np.where(is_first, origin, np.roll(place, 1))
+        by_place = np.argsort(place, kind="stable")
+        weight = weights[uses.item]
+        chosen = by_place[(before < place)[by_place] & (weight != 0)[by_place]]
+        return cls(before[chosen], place[chosen], weight[chosen])
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+    def over(self, box: Box) -> Floats:
+        """Returns the sum of every run of the box: a row per start, a column per end."""
+        rows, columns = box.shape
+        if not len(self):
+            return np.zeros((rows, columns))
+        near = slice(*np.searchsorted(self.place, (box.first, box.high)))
+        before, place, weight = self.before[near], self.place[near], self.weight[near]
+        inside = before < box.last
+        before, place, weight = before[inside], place[inside], weight[inside]
+        # A window is a rectangle of starts and ends: mark its corners, then sum along both axes.
+        top = np.maximum(before + 1 - box.first, 0)
+        bottom = np.minimum(place - box.first, rows - 1) + 1
+        left = np.maximum(place + 1 - box.low, 0)
+        change = np.bincount(top * columns + left, weight, minlength=(rows + 1) * columns)
+        change -= np.bincount(bottom * columns + left, weight, minlength=(rows + 1) * columns)
+        return change.reshape(rows + 1, columns)[:rows].cumsum(axis=0).cumsum(axis=1)
+
+
+@dataclass(frozen=True)
+class RunWeights:
+    """The weight of runs whose atoms have weights of their own and share items; longer runs weigh more."""
+
+    added: Floats
+    """the own weight of all atoms before each place"""
+    shared: SharedWeights
+
+    @classmethod
+    def of(cls, own: Floats, uses: Incidence, weights: Floats) -> "RunWeights":
+        """Adds items that a single atom uses to the atom's own weight, so that fewer are shared."""
+        number = len(own)
+        atom = np.minimum(uses.atom, number - 1)
+        users = np.bincount(uses.item, minlength=len(weights))
+        alone = users[uses.item] == 1
+        own = own + np.bincount(atom[alone], weights[uses.item[alone]], minlength=number)
+        rest = Incidence(uses.item[~alone], uses.atom[~alone])
+        return cls(np.concatenate(([0.0], np.cumsum(own))), SharedWeights.of(rest, weights, number))
+
+    def over(self, box: Box) -> Floats:
+        """Returns the weight of every run of a box."""
+        own = self.added[None, box.low : box.high + 1] - self.added[box.first : box.last + 1, None]
+        return own + self.shared.over(box) if len(self.shared) else own
+
+    def of_run(self, start: int, end: int) -> float:
+        """Returns the weight of one run."""
+        if not len(self.shared):
+            return self._added[end] - self._added[start]
+        return float(self.over(Box(start, start, end, end))[0, 0])
+
+    def last_end(self, start: int, limit: float) -> int:
+        """Returns the last place at which a run from `start` may end without exceeding the limit."""
+        added = self._added
+        end = bisect_right(added, added[start] + limit, start) - 1
+        # The sum in the bisection and the difference that counts are rounded differently.
+        while end < len(added) - 1 and added[end + 1] - added[start] <= limit:
+            end += 1
+        while added[end] - added[start] > limit:
+            end -= 1
+        if not len(self.shared):
+            return end
+        return start - 1 + bisect_right(self.over(Box(start, start, start, end))[0].tolist(), limit)
+
+    def first_start(self, end: int, limit: float) -> int:
+        """Returns the first place at which a run to `end` may start without exceeding the limit."""
+        added = self._added
+        start = bisect_left(added, added[end] - limit, 0, end)
+        while start > 0 and added[end] - added[start - 1] <= limit:
+            start -= 1
+        while added[end] - added[start] > limit:
+            start += 1
+        if not len(self.shared):
+            return start
+        falling = self.over(Box(start, end, end, end))[:, 0]
+        return start + bisect_left((-falling).tolist(), -limit)
+
+    @cached_property
+    def _added(self) -> list[float]:
+        # Scalars are read from a list, which is several times faster than from an array.
+        values: list[float] = self.added.tolist()
+        return values
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of atoms in their order; a run from `start` to `end` holds the atoms start, ..., end - 1."""
+
+    atoms: Atoms
+
+    @cached_property
+    def seconds(self) -> RunWeights:
+        """Seconds; input-only nodes count for every run that needs them."""
+        inputs = self.atoms.input_only
+        return RunWeights.of(self.atoms.seconds, inputs.uses, inputs.seconds)
+
+    def bytes(self, box: Box) -> Floats:
+        """Returns what the runs add to the bytes of a cut."""
+        return self._received[0].over(box) + self._received[1].over(box) + self._parameters.over(box)
+
+    @cached_property
+    def bytes_to_end(self) -> Floats:
+        """Per place the bytes of the run from there to the end, which are those that a cut there costs."""
+        number = len(self.atoms)
+        return self.bytes(Box(0, number, number, number))[:, 0]
+
+    def costs(self, box: Box, with_sent: bool = False) -> StageCost:
+        """Returns all costs; bytes sent are 0 unless asked for."""
+        nothing = np.zeros(box.shape)
+        sent, regained = (window.over(box) for window in self._sent) if with_sent else (nothing, nothing)
+        received, returned = (window.over(box) for window in self._received)
+        return StageCost(
+            self.seconds.over(box),
+            received,
+            returned,
+            sent,
+            regained,
+            self._parameters.over(box),
+            self._state.over(box),
+            self._kept.over(box) + (self._saved.over(box) if self.atoms.saved.is_known else received),
+        )
+
+    @cached_property
+    def _kept(self) -> RunWeights:
+        inputs = self.atoms.input_only
+        return RunWeights.of(self.atoms.kept, inputs.uses, inputs.kept)
+
+    @cached_property
+    def _parameters(self) -> SharedWeights:
+        return SharedWeights.of(self.atoms.tensors.uses, self.atoms.tensors.parameters, len(self.atoms))
+
+    @cached_property
+    def _state(self) -> SharedWeights:
+        return SharedWeights.of(self.atoms.tensors.uses, self.atoms.tensors.state, len(self.atoms))
+
+    @cached_property
+    def _saved(self) -> SharedWeights:
+        return SharedWeights.of(self.atoms.saved.uses, self.atoms.saved.sizes, len(self.atoms))
+
+    @cached_property
+    def _received(self) -> tuple[SharedWeights, SharedWeights]:
+        values = self.atoms.values
+        forward, backward = (
+            SharedWeights.of(values.uses, weights, len(self.atoms), values.maker)
+            for weights in (values.forward, values.backward)
+        )
+        return forward, backward
+
+    @cached_property
+    def _sent(self) -> tuple[SharedWeights, SharedWeights]:
+        values = self.atoms.values
+        last = np.full(len(values.maker), -1, dtype=np.int64)
+        np.maximum.at(last, values.uses.item, np.minimum(values.uses.atom, len(self.atoms) - 1))
+        forward, backward = (_sent_by_makers(values.maker, last, size) for size in (values.forward, values.backward))
+        return forward, backward
+
+
+def _sent_by_makers(maker: Ints, last: Ints, size: Floats) -> SharedWeights:
+    """Counts a value for the runs that hold its maker but not its last reader.
+
+    As windows: runs with the maker, less runs with the last reader, plus runs with the last reader but not the maker.
+    """
+    used = last > maker
+    maker, last, size = maker[used], last[used], size[used]
+    nowhere = np.full(len(maker), -1, dtype=np.int64)
+    before = np.concatenate((nowhere, nowhere, maker))
+    place = np.concatenate((maker, last, last))
+    weight = np.concatenate((size, -size, size))
+    by_place = np.argsort(place, kind="stable")
+    return SharedWeights(before[by_place], place[by_place], weight[by_place])

@@ -1,0 +1,395 @@
+"""Cuts into runs for placements in which ranks hold several stages, so that the sums per rank are even.
+
+Boundaries are shifted, one or several at a time, while that relieves the busiest rank: moving all boundaries from one
+to another by about the same weight takes from one stage and gives to a stage far away, while the stages in between
+stay as heavy as they are. A branch and bound search completes this for few atoms, and an exact test of limits
+(`two_runs`) for two stages per rank.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.ir import Placement
+from penstock.partitioners.atoms import Floats, Ints
+from penstock.partitioners.costs import Box, CostRates, Runs, StageCost
+from penstock.partitioners.search.bisection import boundary_ranges, least_load, round_up
+from penstock.partitioners.search.two_runs import limit_test
+
+_FEW_ATOMS = 64
+"""atoms up to which branch and bound is tried"""
+_STEPS = 2000
+_TRIALS = 60
+_RESTARTS = 5
+_MANY_STAGES = 32
+"""stages above which there are no random restarts"""
+_EVEN = 0.001
+"""how far, as a share, the busiest rank may be above the mean to need no further search"""
+
+
+class Key(NamedTuple):
+    """Bytes over the limits, load of the busiest rank, sum of squared loads: the smaller the better, in this order."""
+
+    excess: float
+    busiest: float
+    unevenness: float
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """The costs of all runs of a moderate number of atoms, on the stages of a placement."""
+
+    runs: Runs
+    rates: CostRates
+    ranks: Ints
+    """per stage"""
+
+    @cached_property
+    def costs(self) -> StageCost:
+        """Row: start of a run; column: its end."""
+        number = len(self.runs.atoms)
+        return self.runs.costs(Box(0, number, 0, number), with_sent=not self.rates.overlaps)
+
+    @cached_property
+    def on_rank(self) -> Floats:
+        """1 where a stage (row) is on a rank (column)."""
+        return np.eye(int(self.ranks.max()) + 1)[self.ranks]
+
+    @cached_property
+    def limit(self) -> Floats:
+        """Bytes of memory per rank."""
+        limit = np.full(self.on_rank.shape[1], np.inf)
+        limit[self.ranks] = self.rates.limit
+        return limit
+
+    # Both are read in inner loops, and CostRates works them out anew each time.
+    @cached_property
+    def has_messages(self) -> bool:
+        """Whether messages take time."""
+        return self.rates.has_messages
+
+    @cached_property
+    def has_limits(self) -> bool:
+        """Whether memory is limited."""
+        return self.rates.has_limits
+
+    @cached_property
+    def is_additive(self) -> bool:
+        """Whether a run costs the sum of its atoms, so that the table of all runs is not needed."""
+        return not (self.has_messages or self.has_limits or len(self.runs.seconds.shared))
+
+    @cached_property
+    def chains(self) -> tuple[Ints, Ints]:
+        """The first and the last stage of all choices of consecutive boundaries."""
+        low, high = np.triu_indices(len(self.ranks) - 1)
+        return low, high + 1
+
+    def charges(self, starts: Ints, ends: Ints, stages: Ints) -> Floats:
+        """Returns rows of charges of every run on its stage: seconds of work, of messages if they count, then bytes."""
+        rates = self.rates
+        if self.is_additive:
+            added = self.runs.seconds.added
+            return (rates.slowness[stages] * (added[ends] - added[starts]))[None]
+        costs = self.costs
+        rows = [rates.slowness[stages] * costs.seconds[starts, ends]]
+        if self.has_messages:
+            sizes = (costs.received, costs.returned, costs.sent, costs.regained)[: 2 if rates.overlaps else 4]
+            for way, size in enumerate(sizes):
+                size = size[starts, ends]
+                rows.append(rates.seconds_per_byte[stages, way] * size + rates.latency[stages, way] * (size > 0))
+            rows = rows if rates.overlaps else [np.sum(rows, axis=0)]
+        if self.has_limits:
+            rows.append(costs.state[starts, ends] + rates.in_flight[stages] * costs.kept[starts, ends])
+        return np.stack(rows)
+
+    def totals(self, bounds: Ints) -> Floats:
+        """Returns the charges of every rank."""
+        return self.charges(bounds[:-1], bounds[1:], np.arange(len(self.ranks))) @ self.on_rank
+
+    def loads(self, totals: Floats) -> Floats:
+        """Returns the load of every rank; ranks are along the last axis, charges along the one before."""
+        load: Floats = totals[..., : -1 if self.has_limits else None, :].max(axis=-2)
+        return load
+
+    def excess(self, totals: Floats) -> Floats:
+        """Returns the bytes by which every rank exceeds its limit."""
+        if not self.has_limits:
+            return np.zeros((*totals.shape[:-2], totals.shape[-1]))
+        return np.maximum(totals[..., -1, :] - self.limit, 0)
+
+    def keys(self, totals: Floats) -> tuple[Floats, Floats, Floats]:
+        """Returns the parts of the keys of many totals."""
+        loads = self.loads(totals)
+        return self.excess(totals).sum(axis=-1), loads.max(axis=-1), (loads**2).sum(axis=-1)
+
+    def key(self, bounds: Ints) -> Key:
+        """Returns how good boundaries are."""
+        return Key(*(float(part) for part in self.keys(self.totals(bounds))))
+
+
+def search_boundaries(placement: Placement, runs: Runs, rates: CostRates, slack: float) -> tuple[Ints, float]:
+    """Returns the stage of every atom and a load that no cut into runs can undercut; inf if no fitting cut is found."""
+    table = RunTable(runs, rates, np.array(placement.ranks))
+    bounds, bound = _search(placement, table)
+    key = table.key(bounds)
+    bounds = save_bytes(table, bounds, key.busiest * (1 + slack))
+    return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)), np.inf if key.excess > 0 else bound
+
+
+def shift_equal_shares(placement: Placement, runs: Runs, rates: CostRates, slack: float) -> tuple[Ints, float]:
+    """Returns the stages that shifts of equal shares lead to, without a bound: a brief search."""
+    bounds = shift_boundaries(placement, runs, rates, _equal_shares(runs, len(placement)), slack)
+    return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)), 0.0
+
+
+def shift_boundaries(placement: Placement, runs: Runs, rates: CostRates, bounds: Ints, slack: float = 0.0) -> Ints:
+    """Returns given boundaries, shifted until no rank can be relieved, and then to where few bytes cross."""
+    table = RunTable(runs, rates, np.array(placement.ranks))
+    bounds = even_out(table, bounds)
+    return save_bytes(table, bounds, table.key(bounds).busiest * (1 + slack))
+
+
+def _search(placement: Placement, table: RunTable) -> tuple[Ints, float]:
+    starts = _starts(table.runs, table.rates)
+    bounds, bound = _branch_and_bound(table, even_out(table, starts[0]))
+    if bound > 0:
+        return bounds, bound
+    for start in (*_without_idle_atoms(placement, table), *starts[1:]):
+        loads = table.loads(table.totals(bounds))
+        if table.key(bounds).excess == 0 and loads.max() <= loads.mean() * (1 + _EVEN):
+            break
+        bounds = min(bounds, even_out(table, start), key=table.key)
+    if table.has_messages or table.has_limits:
+        return bounds, 0.0
+    return _bisect_limits(placement, table, bounds)
+
+
+def _starts(runs: Runs, rates: CostRates) -> list[Ints]:
+    """Boundaries to start from: equal shares, the evenest stages as early and as late as possible, random shares."""
+    number = len(rates.slowness)
+    most = round_up(least_load(runs.seconds, np.ones(number)))
+    early, late = np.array(boundary_ranges(runs.seconds, np.ones(number), most)).T
+    restarts = _RESTARTS if number <= _MANY_STAGES else 0
+    moves = np.random.default_rng(0).uniform(-0.5, 0.5, (restarts, number + 1))
+    return [_equal_shares(runs, number), early, late, *(_equal_shares(runs, number, move) for move in moves)]
+
+
+def _equal_shares(runs: Runs, number: int, moves: Floats | float = 0.0) -> Ints:
+    """Boundaries of equal shares, moved by the given numbers of shares."""
+    added = runs.seconds.added
+    wanted = added[-1] * (np.arange(number + 1) + moves) / number
+    return _spread(np.searchsorted(added, wanted), len(runs.atoms))
+
+
+def _spread(bounds: Ints, number: int) -> Ints:
+    """The boundaries, moved as little as necessary for every run to have an atom."""
+    steps = np.arange(len(bounds))
+    rising = np.maximum.accumulate(bounds - steps) + steps
+    rising = np.minimum(rising, number - steps[::-1])
+    return np.concatenate(([0], np.maximum(rising[1:-1], steps[1:-1]), [number]))
+
+
+def _without_idle_atoms(placement: Placement, table: RunTable) -> list[Ints]:
+    """The boundaries that a search finds if atoms without seconds are joined; none if there are no such atoms.
+
+    Of places with no seconds between them only the cheapest stays: without this the search gets lost among cuts that
+    are all equally even.
+    """
+    runs, number = table.runs, len(table.runs.atoms)
+    added = runs.seconds.added
+    by_weight = np.lexsort((runs.bytes_to_end, added))
+    places = np.sort(by_weight[np.diff(added[by_weight], prepend=-1) > 0])
+    places = np.unique((0, *places[(places > 0) & (places < number)], number))
+    if not len(placement) < len(places) < number + 1:
+        return []
+    group = np.repeat(np.arange(len(places) - 1), np.diff(places))
+    coarse = RunTable(Runs(runs.atoms.merged(group)), table.rates, table.ranks)
+    return [places[_search(placement, coarse)[0]]]
+
+
+def even_out(table: RunTable, bounds: Ints) -> Ints:
+    """Returns the boundaries after the best shift, repeated until no shift helps."""
+    key = table.key(bounds)
+    while True:
+        shifted = [found for moved in _moves(table, bounds) if (found := _best_shift(table, bounds, moved))]
+        if not shifted:
+            return bounds
+        best, better = min(shifted, key=lambda found: found[0])
+        if not _is_better(best, key):
+            return bounds
+        key, bounds = best, better
+
+
+def _is_better(new: Key, old: Key) -> bool:
+    for now, before in zip(new, old, strict=True):
+        if abs(now - before) > 1e-12 * abs(before):
+            return now < before
+    return False
+
+
+def _moves(table: RunTable, bounds: Ints) -> list[Ints]:
+    """All boundaries moved one way: by one atom, or by seconds from the surplus of the busiest rank down."""
+    number = len(table.runs.atoms)
+    added = table.runs.seconds.added
+    loads = table.loads(table.totals(bounds))
+    surplus = float(loads.max() - loads.mean()) / float(table.rates.slowness.max())
+    moves = [bounds + 1, bounds - 1]
+    for amount in surplus * 0.5 ** np.arange(6):
+        moves.append(np.searchsorted(added, added[bounds] + amount))
+        moves.append(np.searchsorted(added, added[bounds] - amount, side="right") - 1)
+    for moved in moves:
+        moved[0], moved[-1] = 0, number
+    return list(np.unique(np.clip(moves, 0, number), axis=0))
+
+
+def _best_shift(table: RunTable, bounds: Ints, moved: Ints) -> tuple[Key, Ints] | None:
+    """The best choice of consecutive boundaries to move, among those that change the busiest rank."""
+    stages = np.arange(len(table.ranks))
+    start, end, new_start, new_end = bounds[:-1], bounds[1:], moved[:-1], moved[1:]
+    now = table.charges(start, end, stages)
+    total = now @ table.on_rank
+    low, high = table.chains
+    num_empty = np.concatenate(([0], np.cumsum(new_start >= new_end)))
+    excess = table.excess(total)
+    relieved = int(excess.argmax() if excess.any() else table.loads(total).argmax())
+    chosen = (start < new_end)[low] & (new_start < end)[high] & (num_empty[high] == num_empty[low + 1])
+    chosen &= (table.ranks[low] == relieved) | (table.ranks[high] == relieved)
+    if not chosen.any():
+        return None
+    low, high = low[chosen], high[chosen]
+    # Stage `low` gets another end, stage `high` another start, those between get both.
+    first, last, between = (
+        (table.charges(begin, stop, stages) - now)[:, :, None] * table.on_rank
+        for begin, stop in ((start, new_end), (new_start, end), (new_start, new_end))
+    )
+    summed = np.concatenate((np.zeros_like(between[:, :1]), between.cumsum(axis=1)), axis=1)
+    totals = total[:, None] + first[:, low] + last[:, high] + summed[:, high] - summed[:, low + 1]
+    excesses, busiest, unevenness = table.keys(np.moveaxis(totals, 0, 1))
+    best = int(np.lexsort((unevenness, busiest, excesses))[0])
+    result = bounds.copy()
+    result[low[best] + 1 : high[best] + 1] = moved[low[best] + 1 : high[best] + 1]
+    return Key(float(excesses[best]), float(busiest[best]), float(unevenness[best])), result
+
+
+def save_bytes(table: RunTable, bounds: Ints, limit: float) -> Ints:
+    """Returns the boundaries moved, one at a time, to where fewer bytes cross, with every rank within the limit."""
+    for _ in range(8):
+        before = bounds
+        for at in range(1, len(bounds) - 1):
+            bounds = _cheapest_place(table, bounds, at, max(limit, table.key(bounds).busiest))
+        if (before == bounds).all():
+            break
+    return bounds
+
+
+def _cheapest_place(table: RunTable, bounds: Ints, at: int, limit: float) -> Ints:
+    left, right = int(bounds[at - 1]), int(bounds[at + 1])
+    places = np.arange(left + 1, right)
+    rest = table.totals(bounds) - sum(
+        np.outer(table.charges(bounds[[s]], bounds[[s + 1]], np.array([s]))[:, 0], table.on_rank[s])
+        for s in (at - 1, at)
+    )
+    ahead = table.charges(np.full_like(places, left), places, np.full_like(places, at - 1))
+    behind = table.charges(places, np.full_like(places, right), np.full_like(places, at))
+    totals = rest[:, None] + ahead[:, :, None] * table.on_rank[at - 1] + behind[:, :, None] * table.on_rank[at]
+    excess, busiest, _ = table.keys(np.moveaxis(totals, 0, 1))
+    allowed = (busiest <= limit * (1 + 1e-12)) & (excess <= table.key(bounds).excess)
+    cost = table.runs.bytes(Box(left, left, left + 1, right - 1))[0]
+    cost = cost + table.runs.bytes(Box(left + 1, right - 1, right, right))[:, 0]
+    crossing = np.where(allowed, cost, np.inf)
+    best = int(crossing.argmin())
+    if crossing[best] >= cost[bounds[at] - left - 1]:
+        return bounds
+    return np.concatenate((bounds[:at], [places[best]], bounds[at + 1 :]))
+
+
+def _branch_and_bound(table: RunTable, bounds: Ints) -> tuple[Ints, float]:
+    """The best boundaries if a search through all of them ends within its budget, with their load as a bound.
+
+    Else the best that were found, and 0.
+    """
+    key = table.key(bounds)
+    if len(table.runs.atoms) > _FEW_ATOMS:
+        return bounds, 0.0
+    search = _BranchAndBound(table, math.inf if key.excess > 0 else key.busiest, _STEPS)
+    search.extend([0], 0 * table.totals(np.arange(len(table.ranks) + 1)))
+    bounds = np.array(search.bounds) if search.bounds else bounds
+    return bounds, table.key(bounds).busiest if search.budget > 0 else 0.0
+
+
+class _BranchAndBound:
+    """Tries boundaries stage by stage and gives up where no cut better than `best` can follow."""
+
+    def __init__(self, table: RunTable, best: float, budget: int) -> None:
+        self.table = table
+        self.best = best * (1 - 1e-9)
+        self.budget = budget
+        """remaining steps; above 0 in the end if everything was tried"""
+        self.bounds: list[int] = []
+        """the best boundaries found; empty: none better than given"""
+        self.seen: set[tuple[int, int, bytes]] = set()
+
+    def extend(self, bounds: list[int], totals: Floats) -> None:
+        """Tries all boundaries that begin with the given ones, whose charges per rank are `totals`."""
+        table, stage, start = self.table, len(bounds) - 1, bounds[-1]
+        last = len(table.runs.atoms) - (len(table.ranks) - 1 - stage)
+        state = (stage, start, np.round(totals, 9).tobytes())
+        if self.budget <= 0 or state in self.seen or not self._may_fit(stage, start, totals):
+            return
+        self.seen.add(state)
+        ends = np.arange(start + 1, last + 1) if stage < len(table.ranks) - 1 else np.array([last])
+        charges = table.charges(np.full_like(ends, start), ends, np.full_like(ends, stage))
+        rank = table.ranks[stage]
+        with_run = totals[:, rank, None] + charges
+        fits = table.loads(with_run) < self.best
+        if table.has_limits:
+            fits &= with_run[-1] <= table.limit[rank]
+        self.budget -= 1 + int(fits.sum())
+        for at in np.flatnonzero(fits)[::-1].tolist():
+            after = totals.copy()
+            after[:, rank] = with_run[:, at]
+            if (table.loads(after) >= self.best).any():
+                continue
+            if len(bounds) == len(table.ranks):
+                self.best, self.bounds = float(table.loads(after).max()) * (1 - 1e-9), [*bounds, int(ends[at])]
+            else:
+                self.extend([*bounds, int(ends[at])], after)
+
+    def _may_fit(self, stage: int, start: int, totals: Floats) -> bool:
+        """Whether the ranks of the remaining stages could take the remaining work if it were divisible at will."""
+        added = self.table.runs.seconds.added
+        ranks, first = np.unique(self.table.ranks[stage:], return_index=True)
+        room = (self.best - totals[0, ranks]) / self.table.rates.slowness[stage:][first]
+        return bool(added[-1] - added[start] <= room.sum() * (1 + 1e-9))
+
+
+def _bisect_limits(placement: Placement, table: RunTable, bounds: Ints) -> tuple[Ints, float]:
+    """Better boundaries as long as there may be some, and the largest load that no cut can keep."""
+    added, number = table.runs.seconds.added, len(table.runs.atoms)
+    slowness = table.rates.slowness[: placement.num_ranks]
+    low = float(added[-1] / (1 / slowness).sum())
+    within = limit_test(placement, added, slowness)
+    if within is None:
+        return bounds, low
+    high = granted = table.key(bounds).busiest
+    for _ in range(_TRIALS):
+        if granted <= low * (1 + 1e-9):
+            break
+        # Close to the best, test whether anything at all is better.
+        is_last = granted - low < 1e-3 * granted
+        limit = granted * (1 - 1e-9) if is_last else (low + granted) / 2
+        places = within(limit)
+        if places is None:
+            low = granted if is_last else limit
+            continue
+        better = even_out(table, _spread(np.array(places), number))
+        if (reached := table.key(better).busiest) < high:
+            bounds, high, granted = better, reached, reached
+        elif is_last:
+            break
+        else:
+            granted = limit
+    return bounds, low

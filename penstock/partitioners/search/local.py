@@ -1,0 +1,171 @@
+"""Local search: single atoms move to other stages, for a while also at a loss, with rollback to the best partition.
+
+An atom may go to any stage from the last one that it reads from to the first one that reads it, so every partition on
+the way is acyclic.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from penstock.partitioners.atoms import Atoms, Bools, Floats, Incidence, Ints, grouped
+from penstock.partitioners.score import Score
+
+_ROUNDS = 6
+_MOVES = 200
+"""in one pass, fewer for more atoms than _MANY / _MOVES"""
+_MANY = 300_000
+_PATIENCE = 25
+"""moves in a row that may bring nothing"""
+
+
+def improve(score: Score) -> Score:
+    """Returns the best partition that moves lead to: they even out ranks, then save bytes, repeated while it helps."""
+    delta = MoveDelta(score.atoms)
+    for _ in range(_ROUNDS):
+        better = _save_bytes(_even_out(score), delta)
+        if better.key >= score.key:
+            break
+        score = better
+    return score
+
+
+def allowed_stages(atoms: Atoms, stage: Ints, num_stages: int) -> tuple[Ints, Ints]:
+    """Returns the first and the last stage that every atom may go to."""
+    first, last = np.zeros(len(atoms), dtype=np.int64), np.full(len(atoms), num_stages - 1)
+    np.maximum.at(first, atoms.arrows.atom, stage[atoms.arrows.item])
+    np.minimum.at(last, atoms.arrows.item, stage[atoms.arrows.atom])
+    return first, last
+
+
+def _even_out(best: Score) -> Score:
+    """One pass in which every atom moves at most once; each time the move that evens out the ranks most."""
+    seconds, ranks, slowness = best.atoms.seconds, best.ranks, best.problem.slowness_of
+    stage, is_free, patience = best.stage, np.ones(len(best.atoms), dtype=np.bool_), _PATIENCE
+    loads = best.compute_loads
+    for _ in range(min(_MOVES, max(_MANY // len(best.atoms), 20))):
+        found = _evenest_move(best, stage, loads, is_free)
+        if found is None or not patience:
+            break
+        atom, target = found
+        loads = loads.copy()
+        for rank, sign in ((ranks[stage[atom]], -1), (ranks[target], 1)):
+            loads[rank] += sign * seconds[atom] * slowness[rank]
+        stage, is_free[atom] = stage.copy(), False
+        stage[atom] = target
+        now = replace(best, stage=stage)
+        patience = _PATIENCE if now < best else patience - 1
+        best = min(best, now)
+    return best
+
+
+def _evenest_move(score: Score, stage: Ints, loads: Floats, is_free: Bools) -> tuple[int, int] | None:
+    """The atom and the stage that lower the sum of squared loads most; None if nothing that takes time may move."""
+    seconds, ranks, slowness = score.atoms.seconds, score.ranks, score.problem.slowness_of
+    first, last = allowed_stages(score.atoms, stage, score.num_stages)
+    is_alone = np.bincount(stage, minlength=score.num_stages)[stage] == 1
+    movable = np.flatnonzero(is_free & ~is_alone & (first < last) & (seconds > 0))
+    if not len(movable):
+        return None
+    targets = np.arange(score.num_stages)
+    allowed = (first[movable, None] <= targets) & (targets <= last[movable, None])
+    own, other = ranks[stage[movable]], ranks
+    allowed &= own[:, None] != other
+    lost, won = seconds[movable] * slowness[own], seconds[movable, None] * slowness[other]
+    change = won * (won + 2 * loads[other]) + (lost * (lost - 2 * loads[own]))[:, None]
+    change = np.where(allowed, change, np.inf)
+    at = int(change.argmin())
+    if np.isinf(change.flat[at]):
+        return None
+    return int(movable[at // len(targets)]), at % len(targets)
+
+
+def _save_bytes(score: Score, delta: "MoveDelta") -> Score:
+    """Atoms moved to where fewer bytes cross, as long as no rank gets busier than the busiest is."""
+    seconds, slowness, ranks = score.atoms.seconds, score.problem.slowness_of, score.ranks
+    stage_of, limit = score.stage_of.copy(), score.key.busiest * (1 + 1e-12)
+    loads = score.compute_loads.copy()
+    sizes = np.bincount(score.stage, minlength=score.num_stages)
+    first, last = allowed_stages(score.atoms, score.stage, score.num_stages)
+    for atom in np.flatnonzero(first < last).tolist():
+        own = int(stage_of[atom])
+        low, high = delta.allowed_stages(atom, stage_of, score.num_stages)
+        fits = [
+            target
+            for target in range(low, high + 1)
+            if target == own
+            or ranks[target] == ranks[own]
+            or loads[ranks[target]] + seconds[atom] * slowness[ranks[target]] <= limit
+        ]
+        if sizes[own] == 1 or len(fits) < 2:
+            continue
+        best = min(fits, key=lambda target: (delta.bytes(atom, target, stage_of, ranks), target != own))
+        for target, sign in ((own, -1), (best, 1)):
+            sizes[target] += sign
+            loads[ranks[target]] += sign * seconds[atom] * slowness[ranks[target]]
+        stage_of[atom] = best
+    return min(score, replace(score, stage=stage_of[:-1]))
+
+
+@dataclass(frozen=True)
+class MoveDelta:
+    """What a move of one atom changes, from the values and tensors of that atom alone."""
+
+    atoms: Atoms
+
+    def allowed_stages(self, atom: int, stage_of: Ints, num_stages: int) -> tuple[int, int]:
+        """Returns the first and the last stage that the atom may go to."""
+        before, after = self.atoms.predecessors[atom], self.atoms.successors[atom]
+        first = int(stage_of[before].max()) if len(before) else 0
+        last = int(stage_of[after].min()) if len(after) else num_stages - 1
+        return first, last
+
+    def bytes(self, atom: int, target: int, stage_of: Ints, ranks: Ints) -> float:
+        """Returns the bytes that the values and parameters of the atom cost if it is in the target stage."""
+        own = stage_of[atom]
+        stage_of[atom] = target
+        total = 0.0
+        values, tensors = self.atoms.values, self.atoms.tensors
+        for value in self._values[atom]:
+            readers = set(stage_of[self._readers[value]].tolist())
+            owner = ranks[stage_of[values.maker[value]]]
+            total += (values.forward[value] + values.backward[value]) * sum(ranks[stage] != owner for stage in readers)
+        for tensor in self._tensors[atom]:
+            holders = set(ranks[stage_of[self._users[tensor]]].tolist())
+            total += tensors.parameters[tensor] * (len(holders) - 1)
+        stage_of[atom] = own
+        return total
+
+    @cached_property
+    def _values(self) -> list[list[int]]:
+        """Per atom the values that it makes or reads."""
+        found: list[list[int]] = [[] for _ in range(len(self.atoms) + 1)]
+        for value, maker in enumerate(self.atoms.values.maker.tolist()):
+            found[maker].append(value)
+        uses = self.atoms.values.uses
+        for value, atom in zip(uses.item.tolist(), uses.atom.tolist(), strict=True):
+            if atom != self.atoms.values.maker[value]:
+                found[atom].append(value)
+        return found
+
+    @cached_property
+    def _tensors(self) -> list[list[int]]:
+        """Per atom the parameters and buffers that it uses."""
+        found: list[list[int]] = [[] for _ in range(len(self.atoms) + 1)]
+        uses = self.atoms.tensors.uses
+        for tensor, atom in zip(uses.item.tolist(), uses.atom.tolist(), strict=True):
+            found[atom].append(tensor)
+        return found
+
+    @cached_property
+    def _readers(self) -> tuple[Ints, ...]:
+        return _users(self.atoms.values.uses, len(self.atoms.values.maker))
+
+    @cached_property
+    def _users(self) -> tuple[Ints, ...]:
+        return _users(self.atoms.tensors.uses, len(self.atoms.tensors.state))
+
+
+def _users(uses: Incidence, number: int) -> tuple[Ints, ...]:
+    return grouped(uses.item, uses.atom, number)

@@ -1,0 +1,133 @@
+"""An exact test of whether a limit can be kept when every rank takes two runs, for loops and vees.
+
+In a vee rank r takes the r-th run from the left and the r-th from the right: after each rank it is enough to know, for
+every left end, the best right end. In a loop it takes the r-th run of the first half and the r-th of the second: the
+same, for every place where the second half may begin. Runs may be empty here, and items that runs share cost nothing.
+So a limit that is refused cannot be kept by any cut, and one that is granted comes with places to start from.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from penstock.ir import Placement
+from penstock.partitioners.atoms import Bools, Floats, Ints
+from penstock.partitioners.search.bisection import round_up
+
+_NOWHERE = 1 << 60
+_LOOP_ATOMS = 300
+"""atoms up to which loops are tested: that considers all pairs of places"""
+
+LimitTest = Callable[[float], list[int] | None]
+"""returns boundaries of runs that keep the limit, or None if there are none"""
+
+
+def limit_test(placement: Placement, added: Floats, slowness: Floats) -> LimitTest | None:
+    """Returns the test for a placement, or None if there is none for it.
+
+    `added` is the weight before each place, `slowness` that of the ranks in the order of their first stages.
+    """
+    ranks, number = placement.ranks, placement.num_ranks
+    if len(ranks) != 2 * number or len(set(ranks[:number])) != number:
+        return None
+    if ranks == ranks[::-1]:
+        return lambda limit: _fit_vee(added, slowness, limit)
+    if ranks[:number] == ranks[number:] and len(added) - 1 <= _LOOP_ATOMS:
+        return lambda limit: _fit_loop(added, slowness, limit)
+    return None
+
+
+def _fit_vee(added: Floats, slowness: Floats, limit: float) -> list[int] | None:
+    places = np.arange(len(added))
+    right, gap = np.full_like(places, places[-1]), np.where(places == 0, added[-1], np.inf)
+    steps: list[tuple[float, Ints]] = []
+    for factor in slowness:
+        cap = round_up(limit / factor)
+        steps.append((cap, np.where(np.isfinite(gap), right, _NOWHERE)))
+        # The left run goes from some place of the window to here; the best leaves the smallest gap to the right end.
+        least = window_min(gap, np.searchsorted(added, added - cap))
+        wanted = np.where(np.isfinite(least), added + least - cap, added[-1])
+        right = np.maximum(np.searchsorted(added, wanted), places)
+        gap = np.where(np.isfinite(least), added[right] - added, np.inf)
+    met = np.flatnonzero((right == places) & np.isfinite(gap))
+    if not len(met):
+        return None
+    # Back from where left and right met to the ends, in even steps as far as the limit allows.
+    share = added[-1] / (2 * len(steps))
+    lefts = [int(met[_nearest(added[met], added[-1] / 2)])]
+    rights = lefts[:]
+    for step, (cap, right) in reversed(list(enumerate(steps))):
+        left = np.arange(np.searchsorted(added, added[lefts[-1]] - cap), lefts[-1] + 1)
+        room = cap - (added[lefts[-1]] - added[left])
+        farthest = np.searchsorted(added, added[rights[-1]] + room, side="right") - 1
+        nearest = np.maximum(right[left], rights[-1])
+        is_filled = (left < lefts[-1]) & (farthest > rights[-1])
+        chosen = _choose(added[left], step * share, nearest <= farthest, is_filled)
+        low, high = max(int(nearest[chosen]), rights[-1] + 1), int(farthest[chosen])
+        lefts.append(int(left[chosen]))
+        rights.append(max(min(_place(added, added[-1] - step * share, low, high), high), int(nearest[chosen])))
+    return lefts[::-1] + rights[1:]
+
+
+def _fit_loop(added: Floats, slowness: Floats, limit: float) -> list[int] | None:
+    places = np.arange(len(added))
+    # A row per place where the second half begins, a column per end in the first half: the end in the second half.
+    end = np.where(places[None, :] == 0, places[:, None], -1)
+    steps: list[tuple[float, Ints]] = []
+    for factor in slowness:
+        cap = round_up(limit / factor)
+        steps.append((cap, end))
+        sums = np.where(end >= 0, added + added[end], -np.inf)
+        most = -window_min(-sums, np.searchsorted(added, added - cap))
+        reach = np.searchsorted(added, np.where(np.isfinite(most), most, 0.0) - added + cap, side="right") - 1
+        end = np.where(np.isfinite(most) & (places[None, :] <= places[:, None]), reach, -1)
+    halves = np.flatnonzero(end[places, places] >= places[-1])
+    if not len(halves):
+        return None
+    half = int(halves[_nearest(added[halves], added[-1] / 2)])
+    # Back from the ends of both halves to their beginnings, in even steps as far as the limit allows.
+    share = added[-1] / (2 * len(steps))
+    firsts, seconds = [half], [len(added) - 1]
+    for step, (cap, end) in reversed(list(enumerate(steps))):
+        first = np.arange(np.searchsorted(added, added[firsts[-1]] - cap), firsts[-1] + 1)
+        room = cap - (added[firsts[-1]] - added[first])
+        nearest = np.searchsorted(added, added[seconds[-1]] - room)
+        farthest = np.minimum(end[half, first], seconds[-1])
+        is_filled = (first < firsts[-1]) & (nearest < seconds[-1])
+        chosen = _choose(added[first], step * share, nearest <= farthest, is_filled)
+        low, high = int(nearest[chosen]), min(int(farthest[chosen]), seconds[-1] - 1)
+        firsts.append(int(first[chosen]))
+        wanted = _place(added, added[half] + step * share, low, high)
+        seconds.append(min(max(wanted, low), int(farthest[chosen])))
+    return firsts[::-1] + seconds[-2::-1]
+
+
+def _choose(weights: Floats, wanted: float, allowed: Bools, preferred: Bools) -> int:
+    """Of the allowed entries, preferred ones first, the one whose weight is nearest to the wanted one."""
+    chosen = allowed & preferred if (allowed & preferred).any() else allowed
+    return _nearest(np.where(chosen, weights, np.inf), wanted)
+
+
+def _nearest(weights: Floats, wanted: float) -> int:
+    return int(np.abs(weights - wanted).argmin())
+
+
+def _place(added: Floats, wanted: float, low: int, high: int) -> int:
+    """The place from low to high that has about the wanted weight before it."""
+    return low + _nearest(added[low : high + 1], wanted) if low < high else low
+
+
+def window_min(values: Floats, first: Ints) -> Floats:
+    """Returns at every place along the last axis the least value from `first` of the place up to the place itself."""
+    places = np.arange(values.shape[-1])
+    power = np.log2(places - first + 1).astype(np.int64)
+    levels = [values]
+    for level in range(int(power.max())):
+        before = np.full_like(values, np.inf)
+        before[..., 1 << level :] = levels[-1][..., : -(1 << level)]
+        levels.append(np.minimum(levels[-1], before))
+    # Level k at a place is the least of the 2**k values up to it: two such stretches cover every window.
+    table = np.stack(levels)
+    own = table[power, ..., places]
+    other = table[power, ..., first + (1 << power) - 1]
+    return np.moveaxis(np.minimum(own, other), 0, -1)

@@ -1,0 +1,321 @@
+"""What the planner chooses from: layouts, which are cuts, placement and costs without an order, and plans from them."""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from penstock.errors import PartitionError, PlanError, ScheduleError
+from penstock.ir import (
+    Choices,
+    Cluster,
+    Cuts,
+    Graph,
+    Partition,
+    Placement,
+    Plan,
+    Prediction,
+    Profile,
+    Schedule,
+    StageCosts,
+    compute_stage_costs,
+)
+from penstock.partitioners import PARTITIONERS, Holding, Partitioner, Problem, by_modules, divide
+from penstock.passes import lower
+from penstock.planner.options import AUTO, PlanOptions
+from penstock.planner.synthesis import ScheduleProblem, lower_bound, synthesise
+from penstock.schedules import SCHEDULES, build, build_on, find
+from penstock.simulate import simulate
+
+GIVEN = "given"
+"""in place of a name, for what the user gave"""
+_DEPTHS = (1, 2, 3, 4)
+"""stages per rank that are considered if the options leave them open"""
+_TRAFFIC_FACTOR = 4.0
+"""how many times slower links are assumed to be for cuts with fewer bytes"""
+
+
+class Measured(NamedTuple):
+    """The graph of one microbatch and the profile of that graph."""
+
+    graph: Graph
+    profile: Profile
+
+
+Models = Mapping[int, Measured]
+"""by the number of microbatches"""
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """Everything of a plan but its order."""
+
+    measured: Measured
+    partition: Partition
+    placement: Placement
+    num_microbatches: int
+    cluster: Cluster
+    choices: Choices
+
+    @cached_property
+    def plain_costs(self) -> StageCosts:
+        """Costs of the stages if none recomputes."""
+        return self._costs(())
+
+    @cached_property
+    def costs(self) -> StageCosts:
+        """Costs of the stages, recomputed as chosen."""
+        stages = [stage for stage, again in enumerate(self.choices.recompute) if again]
+        return self._costs(stages) if stages else self.plain_costs
+
+    @cached_property
+    def recomputed_costs(self) -> StageCosts:
+        """Costs of the stages if all recompute."""
+        return self._costs(range(self.partition.num_stages))
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """The edges between stages."""
+        return self.partition.cuts(self.measured.graph)
+
+    @cached_property
+    def problem(self) -> ScheduleProblem:
+        """The problem of finding an order."""
+        return ScheduleProblem(self.costs, self.placement, self.num_microbatches, self.cluster, self.cuts)
+
+    @cached_property
+    def bound(self) -> float:
+        """Seconds that no order can undercut."""
+        return lower_bound(self.problem).seconds
+
+    def recomputing(self, flags: tuple[bool, ...]) -> "StageLayout":
+        """Returns the same with these stages recomputed."""
+        return replace(self, choices=replace(self.choices, recompute=flags))
+
+    def _costs(self, recomputed: Collection[int]) -> StageCosts:
+        graph, profile = self.measured
+        costs = compute_stage_costs(graph, profile, self.partition, placement=self.placement, recomputed=recomputed)
+        return costs.times(self.cluster.slowness_of(self.placement)) if self.cluster.slowness else costs
+
+    def plan(self, schedule: Schedule, name: str, bound: float = 0.0) -> Plan:
+        """Returns the plan with this order, simulated; `bound` is one that was found in other ways."""
+        trace = simulate(lower(schedule, cuts=self.cuts), self.costs, self.cluster)
+        # The bound holds for every order, so that only rounding can put it above one.
+        predicted = Prediction.of(trace, min(max(self.bound, bound), trace.makespan))
+        choices = replace(self.choices, schedule=name)
+        return Plan(self.measured.graph, self.partition, schedule, choices, self.costs, self.cluster, predicted)
+
+
+class Found(NamedTuple):
+    """A plan and the layout that it was made from."""
+
+    plan: Plan
+    layout: StageLayout
+
+
+def layouts(models: Models, options: PlanOptions) -> Iterator[StageLayout]:
+    """Yields for every number of microbatches and every placement the cuts for it; raises if there are none.
+
+    If the partitioner is left open, these are the cuts of the fast one; `other_layouts` has those of the others.
+    """
+    if options.partitioner == AUTO:
+        options = replace(options, partitioner=_compared()[0].name)
+    refused: PartitionError | None = None
+    is_any = False
+    for count, measured in models.items():
+        for placement in _placements(options, count):
+            try:
+                for layout in _cut(measured, placement, count, options):
+                    is_any = True
+                    yield layout
+            except PartitionError as error:
+                refused = refused or error
+    if refused is not None and not is_any:
+        raise refused
+
+
+def other_layouts(layout: StageLayout, options: PlanOptions) -> Iterator[StageLayout]:
+    """Yields other cuts for the same placement and, if that is open too, for placements that partitioners choose."""
+    if options.partitioner != AUTO:
+        return
+    measured, count = layout.measured, layout.num_microbatches
+    members = [member for member in _compared() if not member.is_fast]
+    for_slow_links = [member for member in members if member.is_for_slow_links]
+    others = [member for member in members if member not in for_slow_links and not member.chooses_placement]
+    for member in for_slow_links:
+        yield from _low_traffic(layout, options, member.name)
+    for member in (*for_slow_links, *others):
+        with suppress(PartitionError):
+            yield from _cut(measured, layout.placement, count, replace(options, partitioner=member.name))
+    if options.schedule == AUTO and options.stages_per_rank is None:
+        problem = Problem(measured.graph, measured.profile, replace(options.cluster, memory=None))
+        for member in (member for member in members if member.chooses_placement):
+            with suppress(PartitionError):
+                found = divide(member.name, problem)
+                yield _layout(measured, found.partition, found.placement, count, options, member.name)
+
+
+def _compared() -> list[type[Partitioner]]:
+    """The partitioners of the table that the planner searches, a fast one first."""
+    members = [member for member in PARTITIONERS.values() if member.compares and not member.is_optional]
+    return sorted(members, key=lambda member: not member.is_fast)
+
+
+def _low_traffic(layout: StageLayout, options: PlanOptions, name: str) -> Iterator[StageLayout]:
+    """Cuts with fewer bytes than a partitioner aims for.
+
+    It lets messages be as long as the passes that hide them; but the first and the last ones are hidden by nothing, and
+    with few microbatches in flight hardly any is.
+    """
+    cluster = options.cluster
+    links = tuple(
+        replace(link, bandwidth=link.bandwidth and link.bandwidth / _TRAFFIC_FACTOR) for link in cluster.links
+    )
+    slower = replace(cluster, bandwidth=cluster.bandwidth and cluster.bandwidth / _TRAFFIC_FACTOR, links=links)
+    if slower == cluster:
+        return
+    measured = layout.measured
+    problem = Problem(measured.graph, measured.profile, replace(slower, memory=None), layout.placement)
+    with suppress(PartitionError):
+        found = divide(name, problem)
+        if found.placement == layout.placement:
+            yield _layout(measured, found.partition, layout.placement, layout.num_microbatches, options, name)
+
+
+def _placements(options: PlanOptions, count: int) -> list[Placement]:
+    """The placements that the schedule allows."""
+    ranks, depth, asked = options.cluster.ranks, _depth(options), options.schedule
+    if isinstance(asked, Schedule):
+        found = {"ranks": asked.num_ranks, "microbatches": asked.num_microbatches}
+        wanted = {"ranks": ranks, "microbatches": count}
+        if found != wanted:
+            hint = "ranks={ranks}, microbatches={microbatches}".format(**found)
+            raise PlanError("the schedule is for other numbers than asked for", schedule=found, asked=wanted, hint=hint)
+        return [asked.placement]
+    if asked != AUTO:
+        return [build(str(asked), ranks, count, depth).placement]
+    depths = _DEPTHS if depth is None else (depth,)
+    loops = [Placement.loop(ranks, depth) for depth in depths]
+    # On one rank a vee is a loop.
+    return [*loops, Placement.vee(ranks)] if 2 in depths and ranks > 1 else loops
+
+
+def _depth(options: PlanOptions) -> int | None:
+    """Stages per rank: those asked for, or as many as the given stages make."""
+    given = options.partitioner
+    if options.stages_per_rank is not None or isinstance(given, str):
+        return options.stages_per_rank
+    stages, ranks = given.num_stages if isinstance(given, Partition) else len(given), options.cluster.ranks
+    if stages % ranks:
+        hint = "as many lists for every rank"
+        raise PlanError("the stages do not divide among the ranks", stages=stages, ranks=ranks, hint=hint)
+    return stages // ranks
+
+
+def _cut(measured: Measured, placement: Placement, count: int, options: PlanOptions) -> Iterator[StageLayout]:
+    """The given stages, or the cuts of the named partitioner: for time alone and, if limited, also within memory."""
+    given = options.partitioner
+    if not isinstance(given, str):
+        partition = given if isinstance(given, Partition) else by_modules(measured.graph, given)
+        yield _layout(measured, partition, placement, count, options, GIVEN)
+        return
+    cluster = options.cluster
+    problems = [Problem(measured.graph, measured.profile, replace(cluster, memory=None), placement)]
+    if cluster.limits:
+        in_flight = sorted({1, min(count, cluster.ranks)}, reverse=True)
+        problems += [Problem(measured.graph, measured.profile, cluster, placement, Holding(n)) for n in in_flight]
+    seen: set[Partition] = set()
+    for problem in problems:
+        try:
+            division = divide(given, problem)
+        except PartitionError:
+            if problem.cluster.limits:
+                continue  # the cuts that ignore memory are there in any case
+            raise
+        if division.partition not in seen and division.placement == placement:
+            seen.add(division.partition)
+            yield _layout(measured, division.partition, placement, count, options, given)
+
+
+def _layout(
+    measured: Measured, partition: Partition, placement: Placement, count: int, options: PlanOptions, name: str
+) -> StageLayout:
+    if partition.num_stages != placement.num_stages:
+        raise PlanError(
+            "the partition has another number of stages than the schedule",
+            partition=partition.num_stages,
+            schedule=placement.num_stages,
+            hint="stages_per_rank=None, or a schedule for that many stages per rank",
+        )
+    partition.check(measured.graph)
+    ranks = placement.num_ranks
+    kind = "mixed"
+    if placement.num_stages % ranks == 0 and placement == Placement.loop(ranks, placement.num_stages // ranks):
+        kind = "loop"
+    elif placement.num_stages == 2 * ranks and placement == Placement.vee(ranks):
+        kind = "vee"
+    schedule = options.schedule if isinstance(options.schedule, str) else GIVEN
+    choices = Choices(name, schedule, (False,) * partition.num_stages, kind)
+    return StageLayout(measured, partition, placement, count, options.cluster, choices)
+
+
+def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[Found]:
+    """Yields the plan with the schedule asked for; for "auto" with every schedule of the table for the placement.
+
+    With recompute="auto" stages recompute, one more on every rank that lacks memory, until the plan fits.
+    """
+    asked = options.schedule
+    if isinstance(asked, Schedule):
+        names = [GIVEN]
+    elif asked == AUTO:
+        # Schedules that split the backward first: they are mostly faster.
+        names = sorted(SCHEDULES, key=lambda name: not SCHEDULES[name].splits_backward)
+    else:
+        names = [find(str(asked)).name]
+    for name in names:
+        is_full = options.recompute == "full"
+        start = layout.recomputing((True,) * layout.partition.num_stages) if is_full else layout
+        found = _with_schedule(start, name, asked)
+        while found is not None and options.recompute == AUTO and excess_bytes(found.plan) > 0:
+            flags = _recompute_more(found.plan, layout.plain_costs, layout.recomputed_costs)
+            if flags == found.plan.choices.recompute:
+                break
+            found = _with_schedule(layout.recomputing(flags), name, asked)
+        if found is not None:
+            yield found
+
+
+def synthesised_plans(layout: StageLayout, budget_seconds: float) -> Iterator[Found]:
+    """Yields the plan with an order made for these costs and this memory; nothing if no order fits."""
+    try:
+        made = synthesise(layout.problem, budget_seconds=budget_seconds)
+    except ScheduleError:
+        return
+    yield Found(layout.plan(made.best.schedule, AUTO, made.bound.seconds), layout)
+
+
+def _with_schedule(layout: StageLayout, name: str, asked: object) -> Found | None:
+    """None if the schedule places stages otherwise, or does not support that many."""
+    if isinstance(asked, Schedule):
+        return Found(layout.plan(asked, GIVEN), layout)
+    built = build_on(layout.placement, name, layout.num_microbatches, layout.costs)
+    return Found(layout.plan(built, name), layout) if built is not None else None
+
+
+def _recompute_more(plan: Plan, plain: StageCosts, recomputed: StageCosts) -> tuple[bool, ...]:
+    """The stages to recompute next: on every rank that lacks memory one more, which frees the most for its time."""
+    flags = list(plan.choices.recompute)
+    freed = [a - b for a, b in zip(plain.activation_bytes, recomputed.activation_bytes, strict=True)]
+    for rank, (peak, limit) in enumerate(zip(plan.predicted.peaks, plan.cluster.limits, strict=True)):
+        left = [stage for stage in plan.schedule.placement.stages[rank] if not flags[stage]]
+        if peak > limit and left:
+            flags[max(left, key=lambda stage: freed[stage] / max(plain.forward[stage], 1e-12))] = True
+    return tuple(flags)
+
+
+def excess_bytes(plan: Plan) -> int:
+    """Returns the bytes that the worst rank lacks; 0 or less for a plan that fits."""
+    # Without limits of memory there is nothing to compare with.
+    pairs = zip(plan.predicted.peaks, plan.cluster.limits, strict=False)
+    return max((peak - limit for peak, limit in pairs), default=0)

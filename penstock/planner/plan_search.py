@@ -1,0 +1,192 @@
+"""Searches the best plan that the options allow, over cuts, placements, orders, microbatches and recomputation."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from penstock.errors import PartitionError
+from penstock.ir import Candidate, Graph, Partition, Plan, Search
+from penstock.planner.candidates import (
+    Found,
+    Models,
+    StageLayout,
+    excess_bytes,
+    layouts,
+    other_layouts,
+    synthesised_plans,
+    table_plans,
+)
+from penstock.planner.explain import Move, no_fit_error, reasons, why_lost
+from penstock.planner.options import AUTO, PlanOptions
+from penstock.planner.synthesis import is_too_large
+
+OnProgress = Callable[[int, int], None]
+"""is called with the time spent and the whole time, in milliseconds"""
+_CLOSE_ENOUGH = 1.002
+"""a step this near to its bound is not improved further"""
+_MOST_CANDIDATES = 12
+_MOST_SYNTHESISED = 4
+
+
+def search(models: Models, options: PlanOptions, on_progress: OnProgress | None = None) -> Plan:
+    """Returns the plan with the shortest predicted step that fits; its `search` lists the other candidates.
+
+    The search ends after about `options.budget_seconds`; a candidate that is being evaluated is finished. Raises
+    FitError if no plan fits in memory.
+    """
+    return _Search(models, options, on_progress).best()
+
+
+class _Search:
+    def __init__(self, models: Models, options: PlanOptions, on_progress: OnProgress | None) -> None:
+        self._models, self._options, self._on_progress = models, options, on_progress
+        self._end = time.monotonic() + options.budget_seconds
+        self._found: list[Found] = []
+        self._without_schedule: list[StageLayout] = []
+
+    def best(self) -> Plan:
+        """Tries orders of the table first, then orders made for the most promising layouts, then moves of nodes."""
+        for layout in sorted(layouts(self._models, self._options), key=lambda layout: layout.bound):
+            self._try_table(layout)
+        self._try_other_cuts()
+        if self._options.schedule == AUTO:
+            self._synthesise()
+        if not self._fitting:
+            raise no_fit_error([found.plan for found in self._found], self._models, self._options)
+        moves = self._improve_cuts()
+        chosen = self._winner.plan
+        asked = self._options.as_text(self._models)
+        return replace(chosen, search=Search(tuple(self._ranked(chosen)), reasons(chosen, moves), asked))
+
+    @property
+    def _seconds_left(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def _fitting(self) -> list[Found]:
+        return [found for found in self._found if excess_bytes(found.plan) <= 0]
+
+    @property
+    def _winner(self) -> Found:
+        return min(self._fitting, key=lambda found: _rank(found.plan))
+
+    def _report(self) -> None:
+        if self._on_progress is not None:
+            whole = self._options.budget_seconds
+            self._on_progress(round(1000 * (whole - self._seconds_left)), round(1000 * whole))
+
+    def _is_hopeless(self, bound: float) -> bool:
+        """Whether a layout with that bound cannot become the best, or there is no time to try."""
+        return bool(self._fitting) and (not self._seconds_left or bound >= self._winner.plan.predicted.makespan)
+
+    def _try_table(self, layout: StageLayout) -> None:
+        """All orders of the table, with as much recomputation as memory demands."""
+        if self._is_hopeless(layout.bound):
+            return
+        self._report()
+        before = len(self._found)
+        for found in table_plans(layout, self._options):
+            self._found.append(found)
+            if not self._seconds_left and self._fitting:
+                return
+        if len(self._found) == before:
+            # The table has no schedule for this placement.
+            self._without_schedule.append(layout)
+
+    def _try_other_cuts(self) -> None:
+        """Other partitioners for the best placement so far."""
+        if self._fitting and self._seconds_left:
+            best = self._winner
+            if best.layout.bound * _CLOSE_ENOUGH < best.plan.predicted.makespan:
+                for layout in other_layouts(best.layout, self._options):
+                    self._try_table(layout)
+
+    def _synthesise(self) -> None:
+        """Orders made for the layouts that may still become the best, the most promising first."""
+        known = {id(found.layout): found.layout for found in self._found}
+        chosen = sorted((*known.values(), *self._without_schedule), key=lambda layout: layout.bound)
+        chosen = chosen[:_MOST_SYNTHESISED]
+        for place, layout in enumerate(chosen):
+            if self._is_hopeless(layout.bound * _CLOSE_ENOUGH):
+                return
+            self._report()
+            # One share is left over after the last layout, for moves of nodes.
+            share = self._seconds_left / (len(chosen) - place + 1)
+            if self._fitting and is_too_large(layout.problem, share):
+                continue  # only the table is left, and that has been tried
+            self._found += synthesised_plans(layout, share)
+
+    def _improve_cuts(self) -> list[Move]:
+        """Moves nodes over cuts as long as that helps; returns the last moves, which do not help."""
+        while True:
+            self._report()
+            plan, layout = self._winner
+            moved = list(self._moves(plan, layout))
+            better = [(move, cut) for move, cut in moved if _is_better(move.plan, plan)]
+            if not better or self._options.partitioner != AUTO or not self._seconds_left:
+                return [move for move, _ in moved]
+            move, cut = min(better, key=lambda pair: pair[0].plan.predicted.makespan)
+            self._found.append(Found(move.plan, cut))
+
+    def _moves(self, plan: Plan, layout: StageLayout) -> Iterator[tuple[Move, StageLayout]]:
+        """Every move of one node, with the same order; at least one, even if there is no time."""
+        for nth, (partition, node, source, target) in enumerate(node_moves(plan.graph, plan.partition)):
+            if nth and not self._seconds_left:
+                break
+            cut = replace(layout, partition=partition)
+            yield Move(node, source, target, cut.plan(plan.schedule, plan.choices.schedule)), cut
+
+    def _ranked(self, chosen: Plan) -> Iterable[Candidate]:
+        """The chosen plan and the others from best to worst; those with equal results are listed once."""
+        others = sorted((found.plan for found in self._found if found.plan is not chosen), key=_rank)
+        seen = {_results(chosen)}
+        yield _candidate(chosen, "")
+        for plan in others:
+            if _results(plan) not in seen and len(seen) < _MOST_CANDIDATES:
+                seen.add(_results(plan))
+                yield _candidate(plan, why_lost(plan, chosen))
+
+
+def node_moves(graph: Graph, partition: Partition) -> Iterator[tuple[Partition, str, int, int]]:
+    """Yields every legal move of one node over the cut to the stage before or after its own.
+
+    Each is the partition after the move, the node, its old and its new stage. Nodes that depend on inputs only run
+    wherever they are needed, so that moving them has no effect.
+    """
+    order = {node.name: place for place, node in enumerate(graph.nodes) if not node.from_inputs}
+    for stage in range(partition.num_stages - 1):
+        here, there = (
+            sorted((name for name in partition.stages[each] if name in order), key=order.__getitem__)
+            for each in (stage, stage + 1)
+        )
+        ways = [(name, stage, stage + 1) for name in here[-1:]] + [(name, stage + 1, stage) for name in there[:1]]
+        for node, source, target in ways:
+            stages = [list(names) for names in partition.stages]
+            stages[source].remove(node)
+            stages[target].append(node)
+            try:
+                moved = Partition(tuple(map(tuple, stages)))
+                moved.check(graph)
+            except PartitionError:
+                continue
+            yield moved, node, source, target
+
+
+def _is_better(plan: Plan, other: Plan) -> bool:
+    return excess_bytes(plan) <= 0 and plan.predicted.makespan < other.predicted.makespan * (1 - 1e-9)
+
+
+def _rank(plan: Plan) -> tuple[bool, float, int]:
+    return excess_bytes(plan) > 0, plan.predicted.makespan, max(plan.predicted.peaks)
+
+
+def _results(plan: Plan) -> tuple[object, ...]:
+    seen = plan.predicted
+    return plan.num_microbatches, plan.num_stages, f"{seen.makespan:.9g}", seen.peaks
+
+
+def _candidate(plan: Plan, lost: str) -> Candidate:
+    ranks = plan.schedule.placement.ranks
+    edges = (*plan.cuts.edges, *plan.cuts.gradient_edges)
+    num_messages = plan.num_microbatches * sum(ranks[producer] != ranks[consumer] for producer, consumer in edges)
+    return Candidate(plan.choices, plan.num_microbatches, num_messages, plan.predicted, lost)

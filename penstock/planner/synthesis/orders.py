@@ -1,0 +1,210 @@
+"""Makes an order for given costs, placement and memory that is at least as good as any schedule of the table.
+
+The schedules of the table are tried first. Then the search makes orders of its own, with backwards split and, where a
+full backward takes less than its parts, whole. All orders are simulated, and the best that fits wins.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import floor
+
+from penstock.errors import ScheduleError
+from penstock.ir import Schedule, bytes_text
+from penstock.passes import lower
+from penstock.planner.synthesis import exact
+from penstock.planner.synthesis.bounds import Bound, lower_bound
+from penstock.planner.synthesis.evolve import search_orders
+from penstock.planner.synthesis.local_search import Goal, join_backwards
+from penstock.planner.synthesis.pass_table import PassTable
+from penstock.planner.synthesis.problem import (
+    B,
+    F,
+    FlatProblem,
+    RankOrders,
+    ScheduleProblem,
+    peak_bytes,
+    rank_orders,
+    to_schedule,
+)
+from penstock.schedules import SCHEDULES, build_on
+from penstock.simulate import simulate
+
+DEFAULT_BUDGET = 5.0
+SYNTHESISED = "auto"
+_SEARCH = 0.9
+"""the share of the effort that is for the search; the rest is for joining the parts of backwards"""
+_FEWEST_ORDERS = 20
+"""a search with effort for fewer orders is not begun, if the table has some"""
+_PROVABLE = 250
+"""the most passes of a problem that the solver is given"""
+_TIGHTENINGS = 5
+"""how often a search is repeated with less memory, because received values did not fit beside the activations"""
+
+
+class SimulatedOrder:
+    """A schedule for a problem, its name, its seconds in the objective and its peak bytes."""
+
+    def __init__(self, problem: ScheduleProblem, schedule: Schedule, name: str) -> None:
+        self.problem, self.schedule, self.name = problem, schedule, name
+        trace = simulate(lower(schedule, cuts=problem.cuts), problem.costs, problem.cluster)
+        self.seconds = float(trace.span if problem.objective == "span" else trace.makespan)
+        self.peaks = tuple(int(trace.peak_bytes(rank)) for rank in range(schedule.num_ranks))
+
+    @cached_property
+    def excess(self) -> tuple[int, ...]:
+        """Bytes per rank beyond its memory."""
+        limits = self.problem.cluster.limits or self.peaks
+        return tuple(max(peak - limit, 0) for peak, limit in zip(self.peaks, limits, strict=True))
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank keeps within its memory."""
+        return not any(self.excess)
+
+
+@dataclass(frozen=True)
+class Synthesis:
+    """The best order found, a proven bound, and the schedules of the table for comparison."""
+
+    best: SimulatedOrder
+    bound: Bound
+    named: tuple[SimulatedOrder, ...]
+    """the schedules of the table that fit, the best first"""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, simulated, in the objective of the problem."""
+        return self.best.seconds
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound a step is, as a share of the bound."""
+        return self.seconds / self.bound.seconds - 1.0 if self.bound.seconds else 0.0
+
+
+def synthesise(
+    problem: ScheduleProblem, *, budget_seconds: float = DEFAULT_BUDGET, may_prove: bool = True
+) -> Synthesis:
+    """Returns the best order found with about that many seconds of CPU; the same one for the same problem.
+
+    Where the solver is installed and the problem is small, it continues from there: to something better, or to a proof
+    that there is nothing. Raises ScheduleError if no order fits in memory.
+    """
+    bound = lower_bound(problem)
+    goal = Goal(bound.seconds, budget_seconds)
+    named = sorted((order for order in table_orders(problem) if order.fits), key=_rank)
+    found = list(named)
+    choices = () if named and is_too_large(problem, budget_seconds) else _unsplit_choices(problem)
+    for unsplit in choices:
+        if found and goal.is_met(min(map(_rank, found))[0]):
+            break
+        found += _search(problem, unsplit, goal.part(1 / len(choices)), named)
+    found = found or [order for order in low_memory_orders(problem) if order.fits]
+    if not found:
+        raise _refusal(problem)
+    made = Synthesis(min(found, key=_rank), bound, tuple(named))
+    can_prove = may_prove and problem.num_passes <= _PROVABLE and exact.can_prove(problem)
+    return _prove(made, budget_seconds) if can_prove and not goal.is_met(made.seconds) else made
+
+
+def is_too_large(problem: ScheduleProblem, budget_seconds: float) -> bool:
+    """Returns whether there is no time for a search that could find something better than the table has."""
+    return Goal(0.0, budget_seconds).num_runs(1.0, problem.num_passes, (0, _FEWEST_ORDERS)) < _FEWEST_ORDERS
+
+
+def table_orders(problem: ScheduleProblem) -> Iterator[SimulatedOrder]:
+    """Yields the schedules of the table whose stages lie on the ranks as those of the problem do."""
+    for name in SCHEDULES:
+        schedule = build_on(problem.placement, name, problem.num_microbatches, problem.costs)
+        if schedule is not None:
+            yield SimulatedOrder(problem, schedule, name)
+
+
+def low_memory_orders(problem: ScheduleProblem) -> Iterator[SimulatedOrder]:
+    """Yields an order for each number of microbatches in flight, from one up to the number of ranks.
+
+    A microbatch goes through all stages and back, step by step; the next enters when one of those in flight has left.
+    With one at a time nothing is ever held or received beside it, so that hardly any order needs less memory.
+    """
+    flat = FlatProblem.of(problem)
+    stages = range(len(flat.rank_of))
+    way = [stage << 2 | F for stage in stages] + [stage << 2 | B for stage in reversed(stages)]
+    for in_flight in range(1, min(problem.num_microbatches, flat.num_ranks) + 1):
+        # Microbatches start so far apart that one leaves before the next but `in_flight` enters.
+        apart = -(-len(way) // in_flight)
+        passes = sorted(
+            (microbatch * apart + step, microbatch, step)
+            for microbatch in range(flat.num_microbatches)
+            for step in range(len(way))
+        )
+        orders: RankOrders = [[] for _ in range(flat.num_ranks)]
+        for _, _, step in passes:
+            orders[flat.rank_of[way[step] >> 2]].append(way[step])
+        yield SimulatedOrder(problem, to_schedule(flat, orders), SYNTHESISED)
+
+
+def _rank(order: SimulatedOrder) -> tuple[float, int]:
+    return order.seconds, max(order.peaks)
+
+
+def _unsplit_choices(problem: ScheduleProblem) -> tuple[frozenset[int], ...]:
+    """Which stages do not split their backward: none and, if there are any, those that are quicker so."""
+    costs = problem.costs
+    columns = zip(costs.backward, costs.input_grad, costs.weight_grad, strict=True)
+    quicker = frozenset(stage for stage, (whole, *parts) in enumerate(columns) if whole < sum(parts) * (1 - 1e-9))
+    return (frozenset(), quicker) if quicker else (frozenset(),)
+
+
+def _search(
+    problem: ScheduleProblem, unsplit: frozenset[int], goal: Goal, named: list[SimulatedOrder]
+) -> Iterator[SimulatedOrder]:
+    """An order in which these stages do not split their backward; none if the search finds nothing that fits."""
+    narrow = problem
+    for _ in range(_TIGHTENINGS):
+        flat = FlatProblem.of(narrow)
+        seeds = [rank_orders(order.schedule) for order in named]
+        orders = search_orders(PassTable.split(flat, unsplit), goal.part(_SEARCH), seeds)
+        if orders is None:
+            return
+        orders = join_backwards(flat, orders, goal.part(1 - _SEARCH))
+        found = SimulatedOrder(problem, to_schedule(flat, orders), SYNTHESISED)
+        if found.fits:
+            yield found
+            return
+        narrow = _with_less_memory(flat, orders, found.excess)
+
+
+def _with_less_memory(flat: FlatProblem, orders: RankOrders, excess: tuple[int, ...]) -> ScheduleProblem:
+    """The problem with less memory on the ranks that need more than the activations of these orders."""
+    limits = list(flat.problem.cluster.limits)
+    for rank, less in enumerate(excess):
+        if less:
+            unused = flat.room[rank] - peak_bytes(flat, orders[rank])
+            limits[rank] = max(limits[rank] - less - floor(unused), 1)
+    return replace(flat.problem, cluster=replace(flat.problem.cluster, memory=tuple(limits)))
+
+
+def _prove(made: Synthesis, seconds: float) -> Synthesis:
+    """The same with the solver's order, if that is better, and with its bound."""
+    problem = made.best.problem
+    proof = exact.prove(problem, rank_orders(made.best.schedule), made.bound.seconds, seconds)
+    bound = max(made.bound, Bound(proof.bound * (1 - 1e-9), "proven by the solver"))
+    order = SimulatedOrder(problem, to_schedule(FlatProblem.of(problem), proof.orders), SYNTHESISED)
+    is_better = order.fits and order.seconds < made.seconds
+    return replace(made, best=order if is_better else made.best, bound=bound)
+
+
+def _refusal(problem: ScheduleProblem) -> ScheduleError:
+    """Names the tightest rank, the room it has, and what one microbatch takes there."""
+    kept = [sum(problem.costs.activation_bytes[stage] for stage in stages) for stages in problem.placement.stages]
+    rank = min(range(len(kept)), key=lambda each: problem.room[each] - kept[each])
+    room = problem.room[rank]
+    return ScheduleError(
+        "no order fits in memory",
+        rank=rank,
+        state=bytes_text(problem.cluster.limits[rank] - int(room)),
+        left_for_activations=bytes_text(max(int(room), 0)),
+        activations_of_a_microbatch=bytes_text(kept[rank]),
+        hint="more memory, more and smaller microbatches, recomputation, or more ranks",
+    )

@@ -1,0 +1,182 @@
+"""The passes as a table: a row per stage and fact that its passes make, a column per microbatch.
+
+Row 3 s holds the forwards of stage s, row 3 s + 1 its input gradients, row 3 s + 2 its weight gradients: 3 s + Fact.
+The table can be mirrored in time: needs turn round, and passes that freed bytes take them. An order of the mirrored
+table, read backwards, is an order of the table, which is how the end of a step gets the same care as its beginning.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir import Fact, Forward, InputGrad, WeightGrad, needs
+from penstock.planner.synthesis.problem import B, F, FlatProblem, I, Message, W
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+ROWS_OF_KIND = {F: (0,), I: (1,), W: (2,), B: (1, 2)}
+"""the rows of a stage that a pass of each kind fills"""
+
+
+class PassNeed(NamedTuple):
+    """A pass of `row` needs that of `needed` of its microbatch, over a link or, if `link` is -1, on its own rank."""
+
+    row: int
+    needed: int
+    link: int = -1
+    occupied: float = 0.0
+    latency: float = 0.0
+
+    @property
+    def lag(self) -> float:
+        """Seconds between the end of the needed pass and the start of the other."""
+        return self.occupied + self.latency
+
+
+@dataclass(frozen=True)
+class PassTable:
+    """Seconds, bytes and needs by row, for greedy runs, bounds and the solver."""
+
+    flat: FlatProblem
+    seconds: Floats
+    taken: Floats
+    """bytes that a pass allocates; below 0 it frees them"""
+    needs: tuple[PassNeed, ...]
+    before: Floats
+    """per rank, seconds that must pass before it starts"""
+    after: Floats
+    """per rank, seconds that count after it has ended"""
+    unsplit: frozenset[int] = frozenset()
+    """stages whose backward is not split: its first part is all of it, its second takes nothing"""
+    is_mirrored: bool = False
+
+    @classmethod
+    def split(cls, flat: FlatProblem, unsplit: Collection[int] = ()) -> "PassTable":
+        """Returns the table with backwards in two parts, except those of the stages in `unsplit`."""
+        seconds, taken = list(flat.seconds), list(flat.taken)
+        for stage in unsplit:
+            for table in (seconds, taken):
+                table[stage << 2 | I], table[stage << 2 | W] = table[stage << 2 | B], 0.0
+        return replace(cls._of(flat, seconds, taken), unsplit=frozenset(unsplit))
+
+    @classmethod
+    def least(cls, flat: FlatProblem) -> "PassTable":
+        """Returns the table with the least seconds that passes can take, whether backwards are split or not."""
+        seconds = list(flat.seconds)
+        for stage in range(len(flat.rank_of)):
+            whole, first, second = (seconds[stage << 2 | kind] for kind in (B, I, W))
+            seconds[stage << 2 | I] = min(first, whole)
+            seconds[stage << 2 | W] = max(min(whole, first + second) - seconds[stage << 2 | I], 0.0)
+        return cls._of(flat, seconds, list(flat.taken))
+
+    @classmethod
+    def _of(cls, flat: FlatProblem, seconds: list[float], taken: list[float]) -> "PassTable":
+        cuts = flat.problem.cuts
+        own = [
+            PassNeed(3 * stage + row, 3 * stage + need.fact)
+            for stage in range(len(flat.rank_of))
+            for row, action in enumerate((Forward, InputGrad, WeightGrad))
+            for need in needs(action(stage, 0), cuts)
+            if need.stage == stage
+        ]
+        sent = (*_needs_of(flat.outputs, Fact.OUTPUT), *_needs_of(flat.gradients, Fact.INPUT_GRADIENT))
+        none = np.zeros(flat.num_ranks)
+        return cls(flat, _by_row(seconds), _by_row(taken), (*own, *sent), none, none)
+
+    def mirrored(self) -> "PassTable":
+        """Returns the table in mirrored time."""
+        return replace(
+            self,
+            taken=-self.taken,
+            needs=tuple(PassNeed(need.needed, need.row, *need[2:]) for need in self.needs),
+            before=self.after,
+            after=self.before,
+            is_mirrored=not self.is_mirrored,
+        )
+
+    @property
+    def share(self) -> float:
+        """The part of its passes' seconds that a rank needs at least: an overlapped pair may hide the rest."""
+        return 1.0 - self.flat.problem.cluster.overlap / 2
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self.seconds)
+
+    @property
+    def num_passes(self) -> int:
+        """Number of passes, including those of no seconds."""
+        return self.num_rows * self.flat.num_microbatches
+
+    @cached_property
+    def rank(self) -> Ints:
+        """The rank of every row."""
+        return np.repeat(np.asarray(self.flat.rank_of, dtype=np.int64), 3)
+
+    @cached_property
+    def of_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The rows of every rank."""
+        return tuple(tuple(3 * s + part for s in stages for part in range(3)) for stages in self.flat.stages)
+
+    @property
+    def busiest_seconds(self) -> float:
+        """Seconds of one microbatch on the rank that has the most work with it."""
+        return max(float(self.seconds[list(mine)].sum()) for mine in self.of_rank)
+
+    @cached_property
+    def sequence(self) -> tuple[int, ...]:
+        """All rows, each after those that it needs."""
+        stages = range(len(self.flat.rank_of))
+        forward = (*(3 * s for s in stages), *(3 * s + 1 for s in reversed(stages)), *(3 * s + 2 for s in stages))
+        return forward[::-1] if self.is_mirrored else forward
+
+    @cached_property
+    def needed_by(self) -> tuple[tuple[PassNeed, ...], ...]:
+        """The needs of every row."""
+        found: list[list[PassNeed]] = [[] for _ in range(self.num_rows)]
+        for need in self.needs:
+            found[need.row].append(need)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def precedes(self) -> Bools:
+        """`precedes[a, b]`: a pass of row a comes before that of row b of the same microbatch, or is the same."""
+        result = np.eye(self.num_rows, dtype=np.bool_)
+        for row in self.sequence:
+            for need in self.needed_by[row]:
+                result[:, row] |= result[:, need.needed]
+        return result
+
+    def least_delays(self, row: int) -> Floats:
+        """Returns the least seconds from the start of a pass to that of every other of its microbatch; -inf if none."""
+        found = np.full(self.num_rows, -np.inf)
+        found[row] = 0.0
+        for other in self.sequence:
+            for need in self.needed_by[other]:
+                found[other] = max(found[other], found[need.needed] + self.seconds[need.needed] + need.lag)
+        return found
+
+    def mirror_starts(self, starts: Floats, length: Floats) -> Floats:
+        """Returns starts (a run, a row, a microbatch) as they are in mirrored time."""
+        ends = starts + self.seconds[:, None]
+        return np.asarray((length[:, None, None] - ends)[:, :, ::-1])
+
+
+def _needs_of(sent: tuple[tuple[Message, ...], ...], fact: Fact) -> list[PassNeed]:
+    return [
+        PassNeed(3 * message.target + fact, 3 * stage + fact, message.link, message.seconds, message.latency)
+        for stage, messages in enumerate(sent)
+        for message in messages
+    ]
+
+
+def _by_row(by_pass_id: list[float]) -> Floats:
+    table = np.asarray(by_pass_id, dtype=np.float64).reshape(-1, 4)
+    return np.ascontiguousarray(table[:, [F, I, W]]).ravel()
