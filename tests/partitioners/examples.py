@@ -1,4 +1,4 @@
-"""Small graphs at random, and the best partitions of them by trying all."""
+"""Random small graphs, and their best partitions by trying all."""
 
 import itertools
 import random
@@ -36,8 +36,22 @@ def _tensor(draw, share):
     return TensorSpec((draw.randint(1, 9),), requires_grad=draw.random() < share)
 
 
+def branches(number, length):
+    """Parallel chains that meet in one node."""
+    names = [
+        (f"b{branch}.{at}", f"b{branch}.{at - 1}" if at else "x") for at in range(length) for branch in range(number)
+    ]
+    ends = tuple(f"b{branch}.{length - 1}" for branch in range(number))
+    nodes = [Node(name, (source,), (Value(name, TensorSpec((10,), "uint8")),)) for name, source in names]
+    graph = Graph(
+        (*nodes, Node("end", ends, (Value("y", TensorSpec((1,), "uint8")),))), (Value("x", TensorSpec((1,))),), ("y",)
+    )
+    costs = tuple(NodeCost(node.name, 1.0, 0.0, 0.0, 0.0) for node in graph.nodes)
+    return graph, Profile(costs, 1.0, graph.fingerprint, "made up")
+
+
 class Trial:
-    """All partitions of a small problem, stage by stage from the graph itself; every node is an atom of its own."""
+    """All partitions of a small problem, costed from the graph itself; every node is an atom of its own."""
 
     def __init__(self, problem):
         self.problem, self.graph = problem, problem.graph
@@ -122,7 +136,7 @@ class Trial:
         return size([value for value in self.graph.parameters if value.name in names], trained)
 
     def _is_dead(self, node, own):
-        """What nobody needs is run where the first node is."""
+        """A node that nothing needs runs with the first node."""
         made = {value.name for value in node.makes}
         used = {value for other in self.graph.nodes for value in other.reads} | set(self.graph.outputs)
         return self.nodes[0] in own and not made & used

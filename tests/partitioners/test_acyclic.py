@@ -1,4 +1,4 @@
-"""acyclic: what no cut of the model's order can give."""
+"""acyclic: partitions that are not runs of the model's order."""
 
 from dataclasses import replace
 
@@ -7,12 +7,11 @@ import pytest
 
 from benchmarks.graphs import chain
 from penstock.ir import Cluster, NodeBytes, Placement
-from penstock.partitioners import Acyclic, Problem, divide
-from penstock.partitioners.search.contraction import halved, without_weightless
+from penstock.partitioners import Problem, divide
+from penstock.partitioners.acyclic import Acyclic
 from penstock.partitioners.search.ideals import all_ideals
-from penstock.partitioners.search.orders import other_orders
-from tests.partitioners.examples import outcome, wild
-from tests.partitioners.test_metis import branches
+from penstock.partitioners.search.multilevel import join_idle_atoms, other_orders, pair_up
+from tests.partitioners.examples import branches, outcome, wild
 
 
 def test_branches_are_put_where_they_even_out():
@@ -62,16 +61,16 @@ def test_a_chain_has_as_many_ideals_as_places_and_branches_have_more():
 
 def test_nodes_that_take_no_time_are_joined_with_their_only_neighbour():
     atoms = Problem(*chain([0, 3, 0, 0, 2, 0]), Cluster(1)).atoms
-    assert len(set(without_weightless(atoms, 2).tolist())) == 2
-    assert without_weightless(atoms, 3).tolist() == [0, 1, 2, 3, 4, 5]
+    assert len(set(join_idle_atoms(atoms, 2).tolist())) == 2
+    assert join_idle_atoms(atoms, 3).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_joined_atoms_still_have_an_order_in_which_they_can_run():
     for seed in range(20):
         atoms = Problem(*wild(seed, 30), Cluster(1)).atoms
-        joined = atoms.merged(halved(atoms, heaviest=8.0))
+        joined = atoms.merged(pair_up(atoms, heaviest=8.0))
         assert len(joined) <= len(atoms)
-        assert (joined.arrows.thing < joined.arrows.atom).all()
+        assert (joined.arrows.item < joined.arrows.atom).all()
         assert joined.seconds.sum() == pytest.approx(atoms.seconds.sum())
 
 
@@ -80,4 +79,4 @@ def test_other_orders_can_run_too():
         atoms = Problem(*wild(seed, 30), Cluster(1)).atoms
         for position in other_orders(atoms, 4):
             assert sorted(position.tolist()) == list(range(len(atoms)))
-            assert (position[atoms.arrows.thing] < position[atoms.arrows.atom]).all()
+            assert (position[atoms.arrows.item] < position[atoms.arrows.atom]).all()

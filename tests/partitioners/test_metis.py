@@ -1,4 +1,4 @@
-"""metis: parts without direction become stages with one."""
+"""metis: undirected parts become acyclic stages."""
 
 import sys
 
@@ -6,23 +6,9 @@ import pytest
 
 from benchmarks.graphs import chain
 from penstock.errors import PartitionError
-from penstock.ir import Cluster, Graph, Node, NodeCost, Profile, TensorSpec, Value
+from penstock.ir import Cluster
 from penstock.partitioners import Problem, divide
-from tests.partitioners.examples import outcome, wild
-
-
-def branches(number, length):
-    """Chains side by side that meet in one node."""
-    names = [
-        (f"b{branch}.{at}", f"b{branch}.{at - 1}" if at else "x") for at in range(length) for branch in range(number)
-    ]
-    ends = tuple(f"b{branch}.{length - 1}" for branch in range(number))
-    nodes = [Node(name, (source,), (Value(name, TensorSpec((10,), "uint8")),)) for name, source in names]
-    graph = Graph(
-        (*nodes, Node("end", ends, (Value("y", TensorSpec((1,), "uint8")),))), (Value("x", TensorSpec((1,))),), ("y",)
-    )
-    costs = tuple(NodeCost(node.name, 1.0, 0.0, 0.0, 0.0) for node in graph.nodes)
-    return graph, Profile(costs, 1.0, graph.fingerprint, "made up")
+from tests.partitioners.examples import branches, outcome, wild
 
 
 def test_without_the_library_the_error_says_how_to_get_it(monkeypatch):

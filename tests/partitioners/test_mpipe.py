@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.graphs import chain
 from penstock.ir import Cluster, Placement
-from penstock.partitioners import Holding, MPipe, Problem, divide
-from penstock.partitioners.search.blocks import block_of, dealt, pieces
+from penstock.partitioners import Holding, Problem, divide
+from penstock.partitioners.mpipe import MPipe, assign_ranks, block_of, pieces
 
 HEAVY_THEN_LIGHT = [4] * 8 + [1] * 8
 
@@ -60,6 +60,6 @@ def test_pieces_are_blocks_joined_where_they_are_light():
     assert pieces(graph, atoms, 6) == [0, 2, 3, 4, 5, 6, 7]
 
 
-def test_the_heaviest_pieces_are_dealt_first_and_neighbours_stay_together_if_they_can():
-    assert dealt(np.array([3.0, 9.0, 3.0, 3.0]), 2) == [1, 0, 1, 1]
-    assert dealt(np.array([2.0, 2.0, 2.0, 2.0]), 2) == [0, 1, 1, 0]
+def test_the_heaviest_pieces_are_assigned_first_and_neighbours_stay_together_if_they_can():
+    assert assign_ranks(np.array([3.0, 9.0, 3.0, 3.0]), 2) == [1, 0, 1, 1]
+    assert assign_ranks(np.array([2.0, 2.0, 2.0, 2.0]), 2) == [0, 1, 1, 0]

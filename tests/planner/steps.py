@@ -1,4 +1,4 @@
-"""Steps as a runtime might record them: the passes of a plan, each a little longer or shorter by chance."""
+"""Steps as a runtime might record them: the passes of a plan with random noise."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,9 +6,9 @@ from functools import cache
 
 import numpy as np
 
-from penstock.ir import Cluster, Plan, Series, Trace
+from penstock.ir import Plan, Series, Trace
 from penstock.passes import lower
-from penstock.planner import Request, search
+from penstock.planner import PlanOptions, search
 from penstock.simulate import simulate
 from tests.planner.chains import measured
 
@@ -16,7 +16,7 @@ from tests.planner.chains import measured
 @cache
 def planned(ranks: int = 4, schedule: str = "1f1b", layers: int = 12) -> Plan:
     """Passes of some ten milliseconds."""
-    return search({8: measured([4e-3] * layers)}, Request(Cluster(ranks), schedule, budget_seconds=0.0))
+    return search({8: measured([4e-3] * layers)}, PlanOptions(ranks, schedule=schedule, budget_seconds=0.0))
 
 
 class Steps:
@@ -26,7 +26,7 @@ class Steps:
         self.random = np.random.default_rng(seed)
         self.predicted = simulate(lower(plan.schedule, cuts=plan.cuts), plan.costs)
         self.wrong = np.ones(plan.num_ranks)
-        """how many times longer than planned each rank takes in truth"""
+        """how many times longer than planned each rank really takes"""
         for rank, factor in (wrong or {}).items():
             self.wrong[rank] = factor
 
@@ -41,5 +41,5 @@ class Steps:
         starts = self.predicted.starts.values
         passes = (self.predicted.ends.values - starts) * factors[table.rank_of]
         passes *= chance.normal(1.05, 0.05, len(passes)).clip(0.9)
-        passes[chance.random(len(passes)) < 0.3] *= 2.0  # somebody else had the core
+        passes[chance.random(len(passes)) < 0.3] *= 2.0  # other work had the core
         return replace(self.predicted, ends=Series(starts + passes))

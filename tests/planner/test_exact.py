@@ -8,10 +8,9 @@ from benchmarks.instances import Instance, instances
 from penstock.errors import ScheduleError
 from penstock.ir import Cluster, MessageCost, Placement, StageCosts
 from penstock.passes import lower, verify
-from penstock.planner import Problem, synthesise
+from penstock.planner import ScheduleProblem, synthesise
 from penstock.planner.synthesis import exact, lower_bound
-from penstock.planner.synthesis.shop import Shop
-from penstock.planner.synthesis.words import schedule_of, words_of
+from penstock.planner.synthesis.problem import FlatProblem, rank_orders, to_schedule
 from penstock.schedules import build
 from penstock.simulate import simulate
 
@@ -20,10 +19,10 @@ pytest.importorskip("ortools")
 
 def test_the_solver_finds_better_orders_and_they_are_legal() -> None:
     costs = StageCosts((2.0, 3.0, 2.0), (3.0, 2.0, 4.0), (1.0, 2.0, 2.0))
-    problem = Problem.of(costs, Placement.loop(3), 4)
-    proof = exact.prove(problem, words_of(build("gpipe", 3, 4)), 0.0, 30.0)
+    problem = ScheduleProblem.of(costs, Placement.loop(3), 4)
+    proof = exact.prove(problem, rank_orders(build("gpipe", 3, 4)), 0.0, 30.0)
     assert proof.is_optimal
-    schedule = schedule_of(Shop.of(problem), proof.words)
+    schedule = to_schedule(FlatProblem.of(problem), proof.orders)
     program = lower(schedule)
     verify(program)
     assert simulate(program, problem.costs, problem.cluster).makespan == pytest.approx(proof.seconds)
@@ -34,7 +33,7 @@ def test_most_orders_are_optimal() -> None:
     for instance in instances(12, seed=21, most_ranks=3, microbatches=(2, 5)):
         problem = instance.problem
         made = synthesise(problem, budget_seconds=1.0, may_prove=False)
-        proof = exact.prove(problem, words_of(made.best.schedule), lower_bound(problem).seconds, 30.0)
+        proof = exact.prove(problem, rank_orders(made.best.schedule), lower_bound(problem).seconds, 30.0)
         assert proof.is_optimal
         found.append(made.seconds / proof.seconds)
     assert max(found) <= 1.01
@@ -44,9 +43,9 @@ def test_most_orders_are_optimal() -> None:
 def test_durations_that_are_no_ticks_are_rounded_down() -> None:
     messages = (MessageCost(0, 1, 10, 10),)
     costs = StageCosts((0.31, 0.47), (0.29, 0.53), (0.11, 0.2), activation_bytes=(1, 1), messages=messages)
-    problem = Problem.of(costs, Placement.loop(2), 3, Cluster(2, memory=30, latency=0.013, bandwidth=100.0))
+    problem = ScheduleProblem.of(costs, Placement.loop(2), 3, Cluster(2, memory=30, latency=0.013, bandwidth=100.0))
     made = synthesise(problem, budget_seconds=0.3, may_prove=False)
-    proof = exact.prove(problem, words_of(made.best.schedule), 0.0, 30.0)
+    proof = exact.prove(problem, rank_orders(made.best.schedule), 0.0, 30.0)
     assert 0.99 * proof.seconds < proof.bound <= proof.seconds
 
 
@@ -54,22 +53,22 @@ def test_what_is_proven_from_a_bound_between_two_ticks_is_no_more_than_the_optim
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(exact, "_TICKS", 4)
-    problem = Problem.of(StageCosts((0.89, 0.83), (0.59, 0.48), (0.66, 0.58)), Placement.loop(2), 2)
+    problem = ScheduleProblem.of(StageCosts((0.89, 0.83), (0.59, 0.48), (0.66, 0.58)), Placement.loop(2), 2)
     optimum = lower_bound(problem).seconds * (1 + 1e-8)
     assert synthesise(problem, budget_seconds=0.1, may_prove=False).seconds <= optimum
-    assert exact.prove(problem, words_of(build("gpipe", 2, 2)), lower_bound(problem).seconds, 5.0).bound <= optimum
+    assert exact.prove(problem, rank_orders(build("gpipe", 2, 2)), lower_bound(problem).seconds, 5.0).bound <= optimum
 
 
 def test_the_solver_joins_what_is_quicker_as_one() -> None:
     costs = StageCosts((1.0, 1.0), (2.0, 2.0), (2.0, 2.0), backward=(3.0, 3.0))
-    problem = Problem.of(costs, Placement.loop(2), 1)
+    problem = ScheduleProblem.of(costs, Placement.loop(2), 1)
     split = [[0, 2, 3], [4, 6, 7]]
     assert exact.prove(problem, split, 0.0, 5.0).seconds == 7.0
 
 
 def test_backwards_that_take_no_time_give_back_memory_before_it_is_taken_again() -> None:
     costs = StageCosts((1.0, 0.5), (0.0, 1.0), (0.0, 0.27), activation_bytes=(5, 2))
-    problem = Problem.of(costs, Placement.loop(2), 2, Cluster(2, memory=9, latency=0.2))
+    problem = ScheduleProblem.of(costs, Placement.loop(2), 2, Cluster(2, memory=9, latency=0.2))
     proof = exact.prove(problem, [[0, 1, 0, 1], [4, 5, 4, 5]], 0.0, 5.0)
     assert lower_bound(problem).seconds <= proof.seconds
 

@@ -2,16 +2,15 @@
 
 from dataclasses import replace
 
-from penstock.ir import Cluster
-from penstock.planner import Request, search
+from penstock.planner import PlanOptions, search
 from tests.planner.chains import measured
 
 MODEL = measured([1.0] * 8)
-REQUEST = Request(Cluster(2), "1f1b", "uniform")
+OPTIONS = PlanOptions(2, schedule="1f1b", partitioner="uniform")
 
 
 def plan(memory=None, **changed):
-    return search({4: MODEL}, replace(REQUEST, cluster=Cluster(2, memory), **changed))
+    return search({4: MODEL}, replace(OPTIONS, memory=memory, **changed))
 
 
 def test_recomputation_keeps_less_and_takes_longer():

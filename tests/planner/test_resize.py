@@ -1,22 +1,26 @@
-"""resize: the same plan for other numbers of microbatches."""
+"""Plans and profiles for other numbers and sizes of microbatches."""
 
 import pytest
 
-from penstock.ir import Cluster
+from penstock.errors import PlanError
 from penstock.passes import lower, verify
-from penstock.planner import Request, search, with_microbatches
+from penstock.planner import PlanOptions, interpolate_profile, search, with_microbatches
 from penstock.schedules import build
-from tests.planner.chains import measured
+from tests.planner.chains import KEPT, chain, measured
 
 MODEL = measured([1.0] * 8)
+SMALL, LARGE = measured([1.0, 2.0]).profile, measured([3.0, 2.0]).profile
 
 
 def plan(schedule):
-    return search({4: MODEL}, Request(Cluster(2), schedule, "linear", 2 if schedule == "auto" else None))
+    return search(
+        {4: MODEL},
+        PlanOptions(2, schedule=schedule, partitioner="linear", stages_per_rank=2 if schedule == "auto" else None),
+    )
 
 
 @pytest.mark.parametrize("count", [1, 3, 7])
-def test_a_schedule_of_the_table_is_made_anew(count):
+def test_a_schedule_of_the_table_is_rebuilt(count):
     assert with_microbatches(plan("1f1b"), count).schedule == build("1f1b", 2, count)
 
 
@@ -27,3 +31,18 @@ def test_any_other_order_is_cut_short_or_repeated(schedule, count):
     verify(lower(made.schedule, cuts=made.cuts))
     assert made.num_microbatches == count
     assert made.lower_bound <= made.predicted.makespan
+
+
+def test_interpolated_seconds_lie_on_the_line():
+    found = interpolate_profile(chain(2), 0.25, SMALL, LARGE)
+    assert [cost.forward for cost in found.costs] == [1.5, 2.0]
+    assert found.step_seconds == SMALL.step_seconds + 0.25 * (LARGE.step_seconds - SMALL.step_seconds)
+
+
+def test_interpolated_bytes_are_whole():
+    assert interpolate_profile(chain(2), 1 / 3, SMALL, LARGE)["layers.0"].memory.kept == KEPT
+
+
+def test_profiles_of_another_model_are_refused():
+    with pytest.raises(PlanError, match="other nodes"):
+        interpolate_profile(chain(3), 0.5, SMALL, LARGE)

@@ -1,4 +1,4 @@
-"""search: the plan that a request asks for, and the best where it leaves something open."""
+"""search: the plan that the options ask for, and the best where they leave something open."""
 
 from dataclasses import replace
 
@@ -6,17 +6,17 @@ import pytest
 
 from penstock.errors import PartitionError, PlanError, ScheduleError
 from penstock.ir import Cluster, Partition, Placement
-from penstock.planner import Request, search
+from penstock.planner import PlanOptions, search
 from penstock.schedules import SCHEDULES, build
 from tests.planner.chains import measured
 
 LAYERS = measured([1.0] * 8)
-REQUEST = Request(Cluster(2), "1f1b", "uniform")
+OPTIONS = PlanOptions(2, schedule="1f1b", partitioner="uniform")
 HEAVY = measured([1.0] * 32 + [4.0])
 
 
 def plan(microbatches=4, model=LAYERS, **changed):
-    return search({microbatches: model}, replace(REQUEST, **changed))
+    return search({microbatches: model}, replace(OPTIONS, **changed))
 
 
 def sizes(made):
@@ -83,23 +83,23 @@ def test_unknown_words_are_refused_with_those_that_are_known():
 
 def test_more_stages_than_places_to_cut_are_refused():
     with pytest.raises(PartitionError, match="fewer places to cut"):
-        plan(model=measured([1.0, 1.0]), cluster=Cluster(4))
+        plan(model=measured([1.0, 1.0]), ranks=4)
 
 
 def test_cuts_balance_the_sum_of_a_rank():
-    made = plan(32, HEAVY, cluster=Cluster(8), schedule="zbv", partitioner="linear")
+    made = plan(32, HEAVY, ranks=8, schedule="zbv", partitioner="linear")
     loads = [sum(made.costs.forward[stage] for stage in stages) for stages in Placement.vee(8).stages]
     assert max(loads) == 5.0
 
 
 def test_a_heavy_head_costs_no_more_than_a_fifth_of_the_ideal():
-    made = plan(32, HEAVY, cluster=Cluster(8), schedule="auto", partitioner="auto", budget_seconds=3.0)
+    made = plan(32, HEAVY, ranks=8, schedule="auto", partitioner="auto", budget_seconds=3.0)
     assert made.predicted.makespan / (3 * 36 * 32 / 8) <= 1.20
 
 
 def test_the_number_of_microbatches_is_chosen_too():
     half, quarter = measured([2.0] * 8), measured([1.0] * 8)
-    made = search({2: half, 4: quarter}, REQUEST)
+    made = search({2: half, 4: quarter}, OPTIONS)
     assert made.num_microbatches == 4
     assert {candidate.num_microbatches for candidate in made.search.candidates} == {2, 4}
 

@@ -7,9 +7,9 @@ import pytest
 
 import penstock
 from penstock.ir import Cluster, Partition, Placement, Plan, StageCosts, compute_stage_costs
-from penstock.planner import Problem, Request, search, synthesise, unsplit
+from penstock.planner import PlanOptions, ScheduleProblem, search, synthesise, unsplit
 from penstock.planner.synthesis.exact import prove
-from penstock.planner.synthesis.words import words_of
+from penstock.planner.synthesis.problem import rank_orders
 from tests.planner.chains import measured
 
 LAYERS = measured([1.0] * 12)
@@ -18,7 +18,7 @@ SLOW = Cluster(4, slowness=(1, 1, 1.8, 1))
 
 
 def planned(cluster: Cluster, schedule: str = "1f1b", microbatches: int = 8) -> Plan:
-    return search({microbatches: LAYERS}, Request(cluster, schedule, budget_seconds=30.0))
+    return search({microbatches: LAYERS}, PlanOptions(cluster, schedule=schedule, budget_seconds=30.0))
 
 
 def test_a_slow_rank_is_given_less_to_do():
@@ -62,8 +62,8 @@ def test_no_cut_into_runs_is_faster_than_the_one_that_is_found():
 def test_no_order_on_slow_ranks_undercuts_the_bound_of_the_plan(slowness):
     pytest.importorskip("ortools")
     plan = planned(Cluster(2, slowness=slowness), "zb_h1", 3)
-    problem = Problem(plan.costs, plan.schedule.placement, 3, plan.cluster, plan.cuts)
-    known = words_of(synthesise(problem, budget_seconds=0.1, may_prove=False).best.schedule)
+    problem = ScheduleProblem(plan.costs, plan.schedule.placement, 3, plan.cluster, plan.cuts)
+    known = rank_orders(synthesise(problem, budget_seconds=0.1, may_prove=False).best.schedule)
     proof = prove(problem, known, bound=0.0, limit_seconds=30.0)
     assert proof.is_optimal
     assert plan.lower_bound <= proof.seconds * (1 + 1e-9) <= plan.predicted.makespan * (1 + 2e-9)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.ir import Cluster, Link, Profile, TensorSpec, Value
-from penstock.planner import Measured, Request, search
+from penstock.planner import Measured, PlanOptions, search
 from tests.planner.chains import SPEC, measured
 
 NARROW = "layers.4"
@@ -23,7 +23,7 @@ def bottleneck() -> Measured:
 
 
 def sizes(cluster: Cluster) -> list[int]:
-    made = search({4: bottleneck()}, Request(cluster, "1f1b", "auto"))
+    made = search({4: bottleneck()}, PlanOptions(cluster, schedule="1f1b", partitioner="auto"))
     return [len(nodes) for nodes in made.partition.stages]
 
 

@@ -1,4 +1,4 @@
-"""What a division is said to cost is what its stages cost when the profile is folded over them."""
+"""The score of a partition: the costs of its stages, summed per rank."""
 
 import random
 from dataclasses import replace
@@ -10,12 +10,9 @@ import pytest
 from benchmarks.graphs import chain
 from penstock.ir import Cluster, Link, Placement, TensorSpec, Value, compute_stage_costs
 from penstock.partitioners import Holding, Problem
-from penstock.partitioners.atoms.windows import Box
-from penstock.partitioners.search.bill import Rates
-from penstock.partitioners.search.cutting import stages_of
-from penstock.partitioners.search.judge import Judged
-from penstock.partitioners.search.outcome import partition_of
-from penstock.partitioners.search.runs import Runs
+from penstock.partitioners.costs import Box, CostRates, Runs
+from penstock.partitioners.score import Score, partition_of
+from penstock.partitioners.search.contiguous import stages_of
 from tests.partitioners.examples import wild
 
 
@@ -36,17 +33,17 @@ def wild_problems(number, knows_held=False, **options):
 @pytest.mark.parametrize("knows_held", [False, True])
 def test_seconds_and_bytes_of_stages_are_those_of_fold(knows_held):
     for problem, bounds in wild_problems(100, knows_held):
-        judged = Judged(problem, problem.atoms, stages_of(bounds))
-        partition = partition_of(problem, problem.atoms, judged.stage)
+        score = Score(problem, problem.atoms, stages_of(bounds))
+        partition = partition_of(problem, problem.atoms, score.stage)
         costs = compute_stage_costs(problem.graph, problem.profile, partition, optimizer_copies=2)
-        assert judged.stage_seconds == pytest.approx(np.add(costs.forward, costs.backward))
+        assert score.stage_seconds == pytest.approx(np.add(costs.forward, costs.backward))
         state = [each.total for each in costs.state]
-        assert judged.memory == pytest.approx(np.add(state, np.multiply((3, 2, 1), costs.activation_bytes)))
+        assert score.memory == pytest.approx(np.add(state, np.multiply((3, 2, 1), costs.activation_bytes)))
         once = sum(value.spec.bytes for value in problem.graph.parameters)
         held = [each.parameters for each in costs.state]
         sent = sum(message.forward_bytes + message.backward_bytes for message in costs.messages)
         unused = once - sum(value.spec.bytes for value in problem.graph.parameters if is_used(problem.graph, value))
-        assert judged.cut_bytes == sent + sum(held) - (once - unused)
+        assert score.cut_bytes == sent + sum(held) - (once - unused)
 
 
 def is_used(graph, parameter):
@@ -54,13 +51,13 @@ def is_used(graph, parameter):
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-def test_the_bill_of_a_run_is_what_its_stage_costs(overlaps):
+def test_the_cost_of_a_run_is_that_of_its_stage(overlaps):
     for problem, bounds in wild_problems(60, overlaps=overlaps):
-        judged, rates, number = Judged(problem, problem.atoms, stages_of(bounds)), Rates.of(problem), bounds[-1]
-        bill = Runs(problem.atoms).bill(Box(0, number, 0, number), with_sent=True)
+        score, rates, number = Score(problem, problem.atoms, stages_of(bounds)), CostRates.of(problem), bounds[-1]
+        costs = Runs(problem.atoms).costs(Box(0, number, 0, number), with_sent=True)
         runs = [(stage, low, high) for stage, (low, high) in enumerate(pairwise(bounds))]
-        assert judged.loads == pytest.approx([rates.loads(bill)[run] for run in runs])
-        assert judged.memory == pytest.approx([rates.memory(bill)[run] for run in runs])
+        assert score.loads == pytest.approx([rates.loads(costs)[run] for run in runs])
+        assert score.memory == pytest.approx([rates.memory(costs)[run] for run in runs])
 
 
 def test_a_box_of_runs_is_a_part_of_all_runs():
@@ -72,24 +69,24 @@ def test_a_box_of_runs_is_a_part_of_all_runs():
         assert (runs.bytes(box) == runs.bytes(Box(0, number, 0, number))[rows, columns]).all()
 
 
-def test_what_stays_on_a_rank_is_no_message():
+def test_values_between_stages_of_one_rank_are_not_messages():
     problem = Problem(*chain([1, 1, 1, 1], [5, 7, 9, 1]), Cluster(2, bandwidth=1.0), Placement.vee(2))
-    judged = Judged(problem, problem.atoms, stages_of([0, 1, 2, 3, 4]))
-    assert judged.cut_bytes == 5 + 9
-    assert judged.loads.tolist() == [9.0, 5.0]
+    score = Score(problem, problem.atoms, stages_of([0, 1, 2, 3, 4]))
+    assert score.cut_bytes == 5 + 9
+    assert score.loads.tolist() == [9.0, 5.0]
 
 
-def test_every_link_has_its_own_bandwidth_and_latency():
+def test_links_have_their_own_bandwidth_and_latency():
     links = (Link(0, 1, bandwidth=5.0, latency=0.25), Link(1, 0, bandwidth=2.5, latency=0.5))
     graph, profile = chain([1, 1], [10, 1])
     made = replace(graph.nodes[0], makes=(Value("0", TensorSpec((10,), "uint8", requires_grad=True)),))
     graph = replace(graph, nodes=(made, graph.nodes[1]))
     problem = Problem(graph, replace(profile, fingerprint=graph.fingerprint), Cluster(2, links=links))
-    assert Judged(problem, problem.atoms, np.array([0, 1])).loads.tolist() == [1.0, 4.0]
+    assert Score(problem, problem.atoms, np.array([0, 1])).loads.tolist() == [1.0, 4.0]
     waiting = replace(problem, overlaps=False)
-    assert Judged(waiting, waiting.atoms, np.array([0, 1])).loads.tolist() == [1 + 2 + 4 + 0.75] * 2
+    assert Score(waiting, waiting.atoms, np.array([0, 1])).loads.tolist() == [1 + 2 + 4 + 0.75] * 2
 
 
 def test_a_slow_rank_takes_as_many_times_longer():
     problem = Problem(*chain([3, 5]), Cluster(2, slowness=(2.0, 1.0)))
-    assert Judged(problem, problem.atoms, np.array([0, 1])).loads.tolist() == [6.0, 5.0]
+    assert Score(problem, problem.atoms, np.array([0, 1])).loads.tolist() == [6.0, 5.0]

@@ -1,4 +1,4 @@
-"""Cuts by number, by lists of modules, and before or after modules: what needs no costs."""
+"""Cuts without costs: by number, by lists of modules, and before modules."""
 
 from dataclasses import replace
 
@@ -6,8 +6,7 @@ import pytest
 
 from penstock.errors import PartitionError
 from penstock.ir import Graph, Node, StorageGroup, TensorSpec, Update, Value
-from penstock.partitioners import by_modules, cut_after, cut_before, uniform
-from penstock.partitioners.contiguous import cut_places
+from penstock.partitioners import by_modules, cut_before, cut_places, uniform
 
 SPEC = TensorSpec((2, 3), requires_grad=True)
 
@@ -88,11 +87,11 @@ def test_a_stage_that_reads_a_later_one_is_refused():
         partition.check(GRAPH)
 
 
-def test_cuts_before_and_after_modules():
+def test_a_stage_begins_with_each_module_to_cut_before():
     assert cut_before(GRAPH, ["m.c"]).stages == (("m.a", "m.b", "/mul"), ("m.c", "m.d"))
-    assert cut_after(GRAPH, ["m.a", "m.c"]).stages == (("m.a",), ("m.b", "/mul", "m.c"), ("m.d",))
+    assert cut_before(GRAPH, ["m.b", "m.d"]).stages == (("m.a",), ("m.b", "/mul", "m.c"), ("m.d",))
 
 
-def test_a_cut_at_the_very_end_is_refused():
+def test_a_cut_at_the_very_beginning_is_refused():
     with pytest.raises(PartitionError, match="an empty stage"):
-        cut_after(GRAPH, ["m.d"])
+        cut_before(GRAPH, ["m.a"])

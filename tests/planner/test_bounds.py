@@ -7,11 +7,11 @@ import pytest
 from benchmarks.instances import Instance, instances
 from penstock.errors import CostError, ScheduleError
 from penstock.ir import Cluster, Cuts, MessageCost, Placement, StageCosts
-from penstock.planner import Problem, synthesise
+from penstock.planner import ScheduleProblem, synthesise
 from penstock.planner.synthesis import lower_bound
 from penstock.planner.synthesis.exact import prove
-from penstock.planner.synthesis.seeds import seeds
-from penstock.planner.synthesis.words import words_of
+from penstock.planner.synthesis.orders import table_orders
+from penstock.planner.synthesis.problem import rank_orders
 from tests.selection import covered
 
 MOST_PASSES = 36
@@ -27,7 +27,7 @@ def test_the_optimum_is_never_below_the_bound(instance: Instance) -> None:
     pytest.importorskip("ortools")
     problem = instance.problem
     bound = lower_bound(problem).seconds
-    known = words_of(synthesise(problem, budget_seconds=0.1, may_prove=False).best.schedule)
+    known = rank_orders(synthesise(problem, budget_seconds=0.1, may_prove=False).best.schedule)
     # Nothing is told to the solver that the bound says.
     proof = prove(problem, known, bound=0.0, limit_seconds=60.0)
     assert proof.is_optimal
@@ -52,10 +52,10 @@ def test_no_schedule_of_the_table_is_below_the_bound(instance: Instance, overlap
         given.costs.activation_bytes,
         messages=messages,
     )
-    problem = Problem(costs, given.placement, given.num_microbatches, cluster, given.cuts, objective)
+    problem = ScheduleProblem(costs, given.placement, given.num_microbatches, cluster, given.cuts, objective)
     unlimited = lower_bound(problem).seconds
-    for order in seeds(problem):
-        limited = Problem(
+    for order in table_orders(problem):
+        limited = ScheduleProblem(
             costs,
             given.placement,
             given.num_microbatches,
@@ -71,21 +71,21 @@ def test_no_schedule_of_the_table_is_below_the_bound(instance: Instance, overlap
 @pytest.mark.parametrize("cores", [1, 2, 3])
 def test_ranks_that_share_cores_are_not_faster_than_these(cores: int) -> None:
     costs, placement = StageCosts.uniform(4), Placement.loop(4)
-    crowded = Problem.of(costs, placement, 16, Cluster(4, cores=cores))
+    crowded = ScheduleProblem.of(costs, placement, 16, Cluster(4, cores=cores))
     bound = lower_bound(crowded)
     assert bound.seconds == pytest.approx(4 * 16 * 3 / cores)
     assert bound.why == f"work of all ranks on {cores} cores"
-    assert all(bound.seconds <= order.seconds for order in seeds(crowded))
+    assert all(bound.seconds <= order.seconds for order in table_orders(crowded))
 
 
 def test_one_rank_works_all_the_time() -> None:
-    problem = Problem.of(StageCosts((1.0,), (2.0,), (3.0,)), Placement.loop(1), 5)
+    problem = ScheduleProblem.of(StageCosts((1.0,), (2.0,), (3.0,)), Placement.loop(1), 5)
     assert lower_bound(problem).seconds == pytest.approx(30.0)
 
 
 def test_without_limits_a_balanced_pipeline_is_filled_and_drained() -> None:
     """The first rank computes all the time, but for the way of its first microbatch there and back."""
-    problem = Problem.of(StageCosts.uniform(4), Placement.loop(4), 8)
+    problem = ScheduleProblem.of(StageCosts.uniform(4), Placement.loop(4), 8)
     assert lower_bound(problem).seconds == pytest.approx(8 * 3 + 3)
 
 
@@ -93,7 +93,7 @@ def test_less_memory_never_lowers_the_bound() -> None:
     costs = StageCosts.uniform(4)
     costs = StageCosts(costs.forward, costs.input_grad, costs.weight_grad, activation_bytes=(1,) * 4)
     bounds = [
-        lower_bound(Problem.of(costs, Placement.loop(4), 8, Cluster(4, memory=memory))).seconds
+        lower_bound(ScheduleProblem.of(costs, Placement.loop(4), 8, Cluster(4, memory=memory))).seconds
         for memory in (8, 4, 3, 2, 1)
     ]
     assert bounds == sorted(bounds)
@@ -102,14 +102,14 @@ def test_less_memory_never_lowers_the_bound() -> None:
 
 def test_the_bound_says_why() -> None:
     costs = StageCosts((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), activation_bytes=(1, 1))
-    assert "rank" in lower_bound(Problem.of(costs, Placement.loop(2), 4, Cluster(2, memory=1))).why
+    assert "rank" in lower_bound(ScheduleProblem.of(costs, Placement.loop(2), 4, Cluster(2, memory=1))).why
 
 
 def test_branches_run_beside_each_other() -> None:
     """Stages 1 and 2 both read stage 0, and stage 3 reads both."""
     cuts = Cuts(4, ((0, 1), (0, 2), (1, 3), (2, 3)))
-    branched = Problem(StageCosts.uniform(4), Placement.loop(4), 6, Cluster(4), cuts)
-    chain = Problem.of(StageCosts.uniform(4), Placement.loop(4), 6)
+    branched = ScheduleProblem(StageCosts.uniform(4), Placement.loop(4), 6, Cluster(4), cuts)
+    chain = ScheduleProblem.of(StageCosts.uniform(4), Placement.loop(4), 6)
     assert lower_bound(branched).seconds < lower_bound(chain).seconds
     found = synthesise(branched, budget_seconds=0.3)
     assert found.seconds < synthesise(chain, budget_seconds=0.3).seconds
@@ -119,13 +119,13 @@ def test_branches_run_beside_each_other() -> None:
 @pytest.mark.parametrize("microbatches", [0, -1, 1.5, "4", None])
 def test_a_wrong_number_of_microbatches_is_refused(microbatches: object) -> None:
     with pytest.raises(ScheduleError, match="microbatches"):
-        Problem.of(StageCosts.uniform(2), Placement.loop(2), microbatches)  # type: ignore[arg-type]
+        ScheduleProblem.of(StageCosts.uniform(2), Placement.loop(2), microbatches)  # type: ignore[arg-type]
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(CostError, match="stages"):
-        Problem.of(StageCosts.uniform(3), Placement.loop(2), 4)
+        ScheduleProblem.of(StageCosts.uniform(3), Placement.loop(2), 4)
     with pytest.raises(CostError, match="ranks"):
-        Problem.of(StageCosts.uniform(2), Placement.loop(2), 4, Cluster(3))
+        ScheduleProblem.of(StageCosts.uniform(2), Placement.loop(2), 4, Cluster(3))
     with pytest.raises(ScheduleError, match="objective"):
-        Problem(StageCosts.uniform(2), Placement.loop(2), 4, Cluster(2), Cuts.chain(2), "speed")
+        ScheduleProblem(StageCosts.uniform(2), Placement.loop(2), 4, Cluster(2), Cuts.chain(2), "speed")
