@@ -6,9 +6,9 @@ from penstock.auto.config import AutoPipelineConfig
 from penstock.auto.stages import partition_of, schedule_of
 from penstock.capture import Microbatch, capture
 from penstock.errors import PlanError
-from penstock.ir import Cluster, Plan, Profile, Schedule
+from penstock.ir import Plan, Profile, Schedule
 from penstock.passes import verify
-from penstock.planner import Measured, Request, search
+from penstock.planner import Measured, PlanOptions, search
 from penstock.runtime import Solo
 
 
@@ -21,8 +21,8 @@ def plan_of(config: AutoPipelineConfig, model: nn.Module, example: Microbatch, h
     if partition.num_stages != schedule.num_stages:
         stages = {"stages": partition.num_stages, "stages_of_the_CSV": schedule.num_stages}
         raise PlanError("the CSV is for another number of stages", hint="", **stages)
-    request = Request(Cluster(config.num_ranks), schedule, partition, budget_seconds=0.0)
-    return search({config.num_microbatches: Measured(graph, Profile.alike(graph))}, request)
+    options = PlanOptions(config.num_ranks, schedule=schedule, partitioner=partition, budget_seconds=0.0)
+    return search({config.num_microbatches: Measured(graph, Profile.alike(graph))}, options)
 
 
 def _given(config: AutoPipelineConfig) -> Schedule | None:

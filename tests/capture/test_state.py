@@ -10,8 +10,7 @@ from torch.nn import functional
 import penstock
 from penstock.errors import CaptureError, PartitionError
 from penstock.ir import Update
-from penstock.partitioners import cut_before, uniform
-from penstock.partitioners.contiguous import cut_at, cut_places
+from penstock.partitioners import cut_at, cut_before, cut_places, uniform
 from tests.capture.models import Block, Stack
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import PartitionError, PlanError, ScheduleError
-from penstock.ir import Cluster, Partition, Placement
+from penstock.ir import Partition, Placement
 from penstock.planner import PlanOptions, search
 from penstock.schedules import SCHEDULES, build
 from tests.planner.chains import measured
