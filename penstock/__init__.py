@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from penstock.api.plans import plan
     from penstock.api.reporting import report
     from penstock.auto.config import AutoPipelineConfig
-    from penstock.auto.info import PipelineInfo
-    from penstock.auto.names import generate_hf_model_fqn_per_model_part
-    from penstock.auto.parallelize import ParallelizeFnProtocol
-    from penstock.auto.pipeline import AutoPipeline
+    from penstock.auto.pipeline import AutoPipeline, ParallelizeFnProtocol, PipelineInfo
+    from penstock.auto.planning import generate_hf_model_fqn_per_model_part
     from penstock.errors import (
         CaptureError,
         CheckpointError,
@@ -143,10 +141,8 @@ _HOMES = {
     "penstock.api.plans": ("plan",),
     "penstock.api.reporting": ("report",),
     "penstock.auto.config": ("AutoPipelineConfig",),
-    "penstock.auto.info": ("PipelineInfo",),
-    "penstock.auto.names": ("generate_hf_model_fqn_per_model_part",),
-    "penstock.auto.parallelize": ("ParallelizeFnProtocol",),
-    "penstock.auto.pipeline": ("AutoPipeline",),
+    "penstock.auto.planning": ("generate_hf_model_fqn_per_model_part",),
+    "penstock.auto.pipeline": ("AutoPipeline", "ParallelizeFnProtocol", "PipelineInfo"),
     "penstock.errors": (
         "CaptureError",
         "CheckpointError",

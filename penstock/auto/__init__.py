@@ -1,1 +1,1 @@
-"""The door with the names of AutoPipeline: a mesh, a configuration and a model to a pipeline that trains."""
+"""The names of NVIDIA's AutoPipeline over a Pipeline: a mesh and a configuration to a pipeline that trains."""

@@ -1,5 +1,6 @@
-"""AutoPipelineConfig: everything that an AutoPipeline is told about meshes, stages, schedule and batches."""
+"""AutoPipelineConfig: meshes, stages, schedule and batch sizes of an AutoPipeline, checked when it is constructed."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,82 +8,173 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.auto.mistakes import check_batches, check_choices, check_meshes
+from penstock.errors import PlanError
+from penstock.ir import as_int
+from penstock.schedules import find
 
 
 @dataclass(frozen=True)
-class Axes:
-    """Which processes work together, and what the axes of their meshes are called."""
+class AutoPipelineConfig:
+    """The configuration of an AutoPipeline."""
 
     world_mesh: DeviceMesh
-    """all processes; needs the axis of the pipeline, and may have axes of replicas"""
+    """all processes; needs the pipeline axis, and may have axes of data-parallel replicas"""
     moe_mesh: DeviceMesh | None = None
-    """another mesh of the same processes, for `parallelize_fn`"""
+    """another mesh of the same processes, passed to `parallelize_fn`"""
     pp_axis_name: str = "pp"
     """the axis of `world_mesh` along which the stages lie"""
     dp_axis_names: tuple[str, ...] = ("dp",)
-    """the axes of `world_mesh` along which replicas lie; they average their gradients"""
+    """the axes of `world_mesh` along which replicas lie; gradients are averaged over them"""
     cp_axis_name: str | None = None
-    """an axis for `parallelize_fn`; of size 1, because sequences are not divided among processes"""
+    """an axis of size 1, passed to `parallelize_fn`: sequences are not split over processes"""
     tp_axis_name: str | None = None
-    """an axis for `parallelize_fn`; of size 1, because tensors are not divided among processes"""
+    """an axis of size 1, passed to `parallelize_fn`: tensors are not split over processes"""
     ep_axis_name: str | None = None
-    """an axis of `moe_mesh` for `parallelize_fn`"""
+    """an axis of `moe_mesh`, passed to `parallelize_fn`"""
     ep_shard_axis_names: tuple[str, ...] | None = None
-    """axes of `moe_mesh` for `parallelize_fn`"""
-
-
-@dataclass(frozen=True)
-class Staging(Axes):
-    """How the model is cut, and in which order the pieces of a batch go through it."""
-
+    """axes of `moe_mesh`, passed to `parallelize_fn`"""
     pp_schedule: str | None = "1f1b"
     """the name of a schedule; case and punctuation do not matter"""
     pp_schedule_csv: str | Path | None = None
-    """an order of actions in a CSV file, in place of a name"""
+    """the CSV file of an order, instead of a name"""
     pp_microbatch_size: int = 1
-    """samples of a microbatch"""
+    """samples per microbatch"""
     pp_batch_size: int = 1
-    """samples of a batch of one replica, a multiple of those of a microbatch"""
+    """samples per batch of one replica, a multiple of the microbatch size"""
     layers_per_stage: int | None = None
-    """layers of a stage, from which the number of stages follows; None: as many stages as the schedule wants"""
+    """layers per stage, which gives the number of stages; None: as many stages as the schedule needs"""
     round_virtual_stages_to_pp_multiple: str | None = None
-    """"up" or "down": how a number of stages that the ranks do not divide is rounded; None: it is refused"""
+    """"up" or "down": how to round a number of stages that the ranks do not divide; None: refuse it"""
     module_fqns_per_model_part: Any = None
-    """the names of the modules of every stage, in place of `layers_per_stage`"""
-
-
-@dataclass(frozen=True)
-class AutoPipelineConfig(Staging):
-    """The configuration of an AutoPipeline; what contradicts itself is refused when it is made."""
-
+    """the module names of every stage, instead of `layers_per_stage`"""
     patch_inner_model: bool = True
-    """whether keys and values are never cached; else the model does as its own configuration says"""
+    """disable the key-value cache; if False, the model's own configuration decides"""
     patch_causal_lm_model: bool = True
-    """whether the loss function is given the logits of what a model returns; else all that it returns"""
+    """pass the logits of the output to the loss function; if False, the whole output"""
     device: torch.device | str | int | None = None
-    """where the model is moved to before it is cut; None: it stays where it is"""
+    """the device to move the model to before it is cut; None: leave it"""
     dtype: torch.dtype | None = None
-    """the type that the numbers of the model get before it is cut; None: they keep theirs"""
+    """the dtype to convert the model to before it is cut; None: leave it"""
     scale_grads_in_schedule: bool = False
-    """whether a step adds the mean over its microbatches to the gradients; else the sum, for the caller to divide"""
+    """average gradients over microbatches; if False, sum them, and the caller divides"""
 
     def __post_init__(self) -> None:
-        check_meshes(self)
-        check_batches(self)
-        check_choices(self)
+        self._check_meshes()
+        self._check_sizes()
+        self._check_choices()
 
     @property
     def num_microbatches(self) -> int:
-        """Into how many microbatches a batch is cut."""
+        """The number of microbatches per batch."""
         return self.pp_batch_size // self.pp_microbatch_size
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks a pipeline has."""
+        """The number of pipeline ranks."""
         return int(self.world_mesh[self.pp_axis_name].size())
 
     @property
     def own_dp_axis_names(self) -> tuple[str, ...]:
-        """The axes of replicas that the mesh has."""
+        """The replica axes that the mesh has."""
         return tuple(name for name in self.dp_axis_names if name in (self.world_mesh.mesh_dim_names or ()))
+
+    def pipeline_mesh(self) -> DeviceMesh:
+        """The mesh with the axis names "pp" and "dp" that a Pipeline expects. Collective.
+
+        Several replica axes become one.
+        """
+        mesh, replicas = self.world_mesh, self.own_dp_axis_names
+        names = tuple(mesh.mesh_dim_names or ())
+        if self.pp_axis_name == "pp" and set(names) <= {"pp", *(("dp",) if replicas else ())}:
+            return mesh
+        order = [names.index(name) for name in (*replicas, self.pp_axis_name)]
+        rest = [axis for axis in range(len(names)) if axis not in order]
+        moved = mesh.mesh.permute(*order, *rest)
+        count = math.prod(moved.shape[: len(replicas)])
+        return DeviceMesh(mesh.device_type, moved.reshape(count, self.num_ranks), mesh_dim_names=("dp", "pp"))
+
+    def _check_meshes(self) -> None:
+        mesh = self.world_mesh
+        if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
+            got = type(mesh).__name__ if not isinstance(mesh, DeviceMesh) else "a mesh without names"
+            hint = 'init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))'
+            raise PlanError("world_mesh must be a DeviceMesh with named axes", got=got, hint=hint)
+        if self.moe_mesh is not None and not isinstance(self.moe_mesh, DeviceMesh):
+            raise PlanError("moe_mesh must be a DeviceMesh", got=type(self.moe_mesh).__name__)
+        _check_names("dp_axis_names", self.dp_axis_names)
+        if self.pp_axis_name in self.dp_axis_names:
+            raise PlanError("the pipeline axis must not be a replica axis", name=repr(self.pp_axis_name))
+        # The default ("dp",) may be missing in the mesh: then there are no replicas.
+        replicas = () if tuple(self.dp_axis_names) == ("dp",) else tuple(self.dp_axis_names)
+        _check_axes(mesh, "world_mesh", "pp_axis_name", (self.pp_axis_name,))
+        _check_axes(mesh, "world_mesh", "dp_axis_names", replicas)
+        for field in ("tp_axis_name", "cp_axis_name"):
+            if getattr(self, field) is not None:
+                _check_axes(mesh, "world_mesh", field, (getattr(self, field),))
+        # Processes along any other axis would repeat the same work or, if they split a stage, compute wrong gradients.
+        used = {self.pp_axis_name, *self.dp_axis_names}
+        for name, size in zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True):
+            if name not in used and size > 1:
+                raise PlanError(
+                    "every axis of world_mesh above size 1 must be the pipeline axis or a replica axis",
+                    axis=repr(name),
+                    size=size,
+                    hint=f"add it to dp_axis_names, or leave it at size 1: stages are not split along {name!r}",
+                )
+        experts = {"ep_axis_name": self.ep_axis_name, "ep_shard_axis_names": self.ep_shard_axis_names}
+        given = {field: value for field, value in experts.items() if value is not None}
+        if self.ep_shard_axis_names is not None:
+            _check_names("ep_shard_axis_names", self.ep_shard_axis_names)
+        if given and self.moe_mesh is None:
+            raise PlanError("expert axes need moe_mesh", hint="moe_mesh=...", **given)
+        for field, value in given.items():
+            assert self.moe_mesh is not None
+            _check_axes(self.moe_mesh, "moe_mesh", field, (value,) if isinstance(value, str) else tuple(value))
+
+    def _check_sizes(self) -> None:
+        for field in ("pp_microbatch_size", "pp_batch_size", "layers_per_stage"):
+            value = getattr(self, field)
+            if (as_int(value) or 0) < 1 and not (field == "layers_per_stage" and value is None):
+                raise PlanError(f"{field} must be a whole number, 1 or more", got=repr(value))
+        if self.pp_batch_size % self.pp_microbatch_size:
+            sizes = {"pp_batch_size": self.pp_batch_size, "pp_microbatch_size": self.pp_microbatch_size}
+            raise PlanError("the batch size must be a multiple of the microbatch size", **sizes)
+
+    def _check_choices(self) -> None:
+        name, csv = self.pp_schedule, self.pp_schedule_csv
+        if name is None and csv is None:
+            hint = 'pp_schedule="1f1b", or pp_schedule_csv="orders.csv"'
+            raise PlanError("a schedule must be given", hint=hint)
+        if csv is not None and name not in (None, "1f1b"):  # "1f1b" is the default: it may not have been given
+            hint = "pp_schedule=None"
+            raise PlanError("a schedule must be given by name or by CSV, not both", pp_schedule=name, hint=hint)
+        if csv is None:
+            find(str(name))
+        rounding = self.round_virtual_stages_to_pp_multiple
+        if rounding not in (None, "up", "down"):
+            field = "round_virtual_stages_to_pp_multiple"
+            raise PlanError(f"{field} must be None, 'up' or 'down'", got=repr(rounding))
+        for field in ("patch_inner_model", "patch_causal_lm_model", "scale_grads_in_schedule"):
+            if not isinstance(getattr(self, field), bool):
+                raise PlanError(f"{field} must be True or False", got=repr(getattr(self, field)))
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise PlanError("dtype must be a floating-point torch.dtype", got=repr(self.dtype), hint="torch.bfloat16")
+        try:
+            device = None if self.device is None else torch.device(self.device)
+        except (RuntimeError, TypeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise PlanError("device must be a torch.device", got=repr(self.device), reason=reason) from None
+        if device is not None and device.type == "meta":
+            raise PlanError("device must not be meta: nothing can be trained there", hint="a device with memory")
+
+
+def _check_names(field: str, names: Any) -> None:
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise PlanError(f"{field} must be a tuple of names", got=repr(names), hint=f'{field}=("dp",)')
+
+
+def _check_axes(mesh: DeviceMesh, where: str, field: str, names: tuple[Any, ...]) -> None:
+    axes = mesh.mesh_dim_names or ()
+    for name in names:
+        if name not in axes:
+            raise PlanError(f"{field} must name an axis of {where}", got=repr(name), axes=axes)

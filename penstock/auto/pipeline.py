@@ -1,40 +1,167 @@
-"""AutoPipeline: a model built into a pipeline as a configuration says, and looked at and trained from there."""
+"""AutoPipeline: builds a pipeline from a configuration, with the method names of NVIDIA's AutoPipeline."""
 
+import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from jinja2 import Environment
+from markupsafe import Markup
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.api.pipeline import Pipeline
-from penstock.auto.call import Call, LossFn
+from penstock.api.planning import simulate
 from penstock.auto.config import AutoPipelineConfig
-from penstock.auto.example import example_of
-from penstock.auto.info import PipelineInfo
-from penstock.auto.mesh import pipeline_mesh
-from penstock.auto.mistakes import check_build
-from penstock.auto.parallelize import ParallelizeFnProtocol, parallelize
-from penstock.auto.picture import draw
-from penstock.auto.planning import plan_of
-from penstock.auto.stages import schedule_name
-from penstock.auto.summary import module_names, num_parameters, pipeline_text, stages_text
-from penstock.auto.training_schedule import TrainingSchedule
-from penstock.errors import PlanError, RunError
-from penstock.ir import Plan, is_finite
+from penstock.auto.planning import example_of, plan_of, schedule_name
+from penstock.errors import PlanError, RunError, ViewError
+from penstock.ir import Plan, Schedule, Trace, as_int, counted, is_finite, write_atomic
 from penstock.runtime import Result
+from penstock.views import Timeline
 
+LossFn = Callable[[Any, Any], Tensor]
 _LOG = logging.getLogger(__name__)
+_BUILD_HINT = "AutoPipeline(config).build(model, loss_fn=...)"
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>body { margin: 2rem; font-family: sans-serif; } svg { max-width: 100%; height: auto; background: white; }</style>
+</head>
+<body>
+{{ picture }}
+</body>
+</html>
+"""
+
+
+class ParallelizeFnProtocol(Protocol):
+    """A function that changes one stage in place, for example with `fully_shard`.
+
+    `axes` are cp_axis_name, tp_axis_name, ep_axis_name and ep_shard_axis_names of the configuration.
+    """
+
+    def __call__(
+        self,
+        model: nn.Module,
+        world_mesh: DeviceMesh,
+        moe_mesh: DeviceMesh | None,
+        *,
+        pp_enabled: bool,
+        dp_axis_names: tuple[str, ...],
+        **axes: Any,
+    ) -> None: ...
+
+
+class TrainingSchedule:
+    """Runs a Pipeline with the call of torch's schedules, but with the same call on every rank."""
+
+    def __init__(self, name: str, pipeline: Pipeline, cache: bool | None, takes_logits: bool) -> None:
+        """`cache` is passed to the model as `use_cache` unless it is None; the loss function may take the logits."""
+        self.name = name
+        """the name of the schedule, or of its CSV file"""
+        self.pipeline = pipeline
+        self._cache, self._takes_logits = cache, takes_logits
+
+    @property
+    def order(self) -> Schedule:
+        """The order of passes on every rank."""
+        return self.pipeline.plan.schedule
+
+    @property
+    def n_microbatches(self) -> int:
+        """The number of microbatches per batch."""
+        return self.order.num_microbatches
+
+    def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Result:
+        """Forward and backward of one batch; fills `losses` with the loss of every microbatch, on every rank.
+
+        Gradients are added to existing ones: summed over microbatches, or averaged with `scale_grads_in_schedule`.
+        """
+        return self._run(self.pipeline.step, args, target, losses, kwargs)
+
+    def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Result:
+        """Forward of one batch in eval mode, without gradients; `return_outputs=True` returns the outputs."""
+        return self._run(self.pipeline.eval, args, target, losses, kwargs)
+
+    def _run(
+        self,
+        call: Callable[..., Result],
+        args: tuple[Any, ...],
+        target: Any,
+        losses: list[Tensor] | None,
+        kwargs: Mapping[str, Any],
+    ) -> Result:
+        if losses is not None and not isinstance(losses, list):
+            raise RunError("losses must be a list, which is filled", got=type(losses).__name__, hint="losses=[]")
+        result = call(*args, target=target, **_with_cache(self._cache, kwargs))
+        if losses is not None:
+            losses[:] = result.losses
+        return replace(result, outputs=_logits(result.outputs)) if self._takes_logits else result
+
+
+def _with_cache(cache: bool | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with `use_cache`, unless the call has it or the model does not."""
+    return dict(kwargs) if cache is None else {"use_cache": cache, **kwargs}
+
+
+def _logits(output: Any) -> Any:
+    """The logits of an output that has them, else the output."""
+    return output["logits"] if isinstance(output, Mapping) and "logits" in output else output
+
+
+@dataclass(frozen=True)
+class StageInfo:
+    """One stage of this process, and its position in the pipeline."""
+
+    stage_index: int
+    num_stages: int
+    submod: nn.Module
+    """its modules, under their original names"""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first stage of the pipeline."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the last stage of the pipeline."""
+        return self.stage_index == self.num_stages - 1
+
+
+@dataclass(frozen=True)
+class PipelineInfo:
+    """The stages and the schedule of this process; empty before `build`."""
+
+    enabled: bool = False
+    schedule: TrainingSchedule | None = None
+    has_first_stage: bool = False
+    has_last_stage: bool = False
+    model_parts: list[nn.Module] | None = None
+    stages: list[StageInfo] | None = None
+
+    @classmethod
+    def of(cls, schedule: TrainingSchedule, parts: list[nn.Module]) -> "PipelineInfo":
+        """The info of a built pipeline."""
+        stages = [StageInfo(int(part.stage_index), schedule.order.num_stages, part) for part in parts]  # type: ignore[arg-type]
+        has_first, has_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+        return cls(True, schedule, has_first, has_last, parts, stages)
 
 
 class AutoPipeline:
-    """`AutoPipeline(config).build(model, loss_fn=...)` is this rank's part of a pipeline; `step` trains it."""
+    """`AutoPipeline(config).build(model, loss_fn=...)` holds this rank's part of a pipeline; `step` trains it."""
 
     def __init__(self, config: AutoPipelineConfig) -> None:
-        self.config = _checked(config)
+        if not isinstance(config, AutoPipelineConfig):
+            hint = "AutoPipeline(AutoPipelineConfig(world_mesh=...))"
+            raise PlanError("config must be an AutoPipelineConfig", got=type(config).__name__, hint=hint)
+        self.config = config
         self.info = PipelineInfo()
-        """what was built; its `schedule` trains as well"""
 
     def build(
         self,
@@ -45,51 +172,71 @@ class AutoPipeline:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> "AutoPipeline":
-        """Cut the model, and keep the stages of this rank; all ranks call it alike.
+        """Cut the model and keep the stages of this rank. Collective: all ranks call it with the same arguments.
 
         Without a `loss_fn` the model returns its loss itself. `parallelize_fn` is called once for every stage of this
-        rank, and changes it in place. A model that is not of Hugging Face needs an example batch: `args`, `kwargs`.
+        rank and changes it in place. A model that is not from Hugging Face needs an example batch: `args`, `kwargs`.
         """
         config = self.config
-        check_build(config, model, parallelize_fn)
+        self._check_build(model, parallelize_fn)
         model.to(device=config.device, dtype=config.dtype)
-        call, parts = Call.of(config, model), list[nn.Module]()
+        cache = None  # the model has no use_cache
+        if "use_cache" in inspect.signature(model.forward).parameters:
+            own = getattr(getattr(model, "config", None), "use_cache", None)
+            cache = False if config.patch_inner_model else own
         example = example_of(config, model, args, kwargs or {}, loss_fn is not None)
-        plan = plan_of(config, model, replace(example, kwargs=call.kwargs(example.kwargs)), loss_fn is not None)
+        example = replace(example, kwargs=_with_cache(cache, example.kwargs))
+        plan = plan_of(config, model, example, loss_fn is not None)
+        parts: list[nn.Module] = []
 
-        def take(stage: nn.Module) -> None:
+        def take_stage(stage: nn.Module) -> None:
             if parallelize_fn is not None:
-                parallelize(parallelize_fn, config, stage)
+                _parallelize(parallelize_fn, config, stage)
             parts.append(stage)
 
+        takes_logits = config.patch_causal_lm_model
+        wrapped = loss_fn
+        if loss_fn is not None and takes_logits:
+            wrapped = lambda output, target: loss_fn(_logits(output), target)  # noqa: E731
         pipeline = Pipeline(
             model,
             plan,
-            loss_fn=call.loss_fn(loss_fn),
-            mesh=pipeline_mesh(config),
-            parallelize_fn=take,
+            loss_fn=wrapped,
+            mesh=config.pipeline_mesh(),
+            parallelize_fn=take_stage,
             reduction="mean" if config.scale_grads_in_schedule else "sum",
         )
-        self.info = PipelineInfo.of(TrainingSchedule(_name(config, plan), pipeline, call), parts)
+        schedule = TrainingSchedule(_schedule_title(config, plan), pipeline, cache, takes_logits)
+        self.info = PipelineInfo.of(schedule, parts)
         return self
 
+    def _check_build(self, model: object, parallelize_fn: object) -> None:
+        if not isinstance(model, nn.Module):
+            raise PlanError("model must be a torch.nn.Module", got=type(model).__name__)
+        if parallelize_fn is not None:
+            return
+        for field in ("moe_mesh", "tp_axis_name", "cp_axis_name", "ep_axis_name", "ep_shard_axis_names"):
+            if getattr(self.config, field) is not None:
+                hint = f"build(model, parallelize_fn=...), or leave out {field}"
+                raise PlanError(f"{field} needs a parallelize_fn, which it is passed to", hint=hint)
+
     def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Result:
-        """Forward and backward of one batch, the same call on every rank; `losses` then holds those of microbatches."""
+        """Forward and backward of one batch, the same call on every rank; fills `losses` with one per microbatch."""
         return self._schedule.step(*args, target=target, losses=losses, **kwargs)
 
     def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Result:
-        """Forward of one batch in eval mode, without gradients; `return_outputs=True` brings the outputs."""
+        """Forward of one batch in eval mode, without gradients; `return_outputs=True` returns the outputs."""
         return self._schedule.eval(*args, target=target, losses=losses, **kwargs)
 
     @property
     def parts(self) -> list[nn.Module]:
-        """This rank's stages, under the names that their modules have in the model."""
+        """This rank's stages, with the module names of the model."""
         _ = self._schedule
         return self.info.model_parts or []
 
     @property
     def pipeline(self) -> Pipeline:
-        """The Pipeline behind, for what else it can do; nothing was measured, so that it predicts no times."""
+        """The underlying Pipeline. Nothing was measured, so its plan predicts no times."""
         return self._schedule.pipeline
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -97,64 +244,126 @@ class AutoPipeline:
         return self.pipeline.parameters()
 
     def list_stage_modules(self) -> list[list[str]]:
-        """For each of this rank's stages the names of its modules."""
-        return [module_names(part) for part in self.parts]
+        """The module names of each of this rank's stages."""
+        return [_module_names(part) for part in self.parts]
 
     def get_stage_param_counts(self, trainable_only: bool = False) -> list[int]:
         """The number of parameters of each of this rank's stages."""
-        return [num_parameters([part], trainable_only) for part in self.parts]
+        return [_num_parameters([part], trainable_only) for part in self.parts]
 
     def get_total_param_count(self, trainable_only: bool = False) -> int:
         """The number of parameters of this rank, tied ones once."""
-        return num_parameters(self.parts, trainable_only)
+        return _num_parameters(self.parts, trainable_only)
 
     def pretty_print_stages(self, max_modules_per_stage: int = 16, trainable_only: bool = False) -> str:
-        """This rank's stages in words, with their first modules."""
+        """This rank's stages as text: position, parameters, first modules."""
+        most = as_int(max_modules_per_stage)
+        if most is None or most < 0:
+            raise PlanError("max_modules_per_stage must be a whole number, 0 or more", got=repr(max_modules_per_stage))
         _ = self._schedule
-        return stages_text(self.info, max_modules_per_stage, trainable_only)
+        lines = []
+        for stage in self.info.stages or ():
+            marks = [word for word, holds in (("first", stage.is_first), ("last", stage.is_last)) if holds]
+            position = f"stage {stage.stage_index} of {stage.num_stages}" + (f" ({', '.join(marks)})" if marks else "")
+            lines.append(f"{position}: {_num_parameters([stage.submod], trainable_only):,} parameters")
+            names = _module_names(stage.submod)
+            lines += [f"  {name}" for name in names[:most]]
+            if len(names) > most:
+                lines.append(f"  and {counted(len(names) - most, 'module')} more")
+        return "\n".join(lines)
 
     def debug_summary(self) -> str:
-        """The figures of the pipeline and of this rank."""
-        return pipeline_text(self._schedule, self.info)
+        """The sizes of the pipeline and of this rank as text."""
+        schedule, parts = self._schedule, self.parts
+        order = schedule.order
+        rows = {
+            "schedule": schedule.name,
+            "ranks": order.num_ranks,
+            "stages": f"{order.num_stages}, on ranks {', '.join(map(str, order.placement.ranks))}",
+            "microbatches": order.num_microbatches,
+            "stages here": ", ".join(str(stage.stage_index) for stage in self.info.stages or ()),
+            "parameters here": f"{_num_parameters(parts):,}, of which {_num_parameters(parts, True):,} are trained",
+        }
+        return "\n".join(f"{word}: {value}" for word, value in rows.items())
 
     def log_debug_summary(self) -> None:
-        """Log the summary and the stages, at the level INFO of the logger `penstock.auto.pipeline`."""
+        """Log the summary and the stages with level INFO to the logger `penstock.auto.pipeline`."""
         _LOG.info("%s\n%s", self.debug_summary(), self.pretty_print_stages())
 
     def scale_grads_by_divisor(self, divisor: float | Tensor) -> None:
-        """Divide this rank's gradients; all ranks divide by the same."""
+        """Divide this rank's gradients; call it with the same divisor on all ranks."""
         number = divisor.item() if isinstance(divisor, Tensor) and divisor.numel() == 1 else divisor
         if not is_finite(number) or not number:
-            raise RunError("a divisor is a finite number other than 0", given=repr(divisor))
+            raise RunError("divisor must be a finite number other than 0", got=repr(divisor))
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(number)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before."""
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the original norm."""
         return self.pipeline.clip_grad_norm_(max_norm, norm_type)
 
     def visualize_current_schedule(self, filename: str | Path = "schedule.png") -> None:
         """Draw the schedule into a .png, .svg or .html file."""
-        draw(self._schedule.order, self._schedule.name, filename)
+        draw_schedule(self._schedule.order, self._schedule.name, filename)
 
     @property
     def _schedule(self) -> TrainingSchedule:
         if self.info.schedule is None:
-            raise RunError("there is no pipeline yet", hint="AutoPipeline(config).build(model, loss_fn=...)")
+            raise RunError("build() must be called first", hint=_BUILD_HINT)
         return self.info.schedule
 
 
-def _checked(config: object) -> AutoPipelineConfig:
-    if not isinstance(config, AutoPipelineConfig):
-        hint = "AutoPipeline(AutoPipelineConfig(world_mesh=...))"
-        raise PlanError("AutoPipeline takes an AutoPipelineConfig", given=type(config).__name__, hint=hint)
-    return config
+def _parallelize(function: ParallelizeFnProtocol, config: AutoPipelineConfig, stage: nn.Module) -> None:
+    """Call the user's function; a module that it returns instead of changing the stage would be ignored."""
+    found: object = function(  # type: ignore[func-returns-value]
+        stage,
+        config.world_mesh,
+        config.moe_mesh,
+        pp_enabled=True,
+        dp_axis_names=config.own_dp_axis_names,
+        cp_axis_name=config.cp_axis_name,
+        tp_axis_name=config.tp_axis_name,
+        ep_axis_name=config.ep_axis_name,
+        ep_shard_axis_names=config.ep_shard_axis_names,
+    )
+    if isinstance(found, nn.Module) and found is not stage:
+        kind = type(found).__name__
+        raise PlanError("parallelize_fn must change the stage in place", returned=kind, hint="return nothing")
 
 
-def _name(config: AutoPipelineConfig, plan: Plan) -> str:
-    """What the schedule is called, or the file that it comes from."""
+def _schedule_title(config: AutoPipelineConfig, plan: Plan) -> str:
+    """The name of the schedule, or of its CSV file."""
     given = config.pp_schedule_csv
     if given is None:
         return schedule_name(config, plan.num_stages)
     return "a CSV" if "\n" in str(given) else Path(given).name
+
+
+def _module_names(part: nn.Module) -> list[str]:
+    return [name for name, _ in part.named_modules() if name]
+
+
+def _num_parameters(parts: Iterable[nn.Module], trainable_only: bool = False) -> int:
+    """Elements of all parameters, tied ones once; of sharded ones those of all shards."""
+    own = {id(parameter): parameter for part in parts for parameter in part.parameters()}
+    return sum(one.numel() for one in own.values() if one.requires_grad or not trainable_only)
+
+
+def draw_schedule(schedule: Schedule, name: str, path: str | Path) -> None:
+    """Draw a schedule with passes of equal length into a .png, .svg or .html file."""
+    formats: dict[str, Callable[[Trace], str | bytes]] = {
+        ".png": lambda trace: Timeline(format="png")({name: trace}),
+        ".svg": lambda trace: Timeline()({name: trace}),
+        ".html": lambda trace: _html_page(trace, name),
+    }
+    suffix = Path(path).suffix.lower()
+    if suffix not in formats:
+        raise ViewError("unknown picture format", file=str(path), hint=", ".join(formats))
+    write_atomic(path, formats[suffix](simulate(schedule)))  # all ranks may write the same file at once
+
+
+def _html_page(trace: Trace, name: str) -> str:
+    template = Environment(autoescape=True).from_string(_PAGE)
+    # The view escapes the names that it draws.
+    return template.render(title=name, picture=Markup(Timeline()({name: trace})))

@@ -1,38 +1,176 @@
-"""The plan of an AutoPipeline: cuts and order as configured, nothing measured and nothing searched."""
+"""Turns an AutoPipelineConfig into a plan: stages and order as configured, nothing measured or searched."""
 
-from torch import nn
+import inspect
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from torch import Tensor, nn
 
 from penstock.auto.config import AutoPipelineConfig
-from penstock.auto.stages import partition_of, schedule_of
-from penstock.capture import Microbatch, capture
-from penstock.errors import PlanError
-from penstock.ir import Plan, Profile, Schedule
+from penstock.capture import Microbatch, capture, split_batch
+from penstock.errors import PartitionError, PlanError
+from penstock.ir import Graph, Partition, Plan, Profile, Schedule, as_int
+from penstock.partitioners import by_modules, cut_before
 from penstock.passes import verify
 from penstock.planner import Measured, PlanOptions, search
 from penstock.runtime import Solo
+from penstock.schedules import build, find
+
+# The schedules with several stages per rank that correspond to those with one.
+_WITH_SEVERAL_STAGES = {"1f1b": "interleaved", "gpipe": "looped_bfs"}
+_EXAMPLE_HINT = "build(model, loss_fn=..., args=(batch,)), with a batch like those of the training"
 
 
 def plan_of(config: AutoPipelineConfig, model: nn.Module, example: Microbatch, has_loss_fn: bool) -> Plan:
-    """The plan that all ranks find alike, because it hangs on no clock."""
-    given = _given(config)
+    """The plan as configured. It depends on no measurement, so every rank computes the same one."""
+    given = _schedule_from_csv(config)
     graph = Solo.of(capture(model, example.args, example.kwargs), has_loss_fn).graph
     partition = partition_of(config, model, graph, given)
     schedule = given or schedule_of(config, partition.num_stages)
     if partition.num_stages != schedule.num_stages:
         stages = {"stages": partition.num_stages, "stages_of_the_CSV": schedule.num_stages}
-        raise PlanError("the CSV is for another number of stages", hint="", **stages)
+        raise PlanError("the CSV must have as many stages as the model", **stages)
     options = PlanOptions(config.num_ranks, schedule=schedule, partitioner=partition, budget_seconds=0.0)
     return search({config.num_microbatches: Measured(graph, Profile.alike(graph))}, options)
 
 
-def _given(config: AutoPipelineConfig) -> Schedule | None:
-    """The schedule of the CSV, proven; None if there is no CSV."""
+def _schedule_from_csv(config: AutoPipelineConfig) -> Schedule | None:
     if config.pp_schedule_csv is None:
         return None
     schedule = Schedule.from_csv(config.pp_schedule_csv)
     found = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}
-    asked = {"ranks": config.num_ranks, "microbatches": config.num_microbatches}
-    if found != asked:
-        raise PlanError("the CSV is for other numbers than configured", csv=found, configured=asked)
+    configured = {"ranks": config.num_ranks, "microbatches": config.num_microbatches}
+    if found != configured:
+        raise PlanError("the CSV must have the configured ranks and microbatches", csv=found, configured=configured)
     verify(schedule)
     return schedule
+
+
+def partition_of(config: AutoPipelineConfig, model: nn.Module, graph: Graph, given: Schedule | None) -> Partition:
+    """The configured stages; `given` is the schedule of the CSV, if there is one."""
+    if config.module_fqns_per_model_part is not None:
+        return by_modules(graph, config.module_fqns_per_model_part)
+    layers = layers_of(model, graph)
+    if not layers:
+        hint = "module_fqns_per_model_part=[...], or penstock.plan, which cuts any model"
+        raise PartitionError("the model has no list of layers to cut between", model=type(model).__name__, hint=hint)
+    counts = layers_per_stage(len(layers), num_stages_of(config, len(layers), given))
+    starts = [sum(counts[:stage]) for stage in range(1, len(counts))]
+    return cut_before(graph, [layers[start] for start in starts])
+
+
+def num_stages_of(config: AutoPipelineConfig, num_layers: int, given: Schedule | None) -> int:
+    """The number of stages from `layers_per_stage`, rounded as configured; else what the schedule needs."""
+    ranks, each = config.num_ranks, config.layers_per_stage
+    if each is None:
+        return given.num_stages if given else ranks * find(str(config.pp_schedule))().stages_per_rank
+    stages = -(-num_layers // each)
+    rounding = config.round_virtual_stages_to_pp_multiple
+    if rounding is not None:
+        stages = -(-stages // ranks) * ranks if rounding == "up" else stages // ranks * ranks
+    if stages % ranks or not stages:
+        raise PlanError(
+            "the number of stages must be a multiple of the ranks",
+            layers=num_layers,
+            layers_per_stage=each,
+            stages=stages,
+            ranks=ranks,
+            hint='round_virtual_stages_to_pp_multiple="up", or other layers_per_stage',
+        )
+    return stages
+
+
+def schedule_of(config: AutoPipelineConfig, num_stages: int) -> Schedule:
+    """The named schedule for that many stages."""
+    depth, rest = divmod(num_stages, config.num_ranks)
+    if rest:
+        sizes = {"stages": num_stages, "ranks": config.num_ranks}
+        raise PlanError("the number of stages must be a multiple of the ranks", **sizes)
+    return build(schedule_name(config, num_stages), config.num_ranks, config.num_microbatches, depth)
+
+
+def schedule_name(config: AutoPipelineConfig, num_stages: int) -> str:
+    """The name in the table; with more module lists than ranks, of the kind that takes several stages per rank."""
+    name = find(str(config.pp_schedule)).name
+    has_several = config.module_fqns_per_model_part is not None and num_stages > config.num_ranks
+    return _WITH_SEVERAL_STAGES.get(name, name) if has_several else name
+
+
+def layers_of(model: nn.Module, graph: Graph) -> list[str]:
+    """Names of the layers: elements of the outermost module lists that have parameters, in the order of calls."""
+    found = (_layer_of(model, node.module) for node in graph.nodes if node.module)
+    layers = dict.fromkeys(name for name in found if name)
+    return [name for name in layers if any(True for _ in model.get_submodule(name).parameters())]
+
+
+def _layer_of(model: nn.Module, path: str) -> str:
+    """The element of the outermost list that a module is or belongs to; "" if there is none."""
+    words = path.split(".")
+    for length in range(len(words)):
+        if isinstance(model.get_submodule(".".join(words[:length])), nn.ModuleList | nn.Sequential):
+            return ".".join(words[: length + 1])
+    return ""
+
+
+def layers_per_stage(num_layers: int, num_stages: int) -> list[int]:
+    """The number of layers of every stage: equal to within one, larger ones first, none empty."""
+    if (as_int(num_stages) or 0) < 1 or (as_int(num_layers) or 0) < num_stages:
+        hint = "fewer stages, or module_fqns_per_model_part"
+        raise PartitionError("every stage needs a layer", stages=num_stages, layers=num_layers, hint=hint)
+    least, more = divmod(num_layers, num_stages)
+    return [least + (stage < more) for stage in range(num_stages)]
+
+
+def generate_hf_model_fqn_per_model_part(
+    num_stages: int,
+    num_layers: int,
+    include_embeddings: bool = True,
+    include_lm_head: bool = True,
+    include_rotary_emb: bool = True,
+    fqn_prefix: str = "model.",
+) -> list[list[str]]:
+    """The module names of every stage of a Hugging Face decoder.
+
+    Layers are spread evenly; embeddings come first, norm and head last, the rotary embedding is on every stage.
+    """
+    counts = layers_per_stage(num_layers, num_stages)
+    layers = iter(range(num_layers))
+    stages = [[f"{fqn_prefix}layers.{layer}" for layer in islice(layers, count)] for count in counts]
+    if include_embeddings:
+        stages[0].insert(0, f"{fqn_prefix}embed_tokens")
+    stages[-1].append(f"{fqn_prefix}norm")
+    if include_lm_head:
+        stages[-1].append("lm_head")
+    if include_rotary_emb:
+        for stage in stages:
+            stage.append(f"{fqn_prefix}rotary_emb")
+    return stages
+
+
+def example_of(
+    config: AutoPipelineConfig, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], has_loss_fn: bool
+) -> Microbatch:
+    """The first microbatch of the given batch; else one made of the model's `dummy_inputs`.
+
+    Later batches may have other lengths and arguments: only the order of the layers is taken from the example.
+    """
+    if not isinstance(args, list | tuple):
+        raise PlanError("args must be a tuple of the model's arguments", got=type(args).__name__, hint=_EXAMPLE_HINT)
+    if not args and not kwargs:
+        args, kwargs = (), _dummy_batch(config, model, has_loss_fn)
+    return split_batch(model.forward, args, kwargs, None, config.num_microbatches)[0]
+
+
+def _dummy_batch(config: AutoPipelineConfig, model: nn.Module, has_loss_fn: bool) -> dict[str, Tensor]:
+    inputs = getattr(model, "dummy_inputs", None)
+    if not isinstance(inputs, Mapping):
+        kind = type(model).__name__
+        raise PlanError("a model that is not from Hugging Face needs an example batch", model=kind, hint=_EXAMPLE_HINT)
+    device = next((parameter.device for parameter in model.parameters()), None)
+    rows = config.pp_batch_size
+    found = {name: value[:1].repeat(rows, *[1] * (value.dim() - 1)).to(device) for name, value in inputs.items()}
+    ids = found.get("input_ids")
+    if not has_loss_fn and ids is not None and "labels" in inspect.signature(model.forward).parameters:
+        found["labels"] = ids
+    return found

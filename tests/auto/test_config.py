@@ -5,7 +5,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import AutoPipeline, AutoPipelineConfig, PenstockError
-from penstock.auto.mesh import pipeline_mesh
 
 
 def test_defaults_are_those_of_one_microbatch_of_one_sample_in_1f1b(wide_mesh):
@@ -14,30 +13,30 @@ def test_defaults_are_those_of_one_microbatch_of_one_sample_in_1f1b(wide_mesh):
 
 
 WRONG = [
-    ({"pp_axis_name": "stages"}, "pp_axis_name names no axis"),
-    ({"dp_axis_names": ("rows",)}, "dp_axis_names names no axis"),
-    ({"dp_axis_names": "dp"}, "dp_axis_names is a tuple"),
-    ({"dp_axis_names": ("dp", "pp")}, "one axis for the pipeline and for its replicas"),
-    ({"dp_axis_names": ()}, "neither that of the pipeline nor one of replicas"),
-    ({"tp_axis_name": "tp"}, "tp_axis_name names no axis"),
-    ({"cp_axis_name": "cp"}, "cp_axis_name names no axis"),
-    ({"ep_axis_name": "ep"}, "axes of experts need a mesh"),
-    ({"ep_shard_axis_names": ("ep",)}, "axes of experts need a mesh"),
-    ({"moe_mesh": "mesh"}, "moe_mesh is a DeviceMesh"),
-    ({"pp_schedule": None}, "no schedule is given"),
+    ({"pp_axis_name": "stages"}, "pp_axis_name must name an axis"),
+    ({"dp_axis_names": ("rows",)}, "dp_axis_names must name an axis"),
+    ({"dp_axis_names": "dp"}, "dp_axis_names must be a tuple"),
+    ({"dp_axis_names": ("dp", "pp")}, "must not be a replica axis"),
+    ({"dp_axis_names": ()}, "must be the pipeline axis or a replica axis"),
+    ({"tp_axis_name": "tp"}, "tp_axis_name must name an axis"),
+    ({"cp_axis_name": "cp"}, "cp_axis_name must name an axis"),
+    ({"ep_axis_name": "ep"}, "expert axes need moe_mesh"),
+    ({"ep_shard_axis_names": ("ep",)}, "expert axes need moe_mesh"),
+    ({"moe_mesh": "mesh"}, "moe_mesh must be a DeviceMesh"),
+    ({"pp_schedule": None}, "a schedule must be given"),
     ({"pp_schedule": "1f2b"}, "unknown schedule"),
-    ({"pp_schedule": "gpipe", "pp_schedule_csv": "orders.csv"}, "by its name and by a CSV"),
-    ({"pp_microbatch_size": 0}, "pp_microbatch_size is a whole number"),
-    ({"pp_batch_size": 2.5}, "pp_batch_size is a whole number"),
-    ({"pp_batch_size": 3, "pp_microbatch_size": 2}, "not a whole number of microbatches"),
-    ({"layers_per_stage": 0}, "layers_per_stage is a whole number"),
-    ({"round_virtual_stages_to_pp_multiple": "nearest"}, "unknown round_virtual_stages"),
-    ({"patch_inner_model": 1}, "patch_inner_model is True or False"),
-    ({"patch_causal_lm_model": None}, "patch_causal_lm_model is True or False"),
-    ({"scale_grads_in_schedule": "yes"}, "scale_grads_in_schedule is True or False"),
-    ({"dtype": torch.int64}, "floating-point type"),
-    ({"device": "meta"}, "meta device"),
-    ({"device": "abacus"}, "device is a device of torch"),
+    ({"pp_schedule": "gpipe", "pp_schedule_csv": "orders.csv"}, "by name or by CSV, not both"),
+    ({"pp_microbatch_size": 0}, "pp_microbatch_size must be a whole number"),
+    ({"pp_batch_size": 2.5}, "pp_batch_size must be a whole number"),
+    ({"pp_batch_size": 3, "pp_microbatch_size": 2}, "multiple of the microbatch size"),
+    ({"layers_per_stage": 0}, "layers_per_stage must be a whole number"),
+    ({"round_virtual_stages_to_pp_multiple": "nearest"}, "round_virtual_stages_to_pp_multiple must be"),
+    ({"patch_inner_model": 1}, "patch_inner_model must be True or False"),
+    ({"patch_causal_lm_model": None}, "patch_causal_lm_model must be True or False"),
+    ({"scale_grads_in_schedule": "yes"}, "scale_grads_in_schedule must be True or False"),
+    ({"dtype": torch.int64}, "floating-point torch.dtype"),
+    ({"device": "meta"}, "must not be meta"),
+    ({"device": "abacus"}, "device must be a torch.device"),
 ]
 
 
@@ -49,37 +48,37 @@ def test_what_makes_no_sense_is_refused(wide_mesh, fields, words):
 
 @pytest.mark.parametrize("mesh", [None, "pp"])
 def test_a_mesh_is_needed(mesh):
-    with pytest.raises(PenstockError, match="world_mesh is a DeviceMesh"):
+    with pytest.raises(PenstockError, match="world_mesh must be a DeviceMesh"):
         AutoPipelineConfig(world_mesh=mesh)
 
 
 def test_axes_of_experts_must_be_those_of_their_mesh(wide_mesh):
-    with pytest.raises(PenstockError, match="ep_axis_name names no axis of moe_mesh"):
+    with pytest.raises(PenstockError, match="ep_axis_name must name an axis of moe_mesh"):
         AutoPipelineConfig(wide_mesh, moe_mesh=wide_mesh, ep_axis_name="ep")
 
 
 @pytest.mark.parametrize("field", ["moe_mesh", "ep_axis_name"])
 def test_what_only_parallelize_fn_would_look_at_is_refused_without_one(wide_mesh, field):
     fields = {"moe_mesh": wide_mesh, **({"ep_axis_name": "dp"} if field == "ep_axis_name" else {})}
-    with pytest.raises(PenstockError, match="is for parallelize_fn, and there is none"):
+    with pytest.raises(PenstockError, match="needs a parallelize_fn"):
         AutoPipeline(AutoPipelineConfig(wide_mesh, **fields)).build(torch.nn.Linear(1, 1))
 
 
 def test_what_is_no_configuration_or_no_model_is_refused(wide_mesh):
-    with pytest.raises(PenstockError, match="takes an AutoPipelineConfig"):
+    with pytest.raises(PenstockError, match="must be an AutoPipelineConfig"):
         AutoPipeline({"world_mesh": wide_mesh})
     with pytest.raises(PenstockError, match=r"torch\.nn\.Module"):
         AutoPipeline(AutoPipelineConfig(wide_mesh)).build("model")
 
 
 def test_a_mesh_with_the_usual_names_is_taken_as_it_is(wide_mesh):
-    assert pipeline_mesh(AutoPipelineConfig(wide_mesh)) is wide_mesh
+    assert AutoPipelineConfig(wide_mesh).pipeline_mesh() is wide_mesh
 
 
 def test_axes_of_other_names_become_those_of_a_pipeline_and_its_replicas(wide_mesh):
     names = ("stage", "outer", "inner", "tensor")
     mesh = init_device_mesh("cpu", (2, 2, 2, 1), mesh_dim_names=names)
     config = AutoPipelineConfig(mesh, pp_axis_name="stage", dp_axis_names=("outer", "inner"), tp_axis_name="tensor")
-    found = pipeline_mesh(config)
+    found = config.pipeline_mesh()
     assert found.mesh_dim_names == ("dp", "pp")
     assert found.mesh.tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]

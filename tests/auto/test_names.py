@@ -3,11 +3,11 @@
 import pytest
 
 from penstock import PenstockError, generate_hf_model_fqn_per_model_part
-from penstock.auto.names import shared_out
+from penstock.auto.planning import layers_per_stage
 
 
 def test_the_first_stages_get_one_layer_more():
-    assert shared_out(30, 4) == [8, 8, 7, 7]
+    assert layers_per_stage(30, 4) == [8, 8, 7, 7]
 
 
 def test_embeddings_come_first_norm_and_head_last_and_rotary_everywhere():

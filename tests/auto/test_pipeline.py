@@ -84,7 +84,7 @@ def test_gradients_are_divided_and_clipped(mesh):
 
 @pytest.mark.parametrize("divisor", [0, float("nan"), "8", None])
 def test_a_divisor_that_is_none_is_refused(mesh, divisor):
-    with pytest.raises(PenstockError, match="a divisor is"):
+    with pytest.raises(PenstockError, match="divisor must be"):
         built(mesh, small()).scale_grads_by_divisor(divisor)
 
 
@@ -164,7 +164,7 @@ def test_parallelize_fn_is_called_once_for_every_part_with_all_axes(mesh):
 
 def test_a_parallelize_fn_that_returns_another_module_is_refused(mesh):
     config = AutoPipelineConfig(mesh)
-    with pytest.raises(PenstockError, match="changes a stage in place"):
+    with pytest.raises(PenstockError, match="must change the stage in place"):
         AutoPipeline(config).build(small(), loss_fn=mean_loss, parallelize_fn=lambda *_, **__: nn.Linear(1, 1))
 
 
@@ -237,9 +237,9 @@ def test_a_picture_that_cannot_be_drawn_or_written_is_refused(ap, tmp_path, name
 
 
 def test_a_page_escapes_the_name_of_a_file(ap, tmp_path):
-    from penstock.auto.picture import draw
+    from penstock.auto.pipeline import draw_schedule
 
-    draw(ap.info.schedule.order, "<script>.csv", tmp_path / "page.html")
+    draw_schedule(ap.info.schedule.order, "<script>.csv", tmp_path / "page.html")
     assert "&lt;script&gt;.csv" in (tmp_path / "page.html").read_text()
     assert "<script>" not in (tmp_path / "page.html").read_text()
 
@@ -248,10 +248,10 @@ def test_before_it_is_built_there_is_nothing_to_look_at_or_to_train(mesh):
     bare = AutoPipeline(AutoPipelineConfig(mesh))
     assert bare.info == PipelineInfo(False, None, False, False, None, None)
     for use in (lambda: bare.parts, bare.debug_summary, bare.pretty_print_stages, lambda: bare.step(IDS)):
-        with pytest.raises(PenstockError, match="there is no pipeline yet"):
+        with pytest.raises(PenstockError, match=r"build\(\) must be called first"):
             use()
 
 
 def test_losses_that_cannot_be_filled_are_refused(ap):
-    with pytest.raises(PenstockError, match="losses is a list"):
+    with pytest.raises(PenstockError, match="losses must be a list"):
         ap.step(IDS, target=LABELS, losses=())

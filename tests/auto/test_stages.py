@@ -6,9 +6,7 @@ from torch import nn
 
 import penstock
 from penstock import AutoPipelineConfig, PenstockError, generate_hf_model_fqn_per_model_part
-from penstock.auto.example import example_of
-from penstock.auto.planning import plan_of
-from penstock.auto.stages import layers_of, num_stages_of
+from penstock.auto.planning import example_of, layers_of, num_stages_of, plan_of
 from tests.auto.models import decoder
 
 
@@ -35,7 +33,7 @@ def test_the_number_of_stages_follows_from_the_layers_of_each(wide_mesh, layers,
 def test_stages_that_do_not_divide_among_the_ranks_are_refused(wide_mesh, each, rounding):
     fields = {"layers_per_stage": each, "round_virtual_stages_to_pp_multiple": rounding}
     config = AutoPipelineConfig(wide_mesh, pp_schedule="interleaved1f1b", **fields)
-    with pytest.raises(PenstockError, match="do not divide among the ranks"):
+    with pytest.raises(PenstockError, match="must be a multiple of the ranks"):
         num_stages_of(config, 30, None)
 
 
@@ -73,7 +71,7 @@ def test_more_lists_of_modules_than_ranks_are_interleaved(wide_mesh, name, other
 
 def test_lists_of_modules_that_do_not_divide_among_the_ranks_are_refused(wide_mesh):
     names = generate_hf_model_fqn_per_model_part(num_stages=6, num_layers=6)
-    with pytest.raises(PenstockError, match="do not divide among the ranks"):
+    with pytest.raises(PenstockError, match="must be a multiple of the ranks"):
         planned(wide_mesh, decoder(layers=6), module_fqns_per_model_part=names)
 
 
@@ -96,7 +94,7 @@ def test_a_misspelt_module_is_refused_with_the_nearest_name(wide_mesh):
 
 def test_a_csv_for_other_sizes_is_refused(wide_mesh, tmp_path):
     penstock.schedule("1f1b", 4, 3).to_csv(tmp_path / "orders.csv")
-    with pytest.raises(PenstockError, match="the CSV is for other numbers than configured"):
+    with pytest.raises(PenstockError, match="the CSV must have the configured"):
         planned(wide_mesh, decoder(), pp_schedule=None, pp_schedule_csv=tmp_path / "orders.csv")
 
 
