@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import penstock
-from penstock.runtime import RecvSlot
-from penstock.runtime.compile import Prepared
+from penstock.runtime.compile import RankProgram
 
 
 class Storages(TorchDispatchMode):
@@ -56,7 +55,7 @@ class Peaks:
 def watched(pipeline: penstock.Pipeline, size: int) -> Iterator[Peaks]:
     """The peaks of the steps inside; each kind of step must have been taken before."""
     engine, peaks = pipeline._engine, Peaks()
-    (prepared,) = (one for course in engine._courses._made.values() for one in course.prepared)
+    (prepared,) = (rank for compiled in engine._steps for rank in compiled.ranks)
     monitor, storages = engine._groups.monitor, Storages(size)
     tell = monitor.working
 
@@ -72,13 +71,12 @@ def watched(pipeline: penstock.Pipeline, size: int) -> Iterator[Peaks]:
         monitor.working = tell
 
 
-def _leaving(prepared: Prepared) -> set[int]:
+def _leaving(prepared: RankProgram) -> set[int]:
     """The storages of gradients that are sent, or about to be."""
-    gradients = [end for end in prepared.departures if end.route.key[0] > end.route.key[1]]
+    gradients = [end for end in prepared.send_slots if end.route.key[0] > end.route.key[1]]
     return {tensor.untyped_storage()._cdata for departure in gradients for tensor in departure.held}
 
 
-def _posted(prepared: Prepared) -> int:
+def _posted(prepared: RankProgram) -> int:
     """Bytes of the buffers of messages that are not yet here."""
-    arrivals = [box for box in prepared.boxes if isinstance(box, RecvSlot)]
-    return sum(buffer.nbytes for arrival in arrivals for buffer in arrival.held)
+    return sum(buffer.nbytes for slot in prepared.recv_slots for buffer in slot.held)

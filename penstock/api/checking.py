@@ -15,7 +15,15 @@ from penstock.capture import Captured, Microbatch, Split, split_batch
 from penstock.errors import RunError
 from penstock.ir import GRADIENT, Plan, compare_tensors, transform
 from penstock.planner import unsplit
-from penstock.runtime import AddedLosses, ParityReport, Remark, RunOptions, added_with_reductions, coarsest, loss_of
+from penstock.runtime import (
+    AddedLosses,
+    MicrobatchWarning,
+    ParityReport,
+    RunOptions,
+    added_with_reductions,
+    coarsest,
+    loss_of,
+)
 from penstock.stages import Ownership, distances
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -48,7 +56,7 @@ def check(
     batch = (tuple(args), dict(kwargs or {}), target)
     pieces = split_batch(model.forward, *batch, plan.num_microbatches, split)
     found = bench.pipeline(plan, batch)
-    notes = [remark.sentence for remark in found.remarks]
+    notes = [remark.cause for remark in found.remarks]
     if any(node.is_random for node in bench.captured.recording(pieces[0].args, pieces[0].kwargs).graph.nodes):
         # The unsplit model as one stage: the same seeds go to the same blocks.
         loop = bench.pipeline(unsplit(plan), batch)
@@ -88,7 +96,7 @@ class _Numbers:
 
     numbers: dict[str, Tensor | None]
     weights: tuple[float, ...] = ()
-    remarks: tuple[Remark, ...] = ()
+    remarks: tuple[MicrobatchWarning, ...] = ()
     coarsest: str = ""
 
     @property
@@ -153,14 +161,14 @@ class _Bench:
 
 
 @contextmanager
-def _heard() -> Iterator[list[Remark]]:
+def _heard() -> Iterator[list[MicrobatchWarning]]:
     """Collect remarks instead of showing them; other warnings are shown as ever."""
-    remarks: list[Remark] = []
+    remarks: list[MicrobatchWarning] = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         yield remarks
     for one in said:
-        if isinstance(one.message, Remark):
+        if isinstance(one.message, MicrobatchWarning):
             remarks.append(one.message)
         else:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)

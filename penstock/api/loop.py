@@ -19,7 +19,7 @@ import torch
 from penstock.api.batches import StepCall, size_of, step_call
 from penstock.api.pipeline import Pipeline
 from penstock.checkpoint import Batches, PeriodicSaver, batches_from
-from penstock.errors import CheckpointError, RunError
+from penstock.errors import CheckpointError, PenstockWarning, RunError
 from penstock.ir import Plan, Run, StepMetrics, Trace
 from penstock.launch import catch_stop_signals
 from penstock.planner import SlowRankAdvisor
@@ -170,7 +170,7 @@ def _step(pipe: Pipeline, call: StepCall, optimizer: Any, clip: float | None) ->
     optimizer.zero_grad()
     with warnings.catch_warnings():
         # A step that is left out is told in its line.
-        warnings.filterwarnings("ignore", "a loss or gradient is not a finite number", RuntimeWarning)
+        warnings.filterwarnings("ignore", "a loss or gradient is not a finite number", PenstockWarning)
         result = pipe.step(*call.args, target=call.target, record=True, **call.kwargs)
     assert result.loss is not None  # a step without one is refused
     norm = None

@@ -22,7 +22,6 @@ from penstock.ir import Plan
 from penstock.planner import with_microbatches
 from penstock.runtime import (
     MAX_REDUCED,
-    BatchCutter,
     Engine,
     GradScaler,
     LossHead,
@@ -34,11 +33,11 @@ from penstock.runtime import (
     SyncRequest,
     SyncVote,
     Weighing,
-    check_alike,
     check_clipping,
+    check_tied_weights,
     clip,
-    collect,
     describe,
+    gather_tensors,
     global_norm,
 )
 
@@ -80,15 +79,14 @@ class Pipeline:
         self.plan = plan = agreed(plan, groups, self._sync, loss_fn, options, **choices)
         parallelize = _parallelize(parallelize_fn, mesh)
         self._part = part = ModelPart(model, plan, groups, parallelize, options.restore_gradients)
-        weighing = Weighing(part.captured, part.replicas, loss_fn, reduction, part.elsewhere)
+        weighing = Weighing(part.captured, part.replicas, loss_fn, reduction, part.remote_parameters)
         self._saver = Saver(part, self._sync)
         if scaler is not None:
             scaler.bind(self._sync)
-        self._ending = ending = LossHead(part.captured, weighing, scaler)
+        self._loss_head = loss_head = LossHead(part.captured, weighing, scaler)
 
         def engine(plan: Plan) -> Engine:
-            cutter = BatchCutter(part, plan, inputs, split or {}, loss_fn is not None)
-            return Engine(part, self._sync, ending, cutter, options)
+            return Engine(part, plan, self._sync, loss_head, options, inputs, split)
 
         self._engine_of = engine
         self._engine = engine(plan)
@@ -98,8 +96,8 @@ class Pipeline:
     ) -> Result:
         """Forward and backward of one whole batch, the same call on every rank; gradients add to those there."""
         self._saver.check(SyncRequest("step", self.num_steps))
-        if self._ending.scaler is not None:
-            self._ending.scaler.begin()
+        if self._loss_head.scaler is not None:
+            self._loss_head.scaler.begin()
         result = self._engine.train((args, kwargs, target), self.num_steps, bool(return_outputs), bool(record))
         self.num_steps += 1
         return result
@@ -127,7 +125,7 @@ class Pipeline:
         request = SyncRequest("clip_grad_norm_", self.num_steps, f"{limit:g}, {power:g}")
         scale = self._scale(request)
         # A parameter that several ranks have is counted by one of them and scaled by all.
-        norm = global_norm(self._sync, request, self._part.gradients(counted=True), power) / scale
+        norm = global_norm(self._sync, request, self._part.gradients(owned=True), power) / scale
         clip(self._part.gradients(), norm, limit)
         self._sync.close()
         return norm
@@ -135,7 +133,7 @@ class Pipeline:
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that speaks for all: the first of the first replica."""
-        return self._part.groups.rank == 0 and self._part.groups.replica == 0
+        return self._part.groups.is_first
 
     def largest(self, *values: float) -> tuple[float, ...]:
         """The largest of each value over all ranks, at most four, on every rank: such as whether one wants to stop."""
@@ -148,10 +146,10 @@ class Pipeline:
 
     def _scale(self, request: SyncRequest) -> float:
         """By how much gradients are too large at present."""
-        if self._ending.scaler is None:
+        if self._loss_head.scaler is None:
             return 1.0
         try:
-            return self._ending.scaler.scale_of(self.parameters())
+            return self._loss_head.scaler.scale_of(self.parameters())
         except RunError as error:
             self._sync.refuse(request, error)
             raise
@@ -176,7 +174,7 @@ class Pipeline:
         """The whole model's parameters and buffers in host memory, on rank 0 or everywhere; elsewhere empty."""
         options = "everywhere=True" if everywhere else ""
         self._sync.exchange(SyncRequest("full_state_dict", self.num_steps, options))
-        found = collect(self._part.groups, self._part.state_dict(), self._part.device, bool(everywhere))
+        found = gather_tensors(self._part.groups, self._part.state_dict(), self._part.device, bool(everywhere))
         self._sync.close()
         return found
 
@@ -203,7 +201,7 @@ class Pipeline:
         except CheckpointError as error:
             self._sync.refuse(request, error)
             raise
-        scaler = self._ending.scaler
+        scaler = self._loss_head.scaler
         run = {} if scaler is None else {"scaler": scaler.state_dict()}
         state = TrainingState(optimizer, scheduler, {**run, "position": position, "extra": extra})
         return self._saver.save(self.plan, self.num_steps, state, options)
@@ -222,15 +220,15 @@ class Pipeline:
         random number generators of torch, numpy and Python are restored too.
         """
         self._saver.wait(self.num_steps)
-        targets = LoadTargets(optimizer, scheduler, self._ending.scaler, bool(random_state))
+        targets = LoadTargets(optimizer, scheduler, self._loss_head.scaler, bool(random_state))
         loaded = Loader(self._part, self._sync, self.plan).load(path, self.num_steps, targets)
-        check_alike(self.plan, self._part.tied, self._part.groups)
+        check_tied_weights(self.plan, self._part.tied, self._part.groups)
         self.num_steps = self.num_steps if loaded.step is None else loaded.step
         return loaded
 
     def describe(self) -> str:
         """Stages, parameters, what crosses, schedule, prediction, and everything worth knowing about this run."""
-        return describe(self.plan, self._part, self._ending.rule)
+        return describe(self.plan, self._part, self._loss_head.rule)
 
 
 def _parallelize(given: Callable[..., Any] | None, mesh: Any) -> Callable[[nn.Module], Any] | None:

@@ -60,7 +60,7 @@ class Saver:
         with errors_on_all_ranks(self._sync, request):
             if root.exists() and not root.is_dir():
                 raise CheckpointError("the checkpoint directory must be a directory, got a file", path=root)
-            self._part.check_numbers()
+            self._part.check_weights()
             if state.optimizer is not None:
                 check_optimizer(state.optimizer, parameter_names(self._part))
             documents = _run_files(state.run) if self._groups.rank == 0 else {}

@@ -9,7 +9,7 @@ from torch import nn
 from penstock.errors import RunError
 from penstock.flat.grid import DATA
 from penstock.flat.topology import topology
-from penstock.runtime import Replicas
+from penstock.runtime import ReplicaReducer
 
 
 class DDP(nn.Module):
@@ -43,6 +43,6 @@ class DDP(nn.Module):
 
     def reduce_gradients(self) -> None:
         """Average the gradients over all copies; every copy calls it, and forward_backward does."""
-        averages = Replicas(self._groups, {0: list(self.module.parameters())})
+        averages = ReplicaReducer(self._groups, {0: list(self.module.parameters())})
         averages.start(0)
         averages.finish()

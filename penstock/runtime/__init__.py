@@ -1,33 +1,30 @@
 """Runs a plan: stages, messages between ranks, losses, gradients and recorded traces."""
 
 from penstock.runtime.adding import add_loss, added_losses, added_with_reductions
-from penstock.runtime.batch_cutter import INPUTS, BatchCutter
-from penstock.runtime.belongings import check_alike
-from penstock.runtime.boxes import message_key
-from penstock.runtime.collect import collect
+from penstock.runtime.broadcast import gather_tensors
+from penstock.runtime.compile import message_key
 from penstock.runtime.description import describe
 from penstock.runtime.engine import Engine
-from penstock.runtime.execute import located_error
+from penstock.runtime.executor import located_error
+from penstock.runtime.gradients import ReplicaReducer, check_clipping, clip, global_norm
 from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.inputs import INPUTS
 from penstock.runtime.loss_head import LossHead
 from penstock.runtime.losses.added import AddedLosses
 from penstock.runtime.losses.given import REDUCTIONS
 from penstock.runtime.losses.loss_value import loss_of
 from penstock.runtime.losses.way import coarsest
 from penstock.runtime.losses.weighing import Weighing
-from penstock.runtime.merge import merge
 from penstock.runtime.meta_init import unsaved_buffer_names
-from penstock.runtime.model_part import ModelPart
+from penstock.runtime.model_part import ModelPart, check_tied_weights
 from penstock.runtime.monitor import RankMonitor, watch_step
-from penstock.runtime.norms import check_clipping, clip, global_norm
 from penstock.runtime.options import RunOptions
+from penstock.runtime.outputs import merge
 from penstock.runtime.parity import ParityReport
-from penstock.runtime.remarks import Remark
-from penstock.runtime.replicas import Replicas
-from penstock.runtime.result import Result
 from penstock.runtime.scaler import GradScaler
 from penstock.runtime.solo import Solo
 from penstock.runtime.state_dict import shard_like
+from penstock.runtime.step import Result
 from penstock.runtime.sync import MAX_REDUCED, Agreement, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.transports import (
     DistributedTransport,
@@ -37,6 +34,7 @@ from penstock.runtime.transports import (
     SendSlot,
     TensorCodec,
 )
+from penstock.runtime.warnings import MicrobatchWarning
 
 __all__ = [
     "INPUTS",
@@ -44,20 +42,19 @@ __all__ = [
     "REDUCTIONS",
     "AddedLosses",
     "Agreement",
-    "BatchCutter",
     "DistributedTransport",
     "Engine",
     "GradScaler",
     "LossHead",
     "MessageKey",
+    "MicrobatchWarning",
     "ModelPart",
     "ParityReport",
     "ProcessGroups",
     "RankMonitor",
     "RankSync",
     "RecvSlot",
-    "Remark",
-    "Replicas",
+    "ReplicaReducer",
     "Result",
     "Route",
     "RunOptions",
@@ -71,12 +68,12 @@ __all__ = [
     "add_loss",
     "added_losses",
     "added_with_reductions",
-    "check_alike",
     "check_clipping",
+    "check_tied_weights",
     "clip",
     "coarsest",
-    "collect",
     "describe",
+    "gather_tensors",
     "global_norm",
     "located_error",
     "loss_of",

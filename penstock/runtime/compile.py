@@ -1,140 +1,249 @@
-"""Compile: the order of one rank as a flat list of prepared calls."""
+"""Compiles the order of one rank into a flat list of calls, each with the slots that its values come from and go to."""
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from penstock.ir import Action, ComputeAction, Forward, InputGrad, Kind, Message, Overlap, Program, WeightGrad
-from penstock.runtime.boxes import Boxes, Edges, Handed, message_key
-from penstock.runtime.calls import BackwardCall, Cell, ForwardCall, OverlapCall, PassCall, Player, WeightGradCall
-from penstock.runtime.receipts import receipts
-from penstock.runtime.transports import RecvSlot, SendSlot, Transport
+from penstock.ir import (
+    Action,
+    ComputeAction,
+    Crossing,
+    Forward,
+    InputGrad,
+    Kind,
+    Message,
+    Overlap,
+    Program,
+    Value,
+    WeightGrad,
+)
+from penstock.runtime.stage_runner import LocalSlot, Pass, StageRunner, ValuesFrom, ValuesTo
+from penstock.runtime.transports import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Transport
 
+Edges = Mapping[tuple[int, int], Crossing]
+"""the values that cross between stages, by producer and consumer, for one microbatch"""
 Run = Callable[[], None]
 
 
-class Ready(NamedTuple):
-    """One action, ready to run: after all `waits`, of which those for `arrivals` may take time.
-
-    What has nothing left to do, a message that is empty or a Free of what went with the last backward, has no `run`.
-    """
+class CompiledAction(NamedTuple):
+    """One action, ready to run."""
 
     code: int
     run: Run | None = None
+    """None if there is nothing to do, as for a message without content"""
     waits: tuple[Run, ...] = ()
-    arrivals: tuple[RecvSlot, ...] = ()
-    is_told: bool = True
-    """whether it is worth a note: room for a message is not"""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it would run without waiting for a message."""
-        return all(arrival.is_ready for arrival in self.arrivals)
+    """to be called before"""
+    recv_slots: tuple[RecvSlot, ...] = ()
+    """the messages that it waits for"""
+    is_reported: bool = True
+    """whether the monitor is notified; not for posting a receive, which takes no time"""
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """The actions of one rank in order, and all that is kept while they run."""
+class RankProgram:
+    """The compiled actions of one rank in order, and the slots that they use."""
 
     rank: int
-    actions: tuple[Ready, ...]
-    cells: tuple[Cell, ...]
-    departures: tuple[SendSlot, ...]
-    boxes: tuple[RecvSlot | Handed, ...]
+    actions: tuple[CompiledAction, ...]
+    runner: StageRunner
+    send_slots: tuple[SendSlot, ...]
+    recv_slots: tuple[RecvSlot, ...]
+    local_slots: tuple[LocalSlot, ...]
 
     @cached_property
     def busy(self) -> tuple[tuple[int, tuple[Run, ...], bool, Run], ...]:
-        """Code, waits, whether to tell, and run of those that do something."""
-        return tuple((one.code, one.waits, one.is_told, one.run) for one in self.actions if one.run is not None)
-
-    def settle(self) -> None:
-        """Wait until everything sent has arrived."""
-        for departure in self.departures:
-            departure.finish()
+        """Code, waits, is_reported and run of the actions that do something, for the executor's inner loop."""
+        return tuple((one.code, one.waits, one.is_reported, one.run) for one in self.actions if one.run is not None)
 
     def clear(self) -> None:
-        """Let go of what an interrupted step has left behind."""
-        for kept in (*self.cells, *self.departures, *self.boxes):
-            kept.clear()
+        """Drop everything that an interrupted step has left behind."""
+        self.runner.clear()
+        slots: tuple[SendSlot | RecvSlot | LocalSlot, ...] = (*self.send_slots, *self.recv_slots, *self.local_slots)
+        for slot in slots:
+            slot.clear()
 
 
-def compile_rank(program: Program, rank: int, edges: Sequence[Edges], player: Player, transport: Transport) -> Prepared:
-    """Prepare the order of a rank; `edges` are the crossings of every microbatch."""
-    return _Compiler(program, rank, edges, player, transport).prepared()
+def compile_rank(
+    program: Program, rank: int, edges: Sequence[Edges], runner: StageRunner, transport: Transport
+) -> RankProgram:
+    """Compile the order of a rank; `edges` has an entry per microbatch."""
+    return _Compiler(program, rank, edges, runner, transport).compiled()
 
 
 class _Compiler:
     def __init__(
-        self, program: Program, rank: int, edges: Sequence[Edges], player: Player, transport: Transport
+        self, program: Program, rank: int, edges: Sequence[Edges], runner: StageRunner, transport: Transport
     ) -> None:
-        self._program, self._rank, self._player, self._open = program, rank, player, transport.run_check
-        stages = program.placement.stages[rank]
-        self._cells = {(s, m): Cell(s, m) for s in stages for m in range(program.num_microbatches)}
-        self._boxes = Boxes(program, edges, transport)
+        self._program, self._rank, self._edges = program, rank, edges
+        self._runner, self._transport = runner, transport
         self._actions = program.orders[rank]
-        split = (a for a in self._actions if isinstance(a, InputGrad) and player.can_split(a.stage))
-        self._split = {(a.stage, a.microbatch) for a in split} - set(_adjacent(self._actions))
+        self._codes = program.table.rank(rank).tolist()
+        self._split = {
+            (action.stage, action.microbatch)
+            for action, following in pairwise((*self._actions, None))
+            if isinstance(action, InputGrad)
+            and runner.can_split(action.stage)
+            # Directly followed by its weight gradient, one full backward does both. With a message in between the
+            # split stays, so that the gradient leaves before the weight gradient is computed.
+            and following != WeightGrad(action.stage, action.microbatch)
+        }
+        self._codecs: dict[tuple[int, bool], TensorCodec] = {}
+        self._sends: dict[MessageKey, SendSlot] = {}
+        self._recvs: dict[MessageKey, RecvSlot] = {}
+        self._locals: dict[MessageKey, LocalSlot] = {}
 
-    def prepared(self) -> Prepared:
-        coded = list(zip(self._actions, self._program.table.rank(self._rank).tolist(), strict=True))
-        self._boxes.add(coded)
-        settled = receipts(self._program, self._rank)
-        ready = [self._ready(action, code, settled.get(place, ())) for place, (action, code) in enumerate(coded)]
-        messages = (place for place, action in enumerate(self._actions) if isinstance(action, Message))
-        if (first := next((place for place in messages if ready[place].run is not None), None)) is not None:
-            ready[first] = ready[first]._replace(waits=(self._open,))
-        return Prepared(
+    def compiled(self) -> RankProgram:
+        self._make_message_slots()
+        arrived = arrived_sends(self._program, self._rank)
+        actions = [
+            self._compile(action, code, arrived.get(index, ()))
+            for index, (action, code) in enumerate(zip(self._actions, self._codes, strict=True))
+        ]
+        for index, action in enumerate(self._actions):
+            if isinstance(action, Message) and actions[index].run is not None:
+                # The first message of a step waits until all ranks are known to take the same step.
+                actions[index] = actions[index]._replace(waits=(self._transport.run_check,))
+                break
+        return RankProgram(
             self._rank,
-            tuple(ready),
-            tuple(self._cells.values()),
-            tuple(self._boxes.departures.values()),
-            (*self._boxes.arrivals.values(), *self._boxes.handed.values()),
+            tuple(actions),
+            self._runner,
+            tuple(self._sends.values()),
+            tuple(self._recvs.values()),
+            tuple(self._locals.values()),
         )
 
-    def _ready(self, action: Action, code: int, settled: Sequence[int]) -> Ready:
+    def _make_message_slots(self) -> None:
+        """A slot for every message that has content."""
+        for action, code in zip(self._actions, self._codes, strict=True):
+            if not isinstance(action, Message):
+                continue
+            key = message_key(action)
+            source, target, microbatch = key
+            crossing = self._edges[microbatch].get((min(source, target), max(source, target)))
+            values = () if crossing is None else crossing.gradients if source > target else crossing.values
+            if values:
+                tag = source * self._program.num_stages + target
+                codecs = tuple(self._codec(value, action.is_gradient) for value in values)
+                route = Route(code, key, self._program.placement[action.peer], tag, codecs)
+                if action.kind is Kind.SEND:
+                    self._sends[key] = self._transport.send_slot(route)
+                else:
+                    self._recvs[key] = self._transport.recv_slot(route)
+
+    def _codec(self, value: Value, is_gradient: bool) -> TensorCodec:
+        key = (id(value), is_gradient)
+        if key not in self._codecs:
+            self._codecs[key] = TensorCodec(value, is_gradient)
+        return self._codecs[key]
+
+    def _compile(self, action: Action, code: int, arrived: Sequence[int]) -> CompiledAction:
+        runner = self._runner
         if isinstance(action, Message):
-            return Ready(code, self._message(action), is_told=action.kind is Kind.SEND)
+            key = message_key(action)
+            if action.kind is Kind.SEND:
+                return CompiledAction(code, self._sends[key].send if key in self._sends else None)
+            return CompiledAction(code, self._recvs[key].post if key in self._recvs else None, is_reported=False)
         if not isinstance(action, ComputeAction | Overlap):
-            return Ready(code, self._of_stage(action))
-        calls = [self._call(part) for part in action.parts]
-        arrivals = tuple(box for call in calls for _, box in call.sources if isinstance(box, RecvSlot))
-        waits = (*[arrival.wait for arrival in arrivals], *[departure.release for departure in self._sent(settled)])
-        return Ready(code, calls[0] if len(calls) == 1 else OverlapCall(calls), waits, arrivals)
+            if action.kind is Kind.FREE:
+                # No-op here: activations were released by the last backward.
+                return CompiledAction(code)
+            run = {Kind.REDUCE: runner.reduce, Kind.UNSHARD: runner.unshard, Kind.RESHARD: runner.reshard}[action.kind]
+            return CompiledAction(code, partial(run, action.stage))
+        passes = [self._pass(part) for part in action.parts]
+        runs = [partial(self._method(part), own) for part, own in zip(action.parts, passes, strict=True)]
+        recvs = tuple(slot for own in passes for _, slot in own.sources if isinstance(slot, RecvSlot))
+        sent = [self._sends.get(message_key(self._actions[index])) for index in arrived]  # type: ignore[arg-type]
+        waits = (*(slot.wait for slot in recvs), *(slot.release for slot in sent if slot is not None))
+        return CompiledAction(code, runs[0] if len(runs) == 1 else partial(_run_all, runs), waits, recvs)
 
-    def _message(self, message: Message) -> Run | None:
-        """None where there is nothing to send for this microbatch."""
-        way = message_key(message)
-        if message.kind is Kind.SEND:
-            return self._boxes.departures[way].send if way in self._boxes.departures else None
-        return self._boxes.arrivals[way].post if way in self._boxes.arrivals else None
-
-    def _of_stage(self, action: Action) -> Run | None:
-        player = self._player
-        does = {Kind.REDUCE: player.reduce, Kind.UNSHARD: player.unshard, Kind.RESHARD: player.reshard}
-        # What a Free frees has gone with the last backward.
-        return None if action.kind is Kind.FREE else partial(does[action.kind], action.stage)
-
-    def _call(self, action: ComputeAction) -> PassCall | WeightGradCall:
-        boxes, place = self._boxes, (action.stage, action.microbatch)
-        cell, is_split = self._cells[place], place in self._split
-        if isinstance(action, WeightGrad):
-            return WeightGradCall(cell)
+    def _method(self, action: ComputeAction) -> Callable[[Pass], None]:
         if isinstance(action, Forward):
-            return ForwardCall(self._player, cell, boxes.values_to(*place), boxes.values_of(*place), is_split)
-        return BackwardCall(self._player, cell, boxes.gradients_to(*place), boxes.gradients_of(*place), is_split)
+            return self._runner.forward
+        return self._runner.weight_grad if isinstance(action, WeightGrad) else self._runner.backward
 
-    def _sent(self, places: Sequence[int]) -> list[SendSlot]:
-        ways = [message_key(self._actions[place]) for place in places]  # type: ignore[arg-type]
-        return [self._boxes.departures[way] for way in ways if way in self._boxes.departures]
+    def _pass(self, action: ComputeAction) -> Pass:
+        stage, microbatch = place = (action.stage, action.microbatch)
+        crossings = self._edges[microbatch].values()
+        incoming = [crossing for crossing in crossings if crossing.consumer == stage]
+        outgoing = [crossing for crossing in crossings if crossing.producer == stage]
+        sources, targets = [], []
+        if isinstance(action, Forward):
+            sources = [self._source(c.values, (c.producer, stage, microbatch)) for c in incoming]
+            targets = [self._target(c.values, (stage, c.consumer, microbatch)) for c in outgoing]
+        elif not isinstance(action, WeightGrad):
+            # From the last consumer to the first: autograd adds gradients in that order in the unsplit model.
+            outgoing.sort(key=lambda crossing: -crossing.consumer)
+            sources = [self._source(c.gradients, (c.consumer, stage, microbatch)) for c in outgoing if c.gradients]
+            targets = [self._target(c.gradients, (stage, c.producer, microbatch)) for c in incoming if c.gradients]
+        return Pass(stage, microbatch, tuple(sources), tuple(targets), place in self._split)
+
+    def _source(self, values: Sequence[Value], key: MessageKey) -> ValuesFrom:
+        return ValuesFrom(tuple(value.name for value in values), self._recvs.get(key) or self._local(key))
+
+    def _target(self, values: Sequence[Value], key: MessageKey) -> ValuesTo:
+        return ValuesTo(tuple(value.name for value in values), self._sends.get(key) or self._local(key))
+
+    def _local(self, key: MessageKey) -> LocalSlot:
+        return self._locals.setdefault(key, LocalSlot())
 
 
-def _adjacent(actions: Sequence[Action]) -> Iterator[tuple[int, int]]:
-    """The places whose weight gradient follows directly on the input gradient: one full backward does both.
+def _run_all(runs: Sequence[Run]) -> None:
+    """The parts of an overlapped action run one after another."""
+    for run in runs:
+        run()
 
-    With a message in between the split stays: the gradient leaves before the weights are looked at.
+
+def message_key(message: Message) -> MessageKey:
+    """Source stage, target stage and microbatch of a message, the same at both ends."""
+    if message.kind is Kind.SEND:
+        return message.stage, message.peer, message.microbatch
+    return message.peer, message.stage, message.microbatch
+
+
+def arrived_sends(program: Program, rank: int) -> dict[int, list[int]]:
+    """For positions in the order of a rank at which it waits: the positions of its sends that have arrived by then.
+
+    gloo reports that a send is done only to a wait, which might block. But a message that the other rank sent after it
+    had used ours proves that ours arrived: once that message is here, waiting for our send takes no time, and the
+    memory of our send can be freed.
     """
-    for one, other in pairwise(actions):
-        if isinstance(one, InputGrad) and other == WeightGrad(one.stage, one.microbatch):
-            yield one.stage, one.microbatch
+    found: dict[int, list[int]] = {}
+    users = [_user_positions(order) for order in program.orders]
+    for peer in range(program.num_ranks):
+        if peer == rank:
+            continue
+        ours = list(_messages(program, users, rank, peer))
+        theirs = sorted(_messages(program, users, peer, rank))
+        # For each of their messages, the earliest position at which we use it or one that was sent later.
+        earliest = list(accumulate((used for _, used in reversed(theirs)), min))[::-1]
+        for sent, used in ours:
+            first = bisect_right(theirs, used, key=lambda message: message[0])
+            if first < len(theirs):
+                found.setdefault(earliest[first], []).append(sent)
+    return found
+
+
+def _messages(
+    program: Program, users: Sequence[Mapping[tuple[int, int, bool], int]], source: int, target: int
+) -> Iterator[tuple[int, int]]:
+    """The messages between two ranks: where the source sends each one, and where the target waits for it."""
+    for index, action in enumerate(program.orders[source]):
+        if isinstance(action, Message) and action.kind is Kind.SEND and program.placement[action.peer] == target:
+            used = users[target].get((action.peer, action.microbatch, action.is_gradient))
+            if used is not None:
+                yield index, used
+
+
+def _user_positions(order: Sequence[Action]) -> dict[tuple[int, int, bool], int]:
+    """Where a rank waits for the values (False) or gradients (True) of each stage and microbatch."""
+    found = {}
+    for index, action in enumerate(order):
+        if isinstance(action, ComputeAction | Overlap):
+            for part in action.parts:
+                if part.kind is not Kind.WEIGHT_GRAD:
+                    found[part.stage, part.microbatch, part.kind is not Kind.FORWARD] = index
+    return found

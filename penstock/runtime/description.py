@@ -18,7 +18,7 @@ def _remarks(plan: Plan, part: ModelPart, rule: LossRule | None) -> Iterator[str
     yield f"{place}, stages {', '.join(map(str, part.stages))}, {len(part.parameters)} parameters"
     if groups.num_replicas > 1:
         yield f"replica {groups.replica} of {groups.num_replicas}"
-    for shared in part.tied.shared:
+    for shared in part.tied.tied:
         yield f"{shared.name} is used on ranks {', '.join(map(str, shared.ranks))}: its gradients are summed"
     for index, stage in part.stages.items():
         if stage.split_backward_note:

@@ -9,7 +9,7 @@ from torch import nn
 from penstock.errors import RunError
 from penstock.ir import as_int, is_finite
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.health import are_finite
+from penstock.runtime.health import all_finite
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 
 
@@ -72,7 +72,7 @@ class GradScaler:
         for parameter in parameters:
             parameter.grad.div_(self.scale)
             self._round.unscaled.add(id(parameter))
-        here = not are_finite(parameter.grad for parameter in parameters)
+        here = not all_finite(parameter.grad for parameter in parameters)
         self._round.overflows[id(optimizer)] = self._is_anywhere(here)
 
     def _is_anywhere(self, here: bool) -> bool:

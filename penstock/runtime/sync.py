@@ -224,10 +224,25 @@ class RankSync:
         return _reduced([(row.sums, row.maxes) for row in rows])
 
 
+def checksum(batches: Iterable[Mapping[str, object]]) -> int:
+    """A number that differs, almost certainly, if any entry of a tensor or any plain value differs; never 0."""
+    found = 1
+    for batch in batches:
+        for name, leaf in batch.items():
+            if isinstance(leaf, Tensor):
+                found = zlib.crc32(f"{name} {leaf.dtype} {tuple(leaf.shape)}".encode(), found)
+                content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                found = zlib.crc32(content.numpy().data, found)
+            elif type(leaf) in (bool, int, float, complex, str, bytes, type(None)):
+                found = zlib.crc32(f"{name} {leaf!r}".encode(), found)
+    return found or 1
+
+
 _TEXT_BYTES = 104
 _HEAD = struct.Struct(f"<6q{_TEXT_BYTES}sii{2 * MAX_REDUCED}d")
 _REDUCED = struct.Struct(f"<{2 * MAX_REDUCED}d")
 _KEY_BYTES = 5 * 8
+_Reductions = tuple[tuple[float, ...], tuple[float, ...]]
 ROW_BYTES = _HEAD.size + MAX_CONTENT * 8
 """size of a vote as it is sent"""
 _NO_SUMS, _NO_MAXES = (0.0,) * MAX_REDUCED, (-math.inf,) * MAX_REDUCED
@@ -276,13 +291,13 @@ def _rows(data: bytes) -> list[_Row]:
     return [_Row.unpack(data[start : start + ROW_BYTES]) for start in range(0, len(data), ROW_BYTES)]
 
 
-def _reductions(data: bytes, start: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _reductions(data: bytes, start: int) -> _Reductions:
     """Sums and maxima of the row that begins at `start`, without unpacking the rest."""
     found = _REDUCED.unpack_from(data, start + _HEAD.size - _REDUCED.size)
     return found[:MAX_REDUCED], found[MAX_REDUCED:]
 
 
-def _reduced(votes: Sequence[tuple[tuple[float, ...], tuple[float, ...]]]) -> tuple[tuple[float, ...], ...]:
+def _reduced(votes: Sequence[_Reductions]) -> _Reductions:
     """Sums and maxima over several votes, in their order."""
     sums = tuple(sum(column) for column in zip(*(sums for sums, _ in votes), strict=True))
     columns = zip(*(maxes for _, maxes in votes), strict=True)
@@ -307,7 +322,7 @@ class _Exchange:
         self._rank, self._last = dist.get_rank(group), dist.get_world_size(group) - 1
         self._table = bytearray((self._last + 1) * ROW_BYTES)
         self._whole = torch.frombuffer(self._table, dtype=torch.uint8)
-        self._rows = self._whole.split(ROW_BYTES)
+        self._rows = torch.split(self._whole, ROW_BYTES)
         self._works: list[Any] = []
 
     def start(self, row: bytes) -> None:
@@ -331,7 +346,7 @@ class _Exchange:
     def texts(self, text: str, sizes: Sequence[int]) -> list[str]:
         """The texts of all ranks, whose sizes in bytes are known from the rows."""
         own, whole = text.encode(), torch.zeros(sum(sizes), dtype=torch.uint8)
-        parts = whole.split(list(sizes))
+        parts = torch.split(whole, list(sizes))
         if self._rank == self._last:
             self._wait([self._recv(part, rank) for rank, part in enumerate(parts[:-1]) if len(part)])
             parts[-1].copy_(_bytes_tensor(own))

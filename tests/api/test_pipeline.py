@@ -117,16 +117,16 @@ def test_a_loss_function_may_do_without_a_target() -> None:
 
 
 CLIPPINGS = [
-    (("1",), "max_norm is a number of 0 or more (given: '1')"),
-    ((-1.0,), "max_norm is a number of 0 or more (given: -1.0)"),
-    ((float("nan"),), "max_norm is a number of 0 or more (given: nan)"),
-    ((None,), "max_norm is a number of 0 or more (given: None)"),
-    ((True,), "max_norm is a number of 0 or more (given: True)"),
-    ((1.0, 0), "the type of a norm is a number above 0, or inf (norm type: 0)"),
-    ((1.0, -2.0), "the type of a norm is a number above 0, or inf (norm type: -2.0)"),
-    ((1.0, float("nan")), "the type of a norm is a number above 0, or inf (norm type: nan)"),
-    ((1.0, "two"), "the type of a norm is a number above 0, or inf (norm type: 'two')"),
-    ((1.0, None), "the type of a norm is a number above 0, or inf (norm type: None)"),
+    (("1",), "max_norm must be a number of 0 or more (given: '1')"),
+    ((-1.0,), "max_norm must be a number of 0 or more (given: -1.0)"),
+    ((float("nan"),), "max_norm must be a number of 0 or more (given: nan)"),
+    ((None,), "max_norm must be a number of 0 or more (given: None)"),
+    ((True,), "max_norm must be a number of 0 or more (given: True)"),
+    ((1.0, 0), "norm_type must be a number above 0, or inf (norm type: 0)"),
+    ((1.0, -2.0), "norm_type must be a number above 0, or inf (norm type: -2.0)"),
+    ((1.0, float("nan")), "norm_type must be a number above 0, or inf (norm type: nan)"),
+    ((1.0, "two"), "norm_type must be a number above 0, or inf (norm type: 'two')"),
+    ((1.0, None), "norm_type must be a number above 0, or inf (norm type: None)"),
 ]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
-from penstock.runtime.delivery import Delivery
+from penstock.runtime import inputs as runtime_inputs
 from tests.runtime.models import VOCABULARY, WIDTH, Block, fixed, noise, token_loss, tokens
 from tests.runtime.oracle import Numbers, assert_equal, assert_parts_equal, numbers, whole
 from tests.runtime.plans import quick_plan
@@ -79,16 +79,16 @@ def test_only_the_first_rank_needs_the_batch(pools: Pools) -> None:
 
 def bytes_sent() -> list[list[int]]:
     """How many bytes of two batches of one form rank 0 gives to each of the others."""
-    pipe, sent, give = masked_pipe(inputs="first"), [], Delivery.give
+    pipe, sent, send = masked_pipe(inputs="first"), [], runtime_inputs.send_tensors
 
-    def counting(self: Delivery, tensors: list[Tensor], wanted: Any) -> None:
-        places = [range(len(tensors)) if wanted(rank) is None else wanted(rank) for rank in (1, 2)]
+    def counting(groups: Any, tensors: list[Tensor], needed_by: Any) -> None:
+        places = [range(len(tensors)) if needed_by(rank) is None else needed_by(rank) for rank in (1, 2)]
         sent.append([sum(tensors[place].nbytes for place in one) for one in places])
-        give(self, tensors, wanted)
+        send(groups, tensors, needed_by)
 
-    with mock.patch.object(Delivery, "give", counting):
-        for inputs, target in BATCHES[:2]:
-            pipe.step(*(inputs if dist.get_rank() == 0 else ()), target=target if dist.get_rank() == 0 else None)
+    with mock.patch.object(runtime_inputs, "send_tensors", counting):
+        for given, target in BATCHES[:2]:
+            pipe.step(*(given if dist.get_rank() == 0 else ()), target=target if dist.get_rank() == 0 else None)
     return sent
 
 

@@ -8,7 +8,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from penstock.capture import microbatch_sizes
 from penstock.runtime import merge
-from penstock.runtime.merge import batch_dim
+from penstock.runtime.outputs import batch_dim
 
 
 @given(batch=st.integers(1, 20), asked=st.integers(1, 6))

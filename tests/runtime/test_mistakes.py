@@ -37,8 +37,8 @@ def test_a_local_pipeline_takes_no_mesh() -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (chain(5), "name: 4.linear.weight, planned: nothing of this name"),
-        (chain(3), "name: 3.linear.weight, .*model: nothing of this name"),
+        (chain(5), "name: 4.linear.weight, planned: no parameter of this name"),
+        (chain(3), "name: 3.linear.weight, .*model: no parameter of this name"),
         (chain(4).float(), r"planned: float64\[4, 4\], model: float32\[4, 4\]"),
         (nn.Sequential(nn.Linear(WIDTH, 3)), "planned: .*model: "),
     ],
@@ -84,8 +84,8 @@ def test_a_loss_function_beside_a_forward_that_takes_the_target_is_refused() -> 
 
 
 NO_LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
-    "many numbers": (lambda output, target: output - target, "a loss is one number .*found: \\(3, 4\\)"),
-    "nothing": (lambda output, target: None, "a loss is one number .*found: NoneType"),
+    "many numbers": (lambda output, target: output - target, "a loss must be one number .*found: \\(3, 4\\)"),
+    "nothing": (lambda output, target: None, "a loss must be one number .*found: NoneType"),
     "complex": (lambda output, target: mse_loss(output, target) * 1j, "floating-point number .*complex128"),
     "a count": (lambda output, target: (output > target).sum(), "floating-point number .*int64"),
 }

@@ -99,7 +99,7 @@ def test_a_broken_number_is_told_by_step_and_stage(block: int, during: str, stag
 def test_a_skipped_step_goes_on_without_gradients() -> None:
     model, pipe = fragile_pipe(nonfinite="skip")
     broken(model, 1, "forward")
-    with pytest.warns(RuntimeWarning, match="not a finite number"):
+    with pytest.warns(penstock.PenstockWarning, match="not a finite number"):
         assert "stage: 0" in pipe.step(X, target=TARGET).skipped
     assert all(parameter.grad is None for parameter in model.parameters())
     broken(model, 1, "forward", 1.0)

@@ -180,7 +180,7 @@ def begun_differently() -> str:
 
 def test_replicas_must_begin_with_the_same_numbers(pools: Pools) -> None:
     (words,) = set(pools[4].run(begun_differently))
-    assert words.startswith("the replicas do not begin with the same numbers (replicas: (0, 1))")
+    assert words.startswith("the replicas start with different weights (replicas: (0, 1))")
 
 
 def halves() -> tuple[list[str], list[str]]:
@@ -278,5 +278,5 @@ def one_sided() -> list[str]:
 
 def test_all_replicas_refuse_what_only_one_can_take(pools: Pools) -> None:
     for without_target, without_batch in pools[4].run(one_sided):
-        assert without_target.startswith("some replicas were given what a loss needs and others were not")
+        assert without_target.startswith("some replicas have a target or labels and others do not")
         assert without_batch.startswith("the model cannot be run on this batch")

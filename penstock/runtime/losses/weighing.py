@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.capture import Captured
 from penstock.errors import RunError
 from penstock.ir import LossRule
+from penstock.runtime.gradients import ReplicaReducer
 from penstock.runtime.losses.case import Case
 from penstock.runtime.losses.coupling import couplings
 from penstock.runtime.losses.divisors import LiveTerm, live_terms
@@ -19,8 +20,7 @@ from penstock.runtime.losses.judge import Judge
 from penstock.runtime.losses.model_rule import ModelRule
 from penstock.runtime.losses.proof import are_divisors, have_equal_weights
 from penstock.runtime.losses.verdict import MIXED, Verdict
-from penstock.runtime.replicas import Replicas
-from penstock.runtime.step_data import StepData
+from penstock.runtime.step import Step
 from penstock.runtime.weights import Counts, is_exact, weights
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -38,7 +38,7 @@ class Weighing:
     def __init__(
         self,
         captured: Captured,
-        replicas: Replicas,
+        replicas: ReplicaReducer,
         loss_fn: LossFn | None = None,
         reduction: str | None = None,
         elsewhere: Mapping[int, str] | None = None,
@@ -67,11 +67,11 @@ class Weighing:
         """The value that is the loss of a model which returns it."""
         return self._model.loss_name(recording)
 
-    def loss(self, load: StepData, microbatch: int, output: Any) -> Any:
+    def loss(self, load: Step, microbatch: int, output: Any) -> Any:
         """The loss of a microbatch by the loss function."""
         assert self._loss_fn is not None
         assert self._function is not None
-        case = Case(load.inputs.microbatches, microbatch, output)
+        case = Case(load.microbatches, microbatch, output)
         is_first = load.is_training and not load.losses
         self._num_steps += is_first
         self._function.before(case, self._num_steps if is_first else 0)
@@ -80,22 +80,22 @@ class Weighing:
             self._function.after(loss, case)
         return loss
 
-    def look_at(self, load: StepData, microbatch: int, output: Any, loss: Tensor) -> None:
+    def look_at(self, load: Step, microbatch: int, output: Any, loss: Tensor) -> None:
         """Note by what a loss was divided; the first of a step tells whether the rule still holds."""
         if not self._step.is_of(load):
             self._step = _Step(load)
-        terms = live_terms(loss, load.inputs.microbatches[microbatch].size)
+        terms = live_terms(loss, load.microbatches[microbatch].size)
         self._step.divided[microbatch] = terms
         if self._function is not None and load.is_training and len(self._step.divided) == 1:
-            self._function.compare(terms, Case(load.inputs.microbatches, microbatch, output))
+            self._function.compare(terms, Case(load.microbatches, microbatch, output))
 
-    def of(self, load: StepData) -> tuple[float, ...]:
+    def of(self, load: Step) -> tuple[float, ...]:
         """The weight of every microbatch."""
         found = self._verdict(load)
         counts = self._counts(found, load)
         if counts is None:
             found = Verdict(*given_rule("mean", found.rule, found.counter), (UNCOUNTED,))
-            counts = [(float(size),) for size in load.inputs.sizes]
+            counts = [(float(size),) for size in load.sizes]
         if not self._step.is_of(load):
             self._step = _Step(load)
         self._step.verdict, self._step.counts = found, counts
@@ -103,13 +103,13 @@ class Weighing:
             return weights(found.rule, counts)
         return self._among_replicas(found.rule, [count[found.rule.leading] for count in counts])
 
-    def remarks(self, load: StepData) -> tuple[str, ...]:
+    def remarks(self, load: Step) -> tuple[str, ...]:
         """Why the numbers of this step's microbatches are not those of the whole batch, or may not be."""
         found = self._verdict(load)
         if self._function is None:
             doubts = list(found.doubts)
         else:
-            coupled = (sentence for recording in load.inputs.recordings for sentence in self._coupled(recording))
+            coupled = (sentence for recording in load.recordings for sentence in self._coupled(recording))
             doubts = [*coupled, *self._function.doubts]
         return tuple(dict.fromkeys((*doubts, *self._step_doubts(found, load))))
 
@@ -124,15 +124,15 @@ class Weighing:
             self._couplings[id(recording)] = recording, couplings(self._captured.model, recording)
         return self._couplings[id(recording)][1]
 
-    def _verdict(self, load: StepData) -> Verdict:
+    def _verdict(self, load: Step) -> Verdict:
         if self._function is None:
-            return self._model.of(load.inputs.recordings[0], Case(load.inputs.microbatches, 0))
+            return self._model.of(load.recordings[0], Case(load.microbatches, 0))
         assert self._function.verdict is not None
         return self._function.verdict
 
-    def _counts(self, found: Verdict, load: StepData) -> Counts | None:
+    def _counts(self, found: Verdict, load: Step) -> Counts | None:
         """What the terms are divided by in every microbatch; None if the rule does not hold for all of them."""
-        pairs = zip(load.inputs.microbatches, load.inputs.recordings, strict=True)
+        pairs = zip(load.microbatches, load.recordings, strict=True)
         counts = [found.counter(piece, recording) for piece, recording in pairs]
         known = [count for count in counts if count is not None]
         return known if len(known) == len(counts) else None
@@ -154,7 +154,7 @@ class Weighing:
         # The replicas average their gradients, so each one's weight is as many times larger.
         return tuple(weight * self._replicas.count for weight in found[: len(counts)])
 
-    def _step_doubts(self, found: Verdict, load: StepData) -> tuple[str, ...]:
+    def _step_doubts(self, found: Verdict, load: Step) -> tuple[str, ...]:
         """What the numbers of the step itself say."""
         step = self._step
         if not step.is_of(load) or step.verdict is None or step.verdict.is_given:
@@ -167,7 +167,7 @@ class Weighing:
             if others is None or not have_equal_weights(used.rule, counts, found.rule, others):
                 return (CHANGED,)
         terms = step.terms(len(counts))
-        if _can_tell(used, terms, load.inputs.sizes) and not are_divisors(used.rule, counts, terms):
+        if _can_tell(used, terms, load.sizes) and not are_divisors(used.rule, counts, terms):
             if self._function is not None:
                 self._function.distrust()
             return (WRONG,)
@@ -189,14 +189,14 @@ def _can_tell(used: Verdict, terms: Sequence[Sequence[LiveTerm]], sizes: Sequenc
 class _Step:
     """What one step was weighted by, and what its losses were divided by."""
 
-    def __init__(self, load: StepData | None = None) -> None:
+    def __init__(self, load: Step | None = None) -> None:
         # Only to tell steps apart: the batch and outputs of one that is over are not held on to.
         self._load = None if load is None else weakref.ref(load)
         self.verdict: Verdict | None = None
         self.counts: Counts = ()
         self.divided: dict[int, tuple[LiveTerm, ...] | None] = {}
 
-    def is_of(self, load: StepData) -> bool:
+    def is_of(self, load: Step) -> bool:
         """Whether this is about the step that works on this load."""
         return self._load is not None and self._load() is load
 

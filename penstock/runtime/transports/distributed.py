@@ -40,7 +40,9 @@ class _SendSlot(SendSlot):
     def __init__(self, route: Route, transport: DistributedTransport) -> None:
         super().__init__(route)
         self._transport = transport
-        self.clear()
+        self._tensors: Tensors = ()
+        self._works: list[Any] = []
+        self._packed: list[Tensor] = []
 
     def put(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -70,9 +72,7 @@ class _SendSlot(SendSlot):
         return [*self._packed, *(tensor for tensor in self._tensors if tensor is not None)]
 
     def clear(self) -> None:
-        self._tensors: Tensors = ()
-        self._works: list[Any] = []
-        self._packed: list[Tensor] = []
+        self._tensors, self._works, self._packed = (), [], []
 
 
 class _RecvSlot(RecvSlot):
@@ -81,7 +81,9 @@ class _RecvSlot(RecvSlot):
     def __init__(self, route: Route, transport: DistributedTransport) -> None:
         super().__init__(route)
         self._transport = transport
-        self.clear()
+        self._works: list[Any] = []
+        self._buffers: list[Tensor] = []
+        self._received: list[Tensor] = []
 
     def post(self) -> None:
         transport, (_, _, peer, tag, codecs) = self._transport, self.route
@@ -110,6 +112,4 @@ class _RecvSlot(RecvSlot):
         return self._buffers
 
     def clear(self) -> None:
-        self._works: list[Any] = []
-        self._buffers: list[Tensor] = []
-        self._received: list[Tensor] = []
+        self._works, self._buffers, self._received = [], [], []

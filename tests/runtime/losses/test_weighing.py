@@ -38,7 +38,7 @@ def weighed(loss_fn: Callable[[Any, Any], Tensor], others: Sequence[float]) -> t
         model, quick_plan(model, (X,), ranks=1, microbatches=2, schedule="gpipe"), loss_fn=loss_fn, local=True
     )
     weighing = Weighing(capture(model, (X,)), Replicas(others), loss_fn)  # type: ignore[arg-type]
-    pipe._engine._ending._weighing = weighing  # type: ignore[attr-defined]
+    pipe._engine._loss_head._weighing = weighing  # type: ignore[attr-defined]
     return pipe.step(X, target=T).weights
 
 

@@ -1,0 +1,284 @@
+"""How the gradients of this process become those of the whole model: replicas, tied and sharded parameters, norms."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from penstock.errors import RunError
+from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
+
+
+class ReplicaReducer:
+    """Averages the gradients that one step adds over the replicas, each stage after its last backward."""
+
+    def __init__(self, groups: ProcessGroups, parameters: Mapping[int, Sequence[nn.Parameter]]) -> None:
+        """`parameters` by stage."""
+        self._groups = groups
+        self._parameters = parameters if groups.replicas is not None else {}
+        self._started: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
+
+    @property
+    def count(self) -> int:
+        """The number of replicas."""
+        return self._groups.num_replicas
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that are averaged here. FSDP averages sharded ones itself."""
+        found = (parameter for stage in self._parameters.values() for parameter in stage)
+        return [parameter for parameter in dict.fromkeys(found) if not isinstance(parameter, DTensor)]
+
+    def start(self, stage: int) -> None:
+        """Start averaging the gradients of a stage, while other stages still compute."""
+        own = [p for p in self._parameters.get(stage, ()) if p.requires_grad and not isinstance(p, DTensor)]
+        # One message per dtype, so that no gradient is converted.
+        for dtype in dict.fromkeys(parameter.dtype for parameter in own):
+            alike = [parameter for parameter in own if parameter.dtype == dtype]
+            # A gradient may be missing on some replicas: flags, one per parameter, travel behind the gradients.
+            flags = [parameter.grad is not None for parameter in alike]
+            flat = torch.cat([*map(_flat_gradient, alike), torch.tensor(flags, dtype=dtype, device=alike[0].device)])
+            work = self._groups.start(dist.all_reduce, flat, group=self._groups.replicas, async_op=True)
+            self._started.append((work, flat, alike))
+
+    def finish(self) -> None:
+        """Wait for all averages and store them; of a parameter that two stages use, the one started later counts."""
+        for work, flat, parameters in self._started:
+            self._groups.wait(work)
+            sizes = [parameter.numel() for parameter in parameters]
+            *parts, flags = torch.split(flat.div_(self._groups.num_replicas), [*sizes, len(parameters)])
+            for parameter, part, is_present in zip(parameters, parts, flags.tolist(), strict=True):
+                # A parameter that no replica used has no gradient, as in plain training.
+                if is_present:
+                    parameter.grad = part.view_as(parameter).clone()
+        self._started.clear()
+
+    def clear(self) -> None:
+        """Drop averages that a failed step has started."""
+        self._started.clear()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The values, summed over the replicas."""
+        if self._groups.replica_control is None:
+            return values
+        total = values.cpu().clone()
+        self._groups.run(dist.all_reduce, total, group=self._groups.replica_control, async_op=True)
+        return total.to(values.device)
+
+
+def _flat_gradient(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter).flatten()
+    return (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
+
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """A parameter that stages of several ranks use; the first of these ranks owns it."""
+
+    name: str
+    parameter: nn.Parameter
+    ranks: tuple[int, ...]
+
+
+class TiedReducer:
+    """Sums what one step adds to the gradients of tied parameters over the ranks that use them."""
+
+    def __init__(self, groups: ProcessGroups, tied: Sequence[TiedParameter]) -> None:
+        self._groups = groups
+        self.tied = () if groups.is_local else tuple(tied)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that are summed."""
+        return [one.parameter for one in self.tied]
+
+    @property
+    def not_owned(self) -> set[int]:
+        """The ids of parameters that another rank owns and counts in norms."""
+        return {id(one.parameter) for one in self.tied if one.ranks[0] != self._groups.rank}
+
+    def finish(self) -> None:
+        """Sum on the owner and send the sum back; every rank visits the parameters in the same order."""
+        for one in self.tied:
+            if one.parameter.requires_grad:
+                one.parameter.grad = self._summed(one)
+
+    def _summed(self, one: TiedParameter) -> Tensor | None:
+        owner, *others = one.ranks
+        total = one.parameter.grad
+        if total is not None and total.is_sparse:
+            total = total.to_dense()
+        if self._groups.rank != owner:
+            self._send(total, one, owner)
+            return self._receive(one, owner)
+        for rank in others:
+            part = self._receive(one, rank)
+            total = part if total is None else total if part is None else total + part
+        for rank in others:
+            self._send(total, one, rank)
+        return total
+
+    def _send(self, gradient: Tensor | None, one: TiedParameter, rank: int) -> None:
+        flag = torch.tensor([int(gradient is not None)], device=one.parameter.device)
+        self._groups.run(dist.isend, flag, group=self._groups.group, group_dst=rank)
+        if gradient is not None:
+            self._groups.run(dist.isend, gradient.contiguous(), group=self._groups.group, group_dst=rank)
+
+    def _receive(self, one: TiedParameter, rank: int) -> Tensor | None:
+        flag = torch.zeros(1, dtype=torch.int64, device=one.parameter.device)
+        self._groups.run(dist.irecv, flag, group=self._groups.group, group_src=rank)
+        if not int(flag):
+            return None
+        gradient = torch.empty_like(one.parameter, memory_format=torch.contiguous_format).detach()
+        self._groups.run(dist.irecv, gradient, group=self._groups.group, group_src=rank)
+        return gradient
+
+
+class ShardedStages:
+    """The stages that `fully_shard` was applied to: gathers their parameters and reduces gradients once per step."""
+
+    def __init__(self, stages: Mapping[int, nn.Module]) -> None:
+        modules = {i: [m for m in stage.modules() if isinstance(m, FSDPModule)] for i, stage in stages.items()}
+        self._modules = {index: found for index, found in modules.items() if found}
+        self._num_left: dict[int, int] = {}
+        """backwards that each stage still has to run in this step"""
+
+    def __bool__(self) -> bool:
+        """Whether any stage is sharded."""
+        return bool(self._modules)
+
+    def __contains__(self, stage: int) -> bool:
+        """Whether a stage is sharded."""
+        return stage in self._modules
+
+    def begin_step(self, num_microbatches: int) -> None:
+        """Keep gradients local until the last microbatch."""
+        for stage, modules in self._modules.items():
+            self._num_left[stage] = num_microbatches
+            for module in modules:
+                _set_last_backward(module, False)
+
+    def before_backward(self, stage: int) -> None:
+        """Let the last backward of a sharded stage reduce its gradients over the replicas."""
+        self._num_left[stage] = self._num_left.get(stage, 0) - 1
+        if not self._num_left[stage]:
+            for module in self._modules[stage]:
+                _set_last_backward(module, True)
+
+    def clear(self) -> None:
+        """Drop the gathered parameters and unreduced gradients of a failed step."""
+        for modules in self._modules.values():
+            for module in modules:
+                for parameter in module.parameters():
+                    if not isinstance(parameter, DTensor):
+                        parameter.grad = None
+                module.reshard()
+
+    def unshard(self, stage: int) -> None:
+        """Gather the parameters of a stage."""
+        for module in self._modules.get(stage, ()):
+            module.unshard()
+
+    def reshard(self, stage: int) -> None:
+        """Keep only this rank's shard of the parameters of a stage."""
+        for module in self._modules.get(stage, ()):
+            module.reshard()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Gather the parameters of all stages inside the context."""
+        for stage in self._modules:
+            self.unshard(stage)
+        try:
+            yield
+        finally:
+            for stage in self._modules:
+                self.reshard(stage)
+
+
+def _set_last_backward(module: FSDPModule, is_last: bool) -> None:
+    module.set_requires_gradient_sync(is_last, recurse=False)
+    module.set_is_last_backward(is_last)
+    module.set_reshard_after_backward(is_last, recurse=False)
+
+
+def check_clipping(max_norm: object, norm_type: object) -> tuple[float, float]:
+    """The arguments of clip_grad_norm_ as numbers."""
+    limit = _number(max_norm)
+    if limit is None or not limit >= 0:
+        raise RunError("max_norm must be a number of 0 or more", given=repr(max_norm), hint="clip_grad_norm_(1.0)")
+    power = _number(norm_type)
+    if power is None or not power > 0:
+        raise RunError(
+            "norm_type must be a number above 0, or inf",
+            norm_type=repr(norm_type),
+            hint='2.0 for the usual norm, float("inf") for the largest entry',
+        )
+    return limit, power
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 and not value.is_complex() else None
+    if isinstance(value, str):
+        # torch accepts "inf" as a norm type.
+        return math.inf if value == "inf" else None
+    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
+        return None
+    return float(value)
+
+
+def global_norm(sync: RankSync, request: SyncRequest, gradients: Sequence[Tensor], power: float) -> Tensor:
+    """The norm over the gradients of all ranks, bit-identical on every rank, as float64 on the host.
+
+    Entries are divided by the largest one first, so that powers cannot overflow.
+    """
+    largest = sync.exchange(request, SyncVote(maxes=(_largest_entry(gradients),))).maxes[0]
+    if math.isinf(power) or not math.isfinite(largest) or largest == 0.0:
+        return torch.tensor(largest, dtype=torch.float64)
+    # Replicas have equal gradients, of which one counts, except for sharded ones, of which each replica has a part.
+    sums = torch.zeros(2, dtype=torch.float64)
+    for gradient in gradients:
+        scaled = _local(gradient).abs().to(torch.float64).div_(largest)
+        powers = scaled.square_() if power == 2.0 else scaled.pow_(power)
+        sums[int(isinstance(gradient, DTensor))] += powers.sum().cpu()
+    result = sync.exchange(request, SyncVote(sums=tuple(sums.tolist())))
+    total = result.pipeline_sums[0] + result.sums[1]
+    return torch.tensor(largest * total ** (1.0 / power), dtype=torch.float64)
+
+
+def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients of this norm so that it becomes at most `max_norm`, by the formula of torch."""
+    factor = float(max_norm) / (float(norm) + 1e-6)
+    if factor < 1.0 or math.isnan(factor):
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+def _largest_entry(gradients: Sequence[Tensor]) -> float:
+    """The largest absolute entry; NaN if one is NaN."""
+    found = [torch.zeros((), dtype=torch.float64)]
+    for gradient in gradients:
+        own = _local(gradient)
+        if own.numel():
+            # aminmax is many times faster on the host than torch.linalg.vector_norm with ord=inf.
+            low, high = torch.aminmax(own.abs() if own.is_complex() else own)
+            found.append(torch.maximum(low.abs(), high.abs()).to("cpu", torch.float64))
+    return float(torch.stack(found).max())
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """This rank's shard of a sharded gradient; the stored entries of a sparse one."""
+    gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

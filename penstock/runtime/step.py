@@ -1,0 +1,54 @@
+"""The data of one training or evaluation step, and its result."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from penstock.capture import Microbatch, Recording
+from penstock.ir import Trace
+from penstock.runtime.health import Extremes
+
+
+@dataclass
+class Step:
+    """The microbatches of a step; filled with losses and outputs while it runs."""
+
+    microbatches: tuple[Microbatch, ...]
+    recordings: tuple[Recording, ...]
+    """the recording of the model that holds for each microbatch"""
+    inputs: tuple[dict[str, Tensor], ...]
+    """the tensors of each microbatch by the names of the model's inputs"""
+    is_training: bool
+    keeps_outputs: bool = False
+    seed: int = 0
+    mean_size: float = 1.0
+    """samples of the batch, averaged over the replicas"""
+    weights: tuple[float, ...] | None = None
+    """the factor of each microbatch's loss in the loss of the batch, once known"""
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    """by microbatch, on the rank of the last stage"""
+    added: dict[int, list[Tensor]] = field(default_factory=dict)
+    """by microbatch, the losses that `add_loss` added in stages of this process"""
+    outputs: dict[int, Any] = field(default_factory=dict)
+    """by microbatch, on the rank of the last stage, if they are kept"""
+    extremes: Extremes = field(default_factory=Extremes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of samples of each microbatch."""
+        return tuple(microbatch.size for microbatch in self.microbatches)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The loss of the whole batch and of each microbatch, the same on every rank, and whatever else was asked for."""
+
+    loss: Tensor | None
+    losses: tuple[Tensor, ...]
+    weights: tuple[float, ...] = ()
+    """the factor of each microbatch's loss in that of the batch"""
+    outputs: Any = None
+    trace: Trace | None = None
+    skipped: str = ""
+    """why the gradients of this step were dropped; empty if they were not"""
