@@ -7,7 +7,7 @@ import penstock
 from penstock.errors import CodeError, PartitionError
 from penstock.partitioners import uniform
 from tests.capture.models import Stack
-from tests.codegen.written import imported
+from tests.codegen.generated import imported
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 

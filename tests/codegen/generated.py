@@ -1,4 +1,4 @@
-"""Written: files of stages, imported as anybody would import them."""
+"""Generates files of stages and imports them as a user would."""
 
 import importlib.util
 from functools import partial
@@ -13,8 +13,8 @@ from tests.stages.parity import Batch, Outcome, of_call
 
 
 def imported(path: Path) -> ModuleType:
-    """The module that a file holds, in a namespace of its own."""
-    spec = importlib.util.spec_from_file_location(f"written_{path.stem}", path)
+    """The file as a module."""
+    spec = importlib.util.spec_from_file_location(f"generated_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -22,12 +22,12 @@ def imported(path: Path) -> ModuleType:
     return module
 
 
-def written(captured: Captured, num_stages: int, directory: Path) -> ModuleType:
-    """The model cut uniformly, written and imported."""
+def generated(captured: Captured, num_stages: int, directory: Path) -> ModuleType:
+    """The generated file of a model that is cut uniformly, imported."""
     path = directory / f"stages{num_stages}.py"
     return imported(penstock.generate_code(captured, uniform(captured.graph, num_stages), path))
 
 
-def of_written(module: ModuleType, model: Any, batch: Batch) -> Outcome:
-    """The outcome of the stages that a file holds."""
+def outcome_of_file(module: ModuleType, model: Any, batch: Batch) -> Outcome:
+    """The outcome of a step through the stages of a file."""
     return of_call(model, partial(module.run, model), batch)

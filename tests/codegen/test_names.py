@@ -1,4 +1,4 @@
-"""Whatever a model calls its parts, its arguments and its keys: in a file of stages it is text and nothing else."""
+"""Names of modules, arguments and keys are data in a generated file: never code."""
 
 import ast
 import tokenize
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.codegen.expressions import literal
 from penstock.codegen.layout import docstring_lines, expression_text
-from tests.codegen.written import of_written, written
+from tests.codegen.generated import generated, outcome_of_file
 from tests.stages.parity import Batch, difference, of_model
 
 MARK = "mischief"
@@ -28,7 +28,7 @@ BATCH = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
 
 class Named(nn.Module):
-    """Linear layers and parameters between them, all under names that are given."""
+    """Linear layers with parameters between them, under given names."""
 
     def __init__(self, names: tuple[str, ...], kind: type[nn.Module] = nn.Linear) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Named(nn.Module):
             self._buffers[f"{name} count"] = torch.zeros(())
 
     def forward(self, x: Tensor, **more: Any) -> dict[str, Any]:
-        """All layers in a row; what else comes in is under names of the caller's."""
+        """All layers in a row; further arguments have names given by the caller."""
         for name, layer in self.named_children():
             self._buffers[f"{name} count"].add_(1)
             x = torch.tanh(layer(x)) * self._parameters[f"{name} weight"] + self._buffers[f"{name} count"]
@@ -52,35 +52,35 @@ def tokens_outside_strings(path: Path) -> str:
 
 
 @pytest.mark.parametrize("names", [HOSTILE, *[(name, "b", "c") for name in HOSTILE[:12]]], ids=range(13))
-def test_names_of_modules_parameters_and_buffers_are_text(names, tmp_path, monkeypatch):
+def test_names_of_modules_parameters_and_buffers_are_data(names, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     model, batch = Named(names), Batch((BATCH,), {}, False)
     captured = penstock.capture(model, batch.args)
     expected = of_model(model, batch)
-    file = written(captured, 3, tmp_path)
-    assert difference(expected, of_written(file, model, batch)).size == 0
+    file = generated(captured, 3, tmp_path)
+    assert difference(expected, outcome_of_file(file, model, batch)).size == 0
     assert {name for stage in file.STAGES for name in stage(model).state_dict()} == set(model.state_dict())
     assert sorted(path.name for path in tmp_path.iterdir() if not path.is_dir()) == ["stages3.py"]
     assert MARK not in tokens_outside_strings(tmp_path / "stages3.py")
 
 
-def test_names_of_arguments_and_keys_are_text(tmp_path, monkeypatch):
+def test_names_of_arguments_and_keys_are_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = {name: torch.full((3, 4), float(place)) for place, name in enumerate(HOSTILE) if name != "self"}
     model, batch = Named(("a", "b", "c")), Batch((BATCH,), arguments, False)
     expected = of_model(model, batch)
-    file = written(penstock.capture(model, batch.args, arguments), 2, tmp_path)
-    assert difference(expected, of_written(file, model, batch)).size == 0
+    file = generated(penstock.capture(model, batch.args, arguments), 2, tmp_path)
+    assert difference(expected, outcome_of_file(file, model, batch)).size == 0
     assert list(file.run(model, BATCH, **arguments)) == list(arguments)
     assert MARK not in tokens_outside_strings(tmp_path / "stages2.py")
 
 
-def test_a_class_with_a_hostile_name_is_never_named(tmp_path):
+def test_a_hostile_class_name_does_not_appear(tmp_path):
     hostile = type("Linear(4, 4); open('mischief', 'w'); (", (nn.Linear,), {})
     hostile.__module__ = "os; mischief"
     model = type("a\nmischief", (Named,), {})(("a", "b", "c"), hostile)
-    file = written(penstock.capture(model, (BATCH,)), 2, tmp_path)
+    file = generated(penstock.capture(model, (BATCH,)), 2, tmp_path)
     assert file.__doc__.startswith("A model in 2 stages, one class each")
     assert MARK not in (tmp_path / "stages2.py").read_text(encoding="utf-8")
 

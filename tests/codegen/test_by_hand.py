@@ -1,4 +1,4 @@
-"""The stages of a file are modules that anybody can run, one by one, by what their tables say."""
+"""The stages of a generated file are modules that can be run one by one, following their tables."""
 
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +10,7 @@ from torch import nn
 import penstock
 from penstock.partitioners import cut_before, uniform
 from tests.capture.models import Masking, Stack
-from tests.codegen.written import imported, written
+from tests.codegen.generated import generated, imported
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
@@ -39,7 +39,7 @@ def skipping(directory: Path) -> tuple[Skipping, torch.Tensor, ModuleType]:
     return model, x, imported(penstock.generate_code(captured, cut, directory / "stages.py"))
 
 
-def test_tables_say_from_whom_and_to_whom(tmp_path):
+def test_tables_name_the_sending_and_receiving_stages(tmp_path):
     _, _, file = skipping(tmp_path)
     assert [stage.RECEIVES for stage in file.STAGES] == [{}, {"mul": 0}, {"mul": 0, "tanh": 1}]
     assert [stage.SENDS for stage in file.STAGES] == [{"mul": (1, 2)}, {"tanh": (2,)}, {}]
@@ -47,7 +47,7 @@ def test_tables_say_from_whom_and_to_whom(tmp_path):
     assert file.TIED == (("layers.0.weight", "layers.3.weight"),)
 
 
-def test_docstrings_say_what_comes_in_and_goes_out(tmp_path):
+def test_docstrings_list_the_values_that_cross(tmp_path):
     _, _, file = skipping(tmp_path)
     assert file.Stage1.__doc__.split("\n") == [
         "Stage 1 of 3, on rank 1.",
@@ -58,7 +58,7 @@ def test_docstrings_say_what_comes_in_and_goes_out(tmp_path):
     ]
 
 
-def test_stages_cut_from_each_other_and_run_backward_by_hand_give_the_models_gradients(tmp_path):
+def test_detached_stages_run_backward_by_hand_give_the_gradients_of_the_model(tmp_path):
     model, x, file = skipping(tmp_path)
     model(x).square().sum().backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
@@ -83,36 +83,36 @@ def test_the_state_dicts_of_all_stages_have_the_models_keys_and_tensors(tmp_path
     assert all(found[name] is whole[name] for name in whole)
 
 
-def test_a_part_that_the_example_never_used_is_in_a_stage_too(tmp_path):
+def test_an_unused_part_of_the_model_is_in_a_stage_too(tmp_path):
     model = Stack()
     model.spare, model.free = nn.Linear(2, 2), nn.Parameter(torch.ones(3))
-    file = written(penstock.capture(model, (BATCH,)), 3, tmp_path)
+    file = generated(penstock.capture(model, (BATCH,)), 3, tmp_path)
     found = [name for stage in file.STAGES for name in stage(model).state_dict()]
     assert sorted(found) == sorted(model.state_dict())
 
 
-def test_a_file_serves_another_model_of_the_same_make(tmp_path):
-    file = written(penstock.capture(Stack().eval(), (BATCH,)), 3, tmp_path)
+def test_a_file_runs_another_model_of_the_same_class(tmp_path):
+    file = generated(penstock.capture(Stack().eval(), (BATCH,)), 3, tmp_path)
     other = Stack().eval()
     assert torch.equal(file.run(other, BATCH), other(BATCH))
 
 
-def test_a_file_written_without_weights_runs_a_model_that_has_them(tmp_path):
+def test_a_file_generated_on_the_meta_device_runs_a_model_with_weights(tmp_path):
     with torch.device("meta"):
         bare = Stack().eval()
-    file = written(penstock.capture(bare, (torch.empty(6, 4, device="meta"),)), 3, tmp_path)
+    file = generated(penstock.capture(bare, (torch.empty(6, 4, device="meta"),)), 3, tmp_path)
     model = Stack().eval()
     assert torch.equal(file.run(model, BATCH), model(BATCH))
 
 
-def test_sizes_that_nobody_looked_at_may_be_any(tmp_path):
+def test_sizes_that_the_model_never_read_may_differ(tmp_path):
     model = Stack().eval()
-    file = written(penstock.capture(model, (BATCH,)), 3, tmp_path)
+    file = generated(penstock.capture(model, (BATCH,)), 3, tmp_path)
     assert torch.equal(file.run(model, BATCH[:2]), model(BATCH[:2]))
 
 
 class Sized(Stack):
-    """Looks at the size of its input."""
+    """Reads the size of its input."""
 
     def forward(self, x):
         return super().forward(x.view(x.shape[0], 4))
@@ -139,26 +139,26 @@ class Sized(Stack):
         ),
     ],
 )
-def test_what_the_model_looked_at_must_be_the_same_again(model, change, message, tmp_path):
-    file = written(penstock.capture(model, (BATCH,)), 2, tmp_path)
+def test_sizes_types_modes_and_arguments_must_be_the_recorded_ones(model, change, message, tmp_path):
+    file = generated(penstock.capture(model, (BATCH,)), 2, tmp_path)
     with pytest.raises(ValueError) as error:
         change(file, model)
     assert message in str(error.value)
 
 
-def test_a_decision_that_would_be_made_otherwise_stops_the_run(tmp_path):
+def test_a_different_decision_raises(tmp_path):
     model, mask = Masking().eval(), torch.ones(6)
-    file = written(penstock.capture(model, (BATCH, mask)), 2, tmp_path)
+    file = generated(penstock.capture(model, (BATCH, mask)), 2, tmp_path)
     assert torch.equal(file.run(model, BATCH, mask=mask), model(BATCH, mask))
     mask[3] = 0
     with pytest.raises(ValueError, match="bool must be True as recorded, got False"):
         file.run(model, BATCH, mask)
 
 
-def test_a_model_that_is_set_to_evaluation_after_it_was_captured_is_written_so(tmp_path):
+def test_a_model_set_to_evaluation_after_capture_is_generated_in_evaluation_mode(tmp_path):
     captured = penstock.capture(Stack(), (BATCH,))
     model = captured.model.eval()
-    assert torch.equal(written(captured, 2, tmp_path).run(model, BATCH), model(BATCH))
+    assert torch.equal(generated(captured, 2, tmp_path).run(model, BATCH), model(BATCH))
 
 
 class Peeking(Stack):
@@ -175,31 +175,31 @@ class Peeking(Stack):
         return super().forward(x * view.sum() + self.left), self.table
 
 
-def test_state_that_is_written_through_views_is_what_the_model_makes_of_it(tmp_path):
+def test_state_that_is_written_through_views_ends_as_in_the_model(tmp_path):
     ones, others = Peeking().eval(), Peeking().eval()
     others.load_state_dict(ones.state_dict())
-    file = written(penstock.capture(ones, (BATCH,)), 3, tmp_path)
+    file = generated(penstock.capture(ones, (BATCH,)), 3, tmp_path)
     for _ in range(2):
         assert all(map(torch.equal, file.run(ones, BATCH), others(BATCH)))
     assert torch.equal(ones.table, others.table)
 
 
-def test_an_argument_left_at_its_default_may_be_given_or_not(tmp_path):
+def test_a_default_argument_may_be_given_or_omitted(tmp_path):
     model = Stack().eval()
-    file = written(penstock.capture(model, (BATCH,), {"scale": 1.0}), 2, tmp_path)
+    file = generated(penstock.capture(model, (BATCH,), {"scale": 1.0}), 2, tmp_path)
     assert torch.equal(file.run(model, BATCH), file.run(model, BATCH, scale=1.0))
 
 
-def test_random_numbers_are_drawn_in_the_models_order(tmp_path):
+def test_random_numbers_are_drawn_in_the_order_of_the_model(tmp_path):
     model = Stack()
-    file = written(penstock.capture(model, (BATCH,)), 3, tmp_path)
+    file = generated(penstock.capture(model, (BATCH,)), 3, tmp_path)
     torch.manual_seed(3)
     expected = model(BATCH)
     torch.manual_seed(3)
     assert torch.equal(file.run(model, BATCH), expected)
 
 
-def test_writing_twice_gives_the_same_text(tmp_path):
+def test_generating_twice_gives_the_same_text(tmp_path):
     captured = penstock.capture(Stack(), (BATCH,))
     texts = [penstock.generate_code(captured, uniform(captured.graph, 3), tmp_path / name) for name in ("a.py", "b.py")]
     assert texts[0].read_text() == texts[1].read_text()

@@ -1,4 +1,4 @@
-"""Calls, containers and decisions of every form are written as a reader expects them, and give what they gave."""
+"""Calls, containers and guards of every form are written as idiomatic Python with the same result."""
 
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from tests.codegen.written import of_written, written
+from tests.codegen.generated import generated, outcome_of_file
 from tests.stages.parity import Batch, difference, of_model
 
 BATCH = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -18,7 +18,7 @@ CONSTANT = torch.tensor([1.0, 2.0, 3.0, 4.0])
 
 
 class Layered(nn.Module):
-    """Layers with something between them."""
+    """Layers with a function between them."""
 
     def __init__(self, between: Any) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Layered(nn.Module):
         self.between = (between,)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each layer, then what is between."""
+        """Each layer, then the function."""
         for layer in self.layers:
             x = self.between[0](layer(x).tanh()) if self.flag else x
         return x
@@ -78,19 +78,19 @@ FORMS = {
 
 
 @pytest.mark.parametrize("code", FORMS)
-def test_a_form_is_written_as_expected_and_gives_the_same(code, tmp_path):
+def test_a_call_is_written_as_idiomatic_python_with_the_same_result(code, tmp_path):
     torch.manual_seed(0)
     model, batch = Layered(FORMS[code]), Batch((BATCH,), {}, False)
     captured = penstock.capture(model, batch.args)
     expected = of_model(model, batch)
-    file = written(captured, 2, tmp_path)
+    file = generated(captured, 2, tmp_path)
     assert code in (tmp_path / "stages2.py").read_text(encoding="utf-8")
-    assert difference(expected, of_written(file, model, batch)).size == 0
+    assert difference(expected, outcome_of_file(file, model, batch)).size == 0
 
 
-def test_a_decision_by_a_buffer_is_looked_at_by_one_stage(tmp_path):
+def test_a_decision_by_a_buffer_is_checked(tmp_path):
     model = Layered(torch.relu)
-    file = written(penstock.capture(model, (BATCH,)), 2, tmp_path)
+    file = generated(penstock.capture(model, (BATCH,)), 2, tmp_path)
     model.flag.fill_(False)
     with pytest.raises(ValueError, match="bool must be True as recorded, got False"):
         file.run(model, BATCH)
@@ -113,14 +113,14 @@ class Boxing(nn.Linear):
 
 
 class Boxed(nn.Module):
-    """Blocks that hand each other containers in containers."""
+    """Blocks that pass nested containers to each other."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Boxing(4, 4) for _ in range(3))
 
     def forward(self, x: Tensor, settings: dict[str, Any], device: Any = None) -> Any:
-        """Through all blocks; what the last one returns is returned."""
+        """All blocks in a row; returns the result of the last one."""
         box = Box({"x": (x * settings["scale"],)})
         for block in self.blocks:
             found = block(box, where=slice(None, None, 1))
@@ -128,13 +128,13 @@ class Boxed(nn.Module):
         return found
 
 
-def test_containers_in_containers_come_in_go_between_and_come_out(tmp_path):
+def test_nested_containers_are_arguments_cross_stages_and_are_returned(tmp_path):
     model = Boxed()
     batch = Batch((BATCH, {"scale": 2.0, "more": [BATCH, (None, Box({}))]}), {"device": torch.device("cpu")}, False)
     captured = penstock.capture(model, batch.args, batch.kwargs)
     expected = of_model(model, batch)
-    file = written(captured, 3, tmp_path)
-    assert difference(expected, of_written(file, model, batch)).size == 0
+    file = generated(captured, 3, tmp_path)
+    assert difference(expected, outcome_of_file(file, model, batch)).size == 0
     found, wanted = (run(*batch.args, **batch.kwargs) for run in (lambda *a, **k: file.run(model, *a, **k), model))
     assert str(found) == str(wanted)
 
@@ -148,7 +148,7 @@ def test_containers_in_containers_come_in_go_between_and_come_out(tmp_path):
 )
 def test_plain_arguments_inside_containers_are_checked(settings, message, tmp_path):
     model = Boxed()
-    file = written(penstock.capture(model, (BATCH, {"scale": 2.0})), 2, tmp_path)
+    file = generated(penstock.capture(model, (BATCH, {"scale": 2.0})), 2, tmp_path)
     with pytest.raises(ValueError) as error:
         file.run(model, BATCH, settings)
     assert message in str(error.value)

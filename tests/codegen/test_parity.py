@@ -1,4 +1,4 @@
-"""A file of stages, imported and run, gives what the model gives."""
+"""A generated file, imported and run, gives the outputs, gradients and buffers of the model."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.codegen.written import of_written, written
+from tests.codegen.generated import generated, outcome_of_file
 from tests.stages.parity import difference, of_model
 from tests.stages.trials import Trial
 from tests.zoo import ambient
@@ -31,24 +31,24 @@ def test_stages_of_a_file_give_the_outputs_gradients_and_buffers_of_the_model(
         captured, batch = Trial(name, granularity).recorded(mode)
         expected = of_model(captured.model, batch)
         found = {
-            stages: difference(expected, of_written(written(captured, stages, tmp_path), captured.model, batch))
+            stages: difference(expected, outcome_of_file(generated(captured, stages, tmp_path), captured.model, batch))
             for stages in (2, 3, 4)
         }
     assert {stages: apart for stages, apart in found.items() if apart.size} == {}
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "in_place"])
-def test_a_file_holds_for_other_data(name: str, tmp_path: Path) -> None:
+def test_a_file_is_right_for_other_data(name: str, tmp_path: Path) -> None:
     captured, batch = Trial(name, "blocks").recorded("plain")
     other = batch.other()
-    found = of_written(written(captured, 3, tmp_path), captured.model, other)
+    found = outcome_of_file(generated(captured, 3, tmp_path), captured.model, other)
     assert difference(of_model(captured.model, other), found).size == 0
 
 
 @pytest.mark.parametrize("name", ["llama", "lstm", "nested_between"])
 def test_a_file_is_laid_out_as_a_formatter_would(name: str, tmp_path: Path) -> None:
     captured, _ = Trial(name, "blocks").recorded("plain")
-    written(captured, 3, tmp_path)
+    generated(captured, 3, tmp_path)
     command = ["ruff", "format", "--isolated", "--line-length", "120", "--diff", str(tmp_path / "stages3.py")]
     result = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
