@@ -1,6 +1,5 @@
 """The Python file of a model's stages: support code, one class per stage, and `run`, which calls them all."""
 
-import ast
 import inspect
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,21 +12,11 @@ import torch
 from torch import Tensor
 
 from penstock.codegen import support
-from penstock.codegen.expressions import (
-    ConstantTensors,
-    Expressions,
-    assign,
-    attribute,
-    call,
-    dictionary,
-    dotted,
-    literal,
-    sequence,
-)
-from penstock.codegen.layout import INDENT, body_lines, docstring_lines, statement_lines
+from penstock.codegen.expressions import ConstantTensors, Expressions, access, dict_of, expect, list_of, tuple_of
+from penstock.codegen.layout import INDENT, body_lines, docstring_lines, return_lines, statement_lines
 from penstock.codegen.names import Imports, Names, is_identifier, is_plain_path, name_values
 from penstock.codegen.section import Section, sections
-from penstock.codegen.statements import Statement, StepWriter, access, expect
+from penstock.codegen.statements import Statement, StepWriter
 from penstock.ir import Graph, Partition, Placement, counted, take_apart, write_atomic
 from penstock.stages import Ownership, check_guards
 
@@ -69,25 +58,20 @@ def stage_document(captured: Any, partition: Partition, placement: Placement, be
     reading = tensors.statement(beside)
     settings = [
         f"PLACEMENT = {placement.ranks!r}  # the rank of each stage",
-        *statement_lines(assign(dotted("TIED"), literal_tuple(literal_tuple(map(literal, t)) for t in graph.tied))),
-        *statement_lines(assign(dotted("STAGES"), literal_tuple(dotted(stage.name) for stage in stages))),
+        *statement_lines(f"TIED = {graph.tied!r}"),
+        *statement_lines(f"STAGES = {tuple_of(stage.name for stage in stages)}"),
     ]
-    blocks = [*_support_lines(reading is not None), *([statement_lines(reading)] if reading else [])]
+    blocks = [*_support_lines(bool(reading)), *([statement_lines(reading)] if reading else [])]
     body = "\n\n\n".join("\n".join(block) for block in (*blocks, *classes, settings, run))
     head = [
         *docstring_lines(_header(graph, captured.model, stages)),
         "",
-        *_import_lines(imports, body, reading is not None),
+        *_import_lines(imports, body, bool(reading)),
         "",
         f"TRAINING = {captured.model.training}",
-        *statement_lines(assign(dotted("HOME"), literal(recording.device))),
+        *statement_lines(f"HOME = {recording.device!r}"),
     ]
     return "\n".join((*head, "", "", body, "")), tensors.content
-
-
-def literal_tuple(items: Iterable[ast.expr]) -> ast.expr:
-    """A tuple."""
-    return sequence(tuple, items)
 
 
 @dataclass(frozen=True)
@@ -127,31 +111,32 @@ class StageClass:
             spec = graph.spec(value)
             # If the model read no size at all, any size is right.
             sizes = spec.shape if is_sized else (None,) * len(spec.shape)
-            takes[variables[value]] = literal_tuple((dotted(f"torch.{spec.dtype}"), literal_tuple(map(literal, sizes))))
+            takes[variables[value]] = f"(torch.{spec.dtype}, {tuple(sizes)!r})"
         tables = {
-            "PARTS": literal_tuple(map(literal, section.parts)),
-            "TAKES": _table(takes),
-            "RECEIVES": _table({variables[value]: literal(stage) for value, stage in section.receives.items()}),
-            "SENDS": _table({variables[value]: literal(stages) for value, stages in section.sends.items()}),
+            "PARTS": repr(section.parts),
+            "TAKES": dict_of(map(repr, takes), takes.values()),
+            "RECEIVES": repr({variables[value]: stage for value, stage in section.receives.items()}),
+            "SENDS": repr({variables[value]: stages for value, stages in section.sends.items()}),
         }
-        # A call stands for the signature, so that a long one is broken in the same way.
-        signature = statement_lines(ast.Expr(call(dotted("forward"), map(dotted, ("self", *self.parameters)))), INDENT)
+        # A call has the form of the signature, so that a long one is broken in the same way.
+        signature = statement_lines(f"forward({', '.join(('self', *self.parameters))})", INDENT)
         signature[0] = signature[0].replace("forward", "def forward", 1)
         return [
             f"class {self.name}(Stage):",
             *docstring_lines(self._description(), INDENT),
             "",
-            *(line for name, table in tables.items() for line in statement_lines(assign(dotted(name), table), INDENT)),
+            *(line for name, table in tables.items() for line in statement_lines(f"{name} = {table}", INDENT)),
             "",
             *signature[:-1],
             f"{signature[-1]}:",
-            *body_lines(self._forward(), 2 * INDENT),
+            *body_lines(self._statements(), 2 * INDENT),
+            *return_lines(self._result(), 2 * INDENT),
         ]
 
     def _description(self) -> list[str]:
         """The docstring: the values that cross, with their types and shapes."""
         section = self.section
-        found = [f"Stage {section.stage} of {section.partition.num_stages}, on rank {self.rank}.", ""]
+        found = [f"Stage {section.stage} of {section.num_stages}, on rank {self.rank}.", ""]
         found += [f"In: {self._shown(name)}, an input of the model" for name in section.inputs]
         for name, stage in section.receives.items():
             found.append(f"In: {self._shown(name)}, from stage {stage}{self._maker(name)}")
@@ -160,8 +145,8 @@ class StageClass:
             found.append(f"Out: {self._shown(name)}, to {word} {', '.join(map(str, stages))}{self._maker(name)}")
         if section.is_last:
             found.append("Out: the output of the model")
-        if section.rerun:
-            found.append(f"Rerun: {counted(section.rerun, 'call')} of other stages that depend on inputs only")
+        if section.num_rerun:
+            found.append(f"Rerun: {counted(section.num_rerun, 'call')} of other stages that depend on inputs only")
         return found
 
     def _shown(self, value: str) -> str:
@@ -171,31 +156,27 @@ class StageClass:
         maker = self.section.recording.graph.makers[value].name
         return f", made by {maker}" if is_plain_path(maker) else ""
 
-    def _forward(self) -> Iterator[Statement]:
-        section, expressions = self.section, self.expressions
-        graph: Graph = section.recording.graph
+    def _statements(self) -> Iterator[Statement]:
+        """The body of `forward` up to its return."""
+        section = self.section
         if self.parameters:
-            keywords = [ast.keyword(name, dotted(name)) for name in self.parameters]
-            yield Statement(ast.Expr(call(dotted("self.check"), [], keywords)))
+            yield Statement(f"self.check({', '.join(f'{name}={name}' for name in self.parameters)})")
         # Several stages may write into an input, and the caller's tensor must stay as it is.
-        for name in self._variables(name for name in section.inputs if name in graph.written):
-            yield Statement(assign(dotted(name), call(attribute(dotted(name), "clone"), [])))
-        read = set(self._variables((*section.mentioned, *section.sends)))
-        yield from StepWriter(expressions, self.names, read).statements(section.steps)
+        for name in self._variables(name for name in section.inputs if name in section.recording.graph.written):
+            yield Statement(f"{name} = {name}.clone()")
+        read = set(self._variables((*section.read, *section.sends)))
+        yield from StepWriter(self.expressions, self.names, read).statements(section.steps)
 
+    def _result(self) -> str:
+        """The expression that `forward` returns."""
+        section = self.section
         # A value in the memory of a buffer is copied, as the next forward writes the buffer.
-        copied = frozenset(name for name in section.recording.state_views if name in graph.makers)
-        leaving = replace(expressions, copied=copied)
+        copied = {name for name in section.recording.state_views if name in section.recording.graph.makers}
+        expressions = replace(self.expressions, copied=copied)
         if section.is_last:
-            outputs = section.recording.record.outputs
-            yield Statement(ast.Return(leaving.argument(outputs, "the output of the model")))
-            return
-        found = list({expressions.variables[name]: leaving.variable(name) for name in section.sends}.values())
-        yield Statement(ast.Return(found[0] if len(found) == 1 else literal_tuple(found) if found else literal(None)))
-
-
-def _table(entries: dict[str, ast.expr]) -> ast.expr:
-    return dictionary([literal(name) for name in entries], list(entries.values()))
+            return expressions.argument(section.recording.record.outputs, "the output of the model")
+        sent = {self.expressions.variables[name]: expressions.variable(name) for name in section.sends}
+        return ", ".join(sent.values()) or "None"
 
 
 # -------------------------------------------------------------------------------------------------------------- run
@@ -205,64 +186,46 @@ def _run_lines(captured: Any, stages: Sequence[StageClass], expressions: Express
     """The function that takes the arguments of the model and runs all stages."""
     purpose = "Run all stages, called like the model; returns the output of the model."
     lines = ["def run(model, /, *args, **kwargs):", *docstring_lines([purpose], INDENT)]
-    for statement in _run_statements(captured, stages, expressions):
-        lines += statement_lines(statement, INDENT)
-    return lines
-
-
-def _run_statements(captured: Any, stages: Sequence[StageClass], expressions: Expressions) -> Iterator[ast.stmt]:
     args, kwargs = captured.recorded_example
     recorded = support.arguments(captured.model, args, kwargs)
     # Arguments that capture added to those of the caller, such as use_cache=False.
     added = {name: value for name, value in kwargs.items() if name not in captured.example[1]}
-    given: ast.expr = dotted("kwargs")
-    if added:
-        keys: list[ast.expr | None] = [literal(name) for name in added]
-        values = [_constant(value, name, expressions) for name, value in added.items()]
-        given = ast.Dict([*keys, None], [*values, dotted("kwargs")])
-    yield assign(dotted("given"), call(dotted("arguments"), [dotted("model"), dotted("args"), given]))
-    names = sequence(list, map(literal, sorted(recorded)))
-    yield expect(call(dotted("sorted"), [dotted("given")]), names, "the list of arguments")
+    extra = "".join(f"{name!r}: {_constant(value, name, expressions)}, " for name, value in added.items())
+    statements = [f"given = arguments(model, args, {f'{{{extra}**kwargs}}' if added else 'kwargs'})"]
+    statements.append(expect("sorted(given)", repr(sorted(recorded)), "the list of arguments"))
     needed = {name for stage in stages for name in stage.section.inputs}
     for name, value in recorded.items():
-        item = ast.Subscript(dotted("given"), literal(name), ast.Load())
-        yield from _unpack_argument(item, name, value, needed, expressions)
-    for stage in stages:
-        result = call(call(dotted(stage.name), [dotted("model")]), map(dotted, stage.parameters))
-        if stage.section.is_last:
-            yield ast.Return(result)
-        elif stage.returned:
-            targets = [dotted(name) for name in stage.returned]
-            yield assign(targets[0] if len(targets) == 1 else literal_tuple(targets), result)
-        else:
-            yield ast.Expr(result)
+        statements += _unpack_argument(f"given[{name!r}]", name, value, needed, expressions)
+    for stage in stages[:-1]:
+        returned = f"{', '.join(stage.returned)} = " if stage.returned else ""
+        statements.append(f"{returned}{stage.name}(model)({', '.join(stage.parameters)})")
+    lines += [line for statement in statements for line in statement_lines(statement, INDENT)]
+    return [*lines, *return_lines(f"{stages[-1].name}(model)({', '.join(stages[-1].parameters)})", INDENT)]
 
 
-def _unpack_argument(
-    code: ast.expr, name: str, value: Any, needed: set[str], expressions: Expressions
-) -> Iterator[ast.stmt]:
+def _unpack_argument(code: str, name: str, value: Any, needed: set[str], expressions: Expressions) -> Iterator[str]:
     """Binds the tensors of an argument to their variables; everything else must equal the recorded argument."""
     if isinstance(value, Tensor):
         if name in needed:
-            yield assign(expressions.variable(name), code)
+            yield f"{expressions.variable(name)} = {code}"
         return
     parts = take_apart(value)
     if parts is None:
         yield expect(code, _constant(value, name, expressions), name)
         return
     if issubclass(parts.kind, Mapping):
-        keys = sequence(list, [_constant(key, name, expressions) for key in parts.keys])
-        yield expect(call(dotted("list"), [code]), keys, f"the keys of {name}")
+        keys = list_of(_constant(key, name, expressions) for key in parts.keys)
+        yield expect(f"list({code})", keys, f"the keys of {name}")
     elif issubclass(parts.kind, list | tuple):
-        yield expect(call(dotted("len"), [code]), literal(len(parts.items)), f"the length of {name}")
+        yield expect(f"len({code})", str(len(parts.items)), f"the length of {name}")
     for key, item in zip(parts.keys, parts.items, strict=True):
         inner = access(code, parts.kind, key, _constant(key, name, expressions))
         yield from _unpack_argument(inner, f"{name}.{key}", item, needed, expressions)
 
 
-def _constant(value: Any, name: str, expressions: Expressions) -> ast.expr:
+def _constant(value: Any, name: str, expressions: Expressions) -> str:
     if isinstance(value, torch.device):  # outside of a stage there is no self.device
-        return call(dotted("torch.device"), [literal(str(value))])
+        return f"torch.device({str(value)!r})"
     return expressions.constant(value, f"the argument {name}")
 
 

@@ -1,4 +1,4 @@
-"""The text of generated statements: `ast.unparse`, broken into lines, with comments and docstrings around it."""
+"""Lays out generated statements: parsed, written by `ast.unparse`, broken into lines, with comments around them."""
 
 import ast
 import io
@@ -9,7 +9,6 @@ from textwrap import wrap
 
 import torch
 
-from penstock.codegen.expressions import call, dotted, literal
 from penstock.codegen.statements import NO_CONTEXT, Statement
 from penstock.ir import CallContext
 
@@ -34,22 +33,25 @@ def expression_text(node: ast.expr) -> str:
     return "".join(pieces) + code[last:]
 
 
-def statement_lines(node: ast.stmt, indent: str = "") -> list[str]:
-    """The statement on as few lines as it needs."""
+def statement_lines(code: str, indent: str = "") -> list[str]:
+    """The statement on as few lines as it needs, without redundant parentheses."""
+    # Exactly one statement: whatever names a model has, they cannot add another.
+    (node,) = ast.parse(code).body
     if isinstance(node, ast.Assign):
         (target,) = node.targets
         return _lines(node.value, indent, f"{_tuple_text(target)} = ")
-    if isinstance(node, ast.Return):
-        if isinstance(node.value, ast.Tuple) and len(node.value.elts) > 1:
-            text = f"{indent}return {_tuple_text(node.value)}"
-            if len(text) <= WIDTH:
-                return [text]
-        return _lines(node.value or literal(None), indent, "return ")
     if isinstance(node, ast.AugAssign):
-        operator = ast.unparse(ast.AugAssign(ast.Name("x", ast.Store()), node.op, ast.Name("y", ast.Load())))
-        return _lines(node.value, indent, f"{expression_text(node.target)} {operator.split()[1]} ")
+        operator = ast.unparse(node).removeprefix(ast.unparse(node.target)).split()[0]
+        return _lines(node.value, indent, f"{expression_text(node.target)} {operator} ")
     assert isinstance(node, ast.Expr)
     return _lines(node.value, indent)
+
+
+def return_lines(code: str, indent: str) -> list[str]:
+    """A `return` of an expression."""
+    node = ast.parse(code, mode="eval").body
+    text = f"{indent}return {_tuple_text(node)}"
+    return [text] if len(text) <= WIDTH else _lines(node, indent, "return ")
 
 
 def _tuple_text(node: ast.expr) -> str:
@@ -94,28 +96,26 @@ def body_lines(statements: Iterable[Statement], indent: str) -> list[str]:
     for context, group in groupby(statements, key=lambda statement: statement.context):
         inner = indent
         if context != NO_CONTEXT:
-            found.append(f"{indent}with {', '.join(map(expression_text, context_managers(context)))}:")
+            found.append(f"{indent}with {_context_managers(context)}:")
             inner += INDENT
         for statement in group:
             if statement.heading:
                 found.append(f"{inner}# {statement.heading}")
-            lines = statement_lines(statement.node, inner)
+            lines = statement_lines(statement.code, inner)
             beside = f"{lines[-1]}  # {statement.remark}"
             found += [*lines[:-1], beside if statement.remark and len(beside) <= WIDTH else lines[-1]]
     return found
 
 
-def context_managers(context: CallContext) -> list[ast.expr]:
-    """The context managers under which a call was recorded."""
-    found: list[ast.expr] = []
+def _context_managers(context: CallContext) -> str:
+    found = []
     if context.grad is not None:
-        found.append(call(dotted("torch.enable_grad" if context.grad else "torch.no_grad"), []))
+        found.append("torch.enable_grad()" if context.grad else "torch.no_grad()")
     if context.autocast is not None:
         device, is_enabled, dtype = context.autocast
-        options = [ast.keyword("dtype", dotted(str(getattr(torch, dtype.removeprefix("torch.")))))]
-        options += [] if is_enabled else [ast.keyword("enabled", literal(False))]
-        found.append(call(dotted("torch.autocast"), [literal(device)], options))
-    return found
+        kind = getattr(torch, dtype.removeprefix("torch."))
+        found.append(f'torch.autocast("{torch.device(device)}", dtype={kind}{"" if is_enabled else ", enabled=False"})')
+    return ", ".join(found)
 
 
 def docstring_lines(paragraphs: Iterable[str], indent: str = "") -> list[str]:

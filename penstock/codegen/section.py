@@ -1,14 +1,12 @@
 """The part of a recording that belongs to one stage: its steps, and the values that enter and leave it."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-from torch import nn
 from torch.overrides import resolve_name
 
-from penstock.ir import Call, Crossing, Graph, Guard, Node, Partition, refs, states
+from penstock.ir import Call, Graph, Guard, Node, Partition, refs, states
 from penstock.stages import Ownership
 
 
@@ -16,128 +14,105 @@ from penstock.stages import Ownership
 class Section:
     """One stage of a captured model."""
 
-    captured: Any
     recording: Any
-    partition: Partition
     stage: int
-    nodes: tuple[Node, ...]
-    """the nodes that the stage runs"""
-    crossings: tuple[Crossing, ...]
-    """of all stages"""
-
-    @property
-    def _graph(self) -> Graph:
-        return self.recording.graph  # type: ignore[no-any-return]
+    num_stages: int
+    steps: tuple[Call | Guard, ...]
+    """the calls of the stage whose results are used, and the guards whose values it has"""
+    read: frozenset[str]
+    """the values that its steps read, or that it returns"""
+    receives: dict[str, int]
+    """the values from other stages, with the stage that sends each"""
+    sends: dict[str, tuple[int, ...]]
+    """the values for other stages, with the stages that receive each"""
+    leaves: tuple[str, ...]
+    """the modules that it holds whole, including those that the example never called"""
+    parts: tuple[str, ...]
+    """the parts of the model that it holds: `leaves`, and parameters and buffers outside of these"""
+    num_rerun: int
+    """the number of its nodes that belong to other stages: these depend on inputs only"""
 
     @property
     def is_last(self) -> bool:
         """Whether this stage returns the output of the model."""
-        return self.stage == self.partition.num_stages - 1
-
-    @cached_property
-    def steps(self) -> tuple[Call | Guard, ...]:
-        """The calls of the stage whose results are used, and the guards whose values it has."""
-        names = {node.name for node in self.nodes}
-        here = self.recording.available_values(names)
-        own = [step for step in self.recording.record.steps if self._belongs(step, names, here)]
-        read, kept = {*self.sends, *(self._graph.outputs if self.is_last else ())}, []
-        for step in reversed(own):
-            if self._has_effect(step) or read & set(step.results.values):
-                read.update(_step_refs(step))
-                kept.append(step)
-        return tuple(reversed(kept))
-
-    def _has_effect(self, step: Call | Guard) -> bool:
-        """Whether a step must run even if nothing reads its result; pure functions of torch need not."""
-        if isinstance(step, Guard) or step.is_module or step.writes or step.results.updates:
-            return True
-        is_known = resolve_name(self.recording.live[step.target]) is not None
-        return not is_known or self._graph[step.name].is_random or step.name in self._writers
-
-    @cached_property
-    def _writers(self) -> set[str]:
-        return {update.node for update in self._graph.updates}
-
-    def _belongs(self, step: Call | Guard, names: set[str], here: set[str]) -> bool:
-        if isinstance(step, Call):
-            return step.name in names
-        read = set(_step_refs(step))
-        if read:
-            return read <= here
-        looked_at = _step_states(step)
-        return (self._owners.of(looked_at[0]) if looked_at else 0) == self.stage
-
-    @cached_property
-    def _owners(self) -> Ownership:
-        return Ownership(self._graph, self.partition)
-
-    @cached_property
-    def mentioned(self) -> tuple[str, ...]:
-        """The values that its steps read, or that it returns."""
-        outputs = refs(self.recording.record.outputs) if self.is_last else ()
-        return tuple(dict.fromkeys((*(name for step in self.steps for name in _step_refs(step)), *outputs)))
-
-    @cached_property
-    def inputs(self) -> tuple[str, ...]:
-        """The inputs of the model that it needs."""
-        return tuple(name for name in self.recording.record.inputs if name in self.mentioned)
-
-    @cached_property
-    def receives(self) -> dict[str, int]:
-        """The values from other stages, with the stage that sends each."""
-        return {value.name: c.producer for c in self.crossings if c.consumer == self.stage for value in c.values}
-
-    @cached_property
-    def sends(self) -> dict[str, tuple[int, ...]]:
-        """The values for other stages, with the stages that receive each."""
-        found: dict[str, tuple[int, ...]] = {}
-        for crossing in self.crossings:
-            if crossing.producer == self.stage:
-                for value in crossing.values:
-                    found[value.name] = (*found.get(value.name, ()), crossing.consumer)
-        return found
-
-    @cached_property
-    def leaves(self) -> tuple[str, ...]:
-        """The modules that it holds whole, including those that the example never called."""
-        called = self.captured.leaf_modules((node.name for node in self.nodes), self.recording)
-        unused = self._owners.unused_of(self.stage, self.captured.unused_leaves())
-        return tuple(dict.fromkeys((*called, *unused)))
-
-    @cached_property
-    def parts(self) -> tuple[str, ...]:
-        """The parts of the model that it holds: modules, and parameters and buffers outside of these."""
-        inside = tuple(f"{name}." for name in self.leaves)
-        others = (name for name in dict.fromkeys(self._state()) if not name.startswith(inside))
-        return (*self.leaves, *others)
-
-    def _state(self) -> Iterator[str]:
-        for step in self.steps:
-            yield from _step_states(step)
-        if self.is_last:
-            yield from states(self.recording.record.outputs)
-        used = [name for node in self.nodes for name in (*node.parameters, *node.buffers)]
-        # A plain tensor attribute that nothing reads was left behind by a forward, and is not part of the state.
-        owned = (*used, *self._owners.unused_of(self.stage, self._owners.unused))
-        yield from (name for name in owned if _is_registered(self.captured.model, name))
+        return self.stage == self.num_stages - 1
 
     @property
-    def rerun(self) -> int:
-        """The number of its calls that belong to other stages: these depend on inputs only."""
-        return sum(node.name not in self.partition.stages[self.stage] for node in self.nodes)
+    def inputs(self) -> tuple[str, ...]:
+        """The inputs of the model that it needs."""
+        return tuple(name for name in self.recording.record.inputs if name in self.read)
 
 
-def sections(captured: Any, recording: Any, partition: Partition) -> tuple[Section, ...]:
+def sections(captured: Any, recording: Any, partition: Partition) -> list[Section]:
     """The sections of all stages."""
-    crossings = partition.crossings(recording.graph)
-    runs = enumerate(partition.runs(recording.graph))
-    return tuple(Section(captured, recording, partition, stage, nodes, crossings) for stage, nodes in runs)
+    graph, record = recording.graph, recording.record
+    owners, crossings = Ownership(graph, partition), partition.crossings(graph)
+    found = []
+    for stage, nodes in enumerate(partition.runs(graph)):
+        outputs = record.outputs if stage == partition.num_stages - 1 else None
+        sends: dict[str, tuple[int, ...]] = {}
+        for crossing in crossings:
+            for value in crossing.values if crossing.producer == stage else ():
+                sends[value.name] = (*sends.get(value.name, ()), crossing.consumer)
+        steps = _steps(recording, nodes, {*sends, *refs(outputs)}, stage, owners)
+        called = captured.leaf_modules((node.name for node in nodes), recording)
+        leaves = dict.fromkeys((*called, *owners.unused_of(stage, captured.unused_leaves())))
+
+        state = [name for step in steps for name in _step_states(step)] + list(states(outputs))
+        used = [name for node in nodes for name in (*node.parameters, *node.buffers)]
+        for name in (*used, *owners.unused_of(stage, owners.unused)):
+            # A plain tensor attribute that nothing reads was left behind by a forward, and is not part of the state.
+            path, _, attribute = name.rpartition(".")
+            owner = captured.model.get_submodule(path)
+            if attribute in owner._parameters or attribute in owner._buffers:
+                state.append(name)
+        inside = tuple(f"{name}." for name in leaves)
+        section = Section(
+            recording,
+            stage,
+            partition.num_stages,
+            steps=tuple(steps),
+            read=frozenset((*(name for step in steps for name in _step_refs(step)), *refs(outputs))),
+            receives={value.name: c.producer for c in crossings if c.consumer == stage for value in c.values},
+            sends=sends,
+            leaves=tuple(leaves),
+            parts=(*leaves, *(name for name in dict.fromkeys(state) if not name.startswith(inside))),
+            num_rerun=sum(node.name not in partition.stages[stage] for node in nodes),
+        )
+        found.append(section)
+    return found
 
 
-def _is_registered(model: nn.Module, name: str) -> bool:
-    path, _, attribute = name.rpartition(".")
-    owner = model.get_submodule(path)
-    return attribute in owner._parameters or attribute in owner._buffers
+def _steps(
+    recording: Any, nodes: Sequence[Node], needed: set[str], stage: int, owners: Ownership
+) -> list[Call | Guard]:
+    """The steps of a stage, without pure functions whose results nothing needs."""
+    graph: Graph = recording.graph
+    names = {node.name for node in nodes}
+    available = recording.available_values(names)
+    writers = {update.node for update in graph.updates}
+
+    def belongs(step: Call | Guard) -> bool:
+        if isinstance(step, Call):
+            return step.name in names
+        if read := set(_step_refs(step)):
+            return read <= available
+        # A guard of a buffer is checked by the stage that owns the buffer, one of a constant by the first stage.
+        looked_at = _step_states(step)
+        return (owners.of(looked_at[0]) if looked_at else 0) == stage
+
+    def has_effect(step: Call | Guard) -> bool:
+        if isinstance(step, Guard) or step.is_module or step.writes or step.results.updates:
+            return True
+        is_torchs = resolve_name(recording.live[step.target]) is not None
+        return not is_torchs or graph[step.name].is_random or step.name in writers
+
+    kept: list[Call | Guard] = []
+    for step in reversed([step for step in recording.record.steps if belongs(step)]):
+        if has_effect(step) or needed & set(step.results.values):
+            needed.update(_step_refs(step))
+            kept.append(step)
+    return kept[::-1]
 
 
 def _step_refs(step: Call | Guard) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.codegen.expressions import literal
-from penstock.codegen.layout import docstring_lines, expression_text
+from penstock.codegen.layout import docstring_lines, statement_lines
 from tests.codegen.generated import generated, outcome_of_file
 from tests.stages.parity import Batch, difference, of_model
 
@@ -87,7 +87,7 @@ def test_a_hostile_class_name_does_not_appear(tmp_path):
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_literal_evaluates_to_its_text(name):
-    text = expression_text(literal(name))
+    (text,) = statement_lines(literal(name))
     assert ast.literal_eval(text) == name
     assert text.isprintable()
 
