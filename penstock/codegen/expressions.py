@@ -291,7 +291,7 @@ def _not_writable(thing: Any, where: str) -> CodeError:
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return CodeError(
         "the model uses an object that cannot be written as Python code",
-        what=f"{named.__module__}.{named.__qualname__}",
+        object=f"{named.__module__}.{named.__qualname__}",
         where=where or "the model",
         hint="define it at the top of a module that can be imported, or keep the module around it whole (basic_blocks)",
     )

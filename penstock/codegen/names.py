@@ -62,15 +62,15 @@ class Names:
         self._used: set[str] = set()
         self._numbers: Counter[str] = Counter()
 
-    def fresh(self, wish: str, *, may_shadow: bool = False) -> str:
-        """The wish, or a free name close to it; only inputs and imports may shadow a builtin."""
-        wish = wish.strip("_")
-        wish = wish[:_MAX_LENGTH].strip("_") if is_identifier(wish) else "value"
-        found = wish if may_shadow or not hasattr(builtins, wish) else f"{wish}_"
-        found = found if self._is_free(found) or wish in self._used else f"{wish}_"
+    def fresh(self, base: str, *, may_shadow: bool = False) -> str:
+        """The base name, or a free name close to it; only inputs and imports may shadow a builtin."""
+        base = base.strip("_")
+        base = base[:_MAX_LENGTH].strip("_") if is_identifier(base) else "value"
+        found = base if may_shadow or not hasattr(builtins, base) else f"{base}_"
+        found = found if self._is_free(found) or base in self._used else f"{base}_"
         while not self._is_free(found):
-            self._numbers[wish] += 1
-            found = f"{wish}_{self._numbers[wish] + 1}"
+            self._numbers[base] += 1
+            found = f"{base}_{self._numbers[base] + 1}"
         self._used.add(found)
         return found
 
@@ -91,13 +91,13 @@ def name_values(recording: Any, names: Names) -> dict[str, str]:
         found |= {new: found[old] for new, old in step.writes}
         found |= {new: names.fresh(buffer.rpartition(".")[2]) for new, buffer in step.results.updates}
         new = [value for value in dict.fromkeys(step.results.values) if value and value not in found]
-        wish = _variable_wish(graph[step.name])
+        base = _base_name(graph[step.name])
         for place, value in enumerate(new):
-            found[value] = names.fresh(wish if len(new) == 1 else f"{wish}_{place}")
+            found[value] = names.fresh(base if len(new) == 1 else f"{base}_{place}")
     return found
 
 
-def _variable_wish(node: Node) -> str:
+def _base_name(node: Node) -> str:
     """A readable name for the result of a node: `layers_0`, `embed_tokens`, `mul`."""
     words = node.module.split(".")
     if not node.is_leaf or not all(is_identifier(f"_{word}") for word in words):

@@ -168,8 +168,8 @@ class StepWriter:
         if not isinstance(item, Parts) and not _is_checked(item):
             return "_"
         is_number = isinstance(item, int | float)
-        wish = "part" if isinstance(item, Parts) else "none" if item is None else "number" if is_number else "word"
-        later.append((self.names.fresh(wish), item))
+        base = "part" if isinstance(item, Parts) else "none" if item is None else "number" if is_number else "word"
+        later.append((self.names.fresh(base), item))
         return later[-1][0]
 
     def _matters(self, leaf: Any) -> bool:

@@ -17,7 +17,7 @@ MAX_PERIOD = 64
 LONG_PERIOD = 12
 """a repetition of this many parts is collapsed even if it occurs only twice"""
 OUTPUT = -1
-"""stands for the reader of the graph's outputs"""
+"""the reader of the graph's outputs, in sets of readers"""
 
 
 class ParameterSize(NamedTuple):
@@ -102,6 +102,8 @@ class CondensedGraph:
         """Groups functions, and runs of at least `collapse` equal parts; with 0 every node is a part."""
         graph, partition = graph_and_partition(subject)
         parts = [Part((node,), partition.stage_of(node.name)) for node in graph.nodes]
+        # Parts that depend on inputs only run on every stage that reads them, so they are in no stage's sequence and
+        # are grouped on their own.
         free = [part for part in parts if part.from_inputs]
         others = sorted((part for part in parts if not part.from_inputs), key=lambda part: part.stage)
         if collapse:
@@ -217,6 +219,7 @@ def _interleave(graph: Graph, free: Sequence[Part], others: Sequence[Part]) -> t
     """All parts, with those that depend on inputs only right before their first reader."""
     place = {node.name: number for number, part in enumerate(others) for node in part.nodes}
     first_reader: dict[str, int] = {}
+    # Backward through the graph, as a part may be read by another that depends on inputs only.
     for node in reversed(graph.nodes):
         reader = place[node.name] if not node.from_inputs else first_reader.get(node.name, len(others))
         for value in node.reads:
@@ -252,6 +255,7 @@ def _collapse_runs(parts: Sequence[Part], graph: Graph, least: int) -> list[Part
             return False
         if not all(a == b or one - a == other - b for a, b in zip(sources[one], sources[other], strict=True)):
             return False
+        # Readers that both have in common, such as the sum of all layers, do not tell the parts apart.
         pairs = zip(readers[one], readers[other], strict=True)
         return all({a - one for a in old - new} == {b - other for b in new - old} for old, new in pairs)
 

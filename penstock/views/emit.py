@@ -69,6 +69,7 @@ def module_lists(plan: Plan) -> list[list[str]]:
     """
     home = _units(plan)
     stages = list(home.values())
+    # Modules can be moved to a neighbouring stage only if the stages are in order.
     if stages == sorted(stages):
         home = dict(zip(home, _filled(stages, plan.num_stages), strict=True))
     lists = [[name for name, stage in home.items() if stage == own] for own in range(plan.num_stages)]

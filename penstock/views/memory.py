@@ -65,6 +65,7 @@ class Memory(View[Traces, str | bytes]):
             steps = max_steps or int(panel.width / SLICE)
             parts.append(draw_frame(panel, name or "memory", trace))
             parts += [_draw_rank(panel, trace, rank, top or 1.0, limit, steps) for rank in range(trace.num_ranks)]
+        # One scale for all rows, so that ranks can be compared by height.
         note = f"every row is 0 to {bytes_text(top)}" if top else "the trace holds no figures of memory"
         note += f"; dashed: limit of {bytes_text(limit)}" if limit else ""
         caption = Label(MARGIN, height - MARGIN + 8, note, FAINT, SIZE)

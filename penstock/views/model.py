@@ -1,6 +1,6 @@
 """model: a graph as an SVG picture: its modules from top to bottom, the tensors between them, and the stages.
 
-Choose it to see what a model consists of and where a partition cuts it. A box is a module with its class and
+Choose it to see the structure of a model and where a partition cuts it. A box is a module with its class and
 parameters; a slim box is the functions between modules; runs of equal parts are one box. Arrows carry shapes and
 bytes; a tensor that skips the next part runs along the right. Inputs of the model, and tensors that are computed from
 inputs alone (never sent, every stage computes them itself), are named at the left of their readers.
@@ -68,6 +68,7 @@ class _Layout:
     def __init__(self, condensed: CondensedGraph) -> None:
         self.condensed = condensed
         self.has_stages = condensed.partition.num_stages > 1
+        # Parts that depend on inputs only get no box: a mask that every layer reads would be connected to all of them.
         self.column = [place for place, part in enumerate(condensed.parts) if not part.from_inputs]
         self.column.append(condensed.outputs)
         self.tags = {place: self._tags(place) for place in self.column}
@@ -156,6 +157,7 @@ class _Layout:
             entering, leaving = self._skips_at(place)
             is_slim = is_output or self.condensed.parts[place].is_glue
             is_stack = not is_output and self.condensed.parts[place].times > 1
+            # Every skip has its own height at the right edge, with room for a label if it leaves.
             height = max(GLUE if is_slim else BLOCK, 5 * len(entering) + 12 * len(leaving) + 6)
             row = max(height + (STACK if is_stack else 0.0), TAG * len(self.tags[place]))
             color = IDLE if is_output else PAPER if is_slim else stage_color(stage, 0.62)

@@ -21,7 +21,7 @@ from penstock.views.base import RichView, Traces, check_positive, printed, trace
 from penstock.views.blocks import LETTERS, ROUNDING, WORDS, Blocks
 
 IDLE = -1
-"""stands in a grid of blocks for no block"""
+"""no block, in a grid of blocks"""
 MAX_STEPS_PER_PASS = 8
 _IDLE_STYLE = Style(bgcolor="#3a3f46")
 
@@ -73,6 +73,7 @@ def _lines(name: str, blocks: Blocks, width: int, colored: bool) -> Iterator[Tex
     columns = min(room, max(1, int(float(blocks.end.max(initial=0.0)) / step + 0.5)))
     lengths = blocks.end - blocks.start
     is_dense = bool(len(lengths)) and float(np.median(lengths)) < step
+    # With several passes per character, the largest of each would hide all shorter kinds.
     rows = (_proportional_cells if is_dense else _largest_cells)(blocks, step, columns).tolist()
     figures = f"makespan {seconds_text(blocks.trace.makespan)}, bubble {percent_text(blocks.trace.bubble)}"
     note = f"; a letter is {seconds_text(step, 2)}" if is_dense else ""

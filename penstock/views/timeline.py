@@ -75,6 +75,7 @@ class Timeline(View[Traces, str | bytes]):
             not is_merged and _needs_marks(content, panel)
             for content, panel, is_merged in zip(blocks, panels, merged, strict=True)
         ]
+        # Marks need room above the rows, so the panels are placed a second time.
         if any(marked):
             panels, height = place_panels(list(shown.values()), self.width, self.columns, row, lane=MARK_LANE)
         parts = []

@@ -35,7 +35,7 @@ def track_names(trace: Trace) -> set[tuple[int, str]]:
 SLOW = Cluster(4, latency=2.5)
 HOSTILE = {
     "free links": named("1f1b", 4, 8),
-    "messages under way together": named("1f1b", 4, 8, SLOW),
+    "concurrent messages": named("1f1b", 4, 8, SLOW),
     "overlapped pairs": named("dualpipe_v", 4, 8, SLOW),
     "recorded": jittered(named("zbv", 4, 8, SLOW)),
     "thirds of a second": run(TWO_RANKS, StageCosts((1 / 3, 0.1), (0.7, 1 / 7), (1 / 9, 1 / 11))),
@@ -54,7 +54,7 @@ def test_a_rank_is_a_process_named_with_its_stages() -> None:
     assert names == ["rank 0 (stages 0, 3)", "rank 1 (stages 1, 2)"]
 
 
-def test_every_pass_is_a_span_in_microseconds_with_what_it_is() -> None:
+def test_every_pass_is_a_span_in_microseconds_with_its_arguments() -> None:
     forward, backward = events(run("0F0,0B0"), "X")
     assert (forward["name"], forward["ts"], forward["dur"]) == ("0F0", 0.0, 1e6)
     assert (backward["ts"], backward["dur"]) == (1e6, 2e6)
@@ -71,12 +71,12 @@ def test_messages_have_tracks_of_their_own_per_direction() -> None:
     assert track_names(run(TWO_RANKS)) == {(0, "passes"), (1, "passes"), (0, "to rank 1"), (1, "to rank 0")}
 
 
-def test_messages_under_way_together_go_to_further_lanes() -> None:
+def test_concurrent_messages_go_to_further_lanes() -> None:
     assert (0, "to rank 1, lane 2") in track_names(named("gpipe", 2, 4, Cluster(2, latency=2.5)))
 
 
 def test_every_message_is_a_span() -> None:
-    trace = HOSTILE["messages under way together"]
+    trace = HOSTILE["concurrent messages"]
     assert sum(e["cat"] == "send" for e in events(trace, "X")) == len(trace.transfers)
 
 

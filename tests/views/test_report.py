@@ -166,7 +166,7 @@ def test_a_limit_that_differs_between_ranks_is_not_drawn_as_one_line() -> None:
     assert "dashed: limit" not in words(Report()(contents(uneven, trained=False)))
 
 
-def test_a_run_without_a_recorded_step_or_finite_losses_is_shown_as_far_as_it_goes() -> None:
+def test_a_run_without_a_recorded_step_or_finite_losses_is_shown_without_them() -> None:
     shown = contents()
     steps = (StepMetrics(0, float("nan"), 0.4, 0),)
     page = words(Report()(replace(shown, run=replace(shown.run, steps=steps, traces=(), peaks=()))))
@@ -197,7 +197,7 @@ def test_ranks_that_are_never_idle_have_a_sentence_about_it() -> None:
     assert "No rank is ever idle." in words(Report()(contents(planned(ranks=1), trained=False)))
 
 
-def test_a_run_that_was_stopped_before_its_first_step_is_the_report_of_its_plan() -> None:
+def test_the_report_of_a_run_without_steps_is_that_of_its_plan() -> None:
     shown = contents()
     page = words(Report()(replace(shown, run=replace(shown.run, steps=(), traces=()))))
     assert "measured step" not in page

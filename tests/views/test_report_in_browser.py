@@ -1,4 +1,4 @@
-"""report, in a real browser without a window: the script runs, pointing and zooming work; skipped without Chromium."""
+"""The report in a headless browser: the script runs, pointing and zooming work; skipped without Chromium."""
 
 import base64
 import hashlib
@@ -98,7 +98,7 @@ def dumped(page: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one visit to a page found."""
+    """The results of one visit to a page."""
     page = Report()(contents(planned("zb_h1", 3, 4, name="<b>{}</b></script>")))
     dom = dumped(driven(page), tmp_path_factory.mktemp("browser"))
     found = re.search(r'<pre id="result">(.*?)</pre>', dom, re.DOTALL)
@@ -116,7 +116,7 @@ def test_the_timelines_are_drawn_in_place_of_the_picture(seen: dict[str, Any]) -
     assert seen["colors"] > 10
 
 
-def test_pointing_at_a_pass_tells_what_it_is(seen: dict[str, Any]) -> None:
+def test_pointing_at_a_pass_shows_its_details(seen: dict[str, Any]) -> None:
     what, where, when, measured = seen["tip"].split("\n")
     assert (what, where) == ("forward · microbatch 0", "rank 0 · stage 0")
     assert when == "start 0 s · length 10 ms"

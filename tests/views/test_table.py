@@ -13,7 +13,7 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_a_line_per_trace_holds_its_figures() -> None:
+def test_a_line_per_trace_has_its_figures() -> None:
     header, _, line = Table()({"1f1b": named("1f1b", 4, 8)}).splitlines()
     assert dict(zip(cells(header), cells(line), strict=True)) == {
         "trace": "1f1b",

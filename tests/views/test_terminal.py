@@ -26,7 +26,7 @@ def test_without_colours_a_pass_is_its_name_continued_by_dashes() -> None:
     ]
 
 
-def test_the_stage_stands_first_where_a_rank_holds_several() -> None:
+def test_the_stage_comes_first_where_a_rank_holds_several() -> None:
     assert plain(run(VEE))[1].startswith("rank 0 0F0-0F1-....3F0-3B0-----")
 
 
@@ -34,7 +34,7 @@ def test_an_overlapped_pair_takes_two_lines() -> None:
     assert plain(run(PAIR))[1:3] == ["rank 0 F0-F1-------B1----", "          B0-------"]
 
 
-def test_a_narrower_terminal_takes_fewer_characters_for_every_step_alike() -> None:
+def test_a_narrower_terminal_has_fewer_characters_per_step() -> None:
     assert plain(run(TWO_RANKS), width=18)[1] == "rank 0 FF..B0.B1"
 
 

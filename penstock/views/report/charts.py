@@ -67,6 +67,7 @@ def _curve(points: Sequence[tuple[int, float]], reference: float | None = None, 
     """A line through the points, and a dashed one at the reference; None for fewer than two points."""
     if len(points) < 2:
         return None
+    # More points than pixels would only make the page larger.
     points = points[:: max(1, len(points) // MAX_POINTS)]
     values = [value for _, value in points]
     # The axis reaches from a round value below the least to one above the largest; with a reference, from 0.

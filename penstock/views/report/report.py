@@ -65,6 +65,7 @@ class Report(View[Contents, str]):
         given: object = contents
         if not isinstance(given, Contents):
             raise ViewError("a report needs contents", got=type(given).__name__, hint="penstock.report(plan)")
+        # The size of a page is known only when it is written; the first attempt is nearly always small enough.
         pages = (self._page(contents, detail) for detail in DETAILS)
         page = next((page for page in pages if len(page.encode()) <= MAX_BYTES), None)
         if page is None:

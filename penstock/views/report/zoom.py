@@ -62,6 +62,7 @@ def _trace_entry(name: str, blocks: Blocks, sequence: NDArray[np.int64], tick: f
     rank = blocks.rank[sequence]
     start = np.round(blocks.start[sequence] / tick).astype(np.int64)
     end = np.round(blocks.end[sequence] / tick).astype(np.int64)
+    # Differences between neighbours are short numbers, which keeps the page small.
     is_first = np.diff(rank, prepend=-1) != 0
     before = np.where(is_first, 0, np.concatenate(([0], end[:-1])))
     # Rank and tick at which each item of the critical path begins, and at which it ends.
