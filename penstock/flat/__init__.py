@@ -1,10 +1,7 @@
-"""flat: the door to a pipeline by hand, with a model as a list of modules and a loop that the caller writes."""
+"""Pipelines written by hand: a model as a list of modules, and a training loop of the caller's own."""
 
-from penstock.flat.clipping import clip_grad_norm_
-from penstock.flat.entries import flatten_model
-from penstock.flat.portions import partition_balanced, partition_uniform
-from penstock.flat.replicated import DDP
-from penstock.flat.steps import forward_backward, forward_eval
+from penstock.flat.model import flatten_model, partition_balanced, partition_uniform
+from penstock.flat.step import DDP, clip_grad_norm_, forward_backward, forward_eval
 from penstock.flat.topology import topology
 
 __all__ = [

@@ -1,39 +1,113 @@
-"""Topology: which place this process has in the grid of all processes, and the group for every dimension."""
+"""The topology of all processes: a grid of named dimensions (data, pipe, tensor) and the process groups along each."""
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch.distributed as dist
 
 from penstock.errors import RunError
-from penstock.flat.grid import DATA, MODEL, PIPE, TENSOR, WORLD, Grid
-from penstock.flat.line import Line
-from penstock.ir import is_finite
+from penstock.flat.pipeline import FlatPipeline
+from penstock.ir import as_int, is_finite
 from penstock.runtime import Agreement, ProcessGroups, RankMonitor, RankSync
 
 DEADLINE_SECONDS = 60.0
+DATA, PIPE, TENSOR = "data", "pipe", "tensor"
+MODEL, WORLD = "model", "global"
+_EXAMPLE = "setup_process_groups([('data', 2), ('pipe', 2)])"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Named dimensions from the outermost to the innermost; consecutive ranks differ in the innermost."""
+
+    dimensions: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, dimensions: Iterable[Sequence[object]], world: int) -> "Grid":
+        """A grid of all ranks, from pairs of a name and a size."""
+        grid = cls(tuple(_dimension(entry) for entry in dimensions))
+        if len(set(grid.names)) < len(grid.names):
+            raise RunError("dimensions must have different names", dimensions=grid.names)
+        if math.prod(grid.sizes) != world:
+            raise RunError(
+                "the sizes of all dimensions must multiply to the number of processes",
+                dimensions=grid.dimensions,
+                processes=world,
+            )
+        return grid
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the dimensions."""
+        return tuple(name for name, _ in self.dimensions)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the dimensions."""
+        return tuple(size for _, size in self.dimensions)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """All group names; "model" groups are the ranks that hold one replica."""
+        own_model = (MODEL,) if {PIPE, TENSOR} & set(self.names) else ()
+        return (*self.names, *own_model, WORLD)
+
+    def groups(self, kind: str) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each group of a kind: those that differ only in its dimensions."""
+        along = self._along(kind)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, position in enumerate(product(*map(range, self.sizes))):
+            rest = tuple(at for at, (name, _) in zip(position, self.dimensions, strict=True) if name not in along)
+            found.setdefault(rest, []).append(rank)
+        return tuple(map(tuple, found.values()))
+
+    def group_of(self, kind: str, rank: int) -> tuple[int, ...]:
+        """The ranks of the group of that kind that contains a rank."""
+        return next(group for group in self.groups(kind) if rank in group)
+
+    def _along(self, kind: str) -> set[str]:
+        if kind not in self.kinds:
+            raise RunError("no such group", name=repr(kind), known=", ".join(self.kinds), hint=_EXAMPLE)
+        if kind == WORLD:
+            return set(self.names)
+        return set(self.names) - {DATA} if kind == MODEL else {kind}
+
+
+def _dimension(entry: Sequence[object]) -> tuple[str, int]:
+    if isinstance(entry, str) or len(entry) != 2:
+        raise RunError("a dimension must be a pair of a name and a size", got=repr(entry), hint=_EXAMPLE)
+    name, size = entry
+    count = int(size) if isinstance(size, float) and size.is_integer() else as_int(size)
+    if not isinstance(name, str) or not name or name in (MODEL, WORLD):
+        raise RunError("invalid name of a dimension", got=repr(name), reserved=(MODEL, WORLD), hint=_EXAMPLE)
+    if count is None or count < 1:
+        raise RunError("the size of a dimension must be a whole number, 1 or more", dimension=name, size=repr(size))
+    return name, count
 
 
 class Topology:
-    """The groups of this process, by the names of the dimensions; empty until they are set up."""
+    """The process groups of this process by dimension; empty before `setup_process_groups`."""
 
     def __init__(self) -> None:
         self._grid: Grid | None = None
         self._groups: dict[str, Any] = {}
-        self._line: Line | None = None
+        self._pipeline: FlatPipeline | None = None
 
     def setup_process_groups(
         self, config: Iterable[Sequence[object]], deadline_seconds: float = DEADLINE_SECONDS
     ) -> None:
-        """Make the groups for pairs of a name and a size, the outermost dimension first; all processes call it alike.
+        """Create the groups for pairs of a name and a size, outermost dimension first. Collective.
 
-        `[("data", 2), ("pipe", 2)]`, in any order. Nothing that ranks do together waits longer than the deadline.
+        For example `[("data", 2), ("pipe", 2)]`, in any order. A rank waits for others for at most the deadline.
         """
         if not dist.is_initialized():
             hint = "dist.init_process_group('gloo'), torchrun, or penstock.launch"
             raise RunError("torch.distributed is not initialised in this process", hint=hint)
         if not (is_finite(deadline_seconds) and deadline_seconds > 0):
-            raise RunError("a deadline is seconds above 0", deadline_seconds=repr(deadline_seconds), hint="60.0")
+            raise RunError("deadline_seconds must be above 0", deadline_seconds=repr(deadline_seconds), hint="60.0")
         rank, world = dist.get_rank(), dist.get_world_size()
         grid = Grid.of(config, world)
         pipe = grid.group_of(PIPE, rank) if PIPE in grid.names else (rank,)
@@ -43,52 +117,52 @@ class Topology:
         RankSync(ProcessGroups(rank, world, dist.group.WORLD, control, monitor=monitor)).establish(
             Agreement.of_options({"dimensions": grid.dimensions})
         )
-        self._groups = {kind: _made(grid.groups(kind), rank) for kind in grid.kinds if kind != WORLD}
+        self._groups = {kind: _new_group(grid.groups(kind), rank) for kind in grid.kinds if kind != WORLD}
         self._groups[WORLD] = dist.group.WORLD
         self._grid = grid
-        self._line = None
+        self._pipeline = None
         if PIPE in grid.names:
-            host = self._groups[PIPE] if is_gloo else _made(grid.groups(PIPE), rank, "gloo")
+            host = self._groups[PIPE] if is_gloo else _new_group(grid.groups(PIPE), rank, "gloo")
             replicas = self._groups[DATA] if DATA in grid.names and self.get_group_size(DATA) > 1 else None
             own = ProcessGroups(pipe.index(rank), len(pipe), self._groups[PIPE], host, replicas, None, monitor)
-            self._line = Line(own)
+            self._pipeline = FlatPipeline(own)
         monitor.idle()
 
     @property
-    def line(self) -> Line:
-        """The pipeline that this process is in."""
-        if self._line is None:
-            self._known(PIPE)
-            raise AssertionError("a topology with a pipe has a line")
-        return self._line
+    def pipeline(self) -> FlatPipeline:
+        """The pipeline of this process."""
+        if self._pipeline is None:
+            self._checked_grid(PIPE)
+            raise AssertionError("a topology with a pipe has a pipeline")
+        return self._pipeline
 
     def get_group(self, mode: str) -> Any:
-        """The group of torch.distributed along a dimension, of "model" (all but data), or of the "global" world."""
-        self._known(mode)
+        """The process group along a dimension, of "model" (all but data), or "global" (all)."""
+        self._checked_grid(mode)
         return self._groups[mode]
 
     def get_ranks_in_group(self, mode: str) -> list[int]:
-        """The ranks of the world that are in the group of this process, in order."""
-        return list(self._known(mode).group_of(mode, dist.get_rank()))
+        """The global ranks in the group of this process."""
+        return list(self._checked_grid(mode).group_of(mode, dist.get_rank()))
 
     def all_ranks(self, mode: str) -> list[list[int]]:
-        """The ranks of every group along a dimension."""
-        return [list(group) for group in self._known(mode).groups(mode)]
+        """The global ranks of every group along a dimension."""
+        return [list(group) for group in self._checked_grid(mode).groups(mode)]
 
     def get_group_rank(self, mode: str) -> int:
-        """The place of this process in its group."""
+        """The rank of this process in its group."""
         return self.get_ranks_in_group(mode).index(dist.get_rank())
 
     def get_group_size(self, mode: str) -> int:
-        """How many processes are in its group."""
+        """The size of its group."""
         return len(self.get_ranks_in_group(mode))
 
     def get_prev_global_rank(self, mode: str = PIPE) -> int:
-        """The rank of the world before this one in its group; before the first comes the last."""
+        """The global rank before this one in its group, cyclic."""
         return self._neighbour(mode, -1)
 
     def get_next_global_rank(self, mode: str = PIPE) -> int:
-        """The rank of the world after this one in its group; after the last comes the first."""
+        """The global rank after this one in its group, cyclic."""
         return self._neighbour(mode, 1)
 
     def _neighbour(self, mode: str, step: int) -> int:
@@ -96,7 +170,7 @@ class Topology:
         return ranks[(ranks.index(dist.get_rank()) + step) % len(ranks)]
 
     def is_mode_inited(self, mode: str) -> bool:
-        """Whether there are groups of several processes along a dimension."""
+        """Whether the groups along a dimension have several processes."""
         return self._grid is not None and mode in self._grid.kinds and self.get_group_size(mode) > 1
 
     def is_first_group(self, mode: str) -> bool:
@@ -112,11 +186,11 @@ class Topology:
         return self.get_group_rank(mode) == self.get_group_size(mode) - 1
 
     def is_first_in_pipeline_group(self) -> bool:
-        """Whether this process holds the first stage."""
+        """Whether this process has the first stage."""
         return self.is_first_in_group(PIPE)
 
     def is_last_in_pipeline_group(self) -> bool:
-        """Whether this process holds the last stage."""
+        """Whether this process has the last stage."""
         return self.is_last_in_group(PIPE)
 
     def is_first_in_data_group(self) -> bool:
@@ -136,31 +210,31 @@ class Topology:
         return self.is_last_in_group(TENSOR)
 
     def is_first_in_model_group(self) -> bool:
-        """Whether this process is the first of those that hold one model."""
+        """Whether this process is the first of its model group."""
         return self.is_first_in_group(MODEL)
 
     def is_last_in_model_group(self) -> bool:
-        """Whether this process is the last of those that hold one model."""
+        """Whether this process is the last of its model group."""
         return self.is_last_in_group(MODEL)
 
     def get_pp_rank(self) -> int:
-        """The place in the pipeline."""
+        """The pipeline rank."""
         return self.get_group_rank(PIPE)
 
     def get_pp_size(self) -> int:
-        """The length of the pipeline."""
+        """The number of pipeline ranks."""
         return self.get_group_size(PIPE)
 
     def get_dp_rank(self) -> int:
-        """The number of the replica."""
+        """The data-parallel rank."""
         return self.get_group_rank(DATA)
 
     def get_dp_size(self) -> int:
-        """How many replicas there are."""
+        """The number of replicas."""
         return self.get_group_size(DATA)
 
     def get_tp_rank(self) -> int:
-        """The place in the tensor group."""
+        """The tensor-parallel rank."""
         return self.get_group_rank(TENSOR)
 
     def get_tp_size(self) -> int:
@@ -168,25 +242,25 @@ class Topology:
         return self.get_group_size(TENSOR)
 
     def get_mp_rank(self) -> int:
-        """The place among those that hold one model."""
+        """The rank in the model group."""
         return self.get_group_rank(MODEL)
 
     def get_mp_size(self) -> int:
-        """How many processes hold one model."""
+        """The size of the model group."""
         return self.get_group_size(MODEL)
 
-    def _known(self, mode: str) -> Grid:
+    def _checked_grid(self, mode: str) -> Grid:
         if self._grid is None:
             hint = "topology.setup_process_groups([('pipe', dist.get_world_size())])"
-            raise RunError("the topology is not set up", hint=hint)
+            raise RunError("setup_process_groups must be called first", hint=hint)
         if mode not in self._grid.kinds:
             known = ", ".join(self._grid.kinds)
             raise RunError("the topology has no such dimension", name=repr(mode), known=known)
         return self._grid
 
 
-def _made(groups: Iterable[tuple[int, ...]], rank: int, backend: str | None = None) -> Any:
-    """The group of this process; all processes make all groups, in the same order."""
+def _new_group(groups: Iterable[tuple[int, ...]], rank: int, backend: str | None = None) -> Any:
+    """The group of this process; every process must create all groups, in the same order."""
     made = [(ranks, dist.new_group(list(ranks), backend=backend)) for ranks in groups]
     return next(group for ranks, group in made if rank in ranks)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import RunError
-from penstock.flat.grid import Grid
+from penstock.flat.topology import Grid
 
 
 def test_the_last_dimension_is_the_innermost() -> None:
@@ -33,10 +33,10 @@ def test_a_size_that_was_divided_is_a_whole_number_too() -> None:
     ("dimensions", "words"),
     [
         ([("data", 2), ("pipe", 3)], "must multiply to the number of processes"),
-        ([("pipe", 2), ("pipe", 2)], "named twice"),
+        ([("pipe", 2), ("pipe", 2)], "must have different names"),
         ([("pipe", 0), ("data", 4)], "whole number, 1 or more"),
         ([("pipe", 1.5), ("data", 4)], "whole number, 1 or more"),
-        ([("model", 4)], "a name of its own"),
+        ([("model", 4)], "invalid name"),
         (["pipe"], "a pair of a name and a size"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.flat.mail import Mail
+from penstock.flat.messages import Messages
 from penstock.ir import Recv, Send
 from penstock.runtime import DistributedTransport
 
@@ -50,8 +50,8 @@ class Nobody:
 def carried(values: list[Tensor], sent_in: int = 0, expected_in: int = 0) -> list[Tensor]:
     """What arrives of values sent from stage 0 to stage 1, each in a call of its own number."""
     between = DistributedTransport(Post(), torch.device("cpu"), Nobody())  # type: ignore[arg-type]
-    Mail(between, sent_in).send(Send(0, 2, 1), 7, values)
-    receiver = Mail(between, expected_in)
+    Messages(between, sent_in).send(Send(0, 2, 1), 7, values)
+    receiver = Messages(between, expected_in)
     receiver.expect(Recv(1, 2, 0), 8)
     return receiver.take((0, 1, 2))
 
@@ -67,10 +67,10 @@ def test_values_of_any_shape_and_type_arrive_as_they_were_laid_out() -> None:
 
 
 def test_a_message_of_another_call_is_refused() -> None:
-    with pytest.raises(RunError, match=r"another call .*\n?.*expected: \(4, 0, 1, 2\), found: \(3, 0, 1, 2\)"):
+    with pytest.raises(RunError, match=r"another call.*\n?.*expected: \(4, 0, 1, 2\), found: \(3, 0, 1, 2\)"):
         carried([torch.zeros(1)], sent_in=3, expected_in=4)
 
 
 def test_more_values_than_a_header_has_room_for_are_refused() -> None:
-    with pytest.raises(RunError, match=r"more values than a message has room for \(values: 300"):
+    with pytest.raises(RunError, match=r"too many values for the header of a message \(values: 300"):
         carried([torch.zeros(1)] * 300)

@@ -63,7 +63,7 @@ def test_an_evaluation_answers_for_all_samples_without_gradients(pools: Pools) -
 @pytest.mark.gloo
 def test_values_cross_as_they_are_and_another_type_than_expected_is_told(pools: Pools) -> None:
     (said,), nothing = pools[2].run(stages.of_another_type)
-    assert said == "values cross to the next stage as float64, not as torch.bfloat16: dtype converts nothing"
+    assert said == "values are sent to the next stage as float64, not as torch.bfloat16: dtype does not convert them"
     assert nothing == []
 
 
@@ -89,7 +89,7 @@ def test_gradients_of_replicas_are_averaged_over_all_microbatches(pools: Pools) 
 
 @pytest.mark.gloo
 def test_gradients_that_nobody_would_average_are_refused(pools: Pools) -> None:
-    assert all("would not be averaged over the replicas" in told for told in pools[2].run(stages.outside))
+    assert all("would not be averaged over replicas" in told for told in pools[2].run(stages.outside))
 
 
 @pytest.mark.gloo
@@ -98,8 +98,8 @@ def test_gradients_that_nobody_would_average_are_refused(pools: Pools) -> None:
     [
         ("microbatches", "rank 1 called forward_backward(num_microbatches=3) while rank 0 called forward_backward("),
         ("only", "forward_only=True"),
-        ("sizes", "the ranks were given batches of different sizes (step: 0, sizes: (4, 6))"),
-        ("ragged", "the inputs of a rank have different numbers of samples (step: 0, rank: 1, sizes: [3, 4])"),
+        ("sizes", "all ranks must have batches of the same size (step: 0, sizes: (4, 6))"),
+        ("ragged", "the inputs of a rank must have the same number of samples (step: 0, rank: 1, got: [3, 4])"),
         ("few", "samples: 4, microbatches: 9)\ntry: num_microbatches=4 on every rank"),
         ("nothing", "the first rank of the pipeline needs inputs (step: 0, rank: 0)"),
     ],
@@ -112,8 +112,8 @@ def test_a_mistake_of_one_rank_is_an_error_on_all_and_they_can_go_on(pools: Pool
 @pytest.mark.parametrize(
     ("rank", "kind", "words"),
     [
-        (0, "dict", "a stage hands on a tensor, or a list or tuple of tensors"),
-        (1, "vector", "the forward of the last stage must return its loss"),
+        (0, "dict", "must return a tensor, or a list or tuple of tensors"),
+        (1, "vector", "the forward of the last stage must return a scalar loss"),
         (1, "raise", "KeyError: 'boom'"),
     ],
 )

@@ -66,5 +66,5 @@ def test_different_dimensions_are_an_error_on_every_rank(pools: Pools) -> None:
 def test_without_processes_the_way_to_them_is_told() -> None:
     with pytest.raises(RunError, match=r"try: dist.init_process_group\('gloo'\), torchrun, or penstock.launch"):
         Topology().setup_process_groups([("pipe", 2)])
-    with pytest.raises(RunError, match="the topology is not set up"):
+    with pytest.raises(RunError, match="setup_process_groups must be called first"):
         Topology().get_pp_rank()

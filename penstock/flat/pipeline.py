@@ -1,4 +1,4 @@
-"""Line: the pipeline of this process: its groups, where its ranks meet, and the calls that they make together."""
+"""The pipeline of this process: its process groups, rank sync, transport, and the calls its ranks make together."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,35 +19,35 @@ from penstock.runtime import (
 )
 
 
-class Line:
-    """One pipeline; a call is a step of training or evaluation, counted alike on all ranks."""
+class FlatPipeline:
+    """One pipeline; a call is one training or evaluation step, numbered on all ranks."""
 
     def __init__(self, groups: ProcessGroups) -> None:
         assert groups.monitor is not None
         self.groups, self._monitor = groups, groups.monitor
         self.sync = RankSync(groups)
-        self.between = DistributedTransport(groups.group, _device_of(groups.group), groups.monitor)
+        self.transport = DistributedTransport(groups.group, _device_of(groups.group), groups.monitor)
         self.num_calls = 0
         self.replicated: dict[Any, None] | None = None
-        """modules with copies on other ranks whose gradients the present call makes; None between calls"""
+        """DDP modules that computed gradients in the present call; None between calls"""
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank holds the first stage."""
+        """Whether this rank has the first stage."""
         return self.groups.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the last stage."""
+        """Whether this rank has the last stage."""
         return self.groups.rank == self.groups.num_ranks - 1
 
-    def works(self, code: int) -> None:
-        """This rank is about to run an action."""
+    def record_action(self, code: int) -> None:
+        """Record the action that this rank is about to run, for hang reports."""
         self._monitor.working(code)
 
     @contextmanager
     def call(self, is_training: bool) -> Iterator[int]:
-        """The number of a call; if it breaks, the error says in which, and ranks that do not know it learn of it."""
+        """Run a call and yield its number; an error names the call and is reported to the other ranks."""
         number, self.num_calls = self.num_calls, self.num_calls + 1
         self.replicated = {}
         try:
@@ -56,19 +56,19 @@ class Line:
         finally:
             self.replicated = None
 
-    def agree(self, request: SyncRequest, said: SyncVote) -> SyncResult:
-        """All ranks were called alike, or all of them raise."""
-        return self.sync.exchange(request, said)
+    def agree(self, request: SyncRequest, vote: SyncVote) -> SyncResult:
+        """Synchronise all ranks; all of them raise if their requests differ."""
+        return self.sync.exchange(request, vote)
 
     def refuse(self, request: SyncRequest, error: RunError) -> RunError:
-        """Tell the other ranks, who are at this sync, why this rank will not do it; the error to raise here."""
+        """Report an error to the other ranks at this sync; returns the error to raise on this rank."""
         self.sync.refuse(request, error)
-        told = error.at(rank=self.groups.rank)
-        told.is_shared = True
-        return told
+        shared = error.at(rank=self.groups.rank)
+        shared.is_shared = True
+        return shared
 
 
 def _device_of(group: Any) -> torch.device:
-    """Where messages of the group lie."""
+    """The device of the group's messages."""
     is_nccl = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")

@@ -1,0 +1,110 @@
+"""flatten_model: a model as a list of modules called one after another; and the part of it that a rank holds."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+
+from penstock.capture import microbatch_sizes
+from penstock.errors import PartitionError
+from penstock.flat.topology import topology
+from penstock.ir import as_int
+from penstock.stages import Flat
+
+Entry = str | nn.Module | Callable[..., Any]
+Entries = Iterable[Callable[..., Any]]
+
+
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *values: Any) -> Any:
+        """Call the function."""
+        return self.function(*values)
+
+    def extra_repr(self) -> str:
+        """The name of the function."""
+        return getattr(self.function, "__qualname__", repr(self.function))
+
+
+def flatten_model(
+    model: nn.Module, layer_list: Iterable[Entry], return_list: bool = False
+) -> nn.Sequential | list[nn.Module]:
+    """The modules that the model calls one after another, as a Sequential or a list.
+
+    An entry is the name of a module, a module, or a function. Sequential and ModuleList expand to their elements.
+    """
+    steps = [step for _, step in Flat(model, layer_list).steps]
+    modules = [step if isinstance(step, nn.Module) else Function(step) for step in steps]
+    return modules if return_list else nn.Sequential(*modules)
+
+
+def partition_uniform(
+    flat_sequence: Entries, num_stages: int | None = None, stage: int | None = None
+) -> list[Callable[..., Any]]:
+    """The entries of a stage; stages have equal numbers of entries to within one, larger ones first.
+
+    `num_stages` and `stage` default to the pipeline of the topology and this rank.
+    """
+    entries, stages, stage = _check_arguments(flat_sequence, num_stages, stage)
+    bounds = list(accumulate(microbatch_sizes(len(entries), stages), initial=0))
+    return entries[bounds[stage] : bounds[stage + 1]]
+
+
+def partition_balanced(
+    flat_sequence: Entries, num_stages: int | None = None, stage: int | None = None
+) -> list[Callable[..., Any]]:
+    """The entries of a stage; the cut minimises the parameters of the largest stage.
+
+    Entries that do not matter for that, such as functions without parameters, go to earlier stages.
+    """
+    entries, stages, stage = _check_arguments(flat_sequence, num_stages, stage)
+    bounds = _bounds([_size(entry) for entry in entries], stages)
+    return entries[bounds[stage] : bounds[stage + 1]]
+
+
+def _check_arguments(
+    flat_sequence: Entries, num_stages: int | None, stage: int | None
+) -> tuple[list[Callable[..., Any]], int, int]:
+    entries = list(flat_sequence)
+    stages = topology.get_pp_size() if num_stages is None else as_int(num_stages)
+    index = topology.get_pp_rank() if stage is None else as_int(stage)
+    if stages is None or index is None or not 0 <= index < stages:
+        raise PartitionError("stage must be below num_stages", stage=repr(stage), num_stages=repr(num_stages))
+    if len(entries) < stages:
+        hint = "more entries: list the parts of a large module one by one"
+        raise PartitionError("fewer entries than stages", entries=len(entries), stages=stages, hint=hint)
+    return entries, stages, index
+
+
+def _size(entry: Callable[..., Any]) -> int:
+    return sum(parameter.numel() for parameter in entry.parameters()) if isinstance(entry, nn.Module) else 0
+
+
+def _bounds(sizes: Sequence[int], stages: int) -> list[int]:
+    """The boundaries of the stages that minimise the largest stage, by binary search for its size."""
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_fill(sizes, stages, middle)) <= stages + 1:
+            high = middle
+        else:
+            low = middle + 1
+    return _fill(sizes, stages, low)
+
+
+def _fill(sizes: Sequence[int], stages: int, limit: int) -> list[int]:
+    """Fill stage after stage up to the limit, leaving at least one entry for each later stage."""
+    bounds, content = [0], 0
+    for index, size in enumerate(sizes):
+        is_needed_later = len(sizes) - index == stages - len(bounds)
+        if index > bounds[-1] and (content + size > limit or is_needed_later):
+            bounds.append(index)
+            content = 0
+        content += size
+    return [*bounds, len(sizes)]

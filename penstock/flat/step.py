@@ -1,0 +1,350 @@
+"""forward_backward: one batch through the pipeline, with the caller's own forward and backward functions."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+
+from penstock.capture import microbatch_sizes, spec_of
+from penstock.errors import PenstockWarning, RunError
+from penstock.flat.messages import Messages
+from penstock.flat.pipeline import FlatPipeline
+from penstock.flat.topology import DATA, TENSOR, topology
+from penstock.ir import Action, Backward, Forward, Recv, Send, TensorSpec, as_int
+from penstock.passes import lower
+from penstock.runtime import (
+    ReplicaReducer,
+    SyncRequest,
+    SyncVote,
+    check_clipping,
+    clip,
+    global_norm,
+    located_error,
+    merge,
+)
+from penstock.schedules import build
+from penstock.stages import grad_boundary
+
+ForwardFn = Callable[[Any], Any]
+BackwardFn = Callable[[Any, Any], object]
+Inputs = Tensor | Sequence[Tensor] | None
+Order = tuple[tuple[Action, int], ...]
+
+
+def forward_backward(
+    optimizer: optim.Optimizer | None,
+    fwd_fn: ForwardFn,
+    bwd_fn: BackwardFn | None,
+    inputs: Inputs,
+    num_microbatches: int = 1,
+    forward_only: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    scatter_gather_tensors: bool = False,
+) -> Any:
+    """Run one batch through the pipeline: forward and, unless `forward_only`, backward. Collective over the pipeline.
+
+    `fwd_fn` receives the output of the previous stage and this rank's `inputs` (on any rank, for example targets),
+    split into microbatches along their first dimension: a tensor if there is one, else a list. On the last rank it
+    returns the loss. `bwd_fn(output, gradient)` replaces the backward; on the last rank the gradient is None. The
+    optimizer's gradients are zeroed first; gradients are summed over microbatches, not averaged.
+
+    Returns the merged results of `fwd_fn` on the last rank: tensors with a batch dimension concatenated, scalars such
+    as losses summed; None on other ranks. `dtype` is the expected dtype of values between stages; a different one gives
+    a warning and is not converted, so that the results equal the unsplit model.
+    """
+    pipeline = topology.pipeline
+    if scatter_gather_tensors and topology.is_mode_inited(TENSOR):
+        raise RunError(
+            "scatter_gather_tensors over several tensor ranks is not supported",
+            tensor_ranks=topology.get_tp_size(),
+            hint="scatter_gather_tensors=False",
+        )
+    is_training = not forward_only
+    with pipeline.call(is_training) as number:
+        options = f"num_microbatches={num_microbatches}" + (", forward_only=True" if forward_only else "")
+        request = SyncRequest("forward_backward", number, options)
+        split = _split_inputs(pipeline, request, inputs, num_microbatches)
+        if optimizer is not None and is_training:
+            optimizer.zero_grad()
+        stage = _UserStage(fwd_fn, bwd_fn, dtype, split.inputs, pipeline.is_last)
+        order = _orders(pipeline.groups.num_ranks, len(split.sizes), is_training)[pipeline.groups.rank]
+        _execute(order, pipeline, Messages(pipeline.transport, number), stage, is_training)
+        for module in list(pipeline.replicated or ()):
+            module.reduce_gradients()
+        if not pipeline.is_last:
+            return None
+        results = [stage.results[microbatch] for microbatch in range(len(split.sizes))]
+        return merge(results, split.sizes, [1.0] * len(results))
+
+
+def forward_eval(fwd_fn: ForwardFn, inputs: Inputs, dtype: torch.dtype | None = None) -> Any:
+    """Forward of a whole batch without gradients; returns the result of the last stage, on the last rank."""
+    return forward_backward(None, fwd_fn, None, inputs, 1, True, dtype=dtype)
+
+
+def _execute(
+    order: Iterable[tuple[Action, int]],
+    pipeline: FlatPipeline,
+    messages: Messages,
+    stage: "_UserStage",
+    is_training: bool,
+) -> None:
+    """Run this rank's actions in order, and wait until all messages have arrived."""
+    unsent: dict[tuple[bool, int], list[Tensor]] = {}
+    for action, code in order:
+        try:
+            match action:
+                case Recv():
+                    messages.expect(action, code)
+                case Send():
+                    messages.send(action, code, unsent.pop((action.is_gradient, action.microbatch)))
+                case Forward(index, microbatch):
+                    received = [] if pipeline.is_first else messages.take((index - 1, index, microbatch))
+                    pipeline.record_action(code)
+                    values = stage.forward(microbatch, received, is_training)
+                    if not pipeline.is_last:
+                        unsent[False, microbatch] = values
+                case Backward(index, microbatch):
+                    gradients = [] if pipeline.is_last else messages.take((index + 1, index, microbatch))
+                    pipeline.record_action(code)
+                    values = stage.backward(microbatch, gradients)
+                    if not pipeline.is_first:
+                        unsent[True, microbatch] = values
+        except Exception as error:
+            raise located_error(error, pipeline.groups.rank, code) from error
+    messages.finish()
+
+
+@lru_cache(maxsize=64)
+def _orders(ranks: int, microbatches: int, is_training: bool) -> tuple[Order, ...]:
+    """The actions of every rank in 1f1b order with sends and receives, each with its code."""
+    schedule = build("1f1b", ranks, microbatches)
+    program = lower(schedule if is_training else schedule.forwards(), passes=("add_transfers",))
+    table = program.table
+    return tuple(
+        tuple(zip(actions, table.rank(rank).tolist(), strict=True)) for rank, actions in enumerate(program.orders)
+    )
+
+
+class _SplitInputs(NamedTuple):
+    """The number of samples of every microbatch, and its part of this rank's inputs."""
+
+    sizes: tuple[int, ...]
+    inputs: tuple[tuple[Tensor, ...], ...]
+
+
+def _split_inputs(
+    pipeline: FlatPipeline, request: SyncRequest, inputs: Inputs, num_microbatches: int
+) -> _SplitInputs:
+    """Split the inputs. Collective: if one rank cannot, all raise the same error."""
+    try:
+        given = [inputs] if isinstance(inputs, Tensor) else list(inputs or ())
+        size = _batch_size(pipeline, given, num_microbatches)
+    except RunError as error:
+        raise pipeline.refuse(request, error) from None
+    # A rank without inputs has no size: minus infinity never is the largest.
+    maxes = (-math.inf, -math.inf) if size is None else (float(size), -float(size))
+    largest, smallest = pipeline.agree(request, SyncVote(maxes=maxes)).maxes[:2]
+    if largest != -smallest:
+        error = RunError("all ranks must have batches of the same size", sizes=(int(-smallest), int(largest)))
+        error.is_shared = True
+        raise error
+    sizes = microbatch_sizes(int(largest), num_microbatches)
+    spans = list(zip(accumulate(sizes, initial=0), sizes, strict=False))
+    return _SplitInputs(sizes, tuple(tuple(tensor.narrow(0, *span) for tensor in given) for span in spans))
+
+
+def _batch_size(pipeline: FlatPipeline, given: Sequence[Any], num_microbatches: int) -> int | None:
+    """The samples in this rank's inputs; None without inputs."""
+    count = as_int(num_microbatches)
+    if count is None or count < 1:
+        raise RunError("num_microbatches must be a whole number, 1 or more", got=repr(num_microbatches))
+    if not all(isinstance(tensor, Tensor) and tensor.dim() for tensor in given):
+        found = [type(entry).__name__ for entry in given]
+        raise RunError("inputs must be tensors with the batch as their first dimension", got=found)
+    if pipeline.is_first and not given:
+        raise RunError("the first rank of the pipeline needs inputs", hint="inputs=[samples]")
+    sizes = {tensor.shape[0] for tensor in given}
+    if len(sizes) > 1:
+        raise RunError("the inputs of a rank must have the same number of samples", got=sorted(sizes))
+    if sizes and min(sizes) < count:
+        hint = f"num_microbatches={min(sizes)} on every rank" if min(sizes) else "leave out empty batches"
+        raise RunError("fewer samples than microbatches", samples=min(sizes), microbatches=count, hint=hint)
+    return sizes.pop() if sizes else None
+
+
+class _InFlight(NamedTuple):
+    """A microbatch between its forward and its backward."""
+
+    output: Any
+    specs: tuple[TensorSpec, ...]
+    """of the received values that need a gradient"""
+    device: torch.device
+    returned: dict[str, Tensor | None]
+
+
+class _UserStage:
+    """Runs the caller's functions; `results` are the returned values of the last stage by microbatch."""
+
+    def __init__(
+        self,
+        forward: ForwardFn,
+        backward: BackwardFn | None,
+        dtype: torch.dtype | None,
+        inputs: Sequence[Sequence[Tensor]],
+        is_last: bool,
+    ) -> None:
+        self._forward, self._backward, self._dtype = forward, backward, dtype
+        self._inputs, self._is_last = inputs, is_last
+        self._in_flight: dict[int, _InFlight] = {}
+        self.results: dict[int, Any] = {}
+
+    def forward(self, microbatch: int, received: Sequence[Tensor], is_training: bool) -> list[Tensor]:
+        """Run the caller's forward on received values and own inputs; returns the values for the next stage."""
+        returned: dict[str, Tensor | None] = {}
+        entered = grad_boundary({str(index): value for index, value in enumerate(received)}, (), returned)
+        inputs = [*entered.values(), *self._inputs[microbatch]]
+        with torch.set_grad_enabled(is_training):
+            output = self._forward(inputs[0] if len(inputs) == 1 else inputs)
+        values = [] if self._is_last else self._values_to_send(output)
+        if self._is_last:
+            self.results[microbatch] = _detached(output)
+        if is_training:
+            specs = tuple(spec_of(value) for value in received if value.requires_grad)
+            self._in_flight[microbatch] = _InFlight(output, specs, inputs[0].device, returned)
+        return values
+
+    def backward(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Run the backward; returns the gradients for the previous stage, one per value that needs one."""
+        output, specs, device, returned = self._in_flight.pop(microbatch)
+        if self._is_last:
+            self._backward_from_loss(output)
+        else:
+            self._backward_from_gradients(output, gradients)
+        found = list(returned.values())
+        return [_zeros(spec, device) if value is None else value for value, spec in zip(found, specs, strict=True)]
+
+    def _backward_from_loss(self, output: Any) -> None:
+        if self._backward is not None:
+            self._backward(output, None)
+        elif isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
+            output.backward()  # type: ignore[no-untyped-call]
+        else:
+            raise RunError(
+                "the forward of the last stage must return a scalar loss with a gradient",
+                got=spec_of(output) if isinstance(output, Tensor) else type(output).__name__,
+                hint="a bwd_fn of your own, or forward_only=True",
+            )
+
+    def _backward_from_gradients(self, output: Any, gradients: Sequence[Tensor]) -> None:
+        """Backward from the received gradients, one per value that needs one."""
+        values = _tensors(output)
+        left = iter(gradients)
+        matched = [next(left) if value.requires_grad else None for value in values]
+        if self._backward is not None:
+            self._backward(output, matched[0] if isinstance(output, Tensor) else tuple(matched))
+        elif gradients:
+            torch.autograd.backward([value for value in values if value.requires_grad], list(gradients))
+
+    def _values_to_send(self, output: Any) -> list[Tensor]:
+        values = _tensors(output)
+        expected = self._dtype
+        found = {value.dtype for value in values if value.is_floating_point()}
+        if expected is not None and found - {expected}:
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found - {expected}))
+            message = f"values are sent to the next stage as {names}, not as {expected}: dtype does not convert them"
+            warnings.warn(message, PenstockWarning, stacklevel=2)
+        return values
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The values that a stage sends on."""
+    values = [output] if isinstance(output, Tensor) else output
+    if not isinstance(values, list | tuple) or not values or not all(isinstance(value, Tensor) for value in values):
+        raise RunError(
+            "the forward of a stage must return a tensor, or a list or tuple of tensors",
+            got=type(output).__name__,
+            hint="return what the next stage needs; the last stage may return anything",
+        )
+    return list(values)
+
+
+def _detached(output: Any) -> Any:
+    """Detached from the autograd graph."""
+    if isinstance(output, Tensor):
+        return output.detach()
+    return type(output)(map(_detached, output)) if type(output) in (list, tuple) else output
+
+
+def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
+    """The gradient of a value that the loss does not depend on."""
+    return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale the gradients of all stages so that their total norm is at most `max_norm`; returns the original norm.
+
+    Collective: every rank of the pipeline passes its own parameters and gets the same norm.
+    """
+    limit, power = check_clipping(max_norm, norm_type)
+    if topology.is_mode_inited(TENSOR):
+        raise RunError(
+            "clip_grad_norm_ cannot distinguish sharded and replicated parameters of tensor ranks",
+            tensor_ranks=topology.get_tp_size(),
+            hint="clip by a norm of your own over topology.get_group('model')",
+        )
+    pipeline = topology.pipeline
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    gradients = [parameter.grad for parameter in dict.fromkeys(given) if parameter.grad is not None]
+    request = SyncRequest("clip_grad_norm_", pipeline.num_calls, f"{limit:g}, {power:g}")
+    norm = global_norm(pipeline.sync, request, gradients, power)
+    pipeline.sync.close()
+    if error_if_nonfinite and not norm.isfinite():
+        raise RunError("the gradient norm is not finite", norm=float(norm), norm_type=power)
+    clip(gradients, norm, limit)
+    return norm
+
+
+class DDP(nn.Module):
+    """A stage with replicas along the dimension "data"; without that dimension, the stage itself.
+
+    All replicas start with the parameters and buffers of the first. Buffers are not synchronised afterwards: batch norm
+    statistics are those of a replica's own samples. Gradients are averaged once per forward_backward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._groups = topology.pipeline.groups
+        if topology.is_mode_inited(DATA):
+            group = topology.get_group(DATA)
+            for tensor in (*module.parameters(), *module.buffers()):
+                content = tensor.detach().contiguous()
+                self._groups.run(dist.broadcast, content, group=group, group_src=0, async_op=True)
+                tensor.detach().copy_(content)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the stage."""
+        if torch.is_grad_enabled() and self._groups.replicas is not None:
+            if topology.pipeline.replicated is None:
+                raise RunError(
+                    "gradients computed outside of forward_backward would not be averaged over replicas",
+                    hint="torch.no_grad() to evaluate, or torch's DistributedDataParallel without a pipeline",
+                )
+            topology.pipeline.replicated[self] = None
+        return self.module(*args, **kwargs)
+
+    def reduce_gradients(self) -> None:
+        """Average the gradients over all replicas. Collective; forward_backward calls it."""
+        averages = ReplicaReducer(self._groups, {0: list(self.module.parameters())})
+        averages.start(0)
+        averages.finish()
