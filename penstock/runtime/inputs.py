@@ -47,6 +47,8 @@ class BatchSplitter:
     def split(self, batch: Batch, recordings: tuple[Recording, ...] | None = None) -> SplitBatch:
         """Split a batch, and find the recording of each microbatch unless they are given."""
         self._part.check_weights()
+        for stage in self._part.stages.values():
+            stage.check_state()
         captured, (args, kwargs, target) = self._part.captured, batch
         parts = split_batch(captured.model.forward, args, kwargs, target, self.plan.num_microbatches, self._split)
         if recordings is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.adding import added_losses
-from penstock.stages import Release, StageRun
+from penstock.stages import DeferredAccumulator, StageRun
 
 Values = dict[str, Any]
 _ADDED = "added losses"
@@ -34,9 +34,9 @@ class Part:
         """Whether its forward runs a backward of its own; one that does would show it in its time alone."""
         return False
 
-    def release(self, queue: list[Any]) -> None:
+    def accumulate_deferred(self, queue: list[Any]) -> None:
         """Accumulate the weight gradients that were put off."""
-        Release().run(queue)
+        DeferredAccumulator().run(queue)
 
 
 class Run:

@@ -1,21 +1,25 @@
-"""MECHANISM: live Graph + Partition -> Stages, and their run one after another in one process."""
+"""Stages of a partition as modules, and one forward and backward of a stage.
 
-from penstock.stages.check import check
-from penstock.stages.decisions import check_guards
-from penstock.stages.distances import distances
+    split(captured, partition) --> Stages; StageRun(stage, recording, inputs, incoming) --> outputs, gradients
+
+`StageRun` runs a stage between two gradient boundaries (`grad_boundary.py`). If a schedule splits backward, weight
+gradients are deferred (`deferral.py`, `deferred_functions.py`). `Sequence` and `check` run all stages in one process.
+"""
+
+from penstock.stages.check import check, distances
+from penstock.stages.cut_checks import check_guards
+from penstock.stages.deferral import DeferredAccumulator
 from penstock.stages.flat import Flat
 from penstock.stages.grad_boundary import grad_boundary
-from penstock.stages.materialise import materialise
 from penstock.stages.ownership import Ownership
-from penstock.stages.release import Release
 from penstock.stages.sequence import Sequence, split
 from penstock.stages.stage import Stage
 from penstock.stages.stage_run import StageRun
 
 __all__ = [
+    "DeferredAccumulator",
     "Flat",
     "Ownership",
-    "Release",
     "Sequence",
     "Stage",
     "StageRun",
@@ -23,6 +27,5 @@ __all__ = [
     "check_guards",
     "distances",
     "grad_boundary",
-    "materialise",
     "split",
 ]

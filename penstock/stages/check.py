@@ -1,31 +1,30 @@
-"""Check: the stages, run in sequence, against the unsplit model: outputs, gradients and buffers."""
+"""Compares the stages, run in sequence, with the unsplit model: outputs, gradients and buffers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.capture import Captured, copy_leaf
 from penstock.errors import PartitionError
-from penstock.ir import GRADIENT, Partition, compare_tensors, leaves, transform
-from penstock.stages.distances import distances
+from penstock.ir import GRADIENT, Distance, Partition, compare_tensors, leaves, transform
 from penstock.stages.sequence import Sequence
 
 _SEED = 7
-_WAY_OUT = "keep the modules on both sides of a cut in one block (basic_blocks), or cut elsewhere"
+Tensors = Mapping[str, Tensor | None]
 
 
-def check(captured: Any, partition: Partition) -> None:
-    """Raise a PartitionError that names the first number in which the stages differ from the model.
+def check(captured: Captured, partition: Partition) -> None:
+    """Raise a PartitionError that names the first tensor in which the stages differ from the model.
 
-    The batch is the example with its samples in another order: what was frozen by mistake shows.
+    The batch is the example with its samples in another order, so that values frozen by mistake show.
     """
     if captured.is_meta:
         return
     args, kwargs = captured.other_batch()
-    expected = _step(captured, captured.whole, args, kwargs)
-    stages = Sequence(captured, partition)
-    found = _step(captured, stages, args, kwargs)
+    expected = _run_step(captured, captured.whole, args, kwargs)
+    found = _run_step(captured, Sequence(captured, partition), args, kwargs)
     wrong = compare_tensors("the model", distances(expected, found), {}).first_wrong
     if wrong is not None:
         raise PartitionError(
@@ -33,39 +32,50 @@ def check(captured: Any, partition: Partition) -> None:
             number=wrong.name,
             difference=f"{wrong.relative:.3g}",
             limit=f"{wrong.tolerance:g}",
-            hint=_WAY_OUT,
+            hint="keep the modules on both sides of a cut in one block (basic_blocks), or cut elsewhere",
         )
 
 
-def _step(
-    captured: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+def _run_step(
+    captured: Captured, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Tensor | None]:
-    """The numbers of one forward and backward from a fixed seed, by name; everything is put back afterwards."""
+    """The tensors of one forward and backward from a fixed seed, by name; the model is left as it was."""
     model = captured.model
     with captured.isolated(_SEED), captured.without_accumulation_hooks():
-        output = run(*transform(args, _copied), **transform(kwargs, _copied))
-        tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
-        _backward(run, tensors)
-        numbers: dict[str, Tensor | None] = {f"output {n}": t.detach() for n, t in enumerate(tensors)}
-        numbers |= {f"{GRADIENT}{name}": p.grad for name, p in model.named_parameters()}
-        numbers |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
-    return numbers
+        output = run(*transform(args, copy_leaf), **transform(kwargs, copy_leaf))
+        outputs = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
+        # Random gradients: with ones, errors that cancel out in a sum would not show.
+        generator = torch.Generator().manual_seed(_SEED)
+        gradients = {
+            place: torch.randn(tensor.shape, generator=generator).to(tensor)
+            for place, tensor in enumerate(outputs)
+            if tensor.requires_grad
+        }
+        if isinstance(run, Sequence):
+            run.backward(gradients)
+        elif gradients:
+            torch.autograd.backward([outputs[place] for place in gradients], list(gradients.values()))
+        found: dict[str, Tensor | None] = {f"output {n}": tensor.detach() for n, tensor in enumerate(outputs)}
+        found |= {f"{GRADIENT}{name}": parameter.grad for name, parameter in model.named_parameters()}
+        found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+    return found
 
 
-def _copied(leaf: object) -> object:
-    """The model may write into its inputs."""
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+def distances(expected: Tensors, found: Tensors) -> Iterator[Distance]:
+    """The distance for every name in either; equal infinities, and NaN in the same places, are no distance."""
+    for name in dict.fromkeys((*expected, *found)):
+        one, other = expected.get(name), found.get(name)
+        if one is None or other is None or one.shape != other.shape:
+            yield Distance(name, 0.0 if one is None and other is None else float("inf"))
+            continue
+        first, second = _in_double(one), _in_double(other)
+        differs = (first != second) & ~(first.isnan() & second.isnan())
+        apart = float((first - second)[differs].abs().max()) if bool(differs.any()) else 0.0
+        finite = first.abs()[first.isfinite()]
+        largest = float(finite.max()) if finite.numel() else 0.0
+        yield Distance(name, apart, largest, str(one.dtype).removeprefix("torch."))
 
 
-def _backward(run: Callable[..., Any], tensors: list[Tensor]) -> None:
-    """From fixed random gradients of all outputs that have any."""
-    generator = torch.Generator().manual_seed(_SEED)
-    gradients = {
-        place: torch.randn(tensor.shape, generator=generator).to(tensor)
-        for place, tensor in enumerate(tensors)
-        if tensor.requires_grad
-    }
-    if isinstance(run, Sequence):
-        run.backward(gradients)
-    elif gradients:
-        torch.autograd.backward([tensors[place] for place in gradients], list(gradients.values()))
+def _in_double(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -1,86 +1,317 @@
-"""Deferral: while a stage runs forward, puts off the weight gradients of its products, convolutions and embeddings."""
+"""Splits backward: weight gradients are deferred while backward computes the gradients of the inputs.
 
-from collections.abc import Callable
+During the forward of a stage a `Deferral` (a torch function mode) replaces products, convolutions and embeddings by a
+parameter (`deferred_functions.py`). The same function runs, but on the detached parameter, so autograd computes only
+the gradient of the input. When that backward reaches the call, the gradient of its result arrives at a `Deferred`,
+which keeps it with the saved input and joins a queue. `DeferredAccumulator` later computes the weight gradients of the
+queue. No function of torch is patched, and every number is the one that autograd would have computed.
+"""
+
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import PartitionError
-from penstock.stages.deferred import Compute, Deferred, Weights, begun, kept
 
-GRADIENTS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
-PutOff = Callable[..., Tensor | None]
+Weights = tuple[Tensor, ...]
+ComputeGradients = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+"""(input, gradient of the result) -> gradients of the weights"""
+DeferringFunction = Callable[..., Tensor | None]
+"""called as `function(deferral, *args, **kwargs)` in place of a torch function; None: call the original"""
+
+_TAKES_GRADIENTS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+# A custom Function records a node only if one of its tensor arguments requires a gradient.
+_ANCHOR = torch.zeros(0, requires_grad=True)
 
 
 class Deferral(TorchFunctionMode):
-    """Inside it, a call of a function in the table runs as ever, but with its parameters cut off from the graph.
+    """Runs the functions of a table with their parameters detached, and collects their weight gradients in `queue`."""
 
-    What their gradients are computed from goes to `queue` when backward comes by, so that backward computes the other
-    gradients only. A call that the function's entry in the table leaves alone (it returns None) is not touched.
-    """
-
-    def __init__(self, table: dict[Any, PutOff]) -> None:
+    def __init__(self, table: dict[Any, DeferringFunction]) -> None:
         super().__init__()
         self.queue: list[Deferred] = []
         self.is_recomputed = False
-        """some value is saved by hooks, as inside a checkpoint: backward has to run inside the deferral, too"""
+        """whether some tensor is saved by hooks, as inside a checkpoint: then backward must run inside the mode too"""
         self.is_forward = False
-        """the stage runs forward now: a gradient taken by now would lack what was put off"""
+        """whether the stage's forward runs now: a gradient taken inside would lack the deferred part"""
         self._table = table
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # A compiler looks through this function: what it compiles is left as it is.
+        # torch.compile traces through this method; compiled code is left as it is.
         if not is_compiling():
-            if func in GRADIENTS and self.is_forward:
-                raise _unforeseen(func)
-            put_off = self._table.get(func)
-            # Who names the first argument, too, is left alone.
-            if put_off is not None and args and torch.is_grad_enabled() and not _is_transformed():
-                result = put_off(self, *args, **(kwargs or {}))
+            if func in _TAKES_GRADIENTS and self.is_forward:
+                raise PartitionError(
+                    "a block takes gradients in its forward, and did not when it was recorded",
+                    function=func.__name__,
+                    hint="a schedule that does not split backward, such as 1f1b",
+                )
+            defer = self._table.get(func)
+            # A call that passes even its first argument by keyword is left alone.
+            if defer is not None and args and torch.is_grad_enabled() and not _is_transformed():
+                result = defer(self, *args, **(kwargs or {}))
                 if result is not None:
                     return result
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def put_off(self, result: Tensor, value: Tensor, weights: Weights, compute: Compute) -> Tensor:
-        """The result of a call on a value, to be used in its place; it must be no view."""
+    def defer(self, result: Tensor, value: Tensor, weights: Weights, compute: ComputeGradients) -> Tensor:
+        """Defer the gradients of `weights` by a call on `value`; returns the tensor to use in place of `result`.
+
+        `result` was computed from the detached weights, and must not be a view.
+        """
         deferred = Deferred(self.queue, weights, compute)
         if not result.requires_grad:
-            self.is_recomputed = self.is_recomputed or saves_by_hooks()
-            return begun(result, value, deferred)
-        if saves_by_hooks():
+            # The input needs no gradient, so there is no node to attach to.
+            self.is_recomputed = self.is_recomputed or _has_saved_tensors_hooks()
+            started: Tensor = _StartGraph.apply(_ANCHOR, [result], value, deferred)  # type: ignore[no-untyped-call]
+            return started
+        if _has_saved_tensors_hooks():
+            # Inside a checkpoint the input must not be kept here: it is saved through the hooks, and recomputed.
             self.is_recomputed = True
-            return kept(result, value.detach(), deferred)
+            saved: Tensor = _SaveInput.apply(result, value.detach(), deferred)  # type: ignore[no-untyped-call]
+            return saved
         deferred.keep(value.detach())
-        # Before the node, and not at the tensor: hooks of the user may still change what arrives there.
+        # On the node, not on the tensor: hooks of the user on the tensor may still change the gradient.
         result.grad_fn.register_prehook(deferred.arrive)  # type: ignore[union-attr]
         return result
 
 
 def _is_transformed() -> bool:
-    """Whether a function is mapped or differentiated by torch.func: inside, gradients are taken at once."""
+    """Whether torch.func (vmap, grad) or forward-mode differentiation is active: it computes gradients at once."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def _unforeseen(func: Any) -> PartitionError:
-    return PartitionError(
-        "a block takes gradients in its forward, and did not when it was recorded",
-        function=func.__name__,
-        hint="a schedule that does not split backward, such as 1f1b",
-    )
-
-
-def saves_by_hooks() -> bool:
-    """Whether hooks decide about what autograd saves, as inside a checkpoint: then they cannot be disabled."""
+def _has_saved_tensors_hooks() -> bool:
+    """Whether hooks decide how autograd saves tensors, as inside a checkpoint."""
     try:
+        # There is no public query; with hooks active they cannot be disabled.
         with disable_saved_tensors_hooks("deferral"):
             return False
     except RuntimeError:
         return True
+
+
+class Deferred:
+    """The gradients of some weights by one call, to be computed from its input and the gradient of its result.
+
+    It joins the queue when that gradient arrives.
+    """
+
+    __slots__ = ("_compute", "_gradient", "_queue", "_value", "_version", "weights")
+
+    def __init__(self, queue: "list[Deferred]", weights: Weights, compute: ComputeGradients) -> None:
+        self.weights = weights
+        self._queue, self._compute = queue, compute
+
+    def keep(self, value: Tensor) -> None:
+        """Keep the input of the call, which must not be written in place from now on."""
+        self._value, self._version = value, value._version
+
+    def arrive(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Take the gradient of the result and join the queue."""
+        if gradients[0] is not None:
+            self._gradient = gradients[0]
+            self._queue.append(self)
+
+    def free(self) -> None:
+        """Free the tensors that the gradients are computed from."""
+        del self._value, self._gradient
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """Compute the gradients of the weights."""
+        if self._value._version != self._version:
+            # As autograd does for tensors that it has saved.
+            raise RuntimeError(
+                "a tensor needed for a weight gradient has been written in place: it is at version "
+                f"{self._value._version}, expected version {self._version}"
+            )
+        return self._compute(self._value, self._gradient)
+
+
+class _StartGraph(Function):
+    """Makes a result require a gradient where only the detached parameters would."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, result: list[Tensor], value: Tensor, deferred: Deferred) -> Tensor:
+        # In a list: autograd would return an argument as a view of itself.
+        ctx.deferred = deferred
+        ctx.save_for_backward(value)
+        return result[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        _arrive_with_saved(ctx, gradient)
+        return None, None, None, None
+
+
+class _SaveInput(Function):
+    """Passes a result on, and saves the input of its call as autograd's own functions do."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, value: Tensor, deferred: Deferred) -> Tensor:
+        # Dirty, so that the very same tensor is returned, which may be written in place later.
+        ctx.deferred = deferred
+        ctx.mark_dirty(result)
+        ctx.save_for_backward(value)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        _arrive_with_saved(ctx, gradient)
+        return gradient, None, None
+
+
+def _arrive_with_saved(ctx: Any, gradient: Tensor) -> None:
+    (value,) = ctx.saved_tensors
+    ctx.deferred.keep(value)
+    ctx.deferred.arrive((gradient,))
+
+
+# Accumulating the deferred gradients
+
+_MAX_PORTION_BYTES = 1 << 20
+"""of gradients in memory at once: few autograd nodes for small ones, little memory for large ones"""
+_MAX_CHAINS = 8
+"""parts of a model that are used alternately need a chain for every combination"""
+_ONE = torch.ones(())
+
+Chain = tuple[list[Deferred], Tensor]
+"""the list from which the nodes take their work, and the tensor to start backward from"""
+
+
+class DeferredAccumulator:
+    """Computes deferred gradients and accumulates them into `.grad`, in the order of the queue.
+
+    Parameters with hooks, parameters used more than once and views of parameters get their gradients through autograd,
+    so that hooks run as usual. The autograd nodes for that are built once and used again.
+    """
+
+    __slots__ = ("_chains", "_last_length", "note")
+
+    def __init__(self) -> None:
+        self._chains: dict[tuple[object, ...], Chain] = {}
+        self._last_length = -1
+        self.note = ""
+        """a sentence if less than half of the weights are deferred"""
+
+    def __reduce__(self) -> tuple[type["DeferredAccumulator"], tuple[()]]:
+        # Autograd nodes cannot be copied or pickled; a copy builds its own.
+        return DeferredAccumulator, ()
+
+    def note_share(self, parameters: Callable[[], Iterable[Tensor]], queue: list[Deferred]) -> None:
+        """Set `note` by the share of trained weights in the queue, if the length of the queue has changed."""
+        if len(queue) == self._last_length:
+            return
+        self._last_length, self.note = len(queue), ""
+        trained = sum(parameter.numel() for parameter in parameters() if parameter.requires_grad)
+        waiting = sum({id(weight): weight.numel() for deferred in queue for weight in deferred.weights}.values())
+        if 2 * waiting < trained:
+            share = f"only {waiting / trained:.0%}" if waiting else "none"
+            self.note = (
+                f"{share} of the weight gradients can be deferred, the "
+                "others are computed with the input gradients: blocks that are compiled or recomputed by a reentrant "
+                "checkpoint, and functions other than products, convolutions and embeddings, compute both at once"
+            )
+
+    def run(self, queue: list[Deferred]) -> None:
+        """Accumulate all gradients in the queue, and empty it."""
+        if not queue:
+            return
+        if _needs_no_autograd(queue):
+            _accumulate(queue)
+            return
+        weights = [weight for deferred in queue for weight in deferred.weights]
+        # With dtype and device: a parameter that changes these gets a new node in autograd.
+        key = (*map(id, weights), *[weight.dtype for weight in weights], weights[0].device if weights else None)
+        waiting, start = self._chains.get(key) or self._build_chain(key, queue)
+        # The nodes pop from the end.
+        waiting[:] = reversed(queue)
+        queue.clear()
+        try:
+            torch.autograd.backward(start, _ONE, retain_graph=True)
+        finally:
+            waiting.clear()
+
+    def _build_chain(self, key: tuple[object, ...], queue: list[Deferred]) -> Chain:
+        """One node for each portion of the queue, so that its memory is freed before the next is computed."""
+        waiting: list[Deferred] = []
+        start = torch.zeros(())
+        for portion in reversed(_portions(queue)):
+            weights = [weight for deferred in portion for weight in deferred.weights]
+            start = _Portion.apply(start, waiting, len(portion), *weights)  # type: ignore[no-untyped-call]
+        # A view of a parameter is a new tensor in every forward: such a chain is never used again.
+        if all(weight.is_leaf for deferred in queue for weight in deferred.weights):
+            if len(self._chains) >= _MAX_CHAINS:
+                self._chains.clear()
+            self._chains[key] = waiting, start
+        return waiting, start
+
+
+class _Portion(Function):
+    """A node whose inputs are the weights of some deferred gradients and the node of the next portion."""
+
+    @staticmethod
+    def forward(ctx: Any, after: Tensor, queue: list[Deferred], number: int, *weights: Tensor) -> Tensor:
+        ctx.queue, ctx.number = queue, number
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: list[Tensor | None] = [one, None, None]
+        for _ in range(ctx.number):
+            gradients += ctx.queue.pop().gradients()
+        return tuple(gradients)
+
+
+def _portions(queue: list[Deferred]) -> list[list[Deferred]]:
+    portions: list[list[Deferred]] = [[]]
+    size = 0
+    for deferred in queue:
+        own = sum(weight.nbytes for weight in deferred.weights)
+        if portions[-1] and size + own > _MAX_PORTION_BYTES:
+            portions.append([])
+            size = 0
+        portions[-1].append(deferred)
+        size += own
+    return portions
+
+
+def _needs_no_autograd(queue: list[Deferred]) -> bool:
+    """Whether every weight is a parameter without hooks that is used once: then autograd would only add."""
+    seen: set[int] = set()
+    for deferred in queue:
+        for weight in deferred.weights:
+            if (
+                id(weight) in seen
+                or not weight.is_leaf
+                or weight._backward_hooks
+                or weight._post_accumulate_grad_hooks
+                or type(weight) is not nn.Parameter
+            ):
+                return False
+            seen.add(id(weight))
+    return True
+
+
+@torch.no_grad()
+def _accumulate(queue: list[Deferred]) -> None:
+    for deferred in queue:
+        for weight, gradient in zip(deferred.weights, deferred.gradients(), strict=True):
+            kept = weight.grad
+            if kept is not None:
+                kept.add_(gradient)
+            elif gradient.dtype == weight.dtype and gradient.stride() == weight.stride():
+                weight.grad = gradient
+            else:
+                # As autograd does: `.grad` has the dtype and strides of its parameter.
+                weight.grad = torch.empty_like(weight).copy_(gradient)
+        deferred.free()
+    queue.clear()

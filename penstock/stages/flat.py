@@ -1,4 +1,4 @@
-"""Flat: a model written down as a list of modules and functions that are called one after another."""
+"""A model written down as a list of modules and functions that are called one after another."""
 
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.stages.skeleton import fill
+from penstock.stages.stage import add_parts
 
 Entry = str | nn.Module | Callable[..., Any]
 _LISTS = (nn.Sequential, nn.ModuleList)
@@ -37,7 +37,7 @@ class Flat(nn.Module):
             return
         name = names.get(id(step), f"entry{len(self.steps)}")
         if id(step) in names:
-            fill(self, model, [name], ())
+            add_parts(self, model, [name], ())
         else:
             self.add_module(name, step)
         self.steps.append((name, step))

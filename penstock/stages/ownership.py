@@ -1,54 +1,57 @@
-"""Ownership: which stage owns each module, parameter and buffer, also those that the example did not use."""
+"""Which stage owns each module, parameter and buffer, and where the nodes of other recordings go."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from penstock.errors import PartitionError
 from penstock.ir import Graph, Node, Partition
 
 
 class Ownership:
-    """Stages by name. What no node of the example uses goes with its nearest kin."""
+    """Stages by name. A name that no node of the example uses belongs to the stage of the most similar name."""
 
     def __init__(self, graph: Graph, partition: Partition) -> None:
         self._partition = partition
-        self._nodes = [(node.name, node.kind, node.reads) for node in graph.nodes]
-        self._known: dict[str, int] = {}
+        self._nodes = _node_keys(graph)
+        self._stages: dict[str, int] = {}
         for node in graph.nodes:
             for name in (node.module, *node.parameters, *node.buffers):
-                if not node.from_inputs or name not in self._known:
-                    self._known[name] = partition.stage_of(node.name)
+                # Nodes that depend on the inputs alone run on several stages; another user takes precedence.
+                if not node.from_inputs or name not in self._stages:
+                    self._stages[name] = partition.stage_of(node.name)
         used = {name for node in graph.nodes for name in (*node.parameters, *node.buffers)}
         used |= {name for group in graph.tied if used & set(group) for name in group}
         self.unused = [value.name for value in (*graph.parameters, *graph.buffers) if value.name not in used]
+        """parameters and buffers that the example did not use"""
 
     def of(self, name: str) -> int:
-        """The stage of a module, parameter or buffer: its own, or that of the name most like it."""
-        return self._known[name] if name in self._known else self._known[max(self._known, key=_alike(name))]
+        """The stage of a module, parameter or buffer: its own, or that of the most similar name."""
+        if name in self._stages:
+            return self._stages[name]
+        return self._stages[max(self._stages, key=_common_prefix(name))]
 
     def unused_of(self, stage: int, names: Iterable[str]) -> list[str]:
-        """Those among unused names that go to a stage."""
+        """Those among unused names that belong to a stage."""
         return [name for name in names if self.of(name) == stage]
 
     def fit(self, graph: Graph) -> Partition:
-        """The partition for another graph of the same model: new nodes go where their state or their values are."""
-        owned = {name: stage for stage, names in enumerate(self._partition.stages) for name in names}
-        if self._is_same(graph):
+        """The partition of another graph of the same model: new nodes go where their state or their values are."""
+        if _node_keys(graph) == self._nodes:
             return self._partition
-        latest = self._latest(graph, owned)
+        owned = {name: stage for stage, names in enumerate(self._partition.stages) for name in names}
+        latest = self._latest_stages(graph, owned)
         placed: dict[str, int] = {}
         for node in graph.nodes:
             earliest = max((placed[graph.makers[v].name] for v in node.reads if v in graph.makers), default=0)
             if node.is_leaf and node.name in owned:
                 placed[node.name] = owned[node.name]
             elif node.parameters:
-                placed[node.name] = self._place(node, earliest)
+                placed[node.name] = self._stage_of_parameters(node, earliest)
             else:
-                # The number in the name of a function may be that of another call in this recording.
+                # The same name may be another call here (`/add@3`), so its old stage is only a preference.
                 placed[node.name] = min(max(owned.get(node.name, 0), earliest), max(latest[node.name], earliest))
-        stages = range(self._partition.num_stages)
-        return self._of(tuple(tuple(name for name, at in placed.items() if at == stage) for stage in stages))
-
-    def _of(self, stages: tuple[tuple[str, ...], ...]) -> Partition:
+        stages = tuple(
+            tuple(name for name, at in placed.items() if at == stage) for stage in range(self._partition.num_stages)
+        )
         if () in stages:
             idle = stages.index(())
             raise PartitionError(
@@ -59,18 +62,13 @@ class Ownership:
             )
         return Partition(stages)
 
-    def _is_same(self, graph: Graph) -> bool:
-        """Whether the graph has the very nodes of the example, so that each goes where it was put."""
-        return [(node.name, node.kind, node.reads) for node in graph.nodes] == self._nodes
-
-    def _latest(self, graph: Graph, owned: dict[str, int]) -> dict[str, int]:
-        """The last stage in which each node may be, so that those that read its values are not before it."""
+    def _latest_stages(self, graph: Graph, owned: dict[str, int]) -> dict[str, int]:
+        """The last stage in which each node may be, so that all nodes that read its values are in it or behind."""
         latest: dict[str, int] = {}
-        bound = dict.fromkeys(
-            (value.name for node in graph.nodes for value in node.makes), self._partition.num_stages - 1
-        )
+        last = self._partition.num_stages - 1
+        bound = dict.fromkeys((value.name for node in graph.nodes for value in node.makes), last)
         for node in reversed(graph.nodes):
-            stage = min((bound[value.name] for value in node.makes), default=self._partition.num_stages - 1)
+            stage = min((bound[value.name] for value in node.makes), default=last)
             if node.is_leaf and node.name in owned:
                 stage = owned[node.name]
             latest[node.name] = stage
@@ -79,22 +77,25 @@ class Ownership:
                     bound[value] = min(bound[value], stage)
         return latest
 
-    def _place(self, node: Node, earliest: int) -> int:
-        homes = {self.of(name) for name in node.parameters}
-        if not homes:
-            return earliest
-        if len(homes) > 1 or min(homes) < earliest:
+    def _stage_of_parameters(self, node: Node, earliest: int) -> int:
+        stages = {self.of(name) for name in node.parameters}
+        if len(stages) > 1 or min(stages) < earliest:
             raise PartitionError(
                 "this batch needs a part of the model in a stage that has already run",
                 node=node.name,
-                owned_by=sorted(homes),
+                owned_by=sorted(stages),
                 earliest=earliest,
                 hint="split with a batch of this kind as the example",
             )
-        return homes.pop()
+        return stages.pop()
 
 
-def _alike(name: str):  # type: ignore[no-untyped-def]
+def _node_keys(graph: Graph) -> list[tuple[str, str, tuple[str, ...]]]:
+    return [(node.name, node.kind, node.reads) for node in graph.nodes]
+
+
+def _common_prefix(name: str) -> Callable[[str], int]:
+    """A function that returns how many leading words of a dotted name another name shares."""
     words = name.split(".")
 
     def common(other: str) -> int:

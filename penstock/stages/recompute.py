@@ -1,4 +1,4 @@
-"""Recompute: a block that keeps nothing but what it was given, and runs again when backward needs the rest."""
+"""Activation recomputation: a block saves only its arguments, and runs again when backward needs the rest."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,38 +10,39 @@ from torch.utils.checkpoint import checkpoint
 from penstock.ir import Graph
 
 Block = Callable[..., Any]
-State = list[tuple[nn.Module, str, Tensor]]
+SavedBuffers = list[tuple[nn.Module, str, Tensor]]
+"""owner, attribute, content"""
 
 
 class Recompute:
-    """Prepares the blocks of a stage, told by their nodes in a graph, to be run again in backward.
+    """Wraps the blocks of a stage in torch's checkpoint, as a `wrap` of `Replay`.
 
-    A block draws the same random numbers again. Its second run works on copies of the buffers that it writes, as they
-    were at the first: they are written once, and what is read from them is the same. Its hooks are called again, too.
+    The second run draws the same random numbers. It works on copies of the buffers that the block writes, as they were
+    before the first run: buffers are updated once, and what is read from them is the same. Hooks run again too.
     """
 
     def __init__(self, stage: nn.Module, graph: Graph) -> None:
         self._stage, self._graph = stage, graph
-        # What is written in place is not what it was when the block runs again.
+        self._buffers = {value.name for value in graph.buffers}
+        # An argument that is written in place has another content when the block runs again.
         self._writers = {writer for group in graph.storage for writer in group.writers}
 
     def __call__(self, node: str, block: Block) -> Block:
-        """The block, or what is to be called in its place."""
-        buffers = {value.name for value in self._graph.buffers}
+        """The function to be called in place of a block: the block itself if it cannot be run again."""
         updates = [name for update in self._graph.updates if update.node == node for name in update.names]
-        if node in self._writers or not buffers.issuperset(updates):
+        if node in self._writers or not self._buffers.issuperset(updates):
             return block
         owners = [(self._stage.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in updates]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             before = [(owner, name, getattr(owner, name).clone()) for owner, name in owners]
-            return checkpoint(_run(block, before), args, kwargs, use_reentrant=False)
+            return checkpoint(_run_with_buffers(block, before), args, kwargs, use_reentrant=False)
 
         return call
 
 
-def _run(block: Block, before: State) -> Callable[[Any, Any], Any]:
-    """The first call of what this returns runs the block, any other repeats that."""
+def _run_with_buffers(block: Block, before: SavedBuffers) -> Callable[[Any, Any], Any]:
+    """A function whose first call runs the block, and whose later calls run it on the buffers `before` the first."""
     is_first = True
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,14 +50,14 @@ def _run(block: Block, before: State) -> Callable[[Any, Any], Any]:
         if is_first:
             is_first = False
             return block(*args, **kwargs)
-        with _as_before(before):
+        with _replaced_buffers(before):
             return block(*args, **kwargs)
 
     return run
 
 
 @contextmanager
-def _as_before(before: State) -> Iterator[None]:
+def _replaced_buffers(before: SavedBuffers) -> Iterator[None]:
     now = [(owner, name, getattr(owner, name)) for owner, name, _ in before]
     try:
         for owner, name, buffer in before:

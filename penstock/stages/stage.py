@@ -1,78 +1,64 @@
-"""Stage: the part of a model that one rank runs, a module with the original names."""
+"""The part of a model that one rank runs, as a module with the model's own names."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
+from penstock.capture import Captured, Recording, Replay
+from penstock.errors import PartitionError
 from penstock.ir import Graph, Partition
-from penstock.stages.decisions import check_guards
-from penstock.stages.deferred import Deferred
-from penstock.stages.memory import check_memory
-from penstock.stages.origin import Origin
+from penstock.stages.cut_checks import check_guards, check_shared_memory
+from penstock.stages.deferral import Deferred, DeferredAccumulator
 from penstock.stages.ownership import Ownership
 from penstock.stages.recompute import Recompute
-from penstock.stages.release import Release
-from penstock.stages.skeleton import fill
 
 Values = dict[str, Any]
 
 
-class Source(Protocol):
-    """What a stage asks of a captured model: to prepare some calls of a recording."""
-
-    model: nn.Module
-
-    @property
-    def graph(self) -> Graph: ...
-
-    def leaf_modules(self, nodes: Iterable[str], recording: Any = None) -> list[str]: ...
-
-    def unused_leaves(self) -> list[str]: ...
-
-    def replay(self, recording: Any, nodes: Any, modules: nn.Module, wanted: Any, wrap: Any = None) -> Any: ...
-
-
 class Stage(nn.Module):
-    """One stage of a partition. Its parts are the model's own modules; its state dict has the model's keys.
+    """One stage of a partition. Its submodules are the model's own; its state dict has the model's keys.
 
-    `forward(recording, inputs, incoming)` takes the inputs of the model and the values that cross to this stage, by
-    name, and returns the values that leave it. It holds no schedule and no microbatch: those are in a StageRun.
+    `forward(recording, inputs, incoming)` takes the inputs of the model and the values that other stages send to this
+    one, by name, and returns the values that leave it. Schedules and microbatches are not its concern: `StageRun` is
+    one forward with its backward.
 
-    If it `recomputes`, each block keeps only what it was given until backward, where it runs once more; hooks on it
-    are then called twice.
+    If it `recomputes`, each block saves only its arguments until backward, where it runs again; hooks on the block are
+    then called twice.
     """
 
-    def __init__(self, source: Source, partition: Partition, index: int, recomputes: bool = False) -> None:
+    def __init__(self, captured: Captured, partition: Partition, index: int, recomputes: bool = False) -> None:
         super().__init__()
         self.stage_index, self.recomputes = index, recomputes
-        self._source = (source,)  # in a tuple, so that the whole model is no part of this module
+        # In a tuple, so that nn.Module does not register the whole model as a submodule through it.
+        self._captured = (captured,)
         self._partition = partition
-        self._prepared: dict[tuple[int, bool], tuple[Any, Any]] = {}
-        self._release = Release()
-        graph = source.graph
-        check_memory(source.model, graph, partition)
+        self._replays: dict[tuple[int, bool], tuple[Recording, Replay]] = {}
+        self._deferred_accumulator = DeferredAccumulator()
+        graph, model = captured.graph, captured.model
+        check_shared_memory(model, graph, partition)
         nodes = partition.runs(graph)[index]
-        leaves = source.leaf_modules(node.name for node in nodes)
-        state = [name for node in nodes for name in (*node.parameters, *node.buffers)]
         owners = Ownership(graph, partition)
-        leaves += owners.unused_of(index, source.unused_leaves())
+        leaves = captured.leaf_modules(node.name for node in nodes)
+        leaves += owners.unused_of(index, captured.unused_leaves())
+        state = [name for node in nodes for name in (*node.parameters, *node.buffers)]
         state += owners.unused_of(index, owners.unused)
-        fill(self, source.model, dict.fromkeys(leaves), dict.fromkeys(state))
-        self._origin = Origin(source.model, leaves, state)
-        # The parts are the user's own modules, each in the mode that the user set.
-        self.training = source.model.training
+        add_parts(self, model, dict.fromkeys(leaves), dict.fromkeys(state))
+        self._leaves = ({name: model.get_submodule(name) for name in leaves},)
+        self._loose_state = _loose_state(model, leaves, state)
+        # The parts are the user's own modules, each in the mode that the user set: self.train() would change them.
+        self.training = model.training
 
     @property
     def whole_model(self) -> nn.Module:
-        """The whole model that this is a stage of."""
-        return self._source[0].model
+        """The model that this is a stage of."""
+        return self._captured[0].model
 
     @property
     def split_backward_note(self) -> str:
-        """Why hardly any weight gradient can be put off, as found when backward was last split; empty if most can."""
-        return self._release.note
+        """Why few weight gradients can be deferred, as seen when backward was last split; empty if most can."""
+        return self._deferred_accumulator.note
 
     @property
     def tied_names(self) -> tuple[tuple[str, ...], ...]:
@@ -81,7 +67,7 @@ class Stage(nn.Module):
         A group of one name is a parameter that other stages use by the same name.
         """
         own = {name for name, _ in self.named_parameters(remove_duplicate=False)}
-        graph = self._source[0].graph
+        graph = self._captured[0].graph
         runs = self._partition.runs(graph)
         users = Counter(name for nodes in runs for name in {name for node in nodes for name in node.parameters})
         grouped = {name for group in graph.tied for name in group}
@@ -89,55 +75,112 @@ class Stage(nn.Module):
         return (*(group for group in graph.tied if own & set(group)), *alone)
 
     def forward(
-        self, recording: Any, inputs: Mapping[str, Any], incoming: Mapping[str, Any], seed: int | None = None
+        self, recording: Recording, inputs: Mapping[str, Any], incoming: Mapping[str, Any], seed: int | None = None
     ) -> Values:
-        """The values that leave this stage, and those among the model's outputs if it is the last.
+        """The values that leave this stage; of the last stage, those in the model's output.
 
-        With a seed, random numbers depend on it and the name of the block only.
+        With a seed, random numbers depend only on it and the name of the block. Call `check_state` before each step.
         """
-        self._origin.check_tensors()
-        # Several stages may rerun what writes into an input.
+        # Several stages may run a call that writes into an input, so each works on its own copy.
         written = recording.graph.written
         values = {name: value.clone() if name in written else value for name, value in inputs.items()}
         values.update(incoming)
-        return self._replay(recording).run(values, seed)  # type: ignore[no-any-return]
+        return self._replay(recording).run(values, seed)
 
-    def takes_gradients(self, recording: Any) -> bool:
-        """Whether one of its blocks takes gradients in its forward, of which weight gradients may be a part."""
-        return bool(self._replay(recording).takes_gradients)
+    def takes_gradients(self, recording: Recording) -> bool:
+        """Whether one of its blocks runs autograd in its forward."""
+        return self._replay(recording).takes_gradients
 
-    def release(self, queue: list[Deferred]) -> None:
-        """Accumulate the weight gradients that were put off, and empty the queue."""
-        self._release.look(self.parameters, queue)
-        self._release.run(queue)
+    def accumulate_deferred(self, queue: list[Deferred]) -> None:
+        """Accumulate the weight gradients that were deferred, and empty the queue."""
+        self._deferred_accumulator.note_share(self.parameters, queue)
+        self._deferred_accumulator.run(queue)
+
+    def check_state(self) -> None:
+        """Raise a PartitionError if the model has another tensor in place of a parameter or buffer of this stage."""
+        for path, kind, name, tensor in self._loose_state:
+            if kind.get(name) is not tensor:
+                raise PartitionError(
+                    "a parameter or buffer was replaced after the split",
+                    name=path,
+                    hint="write into it (with torch.no_grad(): tensor.copy_(...)), or capture and split again",
+                )
 
     def train(self, mode: bool = True) -> "Stage":
-        """Set the mode of the parts, and of the modules around them, whose own forward happens between the parts."""
+        """Set the mode of the parts, and of the modules around them, whose forward is the glue between the parts."""
         super().train(mode)
-        for module in self._origin.around():
-            module.training = mode
+        for name in self._leaves[0]:
+            words = name.split(".")
+            for end in range(len(words)):
+                self.whole_model.get_submodule(".".join(words[:end])).training = mode
         return self
 
-    def _replay(self, recording: Any) -> Any:
+    def _replay(self, recording: Recording) -> Replay:
+        """The calls of this stage in a recording, prepared once."""
         key = (id(recording), self.recomputes)
-        kept = self._prepared.get(key)
+        kept = self._replays.get(key)
         if kept is None:
-            graph: Graph = recording.graph
-            self._origin.check_modules()
-            partition = Ownership(self._source[0].graph, self._partition).fit(graph)
+            captured, graph = self._captured[0], recording.graph
+            for name, module in self._leaves[0].items():
+                if captured.model.get_submodule(name) is not module:
+                    raise PartitionError(
+                        "a module was replaced after the split", module=name, hint="capture and split again"
+                    )
+            # Another kind of batch may have other nodes than the example that was cut.
+            partition = Ownership(captured.graph, self._partition).fit(graph)
             check_guards(recording, partition)
             nodes = [node.name for node in partition.runs(graph)[self.stage_index]]
-            wanted = leaving(partition, graph, self.stage_index)
+            wanted = leaving_values(partition, graph, self.stage_index)
             wrap = Recompute(self, graph) if self.recomputes else None
-            kept = (recording, self._source[0].replay(recording, nodes, self, wanted, wrap))
-            self._prepared[key] = kept
+            # The recording is kept beside, so that its id stays its own.
+            kept = self._replays[key] = recording, captured.replay(recording, nodes, self, wanted, wrap)
         return kept[1]
 
 
-def leaving(partition: Partition, graph: Graph, stage: int) -> tuple[str, ...]:
-    """The values that a stage hands on; the last one hands out the outputs of the model."""
+def leaving_values(partition: Partition, graph: Graph, stage: int) -> tuple[str, ...]:
+    """The values that a stage sends to others; of the last stage also the outputs of the model."""
     found = [
         value.name for crossing in partition.crossings(graph) if crossing.producer == stage for value in crossing.values
     ]
     outputs = list(graph.outputs) if stage == partition.num_stages - 1 else []
     return tuple(dict.fromkeys((*found, *outputs)))
+
+
+def add_parts(tree: nn.Module, model: nn.Module, modules: Iterable[str], state: Iterable[str]) -> None:
+    """Register modules, and single parameters and buffers, of the model in `tree` under their names in the model."""
+    for path in modules:
+        parent, _, name = path.rpartition(".")
+        _branch(tree, parent).add_module(name, model.get_submodule(path))
+    for path in state:
+        parent, _, name = path.rpartition(".")
+        owner, branch = model.get_submodule(parent), _branch(tree, parent)
+        if branch is owner or name in branch._parameters or name in branch._buffers:
+            continue
+        if name in owner._parameters:
+            branch.register_parameter(name, owner._parameters[name])
+        elif name in owner._buffers:
+            branch.register_buffer(name, owner._buffers[name], persistent=name not in owner._non_persistent_buffers_set)
+
+
+def _branch(tree: nn.Module, path: str) -> nn.Module:
+    """The module at a path, with empty modules on the way where there are none yet."""
+    for name in path.split(".") if path else ():
+        if name not in tree._modules:
+            tree.add_module(name, nn.Module())
+        tree = tree._modules[name]  # type: ignore[assignment]
+    return tree
+
+
+def _loose_state(
+    model: nn.Module, leaves: Iterable[str], state: Iterable[str]
+) -> list[tuple[str, dict[str, Any], str, object]]:
+    """The parameters and buffers of a stage that are not inside its leaves: path, dict of the owner, name, tensor."""
+    inside = tuple(f"{name}." for name in leaves)
+    found: list[tuple[str, dict[str, Any], str, object]] = []
+    for path in dict.fromkeys(state):
+        if not path.startswith(inside):
+            parent, _, name = path.rpartition(".")
+            owner = model.get_submodule(parent)
+            kind: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+            found.append((path, kind, name, kind.get(name)))
+    return found

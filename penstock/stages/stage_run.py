@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.stages.deferrable import DEFERRABLE
+from penstock.capture import Recording
 from penstock.stages.deferral import Deferral
+from penstock.stages.deferred_functions import DEFERRABLE
 from penstock.stages.grad_boundary import grad_boundary
 from penstock.stages.stage import Stage
 
@@ -26,7 +27,7 @@ class StageRun:
     def __init__(
         self,
         stage: Stage,
-        recording: Any,
+        recording: Recording,
         inputs: Mapping[str, Any],
         incoming: Mapping[str, Any],
         is_split: bool = False,
@@ -72,7 +73,7 @@ class StageRun:
         Gradients that are None, or belong to values that require none, are ignored.
         """
         self._run_autograd(gradients)
-        self._release_deferred()
+        self._accumulate_deferred()
         return self._take_returned()
 
     def input_grad(self, gradients: Gradients) -> dict[str, Tensor | None]:
@@ -88,7 +89,7 @@ class StageRun:
         if self._is_all_weight_grad:
             self._run_autograd(self._waiting)
             self._waiting = {}
-        self._release_deferred()
+        self._accumulate_deferred()
 
     def _run_autograd(self, gradients: Gradients) -> None:
         edges, self._edges = self._edges, {}
@@ -109,6 +110,6 @@ class StageRun:
         returned, self._returned = self._returned, {}
         return returned
 
-    def _release_deferred(self) -> None:
+    def _accumulate_deferred(self) -> None:
         if self._deferral is not None:
-            self.stage.release(self._deferral.queue)
+            self.stage.accumulate_deferred(self._deferral.queue)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.errors import PartitionError
-from penstock.stages import deferrable
+from penstock.stages import deferred_functions
 from penstock.stages.deferral import Deferral
 from tests.stages.behind import Behind, differing
 from tests.stages.blocks import AT_ONCE, WAITING, Does, rows
@@ -45,7 +45,7 @@ def test_weight_gradients_that_cannot_wait_are_computed_with_the_input_gradients
 def test_a_stage_says_that_its_weight_gradients_cannot_wait():
     module = behind(AT_ONCE, "a reentrant checkpoint")
     module.gradients(True)
-    assert module.stage.split_backward_note.startswith("none of the weight gradients can be put off")
+    assert module.stage.split_backward_note.startswith("none of the weight gradients can be deferred")
 
 
 def test_a_stage_with_nothing_to_say_says_nothing():
@@ -104,7 +104,7 @@ def test_a_model_moved_to_another_type_between_two_steps_accumulates_anew():
     module.gradients(True)
     module.model.double()
     moved = Behind(module.model[1], rows(4, 8, dtype=torch.float64))
-    moved.stage._release = module.stage._release
+    moved.stage._deferred_accumulator = module.stage._deferred_accumulator
     assert differing(moved.gradients(False), moved.gradients(True)) == []
 
 
@@ -136,7 +136,7 @@ class Special(torch.Tensor):
 def test_weights_of_another_kind_are_left_alone():
     linear = nn.Linear(8, 6, bias=False)
     linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Special))
-    table = {functional.linear: deferrable.DEFERRABLE[functional.linear]}
+    table = {functional.linear: deferred_functions.DEFERRABLE[functional.linear]}
     with Deferral(table) as deferral:
         linear(rows(4, 8).requires_grad_()).sum().backward()
     assert deferral.queue == []
@@ -147,11 +147,11 @@ def test_a_stage_tells_how_few_of_its_weight_gradients_can_wait():
     module = Behind(nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 32)), rows(4, 8))
     run = module.run(is_split=True)
     run.backward({name: torch.ones_like(value) for name, value in run.take_outputs().items()})
-    assert module.stage.split_backward_note.startswith("only 1% of the weight gradients can be put off")
+    assert module.stage.split_backward_note.startswith("only 1% of the weight gradients can be deferred")
 
 
 def test_a_gradient_that_was_not_recorded_is_refused():
-    """What was put off before it would be missing in it."""
+    """What was deferred before it would be missing in it."""
     block = Does(lambda x, a: a(x) if block.is_plain else torch.autograd.grad(a(x).sum(), x)[0], nn.Linear(8, 8))
     block.is_plain = True
     module = Behind(block, rows(4, 8))

@@ -28,7 +28,7 @@ def test_two_parameters_in_one_memory_are_not_taken_apart():
     memory = torch.randn(12, 8)
     model = stack(nn.Parameter(memory[:8]), nn.Parameter(memory[4:]))
     names = "blocks.0.linear.weight, blocks.3.linear.weight"
-    with pytest.raises(PartitionError, match=rf"lie in one memory.*names: {names}, stages: \[0, 1\]\)\ntry: use one"):
+    with pytest.raises(PartitionError, match=rf"share memory.*names: {names}, stages: \[0, 1\]\)\ntry: use one"):
         cut(model)
 
 

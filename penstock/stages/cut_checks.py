@@ -1,0 +1,85 @@
+"""Cuts that would change what the model computes, and are refused."""
+
+from collections.abc import Iterator
+from itertools import combinations
+
+import torch
+from torch import Tensor, nn
+
+from penstock.capture import Recording
+from penstock.errors import PartitionError
+from penstock.ir import Graph, Guard, Partition, refs, states
+
+
+def check_guards(recording: Recording, partition: Partition) -> None:
+    """Raise a PartitionError if no stage has all values that the model reads for one decision."""
+    graph = recording.graph
+    guards = [step for step in recording.record.steps if isinstance(step, Guard)]
+    if partition.num_stages > 1:
+        for guard in guards:
+            # Every stage checks guards on state before the step, and a written buffer is up to date in one stage only.
+            written = {*states(guard.args), *states(guard.kwargs)} & graph.updated.keys()
+            if written:
+                raise PartitionError(
+                    "the model decides by a buffer that it writes, and only one stage would have its content",
+                    module=guard.scope or "the model",
+                    read_by=guard.name,
+                    buffers=sorted(written),
+                    hint="keep the module that decides whole (basic_blocks)",
+                )
+    available = [recording.available_values(node.name for node in nodes) for nodes in partition.runs(graph)]
+    for guard in guards:
+        reads = {*refs(guard.args), *refs(guard.kwargs)}
+        if not any(reads <= here for here in available):
+            raise PartitionError(
+                "the model decides by values of several stages",
+                module=guard.scope or "the model",
+                read_by=guard.name,
+                values=sorted(reads),
+                hint="cut elsewhere",
+            )
+
+
+def check_shared_memory(model: nn.Module, graph: Graph, partition: Partition) -> None:
+    """Raise a PartitionError if a cut separates two tensors that overlap in memory and are trained or written.
+
+    Each rank would change its own copy. A parameter with several names is not such a case: it is one tensor.
+    """
+    if partition.num_stages == 1:
+        return
+    users: dict[str, set[int]] = {}
+    for node in graph.nodes:
+        for name in map(graph.tensor_of, (*node.parameters, *node.buffers)):
+            users.setdefault(name, set()).add(partition.stage_of(node.name))
+    for one, other in _overlapping_state(model, graph):
+        stages = users.get(one, set()) | users.get(other, set())
+        if len(stages) > 1 and one in users and other in users:
+            raise PartitionError(
+                "two parameters or buffers share memory, and each stage would change its own copy",
+                names=f"{one}, {other}",
+                stages=sorted(stages),
+                hint="use one parameter in both places (module.weight = other.weight), or keep them in one stage",
+            )
+
+
+def _overlapping_state(model: nn.Module, graph: Graph) -> Iterator[tuple[str, str]]:
+    groups: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_meta and tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter):
+            groups.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
+    for group in groups.values():
+        for (one, first), (other, second) in combinations(group, 2):
+            is_changed = first.requires_grad or second.requires_grad or {one, other} & graph.updated.keys()
+            if is_changed and _overlap(first, second):
+                yield one, other
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether some element belongs to both tensors, which share a storage."""
+    if one.dtype is not other.dtype:
+        return True
+    # Exact also for interleaved views, such as the even and the odd columns of a matrix.
+    size = one.untyped_storage().nbytes() // one.element_size()
+    taken = torch.zeros(size, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())

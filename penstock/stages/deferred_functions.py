@@ -1,0 +1,248 @@
+"""The functions of torch whose weight gradients can be deferred: products, convolutions, embeddings.
+
+Each function here takes the place of a torch function inside a `Deferral`. It runs the same kernel on the detached
+weight and defers the weight gradient, computed by the same kernel that autograd would use, so that all numbers are
+bit-identical. It returns None for calls that it cannot handle; those run as usual.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, mm, nn
+from torch.nn import functional
+
+from penstock.stages.deferral import ComputeGradients, Deferral, DeferringFunction
+
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+_VIEWS = frozenset(
+    f"{name}Backward0" for name in ("T", "Transpose", "Permute", "Select", "Slice", "Unsqueeze", "Squeeze", "View")
+)
+"""views through which a parameter may be used, as one expert's matrix in a stacked tensor: their backward saves
+nothing, so it can run twice"""
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+def _can_defer(x: Tensor, weight: Tensor) -> bool:
+    """Whether the weight is a trained parameter, or a view of one, and no tensor is of a subclass."""
+    return weight.requires_grad and type(x) in _PLAIN_TYPES and _is_parameter(weight)
+
+
+def _can_defer_bias(bias: Tensor | None) -> bool:
+    """Whether the gradient of a bias with one element per column can be deferred with that of its weight."""
+    return bias is not None and bias.requires_grad and bias.dim() == 1 and _is_parameter(bias)
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    if type(tensor) not in _PLAIN_TYPES or tensor.dtype not in _FLOATS or tensor.layout is not torch.strided:
+        return False
+    node = tensor.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return node is None or node.name() == "torch::autograd::AccumulateGrad"
+
+
+def _autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The operands as autocast would cast them: it casts behind the mode, where the function is already replaced."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x, weight
+    dtype = torch.get_autocast_dtype(kind)
+    x, weight = (each if each.dtype is torch.float64 else each.to(dtype) for each in (x, weight))
+    return x, weight
+
+
+# Products
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def linear(deferral: Deferral, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """functional.linear: x W^T + b."""
+    # torch multiplies a weight that is not contiguous in another way.
+    if weight.dim() != 2 or not weight.is_contiguous() or not _can_defer(x, weight):
+        return None
+    # As torch does it: fused with the bias where the input is one matrix in memory, else the bias is added at the end.
+    if bias is None or x.dim() == 2 or (x.dim() == 3 and x.is_contiguous()):
+        return _product(deferral, functional.linear, x, weight, bias)
+    result = _product(deferral, functional.linear, x, weight, None)
+    return result + bias.to(result.dtype)
+
+
+def addmm(deferral: Deferral, bias: Tensor, *factors: Tensor, **named: object) -> Tensor | None:
+    """torch.addmm without alpha, beta and out: b + x W."""
+    if named or len(factors) != 2 or not _is_matrix(factors[1]) or not _can_defer(factors[0], factors[1]):
+        return None
+    return _product(deferral, _addmm, factors[0], factors[1], bias)
+
+
+def matmul(deferral: Deferral, x: Tensor, *factors: Tensor, **named: object) -> Tensor | None:
+    """torch.matmul and torch.mm without out: x W."""
+    if named or not _is_matrix(factors[0]) or not _can_defer(x, factors[0]):
+        return None
+    return _product(deferral, _mm, x, factors[0], None)
+
+
+def _product(deferral: Deferral, call: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    case = 0 if call is functional.linear else 1 if weight.is_contiguous() else 2
+    x, own = _autocast(x, weight.detach())
+    rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+    if bias is not None and _can_defer_bias(bias):
+        result = deferral.defer(call(rows, own, bias.detach()), rows, (weight, bias), _WEIGHT_AND_BIAS[case])
+    else:
+        result = deferral.defer(call(rows, own, bias), rows, (weight,), _WEIGHT[case])
+    return result if rows is x else result.view(*x.shape[:-1], result.shape[-1])
+
+
+def _is_matrix(weight: object) -> bool:
+    """Whether it is a matrix that is contiguous or the transpose of a contiguous one."""
+    return isinstance(weight, Tensor) and weight.dim() == 2 and (weight.is_contiguous() or weight.t().is_contiguous())
+
+
+def _mm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return mm(x, weight)
+
+
+def _addmm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.addmm(bias, x, weight)  # type: ignore[arg-type]
+
+
+# For a linear, for a matrix, and for a transposed matrix, whose gradient autograd computes transposed.
+_WEIGHT: tuple[ComputeGradients, ...] = (
+    lambda x, gradient: (mm(gradient.t(), x),),
+    lambda x, gradient: (mm(x.t(), gradient),),
+    lambda x, gradient: (mm(gradient.t(), x).t(),),
+)
+_WEIGHT_AND_BIAS: tuple[ComputeGradients, ...] = (
+    lambda x, gradient: (mm(gradient.t(), x), gradient.sum(0)),
+    lambda x, gradient: (mm(x.t(), gradient), gradient.sum(0)),
+    lambda x, gradient: (mm(gradient.t(), x).t(), gradient.sum(0)),
+)
+
+
+def grouped_mm(deferral: Deferral, x: Tensor, weight: Tensor, *others: Any, **options: Any) -> Tensor | None:
+    """functional.grouped_mm: each group of rows by its own matrix, as tokens by experts; `offs` are their ends."""
+    offsets = options.pop("offs", None)
+    has_more = others or any(option is not None for option in options.values())
+    if has_more or offsets is None or x.dim() != 2 or weight.dim() != 3 or not _can_defer(x, weight):
+        return None
+    result = functional.grouped_mm(x, weight.detach(), offs=offsets)
+    compute = partial(_grouped_gradient if weight.is_contiguous() else _transposed_grouped_gradient, offsets)
+    return deferral.defer(result, x, (weight,), compute)
+
+
+def _grouped_gradient(offsets: Tensor, x: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+    return (functional.grouped_mm(x.t(), gradient, offs=offsets),)
+
+
+def _transposed_grouped_gradient(offsets: Tensor, x: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+    return (functional.grouped_mm(gradient.t(), x, offs=offsets).transpose(-2, -1),)
+
+
+# Embeddings
+
+
+def embedding(deferral: Deferral, indices: Tensor, weight: Tensor, **options: Any) -> Tensor | None:
+    """functional.embedding, which passes all its options by keyword."""
+    if options.get("sparse") or options.get("max_norm") is not None or not _can_defer(indices, weight):
+        return None
+    padding = options.get("padding_idx")
+    padding = -1 if padding is None else padding % weight.shape[0]
+    compute = partial(_embedding_gradient, weight.shape[0], padding, options.get("scale_grad_by_freq", False))
+    return deferral.defer(functional.embedding(indices, weight.detach(), **options), indices, (weight,), compute)
+
+
+def _embedding_gradient(
+    rows: int, padding: int, is_scaled: bool, indices: Tensor, gradient: Tensor
+) -> tuple[Tensor, ...]:
+    return (torch.ops.aten.embedding_dense_backward(gradient, indices, rows, padding, is_scaled),)
+
+
+# Convolutions
+
+
+class Convolution(NamedTuple):
+    """The options of a convolution, in the order of torch's arguments."""
+
+    stride: Any = 1
+    padding: Any = 0
+    dilation: Any = 1
+    groups: int = 1
+    output_padding: Any = 0
+
+
+class TransposedConvolution(NamedTuple):
+    """The options of a transposed convolution, in the order of torch's arguments."""
+
+    stride: Any = 1
+    padding: Any = 0
+    output_padding: Any = 0
+    groups: int = 1
+    dilation: Any = 1
+
+
+Options = Convolution | TransposedConvolution
+
+
+def convolution(call: Callable[..., Tensor], kind: type[Options]) -> DeferringFunction:
+    """The function that takes the place of a convolution of torch."""
+
+    def convolve(
+        deferral: Deferral, x: Tensor, weight: Tensor, bias: Tensor | None = None, *given: Any, **named: Any
+    ) -> Tensor | None:
+        # Not a single sample without a batch dimension, nor padding="same".
+        if x.dim() != weight.dim() or not _can_defer(x, weight):
+            return None
+        options = kind(*given, **named)
+        if isinstance(options.padding, str):
+            return None
+        x, own = _autocast(x, weight.detach())
+        has_bias = _can_defer_bias(bias)
+        weights = (weight, bias) if bias is not None and has_bias else (weight,)
+        added = bias.detach() if bias is not None and has_bias else bias
+        compute = partial(_convolution_gradients, own, options, has_bias)
+        return deferral.defer(call(x, own, added, *given, **named), x, weights, compute)
+
+    return convolve
+
+
+def _convolution_gradients(
+    weight: Tensor, options: Options, has_bias: bool, x: Tensor, gradient: Tensor
+) -> tuple[Tensor, ...]:
+    dims = weight.dim() - 2
+    found = torch.ops.aten.convolution_backward(
+        gradient,
+        x,
+        weight,
+        list(gradient.shape[1:2]) if has_bias else None,
+        _per_dim(options.stride, dims),
+        _per_dim(options.padding, dims),
+        _per_dim(options.dilation, dims),
+        isinstance(options, TransposedConvolution),
+        _per_dim(options.output_padding, dims),
+        options.groups,
+        [False, True, has_bias],
+    )
+    return tuple(each for each in found if each is not None)
+
+
+def _per_dim(sizes: Any, dims: int) -> list[int]:
+    numbers = [sizes] if isinstance(sizes, int) else list(sizes)
+    return numbers * dims if len(numbers) == 1 else numbers
+
+
+DEFERRABLE: dict[Any, DeferringFunction] = {
+    functional.linear: linear,
+    functional.embedding: embedding,
+    **dict.fromkeys((torch.addmm, Tensor.addmm), addmm),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), matmul),
+    **{call: convolution(call, Convolution) for call in (torch.conv1d, torch.conv2d, torch.conv3d)},
+    **{
+        call: convolution(call, TransposedConvolution)
+        for call in (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+    },
+    # The mode sees this function below functional.grouped_mm, where torch has it.
+    **({torch._grouped_mm: grouped_mm} if hasattr(torch, "_grouped_mm") else {}),
+}
+"""the function that takes the place of each torch function inside a Deferral"""
