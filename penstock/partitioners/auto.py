@@ -12,7 +12,7 @@ from penstock.partitioners.base import Division, Partitioner, Problem
 from penstock.partitioners.costs import CostRates
 
 _WORTH = 0.01
-"""by what share more stages per rank must relieve the busiest rank"""
+"""share by which more stages per rank must relieve the busiest rank"""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank holds in memory besides the parameters of its stages."""
+    """Memory of a rank besides the parameters of its stages."""
 
     in_flight: int | tuple[int, ...] = 1
     """microbatches whose activations a stage holds at once: one number, or one per stage"""
@@ -152,7 +152,7 @@ class Division:
 
     @property
     def proof(self) -> str:
-        """What is proven, in words."""
+        """The proven bound, in words."""
         if self.ratio <= 1 + _ROUNDING:
             return "no partition is better"
         gap = f"no partition is better by more than {1 - 1 / self.ratio:.1%}"
@@ -168,8 +168,8 @@ class Division:
 class Partitioner(ABC):
     """A way to cut; its fields are its options.
 
-    The class attributes tell `auto` and the planner how to use a member: both read the table PARTITIONERS, so that a
-    new member takes part in every search without being named there.
+    `auto` and the planner read the table PARTITIONERS and the class attributes below, so that a new member takes part in
+    every search without being named there.
     """
 
     name: ClassVar[str]

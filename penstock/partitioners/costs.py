@@ -30,7 +30,7 @@ class StageCost(NamedTuple):
 
     @property
     def bytes(self) -> Floats:
-        """What a stage adds to the bytes of a cut: its messages, and parameters that other stages may hold as well."""
+        """A stage's share of the bytes of a cut: its messages, and parameters that other stages may hold as well."""
         return self.received + self.returned + self.parameters
 
 
@@ -259,7 +259,7 @@ class Runs:
         return RunWeights.of(self.atoms.seconds, inputs.uses, inputs.seconds)
 
     def bytes(self, box: Box) -> Floats:
-        """Returns what the runs add to the bytes of a cut."""
+        """Returns the share of each run in the bytes of a cut."""
         return self._received[0].over(box) + self._received[1].over(box) + self._parameters.over(box)
 
     @cached_property

@@ -1,6 +1,6 @@
 """metis: k-way parts of METIS, by seconds of nodes and bytes of values, made acyclic and improved.
 
-Choose it for wide models with many branches, where the order of the model says little about where few bytes cross.
+Choose it for wide models with many branches, where the order of the model is a poor guide to cuts with few bytes.
 METIS ignores direction: its parts are put in order, nodes that would read from a later part are moved, and the result
 is improved by local search. Needs the extra `metis`. It is never worse than linear, which is among its starting points.
 """

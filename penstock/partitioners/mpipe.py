@@ -31,7 +31,7 @@ class MPipe(Partitioner):
     stages_per_rank: int = 4
     """at most"""
     worth: float = 0.01
-    """by what share more stages must relieve the busiest rank"""
+    """share by which more stages must relieve the busiest rank"""
 
     def __post_init__(self) -> None:
         if (as_int(self.stages_per_rank) or 0) < 1:

@@ -1,4 +1,4 @@
-"""What the planner chooses from: layouts, which are cuts, placement and costs without an order, and plans from them."""
+"""The candidates of the planner: layouts (cuts, placement and costs without an order) and the plans made from them."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -29,7 +29,7 @@ from penstock.schedules import SCHEDULES, build, build_on, find
 from penstock.simulate import simulate
 
 GIVEN = "given"
-"""in place of a name, for what the user gave"""
+"""in place of a name, for a schedule or stages that the user gave"""
 _DEPTHS = (1, 2, 3, 4)
 """stages per rank that are considered if the options leave them open"""
 _TRAFFIC_FACTOR = 4.0

@@ -1,4 +1,4 @@
-"""Explanations: why a plan was chosen, why others lost, and what is short if no plan fits."""
+"""Explanations: why a plan was chosen, why others lost, and why no plan fits."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ class Move(NamedTuple):
 
 
 def reasons(plan: Plan, moves: Sequence[Move]) -> tuple[str, ...]:
-    """Returns sentences: the busiest rank, what moving a cut by one node would cost, and the active limit."""
+    """Returns sentences: the busiest rank, the cost of moving a cut by one node, and the active limit."""
     work = work_seconds(plan)
     rank, most = busiest(plan)
     mean = sum(work) / len(work)
@@ -108,7 +108,7 @@ def busiest(plan: Plan) -> tuple[int, float]:
 
 
 def no_fit_error(plans: Sequence[Plan], models: Models, options: PlanOptions) -> FitError:
-    """Returns the error for options that no plan fits: what is short, by how much, and changes that would fit."""
+    """Returns the error for options that no plan fits: the shortage, and changes that would fit."""
     nearest = min(plans, key=excess_bytes)
     rank = _worst_rank(nearest)
     hints = list(_ways_out(nearest, models, options))

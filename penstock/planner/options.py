@@ -22,7 +22,7 @@ def _cli(metavar: str, text: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a plan is made for, and choices that are given; those that are "auto" are searched for.
+    """Options of a plan; those that are "auto" are searched for.
 
     In Python `ranks` may also be a Cluster (memory, slowness and links of the ranks), `schedule` a Schedule or the text
     of a CSV, and `partitioner` a Partition or lists of module names per stage. The metadata of a field has its `help`
@@ -37,7 +37,9 @@ class PlanOptions:
     partitioner: str | Partition | Sequence[Sequence[str]] = field(
         default=AUTO, metadata=_cli("NAME", 'A partitioner, or "auto".')
     )
-    stages_per_rank: int | None = field(default=None, metadata=_cli("V", "Stages per rank; by default what is best."))
+    stages_per_rank: int | None = field(
+        default=None, metadata=_cli("V", "Stages per rank; by default the best number.")
+    )
     memory: int | str | None = field(default=None, metadata=_cli("SIZE", "Memory of a rank, such as 24GiB."))
     recompute: str = field(
         default="none", metadata=_cli("WHICH", "Recompute activations: none, full, or auto (where memory demands it).")
@@ -68,7 +70,7 @@ class PlanOptions:
         if depth is None:
             return
         if (as_int(depth) or 0) < 1:
-            hint = "stages_per_rank=2, or None for what suits"
+            hint = "stages_per_rank=2, or None for the best number"
             raise PlanError("stages_per_rank must be a whole number, 1 or more", given=repr(depth), hint=hint)
         if depth * self.cluster.ranks > MAX_STAGES:
             raise PlanError(

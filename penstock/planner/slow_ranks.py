@@ -3,8 +3,8 @@
 Of every kind of pass the shortest counts, against the costs of the plan: other work on the core of a rank makes some of
 its passes longer, a slow rank all of them. A step is slow for a rank that stands out in it both from its plan and from
 the median of the other ranks. A rank is slow if most of the last steps were, and if all of these taken together are. If
-the plan is wrong about all ranks alike, none stands out; where it is a little wrong about one, what that rank has
-usually taken so far counts as well.
+the plan is wrong about all ranks alike, none stands out; where it is a little wrong about one, the usual time of
+that rank so far counts as well.
 """
 
 import math
@@ -48,12 +48,12 @@ PLAN_HOLDS = 0.5
 MEMORY = 50
 """steps before the last WINDOW whose median is the usual; at least WINDOW of them are needed"""
 CALL_SECONDS, LOST_SECONDS = 2e-4, 5e-4
-"""overhead of a pass, and what a slow rank loses with each: where passes are short, overheads differ"""
+"""overhead of a pass, and the least that a slow rank loses with each: where passes are short, overheads differ"""
 REPLAN_SECONDS = 1.0
 MAX_PASSES = 10_000
 """passes of a plan above which a new search would take too long"""
 _WORTH = 0.02
-"""by what share a new plan must shorten the step"""
+"""share by which a new plan must shorten the step"""
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 
 
@@ -297,7 +297,7 @@ def estimate_profile(plan: Plan, costs: StageCosts) -> Profile:
             found[name] = _node_cost(costs, stage, name, each / total if total else 1 / len(names))
     nodes_costs = tuple(found[node.name] for node in plan.graph.nodes)
     seconds = math.fsum(cost.forward + cost.backward for cost in nodes_costs)
-    return Profile(nodes_costs, seconds, plan.graph.fingerprint, "told from the stages of a plan")
+    return Profile(nodes_costs, seconds, plan.graph.fingerprint, "estimated from the stages of a plan")
 
 
 def _work(graph: Graph, node: Node) -> float:

@@ -1,11 +1,13 @@
 """search: the plan that the options ask for, and the best where they leave something open."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
 from penstock.errors import PartitionError, PlanError, ScheduleError
 from penstock.ir import Partition, Placement
+from penstock.partitioners import PARTITIONERS, Division, Partitioner, Problem, divide
 from penstock.planner import PlanOptions, search
 from penstock.schedules import SCHEDULES, build
 from tests.planner.chains import measured
@@ -119,3 +121,21 @@ def test_cuts_are_moved_by_a_node_where_that_helps():
 
 def test_without_time_something_is_found_all_the_same():
     assert plan(schedule="auto", partitioner="auto", budget_seconds=0).num_ranks == 2
+
+
+class Recorded(Partitioner):
+    """A partitioner that only this test adds to the table."""
+
+    name = "recorded"
+    seen: ClassVar[list[Placement]] = []
+
+    def divide(self, problem: Problem) -> Division:
+        self.seen.append(problem.placed)
+        return divide("uniform", problem)
+
+
+def test_a_new_partitioner_of_the_table_is_searched(monkeypatch):
+    monkeypatch.setitem(PARTITIONERS, "recorded", Recorded)
+    # A bound that no order of the table reaches, so that other cuts are tried.
+    plan(model=measured([3.0, 1.0, 1.0, 1.0, 2.0, 5.0, 1.0, 1.0]), partitioner="auto")
+    assert Recorded.seen == [Placement.loop(2)]

@@ -65,7 +65,7 @@ class RunTable:
         limit[self.ranks] = self.rates.limit
         return limit
 
-    # Both are read in inner loops, and CostRates works them out anew each time.
+    # Both are read in inner loops, and CostRates computes them on every access.
     @cached_property
     def has_messages(self) -> bool:
         """Whether messages take time."""

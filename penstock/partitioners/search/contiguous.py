@@ -58,7 +58,7 @@ def _best_alternative(problem: Problem, atoms: Atoms, rates: CostRates, found: C
     """Returns the cut, or one found without messages or without coarsening if that scores better.
 
     The searches charge every message to the link beside a stage. Messages within a rank are free and links may differ,
-    which only Score takes into account: then what was found is no bound.
+    which only Score takes into account: then the load found is not a bound.
     """
     is_rough = rates.has_messages and (not problem.is_single or bool(problem.cluster.links))
     stages, bound = [found.stage], 0.0 if is_rough else found.bound
@@ -125,7 +125,7 @@ def _all_pairs(runs: Runs, rates: CostRates, slack: float) -> Cut:
             break
     loads: Loads = rates.loads
     if np.isinf(least):
-        # Nothing fits: take what comes closest, so that the error can report what is short.
+        # Nothing fits: take the stages that come closest, so that the error can name the shortage.
         loads = rates.memory_shares
         least = chains.least_load(loads)
     return Cut(stages_of(chains.fewest_bytes(loads, round_up(least * (1 + slack)))), bound)

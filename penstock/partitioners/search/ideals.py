@@ -57,7 +57,7 @@ class _ItemSums:
 
     @classmethod
     def of(cls, inside: Bools, uses: Incidence, weights: Floats, maker: Ints | None = None) -> "_ItemSums":
-        # Uses of an item are counted, not told apart: the larger ideal has more of them, or the difference has none.
+        # Uses of an item need only be counted: the larger ideal has more of them, or the difference has none.
         is_lone = (np.bincount(uses.item, minlength=len(weights))[uses.item] == 1) & (maker is None)
         total = inside[:, uses.atom[is_lone]] @ weights[uses.item[is_lone]]
         item, atom = uses.item[~is_lone], uses.atom[~is_lone]

@@ -110,7 +110,7 @@ def _save_bytes(score: Score, delta: "MoveDelta") -> Score:
 
 @dataclass(frozen=True)
 class MoveDelta:
-    """What a move of one atom changes, from the values and tensors of that atom alone."""
+    """The effect of moving one atom, computed from the values and tensors of that atom alone."""
 
     atoms: Atoms
 

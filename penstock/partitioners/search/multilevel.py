@@ -17,7 +17,7 @@ _NOISE = (1.0, 1.5, 2.0, 3.0)
 """by how many stages atoms change places in the orders that are tried; by less than one they stay in their stages"""
 _MOST_TURNS, _TURNS_TIMES_ATOMS = 8, 800
 _SHARE = 0.25
-"""the heaviest atom that is made by joining, as a share of what a stage gets"""
+"""the heaviest atom that is made by joining, as a share of an even stage"""
 
 
 def search_partitions(problem: Problem, attempts: int) -> Score:

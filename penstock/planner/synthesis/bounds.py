@@ -25,7 +25,7 @@ from penstock.planner.synthesis.problem import FlatProblem, ScheduleProblem
 _CAUTION = 1e-9
 """the share of a bound that may be rounding"""
 _MACHINE_PASSES = 20_000
-"""passes that are compared with the work of their rank; later ones only with what they need"""
+"""passes that are compared with the work of their rank; later ones only with their needs"""
 _MACHINE_DEPTH = 48
 """passes of a row that this considers, the latest ones"""
 
@@ -69,7 +69,7 @@ def _bounds(table: PassTable, ranks: Iterable[int]) -> list[Bound]:
 
 
 def _alone(table: PassTable, rank: int) -> PassTable:
-    """The rows of one rank only, with what happens between them elsewhere as a delay."""
+    """The rows of one rank only, with the passes of other ranks between them as delays."""
     mine = table.of_rank[rank]
     needs = []
     for row in mine:
@@ -83,7 +83,7 @@ def _alone(table: PassTable, rank: int) -> PassTable:
 
 
 class _Before(NamedTuple):
-    """What comes before pass k of a row: (needed row, seconds between), (row, shift), and (row, shift) on its rank."""
+    """Predecessors of pass k of a row: (needed row, seconds between), (row, shift), and (row, shift) on its rank."""
 
     needs: list[tuple[int, float]]
     lags: list[tuple[int, int]]
@@ -142,7 +142,7 @@ def _befores(table: PassTable) -> list[_Before]:
 
 
 def _machine_end(starts: Floats, work: Floats, before: list[tuple[int, int]], column: int) -> float:
-    """When a rank that runs nothing but what must come before a pass can be done with that."""
+    """When a rank can have run everything that must come before a pass, and nothing else."""
     released, amounts = [], []
     for row, shift in before:
         last = column + 1 - shift
@@ -166,7 +166,7 @@ class Lag(NamedTuple):
 
 
 def memory_lags(table: PassTable) -> tuple[Lag, ...]:
-    """Returns what the memory limits of the ranks imply about which pass must have run before which.
+    """Returns the dependencies between passes of a rank that its memory limit implies.
 
     - *Room.* When a pass starts, the passes that allocate before it have run for its microbatch and all earlier ones.
       Bytes above the room must have been freed by passes of earlier microbatches, which in turn need others.

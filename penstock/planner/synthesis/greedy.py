@@ -5,8 +5,8 @@ a little for a better one that is known to come (*patience*), and no pass starts
 releases differ between orders, so that one round of array operations advances all of them. In a round, every rank
 decides that cannot be reached in time by a message still to be sent.
 
-A run never gets stuck for lack of memory: a pass is admitted only if what its rank would then hold still lets every
-microbatch in flight get through, one after another.
+A run never gets stuck for lack of memory: a pass is admitted only if the rank would then still have room to get
+every microbatch in flight through, one after another.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class GreedyRuns(NamedTuple):
 
 
 class _Wiring(NamedTuple):
-    """Rows that a row's passes send to, and links; a padding row receives what no row reads."""
+    """Rows that a row's passes send to, and links; a padding row receives messages that no row reads."""
 
     targets: Ints
     link: Ints
@@ -172,7 +172,7 @@ class Greedy:
         state.clocks[run, rank] = ends
         state.held[run, rank] += self.taken[row]
         state.starts[run, row, turn] = starts
-        # The padding row counts the same for all passes of a rank; the others count what it has run.
+        # The padding row counts the same for all passes of a rank; the others count its passes so far.
         state.positions[run, row, turn] = state.counts[run[:, None], self.local[rank]].sum(axis=1)
         state.counts[run, row] += 1
         wiring = self.wiring

@@ -155,7 +155,7 @@ def join_backwards(flat: FlatProblem, orders: RankOrders, goal: Goal) -> RankOrd
 
 
 def _join_adjacent(flat: FlatProblem, orders: RankOrders, stages: list[int], goal: Goal) -> tuple[RankOrders, float]:
-    """All stages together, or one by one where others would wait for what a full backward sends later."""
+    """All stages together, or one by one where others would wait for a gradient that a full backward sends later."""
     length = evaluate(flat, orders).length
     together = [_with_full_backwards(order, set(stages)) for order in orders]
     at_once = evaluate(flat, together).length

@@ -196,7 +196,7 @@ def _prove(made: Synthesis, seconds: float) -> Synthesis:
 
 
 def _refusal(problem: ScheduleProblem) -> ScheduleError:
-    """Names the tightest rank, the room it has, and what one microbatch takes there."""
+    """Names the tightest rank, its room, and the bytes of one microbatch there."""
     kept = [sum(problem.costs.activation_bytes[stage] for stage in stages) for stages in problem.placement.stages]
     rank = min(range(len(kept)), key=lambda each: problem.room[each] - kept[each])
     room = problem.room[rank]

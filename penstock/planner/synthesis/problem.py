@@ -47,7 +47,7 @@ F, B, I, W = (int(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRA
 class ScheduleProblem:
     """Stages with costs, on ranks with memory and links, whose passes are to be ordered.
 
-    `objective` is what to shorten: the makespan of a step, or its span, the measure of the zero-bubble papers.
+    `objective` is the length to shorten: the makespan of a step, or its span, the measure of the zero-bubble papers.
     """
 
     costs: StageCosts
@@ -128,7 +128,7 @@ class FlatProblem:
         links: dict[tuple[int, int], int] = {}
         outputs: list[list[Message]] = [[] for _ in kept]
         gradients: list[list[Message]] = [[] for _ in kept]
-        # Who sends to whom follows from the one rule of what an action needs.
+        # Messages follow from `needs`, the one rule of dependencies.
         forward = sorted((need.stage, stage) for stage in stages for need in needs(Forward(stage, 0), cuts))
         for source, target in forward:
             outputs[source].append(_message(problem, links, source, target))
