@@ -1,4 +1,4 @@
-"""instances: small problems of known kinds; whole seconds, so that a solver can count them in ticks."""
+"""Small schedule problems of known kinds, in whole seconds, so that a solver can count them in ticks."""
 
 from random import Random
 from typing import NamedTuple
@@ -11,7 +11,7 @@ SHAPES = ((1, "loop"), (2, "vee"), (2, "loop"))
 
 
 class Instance(NamedTuple):
-    """Ranks, microbatches, stages per rank and where they lie, kind of costs, memory in microbatches, and latency."""
+    """Ranks, microbatches, stages per rank, placement, kind of costs, memory in microbatches, and latency."""
 
     ranks: int
     microbatches: int
@@ -29,7 +29,7 @@ class Instance(NamedTuple):
 
     @property
     def problem(self) -> ScheduleProblem:
-        """The problem that this is short for."""
+        """The problem that these numbers describe."""
         is_vee = self.shape == "vee"
         placement = Placement.vee(self.ranks) if is_vee else Placement.loop(self.ranks, self.stages_per_rank)
         costs = _costs(self.kind, placement.num_stages, self.seed)
@@ -38,7 +38,7 @@ class Instance(NamedTuple):
 
 
 def instances(count: int, seed: int, most_ranks: int = 4, microbatches: tuple[int, int] = (4, 8)) -> list[Instance]:
-    """So many, by turns of every kind, at the memory of 1f1b and below."""
+    """Returns `count` instances, cycling through the kinds, at the memory of 1f1b and below."""
     random = Random(seed)
     found = []
     for place in range(count):

@@ -1,4 +1,4 @@
-"""joint_plan: how good a searched plan is, and what planning costs, also for models and clusters that are not here."""
+"""How good searched plans are, and how long planning takes, also for models and clusters that do not exist here."""
 
 import resource
 import subprocess
@@ -21,7 +21,7 @@ def tables() -> tuple[Table, ...]:
 
 
 def layers(seconds: list[float]) -> Measured:
-    """A chain of layers whose forward, input gradient and weight gradient take so long each."""
+    """A chain of layers whose forward, input gradient and weight gradient take the given seconds each."""
     names = [f"layers.{index}" for index in range(len(seconds))]
     nodes = tuple(
         Node(name, (read,), (Value(name, _VALUE),), (f"{name}.weight",), module=name, kind="Linear", is_leaf=True)
@@ -75,7 +75,7 @@ def without_weights() -> Table:
 
 
 def large() -> Table:
-    """Plans for clusters that are not here."""
+    """Plans for clusters that do not exist here."""
 
     def lines() -> Iterator[Line]:
         deep, wide = layers([1e-3] * 256), layers([1e-3] * 64 + [4e-3])

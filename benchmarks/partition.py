@@ -1,4 +1,4 @@
-"""partition: how even the stages are that partitioners make, against what is proven to be possible, and how fast."""
+"""How even the stages are that partitioners make, against proven bounds, and how fast."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ SLOW = 10.0
 
 
 def tables() -> tuple[Table, ...]:
-    """Everything that `make bench` shows about partitioners; what others measured only if it is there."""
+    """Everything that `make bench` shows about partitioners; graphs measured by others only if they are there."""
     ours = (speed(), several_per_rank(), mixed())
     return (*ours, measured(), fewest_bytes(), known_optima()) if DATA.exists() else ours
 
@@ -67,7 +67,7 @@ def mixed() -> Table:
 
 
 def measured(names: tuple[str, ...] = PIPEDREAM) -> Table:
-    """Graphs profiled by PipeDream: every partitioner over an even share; acyclic over what is proven to be needed."""
+    """Graphs profiled by PipeDream: every partitioner over an even share; acyclic over its proven bound."""
     members = [name for name, each in PARTITIONERS.items() if not each.chooses_placement and each.is_available()]
 
     def lines() -> Iterator[Line]:

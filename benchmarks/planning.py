@@ -1,4 +1,4 @@
-"""planning: how long it takes to build, lower, prove and simulate schedules, and how that grows."""
+"""How long it takes to build, lower, prove and simulate schedules, and how that grows."""
 
 from collections.abc import Iterator, Sequence
 

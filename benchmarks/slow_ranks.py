@@ -1,4 +1,4 @@
-"""slow_ranks: steps until a slow rank is told, alarms in clean steps, and what the plan that is advised brings.
+"""Slow ranks: steps until one is reported, false alarms, and the gain of the advised plan.
 
 Ranks are processes. Blocks sleep, and one rank's begin to sleep longer; or they compute, and the ranks share the cores
 of this machine.
@@ -22,12 +22,12 @@ from penstock.planner import Measured, PlanOptions, SlowRankAdvisor, search
 
 FACTORS = (1.3, 1.5, 2.0, 4.0)
 WITHIN = 10
-"""steps after which a rank that takes 1.5 times as long or more must have been told"""
+"""steps within which a rank that takes 1.5 times as long or more must be reported"""
 COMPUTING = Sizes(layers=8, width=64, words=64, length=32, samples=16, microbatches=8)
 
 
 class Setting(NamedTuple):
-    """Ranks whose blocks sleep, four for each, in so many microbatches, and the steps before one of them is slow."""
+    """Ranks with four sleeping blocks each, microbatches, and the number of steps before one rank becomes slow."""
 
     ranks: int = 4
     microbatches: int = 8
@@ -36,19 +36,19 @@ class Setting(NamedTuple):
 
     @property
     def slow_rank(self) -> int:
-        """Not the first, which looks, nor the last if there are others."""
+        """Neither the first, which reports, nor the last if there are others."""
         return self.ranks // 2
 
     def slowness(self, factor: float) -> tuple[float, ...]:
-        """With one rank that takes so many times longer."""
+        """Slowness with one rank that takes `factor` times as long."""
         return tuple(factor if rank == self.slow_rank else 1.0 for rank in range(self.ranks))
 
 
 class Seen(NamedTuple):
-    """Seconds of every step of a rank, and what the first rank said, by the step."""
+    """Seconds of every step of a rank, and the reports of the first rank with their steps."""
 
     seconds: list[float]
-    told: list[tuple[int, str]]
+    reports: list[tuple[int, str]]
 
 
 SLEEPING = Setting()
@@ -56,43 +56,43 @@ SLEEPING = Setting()
 
 def tables() -> tuple[Table, ...]:
     """Everything that `make bench` shows about slow ranks."""
-    return (delays(SLEEPING), alarms(200), remedies(SLEEPING))
+    return (delays(SLEEPING), alarms(200), replans(SLEEPING))
 
 
 def delays(setting: Setting, factors: Sequence[float] = FACTORS) -> Table:
-    """Steps that a rank is slow until it is told; below 1.5 times it need not be."""
+    """Steps until a slow rank is reported; below 1.5 times it need not be."""
 
     def lines() -> Iterator[Line]:
         plan = sleeping_plan(setting, Cluster(setting.ranks))
         for factor in factors:
             seen = _launched(plan, setting, setting.clean + 2 * WITHIN, setting.clean, factor)
-            steps = [step - setting.clean + 1 for step, _ in seen.told]
+            steps = [step - setting.clean + 1 for step, _ in seen.reports]
             after, shown = (float(steps[0]), str(steps[0])) if steps else (float("inf"), "never")
             target = WITHIN if factor >= 1.5 else float("inf")
             yield Line((f"{factor:g} times", shown, str(len(steps)), load()), after, target, at_least=False)
 
     title = f"one of {setting.ranks} ranks slow from step {setting.clean} on; blocks that sleep"
-    return Table(title, ("slow", "told after", "times told", "load"), lines())
+    return Table(title, ("slow", "reported after", "reports", "load"), lines())
 
 
 def alarms(steps: int, ranks: Sequence[int] = (2, 4)) -> Table:
-    """Ranks that are told to be slow where none is."""
+    """Ranks reported as slow where none is."""
 
     def lines() -> Iterator[Line]:
         for count in ranks:
             setting = SLEEPING._replace(ranks=count, unit=0.001)
-            found = _launched(sleeping_plan(setting, Cluster(count)), setting, steps, steps, 1.0).told
+            found = _launched(sleeping_plan(setting, Cluster(count)), setting, steps, steps, 1.0).reports
             yield _none(f"sleep, {count} ranks", steps, found)
         for count in ranks:
             found = penstock.launch(_computing, count, computing_plan(count), steps)[0]
             yield _none(f"compute, {count}", steps, found)
 
-    title = f"ranks told to be slow in {steps} clean steps; those that compute share {os.cpu_count()} cores"
-    return Table(title, ("ranks", "steps", "told", "load"), lines())
+    title = f"ranks reported as slow in {steps} clean steps; computing ranks share {os.cpu_count()} cores"
+    return Table(title, ("ranks", "steps", "reported", "load"), lines())
 
 
-def remedies(setting: Setting, factors: Sequence[float] = (1.5, 2.0, 4.0)) -> Table:
-    """Steps with a slow rank by the plan for ranks that are alike and by one for these, both measured."""
+def replans(setting: Setting, factors: Sequence[float] = (1.5, 2.0, 4.0)) -> Table:
+    """Steps with a slow rank under the plan for equal ranks and under one for these ranks, both measured."""
 
     def lines() -> Iterator[Line]:
         alike = sleeping_plan(setting, Cluster(setting.ranks))
@@ -103,7 +103,7 @@ def remedies(setting: Setting, factors: Sequence[float] = (1.5, 2.0, 4.0)) -> Ta
             cells = (f"{factor:g} times", f"{before:.3f}", f"{after:.3f}", f"{predicted:.3f}", load())
             yield Line((*cells, f"{after / before:.3f}"), after / before, 0.95, at_least=False)
 
-    columns = ("slow", "as planned", "planned anew", "predicted", "load", "ratio")
+    columns = ("slow", "as planned", "replanned", "predicted", "load", "ratio")
     return Table("seconds of a step with one slow rank, least of 8; blocks that sleep", columns, lines())
 
 
@@ -112,7 +112,7 @@ def _none(name: str, steps: int, found: list[Any]) -> Line:
 
 
 def sleeping_plan(setting: Setting, cluster: Cluster) -> Plan:
-    """A plan by the seconds that the blocks sleep."""
+    """A plan for the seconds that the blocks sleep."""
     graph = penstock.capture(_sleeping(setting), (_batch(setting)[:1],)).graph
     unit = setting.unit
     costs = tuple(NodeCost(node.name, unit, 2 * unit, unit, unit) for node in graph.nodes)
@@ -136,7 +136,7 @@ def _launched(plan: Plan, setting: Setting, steps: int, since: int, factor: floa
 
 
 def _slept(plan: Plan, setting: Setting, steps: int, since: int, factor: float) -> Seen:
-    """Train; from step `since` on the blocks of one rank sleep so many times longer."""
+    """Trains; from step `since` on the blocks of one rank sleep `factor` times as long."""
     warnings.filterwarnings("ignore", "hooks on parameters")  # the blocks sleep in them
     model = _sleeping(setting)
     pipe, advisor = penstock.Pipeline(model, plan, loss_fn=nn.functional.mse_loss), SlowRankAdvisor(plan)
@@ -149,20 +149,20 @@ def _slept(plan: Plan, setting: Setting, steps: int, since: int, factor: float) 
         assert trace is not None
         seen.seconds.append(trace.makespan)
         if pipe.is_first and (words := advisor.observe(step, trace)):
-            seen.told.append((step, words))
+            seen.reports.append((step, words))
     return seen
 
 
 def _computing(plan: Plan, steps: int) -> list[tuple[int, str]]:
     torch.manual_seed(0)
-    pipe, advisor, told = penstock.Pipeline(gpt(COMPUTING), plan, loss_fn=loss), SlowRankAdvisor(plan), []
+    pipe, advisor, reports = penstock.Pipeline(gpt(COMPUTING), plan, loss_fn=loss), SlowRankAdvisor(plan), []
     tokens, wanted = _tokens()
     for step in range(steps):
         trace = pipe.step(tokens, target=wanted, record=True).trace
         assert trace is not None
         if pipe.is_first and (words := advisor.observe(step, trace)):
-            told.append((step, words))
-    return told
+            reports.append((step, words))
+    return reports
 
 
 def _sleeping(setting: Setting) -> nn.Sequential:

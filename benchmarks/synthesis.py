@@ -1,7 +1,7 @@
-"""synthesis: how good the orders are that are made for given costs: against the optimum, a bound, and named schedules.
+"""How good synthesised orders are: against the optimum, a bound, and named schedules.
 
-The solver is given each problem anew. Where it comes to no end in its time, nothing is claimed: the order then counts
-as optimal only if it meets the bound.
+The solver starts every problem from scratch. Where it does not finish in time, nothing is claimed: the order then
+counts as optimal only if it meets the bound.
 """
 
 import csv
@@ -32,13 +32,13 @@ GOLDEN = Path(__file__).parents[2] / "shared" / "golden" / "zero_bubble_table.cs
 
 
 def tables() -> tuple[Table, ...]:
-    """Everything that `make bench` shows about synthesised orders; published figures only if they are there."""
+    """Everything that `make bench` shows about synthesised orders; published results only if they are there."""
     ours = (certified(), optimal(), near_the_bound(), against_named())
     return (*ours, published()) if GOLDEN.exists() else ours
 
 
 def certified(count: int = 500, limit_seconds: float = 60.0) -> Table:
-    """Instances that the solver solves to the end, without being told of the bound: how often it is above."""
+    """How often the bound is above the optimum of instances that the solver solves without knowing the bound."""
 
     def lines() -> Iterator[Line]:
         for ranks in (2, 3):

@@ -168,8 +168,8 @@ class Division:
 class Partitioner(ABC):
     """A way to cut; its fields are its options.
 
-    `auto` and the planner read the table PARTITIONERS and the class attributes below, so that a new member takes part in
-    every search without being named there.
+    `auto` and the planner read the table PARTITIONERS and the class attributes below, so that a new member takes part
+    in every search without being named there.
     """
 
     name: ClassVar[str]

@@ -38,7 +38,7 @@ class PlanOptions:
         default=AUTO, metadata=_cli("NAME", 'A partitioner, or "auto".')
     )
     stages_per_rank: int | None = field(
-        default=None, metadata=_cli("V", "Stages per rank; by default the best number.")
+        default=None, metadata=_cli("V", "Stages per rank; by default the best.")
     )
     memory: int | str | None = field(default=None, metadata=_cli("SIZE", "Memory of a rank, such as 24GiB."))
     recompute: str = field(
