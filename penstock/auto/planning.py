@@ -32,7 +32,7 @@ def plan_of(config: AutoPipelineConfig, model: nn.Module, example: Microbatch, h
         stages = {"stages": partition.num_stages, "stages_of_the_CSV": schedule.num_stages}
         raise PlanError("the CSV must have as many stages as the model", **stages)
     options = PlanOptions(config.num_ranks, schedule=schedule, partitioner=partition, budget_seconds=0.0)
-    return search({config.num_microbatches: Measured(graph, Profile.alike(graph))}, options)
+    return search({config.num_microbatches: Measured(graph, Profile.uniform(graph))}, options)
 
 
 def _schedule_from_csv(config: AutoPipelineConfig) -> Schedule | None:

@@ -1,4 +1,4 @@
-"""The nouns: frozen records that the stations hand to each other, each with its own invariants."""
+"""The data model: frozen records of a model, its costs, schedules, plans and traces, and their file formats."""
 
 from penstock.ir.action import (
     COMPUTE_KINDS,
@@ -24,21 +24,26 @@ from penstock.ir.action import (
     makes,
     needs,
 )
-from penstock.ir.cluster import Cluster, parse_bytes
-from penstock.ir.code import (
-    Codes,
-    decode,
-    decode_one,
-    encode,
-    kind_of,
-    microbatch_of,
-    pack,
-    peer_microbatch_of,
-    peer_of,
-    stage_of,
+from penstock.ir.arguments import (
+    as_int,
+    find_named,
+    is_finite,
+    parse_bytes,
 )
-from penstock.ir.codec import MAX_JSON_BYTES, RECORDS, from_json, load_record, save_record, to_json
-from penstock.ir.comparison import GRADIENT, Comparison, Difference, Distance, compare_tensors
+from penstock.ir.cluster import (
+    MAX_RANKS,
+    Cluster,
+    DeviceSpeed,
+    Link,
+    Replicas,
+)
+from penstock.ir.comparison import (
+    GRADIENT,
+    Comparison,
+    Difference,
+    Distance,
+    compare_tensors,
+)
 from penstock.ir.containers import (
     Parts,
     leaves,
@@ -49,28 +54,96 @@ from penstock.ir.containers import (
     take_apart,
     transform,
 )
-from penstock.ir.costs import MessageCost, StageCosts, StateBytes
-from penstock.ir.critical import critical_path
-from penstock.ir.cuts import MAX_STAGES, Cuts
-from penstock.ir.dependence import Dependencies, Makers, find_dependencies, neighbours
-from penstock.ir.device_speed import DeviceSpeed
-from penstock.ir.figures import as_int, is_finite
-from penstock.ir.files import write_atomic
-from penstock.ir.graph import ITEM_BYTES, Edge, Graph, Node, StorageGroup, TensorSpec, Update, Value
-from penstock.ir.links import MAX_RANKS, Link, Replicas
-from penstock.ir.liveness import ADDED_LOSS, prune_gradients
-from penstock.ir.loss import Count, LossRule, Term, TermKind, assumed, combined
-from penstock.ir.loss_cone import Cone, argument
-from penstock.ir.loss_origin import Facts, loss_rule
-from penstock.ir.names import find_named
-from penstock.ir.orders import MAX_ACTIONS, Orders, Passes
-from penstock.ir.partition import Crossing, Partition
-from penstock.ir.placement import Placement
-from penstock.ir.plan import Plan
-from penstock.ir.prediction import Prediction
-from penstock.ir.profile import NodeBytes, NodeCost, Profile, SavedTensors
-from penstock.ir.program import Program
-from penstock.ir.program_walk import Needs, walk
+from penstock.ir.costs import (
+    MessageCost,
+    StageCosts,
+    StateBytes,
+    compute_stage_costs,
+)
+from penstock.ir.dependencies import (
+    Dependencies,
+    Makers,
+    find_dependencies,
+)
+from penstock.ir.files import (
+    write_atomic,
+)
+from penstock.ir.graph import (
+    ADDED_LOSS,
+    ITEM_BYTES,
+    Edge,
+    Graph,
+    Node,
+    StorageGroup,
+    TensorSpec,
+    Update,
+    Value,
+    prune_gradients,
+)
+from penstock.ir.json_format import (
+    MAX_JSON_BYTES,
+    RECORDS,
+    from_json,
+    load_record,
+    save_record,
+    to_json,
+)
+from penstock.ir.loss import (
+    Count,
+    LossRule,
+    Term,
+    TermKind,
+    assumed,
+    combined,
+)
+from penstock.ir.loss_cone import (
+    Cone,
+    argument,
+)
+from penstock.ir.loss_origin import (
+    Facts,
+    loss_rule,
+)
+from penstock.ir.orders import (
+    MAX_ACTIONS,
+    Codes,
+    Orders,
+    Passes,
+    decode,
+    decode_one,
+    encode,
+    kind_of,
+    microbatch_of,
+    pack,
+    peer_microbatch_of,
+    peer_of,
+    stage_of,
+)
+from penstock.ir.partition import (
+    Crossing,
+    Partition,
+)
+from penstock.ir.placement import (
+    MAX_STAGES,
+    Cuts,
+    Placement,
+)
+from penstock.ir.plan import (
+    Candidate,
+    Choices,
+    Plan,
+    Prediction,
+    Run,
+    Search,
+    StepFigures,
+    StepMetrics,
+)
+from penstock.ir.profile import (
+    NodeBytes,
+    NodeCost,
+    Profile,
+    SavedTensors,
+)
 from penstock.ir.record import (
     Call,
     CallContext,
@@ -88,13 +161,34 @@ from penstock.ir.record import (
     refs,
     states,
 )
-from penstock.ir.run import Run, StepFigures, StepMetrics
-from penstock.ir.schedule import Schedule
-from penstock.ir.search import Candidate, Choices, Search
-from penstock.ir.series import Series
-from penstock.ir.stage_costs_fold import compute_stage_costs
-from penstock.ir.timing import Seconds, chain_dependencies, pass_seconds, schedule_length, waits, walk_passes
-from penstock.ir.trace import Curve, Idle, Span, Trace, Transfer
+from penstock.ir.schedule import (
+    Program,
+    Schedule,
+)
+from penstock.ir.text import (
+    format_lines,
+    parse_action,
+    read_orders,
+    write_csv,
+)
+from penstock.ir.timing import (
+    Needs,
+    Seconds,
+    find_waits,
+    pass_seconds,
+    schedule_length,
+    walk,
+    walk_passes,
+)
+from penstock.ir.trace import (
+    Curve,
+    Idle,
+    Series,
+    Span,
+    Trace,
+    Transfer,
+    critical_path,
+)
 from penstock.ir.units import (
     bytes_text,
     count_text,
@@ -206,7 +300,6 @@ __all__ = [
     "assumed",
     "bind_state",
     "bytes_text",
-    "chain_dependencies",
     "combined",
     "compare_tensors",
     "compute_stage_costs",
@@ -218,6 +311,8 @@ __all__ = [
     "encode",
     "find_dependencies",
     "find_named",
+    "find_waits",
+    "format_lines",
     "from_json",
     "is_finite",
     "kind_of",
@@ -230,10 +325,10 @@ __all__ = [
     "named_inputs",
     "named_leaves",
     "needs",
-    "neighbours",
     "number_text",
     "object_keys",
     "pack",
+    "parse_action",
     "parse_bytes",
     "pass_seconds",
     "peer_microbatch_of",
@@ -242,6 +337,7 @@ __all__ = [
     "printable",
     "prune_gradients",
     "put_together",
+    "read_orders",
     "refs",
     "round_step",
     "save_record",
@@ -254,8 +350,8 @@ __all__ = [
     "take_apart",
     "to_json",
     "transform",
-    "waits",
     "walk",
     "walk_passes",
     "write_atomic",
+    "write_csv",
 ]

@@ -1,7 +1,8 @@
-"""One class per instruction, its text in torch's grammar, and the only dependency rule in the codebase.
+"""The instructions of a rank, one class each, and the rule that says what an action needs and makes.
 
-A rule speaks of three facts about one (stage, microbatch): its output, its input gradient and its weight gradient.
-Actions make facts and need facts; whether a full backward or a split one makes them does not matter to who needs them.
+The rule is stated over three facts about one (stage, microbatch): its output, its input gradient and its weight
+gradient exist. Actions need facts and make facts; it does not matter whether a full or a split backward made them.
+`str(action)` is its cell in the grammar of torch's schedule CSV files, see text.py.
 """
 
 from dataclasses import dataclass
@@ -9,13 +10,13 @@ from enum import Enum, IntEnum
 from typing import ClassVar, NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.ir.cuts import MAX_STAGES, Cuts
+from penstock.ir.placement import MAX_STAGES, Cuts
 
 MAX_MICROBATCHES = 65536
 
 
 class Kind(IntEnum):
-    """The instruction of an action; its value is what the compact form of an order stores."""
+    """The instruction of an action. The values are part of the integer codes of orders.py, below 16 each."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -34,7 +35,7 @@ COMPUTE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD,
 
 
 class Fact(IntEnum):
-    """Something that is true of one (stage, microbatch) once an action has made it."""
+    """A tensor of one (stage, microbatch) that exists once an action has made it."""
 
     OUTPUT = 0
     INPUT_GRADIENT = 1
@@ -42,7 +43,7 @@ class Fact(IntEnum):
 
 
 class Whose(Enum):
-    """Of which stages a needed fact is, seen from the stage of the action."""
+    """The stages whose fact is needed, relative to the stage of the action."""
 
     OWN = "own"
     PRODUCERS = "producers"
@@ -50,12 +51,13 @@ class Whose(Enum):
 
 
 class Rule(NamedTuple):
-    """What one kind of compute action needs and makes."""
+    """The facts that one kind of compute action needs and makes."""
 
     needs: tuple[tuple[Fact, Whose], ...]
     makes: tuple[Fact, ...]
 
 
+# A full backward and an input gradient need the same; only what they make differs.
 _GRADIENT_NEEDS = ((Fact.OUTPUT, Whose.OWN), (Fact.INPUT_GRADIENT, Whose.CONSUMERS))
 RULES: dict[Kind, Rule] = {
     Kind.FORWARD: Rule(needs=((Fact.OUTPUT, Whose.PRODUCERS),), makes=(Fact.OUTPUT,)),
@@ -66,7 +68,7 @@ RULES: dict[Kind, Rule] = {
 
 
 class Need(NamedTuple):
-    """One fact that must hold before an action may run."""
+    """One fact that must hold before an action runs, or holds after it."""
 
     fact: Fact
     stage: int
@@ -81,7 +83,7 @@ class Action:
     stage: int
 
 
-def _check(stage: int, microbatch: int = 0) -> None:
+def _check_range(stage: int, microbatch: int = 0) -> None:
     if not 0 <= stage < MAX_STAGES:
         raise ScheduleError("stage out of range", stage=stage, limit=MAX_STAGES)
     if not 0 <= microbatch < MAX_MICROBATCHES:
@@ -97,7 +99,7 @@ class ComputeAction(Action):
     letter: ClassVar[str]
 
     def __post_init__(self) -> None:
-        _check(self.stage, self.microbatch)
+        _check_range(self.stage, self.microbatch)
 
     def __str__(self) -> str:
         return f"{self.stage}{self.letter}{self.microbatch}"
@@ -118,7 +120,10 @@ class Forward(ComputeAction):
 
 @dataclass(frozen=True, slots=True)
 class Backward(ComputeAction):
-    """Before: own forward ran, every consumer's input gradient is here. After: both gradients exist, activations go."""
+    """Before: own forward ran, every consumer's input gradient is here. After: both gradients exist.
+
+    Activations are freed.
+    """
 
     kind = Kind.BACKWARD
     letter = "B"
@@ -126,7 +131,7 @@ class Backward(ComputeAction):
 
 @dataclass(frozen=True, slots=True)
 class InputGrad(ComputeAction):
-    """Before: as for Backward. After: the input gradient exists; what the weight gradient needs is still kept."""
+    """Before: as for Backward. After: the input gradient exists; tensors for the weight gradient are still kept."""
 
     kind = Kind.INPUT_GRAD
     letter = "I"
@@ -134,7 +139,7 @@ class InputGrad(ComputeAction):
 
 @dataclass(frozen=True, slots=True)
 class WeightGrad(ComputeAction):
-    """Before: own InputGrad ran. After: the weight gradient is accumulated, the rest of the activations goes."""
+    """Before: own InputGrad ran. After: the weight gradient is accumulated, the remaining activations are freed."""
 
     kind = Kind.WEIGHT_GRAD
     letter = "W"
@@ -142,7 +147,7 @@ class WeightGrad(ComputeAction):
 
 @dataclass(frozen=True, slots=True)
 class Overlap(Action):
-    """A forward and a full backward of one rank, run together. Before, after: as for both; neither needs the other."""
+    """A forward and a full backward of one rank, run together. Before, after: as for each; neither needs the other."""
 
     forward: Forward
     backward: Backward
@@ -173,8 +178,8 @@ class Message(Action):
     arrow: ClassVar[str]
 
     def __post_init__(self) -> None:
-        _check(self.stage, self.microbatch)
-        _check(self.peer)
+        _check_range(self.stage, self.microbatch)
+        _check_range(self.peer)
         if self.stage == self.peer:
             raise ScheduleError("a stage cannot exchange messages with itself", stage=self.stage)
 
@@ -190,7 +195,7 @@ class Message(Action):
 
 @dataclass(frozen=True, slots=True)
 class Send(Message):
-    """Before: the stage made the values. After: they are on their way, and the peer's rank has posted the receive."""
+    """Before: the stage made the values. After: they are being sent, and the peer's rank has posted the receive."""
 
     kind = Kind.SEND
     verb = "SEND"
@@ -199,7 +204,7 @@ class Send(Message):
 
 @dataclass(frozen=True, slots=True)
 class Recv(Message):
-    """Before: nothing. After: a buffer is posted for the peer's message; who uses the values waits for them."""
+    """Before: nothing. After: a buffer is posted for the peer's message; the pass that uses the values waits for it."""
 
     kind = Kind.RECV
     verb = "RECV"
@@ -214,7 +219,7 @@ class StageAction(Action):
     word: ClassVar[str]
 
     def __post_init__(self) -> None:
-        _check(self.stage)
+        _check_range(self.stage)
 
     def __str__(self) -> str:
         return f"{self.stage}{self.word}"
@@ -248,7 +253,7 @@ class Reshard(StageAction):
 class Free(Action):
     """Before: the microbatch's weight gradient exists and all its messages are sent. After: nothing is held for it.
 
-    What a stage made for another stage of its rank is that stage's as soon as it is made, and stays.
+    Values for another stage of the same rank are handed over as soon as they are made and are not freed by this.
     """
 
     stage: int
@@ -256,14 +261,14 @@ class Free(Action):
     kind = Kind.FREE
 
     def __post_init__(self) -> None:
-        _check(self.stage, self.microbatch)
+        _check_range(self.stage, self.microbatch)
 
     def __str__(self) -> str:
         return f"{self.stage}FREE{self.microbatch}"
 
 
 def needs(action: ComputeAction, cuts: Cuts) -> tuple[Need, ...]:
-    """The facts that must hold before the action runs, for any shape of the stage graph."""
+    """The facts that must hold before the action runs."""
     stages = {
         Whose.OWN: (action.stage,),
         Whose.PRODUCERS: cuts.producers(action.stage),

@@ -1,51 +1,106 @@
-"""Cluster: the ranks, their memory, and the links between them."""
+"""The hardware: ranks, their memory and speed, and the links between them."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from decimal import Decimal
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from penstock.errors import CostError
-from penstock.ir.figures import as_int
-from penstock.ir.links import ALONE, MAX_RANKS, Link, Replicas, check_link
-from penstock.ir.pace import Pace
+from penstock.ir.arguments import as_int, is_finite, parse_bytes
+from penstock.ir.placement import Placement
 
-_DECIMAL_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS = {**_DECIMAL_UNITS, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-MAX_MEMORY = 2**63 - 1
+MAX_RANKS = 65536
 
 
 @dataclass(frozen=True)
-class Cluster(Pace):
+class Link:
+    """One direction between two ranks: seconds until the first byte arrives, bytes per second after that."""
+
+    source: int
+    target: int
+    latency: float = 0.0
+    bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        if as_int(self.source) is None or as_int(self.target) is None:
+            raise CostError("source and target must be ranks", source=repr(self.source), target=repr(self.target))
+        _check_link(self.latency, self.bandwidth)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Copies of the whole pipeline that average their gradients once per step, and the links between them."""
+
+    count: int = 1
+    latency: float = 0.0
+    bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        count = as_int(self.count)
+        if count is None or not 1 <= count <= MAX_RANKS:
+            raise CostError("replicas must be a whole number, 1 or more", replicas=repr(self.count), limit=MAX_RANKS)
+        object.__setattr__(self, "count", count)
+        _check_link(self.latency, self.bandwidth)
+
+    def reduction_seconds(self, num_bytes: float) -> float:
+        """Seconds of a ring all-reduce: every link carries almost twice the bytes, in 2 (count - 1) rounds."""
+        rounds = 2 * (self.count - 1)
+        carried = 0.0 if self.bandwidth is None else num_bytes / self.count / self.bandwidth
+        return rounds * (self.latency + carried)
+
+
+def _check_link(latency: float, bandwidth: float | None) -> None:
+    if not is_finite(latency) or latency < 0:
+        raise CostError("latency must be finite seconds, 0 or more", latency=repr(latency))
+    if bandwidth is not None and (not is_finite(bandwidth) or bandwidth <= 0):
+        hint = "a number of bytes per second such as 10e9, or None for infinite"
+        raise CostError("bandwidth must be finite bytes per second, above 0", bandwidth=repr(bandwidth), hint=hint)
+
+
+@dataclass(frozen=True)
+class Cluster:
     """Where a pipeline runs.
 
-    `memory` is bytes per rank: one figure (`"24GiB"` also) or one per rank; None is no limit. `latency` in seconds and
-    `bandwidth` in bytes per second (None: infinite) hold for every link that is not named in `links`. With `replicas`,
-    a step ends when the gradients of all copies of the pipeline are averaged. `overlap`, `cores` and `slowness` are
-    those of a Pace.
+    With `replicas`, a step ends when the gradients of all copies of the pipeline are averaged. The costs of a plan
+    are those on its ranks, slowness included.
     """
 
     ranks: int
     memory: "int | str | tuple[int, ...] | None" = None
+    """bytes per rank: one size (also as `"24GiB"`) or one per rank; None: no limit"""
     latency: float = 0.0
+    """seconds of every link that is not in `links`"""
     bandwidth: float | None = None
+    """bytes per second of every link that is not in `links`; None: infinite"""
     links: tuple[Link, ...] = ()
-    replicas: Replicas = ALONE
+    replicas: Replicas = Replicas()
+    overlap: float = field(default=0.0, kw_only=True)
+    """share of its shorter half that an overlapped pair of passes hides: 0 runs one after the other, 1 hides it all"""
+    cores: int | None = field(default=None, kw_only=True)
+    """how many ranks can compute at the same time, if they are processes of one machine; None: all of them"""
+    slowness: tuple[float, ...] | None = field(default=None, kw_only=True)
+    """how many times longer each rank takes than the profile; None: 1 for every rank"""
 
     def __post_init__(self) -> None:
-        _check_replicas(self.replicas)
+        replicas: object = self.replicas  # a caller may pass a number
+        if not isinstance(replicas, Replicas):
+            hint = "replicas=Replicas(4, latency, bandwidth)"
+            raise CostError("replicas must be a Replicas record", got=repr(replicas), hint=hint)
         if (ranks := as_int(self.ranks)) is None:
             raise CostError("ranks must be a whole number", ranks=repr(self.ranks))
         if not 1 <= ranks <= MAX_RANKS:
             raise CostError("ranks out of range", ranks=ranks, limit=MAX_RANKS)
         object.__setattr__(self, "ranks", ranks)
-        object.__setattr__(self, "links", _links(self.links, ranks))
-        check_link(self.latency, self.bandwidth)
-        self._check_pace(ranks)
+        object.__setattr__(self, "links", _check_links(self.links, ranks))
+        _check_link(self.latency, self.bandwidth)
+        if not is_finite(self.overlap) or not 0.0 <= self.overlap <= 1.0:
+            raise CostError("overlap must be a share between 0 and 1", overlap=repr(self.overlap))
+        if self.cores is not None and ((cores := as_int(self.cores)) is None or cores < 1):
+            raise CostError("cores must be a whole number above 0, or None", cores=repr(self.cores))
+        if self.slowness is not None:
+            object.__setattr__(self, "slowness", _check_slowness(self.slowness, ranks))
         if self.memory is not None:
-            object.__setattr__(self, "memory", _figures(self.memory, ranks))
+            object.__setattr__(self, "memory", _memory_per_rank(self.memory, ranks))
 
     @property
     def limits(self) -> tuple[int, ...]:
@@ -53,56 +108,38 @@ class Cluster(Pace):
         return self.memory if isinstance(self.memory, tuple) else ()
 
     @cached_property
-    def _named(self) -> dict[tuple[int, int], Link]:
+    def _named_links(self) -> dict[tuple[int, int], Link]:
         return {(link.source, link.target): link for link in self.links}
 
     def link(self, source: int, target: int) -> Link:
         """The link that carries messages from one rank to another."""
-        return self._named.get((source, target)) or Link(source, target, self.latency, self.bandwidth)
+        return self._named_links.get((source, target)) or Link(source, target, self.latency, self.bandwidth)
+
+    def slowness_of(self, placement: Placement) -> tuple[float, ...]:
+        """Per stage, how many times longer its passes take on the rank that holds it."""
+        slowness = self.slowness or (1.0,) * placement.num_ranks
+        if len(slowness) != placement.num_ranks:
+            raise CostError(
+                "the cluster has another number of ranks", cluster=len(slowness), placement=placement.num_ranks
+            )
+        return tuple(slowness[rank] for rank in placement.ranks)
 
 
-def parse_bytes(size: int | str) -> int:
-    """Bytes of a figure such as 1024, `"24GiB"` or `"1.5 MB"`."""
-    amount, unit = _amount(size)
-    # Compared first: no text is so long that it overflows here.
-    if amount > MAX_MEMORY or amount * unit > MAX_MEMORY:
-        raise CostError("a size out of range", size=_short(size), limit=MAX_MEMORY)
-    if amount * unit < 1:
-        raise _no_size(size)
-    return int(amount * unit)
-
-
-def _amount(size: object) -> tuple[Decimal | int, int]:
-    if (number := as_int(size)) is not None:
-        return number, 1
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]{0,3})\s*", size) if isinstance(size, str) else None
-    if not match or match[2].upper() not in _UNITS:
-        raise _no_size(size)
-    return Decimal(match[1]), _UNITS[match[2].upper()]
-
-
-def _no_size(size: object) -> CostError:
-    return CostError("not a size in bytes", size=_short(size), hint='a whole number such as 1073741824, or "24GiB"')
-
-
-def _short(size: object) -> str:
-    return f"{size!r:.40}" if isinstance(size, str) else repr(size)
-
-
-def _figures(memory: object, ranks: int) -> tuple[int, ...]:
+def _memory_per_rank(memory: object, ranks: int) -> tuple[int, ...]:
     if not isinstance(memory, Iterable) or isinstance(memory, str | bytes):
-        return (parse_bytes(memory),) * ranks  # type: ignore[arg-type]  # what is no size is refused there
-    figures = tuple(map(parse_bytes, memory))
-    if len(figures) != ranks:
-        raise CostError("memory needs one figure, or one per rank", figures=len(figures), ranks=ranks)
-    return figures
+        return (parse_bytes(memory),) * ranks  # type: ignore[arg-type]  # parse_bytes refuses other types
+    sizes = tuple(map(parse_bytes, memory))
+    if len(sizes) != ranks:
+        raise CostError("memory must be one size, or one per rank", sizes=len(sizes), ranks=ranks)
+    return sizes
 
 
-def _links(links: object, ranks: int) -> tuple[Link, ...]:
+def _check_links(links: object, ranks: int) -> tuple[Link, ...]:
     named = tuple(links) if isinstance(links, Iterable) else (links,)
     for link in named:
         if not isinstance(link, Link):
-            raise CostError("links are Link records", given=repr(link), hint="links=[Link(0, 1, latency, bandwidth)]")
+            hint = "links=[Link(0, 1, latency, bandwidth)]"
+            raise CostError("links must be Link records", got=repr(link), hint=hint)
         if not (0 <= link.source < ranks and 0 <= link.target < ranks):
             raise CostError("a link between ranks that do not exist", link=link, ranks=ranks)
     for (source, target), times in Counter((link.source, link.target) for link in named).items():
@@ -111,7 +148,43 @@ def _links(links: object, ranks: int) -> tuple[Link, ...]:
     return named
 
 
-def _check_replicas(replicas: object) -> None:
-    if not isinstance(replicas, Replicas):
-        hint = "replicas=Replicas(4, latency, bandwidth)"
-        raise CostError("replicas are a Replicas record", given=repr(replicas), hint=hint)
+def _check_slowness(slowness: object, ranks: int) -> tuple[float, ...]:
+    example = ", ".join([*["1"] * (min(ranks, 4) - 1), "1.8"])
+    hint = f"slowness=({example}), 1 for a rank of normal speed"
+    if not isinstance(slowness, Iterable) or isinstance(slowness, str | bytes):
+        raise CostError("slowness must have one factor per rank", slowness=repr(slowness), ranks=ranks, hint=hint)
+    factors = tuple(slowness)
+    if len(factors) != ranks:
+        raise CostError("slowness must have one factor per rank", factors=len(factors), ranks=ranks, hint=hint)
+    if not all(is_finite(factor) and factor > 0 for factor in factors):
+        raise CostError("slowness must be finite and above 0", slowness=factors, hint=hint)
+    return tuple(map(float, factors))
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """Peak rates of a device, to estimate a model without running it.
+
+    `DeviceSpeed(3e14, 2e12)` is about one large GPU in half precision. An operation takes as long as its arithmetic or
+    as moving the bytes that it reads and writes, whichever is longer.
+    """
+
+    flops_per_second: float
+    bytes_per_second: float
+    operation_seconds: float = 0.0
+    """overhead of every operation, however small"""
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_second", "bytes_per_second"):
+            value = getattr(self, name)
+            if not is_finite(value) or value <= 0:
+                raise CostError(f"{name} must be a finite number above 0", value=repr(value), hint="such as 1e12")
+        if not is_finite(self.operation_seconds) or self.operation_seconds < 0:
+            raise CostError("operation_seconds must be finite seconds, 0 or more", value=repr(self.operation_seconds))
+
+    def seconds(self, flops: float, num_bytes: float) -> float:
+        """Seconds of one operation."""
+        return max(flops / self.flops_per_second, num_bytes / self.bytes_per_second) + self.operation_seconds
+
+    def __str__(self) -> str:
+        return f"{self.flops_per_second:.3g} flop/s, {self.bytes_per_second:.3g} B/s"

@@ -1,4 +1,4 @@
-"""Comparison: numbers of one run beside those of another, and whether rounding explains how far they are apart."""
+"""Comparison of the tensors of two runs, and whether rounding explains the differences."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -6,38 +6,38 @@ from dataclasses import dataclass
 from penstock.ir.units import printable
 
 GRADIENT = "gradient of "
-"""how the names of gradients begin"""
+"""prefix of the names of gradients"""
 _TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
-"""relative to the largest entry, from the finest type to the coarsest"""
+"""relative to the largest entry"""
+# A gradient that is zero in exact arithmetic consists of rounding errors only. Its difference is therefore divided by
+# at least this share of the largest gradient of the run; the second share is for half precision.
 _FLOOR, _COARSE_FLOOR = 1e-3, 1e-1
-"""A gradient that is zero in exact arithmetic holds rounding only: differences count against this share of the largest
-gradient at least; the second is for half precision."""
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two tensors of one name are apart; `apart` is infinite where one is missing or has another form."""
+    """Largest absolute difference of two tensors of one name; infinite if one is missing or has another shape."""
 
     name: str
     apart: float
     largest: float = 0.0
-    """entry of the expected one"""
+    """largest absolute entry of the expected tensor"""
     dtype: str = ""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a number is from the expected one, relative to the largest entry."""
+    """Difference of a tensor to the expected one, relative to the largest entry."""
 
     name: str
     stage: int
-    """the stage that makes or owns it"""
+    """the stage that makes or owns the tensor"""
     relative: float
     tolerance: float
 
     @property
     def ok(self) -> bool:
-        """Whether it is within what rounding explains; NaN is not."""
+        """Whether the difference is within tolerance; False for NaN."""
         return self.relative <= self.tolerance
 
     def __str__(self) -> str:
@@ -46,31 +46,31 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All numbers of one run against those of another."""
+    """The differences of all tensors of two runs."""
 
     against: str
     differences: tuple[Difference, ...]
     coarsest: str = ""
-    """the type of the lowest precision that parts compute in, if that is lower than the numbers' own"""
+    """the lowest precision that parts of the model compute in, if lower than that of the tensors"""
 
     @property
     def ok(self) -> bool:
-        """Whether every number agrees."""
+        """Whether every difference is within tolerance."""
         return all(difference.ok for difference in self.differences)
 
     @property
     def is_identical(self) -> bool:
-        """Whether every bit agrees."""
+        """Whether all tensors are bit-identical."""
         return all(difference.relative == 0.0 for difference in self.differences)
 
     @property
     def largest(self) -> Difference:
-        """The one that is farthest off; NaN is farther than anything."""
+        """The largest difference; NaN counts as largest."""
         return max(self.differences, key=lambda one: (one.relative != one.relative, one.relative))
 
     @property
     def first_wrong(self) -> Difference | None:
-        """The first that is too far off, in the order of the stages."""
+        """The first difference out of tolerance, in the order of the stages."""
         wrong = [difference for difference in self.differences if not difference.ok]
         return min(wrong, key=lambda one: one.stage, default=None)
 
@@ -93,9 +93,9 @@ class Comparison:
 def compare_tensors(
     against: str, distances: Iterable[Distance], stages: Mapping[str, int], coarsest: str = ""
 ) -> Comparison:
-    """The comparison of some distances; `stages` says where each number is made.
+    """The comparison made from distances; `stages` maps each name to the stage that makes or owns it.
 
-    `coarsest` is the type of the lowest precision in use where the two runs round differently.
+    `coarsest` is the lowest precision in which the two runs may round differently.
     """
     found = tuple(distances)
     least = _TOLERANCES.get(coarsest, 0.0)
@@ -108,7 +108,7 @@ def compare_tensors(
         tolerance = max(own, least) if own else 0.0
         floor = largest * (_COARSE_FLOOR if tolerance >= _TOLERANCES["float16"] else _FLOOR)
         scale = max(one.largest, floor if one.name.startswith(GRADIENT) else 0.0)
-        # Without anything to compare with, a difference is measured by itself.
+        # If the expected tensor is all zero, the difference is taken as it is.
         relative = one.apart / (scale or 1.0) if one.apart else 0.0
         return Difference(one.name, stages.get(one.name, 0), relative, tolerance)
 

@@ -1,7 +1,7 @@
-"""Containers: how Python structures that hold values are taken apart and put together again.
+"""Flattening and rebuilding of Python containers that hold values.
 
-Known are lists, tuples (named ones and torch.Size also), dicts and their subclasses, dataclasses and slices. What is
-none of these is a leaf. Nothing here knows tensors.
+Containers are lists, tuples (named tuples and torch.Size included), mappings, dataclasses and slices, with their
+subclasses. Everything else is a leaf. Nothing here depends on tensors.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from penstock.errors import CaptureError
 
 
 class Parts(NamedTuple):
-    """A container taken apart: its class, and its items under their keys."""
+    """The class of a container, and its items with their keys."""
 
     kind: type
     keys: tuple[Any, ...]
@@ -40,12 +40,12 @@ def take_apart(thing: object) -> Parts | None:
 
 @lru_cache(maxsize=4096)
 def _is_container(kind: type) -> bool:
-    """Asked for every leaf of every call, so that the answer is kept."""
+    """Cached, because it is called for every leaf of every call."""
     return issubclass(kind, list | tuple | Mapping | slice) or dataclasses.is_dataclass(kind)
 
 
 def put_together(kind: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:
-    """The container of these parts."""
+    """The container with the given class, keys and items."""
     if kind in (list, tuple, slice):
         return kind(items) if kind is not slice else slice(*items)
     if issubclass(kind, tuple):
@@ -54,18 +54,16 @@ def put_together(kind: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:
         return kind(items)
     content = dict(zip(keys, items, strict=True))
     if hasattr(kind, "__dataclass_fields__"):
-        return kind(**content) if kind.__dataclass_params__.init else _filled(kind, content)
+        if kind.__dataclass_params__.init:
+            return kind(**content)
+        # The class has no constructor for its fields.
+        made: Any = object.__new__(kind)
+        for name, item in content.items():
+            object.__setattr__(made, name, item)
+        return made
     if issubclass(kind, defaultdict):
         return defaultdict(None, content)
     return kind(content)
-
-
-def _filled(kind: type, content: dict[Any, Any]) -> Any:
-    """An object of a class that has no constructor for its fields."""
-    made: Any = object.__new__(kind)
-    for name, item in content.items():
-        object.__setattr__(made, name, item)
-    return made
 
 
 def leaves(thing: object) -> list[object]:
@@ -77,7 +75,7 @@ def leaves(thing: object) -> list[object]:
 
 
 def transform(thing: object, change: Callable[[object], Any]) -> Any:
-    """The same structure with every leaf changed."""
+    """The structure with `change` applied to every leaf."""
     parts = take_apart(thing)
     if parts is None:
         return change(thing)
@@ -85,7 +83,7 @@ def transform(thing: object, change: Callable[[object], Any]) -> Any:
 
 
 def named_leaves(thing: object, name: str) -> list[tuple[str, object]]:
-    """All leaves with names that say where they are: `batch`, `batch.0`, `batch.0.mask`."""
+    """All leaves with their paths as names: `batch`, `batch.0`, `batch.0.mask`."""
     parts = take_apart(thing)
     if parts is None:
         return [(name, thing)]
@@ -102,12 +100,12 @@ def named_inputs(
     kwargs: Mapping[str, Any],
     signature: inspect.Signature | None = None,
 ) -> dict[str, Any]:
-    """Every leaf of the arguments of a call, by the names that the signature gives them; looked up if not given."""
+    """Every leaf of the arguments of a call, named by the parameters; inspects the signature if it is not given."""
     signature = signature or signature_of(forward)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise _no_call(error) from None
+        raise _cannot_call(error) from None
     found: list[tuple[str, Any]] = []
     for name, value in bound.arguments.items():
         is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
@@ -116,12 +114,12 @@ def named_inputs(
 
 
 def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
-    """The names of the arguments of a call."""
+    """The signature of a callable, or a CaptureError."""
     try:
         return inspect.signature(forward)
     except (TypeError, ValueError) as error:
-        raise _no_call(error) from None
+        raise _cannot_call(error) from None
 
 
-def _no_call(error: Exception) -> CaptureError:
+def _cannot_call(error: Exception) -> CaptureError:
     return CaptureError("the model cannot be called with this batch", reason=error)

@@ -1,21 +1,26 @@
-"""StageCosts: seconds and bytes per stage, a Profile folded over a Partition."""
+"""StageCosts: seconds and bytes per stage, and their computation from a Profile and a Partition."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import CostError
-from penstock.ir.cuts import MAX_STAGES
-from penstock.ir.figures import is_finite
+from penstock.ir.arguments import is_finite
+from penstock.ir.graph import Graph, Node
+from penstock.ir.partition import Crossing, Partition
+from penstock.ir.placement import MAX_STAGES, Placement
+from penstock.ir.profile import NodeCost, Profile, SavedTensors
 
-_FIGURES = ("forward", "input_grad", "weight_grad", "backward", "activation_bytes", "weight_grad_bytes")
+_PER_STAGE = ("forward", "input_grad", "weight_grad", "backward", "activation_bytes", "weight_grad_bytes")
 
 
 @dataclass(frozen=True)
 class MessageCost:
-    """Bytes that cross from one stage to another for one microbatch, and the bytes of the gradients that return."""
+    """Bytes sent from one stage to another for one microbatch, and the bytes of the gradients sent back."""
 
     producer: int
     consumer: int
@@ -41,7 +46,7 @@ class StateBytes:
 class StageCosts:
     """Seconds of every kind of pass and bytes of everything held, per stage and for one microbatch.
 
-    Left out: `backward` is input_grad + weight_grad, bytes are 0, and the weight gradient still needs all activations.
+    If left out, `backward` is input_grad + weight_grad, bytes are 0, and the weight gradient needs all activations.
     """
 
     forward: tuple[float, ...]
@@ -52,7 +57,7 @@ class StageCosts:
     activation_bytes: tuple[int, ...] = ()
     """kept from the forward until the backward, received inputs included"""
     weight_grad_bytes: tuple[int, ...] = ()
-    """the part of activation_bytes that stays between an input gradient and its weight gradient"""
+    """the part of activation_bytes that is held between an input gradient and its weight gradient"""
     messages: tuple[MessageCost, ...] = ()
     state: tuple[StateBytes, ...] = ()
 
@@ -60,9 +65,12 @@ class StageCosts:
         for field in fields(self):
             if not isinstance(value := getattr(self, field.name), Iterable):
                 hint = f"{field.name}=({value!r},) * num_stages"
-                raise CostError(f"{field.name} needs one entry per stage", given=repr(value), hint=hint)
+                raise CostError(f"{field.name} must have one entry per stage", got=repr(value), hint=hint)
             object.__setattr__(self, field.name, tuple(value))
-        self._check_figures()
+        for name in _PER_STAGE:
+            for stage, value in enumerate(getattr(self, name)):
+                if not is_finite(value) or value < 0:
+                    raise CostError(f"{name} must be a finite number, 0 or more", stage=stage, value=repr(value))
         sums = tuple(i + w for i, w in zip(self.input_grad, self.weight_grad, strict=False))
         defaults = {
             "backward": sums,
@@ -74,32 +82,26 @@ class StageCosts:
             object.__setattr__(self, name, getattr(self, name) or value)
         self._check()
 
-    def _check_figures(self) -> None:
-        for name in _FIGURES:
-            for stage, value in enumerate(getattr(self, name)):
-                if not is_finite(value) or value < 0:
-                    raise CostError(f"{name} must be a finite number, 0 or more", stage=stage, value=repr(value))
-
     def _check(self) -> None:
         if not 1 <= self.num_stages <= MAX_STAGES:
             raise CostError("number of stages out of range", stages=self.num_stages, limit=MAX_STAGES)
-        for name in _FIGURES:
-            if (figures := len(getattr(self, name))) != self.num_stages:
-                raise CostError(f"{name} needs one figure per stage", figures=figures, stages=self.num_stages)
+        for name in _PER_STAGE:
+            if (entries := len(getattr(self, name))) != self.num_stages:
+                raise CostError(f"{name} must have one entry per stage", entries=entries, stages=self.num_stages)
         if len(self.state) != self.num_stages:
-            raise CostError("state needs one entry per stage", entries=len(self.state), stages=self.num_stages)
+            raise CostError("state must have one entry per stage", entries=len(self.state), stages=self.num_stages)
         for message in self.messages:
             if not isinstance(message, MessageCost):
-                raise CostError("messages are MessageCost records", given=repr(message))
+                raise CostError("messages must be MessageCost records", got=repr(message))
             if not 0 <= message.producer < message.consumer < self.num_stages:
                 raise CostError("a message must lead from a stage to a later one", message=message)
             if not _are_bytes(message.forward_bytes, message.backward_bytes):
-                raise CostError("a message needs bytes of 0 or more", message=message)
+                raise CostError("bytes of a message must be 0 or more", message=message)
         for stage, state in enumerate(self.state):
             if not isinstance(state, StateBytes):
-                raise CostError("state is a StateBytes record per stage", stage=stage, given=repr(state))
+                raise CostError("state must be a StateBytes record per stage", stage=stage, got=repr(state))
             if not _are_bytes(state.parameters, state.gradients, state.optimizer):
-                raise CostError("state needs bytes of 0 or more", stage=stage, state=state)
+                raise CostError("bytes of state must be 0 or more", stage=stage, state=state)
 
     @classmethod
     def uniform(
@@ -109,7 +111,7 @@ class StageCosts:
         return cls((forward,) * num_stages, (input_grad,) * num_stages, (weight_grad,) * num_stages)
 
     def times(self, factors: Sequence[float]) -> "StageCosts":
-        """The same with passes that take so many times longer, a factor per stage; bytes stay."""
+        """The costs with the seconds of each stage multiplied by its factor; bytes stay."""
         if len(factors) != self.num_stages:
             raise CostError("costs are for another number of stages", costs=self.num_stages, factors=len(factors))
         return replace(
@@ -121,7 +123,7 @@ class StageCosts:
         )
 
     def message_bytes(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Bytes of each message from a source stage to a target stage; 0 where no message cost is named."""
+        """Bytes of each message from a source stage to a target stage; 0 for a pair that is not in `messages`."""
         sizes: dict[tuple[int, int], int] = {}
         for message in self.messages:
             sizes[message.producer, message.consumer] = message.forward_bytes
@@ -134,9 +136,167 @@ class StageCosts:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.forward)
 
 
 def _are_bytes(*sizes: float) -> bool:
     return all(is_finite(size) and size >= 0 for size in sizes)
+
+
+def compute_stage_costs(
+    graph: Graph,
+    profile: Profile,
+    partition: Partition,
+    optimizer_copies: int = 0,
+    placement: Placement | None = None,
+    recomputed: Collection[int] = (),
+) -> StageCosts:
+    """Seconds and bytes of every stage for one microbatch.
+
+    A node that several stages recompute is charged to each of them. A tensor with several tied names is held once per
+    stage that uses it. `optimizer_copies` is the number of values that the optimizer holds per trainable parameter: 0
+    for plain SGD, 2 for Adam. With a placement, storage that stages of one rank share counts once. The blocks of a
+    `recomputed` stage run once more at the beginning of its backward.
+    """
+    profile.check(graph)
+    crossings, runs = partition.crossings(graph), partition.runs(graph)
+    held = _held_bytes(graph, profile, runs, crossings, placement, recomputed)
+    costs = [[profile[node.name] for node in nodes] for nodes in runs]
+    again = _recomputable_nodes(graph) if recomputed else frozenset()
+    for stage in recomputed:
+        costs[stage] = [_with_recomputation(cost) if cost.node in again else cost for cost in costs[stage]]
+    forward = [sum(cost.forward for cost in nodes) for nodes in costs]
+    backward = [sum(cost.backward for cost in nodes) for nodes in costs]
+    input_grad = [sum(cost.input_grad for cost in nodes) for nodes in costs]
+    weight_grad = [sum(cost.weight_grad for cost in nodes) for nodes in costs]
+    kept, late = [each.kept for each in held], [each.late for each in held]
+    returning = {crossing.consumer for crossing in crossings if crossing.gradients}
+    for stage in set(range(len(costs))) - returning:
+        # A stage that returns no gradient does its whole backward as weight gradient, and keeps everything until then,
+        # the gradients that it receives included.
+        input_grad[stage], weight_grad[stage] = 0.0, backward[stage]
+        received = sum(crossing.backward_bytes for crossing in crossings if crossing.producer == stage)
+        late[stage] = kept[stage] + received
+    return StageCosts(
+        forward=tuple(forward),
+        input_grad=tuple(input_grad),
+        weight_grad=tuple(weight_grad),
+        backward=tuple(backward),
+        activation_bytes=tuple(kept),
+        weight_grad_bytes=tuple(late),
+        messages=tuple(MessageCost(c.producer, c.consumer, c.forward_bytes, c.backward_bytes) for c in crossings),
+        state=tuple(_state(graph, nodes, optimizer_copies) for nodes in runs),
+    )
+
+
+def _with_recomputation(cost: NodeCost) -> NodeCost:
+    """The cost of a block that runs once more before its backward."""
+    return replace(cost, backward=cost.forward + cost.backward, input_grad=cost.forward + cost.input_grad)
+
+
+def _state(graph: Graph, nodes: tuple[Node, ...], optimizer_copies: int) -> StateBytes:
+    names = {graph.tensor_of(name) for node in nodes for name in (*node.parameters, *node.buffers)}
+    held = [value.spec for value in (*graph.parameters, *graph.buffers) if value.name in names]
+    trained = sum(spec.bytes for spec in held if spec.requires_grad)
+    return StateBytes(sum(spec.bytes for spec in held), trained, trained * optimizer_copies)
+
+
+class _Held(NamedTuple):
+    """Bytes that a stage holds for one microbatch: until the backward, and between input and weight gradient."""
+
+    kept: int
+    late: int
+
+
+def _held_bytes(
+    graph: Graph,
+    profile: Profile,
+    runs: Sequence[Sequence[Node]],
+    crossings: Sequence[Crossing],
+    placement: Placement | None,
+    recomputed: Collection[int],
+) -> list[_Held]:
+    """Bytes held by every stage; `runs` are the nodes of each.
+
+    A block of a recomputed stage holds only its inputs and copies of the buffers that it writes until it runs again in
+    the backward. Without saved tensors in the profile, a stage is taken to hold everything that it receives, and
+    nothing else if it is recomputed.
+    """
+    if not profile.held:
+        return [_summed_bytes(profile, () if s in recomputed else runs[s], s, crossings) for s in range(len(runs))]
+    saved = [[profile[node.name].saved for node in nodes] for nodes in runs]
+    if recomputed:
+        buffer_bytes = {value.name: value.spec.bytes for value in graph.buffers}
+        copies = Counter[str]()
+        for update in graph.updates:
+            copies[update.node] += sum(buffer_bytes.get(name, 0) for name in update.names)
+        again = _recomputable_nodes(graph)
+        for stage in recomputed:
+            saved[stage] = [
+                replace(each, own=copies[node.name], values=node.reads) if node.name in again else each
+                for node, each in zip(runs[stage], saved[stage], strict=True)
+            ]
+    memory = _StageMemory(graph, dict(profile.held), saved, crossings, placement)
+    return [memory.held_bytes(stage) for stage in range(len(runs))]
+
+
+def _recomputable_nodes(graph: Graph) -> frozenset[str]:
+    """The nodes that a recomputed stage runs again: leaf modules that write nothing but buffers."""
+    buffers = {value.name for value in graph.buffers}
+    writers = {writer for group in graph.storage for writer in group.writers}
+    writers |= {update.node for update in graph.updates if not buffers.issuperset(update.names)}
+    return frozenset(node.name for node in graph.nodes if node.is_leaf and node.name not in writers)
+
+
+def _summed_bytes(profile: Profile, nodes: Sequence[Node], stage: int, crossings: Iterable[Crossing]) -> _Held:
+    received = sum(crossing.forward_bytes for crossing in crossings if crossing.consumer == stage)
+    memory = [profile[node.name].memory for node in nodes]
+    return _Held(
+        sum(each.kept for each in memory) + received, sum(each.kept_for_weight_grad for each in memory) + received
+    )
+
+
+class _StageMemory:
+    """Saved values of every stage, by the first name of their storage group, with what each stage receives."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        sizes: dict[str, int],
+        saved: Sequence[Sequence[SavedTensors]],
+        crossings: Sequence[Crossing],
+        placement: Placement | None,
+    ) -> None:
+        self._graph, self._sizes, self._saved = graph, sizes, saved
+        self._first = {name: group.values[0] for group in graph.storage for name in group.values}
+        self._kept = [self._storages(name for each in stage for name in each.values) for stage in saved]
+        self._late = [self._storages(name for each in stage for name in each.late_values) for stage in saved]
+        self._received: list[Counter[str]] = [Counter() for _ in saved]
+        """by stage and value the bytes received from other ranks"""
+        self._local_producer: list[dict[str, int]] = [{} for _ in saved]
+        """by stage and value the stage of the same rank that made it"""
+        for crossing in crossings:
+            is_local = placement is not None and placement[crossing.producer] == placement[crossing.consumer]
+            for value in crossing.values:
+                name = self._first.get(value.name, value.name)
+                if is_local:
+                    self._local_producer[crossing.consumer][name] = crossing.producer
+                else:
+                    self._received[crossing.consumer][name] += value.spec.bytes
+
+    def held_bytes(self, stage: int) -> _Held:
+        saved = self._saved[stage]
+        gradients = {name for each in saved for name in each.late_gradients}
+        kept = sum(each.own for each in saved) + self._value_bytes(stage, self._kept)
+        late = sum(each.late_own for each in saved) + self._value_bytes(stage, self._late)
+        return _Held(kept, late + sum(self._graph.spec(name).bytes for name in gradients))
+
+    def _value_bytes(self, stage: int, held: Sequence[set[str]]) -> int:
+        """Bytes of the saved values of a stage, without those that a stage of the same rank made and holds as well."""
+        producer, received = self._local_producer[stage], self._received[stage]
+        own = (name for name in held[stage] if name not in producer or name not in held[producer[name]])
+        return sum(received[name] if name in received else self._sizes.get(name, 0) for name in own)
+
+    def _storages(self, values: Iterable[str]) -> set[str]:
+        return {self._first.get(value, value) for value in values}

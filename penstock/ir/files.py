@@ -1,4 +1,4 @@
-"""Files: a document written whole or not at all."""
+"""Atomic writes of whole files."""
 
 import os
 from contextlib import suppress
@@ -8,12 +8,12 @@ from penstock.errors import FormatError
 
 
 def write_atomic(path: str | Path, document: str | bytes) -> None:
-    """Write the document; a file that was there before stays whole until the new one is."""
+    """Write the document to a temporary file and rename it, so that the path never holds a partial document."""
     content = document.encode() if isinstance(document, str) else document
     draft = Path(f"{path}.{os.getpid()}.draft")
     try:
         if os.path.exists(path) and not os.path.isfile(path):
-            Path(path).write_bytes(content)  # a device or a pipe, which nothing can take the place of
+            Path(path).write_bytes(content)  # a device or a pipe cannot be replaced by rename
             return
         draft.write_bytes(content)
         draft.replace(path)

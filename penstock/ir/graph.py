@@ -1,10 +1,10 @@
-"""Graph: the model as named nodes and the values between them."""
+"""The model as a Graph of named nodes and the values between them."""
 
 import hashlib
 import json
 import math
-from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Container, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,26 +18,28 @@ ITEM_BYTES = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     "complex128": 16,
 }
-"""Bytes of one element, by torch's names of the types."""
+"""bytes of one element, by torch's name of the dtype"""
+ADDED_LOSS = "added_loss"
+"""kind of the node by which a model adds a term to its loss"""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a tensor without holding it; `dtype` is torch's name without `torch.`."""
+    """Metadata of a tensor; `dtype` is torch's name without `torch.`."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
     requires_grad: bool = False
     order: tuple[int, ...] = ()
-    """the dimensions as they lie in memory, outermost first; empty if that is their own order"""
+    """the dimensions in memory order, outermost first; empty if contiguous in their own order"""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise GraphError("unknown dtype", dtype=repr(self.dtype), hint="a name such as float32, bfloat16 or int64")
         if any(size < 0 for size in self.shape):
-            raise GraphError("a shape needs sizes of 0 or more", shape=self.shape)
+            raise GraphError("sizes of a shape must be 0 or more", shape=self.shape)
         if self.order and sorted(self.order) != list(range(len(self.shape))):
-            raise GraphError("an order names every dimension once", order=self.order, shape=self.shape)
+            raise GraphError("an order must name every dimension once", order=self.order, shape=self.shape)
 
     @property
     def bytes(self) -> int:
@@ -50,7 +52,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor with a name: an input, what a node makes, a parameter or a buffer."""
+    """A tensor with a name: an input, the result of a node, a parameter or a buffer."""
 
     name: str
     spec: TensorSpec
@@ -58,9 +60,9 @@ class Value:
 
 @dataclass(frozen=True)
 class Node:
-    """One call of the model: a module that is kept whole, or a function between modules.
+    """One call of the model: a leaf module, or a function called between modules.
 
-    `reads` names inputs of the graph and values of earlier nodes; parameters and buffers go by their original names.
+    `reads` names inputs of the graph and values of earlier nodes; parameters and buffers have their original names.
     """
 
     name: str
@@ -69,20 +71,20 @@ class Node:
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     from_inputs: bool = False
-    """depends on the inputs of the graph only, such as a mask: every stage that reads it runs it again"""
+    """depends on the inputs of the graph only, such as a mask: every stage that reads it recomputes it"""
     module: str = ""
     """the module whose call this is, or in whose forward it happens, by its original name"""
     kind: str = ""
     """the class of the module, or the name of the function"""
     is_leaf: bool = False
-    """whether this is the call of a whole module, which the record does not look into"""
+    """whether this is the call of a leaf module"""
     is_random: bool = False
     """draws random numbers, as dropout does"""
 
 
 @dataclass(frozen=True)
 class StorageGroup:
-    """Values that share memory, and the nodes that write into it in place after it was made."""
+    """Values that share storage, and the nodes that write into it in place."""
 
     values: tuple[str, ...]
     writers: tuple[str, ...] = ()
@@ -90,7 +92,7 @@ class StorageGroup:
 
 @dataclass(frozen=True)
 class Update:
-    """A node that writes some of its parameters and buffers, such as the running mean of a batch norm."""
+    """Parameters and buffers that a node writes, such as the running mean of a batch norm."""
 
     node: str
     names: tuple[str, ...]
@@ -106,10 +108,10 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """A model: its nodes in an order in which they can run, with all that they read and make.
+    """A model: its nodes in topological order, and the values that they read and make.
 
-    Every name of a parameter is listed, also several of one tensor: `tied` groups those. `outputs` names the values
-    that the model returns, inputs among them if it returns those.
+    Every name of a parameter is listed, also several names of one tensor, which `tied` groups. `outputs` names the
+    values that the model returns, which may include inputs.
     """
 
     nodes: tuple[Node, ...]
@@ -123,7 +125,7 @@ class Graph:
 
     def __post_init__(self) -> None:
         if not self.nodes:
-            raise GraphError("a graph without nodes")
+            raise GraphError("a graph must have nodes")
         _check_distinct("node", (node.name for node in self.nodes))
         _check_distinct("value", (value.name for value in self._values()))
         _check_distinct("parameter or buffer", (value.name for value in (*self.parameters, *self.buffers)))
@@ -138,14 +140,17 @@ class Graph:
             yield from node.makes
 
     def _check_reads(self) -> None:
-        known, free = {value.name for value in self.inputs}, {value.name for value in self.inputs}
+        known = {value.name for value in self.inputs}
+        from_inputs = set(known)
         for node in self.nodes:
             _check_known("a node reads a value that no earlier node makes", node.reads, known, node=node.name)
             if node.from_inputs:
-                _check_known("a node from inputs only reads another value", node.reads, free, node=node.name)
-                free.update(value.name for value in node.makes)
+                _check_known(
+                    "a node marked from_inputs reads a value that is not", node.reads, from_inputs, node=node.name
+                )
+                from_inputs.update(value.name for value in node.makes)
             known.update(value.name for value in node.makes)
-        _check_known("an output that no node makes", self.outputs, known)
+        _check_known("no node makes this output", self.outputs, known)
 
     def _check_names(self) -> None:
         state = {value.name: (value.spec.shape, value.spec.dtype) for value in (*self.parameters, *self.buffers)}
@@ -157,8 +162,8 @@ class Graph:
             if len({state[name] for name in tied}) > 1:
                 raise GraphError("tied parameters differ in shape or dtype", names=tied)
         for group in self.storage:
-            _check_known("a storage group names no value of the graph", group.values, self._spec_of)
-            _check_known("a storage group is written by no node of the graph", group.writers, self._node_of)
+            _check_known("a storage group names a value that the graph does not have", group.values, self._spec_of)
+            _check_known("a storage group names a writer that the graph does not have", group.writers, self._node_of)
         for update in self.updates:
             node = self[update.node]
             own = {self.tensor_of(name) for name in (*node.parameters, *node.buffers)}
@@ -170,12 +175,12 @@ class Graph:
         return self._node_of[name]
 
     def spec(self, value: str) -> TensorSpec:
-        """The spec of an input or of what a node makes."""
+        """The spec of an input or of a value that a node makes."""
         _check_known("no such value", (value,), self._spec_of)
         return self._spec_of[value]
 
     def tensor_of(self, parameter: str) -> str:
-        """The name that stands for the tensor: the first of its tied names, or its own."""
+        """The canonical name of the tensor: the first of its tied names, or its own."""
         return self._first_name.get(parameter, parameter)
 
     @cached_property
@@ -185,14 +190,14 @@ class Graph:
 
     @cached_property
     def written(self) -> frozenset[str]:
-        """The values whose memory is written in place: whoever is given one needs a copy of its own."""
+        """The values whose storage is written in place, so that a reader on another stage needs a copy."""
         return frozenset(value for group in self.storage if group.writers for value in group.values)
 
     @cached_property
     def updated(self) -> dict[str, tuple[Node, ...]]:
         """The parameters and buffers that some node writes, each with all nodes that use it, in the graph's order.
 
-        Whoever reads what was written as a value is no such node: values go from stage to stage, state does not.
+        A node that reads the written tensor as a value does not count: values are sent between stages, state is not.
         """
         names = {self.tensor_of(name) for update in self.updates for name in update.names}
         users: dict[str, dict[str, Node]] = {name: {} for name in names}
@@ -204,7 +209,7 @@ class Graph:
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Every value that goes from a node to a node, in the order of the readers; inputs are no edges."""
+        """Every value that one node makes and another reads, in the order of the readers; inputs are not included."""
         return tuple(
             Edge(self.makers[value].name, node.name, value)
             for node in self.nodes
@@ -214,16 +219,16 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Differs when any name, shape, dtype or need of a gradient differs: what a Profile is measured for."""
-        values = [(_shown(value), value.spec.requires_grad) for value in (*self._values(), *self.parameters)]
-        wires = [(node.reads, [value.name for value in node.makes]) for node in self.nodes]
-        return _digest(self.model_fingerprint, values, wires, self.outputs)
+        """Hash of all names, shapes, dtypes and requires_grad: identifies the graph that a Profile was measured for."""
+        values = [(_signature(value), value.spec.requires_grad) for value in (*self._values(), *self.parameters)]
+        edges = [(node.reads, [value.name for value in node.makes]) for node in self.nodes]
+        return _digest(self.model_fingerprint, values, edges, self.outputs)
 
     @cached_property
     def model_fingerprint(self) -> str:
-        """The same for every batch: names of nodes, and names, shapes and dtypes of parameters and buffers."""
+        """Hash that is the same for every batch: names of nodes; names, shapes and dtypes of parameters, buffers."""
         nodes = [(node.name, node.kind, node.parameters, node.buffers) for node in self.nodes]
-        return _digest(nodes, [_shown(value) for value in (*self.parameters, *self.buffers)], self.tied)
+        return _digest(nodes, [_signature(value) for value in (*self.parameters, *self.buffers)], self.tied)
 
     @cached_property
     def _node_of(self) -> dict[str, Node]:
@@ -242,9 +247,9 @@ def _check_distinct(what: str, names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if not name:
-            raise GraphError(f"a {what} without a name")
+            raise GraphError(f"a {what} must have a name")
         if name in seen:
-            raise GraphError(f"two of one name: {what}", name=repr(name))
+            raise GraphError(f"duplicate {what}", name=repr(name))
         seen.add(name)
 
 
@@ -254,10 +259,31 @@ def _check_known(problem: str, names: Iterable[str], known: Container[str], **va
             raise GraphError(problem, name=repr(name), hint="", **values)
 
 
-def _shown(value: Value) -> tuple[str, tuple[int, ...], str]:
+def _signature(value: Value) -> tuple[str, tuple[int, ...], str]:
     return value.name, value.spec.shape, value.spec.dtype
 
 
 def _digest(*parts: object) -> str:
-    # JSON escapes every character that is not ASCII, so that any name at all has its bytes.
+    # JSON escapes all characters outside ASCII, so every name can be encoded, lone surrogates included.
     return hashlib.sha256(json.dumps(parts).encode("ascii")).hexdigest()
+
+
+def prune_gradients(graph: Graph, roots: Collection[str], adding: Collection[str] = ()) -> Graph:
+    """The graph with requires_grad only on values from which the loss can be reached.
+
+    `roots` are the values that the loss is computed from, `adding` the nodes that add a term to it. A node is taken to
+    use everything that it reads. A value without a path to the loss keeps its data, but a gradient sent for it would be
+    a zero that unsplit training never makes.
+    """
+    live = set(roots)
+    for node in reversed(graph.nodes):
+        is_live = any(value.name in live and value.spec.requires_grad for value in node.makes)
+        if is_live or node.name in adding:
+            live.update(node.reads)
+
+    def pruned(value: Value) -> Value:
+        if value.name in live or not value.spec.requires_grad:
+            return value
+        return Value(value.name, replace(value.spec, requires_grad=False))
+
+    return replace(graph, nodes=tuple(replace(node, makes=tuple(map(pruned, node.makes))) for node in graph.nodes))

@@ -1,31 +1,127 @@
-"""Orders: what each rank does, one after another, held as one array of codes."""
+"""Orders of actions, one per rank, stored compactly.
+
+An action is one 64-bit integer, its *code*: kind, stage, microbatch, peer and peer microbatch in bit fields. The
+functions here work on single integers and on numpy arrays alike, so an order of a million actions is built, matched
+and verified with a few array operations. `peer` is the other stage of a message, or the stage of the backward half of
+an overlapped pair; `peer_microbatch` is used by overlapped pairs only.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Action, Kind
-from penstock.ir.code import (
-    Codes,
-    decode,
-    encode,
-    kind_of,
-    microbatch_of,
-    pack,
-    peer_microbatch_of,
-    peer_of,
-    stage_of,
+from penstock.ir.action import (
+    Action,
+    Backward,
+    ComputeAction,
+    Forward,
+    Free,
+    InputGrad,
+    Kind,
+    Message,
+    Overlap,
+    Recv,
+    Reduce,
+    Reshard,
+    Send,
+    Unshard,
+    WeightGrad,
 )
 
+Codes: TypeAlias = NDArray[np.int64]
 MAX_ACTIONS = 20_000_000
+Numbers: TypeAlias = "int | NDArray[np.integer]"
+
+# Bit positions and masks of the fields. 13 bits of stage and 16 of microbatch match MAX_STAGES and MAX_MICROBATCHES.
+_STAGE, _MICROBATCH, _PEER, _PEER_MICROBATCH = 4, 17, 33, 46
+_KIND_MASK, _STAGE_MASK, _MICROBATCH_MASK = 15, 8191, 65535
+_COMPUTE = {kind.kind: kind for kind in (Forward, Backward, InputGrad, WeightGrad)}
+_MESSAGE: dict[Kind, type[Message]] = {Kind.SEND: Send, Kind.RECV: Recv}
+_STAGE_ACTIONS = {kind.kind: kind for kind in (Reduce, Unshard, Reshard)}
+
+
+def pack(
+    kind: Numbers, stage: Numbers, microbatch: Numbers = 0, peer: Numbers = 0, peer_microbatch: Numbers = 0
+) -> Codes:
+    """Codes from their fields; arrays are broadcast against each other."""
+    words = (
+        np.asarray(kind, dtype=np.int64)
+        | (np.asarray(stage, dtype=np.int64) << _STAGE)
+        | (np.asarray(microbatch, dtype=np.int64) << _MICROBATCH)
+        | (np.asarray(peer, dtype=np.int64) << _PEER)
+        | (np.asarray(peer_microbatch, dtype=np.int64) << _PEER_MICROBATCH)
+    )
+    return np.atleast_1d(np.asarray(words, dtype=np.int64))
+
+
+def kind_of(codes: Codes) -> Codes:
+    """The kind of each action."""
+    return codes & _KIND_MASK
+
+
+def stage_of(codes: Codes) -> Codes:
+    """The stage of each action."""
+    return (codes >> _STAGE) & _STAGE_MASK
+
+
+def microbatch_of(codes: Codes) -> Codes:
+    """The microbatch of each action (0 where it has none)."""
+    return (codes >> _MICROBATCH) & _MICROBATCH_MASK
+
+
+def peer_of(codes: Codes) -> Codes:
+    """The other stage of each message, or the stage of the backward half of each overlapped pair."""
+    return (codes >> _PEER) & _STAGE_MASK
+
+
+def peer_microbatch_of(codes: Codes) -> Codes:
+    """The microbatch of the backward half of each overlapped pair."""
+    return (codes >> _PEER_MICROBATCH) & _MICROBATCH_MASK
+
+
+def encode(actions: Iterable[Action]) -> Codes:
+    """The codes of action objects."""
+    return np.fromiter((_encode_one(action) for action in actions), dtype=np.int64)
+
+
+def decode(codes: Codes) -> tuple[Action, ...]:
+    """The action objects of codes; equal codes share one object."""
+    return tuple(map(decode_one, codes.tolist()))
+
+
+def _encode_one(action: Action) -> int:
+    if isinstance(action, Overlap):
+        back = action.backward
+        return int(pack(action.kind, action.stage, action.forward.microbatch, back.stage, back.microbatch)[0])
+    microbatch = action.microbatch if isinstance(action, ComputeAction | Message | Free) else 0
+    peer = action.peer if isinstance(action, Message) else 0
+    return action.kind | action.stage << _STAGE | microbatch << _MICROBATCH | peer << _PEER
+
+
+@lru_cache(maxsize=1 << 16)
+def decode_one(code: int) -> Action:
+    """The action object of one code."""
+    kind = Kind(code & _KIND_MASK)
+    stage, microbatch = (code >> _STAGE) & _STAGE_MASK, (code >> _MICROBATCH) & _MICROBATCH_MASK
+    peer = (code >> _PEER) & _STAGE_MASK
+    if kind is Kind.OVERLAP:
+        backward = Backward(peer, (code >> _PEER_MICROBATCH) & _MICROBATCH_MASK)
+        return Overlap(Forward(stage, microbatch), backward)
+    if kind in _COMPUTE:
+        return _COMPUTE[kind](stage, microbatch)
+    if kind in _MESSAGE:
+        return _MESSAGE[kind](stage, microbatch, peer)
+    if kind is Kind.FREE:
+        return Free(stage, microbatch)
+    return _STAGE_ACTIONS[kind](stage)
 
 
 class Passes(NamedTuple):
-    """Every action with a stage, overlapped pairs taken apart; `index` says whose action each one is."""
+    """Every action as single passes: an overlapped pair gives two rows. `index` is the index of the action."""
 
     index: NDArray[np.int64]  # type: ignore[assignment]
     kind: Codes
@@ -36,8 +132,8 @@ class Passes(NamedTuple):
 class Orders:
     """One order of actions per rank, immutable; reads as a sequence of tuples of actions.
 
-    `codes` holds the orders of all ranks end to end; rank r's are `codes[starts[r]:starts[r + 1]]`. The place of an
-    action in `codes` is its *index*, by which the array operations of lowering, proof and simulation refer to it.
+    `codes` holds the orders of all ranks end to end; rank r's are `codes[starts[r]:starts[r + 1]]`. The position of an
+    action in `codes` is its *index*, which lowering, verification and simulation use to refer to it.
     """
 
     def __init__(self, per_rank: Sequence[Codes]) -> None:
@@ -61,14 +157,15 @@ class Orders:
         return self.codes[self.starts[rank] : self.starts[rank + 1]]
 
     def select(self, keep: NDArray[np.bool_]) -> "Orders":
-        """The same orders without the actions that are not to be kept."""
+        """Orders of the actions where `keep` is true, by index."""
         return Orders([self.rank(r)[keep[self.starts[r] : self.starts[r + 1]]] for r in range(len(self))])
 
     def insert(self, before: NDArray[np.int64], ranks: NDArray[np.int64], codes: Codes) -> "Orders":
-        """The same orders with further actions, each before the given index of the given rank (its end included).
+        """Orders with more actions, each inserted before the given index of the given rank (its end included).
 
         Several actions before one index keep the sequence in which they are given.
         """
+        # The end of one rank and the start of the next are the same index, so the rank decides between the two.
         sequence = np.argsort(before * len(self) + ranks, kind="stable")
         merged = np.insert(self.codes, before[sequence], codes[sequence])
         lengths = np.diff(self.starts) + np.bincount(ranks, minlength=len(self))
@@ -83,6 +180,14 @@ class Orders:
     def kinds(self) -> Codes:
         """The kind of every index."""
         return kind_of(self.codes)
+
+    def action(self, index: int) -> Action:
+        """The action object at an index."""
+        return decode_one(int(self.codes[index]))
+
+    def position(self, index: int) -> int:
+        """The position of an index in the order of its rank, counted from 0."""
+        return index - int(self.starts[self.rank_of[index]])
 
     @cached_property
     def passes(self) -> Passes:
@@ -101,10 +206,10 @@ class Orders:
             np.concatenate((microbatch_of(codes), peer_microbatch_of(halves))),
         )
 
-    def taken_apart(self, keep: NDArray[np.bool_]) -> "Orders":
-        """Orders of the single passes that are to be kept, by their place in `passes`."""
+    def select_passes(self, keep: NDArray[np.bool_]) -> "Orders":
+        """Orders of the single passes where `keep` is true, by row of `passes`."""
         passes = Passes(*(column[keep] for column in self.passes))
-        # Halves of one pair stand in `passes` with the forward first, and so they stay.
+        # The sort is stable and `passes` lists the forward half of a pair first, so it stays first.
         sequence = np.argsort(passes.index, kind="stable")
         codes = pack(passes.kind, passes.stage, passes.microbatch)[sequence] if len(sequence) else passes.kind
         ranks = self.rank_of[passes.index[sequence]]
@@ -131,6 +236,20 @@ class Orders:
 
     def __hash__(self) -> int:
         return hash((self.codes.tobytes(), self.starts.tobytes()))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """JSON form of orders: one text of cells per rank."""
+        from pydantic_core import core_schema
+
+        from penstock.ir.text import parse_rows
+
+        def parse(rows: list[str]) -> Orders:
+            return parse_rows([row.split(" ") if row else [] for row in rows])
+
+        return core_schema.no_info_after_validator_function(
+            parse, core_schema.list_schema(core_schema.str_schema(strict=True), strict=True)
+        )
 
     def __repr__(self) -> str:
         shown = [" ".join(map(str, decode(self.rank(r)[:8]))) for r in range(min(len(self), 4))]

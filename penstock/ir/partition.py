@@ -1,4 +1,4 @@
-"""Partition: which stage owns each node, and which values cross each cut."""
+"""Partition: the nodes of every stage, and the values that cross each cut."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -8,13 +8,13 @@ from functools import cached_property
 from itertools import chain
 
 from penstock.errors import PartitionError
-from penstock.ir.cuts import Cuts
 from penstock.ir.graph import Graph, Node, StorageGroup, Value
+from penstock.ir.placement import Cuts
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """The values that one stage hands to another for one microbatch, as one message."""
+    """The values that one stage sends to another for one microbatch, as one message."""
 
     producer: int
     consumer: int
@@ -27,12 +27,12 @@ class Crossing:
 
     @property
     def backward_bytes(self) -> int:
-        """Bytes of the gradients that return: those of the values that need one."""
+        """Bytes of the gradients that are sent back."""
         return sum(value.spec.bytes for value in self.gradients)
 
     @cached_property
     def gradients(self) -> tuple[Value, ...]:
-        """The values whose gradients return."""
+        """The values whose gradients are sent back."""
         return tuple(value for value in self.values if value.spec.requires_grad)
 
 
@@ -40,16 +40,16 @@ class Crossing:
 class Partition:
     """The names of the nodes of every stage, each node in exactly one.
 
-    The inputs of the model are on every stage, so they never cross. A node that depends on inputs only is run again by
-    every stage that reads it, so its values never cross either. The last stage returns the outputs of the model: an
-    output that an earlier stage makes crosses to it.
+    The inputs of the model are on every stage, so they are never sent. A node that depends on inputs only is recomputed
+    by every stage that reads it, so its values are never sent either. The last stage returns the outputs of the model:
+    an output that an earlier stage makes is sent to it.
     """
 
     stages: tuple[tuple[str, ...], ...]
 
     def __post_init__(self) -> None:
         if not self.stages:
-            raise PartitionError("a partition without stages")
+            raise PartitionError("a partition must have stages")
         for stage, nodes in enumerate(self.stages):
             if not nodes:
                 raise PartitionError("an empty stage", stage=stage, stages=self.num_stages)
@@ -59,7 +59,7 @@ class Partition:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.stages)
 
     def stage_of(self, node: str) -> int:
@@ -69,7 +69,7 @@ class Partition:
         return self._stage_of[node]
 
     def check(self, graph: Graph) -> None:
-        """Refuse a graph that cannot be cut like this; the error names the nodes and values."""
+        """Raise if the graph cannot be cut like this; the error names the nodes and values."""
         names = {node.name for node in graph.nodes}
         for node, stage in self._stage_of.items():
             if node not in names:
@@ -88,7 +88,7 @@ class Partition:
         self._check_updated(graph)
 
     def _check_storage(self, graph: Graph) -> None:
-        """Memory that is written in place stays within one stage, and leaves it only as it is after the last write."""
+        """Storage that is written in place must stay within one stage and may leave it only after the last write."""
         position = {node.name: place for place, node in enumerate(graph.nodes)}
         overwritten: dict[str, str] = {}
         for group in graph.storage:
@@ -116,7 +116,7 @@ class Partition:
             raise PartitionError("a cut between nodes that share memory", stages=stages, values=group.values)
 
     def _check_updated(self, graph: Graph) -> None:
-        """State that a forward writes is in the one stage that writes it: no other sees what was written."""
+        """State that the forward writes must be used by one stage only: other stages would not see the write."""
         for name, nodes in graph.updated.items():
             if len({self._stage_of[node.name] for node in nodes}) > 1:
                 first, last = nodes[0].name, nodes[-1].name
@@ -130,7 +130,7 @@ class Partition:
                 )
 
     def crossings(self, graph: Graph) -> tuple[Crossing, ...]:
-        """What every stage hands to every other, by producer and consumer; a skip goes straight to its reader."""
+        """The values sent between every two stages, by producer and consumer; a skip is sent directly to its reader."""
         self.check(graph)
         values: dict[tuple[int, int], dict[str, Value]] = {}
         for value, reader in self._read_values(graph):
@@ -140,13 +140,13 @@ class Partition:
         return tuple(Crossing(*edge, tuple(found.values())) for edge, found in sorted(values.items()))
 
     def cuts(self, graph: Graph) -> Cuts:
-        """The edges between stages; one without a value that needs a gradient returns none."""
+        """The edges between stages; an edge of which no value needs a gradient is one without gradient."""
         crossings = self.crossings(graph)
         silent = [c for c in crossings if not any(value.spec.requires_grad for value in c.values)]
         return Cuts.of(self.num_stages, _edges(crossings), _edges(silent))
 
     def _read_values(self, graph: Graph) -> Iterator[tuple[str, int]]:
-        """Every value that is sent or stays, with the stage that reads it."""
+        """Every value with each stage that reads it; the last stage reads the outputs."""
         for _, consumer, value in _sent_edges(graph):
             yield value, self._stage_of[consumer]
         for value in graph.outputs:
@@ -154,7 +154,7 @@ class Partition:
                 yield value, self.num_stages - 1
 
     def runs(self, graph: Graph) -> tuple[tuple[Node, ...], ...]:
-        """The nodes that every stage runs, in the graph's order: its own, and again those from inputs that it needs."""
+        """The nodes that every stage runs, in the graph's order: its own, and those from inputs that it needs."""
         chosen = [set(nodes) for nodes in self.stages]
         chosen[-1] |= _from_inputs(graph, graph.outputs)
         for node in reversed(graph.nodes):

@@ -1,9 +1,14 @@
-"""Placement: which rank holds each stage."""
+"""Where stages are and what they exchange: Placement maps stages to ranks, Cuts lists the edges between stages."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.errors import ScheduleError
+from penstock.errors import PartitionError, ScheduleError
+from penstock.ir.arguments import as_int
+
+StageEdge = tuple[int, int]
+MAX_STAGES = 8192
 
 
 @dataclass(frozen=True)
@@ -14,29 +19,29 @@ class Placement:
 
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 0:
-            raise ScheduleError("a placement names a rank, 0 or more, for every stage", placement=self.ranks)
-        # Ranks above the number of stages are not all filled; that far is enough to find one that is not.
+            raise ScheduleError("a placement must name a rank, 0 or more, for every stage", placement=self.ranks)
+        # A rank above the number of stages implies an empty rank below that number, so looking that far is enough.
         if missing := sorted(set(range(min(max(self.ranks), len(self.ranks)) + 1)) - set(self.ranks)):
             raise ScheduleError("ranks without a stage", ranks=missing, placement=self.ranks)
 
     @classmethod
     def loop(cls, num_ranks: int, stages_per_rank: int = 1) -> "Placement":
-        """Stages go round: rank r holds r, r + ranks, r + 2 ranks ..."""
+        """Round robin: rank r holds r, r + ranks, r + 2 ranks ..."""
         return cls(tuple(range(num_ranks)) * stages_per_rank)
 
     @classmethod
     def vee(cls, num_ranks: int) -> "Placement":
-        """Stages go down the ranks and back up: rank r holds r and 2 ranks - 1 - r."""
+        """Down the ranks and back up: rank r holds r and 2 ranks - 1 - r."""
         return cls((*range(num_ranks), *reversed(range(num_ranks))))
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.ranks)
 
     @cached_property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return max(self.ranks) + 1
 
     @cached_property
@@ -52,3 +57,68 @@ class Placement:
 
     def __len__(self) -> int:
         return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The edges (producer stage, consumer stage) of a model cut into stages.
+
+    Values go forward only, from a lower stage to a higher one. An edge in `without_gradient` carries values that need
+    no gradient back, such as masks.
+    """
+
+    num_stages: int
+    edges: tuple[StageEdge, ...]
+    without_gradient: tuple[StageEdge, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= (as_int(self.num_stages) or 0) <= MAX_STAGES:
+            raise PartitionError("cuts need at least one stage", stages=repr(self.num_stages), limit=MAX_STAGES)
+        for edges in (self.edges, self.without_gradient):
+            if list(edges) != sorted(set(edges)):
+                raise PartitionError("cut edges must be sorted and distinct", edges=edges[:8], hint="Cuts.of(...)")
+        for producer, consumer in self.edges:
+            if not 0 <= producer < consumer < self.num_stages:
+                edge = (producer, consumer)
+                raise PartitionError("a cut edge must lead to a later stage", edge=edge, stages=self.num_stages)
+        if unknown := set(self.without_gradient) - set(self.edges):
+            raise PartitionError("edges without gradient must be edges of the cuts", edges=sorted(unknown))
+
+    @classmethod
+    def chain(cls, num_stages: int) -> "Cuts":
+        """Every stage reads the stage before it and nothing else."""
+        return cls(num_stages, tuple((stage, stage + 1) for stage in range(num_stages - 1)))
+
+    @classmethod
+    def of(cls, num_stages: int, edges: Iterable[StageEdge], without_gradient: Iterable[StageEdge] = ()) -> "Cuts":
+        """Cuts from edges in any order."""
+        return cls(num_stages, tuple(sorted(set(edges))), tuple(sorted(set(without_gradient))))
+
+    @cached_property
+    def gradient_edges(self) -> tuple[StageEdge, ...]:
+        """The edges over which gradients return."""
+        skipped = set(self.without_gradient)
+        return tuple(edge for edge in self.edges if edge not in skipped)
+
+    def producers(self, stage: int) -> tuple[int, ...]:
+        """The stages whose values the stage reads."""
+        return self._producers.get(stage, ())
+
+    def gradient_consumers(self, stage: int) -> tuple[int, ...]:
+        """The stages that return gradients to the stage."""
+        return self._gradient_consumers.get(stage, ())
+
+    @cached_property
+    def _producers(self) -> dict[int, tuple[int, ...]]:
+        return _group((consumer, producer) for producer, consumer in self.edges)
+
+    @cached_property
+    def _gradient_consumers(self) -> dict[int, tuple[int, ...]]:
+        return _group(self.gradient_edges)
+
+
+def _group(pairs: Iterable[StageEdge]) -> dict[int, tuple[int, ...]]:
+    groups: dict[int, list[int]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return {key: tuple(values) for key, values in groups.items()}

@@ -1,29 +1,137 @@
-"""Plan: the choices and the prediction, saved to train by and to load again."""
+"""Plan: the choices for one model and the predicted step; Run: the training that followed a plan."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
-from penstock.errors import PlanError
+from penstock.errors import PlanError, RunError
+from penstock.ir.arguments import is_finite
 from penstock.ir.cluster import Cluster
 from penstock.ir.costs import StageCosts
-from penstock.ir.cuts import Cuts
 from penstock.ir.graph import Graph
 from penstock.ir.partition import Partition
-from penstock.ir.prediction import Prediction
+from penstock.ir.placement import Cuts
 from penstock.ir.schedule import Schedule
-from penstock.ir.search import UNSEARCHED, Choices, Search
-from penstock.ir.units import aligned, bytes_text, counted, percent_text, printable, seconds_text
+from penstock.ir.trace import Trace
+from penstock.ir.units import align_columns, bytes_text, counted, percent_text, printable, seconds_text
 
-_COLUMNS = ("stage", "rank", "nodes", "forward", "backward", "activations", "parameters", "first node")
+_PLAN_COLUMNS = ("stage", "rank", "nodes", "forward", "backward", "activations", "parameters", "first node")
+_SEARCH_COLUMNS = (
+    *("step", "bubble", "peak", "messages", "stages", "microbatches", "recomputed", "schedule", "cuts", "why not"),
+)
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The names of the partitioner and the schedule of a plan, and which stages recompute their activations."""
+
+    partitioner: str
+    schedule: str
+    recompute: tuple[bool, ...]
+    placement: str = "given"
+    """how stages are placed on ranks: "loop", "vee", or "given" for any other placement"""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The summary of a predicted Trace; with this partition and placement no order is faster than `lower_bound`."""
+
+    makespan: float
+    bubble: float
+    span: float
+    span_bubble: float
+    peaks: tuple[int, ...]
+    """peak bytes per rank"""
+    lower_bound: float
+
+    def __post_init__(self) -> None:
+        for name in ("makespan", "span", "lower_bound"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise PlanError(f"{name.replace('_', ' ')} must be finite seconds, 0 or more", seconds=value)
+        if max(self.span, self.lower_bound) > self.makespan * (1 + _TOLERANCE):
+            raise PlanError(
+                "neither span nor lower bound can exceed the makespan",
+                span=self.span,
+                lower_bound=self.lower_bound,
+                makespan=self.makespan,
+            )
+        for share in (self.bubble, self.span_bubble):
+            if not -_TOLERANCE <= share <= 1.0:
+                raise PlanError("a bubble must be a share between 0 and 1", bubble=share)
+        if any(peak < 0 for peak in self.peaks):
+            raise PlanError("peak bytes must be 0 or more", peaks=self.peaks)
+
+    @classmethod
+    def of(cls, trace: Trace, lower_bound: float) -> "Prediction":
+        """The summary of a trace, with a proven lower bound for every other order."""
+        peaks = tuple(trace.peak_bytes(rank) for rank in range(trace.num_ranks))
+        return cls(trace.makespan, trace.bubble, trace.span, trace.span_bubble, peaks, lower_bound)
+
+    def peak_bytes(self, rank: int) -> int:
+        """The most bytes that the rank holds at any time."""
+        if not 0 <= rank < len(self.peaks):
+            raise PlanError("no such rank", rank=rank, ranks=len(self.peaks))
+        return self.peaks[rank]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan that the search considered, and why it was not chosen; `lost` is empty for the chosen one."""
+
+    choices: Choices
+    num_microbatches: int
+    num_messages: int
+    predicted: Prediction
+    lost: str = ""
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """A row of the table of candidates."""
+        return (
+            seconds_text(self.predicted.makespan),
+            percent_text(self.predicted.bubble),
+            bytes_text(max(self.predicted.peaks)),
+            str(self.num_messages),
+            f"{len(self.choices.recompute)} {self.choices.placement}",
+            str(self.num_microbatches),
+            str(sum(self.choices.recompute)),
+            self.choices.schedule,
+            self.choices.partitioner,
+            self.lost or "chosen",
+        )
+
+
+@dataclass(frozen=True)
+class Search:
+    """The candidates from best to worst, and the reasons for the best, a sentence each."""
+
+    candidates: tuple[Candidate, ...] = ()
+    reasons: tuple[str, ...] = ()
+    asked: tuple[tuple[str, str], ...] = ()
+    """the options that the search was given, by name"""
+
+    def __post_init__(self) -> None:
+        for place, candidate in enumerate(self.candidates):
+            if bool(candidate.lost) != bool(place):
+                raise PlanError("the first candidate alone must be the chosen one", place=place, lost=candidate.lost)
+
+    def __str__(self) -> str:
+        if not self.candidates:
+            return ""
+        return "\n".join(align_columns([_SEARCH_COLUMNS, *(candidate.row for candidate in self.candidates)]))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one model is trained as a pipeline, and how long a step will take.
+    """How one model is trained as a pipeline, and the predicted time and memory of a step.
 
-    `graph` and `costs` are those of one microbatch; the costs are those on the ranks, the slowness of each included.
+    `graph` and `costs` are those of one microbatch; the costs include the slowness of the rank of each stage.
     """
 
     graph: Graph
@@ -33,8 +141,8 @@ class Plan:
     costs: StageCosts
     cluster: Cluster
     predicted: Prediction
-    search: Search = UNSEARCHED
-    """what else was looked at, and why this was chosen"""
+    search: Search = Search()
+    """the other candidates and why this one was chosen; empty if all choices were given"""
 
     def __post_init__(self) -> None:
         self.partition.check(self.graph)
@@ -61,56 +169,56 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the plan needs."""
+        """Number of ranks."""
         return self.schedule.num_ranks
 
     @property
     def num_stages(self) -> int:
-        """How many stages the model is cut into."""
+        """Number of stages."""
         return self.partition.num_stages
 
     @property
     def num_microbatches(self) -> int:
-        """How many microbatches a batch is cut into."""
+        """Number of microbatches in a batch."""
         return self.schedule.num_microbatches
 
     @property
     def lower_bound(self) -> float:
-        """Seconds that no order of this partition and placement can undercut, certified."""
+        """Seconds that no order of this partition and placement can undercut, proven."""
         return self.predicted.lower_bound
 
     def costs_on(self, cluster: Cluster) -> StageCosts:
-        """What the stages cost on ranks of which others are slow."""
+        """The costs of the stages on ranks with another slowness."""
         if cluster.slowness == self.cluster.slowness:
             return self.costs
-        there, here = (each.slowness_of(self.schedule.placement) for each in (cluster, self.cluster))
-        return self.costs.times([new / old for new, old in zip(there, here, strict=True)])
+        new, old = (each.slowness_of(self.schedule.placement) for each in (cluster, self.cluster))
+        return self.costs.times([after / before for after, before in zip(new, old, strict=True)])
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        # The codec lists every noun, this one too, so it cannot be imported above.
-        from penstock.ir.codec import save_record
+        # json_format imports this file.
+        from penstock.ir.json_format import save_record
 
         save_record(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
         """Read a plan that `save` wrote."""
-        from penstock.ir.codec import load_record
+        from penstock.ir.json_format import load_record
 
         return load_record(path, cls)
 
     def __str__(self) -> str:
         rows = [self._row(stage) for stage in range(self.num_stages)]
-        return printable("\n".join((*self._headline(), "", *aligned([_COLUMNS, *rows]))))
+        return printable("\n".join((*self._headline(), "", *align_columns([_PLAN_COLUMNS, *rows]))))
 
     def describe(self) -> str:
-        """The plan, why it was chosen, and what else was looked at, in words and tables."""
+        """The plan, the reasons for it, and the other candidates, as text and tables."""
         parts = (str(self), "\n".join(self.search.reasons), str(self.search))
         return printable("\n\n".join(part for part in parts if part))
 
     def _headline(self) -> Iterable[str]:
-        seen, recomputed = self.predicted, sum(self.choices.recompute)
+        predicted, recomputed = self.predicted, sum(self.choices.recompute)
         words = (
             f"{counted(self.num_stages, 'stage')} ({self.choices.partitioner}) on {counted(self.num_ranks, 'rank')}",
             f"schedule {self.choices.schedule}",
@@ -118,9 +226,9 @@ class Plan:
             f"{counted(recomputed, 'stage') if recomputed else 'no stage'} recomputed",
         )
         yield ", ".join(words)
-        step, least = seconds_text(seen.makespan), seconds_text(seen.lower_bound)
-        yield f"step {step}, bubble {percent_text(seen.bubble)}, at best {least}"
-        yield "peak per rank: " + ", ".join(map(bytes_text, seen.peaks))
+        step, least = seconds_text(predicted.makespan), seconds_text(predicted.lower_bound)
+        yield f"step {step}, bubble {percent_text(predicted.bubble)}, at best {least}"
+        yield "peak per rank: " + ", ".join(map(bytes_text, predicted.peaks))
         if self.cluster.slowness:
             yield "slowness per rank: " + ", ".join(f"{factor:g}" for factor in self.cluster.slowness)
 
@@ -136,3 +244,90 @@ class Plan:
             bytes_text(costs.state[stage].parameters),
             nodes[0],
         )
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Metrics of one training step; a loss or norm that is NaN or Inf becomes None."""
+
+    step: int
+    loss: float | None
+    seconds: float
+    samples: int
+    grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("loss", "grad_norm"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                object.__setattr__(self, name, None)
+        if not (is_finite(self.seconds) and self.seconds >= 0):
+            raise RunError("seconds must be finite, 0 or more", step=self.step, seconds=self.seconds)
+        if self.samples < 0:
+            raise RunError("samples must be 0 or more", step=self.step, samples=self.samples)
+
+
+StepFigures = StepMetrics
+"""former name of StepMetrics"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training: the plan it followed, its steps in order, and what was recorded and measured."""
+
+    plan: Plan
+    steps: tuple[StepMetrics, ...]
+    traces: tuple[Trace, ...] = ()
+    """recorded steps; views show the last one"""
+    peaks: tuple[int, ...] = ()
+    """measured peak bytes per rank; empty if not measured"""
+    largest_difference: float | None = None
+    """relative difference to the unsplit model, if it was compared"""
+    versions: tuple[tuple[str, str], ...] = ()
+    """versions of the software it ran with, by name"""
+
+    def __post_init__(self) -> None:
+        # torch.__version__ is a subclass of str.
+        versions = tuple((str(name), str(version)) for name, version in self.versions)
+        object.__setattr__(self, "versions", versions)
+        numbers = [metrics.step for metrics in self.steps]
+        if any(later <= earlier for earlier, later in pairwise(numbers)):
+            raise RunError("the steps of a run must be in order", steps=numbers[:20])
+        ranks = self.plan.num_ranks
+        for trace in self.traces:
+            if trace.num_ranks != ranks:
+                raise RunError("a trace must have the ranks of the plan", ranks=trace.num_ranks, planned=ranks)
+        if self.peaks and len(self.peaks) != ranks:
+            raise RunError("peaks must have one entry per rank, or none", peaks=len(self.peaks), ranks=ranks)
+        if any(peak < 0 for peak in self.peaks):
+            raise RunError("peak bytes must be 0 or more", peaks=self.peaks)
+
+    @property
+    def trace(self) -> Trace | None:
+        """The last recorded step, if there is one."""
+        return self.traces[-1] if self.traces else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median over the steps after the first, which includes warm-up; None without steps."""
+        later = self.steps[1:] or self.steps
+        return median(metrics.seconds for metrics in later) if later else None
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """The finite losses, in order."""
+        return tuple(metrics.loss for metrics in self.steps if metrics.loss is not None)
+
+    def save(self, path: str | Path) -> None:
+        """Write the run as JSON."""
+        # json_format imports this file.
+        from penstock.ir.json_format import save_record
+
+        save_record(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Run":
+        """Read a run that `save` wrote."""
+        from penstock.ir.json_format import load_record
+
+        return load_record(path, cls)

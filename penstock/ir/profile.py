@@ -1,4 +1,4 @@
-"""Profile: seconds and bytes per node, and where they were measured."""
+"""Profile: measured seconds and bytes of every node, and where they were measured."""
 
 import math
 from collections import Counter
@@ -13,16 +13,16 @@ from penstock.ir.graph import Graph
 class NodeBytes:
     """Bytes of one node for one microbatch.
 
-    What a node keeps is counted where it is made: what it saves for its backward, and its outputs that later nodes
-    save, but not its inputs.
+    A saved tensor is counted at the node that makes it: what the node saves of its own, and its outputs that later
+    nodes save, but not its inputs.
     """
 
     kept: int = 0
     """held from the forward until the backward"""
     kept_for_weight_grad: int = 0
-    """held between the input gradient and the weight gradient: a part of it, and gradients that have come by"""
+    """held between the input gradient and the weight gradient: a part of `kept`, plus output gradients"""
     peak: int = 0
-    """most held at any time while the node runs, above what was held before"""
+    """maximum while the node runs, above what was held before"""
     parameters: int = 0
     buffers: int = 0
     inputs: int = 0
@@ -36,22 +36,22 @@ class NodeBytes:
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """What a node holds for its backward, so that the bytes of any stage can be told: its own, and shared memory.
+    """The tensors that a node saves for its backward: bytes of its own, and values that nodes may share.
 
-    A value stands for the memory behind it. Several nodes of a stage may hold it, and it is there once; a stage that
-    received it has a copy of its own.
+    A value stands for the storage behind it. Nodes of one stage that save the same value hold it once; a stage that
+    received the value has a copy.
     """
 
     own: int = 0
-    """bytes that no other node knows of, from the forward until the backward"""
+    """bytes that no other node shares, from the forward until the backward"""
     values: tuple[str, ...] = ()
-    """what it holds of all that it reads and makes, from the forward until the backward"""
+    """values that it reads or makes and saves, from the forward until the backward"""
     late_own: int = 0
-    """bytes of its own that stay until the weight gradient, with gradients that no other node knows of"""
+    """bytes of its own that are held until the weight gradient"""
     late_values: tuple[str, ...] = ()
-    """what stays until the weight gradient"""
+    """values held until the weight gradient"""
     late_gradients: tuple[str, ...] = ()
-    """values that it makes, whose gradients stay until the weight gradient"""
+    """values that it makes, whose gradients are held until the weight gradient"""
 
     def __post_init__(self) -> None:
         for name in ("own", "late_own"):
@@ -61,7 +61,7 @@ class SavedTensors:
 
 @dataclass(frozen=True)
 class NodeCost:
-    """Seconds of one node for one microbatch, and its bytes; `backward` is a full one, the other two the split one."""
+    """Seconds and bytes of one node for one microbatch; `backward` is a full one, the other two are a split one."""
 
     node: str
     forward: float
@@ -82,9 +82,9 @@ class NodeCost:
 class Profile:
     """The cost of every node of one graph on one device.
 
-    The costs are calibrated: they were scaled so that forward and backward of all nodes take about `step_seconds`, the
-    time of the unsplit model. `fingerprint` is that of the graph; `versions` are pairs such as ("torch", "2.13.0").
-    `held` are the values that nodes make and may hold, each with the bytes of its memory: empty where nobody looked.
+    The costs are scaled so that forward and backward of all nodes add up to about `step_seconds`, the time of the
+    unsplit model. `fingerprint` is that of the graph; `versions` are pairs such as ("torch", "2.13.0"). `held` lists
+    the values that nodes save, each with the bytes of its storage; empty if saved tensors were not recorded.
     """
 
     costs: tuple[NodeCost, ...]
@@ -97,13 +97,13 @@ class Profile:
     def __post_init__(self) -> None:
         for node, times in Counter(cost.node for cost in self.costs).items():
             if times > 1:
-                raise GraphError("several costs for one node", node=repr(node), costs=times)
+                raise GraphError("duplicate costs of a node", node=repr(node), costs=times)
         if not (math.isfinite(self.step_seconds) and self.step_seconds >= 0):
             raise GraphError("step seconds must be finite, 0 or more", seconds=self.step_seconds)
 
     @classmethod
-    def alike(cls, graph: Graph) -> "Profile":
-        """Every node costs the same: for a plan of which nothing is left to choose by costs."""
+    def uniform(cls, graph: Graph) -> "Profile":
+        """Every node costs the same: for plans whose choices do not depend on costs."""
         costs = tuple(NodeCost(node.name, 1.0, 2.0, 1.0, 1.0, NodeBytes()) for node in graph.nodes)
         return cls(costs, 1.0, graph.fingerprint, "not measured")
 
@@ -117,11 +117,11 @@ class Profile:
 
     @cached_property
     def seconds(self) -> float:
-        """Forward and full backward of all nodes together."""
+        """Sum of forward and full backward over all nodes."""
         return math.fsum(cost.forward + cost.backward for cost in self.costs)
 
     def check(self, graph: Graph) -> None:
-        """Refuse a graph that this profile was not measured for."""
+        """Raise if the profile was not measured for this graph."""
         if missing := [node.name for node in graph.nodes if node.name not in self._cost_of]:
             raise GraphError("the profile lacks nodes of the graph", lacking=len(missing), first=repr(missing[0]))
         if self.fingerprint != graph.fingerprint:

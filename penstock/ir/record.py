@@ -1,7 +1,7 @@
 """Record: one forward of a model as a list of calls on named values.
 
-A record holds no tensor, module or function. Modules and parameters go by their original names; functions, classes and
-constants that text cannot hold go by keys into a *live* table that travels beside the record.
+A record holds no tensor, module or function. Modules and parameters are named by their original names; functions,
+classes and constants that text cannot hold are named by keys into an *object table* that is kept beside the record.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A value: an input of the model, or what an earlier call made."""
+    """A value: an input of the model, or the result of an earlier call."""
 
     value: str
 
@@ -24,14 +24,14 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class ObjectRef:
-    """Something kept in the live table."""
+    """An object of the object table, by its key."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A container: the key of its class in the live table, its keys, its items."""
+    """A container: the key of its class in the object table, its keys, its items."""
 
     kind: str
     keys: tuple["Tree", ...]
@@ -43,9 +43,9 @@ Tree: TypeAlias = Ref | State | ObjectRef | Container | bool | int | float | str
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """How a call differs from the model's surroundings: None where it does not.
+    """Grad mode and autocast of a call, None where they are those of the whole forward.
 
-    `grad` is whether gradients were recorded; `autocast` the (device type, enabled, dtype name) in force.
+    `autocast` is (device type, enabled, dtype name).
     """
 
     grad: bool | None = None
@@ -54,11 +54,11 @@ class CallContext:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a call returns: the names of its tensors from left to right, and a line that tells all else.
+    """The result of a call: the names of its tensors from left to right, and the rest as a line of text.
 
-    The line has classes, keys, numbers and texts, and a star for every tensor: the record holds only while it comes
-    out the same. `updates` are pairs (value, buffer): what the call wrote into the buffer is read as the value from
-    then on.
+    `structure` has the classes, keys, numbers and strings of the result, and a star for every tensor; the record is
+    valid only as long as it stays the same. `updates` are pairs (value, buffer): the call wrote the buffer, which later
+    calls read as the value.
     """
 
     values: tuple[str, ...]
@@ -70,8 +70,7 @@ class Results:
 class Call:
     """One call of a module or function.
 
-    `writes` are pairs (new name, old name) of values that it changed in place: the tensor is the same, what it holds
-    is not.
+    `writes` are pairs (new name, old name) of values that it changed in place: the same tensor with other contents.
     """
 
     name: str
@@ -86,31 +85,31 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A Python value that the model read from a tensor: the record holds only while it comes out the same."""
+    """A Python value that the model read from a tensor: the record is valid only as long as it stays the same."""
 
     name: str
     target: str
     args: Tree
     kwargs: Tree
     expected: str
-    """key of the expected result in the live table"""
+    """key of the expected result in the object table"""
     scope: str
     """the module in whose forward it was read"""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A forward: what came in, what was called, what went out."""
+    """A forward: its inputs, its calls and its outputs."""
 
     inputs: tuple[str, ...]
     steps: tuple[Call | Guard, ...]
     outputs: Tree
     sized: frozenset[str] = frozenset()
-    """values whose size the model looked at: the record holds only while they have the same"""
+    """values whose size the model read: the record is valid only for the same sizes"""
 
 
 def refs(tree: Tree) -> tuple[str, ...]:
-    """The values that a tree mentions."""
+    """The names of the values in a tree."""
     if isinstance(tree, Ref):
         return (tree.value,)
     if isinstance(tree, Container):
@@ -119,7 +118,7 @@ def refs(tree: Tree) -> tuple[str, ...]:
 
 
 def states(tree: Tree) -> tuple[str, ...]:
-    """The parameters and buffers that a tree mentions."""
+    """The names of the parameters and buffers in a tree."""
     if isinstance(tree, State):
         return (tree.name,)
     if isinstance(tree, Container):
@@ -128,7 +127,7 @@ def states(tree: Tree) -> tuple[str, ...]:
 
 
 def object_keys(tree: Tree) -> tuple[str, ...]:
-    """The keys of what a tree mentions from the live table."""
+    """The keys of the objects in a tree."""
     if isinstance(tree, ObjectRef):
         return (tree.key,)
     if isinstance(tree, Container):
@@ -137,7 +136,7 @@ def object_keys(tree: Tree) -> tuple[str, ...]:
 
 
 def bind_state(tree: Tree, names: dict[str, str]) -> Tree:
-    """The tree with parameters and buffers in the place of some values."""
+    """The tree with some values replaced by parameters and buffers; `names` maps values to state names."""
     if isinstance(tree, Ref):
         return State(names[tree.value]) if tree.value in names else tree
     if isinstance(tree, Container):

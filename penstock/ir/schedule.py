@@ -1,26 +1,55 @@
-"""Schedule: the order of compute actions of every rank."""
+"""Schedule and Program: what every rank does in one step, before and after lowering."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from penstock.errors import ScheduleError
-from penstock.ir import text
+from penstock.errors import FormatError, ScheduleError
 from penstock.ir.action import COMPUTE_KINDS, MAX_MICROBATCHES, Action, Kind
-from penstock.ir.code import decode, pack
-from penstock.ir.cuts import MAX_STAGES
-from penstock.ir.orders import Orders
-from penstock.ir.placement import Placement
+from penstock.ir.dependencies import Dependencies, Makers, find_dependencies
+from penstock.ir.orders import Orders, kind_of, pack, peer_of, stage_of
+from penstock.ir.placement import MAX_STAGES, Cuts, Placement
+from penstock.ir.text import format_lines, read_orders, write_csv
 
 
-class Ordered:
-    """What a Schedule and a Program have in common: stages on ranks, and an order of actions for every rank."""
+class _Ordered:
+    """The common part of Schedule and Program: stages on ranks, and an order of actions for every rank."""
 
     placement: Placement
     num_microbatches: int
     table: Orders
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_microbatches <= MAX_MICROBATCHES:
+            raise ScheduleError("microbatches out of range", microbatches=self.num_microbatches, limit=MAX_MICROBATCHES)
+        if self.num_stages > MAX_STAGES:
+            raise ScheduleError("too many stages", stages=self.num_stages, limit=MAX_STAGES)
+        if len(self.table) != self.num_ranks:
+            raise ScheduleError("one order per rank is needed", orders=len(self.table), ranks=self.num_ranks)
+        self._check_stages_of_ranks()
+
+    def _check_stages_of_ranks(self) -> None:
+        """Raise if an action is of a stage on another rank, or of a microbatch that does not exist."""
+        passes = self.table.passes
+        home = np.full(MAX_STAGES, -1)
+        home[: self.num_stages] = self.placement.ranks
+        rank = self.table.rank_of[passes.index]
+        wrong = (home[passes.stage] != rank) | (passes.microbatch >= self.num_microbatches)
+        if not wrong.any():
+            return
+        first = int(np.argmax(wrong))
+        index = int(passes.index[first])
+        raise ScheduleError(
+            "an action of a stage or microbatch that this rank does not hold",
+            action=self.table.action(index),
+            rank=int(rank[first]),
+            position=self.table.position(index),
+            stages_of_the_rank=self.placement.stages[int(rank[first])],
+            microbatches=self.num_microbatches,
+        )
 
     @property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
@@ -29,24 +58,29 @@ class Ordered:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.placement.num_ranks
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return self.placement.num_stages
+
+    @cached_property
+    def makers(self) -> Makers:
+        """The action that makes each fact."""
+        return Makers(self.table.passes, self.num_stages, self.num_microbatches)
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """The CSV text; also written to the path when one is given."""
-        return text.write(self.table, path)
+        return write_csv(self.table, path)
 
     def __str__(self) -> str:
-        return text.lines(self.table)
+        return format_lines(self.table)
 
 
 @dataclass(frozen=True)
-class Schedule(Ordered):
+class Schedule(_Ordered):
     """Which stage runs which microbatch in which order on every rank; no messages, no times.
 
     `table` holds the orders compactly; `orders` shows them as tuples of actions.
@@ -57,79 +91,139 @@ class Schedule(Ordered):
     table: Orders
 
     def __post_init__(self) -> None:
-        check_sizes(self.placement, self.num_microbatches, self.table)
-        check_homes(self.placement, self.num_microbatches, self.table)
+        super().__post_init__()
         foreign = ~np.isin(self.table.kinds, COMPUTE_KINDS)
         if foreign.any():
-            action = decode(self.table.codes[foreign][:1])[0]
-            raise ScheduleError("a schedule holds compute actions only", action=action, hint="read it as a Program")
+            action = self.table.action(int(np.argmax(foreign)))
+            raise ScheduleError("a schedule must hold compute actions only", action=action, hint="read it as a Program")
 
     @classmethod
     def of(cls, placement: Placement, num_microbatches: int, orders: Iterable[Iterable[Action]]) -> "Schedule":
         """A schedule from action objects."""
         return cls(placement, num_microbatches, Orders.of(orders))
 
+    @classmethod
+    def from_csv(cls, source: str | Path) -> "Schedule":
+        """A schedule from a CSV file or its text: a row per rank, a cell per action, an empty cell for a bubble."""
+        table = read_orders(source)
+        placement, num_microbatches = _infer_sizes(table)
+        return cls(placement, num_microbatches, table)
+
+    def dependencies(self) -> Dependencies:
+        """All dependencies between its actions, over a chain of stages."""
+        return find_dependencies(self.table.passes, self.makers, Cuts.chain(self.num_stages))
+
     def first(self, num_microbatches: int) -> "Schedule":
-        """The same order for the first so many microbatches; overlapped pairs are taken apart."""
+        """The same order for the first `num_microbatches` only; overlapped pairs become single passes."""
         if num_microbatches >= self.num_microbatches:
             return self
         kept = self.table.passes.microbatch < num_microbatches
-        return Schedule(self.placement, num_microbatches, self.table.taken_apart(kept))
+        return Schedule(self.placement, num_microbatches, self.table.select_passes(kept))
 
     def repeated(self, num_microbatches: int) -> "Schedule":
         """The same order for any number of microbatches: its beginning, or itself over and over.
 
-        A round begins on a rank when the rank has ended the one before. Overlapped pairs are taken apart.
+        A rank starts a repetition when it has finished the one before. Overlapped pairs become single passes.
         """
         rounds, rest = divmod(num_microbatches, self.num_microbatches)
         parts = [self.first(self.num_microbatches)] * rounds + ([self.first(rest)] if rest else [])
-        tables = [part.table.taken_apart(np.ones(len(part.table.passes.index), dtype=bool)) for part in parts]
-        shifts = [pack(0, 0, place * self.num_microbatches) for place in range(len(parts))]
+        if len(parts) == 1:
+            return parts[0]
+        tables = [part.table.select_passes(np.ones(len(part.table.passes.index), dtype=bool)) for part in parts]
+        shifts = [pack(0, 0, number * self.num_microbatches) for number in range(len(parts))]
         orders = [
             np.concatenate([table.rank(rank) + shift for table, shift in zip(tables, shifts, strict=True)])
             for rank in range(self.num_ranks)
         ]
-        return Schedule(self.placement, num_microbatches, Orders(orders)) if len(parts) > 1 else parts[0]
+        return Schedule(self.placement, num_microbatches, Orders(orders))
 
     def forwards(self) -> "Schedule":
         """The same order without any backward."""
         kept = self.table.passes.kind == Kind.FORWARD
-        return Schedule(self.placement, self.num_microbatches, self.table.taken_apart(kept))
+        return Schedule(self.placement, self.num_microbatches, self.table.select_passes(kept))
+
+
+@dataclass(frozen=True)
+class Program(_Ordered):
+    """A Schedule with messages, reductions, shard moves and frees; ready to be verified, simulated and run.
+
+    `table` holds the orders compactly; `orders` shows them as tuples of actions.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    cuts: Cuts
+    table: Orders
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kinds, codes = self.table.kinds, self.table.codes
+        astray = ((kinds == Kind.SEND) | (kinds == Kind.RECV)) & (peer_of(codes) >= self.num_stages)
+        if astray.any():
+            action = self.table.action(int(np.argmax(astray)))
+            raise ScheduleError("a message names a stage that does not exist", action=action, stages=self.num_stages)
+        if self.cuts.num_stages != self.num_stages:
+            raise ScheduleError(
+                "cuts and placement differ in the number of stages",
+                cuts=self.cuts.num_stages,
+                placement=self.num_stages,
+            )
 
     @classmethod
-    def from_csv(cls, source: str | Path) -> "Schedule":
-        """A schedule from a CSV file or its text: a row per rank, a cell per action, an empty cell for a bubble."""
-        table = text.parse(text.read(source))
-        placement, num_microbatches = text.infer(table)
-        return cls(placement, num_microbatches, table)
+    def of(
+        cls, placement: Placement, num_microbatches: int, cuts: Cuts, orders: Iterable[Iterable[Action]]
+    ) -> "Program":
+        """A program from action objects."""
+        return cls(placement, num_microbatches, cuts, Orders.of(orders))
+
+    @classmethod
+    def from_csv(cls, source: str | Path, cuts: Cuts | None = None) -> "Program":
+        """A program from a CSV file or its text. Without cuts: a chain, plus the edges that messages name."""
+        table = read_orders(source)
+        placement, num_microbatches = _infer_sizes(table)
+        return cls(placement, num_microbatches, cuts or _infer_cuts(table, placement), table)
+
+    def with_table(self, table: Orders) -> "Program":
+        """The same program with other orders, which are not checked: for passes that insert or move actions."""
+        program = object.__new__(Program)
+        vars(program).update(
+            placement=self.placement, num_microbatches=self.num_microbatches, cuts=self.cuts, table=table
+        )
+        return program
+
+    def dependencies(self) -> Dependencies:
+        """All dependencies between its compute actions, over its cuts."""
+        return find_dependencies(self.table.passes, self.makers, self.cuts)
 
 
-def check_sizes(placement: Placement, num_microbatches: int, table: Orders) -> None:
-    """Refuse sizes that no order can have, or that do not agree with each other."""
-    if not 1 <= num_microbatches <= MAX_MICROBATCHES:
-        raise ScheduleError("microbatches out of range", microbatches=num_microbatches, limit=MAX_MICROBATCHES)
-    if placement.num_stages > MAX_STAGES:
-        raise ScheduleError("too many stages", stages=placement.num_stages, limit=MAX_STAGES)
-    if len(table) != placement.num_ranks:
-        raise ScheduleError("one order per rank is needed", orders=len(table), ranks=placement.num_ranks)
+def _infer_sizes(orders: Orders) -> tuple[Placement, int]:
+    """The placement and the number of microbatches of orders read from a file."""
+    passes = orders.passes
+    ranks = orders.rank_of[passes.index]
+    if not len(ranks):
+        raise FormatError("a schedule without actions", ranks=len(orders))
+    home = np.full(int(passes.stage.max()) + 1, -1)
+    home[passes.stage] = ranks
+    if (astray := home[passes.stage] != ranks).any():
+        stage = int(passes.stage[astray][0])
+        raise FormatError("a stage on two ranks", stage=stage, ranks=sorted(set(ranks[passes.stage == stage].tolist())))
+    if (home < 0).any():
+        raise FormatError("a stage without actions", stage=int(np.argmax(home < 0)), stages=len(home))
+    if missing := set(range(len(orders))) - set(home.tolist()):
+        raise FormatError("a rank without actions", rank=min(missing), ranks=len(orders))
+    return Placement(tuple(home.tolist())), int(passes.microbatch.max()) + 1
 
 
-def check_homes(placement: Placement, num_microbatches: int, table: Orders) -> None:
-    """Refuse an action of a stage that is not on its rank, or of a microbatch that does not exist."""
-    passes = table.passes
-    home = np.full(MAX_STAGES, -1)
-    home[: placement.num_stages] = placement.ranks
-    rank = table.rank_of[passes.index]
-    wrong = (home[passes.stage] != rank) | (passes.microbatch >= num_microbatches)
-    if not wrong.any():
-        return
-    first = int(np.argmax(wrong))
-    place = int(passes.index[first])
-    raise ScheduleError(
-        "an action of a stage or microbatch that this rank does not hold",
-        action=decode(table.codes[place : place + 1])[0],
-        rank=int(rank[first]),
-        position=place - int(table.starts[rank[first]]),
-        stages_of_the_rank=placement.stages[int(rank[first])],
-        microbatches=num_microbatches,
-    )
+def _infer_cuts(orders: Orders, placement: Placement) -> Cuts:
+    """A chain of stages plus the edges of messages; an edge without gradient messages is one without gradient."""
+    messages = orders.codes[np.isin(orders.kinds, (Kind.SEND, Kind.RECV))]
+    sends = kind_of(messages) == Kind.SEND
+    source = np.where(sends, stage_of(messages), peer_of(messages))
+    target = np.where(sends, peer_of(messages), stage_of(messages))
+    if len(target) and max(int(source.max()), int(target.max())) >= placement.num_stages:
+        raise FormatError("a message names a stage that has no actions", stages=placement.num_stages)
+    pairs = set(zip(source.tolist(), target.tolist(), strict=True))
+    chain = set(Cuts.chain(placement.num_stages).edges)
+    edges = chain | {(a, b) for a, b in pairs if a < b} | {(b, a) for a, b in pairs if a > b}
+    without_gradient = {edge for edge in edges - chain if edge[::-1] not in pairs}
+    return Cuts.of(placement.num_stages, edges, without_gradient)

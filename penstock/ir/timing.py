@@ -1,24 +1,117 @@
-"""Timing: when the passes of a schedule end if messages take no time."""
+"""Runs orders to their end, or to the point where they block: the one loop behind lowering, verify and simulate.
 
+A *line* runs its items one after another; an item may also need items of other lines. Ranks are lines of actions, links
+are lines of messages. Every item is visited once, plus once each time its line waits for it.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.action import Kind
-from penstock.ir.code import peer_of, stage_of
 from penstock.ir.costs import StageCosts
-from penstock.ir.cuts import Cuts
-from penstock.ir.dependence import Dependencies, Makers, find_dependencies
-from penstock.ir.orders import Orders
-from penstock.ir.program_walk import Needs, Walk, walk
+from penstock.ir.dependencies import Dependencies
+from penstock.ir.orders import Orders, peer_of, stage_of
 from penstock.ir.schedule import Schedule
 
+Indices = NDArray[np.int64]
 Seconds = NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class Walk:
+    """When each item ended, and where each unfinished line is blocked.
+
+    `ends` is -1 for items that never ran; `blocked` maps a line to (its next item, the item that one waits for).
+    """
+
+    ends: Seconds
+    blocked: dict[int, tuple[int, int]]
+
+    @property
+    def finished(self) -> bool:
+        """Whether every line reached its end."""
+        return not self.blocked
+
+
+class Needs(NamedTuple):
+    """Per item the item it needs: -1 for none, -2 if it needs several, which are in `several`.
+
+    Most items need at most one, so a flat list of ints keeps the loop of `walk` fast.
+    """
+
+    one: list[int]
+    several: dict[int, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, num_items: int, waiter: Indices, needed: Indices) -> "Needs":
+        """The needs of pairs (waiting item, needed item)."""
+        needs_several = np.bincount(waiter, minlength=num_items) > 1
+        one = np.full(num_items, -1, dtype=np.int64)
+        one[waiter] = needed
+        one[needs_several] = -2
+        rows = np.flatnonzero(needs_several[waiter])
+        rows = rows[np.argsort(waiter[rows], kind="stable")]
+        items, first = np.unique(waiter[rows], return_index=True)
+        groups, edges = needed[rows].tolist(), pairwise([*first.tolist(), len(rows)])
+        several = {item: tuple(groups[low:high]) for item, (low, high) in zip(items.tolist(), edges, strict=True)}
+        return cls(one.tolist(), several)
+
+
+def walk(
+    starts: Sequence[int], needs: Needs, seconds: Sequence[float] | None = None, tails: Sequence[float] | None = None
+) -> Walk:
+    """Run every item as early as possible. Line k holds the items starts[k] .. starts[k + 1].
+
+    An item occupies its line for `seconds` (0 if not given); items that need it can start `tails` seconds later.
+    """
+    num_items, num_lines = starts[-1], len(starts) - 1
+    one, several = needs
+    seconds = seconds or [0.0] * num_items
+    tails = tails or [0.0] * num_items
+    ends = [-1.0] * num_items
+    heads, clocks = list(starts[:-1]), [0.0] * num_lines
+    waiting: dict[int, list[int]] = {}
+    blocked: dict[int, tuple[int, int]] = {}
+    # First in, first out: by the time a line gets its turn, more of what it waits for is done, so it blocks less often.
+    runnable = deque(range(num_lines))
+    while runnable:
+        line = runnable.popleft()
+        blocked.pop(line, None)
+        now, item = clocks[line], heads[line]
+        # Plain lists and no calls: programs of a million actions spend their time in this loop.
+        for item in range(item, starts[line + 1]):  # noqa: B020
+            need, ready = one[item], 0.0
+            if need >= 0:
+                ready = ends[need]
+            elif need == -2:
+                for need in several[item]:
+                    ready = ends[need]
+                    if ready < 0.0:
+                        break
+                    if ready > now:
+                        now = ready
+            if ready < 0.0:
+                waiting.setdefault(need, []).append(line)
+                blocked[line] = (item, need)
+                break
+            if ready > now:
+                now = ready
+            now += seconds[item]
+            ends[item] = now + tails[item]
+            if item in waiting:
+                runnable.extend(waiting.pop(item))
+        heads[line], clocks[line] = item, now
+    return Walk(np.asarray(ends), blocked)
+
+
 def pass_seconds(table: Orders, costs: StageCosts, overlap: float = 0.0) -> Seconds:
-    """Seconds of every action; 0 for what is no compute. An overlapped pair hides a share of its shorter half."""
+    """Seconds of every action, 0 if it does not compute. An overlapped pair hides `overlap` of its shorter half."""
     by_kind = np.zeros((len(Kind), costs.num_stages))
     by_kind[Kind.FORWARD], by_kind[Kind.BACKWARD] = costs.forward, costs.backward
     by_kind[Kind.INPUT_GRAD], by_kind[Kind.WEIGHT_GRAD] = costs.input_grad, costs.weight_grad
@@ -30,36 +123,33 @@ def pass_seconds(table: Orders, costs: StageCosts, overlap: float = 0.0) -> Seco
     return np.asarray(seconds)
 
 
-def waits(table: Orders, links: Dependencies) -> Needs:
-    """Per action what it has to wait for: what other ranks make, and what its own rank makes only later."""
+def find_waits(table: Orders, dependencies: Dependencies) -> Needs:
+    """Per action what it has to wait for: actions of other ranks, and later actions of its own rank.
+
+    Earlier actions of its own rank are done anyway, as a rank runs its actions in order.
+    """
     rank = table.rank_of
-    real = links.where((rank[links.waiter] != rank[links.needed]) | (links.needed >= links.waiter))
-    return Needs.of(len(table.codes), real.waiter, real.needed)
+    waiter, needed = dependencies.waiter, dependencies.needed
+    waits = (rank[waiter] != rank[needed]) | (needed >= waiter)
+    return Needs.of(len(table.codes), waiter[waits], needed[waits])
 
 
-def walk_passes(table: Orders, links: Dependencies, seconds: Seconds | None = None) -> Walk:
-    """Run compute actions as soon as their order and their dependencies allow."""
-    return walk(table.starts.tolist(), waits(table, links), None if seconds is None else seconds.tolist())
-
-
-def chain_dependencies(schedule: Schedule) -> Dependencies:
-    """All dependencies of a schedule over a chain of stages."""
-    passes = schedule.table.passes
-    makers = Makers(passes, schedule.num_stages, schedule.num_microbatches)
-    return find_dependencies(passes, makers, Cuts.chain(schedule.num_stages))
+def walk_passes(table: Orders, dependencies: Dependencies, seconds: Seconds | None = None) -> Walk:
+    """Run compute actions as early as their order and their dependencies allow, with messages that take no time."""
+    return walk(table.starts.tolist(), find_waits(table, dependencies), None if seconds is None else seconds.tolist())
 
 
 class Length(NamedTuple):
-    """Both measures of a step: its makespan, and the longest time from first start to last end on one rank."""
+    """Length of a step: its makespan, and the longest time from first start to last end on one rank."""
 
     makespan: float
     span: float
 
 
 def schedule_length(schedule: Schedule, costs: StageCosts) -> Length:
-    """How long one step of a schedule takes over a chain of stages."""
+    """Length of one step over a chain of stages whose messages take no time."""
     table = schedule.table
     seconds = pass_seconds(table, costs)
-    ends = walk_passes(table, chain_dependencies(schedule), seconds).ends
+    ends = walk_passes(table, schedule.dependencies(), seconds).ends
     first, last = table.starts[:-1], table.starts[1:] - 1
     return Length(float(ends.max()), float((ends[last] - ends[first] + seconds[first]).max()))

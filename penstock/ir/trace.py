@@ -1,19 +1,58 @@
-"""Trace: what happened when, predicted by the simulator or recorded by the runtime."""
+"""Trace: when every action and message of one step happened, predicted by the simulator or recorded by the runtime."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import COMPUTE_KINDS, Action, Kind
-from penstock.ir.code import stage_of
-from penstock.ir.program import Program
-from penstock.ir.series import Series
+from penstock.ir.action import COMPUTE_KINDS, Action, ComputeAction, Kind, Overlap, Send, needs
+from penstock.ir.orders import Codes, pack, peer_of, stage_of
+from penstock.ir.schedule import Program
 
 _TOLERANCE = 1e-9
+
+
+class Series:
+    """An immutable sequence of floats that compares and hashes like a tuple; `values` is a read-only array."""
+
+    def __init__(self, values: Iterable[float] | NDArray[np.float64]) -> None:
+        array = values if isinstance(values, np.ndarray) else np.asarray(tuple(values), dtype=np.float64)
+        self.values: NDArray[np.float64] = np.array(array, dtype=np.float64)
+        self.values.flags.writeable = False
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self.values.tolist())
+
+    def __getitem__(self, index: int) -> float:
+        return float(self.values[index])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Series):
+            return NotImplemented
+        return np.array_equal(self.values, other.values)
+
+    def __hash__(self) -> int:
+        # Adding 0 turns -0 into 0: equal series must have equal hashes.
+        return hash((self.values + 0.0).tobytes())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """JSON form of a series: a list of numbers."""
+        from pydantic_core import core_schema
+
+        numbers = core_schema.list_schema(core_schema.float_schema(strict=True, allow_inf_nan=False), strict=True)
+        return core_schema.no_info_after_validator_function(cls, numbers)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{value:g}" for value in self.values[:6])
+        return f"Series({len(self)}: {shown}{', ...' if len(self) > 6 else ''})"
 
 
 class Span(NamedTuple):
@@ -26,7 +65,7 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One message from one rank to another: its Send, when it went on the link and when it had arrived."""
+    """One message from one rank to another: its Send, when it entered the link and when it had arrived."""
 
     source: int
     target: int
@@ -36,10 +75,10 @@ class Transfer(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """Where the idle seconds of one rank come from; together with its work they make the makespan.
+    """The idle seconds of one rank by cause; together with its work they add up to the makespan.
 
-    `warm_up` is before its first pass and `drain` after its last. Of the rest, `imbalance` is what it lacks in work
-    compared with the busiest rank, and `wait` is waiting for data.
+    `warm_up` is before its first pass and `drain` after its last. Of the rest, `imbalance` is the difference to the
+    work of the busiest rank, and `wait` is waiting for data.
     """
 
     warm_up: float
@@ -57,13 +96,15 @@ class Curve:
 
     def __post_init__(self) -> None:
         if len(self.seconds) != len(self.held):
-            raise ScheduleError("a curve needs a time per figure", times=len(self.seconds), figures=len(self.held))
+            raise ScheduleError(
+                "seconds and held must have the same length", seconds=len(self.seconds), held=len(self.held)
+            )
         seconds, held = self.seconds.values, self.held.values
-        _refuse("the times of a curve must be finite and never fall", ~np.isfinite(seconds), seconds=seconds)
-        _refuse("the times of a curve must be finite and never fall", seconds[1:] < seconds[:-1], seconds=seconds[1:])
-        # Sums of fractions of a byte may end a little below 0.
+        _refuse("seconds must be finite and ascending", ~np.isfinite(seconds), seconds=seconds)
+        _refuse("seconds must be finite and ascending", seconds[1:] < seconds[:-1], seconds=seconds[1:])
+        # Sums of fractions of a byte may end slightly below 0 by rounding.
         lowest = -_TOLERANCE * held.max(initial=1.0)
-        _refuse("a curve holds finite bytes, 0 or more", ~(np.isfinite(held) & (held >= lowest)), bytes=held)
+        _refuse("bytes must be finite, 0 or more", ~(np.isfinite(held) & (held >= lowest)), bytes=held)
 
     @cached_property
     def peak(self) -> int:
@@ -73,10 +114,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Trace:
-    """A run of a Program: when each action started and ended, when each message travelled, what each rank held.
+    """One step of a Program: when each action and message started and ended, and the memory of each rank.
 
-    `starts` and `ends` go by the index of an action in `program.table`; `sent` and `arrived` by the Sends in that
-    order. Seconds count from the start of the step.
+    `starts` and `ends` are indexed like the actions in `program.table`; `sent` and `arrived` like its Sends. Seconds
+    count from the start of the step.
     """
 
     program: Program
@@ -91,17 +132,14 @@ class Trace:
         num_sends = int((table.kinds == Kind.SEND).sum())
         expected = {"starts": len(table.codes), "ends": len(table.codes), "sent": num_sends, "arrived": num_sends}
         for name, length in expected.items():
-            if (figures := len(getattr(self, name))) != length:
-                raise ScheduleError(f"{name} does not fit the program", figures=figures, expected=length)
+            if (entries := len(getattr(self, name))) != length:
+                raise ScheduleError(f"{name} does not match the program", entries=entries, expected=length)
         if len(self.memory) != self.program.num_ranks:
             raise ScheduleError("one memory curve per rank is needed", curves=len(self.memory), ranks=len(table))
-        self._check_times()
-
-    def _check_times(self) -> None:
         starts, ends, sent, arrived = (each.values for each in (self.starts, self.ends, self.sent, self.arrived))
-        _refuse("an action starts at finite seconds, 0 or more", ~(np.isfinite(starts) & (starts >= 0)), start=starts)
-        _refuse("an action ends at finite seconds, not before it starts", ~_spans(starts, ends), start=starts, end=ends)
-        _refuse("a message arrives not before it is sent", ~_spans(sent, arrived), sent=sent, arrived=arrived)
+        _refuse("start must be finite seconds, 0 or more", ~(np.isfinite(starts) & (starts >= 0)), start=starts)
+        _refuse("end must be finite seconds, not before start", ~_spans(starts, ends), start=starts, end=ends)
+        _refuse("a message must not arrive before it is sent", ~_spans(sent, arrived), sent=sent, arrived=arrived)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -120,7 +158,7 @@ class Trace:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.program.num_ranks
 
     @cached_property
@@ -140,7 +178,7 @@ class Trace:
 
     @cached_property
     def stage_seconds(self) -> tuple[float, ...]:
-        """Seconds of compute of every stage; two passes that overlap count for the stage of the forward."""
+        """Seconds of compute of every stage; an overlapped pair counts for the stage of the forward."""
         table, busy = self.program.table, np.where(self._compute, self.ends.values - self.starts.values, 0.0)
         stages = np.where(self._compute, stage_of(table.codes), 0)
         return tuple(np.bincount(stages, busy, self.program.num_stages).tolist())
@@ -172,7 +210,7 @@ class Trace:
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
-        """Per rank where its idle time comes from."""
+        """The idle time of every rank by cause."""
         busiest = max(self.work)
         parts = []
         for work, (first, last) in zip(self.work, self.windows, strict=True):
@@ -192,12 +230,114 @@ def _spans(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> NDArray[np
     return np.asarray(np.isfinite(starts) & np.isfinite(ends) & (ends >= starts))
 
 
-def _refuse(problem: str, wrong: NDArray[np.bool_], **figures: NDArray[np.float64]) -> None:
-    """Raise if anything is wrong, with the place and the figures of the first."""
+def _refuse(problem: str, wrong: NDArray[np.bool_], **columns: NDArray[np.float64]) -> None:
+    """Raise if any entry is wrong, with the index and the values of the first."""
     if wrong.any():
-        place = int(np.argmax(wrong))
-        raise ScheduleError(problem, place=place, hint="", **{name: float(row[place]) for name, row in figures.items()})
+        index = int(np.argmax(wrong))
+        values = {name: float(column[index]) for name, column in columns.items()}
+        raise ScheduleError(problem, index=index, hint="", **values)
 
 
 def _idle_share(work: float, capacity: float) -> float:
     return 1.0 - work / capacity if capacity else 0.0
+
+
+def critical_path(trace: Trace) -> tuple[Span | Transfer, ...]:
+    """The chain of passes and messages that determines the length of a step, from its first item to its last.
+
+    An item follows the one that it waited for: of the item before it on its rank or link and the passes and messages
+    that it needs, the one that ended last. A rank that was idle without cause (in a recorded trace) leaves a gap.
+    """
+    if not len(trace.starts):
+        return ()
+    return _CriticalPath(trace).backwards()[::-1]
+
+
+class _CriticalPath:
+    """Lookup tables of one trace. Items are numbered: first all actions by their index, then all messages."""
+
+    def __init__(self, trace: Trace) -> None:
+        table = trace.program.table
+        self.trace = trace
+        self.starts = np.concatenate((trace.starts.values, trace.sent.values))
+        self.ends = np.concatenate((trace.ends.values, trace.arrived.values))
+        self.sends = np.flatnonzero(table.kinds == Kind.SEND)
+        self.makers = trace.program.makers
+        self.message_of = {code: number for number, code in enumerate(table.codes[self.sends].tolist())}
+        self.before = np.concatenate((_before_on_rank(trace), _before_on_link(trace, self.sends)))
+
+    def backwards(self) -> tuple[Span | Transfer, ...]:
+        last_end = np.flatnonzero(self.trace.ends.values == self.trace.ends.values.max())
+        lasting = last_end[_has_duration(self.trace)[last_end]]
+        item = int((lasting if len(lasting) else last_end)[0])
+        items, seen = [], set()
+        while item >= 0 and item not in seen:
+            seen.add(item)
+            items.append(self._item(item))
+            item = self._waited_for(item)
+        return tuple(items)
+
+    def _item(self, item: int) -> Span | Transfer:
+        start, end = float(self.starts[item]), float(self.ends[item])
+        if item < len(self.trace.starts):
+            return Span(int(self.trace.program.table.rank_of[item]), self.trace.program.table.action(item), start, end)
+        action = self.trace.program.table.action(int(self.sends[item - len(self.trace.starts)]))
+        placement = self.trace.program.placement
+        assert isinstance(action, Send)
+        return Transfer(placement[action.stage], placement[action.peer], action, start, end)
+
+    def _waited_for(self, item: int) -> int:
+        """The item that ended last of those that this one had to wait for; -1 at the beginning."""
+        latest = float(self.starts[item]) + _TOLERANCE * self.trace.makespan
+        if item < len(self.trace.starts):
+            earlier = [self._last_before(item, latest), *self._needed(item)]
+        else:
+            send = int(self.sends[item - len(self.trace.starts)])
+            earlier = [self._last_before(send, latest), int(self.before[item])]
+        found = [other for other in earlier if other >= 0 and self.ends[other] <= latest]
+        return max(found, key=lambda other: (self.ends[other], self.starts[other], other), default=-1)
+
+    def _last_before(self, index: int, latest: float) -> int:
+        """The nearest earlier action of the rank that had ended by then; a rank may do several things at once."""
+        before = int(self.before[index])
+        while before >= 0 and self.ends[before] > latest:
+            before = int(self.before[before])
+        return before
+
+    def _needed(self, index: int) -> Iterator[int]:
+        action, program = self.trace.program.table.action(index), self.trace.program
+        for part in action.parts if isinstance(action, ComputeAction | Overlap) else ():
+            for fact, stage, microbatch in needs(part, program.cuts):
+                if program.placement[stage] == program.placement[part.stage]:
+                    yield int(self.makers[fact][stage, microbatch])
+                else:
+                    yield self._message(stage, microbatch, part.stage)
+
+    def _message(self, source: int, microbatch: int, target: int) -> int:
+        code = int(pack(Kind.SEND, source, microbatch, target)[0])
+        return len(self.trace.starts) + self.message_of[code] if code in self.message_of else -1
+
+
+def _has_duration(trace: Trace) -> NDArray[np.bool_]:
+    """Which actions took time or are passes."""
+    return np.isin(trace.program.table.kinds, COMPUTE_KINDS) | (trace.ends.values > trace.starts.values)
+
+
+def _before_on_rank(trace: Trace) -> NDArray[np.int64]:
+    """Per action the nearest earlier action of its rank that took time; -1 if there is none."""
+    table = trace.program.table
+    index = np.arange(len(table.codes), dtype=np.int64)
+    nearest = np.maximum.accumulate(np.where(_has_duration(trace), index, -1))
+    above = np.concatenate(([-1], nearest[:-1]))
+    return np.where(above >= table.starts[table.rank_of], above, -1)
+
+
+def _before_on_link(trace: Trace, sends: Codes) -> NDArray[np.int64]:
+    """Per message the message before it on the same link; -1 if there is none."""
+    table, ranks = trace.program.table, np.asarray(trace.program.placement.ranks)
+    link = table.rank_of[sends] * trace.num_ranks + ranks[peer_of(table.codes[sends])]
+    by_link = np.argsort(link, kind="stable")
+    before = np.full(len(sends), -1, dtype=np.int64)
+    same = link[by_link][1:] == link[by_link][:-1]
+    before[by_link[1:][same]] = by_link[:-1][same] + len(table.codes)
+    return before

@@ -1,4 +1,4 @@
-"""Units: seconds, bytes and shares as short readable text, aligned under each other, and round steps for an axis."""
+"""Seconds, bytes, counts and shares as short text, and tables of text."""
 
 import math
 from collections.abc import Sequence
@@ -9,18 +9,18 @@ _BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def printable(text: str) -> str:
-    """The text without control characters, by which a name could change a terminal; lines and tabs stay."""
+    """The text with control characters replaced, so that a name cannot control the terminal; newlines and tabs stay."""
     return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
 
 
 def seconds_text(seconds: float, digits: int = 4) -> str:
-    """`12.5 ms`; the unit is the largest in which the figure is 1 or more."""
+    """`12.5 ms`, in the largest unit in which the number is 1 or more."""
     scale, unit = seconds_unit(abs(seconds))
     return f"{number_text(seconds / scale, digits)} {unit}"
 
 
 def seconds_unit(largest: float) -> tuple[float, str]:
-    """The unit, in seconds and by name, that suits figures up to the largest."""
+    """The unit for numbers up to the largest: its seconds and its name."""
     if largest == 0:
         return _SECONDS[0]
     return next((entry for entry in _SECONDS if largest >= entry[0]), _SECONDS[-1])
@@ -33,7 +33,7 @@ def bytes_text(size: float) -> str:
 
 
 def count_text(count: int) -> str:
-    """`8.03 B`: thousands, millions and (American) billions, as parameters are counted."""
+    """`8.03 B`: thousands, millions, billions and trillions, as parameters are counted."""
     scale, unit = next(((scale, unit) for scale, unit in _COUNTS if count >= scale), (1, ""))
     return f"{number_text(count / scale, 3)} {unit}".rstrip()
 
@@ -45,7 +45,7 @@ def counted(count: int, word: str) -> str:
 
 
 def bytes_unit(largest: float) -> tuple[int, str]:
-    """The unit, in bytes and by name, that suits figures up to the largest."""
+    """The unit for numbers up to the largest: its bytes and its name."""
     return next((entry for entry in _BYTES if largest >= entry[0]), (1, "B"))
 
 
@@ -55,7 +55,7 @@ def percent_text(share: float) -> str:
 
 
 def number_text(value: float, digits: int) -> str:
-    """The value with that many significant digits, without an exponent where it is of ordinary size."""
+    """The value with `digits` significant digits; with an exponent only if very small or large."""
     if value and not 1e-6 < abs(value) < 1e9:
         return f"{value:.{digits - 1}e}"
     decimals = digits - 1 - (math.floor(math.log10(abs(value))) if value else 0)
@@ -64,7 +64,7 @@ def number_text(value: float, digits: int) -> str:
 
 
 def round_step(largest: float, count: float) -> float:
-    """The smallest of 1, 2 and 5 times a power of ten that divides up to the largest into at most `count` parts."""
+    """The smallest of 1, 2 and 5 times a power of ten that divides 0 .. `largest` into at most `count` parts."""
     if largest <= 0:
         return 1.0
     rough = largest / max(1.0, count)
@@ -72,7 +72,7 @@ def round_step(largest: float, count: float) -> float:
     return next((factor * power for factor in (1, 2, 5) if factor * power >= rough * (1 - 1e-9)), 10 * power)
 
 
-def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """The rows of a table as lines of text: columns end under each other, the last one begins there."""
+def align_columns(table: Sequence[Sequence[str]]) -> list[str]:
+    """The rows of a table as lines of text: all columns right-aligned but the last, which is left-aligned."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join((*map(str.rjust, row[:-1], widths), row[-1])).rstrip() for row in table]

@@ -1,4 +1,4 @@
-"""FAMILY: lowering, one step per file, in the order of the table; `verify` proves a Program legal."""
+"""Lowering of a Schedule to a Program, one pass per file, and `verify`, which proves a Program legal."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -9,19 +9,18 @@ from penstock.passes.add_frees import AddFrees
 from penstock.passes.add_reductions import AddReductions
 from penstock.passes.add_shard_moves import AddShardMoves
 from penstock.passes.add_transfers import AddTransfers
-from penstock.passes.base import Pass, ProgramToProgram, ScheduleToProgram, ScheduleToSchedule
+from penstock.passes.base import Pass, ProgramPass
 from penstock.passes.hoist_receives import HoistReceives
-from penstock.passes.merge_backward import MergeBackward
-from penstock.passes.verify import verify
+from penstock.passes.verification import verify
 
 PASSES: dict[str, type[Pass]] = {
-    "merge_backward": MergeBackward,
     "add_transfers": AddTransfers,
     "hoist_receives": HoistReceives,
     "add_reductions": AddReductions,
     "add_shard_moves": AddShardMoves,
     "add_frees": AddFrees,
 }
+"""all passes by name, in the order in which they run"""
 DEFAULT_PASSES = ("add_transfers", "hoist_receives", "add_reductions", "add_frees")
 
 __all__ = [
@@ -34,22 +33,22 @@ __all__ = [
 
 
 def lower(schedule: Schedule, *, cuts: Cuts | None = None, passes: Sequence[str | Pass] = DEFAULT_PASSES) -> Program:
-    """Run the passes, given by name or as records with options, in the order of the table."""
+    """Run the passes, given by name or as records with options, in the order of the table.
+
+    `cuts` are the edges between stages; None: every stage reads the one before it.
+    """
     if not isinstance(schedule, Schedule):
-        raise ScheduleError("lower takes a Schedule, not yet lowered", given=type(schedule).__name__)
-    chosen = sorted((_pass(entry, cuts) for entry in passes), key=lambda step: list(PASSES).index(step.name))
-    if AddTransfers.name not in {step.name for step in chosen}:
+        raise ScheduleError("lower must be given a Schedule", got=type(schedule).__name__)
+    chosen = sorted((_find_pass(entry, cuts) for entry in passes), key=lambda step: list(PASSES).index(step.name))
+    if not chosen or not isinstance(chosen[0], AddTransfers):
         raise ScheduleError("lowering needs add_transfers", passes=[step.name for step in chosen])
-    subject: Schedule | Program = schedule
-    for step in chosen:
-        if isinstance(step, ProgramToProgram):
-            subject = step(cast(Program, subject))
-        else:
-            subject = cast(ScheduleToSchedule | ScheduleToProgram, step)(cast(Schedule, subject))
-    return cast(Program, subject)
+    program = chosen[0](schedule)
+    for step in chosen[1:]:
+        program = cast(ProgramPass, step)(program)
+    return program
 
 
-def _pass(entry: str | Pass, cuts: Cuts | None) -> Pass:
+def _find_pass(entry: str | Pass, cuts: Cuts | None) -> Pass:
     if isinstance(entry, AddTransfers) and cuts not in (None, entry.cuts):
         raise ScheduleError("cuts are given twice, to lower and to AddTransfers", hint="give them to one of the two")
     if isinstance(entry, Pass):

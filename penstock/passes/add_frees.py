@@ -1,17 +1,17 @@
-"""add_frees: says when everything that a stage holds for a microbatch can be dropped."""
+"""add_frees: marks where all tensors that a stage holds for a microbatch can be freed."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.ir import Kind, Program, pack
-from penstock.passes.base import ProgramToProgram
+from penstock.passes.base import ProgramPass
 
 _USERS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.SEND)
 
 
 @dataclass(frozen=True)
-class AddFrees(ProgramToProgram):
+class AddFrees(ProgramPass):
     """Free(stage, microbatch) after its last pass and its last Send."""
 
     name = "add_frees"

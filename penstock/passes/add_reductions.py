@@ -1,33 +1,30 @@
-"""add_reductions: a stage's gradients are reduced over its replicas right after the last of them exists."""
+"""add_reductions: reduces the gradients of a stage over its replicas as soon as the last of them exists."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir import Codes, Fact, Kind, Makers, Program, pack
-from penstock.passes.base import ProgramToProgram
+from penstock.ir import Fact, Kind, Program, pack
+from penstock.passes.base import ProgramPass
 
 
 @dataclass(frozen=True)
-class AddReductions(ProgramToProgram):
+class AddReductions(ProgramPass):
     """Reduce(stage) after the stage's last B or W and the messages that follow it."""
 
     name = "add_reductions"
 
     def __call__(self, program: Program) -> Program:
         table = program.table
-        makers = Makers(table.passes, program.num_stages, program.num_microbatches)
-        last = makers[Fact.WEIGHT_GRADIENT].max(axis=1)
+        last = program.makers[Fact.WEIGHT_GRADIENT].max(axis=1)
         stage = np.flatnonzero(last >= 0)
+        last = last[stage]
+        # Messages that directly follow the last pass go first, because other ranks wait for them: the Reduce goes
+        # before the next action of the rank that is not a message, or at the end of the rank.
+        others = np.flatnonzero(~np.isin(table.kinds, (Kind.SEND, Kind.RECV)))
+        ends = table.starts[table.rank_of[last] + 1]
+        place = np.searchsorted(others, last + 1)
+        following = others[np.minimum(place, len(others) - 1)]
+        before = np.where(place < len(others), np.minimum(following, ends), ends).astype(np.int64)
         ranks = np.asarray(program.placement.ranks)[stage]
-        return program.with_table(table.insert(after_messages(program, last[stage]), ranks, pack(Kind.REDUCE, stage)))
-
-
-def after_messages(program: Program, index: Codes) -> Codes:
-    """The index after each action and the messages that directly follow it: what others wait for goes first."""
-    table = program.table
-    stops = np.flatnonzero(~np.isin(table.kinds, (Kind.SEND, Kind.RECV)))
-    ends = table.starts[table.rank_of[index] + 1]
-    place = np.searchsorted(stops, index + 1)
-    following = stops[np.minimum(place, len(stops) - 1)]
-    return np.where(place < len(stops), np.minimum(following, ends), ends).astype(np.int64)
+        return program.with_table(table.insert(before, ranks, pack(Kind.REDUCE, stage)))

@@ -1,6 +1,6 @@
-"""add_shard_moves: gathers a stage's sharded parameters before they are needed and drops them when others need room.
+"""add_shard_moves: gathers a stage's sharded parameters before they are needed and drops them to make room for others.
 
-At any time the next few distinct stages that a rank will compute are gathered, so that gathering overlaps with compute.
+At any time the next few distinct stages that a rank computes are gathered, so that gathering overlaps with compute.
 """
 
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.ir import Codes, Kind, Program, pack
-from penstock.passes.base import ProgramToProgram
+from penstock.passes.base import ProgramPass
 
 
 @dataclass(frozen=True)
-class AddShardMoves(ProgramToProgram):
+class AddShardMoves(ProgramPass):
     """Unshard a stage before use, Reshard it when it is not among the next `ahead` stages."""
 
     ahead: int = 3
@@ -25,14 +25,14 @@ class AddShardMoves(ProgramToProgram):
             raise ScheduleError("ahead must be 1 or more", ahead=self.ahead)
 
     def __call__(self, program: Program) -> Program:
-        uses = _uses(program)
-        moves = [_moves(program, uses, rank, self.ahead) for rank in range(program.num_ranks)]
+        uses = _find_uses(program)
+        moves = [_find_moves(program, uses, rank, self.ahead) for rank in range(program.num_ranks)]
         before, codes = (np.concatenate(column) for column in zip(*moves, strict=True))
         ranks = np.repeat(np.arange(program.num_ranks), [len(own) for own, _ in moves])
         return program.with_table(program.table.insert(before, ranks, codes))
 
 
-def _uses(program: Program) -> list[Codes]:
+def _find_uses(program: Program) -> list[Codes]:
     """Per stage the indices of the compute actions that use it, ascending."""
     passes = program.table.passes
     chosen = np.flatnonzero(passes.kind <= Kind.WEIGHT_GRAD)
@@ -41,18 +41,20 @@ def _uses(program: Program) -> list[Codes]:
     return np.split(passes.index[chosen], np.cumsum(sizes)[:-1])
 
 
-def _moves(program: Program, uses: list[Codes], rank: int, ahead: int) -> tuple[Codes, Codes]:
-    """Where one rank gathers and drops its stages: (index before which, action)."""
+def _find_moves(program: Program, uses: list[Codes], rank: int, ahead: int) -> tuple[Codes, Codes]:
+    """Where one rank gathers and drops its stages: (index to insert before, action)."""
     first, end = (int(place) for place in program.table.starts[rank : rank + 2])
     stages = np.asarray(program.placement.stages[rank])
     steps = first + np.flatnonzero(program.table.kinds[first:end] <= Kind.OVERLAP)
     # Per stage and step the index of the stage's next use, there or later; `end` if there is none.
     next_use = np.stack([np.append(uses[stage], end)[np.searchsorted(uses[stage], steps)] for stage in stages])
-    # An overlapped pair counts as one step: both its stages tie, and both may be gathered.
+    # Per stage and step, how many stages are used sooner. Both stages of an overlapped pair have the same next use, so
+    # neither counts against the other and both may be gathered.
     sooner = (next_use[None, :, :] < next_use[:, None, :]).sum(axis=1)
     gathered = (sooner < ahead) & (next_use < end)
     edges = np.diff(gathered.astype(np.int8), axis=1, prepend=0, append=0)
     step, is_gather, stage = np.nonzero(np.stack((edges.T == -1, edges.T == 1), axis=1))
+    # At one step first the drops, then the gathers, the stage that is used soonest first.
     urgency = np.where(is_gather, next_use[stage, np.minimum(step, len(steps) - 1)], 0)
     sequence = np.lexsort((urgency, is_gather, step))
     kind = np.where(is_gather, Kind.UNSHARD, Kind.RESHARD)

@@ -16,67 +16,63 @@ from penstock.ir import (
     Dependencies,
     Fact,
     Kind,
-    Makers,
-    Orders,
     Program,
     Schedule,
-    Seconds,
     StageCosts,
     find_dependencies,
     pack,
     pass_seconds,
     walk_passes,
 )
-from penstock.passes.base import ScheduleToProgram
-from penstock.passes.deadlock import deadlock
+from penstock.passes.base import Pass
+from penstock.passes.deadlock import deadlock_error
 
 
 @dataclass(frozen=True)
-class AddTransfers(ScheduleToProgram):
+class AddTransfers(Pass):
     """Schedule -> Program with messages over the cuts."""
 
     cuts: Cuts | None = None
-    """which stages read which others; None: each reads the one before it"""
+    """the edges between stages; None: every stage reads the one before it"""
     name = "add_transfers"
 
     def __call__(self, schedule: Schedule) -> Program:
         table, cuts = schedule.table, self.cuts or Cuts.chain(schedule.num_stages)
-        silent = Program(schedule.placement, schedule.num_microbatches, cuts, table)
-        passes = table.passes
-        links = find_dependencies(passes, Makers(passes, schedule.num_stages, schedule.num_microbatches), cuts)
-        _refuse_missing(links)
-        units = pass_seconds(table, StageCosts.uniform(schedule.num_stages))
-        walked = walk_passes(table, links, units)
+        program = Program(schedule.placement, schedule.num_microbatches, cuts, table)
+        dependencies = find_dependencies(table.passes, schedule.makers, cuts)
+        _check_all_made(dependencies)
+        seconds = pass_seconds(table, StageCosts.uniform(schedule.num_stages))
+        walked = walk_passes(table, dependencies, seconds)
         if not walked.finished:
-            raise deadlock(silent, walked.blocked)
-        crossing = links.where(table.rank_of[links.waiter] != table.rank_of[links.needed])
-        # Messages of one moment must stand in the same sequence on every rank.
-        sequence = np.argsort(walked.ends[crossing.needed], kind="stable")
+            raise deadlock_error(program, walked.blocked)
+        starts, ends = walked.ends - seconds, walked.ends
+        crossing = dependencies.where(table.rank_of[dependencies.waiter] != table.rank_of[dependencies.needed])
+        # Messages of one moment must have the same sequence on every rank.
+        sequence = np.argsort(ends[crossing.needed], kind="stable")
         crossing = Dependencies(*(column[sequence] for column in crossing))
-        return silent.with_table(_with_messages(silent, crossing, walked.ends - units, walked.ends))
-
-
-def _refuse_missing(links: Dependencies) -> None:
-    if (links.needed < 0).any():
-        row = int(np.argmax(links.needed < 0))
-        raise ScheduleError(
-            f"nothing makes the {Fact(links.fact[row]).name.lower().replace('_', ' ')} that an action needs",
-            stage=int(links.source[row]),
-            microbatch=int(links.microbatch[row]),
-            needed_by_stage=int(links.target[row]),
+        ranks = np.asarray(program.placement.ranks)
+        sends = pack(Kind.SEND, crossing.source, crossing.microbatch, crossing.target)
+        recvs = pack(Kind.RECV, crossing.target, crossing.microbatch, crossing.source)
+        sender, receiver = ranks[crossing.source], ranks[crossing.target]
+        # Starts ascend along a rank, and `step` is longer than any of them, so the keys ascend over all ranks and one
+        # search finds the first action of the receiving rank that starts no earlier than the message is sent.
+        step = ends.max() + 1.0
+        before = np.searchsorted(table.rank_of * step + starts, receiver * step + ends[crossing.needed])
+        return program.with_table(
+            table.insert(
+                np.stack((crossing.needed + 1, before), axis=1).ravel(),
+                np.stack((sender, receiver), axis=1).ravel(),
+                np.stack((sends, recvs), axis=1).ravel(),
+            )
         )
 
 
-def _with_messages(program: Program, links: Dependencies, starts: Seconds, ends: Seconds) -> Orders:
-    table, ranks = program.table, np.asarray(program.placement.ranks)
-    sends = pack(Kind.SEND, links.source, links.microbatch, links.target)
-    recvs = pack(Kind.RECV, links.target, links.microbatch, links.source)
-    sender, receiver = ranks[links.source], ranks[links.target]
-    # Starts never fall along a rank, so keys that count whole steps per rank are sorted over all ranks.
-    step = ends.max() + 1.0
-    before = np.searchsorted(table.rank_of * step + starts, receiver * step + ends[links.needed])
-    return table.insert(
-        np.stack((links.needed + 1, before), axis=1).ravel(),
-        np.stack((sender, receiver), axis=1).ravel(),
-        np.stack((sends, recvs), axis=1).ravel(),
-    )
+def _check_all_made(dependencies: Dependencies) -> None:
+    if (dependencies.needed < 0).any():
+        row = int(np.argmax(dependencies.needed < 0))
+        raise ScheduleError(
+            f"nothing makes the {Fact(dependencies.fact[row]).name.lower().replace('_', ' ')} that an action needs",
+            stage=int(dependencies.source[row]),
+            microbatch=int(dependencies.microbatch[row]),
+            needed_by_stage=int(dependencies.target[row]),
+        )

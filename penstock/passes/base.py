@@ -1,33 +1,19 @@
-"""The contract of a pass: a frozen record of its options that turns one noun into the next and mutates nothing."""
+"""The contract of a pass: a frozen record of its options that makes a new program and changes nothing."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from penstock.ir import Program, Schedule
+from penstock.ir import Program
 
 
 class Pass(ABC):
-    """One named step of lowering."""
+    """One named step of lowering, by its name in the table PASSES."""
 
     name: ClassVar[str]
 
 
-class ScheduleToSchedule(Pass):
-    """A step that rewrites the order of compute actions."""
-
-    @abstractmethod
-    def __call__(self, schedule: Schedule) -> Schedule: ...
-
-
-class ScheduleToProgram(Pass):
-    """The step that spells out what the ranks say to each other."""
-
-    @abstractmethod
-    def __call__(self, schedule: Schedule) -> Program: ...
-
-
-class ProgramToProgram(Pass):
-    """A step that adds to a program or moves what is in it."""
+class ProgramPass(Pass):
+    """A step that adds actions to a program or moves them."""
 
     @abstractmethod
     def __call__(self, program: Program) -> Program: ...

@@ -1,7 +1,8 @@
 """hoist_receives: posts each receive earlier, by a bounded number of passes, so that its sender need not wait.
 
 A receive never moves above a Send to the same rank: the two ranks of a pair keep one common sequence of messages, as
-transports without tags require. It needs no value, so moving it up can block nobody; its buffer lives that much longer.
+transports without tags require. It needs no value, so moving it up can block no rank; its buffer lives that much
+longer.
 """
 
 from dataclasses import dataclass
@@ -11,15 +12,15 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.ir import COMPUTE_KINDS, Codes, Kind, Program, peer_of
-from penstock.passes.base import ProgramToProgram
+from penstock.passes.base import ProgramPass
 
 
 @dataclass(frozen=True)
-class HoistReceives(ProgramToProgram):
+class HoistReceives(ProgramPass):
     """Recv moves up over at most `ahead` compute actions."""
 
     ahead: int = 2
-    """how many passes of its rank a receive may be posted ahead of the place where it stands"""
+    """how many passes of its rank a receive may be moved up"""
     name = "hoist_receives"
 
     def __post_init__(self) -> None:
@@ -32,7 +33,7 @@ class HoistReceives(ProgramToProgram):
         before = np.maximum(_passes_ahead(program, recvs, self.ahead), _after_last_send(program, recvs))
         stays = np.ones(len(table.codes), dtype=np.bool_)
         stays[recvs] = False
-        # Indices shift down by the receives taken out before them.
+        # Indices shift down by the number of receives removed before them.
         shifted = before - np.searchsorted(recvs, before)
         return program.with_table(table.select(stays).insert(shifted, table.rank_of[recvs], table.codes[recvs]))
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.ir import Fact, Kind, Makers, Program, Series, StageCosts, Trace, microbatch_of, peer_of, stage_of
+from penstock.ir import Fact, Kind, Program, Series, StageCosts, Trace, microbatch_of, peer_of, stage_of
 from penstock.runtime.executor import ActionTimes
 from penstock.runtime.groups import ProcessGroups
-from penstock.simulate import curves
+from penstock.simulate import memory_curves
 
 
 def recorded_trace(program: Program, costs: StageCosts, groups: ProcessGroups, times: Sequence[ActionTimes]) -> Trace:
@@ -23,13 +23,13 @@ def recorded_trace(program: Program, costs: StageCosts, groups: ProcessGroups, t
     begin, end = _gathered(program, groups, times)
     sends = np.flatnonzero(program.table.kinds == Kind.SEND)
     codes = program.table.codes[sends]
-    makers = Makers(program.table.passes, program.num_stages, program.num_microbatches)
+    makers = program.makers
     source, target, microbatch = stage_of(codes), peer_of(codes), microbatch_of(codes)
     values, gradients = makers[Fact.OUTPUT], makers[Fact.INPUT_GRADIENT]
     user = np.where(source < target, values[target, microbatch], gradients[target, microbatch])
     sent = end[sends]
     arrived = np.maximum(sent, begin[user])
-    memory = curves(program, costs, begin, end)
+    memory = memory_curves(program, costs, begin, end)
     return Trace(program, Series(begin), Series(end), Series(sent), Series(arrived), memory)
 
 

@@ -19,11 +19,10 @@ from penstock.ir import (
     Orders,
     Schedule,
     StageCosts,
-    chain_dependencies,
+    find_waits,
     pass_seconds,
     schedule_length,
     stage_of,
-    waits,
 )
 
 _PATIENCE = (0.0, 0.5, 1.0)
@@ -64,7 +63,7 @@ def _facts(schedule: Schedule, costs: StageCosts) -> _Facts:
     taken[Kind.FORWARD], taken[Kind.INPUT_GRAD], taken[Kind.WEIGHT_GRAD] = kept, late - kept, -late
     return _Facts(
         table.kinds.tolist(),
-        waits(table, chain_dependencies(schedule)).one,
+        find_waits(table, schedule.dependencies()).one,
         pass_seconds(table, costs).tolist(),
         np.asarray(costs.weight_grad)[stages].tolist(),
         taken[table.kinds, stages].tolist(),

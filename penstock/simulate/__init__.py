@@ -1,9 +1,9 @@
-"""MECHANISM: Program + StageCosts + Cluster -> Trace, by walking ranks and links together."""
+"""Prediction of a step: Program + StageCosts + Cluster -> Trace."""
 
-from penstock.simulate.memory import curves
-from penstock.simulate.run import simulate
+from penstock.simulate.memory import memory_curves
+from penstock.simulate.simulation import simulate
 
 __all__ = [
-    "curves",
+    "memory_curves",
     "simulate",
 ]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.ir import COMPUTE_KINDS, Action, ComputeAction, Fact, Makers, Message, Overlap, Span, Trace, Transfer
+from penstock.ir import COMPUTE_KINDS, Action, ComputeAction, Fact, Message, Overlap, Span, Trace, Transfer
 from penstock.views.base import Traces, View, traces_by_name
 
 Event = dict[str, Any]
@@ -109,7 +109,7 @@ def _memory(trace: Trace, process: int) -> Iterator[Event]:
 
 def _flows(trace: Trace, process: int) -> Iterator[Event]:
     program = trace.program
-    makers = Makers(program.table.passes, program.num_stages, program.num_microbatches)
+    makers = program.makers
     for number, transfer in enumerate(trace.transfers):
         message = transfer.action
         assert isinstance(message, Message)

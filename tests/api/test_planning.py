@@ -143,7 +143,7 @@ def test_a_memory_limit_that_is_no_size_is_refused(memory):
 def test_verify_holds_a_schedule_to_the_stated_number_in_flight():
     sched = penstock.schedule("1f1b", 4, 8)
     penstock.verify(sched, in_flight=4)
-    with pytest.raises(ScheduleError, match=r"more microbatches in flight than stated .* most: 4, limit: 3"):
+    with pytest.raises(ScheduleError, match=r"more microbatches in flight than allowed .* most: 4, limit: 3"):
         penstock.verify(sched, in_flight=3)
 
 

@@ -31,7 +31,7 @@ def test_the_program_inside_a_trace_is_proven(call, tmp_path: Path) -> None:
 def test_a_limit_of_what_is_in_flight_is_part_of_the_proof(call, written) -> None:
     file = written("gpipe.csv", schedule("gpipe", 2, 4).to_csv())
     assert call("check", file, "--in-flight", 4).exit_code == 0
-    assert "more microbatches in flight than stated" in call("check", file, "--in-flight", 3).output
+    assert "more microbatches in flight than allowed" in call("check", file, "--in-flight", 3).output
 
 
 FILE = """\

@@ -29,7 +29,7 @@ def test_orders_that_block_are_shown_as_they_are(call, written) -> None:
     result = call("show", written("blocked.csv", "0F0,0B0\n1B0,1F0\n"))
     assert "0F0 0B0\n1B0 1F0\n" in result.output
     assert "not proven" in result.output
-    assert "rank 1 stands at 1B0" in result.output
+    assert "rank 1 is blocked at 1B0" in result.output
     assert result.exit_code == 0
 
 

@@ -60,14 +60,14 @@ def test_what_is_no_size_is_refused(text):
         ({"bandwidth": math.inf}, "bandwidth must be finite"),
         ({"bandwidth": "10GB"}, r"(?s)bandwidth must be finite.*\(bandwidth: '10GB'\).*try: .*bytes per second"),
         ({"latency": "1ms"}, "latency must be finite"),
-        ({"overlap": 1.1}, "overlap is a share"),
-        ({"overlap": "half"}, "overlap is a share"),
+        ({"overlap": 1.1}, "overlap must be a share"),
+        ({"overlap": "half"}, "overlap must be a share"),
         ({"memory": 1e9}, r"not a size in bytes \(size: 1000000000.0\)"),
-        ({"memory": (1, 2, 3)}, "one figure, or one per rank"),
+        ({"memory": (1, 2, 3)}, "one size, or one per rank"),
         ({"memory": (1, -2)}, "not a size in bytes"),
         ({"links": (Link(0, 2),)}, "ranks that do not exist"),
         ({"links": (Link(0, 1), Link(0, 1, 1.0))}, r"named more than once \(source: 0, target: 1, times: 2\)"),
-        ({"links": ((0, 1),)}, "links are Link records"),
+        ({"links": ((0, 1),)}, "links must be Link records"),
     ],
 )
 def test_figures_that_make_no_sense_are_refused(wrong, problem):
@@ -78,13 +78,13 @@ def test_figures_that_make_no_sense_are_refused(wrong, problem):
 def test_a_link_checks_itself():
     with pytest.raises(CostError, match="latency"):
         Link(0, 1, latency=math.inf)
-    with pytest.raises(CostError, match=r"from rank to rank \(source: '0', target: 1\)"):
+    with pytest.raises(CostError, match=r"source and target must be ranks \(source: '0', target: 1\)"):
         Link("0", 1)
 
 
 @pytest.mark.parametrize("size", ["9" * 400, "9" * 5000, "9" * 2_000_000, 10**400, "9000000TiB", 2**63])
 def test_a_size_has_a_limit(size):
-    with pytest.raises(CostError, match=r"a size out of range \(size: .*, limit: 9223372036854775807\)"):
+    with pytest.raises(CostError, match=r"size out of range \(size: .*, limit: 9223372036854775807\)"):
         Cluster(2, memory=size)
 
 

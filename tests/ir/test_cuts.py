@@ -49,7 +49,7 @@ def test_equal_cuts_have_one_form(edges):
 
 
 def test_only_an_edge_can_be_without_gradient():
-    with pytest.raises(PartitionError, match=r"no edge of the cuts \(edges: \[\(0, 2\)\]\)"):
+    with pytest.raises(PartitionError, match=r"must be edges of the cuts \(edges: \[\(0, 2\)\]\)"):
         Cuts.of(3, [(0, 1)], without_gradient=[(0, 2)])
 
 

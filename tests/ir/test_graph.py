@@ -133,25 +133,28 @@ def test_equal_graphs_are_equal_and_hash_alike():
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ({"nodes": ()}, "a graph without nodes"),
+        ({"nodes": ()}, "a graph must have nodes"),
         ({"nodes": GRAPH.nodes[::-1]}, r"no earlier node makes \(name: 'block', node: head\)"),
-        ({"nodes": (*GRAPH.nodes, GRAPH.nodes[0])}, "two of one name: node"),
+        ({"nodes": (*GRAPH.nodes, GRAPH.nodes[0])}, "duplicate node"),
         ({"updates": (Update("nose", ()),)}, "no such node"),
         ({"updates": (Update("head", ("block.count",)),)}, "writes a parameter or buffer that it does not use"),
-        ({"nodes": (*GRAPH.nodes, Node("", (), ()))}, "a node without a name"),
-        ({"nodes": (*GRAPH.nodes, Node("again", (), (value("block"),)))}, "two of one name: value"),
-        ({"inputs": (value("ids"), value("mask"))}, "two of one name: value"),
-        ({"outputs": ("nothing",)}, r"an output that no node makes \(name: 'nothing'\)"),
+        ({"nodes": (*GRAPH.nodes, Node("", (), ()))}, "a node must have a name"),
+        ({"nodes": (*GRAPH.nodes, Node("again", (), (value("block"),)))}, "duplicate value"),
+        ({"inputs": (value("ids"), value("mask"))}, "duplicate value"),
+        ({"outputs": ("nothing",)}, r"no node makes this output \(name: 'nothing'\)"),
         ({"parameters": GRAPH.parameters[1:]}, r"does not list \(name: 'embed.weight', node: embed\)"),
-        ({"buffers": (value("embed.weight"),)}, "two of one name: parameter or buffer"),
+        ({"buffers": (value("embed.weight"),)}, "duplicate parameter or buffer"),
         ({"tied": (("head.weight", "tail.weight"),)}, "a tied parameter that the graph does not list"),
         ({"tied": (("head.weight", "block.weight"),)}, "tied parameters differ in shape"),
-        ({"tied": (("head.weight",), ("head.weight",))}, "two of one name: tied parameter"),
-        ({"storage": (StorageGroup(("nothing",)),)}, "a storage group names no value"),
-        ({"storage": (StorageGroup(("block",), ("nobody",)),)}, "a storage group is written by no node"),
+        ({"tied": (("head.weight",), ("head.weight",))}, "duplicate tied parameter"),
+        ({"storage": (StorageGroup(("nothing",)),)}, "a storage group names a value that the graph does not have"),
+        (
+            {"storage": (StorageGroup(("block",), ("nobody",)),)},
+            "a storage group names a writer that the graph does not have",
+        ),
         (
             {"storage": (StorageGroup(("block",)), StorageGroup(("block",)))},
-            "two of one name: value in a storage group",
+            "duplicate value in a storage group",
         ),
     ],
 )
@@ -161,5 +164,7 @@ def test_a_graph_that_contradicts_itself_is_refused(changed, problem):
 
 
 def test_a_node_from_inputs_reads_nothing_else():
-    with pytest.raises(GraphError, match=r"from inputs only reads another value \(name: 'embed', node: block\)"):
+    with pytest.raises(
+        GraphError, match=r"marked from_inputs reads a value that is not \(name: 'embed', node: block\)"
+    ):
         replace(GRAPH, nodes=(*GRAPH.nodes[:2], replace(GRAPH["block"], from_inputs=True), GRAPH["head"]))

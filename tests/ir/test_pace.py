@@ -26,9 +26,9 @@ def test_a_placement_on_other_ranks_is_refused():
 @pytest.mark.parametrize(
     ("slowness", "problem"),
     [
-        ((1.0,), r"one figure per rank \(figures: 1, ranks: 2\)"),
-        (2.0, r"one figure per rank \(slowness: 2.0, ranks: 2\)"),
-        ("12", "one figure per rank"),
+        ((1.0,), r"one factor per rank \(factors: 1, ranks: 2\)"),
+        (2.0, r"one factor per rank \(slowness: 2.0, ranks: 2\)"),
+        ("12", "one factor per rank"),
         ((1.0, 0.0), "finite and above 0"),
         ((1.0, math.inf), "finite and above 0"),
         ((1.0, "2"), r"(?s)finite and above 0.*try: slowness=\(1, 1.8\)"),

@@ -97,7 +97,7 @@ def test_the_last_stage_returns_the_outputs_of_earlier_ones():
 @pytest.mark.parametrize(
     ("stages", "problem"),
     [
-        ((), "a partition without stages"),
+        ((), "a partition must have stages"),
         ((("a",), ()), r"an empty stage \(stage: 1, stages: 2\)"),
         ((("a", "b"), ("a",)), r"a node in two places \(node: 'a', times: 2\)"),
         ((("a", "a"),), r"a node in two places \(node: 'a', times: 2\)"),

@@ -27,7 +27,7 @@ def test_sizes():
 
 @pytest.mark.parametrize("ranks", [(), (-1,), (0, -1)])
 def test_every_stage_needs_a_rank(ranks):
-    with pytest.raises(ScheduleError, match="names a rank"):
+    with pytest.raises(ScheduleError, match="must name a rank"):
         Placement(ranks)
 
 

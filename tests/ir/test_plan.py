@@ -111,7 +111,7 @@ def test_a_plan_describes_why_it_was_chosen_and_what_lost():
 
 def test_the_first_candidate_is_the_chosen_one():
     lost = Candidate(PLAN.choices, 1, 2, PREDICTED, "slower")
-    with pytest.raises(PlanError, match="did not lose"):
+    with pytest.raises(PlanError, match="must be the chosen one"):
         Search((lost,))
 
 
@@ -121,11 +121,11 @@ def test_a_plan_is_saved_and_loaded(tmp_path):
     assert hash(Plan.load(str(tmp_path / "plan.json"))) == hash(PLAN)
 
 
-def test_a_file_of_another_noun_is_no_plan(tmp_path):
+def test_a_file_of_another_record_is_refused(tmp_path):
     path = tmp_path / "plan.json"
     PLAN.save(path)
-    path.write_text(path.read_text().replace('"noun": "Plan"', '"noun": "Schedule"'))
-    with pytest.raises(FormatError, match=r"another noun than expected \(file: .*plan.json, path: noun"):
+    path.write_text(path.read_text().replace('"type": "Plan"', '"type": "Schedule"'))
+    with pytest.raises(FormatError, match=r"unexpected type \(file: .*plan.json, path: type"):
         Plan.load(path)
 
 
@@ -156,8 +156,8 @@ def test_the_parts_agree_on_the_ranks(changed):
         ({"lower_bound": -1.0}, "lower bound must be finite seconds"),
         ({"lower_bound": 3.5}, "can exceed the makespan"),
         ({"span": 3.5}, "can exceed the makespan"),
-        ({"bubble": 1.5}, "a bubble is a share"),
-        ({"span_bubble": math.nan}, "a bubble is a share"),
+        ({"bubble": 1.5}, "a bubble must be a share"),
+        ({"span_bubble": math.nan}, "a bubble must be a share"),
         ({"peaks": (1, -1)}, "peak bytes must be 0 or more"),
     ],
 )

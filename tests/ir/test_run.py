@@ -21,7 +21,7 @@ def test_a_run_is_saved_and_loaded(tmp_path):
 
 def test_a_plan_is_no_run(tmp_path):
     PLAN.save(tmp_path / "plan.json")
-    with pytest.raises(FormatError, match=r"another noun than expected .*noun: Plan, expected: Run"):
+    with pytest.raises(FormatError, match=r"unexpected type .*type: Plan, expected: Run"):
         Run.load(tmp_path / "plan.json")
 
 
@@ -48,7 +48,7 @@ def test_a_loss_that_is_no_number_is_kept_as_none(figure, tmp_path):
     ("changed", "problem"),
     [
         ({"steps": STEPS[::-1]}, "the steps of a run must be in order"),
-        ({"peaks": (1,)}, "one peak per rank is needed"),
+        ({"peaks": (1,)}, "peaks must have one entry per rank"),
         ({"peaks": (1, -1)}, "peak bytes must be 0 or more"),
     ],
 )
@@ -58,7 +58,7 @@ def test_a_run_that_makes_no_sense_is_refused(changed, problem):
 
 
 def test_a_trace_of_other_ranks_is_refused():
-    with pytest.raises(RunError, match=r"other ranks than the plan \(ranks: 3, planned: 2\)"):
+    with pytest.raises(RunError, match=r"must have the ranks of the plan \(ranks: 3, planned: 2\)"):
         replace(RUN, traces=(simulate(schedule("gpipe", 3, 2)),))
 
 

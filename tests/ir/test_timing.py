@@ -9,7 +9,6 @@ from penstock.ir import (
     Schedule,
     Send,
     StageCosts,
-    chain_dependencies,
     pass_seconds,
     schedule_length,
     walk_passes,
@@ -42,7 +41,7 @@ def test_a_schedule_takes_as_long_as_its_staircase():
 def test_all_forwards_first_takes_as_long_here():
     schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1")
     ends = walk_passes(
-        schedule.table, chain_dependencies(schedule), pass_seconds(schedule.table, StageCosts.uniform(2))
+        schedule.table, schedule.dependencies(), pass_seconds(schedule.table, StageCosts.uniform(2))
     ).ends
     assert ends.tolist() == [1, 2, 7, 9, 2, 3, 5, 7]
 
@@ -54,4 +53,4 @@ def test_a_weight_gradient_waits_for_nobody_but_its_own_rank():
 
 def test_a_rank_that_needs_what_it_makes_later_blocks():
     schedule = Schedule.from_csv("0B0,0F0\n1F0,1B0")
-    assert walk_passes(schedule.table, chain_dependencies(schedule)).blocked == {0: (0, 1), 1: (2, 1)}
+    assert walk_passes(schedule.table, schedule.dependencies()).blocked == {0: (0, 1), 1: (2, 1)}

@@ -101,7 +101,7 @@ def test_a_program_without_actions_takes_no_time():
 
 @pytest.mark.parametrize("name", ["starts", "ends", "sent", "arrived"])
 def test_every_action_has_its_times(name):
-    with pytest.raises(ScheduleError, match=rf"{name} does not fit the program \(figures: 1"):
+    with pytest.raises(ScheduleError, match=rf"{name} does not match the program \(entries: 1"):
         trace(**{name: Series([0.0])})
 
 
@@ -111,7 +111,7 @@ def test_every_rank_has_its_memory():
 
 
 def test_a_curve_has_a_time_for_every_figure():
-    with pytest.raises(ScheduleError, match="a curve needs a time per figure"):
+    with pytest.raises(ScheduleError, match="must have the same length"):
         Curve(Series([0.0]), Series([]))
 
 
@@ -124,12 +124,12 @@ def test_a_rank_that_does_not_exist_has_no_peak(rank):
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ({"starts": [-1, 2, 2, 7, 0, 3, 5, 7]}, r"starts at finite seconds, 0 or more \(place: 0, start: -1.0\)"),
-        ({"starts": [0, 2, 2, 12, 0, 3, 5, 7]}, r"not before it starts \(place: 3, start: 12.0, end: 11.0\)"),
-        ({"ends": [2, 2, 2, inf, 0, 5, 7, 7]}, r"ends at finite seconds"),
-        ({"ends": [2, 2, 2, nan, 0, 5, 7, 7]}, r"ends at finite seconds"),
-        ({"sent": [2, 9]}, r"arrives not before it is sent \(place: 1, sent: 9.0, arrived: 8.0\)"),
-        ({"arrived": [3, nan]}, "arrives not before it is sent"),
+        ({"starts": [-1, 2, 2, 7, 0, 3, 5, 7]}, r"start must be finite seconds, 0 or more \(index: 0, start: -1.0\)"),
+        ({"starts": [0, 2, 2, 12, 0, 3, 5, 7]}, r"not before start \(index: 3, start: 12.0, end: 11.0\)"),
+        ({"ends": [2, 2, 2, inf, 0, 5, 7, 7]}, r"end must be finite seconds"),
+        ({"ends": [2, 2, 2, nan, 0, 5, 7, 7]}, r"end must be finite seconds"),
+        ({"sent": [2, 9]}, r"must not arrive before it is sent \(index: 1, sent: 9.0, arrived: 8.0\)"),
+        ({"arrived": [3, nan]}, "must not arrive before it is sent"),
     ],
 )
 def test_times_that_cannot_be_are_refused(wrong, problem):
@@ -140,10 +140,10 @@ def test_times_that_cannot_be_are_refused(wrong, problem):
 @pytest.mark.parametrize(
     ("seconds", "held", "problem"),
     [
-        ([0, 2, 1], [1, 1, 1], r"never fall \(place: 1, seconds: 1.0\)"),
-        ([0, nan], [1, 1], "never fall"),
-        ([0, 1], [1, -1], r"0 or more \(place: 1, bytes: -1.0\)"),
-        ([0, 1], [1, inf], "finite bytes"),
+        ([0, 2, 1], [1, 1, 1], r"ascending \(index: 1, seconds: 1.0\)"),
+        ([0, nan], [1, 1], "finite and ascending"),
+        ([0, 1], [1, -1], r"0 or more \(index: 1, bytes: -1.0\)"),
+        ([0, 1], [1, inf], "bytes must be finite"),
     ],
 )
 def test_a_curve_goes_forward_in_time_and_never_below_nothing(seconds, held, problem):

@@ -26,7 +26,7 @@ def test_files_and_directory_are_the_users_own(tmp_path: Path):
     assert [stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "new").iterdir()] == [0o600]
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"penstock": 1, "noun": "Graph", "value": {}}', "\x00\xff"])
+@pytest.mark.parametrize("text", ["", "{", '{"penstock": 1, "type": "Graph", "value": {}}', "\x00\xff"])
 def test_a_file_that_cannot_be_read_is_told_of_and_written_anew(tmp_path: Path, text: str):
     (tmp_path / "key.json").write_text(text, encoding="latin-1")
     with pytest.warns(UserWarning, match="a cached profile is of no use"):

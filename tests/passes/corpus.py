@@ -12,10 +12,10 @@ from tests.passes.executor import Draft
 SELECTIONS = (
     ("add_transfers",),
     ("add_transfers", HoistReceives(ahead=1)),
-    ("merge_backward", "add_transfers", "add_reductions"),
+    ("add_transfers", "add_reductions"),
     ("add_transfers", "add_frees"),
     ("add_transfers", HoistReceives(ahead=3), "add_reductions", "add_frees"),
-    ("merge_backward", "add_transfers", "hoist_receives", "add_shard_moves"),
+    ("add_transfers", "hoist_receives", "add_shard_moves"),
     ("add_transfers", "hoist_receives", "add_reductions", AddShardMoves(ahead=1), "add_frees"),
 )
 

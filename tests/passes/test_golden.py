@@ -13,9 +13,8 @@ from penstock.passes import (
     AddShardMoves,
     AddTransfers,
     HoistReceives,
-    MergeBackward,
     Pass,
-    ProgramToProgram,
+    ProgramPass,
     lower,
     verify,
 )
@@ -26,7 +25,6 @@ GOLDEN = Path(__file__).parent / "golden"
 SKIPS = Cuts.of(4, [(0, 1), (1, 2), (2, 3), (0, 2), (0, 3)], without_gradient=[(0, 2)])
 BRANCHES = Cuts.of(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
 CASES: dict[str, Pass] = {
-    "merge_backward": MergeBackward(),
     "add_transfers": AddTransfers(),
     "add_transfers_vee": AddTransfers(),
     "add_transfers_skips": AddTransfers(SKIPS),
@@ -39,7 +37,7 @@ CASES: dict[str, Pass] = {
 
 
 def before(case: str) -> Schedule | Program:
-    noun = Program if isinstance(CASES[case], ProgramToProgram) else Schedule
+    noun = Program if isinstance(CASES[case], ProgramPass) else Schedule
     return noun.from_csv(GOLDEN / f"{case}_before.txt")
 
 
@@ -85,9 +83,3 @@ def test_a_program_is_lawful_after_every_pass(name: str, shape: int) -> None:
         for selection in SELECTIONS[-2:]:
             for end in range(1 + selection.index("add_transfers"), len(selection) + 1):
                 verify(lower(schedule, cuts=cuts, passes=selection[:end]))
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_merging_keeps_a_schedule_lawful(name: str) -> None:
-    for num_ranks, num_microbatches in ((1, 1), (2, 3), (4, 8)):
-        verify(MergeBackward()(build(name, num_ranks, num_microbatches)))

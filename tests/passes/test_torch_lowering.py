@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import pytest
 
 from penstock.ir import Schedule
-from penstock.passes import AddShardMoves, MergeBackward, lower
+from penstock.passes import AddShardMoves, lower
 from penstock.schedules import build
 
 pipelining = pytest.importorskip("torch.distributed.pipelining.schedules")
@@ -70,10 +70,3 @@ def test_reductions_follow_the_same_pass_as_in_torch(name: str) -> None:
     for order, ours in zip(schedule.orders, program.orders, strict=True):
         theirs = pipelining._add_reduce_grad(torch_actions(order), schedule.num_microbatches)
         assert [str(a) for a in ours if not messages([a])] == list(map(str, theirs))
-
-
-@pytest.mark.parametrize("name", ["interleaved_zb", "zbv", "dualpipe_v"])
-def test_the_same_halves_are_merged_as_in_torch(name: str) -> None:
-    schedule = build(name, 4, 8)
-    theirs = [pipelining._merge_bw(torch_actions(order)) for order in schedule.orders]
-    assert [list(map(str, order)) for order in MergeBackward()(schedule).orders] == [list(map(str, o)) for o in theirs]

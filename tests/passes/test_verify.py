@@ -23,7 +23,7 @@ def refusal(subject: Schedule | Program, in_flight: int | None = None) -> str:
     return str(caught.value)
 
 
-CUTS_HINT = "\ntry: a program read from CSV is taken for a chain of stages: give its cuts, or keep it as JSON"
+CUTS_HINT = "\ntry: a program read from CSV is taken for a chain of stages: give its cuts, or save it as JSON"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -45,9 +45,9 @@ def test_a_deadlock_shows_the_circle_and_the_orders_around_it() -> None:
     schedule = Schedule.from_csv("0F0 0F1 0B0 0B1\n1F1 1B1 1F0 1B0\n2F0 2B0 2F1 2B1")
     assert refusal(schedule).splitlines() == [
         "the orders deadlock: rank 1 -> rank 2 -> rank 1",
-        "  rank 1 stands at 1B1 (position 1), which needs 2B1 of rank 2",
+        "  rank 1 is blocked at 1B1 (position 1), which needs 2B1 of rank 2",
         "      ... 1F1 [1B1] 1F0 1B0 ...",
-        "  rank 2 stands at 2F0 (position 0), which needs 1F0 of rank 1",
+        "  rank 2 is blocked at 2F0 (position 0), which needs 1F0 of rank 1",
         "      ... [2F0] 2B0 2F1 2B1 ...",
     ]
 
@@ -64,11 +64,11 @@ def test_a_ring_of_blocking_sends_is_a_deadlock_although_every_pair_agrees() -> 
     program = Program.from_csv(text, Cuts.of(6, ring, without_gradient=ring))
     assert refusal(program).splitlines() == [
         "the orders deadlock: rank 0 -> rank 1 -> rank 2 -> rank 0",
-        "  rank 0 stands at 0SEND_F0>4 (position 1), which needs 4RECV_F0<0 of rank 1",
+        "  rank 0 is blocked at 0SEND_F0>4 (position 1), which needs 4RECV_F0<0 of rank 1",
         "      ... 0F0 [0SEND_F0>4] 3RECV_F0 3F0 3B0 0B0 ...",
-        "  rank 1 stands at 1SEND_F0>5 (position 1), which needs 5RECV_F0<1 of rank 2",
+        "  rank 1 is blocked at 1SEND_F0>5 (position 1), which needs 5RECV_F0<1 of rank 2",
         "      ... 1F0 [1SEND_F0>5] 4RECV_F0<0 4F0 4B0 1B0 ...",
-        "  rank 2 stands at 2SEND_F0 (position 1), which needs 3RECV_F0 of rank 0",
+        "  rank 2 is blocked at 2SEND_F0 (position 1), which needs 3RECV_F0 of rank 0",
         "      ... 2F0 [2SEND_F0] 5RECV_F0<1 5F0 5B0 2B0 ...",
     ]
 
@@ -78,7 +78,7 @@ def test_only_a_few_actions_around_the_blocked_one_are_shown() -> None:
     backwards = " ".join(f"0B{microbatch}" for microbatch in range(8))
     text = refusal(Schedule.from_csv(f"{forwards} 0B8 {backwards} 0F8"))
     assert text.splitlines()[1:] == [
-        "  rank 0 stands at 0B8 (position 8), which needs 0F8, which it does itself later",
+        "  rank 0 is blocked at 0B8 (position 8), which needs 0F8, which comes later in its own order",
         "      ... 0F4 0F5 0F6 0F7 [0B8] 0B0 0B1 0B2 0B3 ...",
     ]
 
@@ -86,14 +86,14 @@ def test_only_a_few_actions_around_the_blocked_one_are_shown() -> None:
 @pytest.mark.parametrize(
     ("order", "needs"),
     [
-        ("0B0 0F0", "0B0 (position 0), which needs 0F0, which it does itself later"),
-        ("0F0 0W0 0I0", "0W0 (position 1), which needs 0I0, which it does itself later"),
+        ("0B0 0F0", "0B0 (position 0), which needs 0F0, which comes later in its own order"),
+        ("0F0 0W0 0I0", "0W0 (position 1), which needs 0I0, which comes later in its own order"),
         ("(0F0;0B0)OVERLAP_F_B", "(0F0;0B0)OVERLAP_F_B (position 0), which needs its own other half"),
-        ("1F0 0F0 1B0 0B0", "1F0 (position 0), which needs 0F0, which it does itself later"),
+        ("1F0 0F0 1B0 0B0", "1F0 (position 0), which needs 0F0, which comes later in its own order"),
     ],
 )
 def test_a_rank_that_waits_for_itself_is_a_deadlock(order: str, needs: str) -> None:
-    assert f"rank 0 stands at {needs}" in refusal(Schedule.from_csv(order))
+    assert f"rank 0 is blocked at {needs}" in refusal(Schedule.from_csv(order))
 
 
 # ---------------------------------------------------------------------------------------------------------- messages
@@ -164,7 +164,7 @@ def test_two_ranks_that_disagree_on_the_sequence_are_refused_with_both_sides() -
 )
 def test_everything_is_made_exactly_once(order: str, what: str, times: int) -> None:
     problem, _, values = refusal(Schedule.from_csv(order)).partition(" (")
-    assert problem == f"every stage makes the {what} of every microbatch exactly once"
+    assert problem == f"every stage must make the {what} of every microbatch exactly once"
     assert values == f"stage: 0, microbatch: 0, rank: 0, times: {times})"
 
 
@@ -174,8 +174,8 @@ def test_everything_is_made_exactly_once(order: str, what: str, times: int) -> N
         ("0F0 0B0 0FREE0 0FREE0", "a stage's values are freed twice (action: 0FREE0, rank: 0, position: 3)"),
         ("0F0 0FREE0 0B0", "an action uses values after they are freed (action: 0B0, rank: 0, position: 2)"),
         ("0F0 0I0 0FREE0 0W0", "an action uses values after they are freed (action: 0W0, rank: 0, position: 3)"),
-        ("0F0 0B0 1F0 1B0 0REDUCE_GRAD", "every stage is reduced exactly once (stage: 1, times: 0)"),
-        ("0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD", "every stage is reduced exactly once (stage: 0, times: 2)"),
+        ("0F0 0B0 1F0 1B0 0REDUCE_GRAD", "every stage must be reduced exactly once (stage: 1, times: 0)"),
+        ("0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD", "every stage must be reduced exactly once (stage: 0, times: 2)"),
         ("0F0 0REDUCE_GRAD 0B0", "a stage is reduced before its last weight gradient (action: 0REDUCE_GRAD, rank: 0"),
         ("0F0 0UNSHARD 0B0", "parameters are not sharded or gathered as the action needs (action: 0F0, rank: 0"),
         ("0UNSHARD 0F0 0RESHARD 0B0", "as the action needs (action: 0B0, rank: 0, position: 3)"),
@@ -197,7 +197,7 @@ def test_at_most_the_stated_number_may_be_in_flight() -> None:
     schedule = Schedule.from_csv("0F0 0F1 0F2 0B0 0B1 0B2")
     verify(schedule, in_flight=3)
     assert refusal(schedule, in_flight=2) == (
-        "more microbatches in flight than stated (action: 0F2, rank: 0, position: 2, most: 3, limit: 2)"
+        "more microbatches in flight than allowed (action: 0F2, rank: 0, position: 2, most: 3, limit: 2)"
     )
 
 
@@ -220,5 +220,5 @@ def test_the_number_in_flight_is_a_count(in_flight: int) -> None:
 
 
 def test_only_a_schedule_or_a_program_is_proven() -> None:
-    with pytest.raises(ScheduleError, match=r"verify takes a Schedule or a Program \(given: NoneType\)"):
+    with pytest.raises(ScheduleError, match=r"verify must be given a Schedule or a Program \(got: NoneType\)"):
         verify(None)  # type: ignore[arg-type]

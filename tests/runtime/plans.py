@@ -52,14 +52,14 @@ def quick_plan(model: nn.Module, *batch: Any, partitioner: Any = "uniform", **ch
 
 
 def _unmeasured(captured: Captured, loss_fn: Any = None, speed: Any = None) -> Profile:
-    return Profile.alike(Solo.of(captured, loss_fn is not None).graph)
+    return Profile.uniform(Solo.of(captured, loss_fn is not None).graph)
 
 
 @cache
 def chain_plan(name: str, ranks: int, depth: int, microbatches: int) -> Plan:
     """A plan for the chain with one block per stage."""
     graph = chain_graph(ranks * depth)
-    models = {microbatches: Measured(graph, Profile.alike(graph))}
+    models = {microbatches: Measured(graph, Profile.uniform(graph))}
     options = PlanOptions(ranks, schedule=name, partitioner="uniform", stages_per_rank=depth, budget_seconds=0.0)
     return search(models, options)
 

@@ -6,8 +6,8 @@ import pytest
 import penstock
 from penstock.ir import Cluster
 from penstock.schedules import SCHEDULES
-from penstock.simulate import run
-from penstock.simulate.shared_cores import Happened, Mail, run_on
+from penstock.simulate import simulation
+from penstock.simulate.shared_cores import Message, PassTimes, run_on_shared_cores
 
 RANKS, MICROBATCHES = 4, 6
 
@@ -24,34 +24,35 @@ def trace(name: str, cores: int | None, latency: float = 0.03) -> penstock.Trace
 
 
 def test_two_ranks_at_a_time_on_one_core_take_twice_as_long() -> None:
-    found = run_on(1, [0, 1, 2], [1.0, 3.0], [])
+    found = run_on_shared_cores(1, [0, 1, 2], [1.0, 3.0], [])
     assert found is not None
     assert found.starts.tolist() == [0.0, 0.0]
     assert found.ends.tolist() == [2.0, 4.0]  # both at half speed until one ends
 
 
 def test_a_message_leaves_when_its_link_is_free() -> None:
-    mail = [
-        Mail(above=0, user=1, link=0, seconds=1.0, latency=0.5),
-        Mail(above=0, user=2, link=0, seconds=1.0, latency=0.5),
+    messages = [
+        Message(before_send=0, user=1, link=0, seconds=1.0, latency=0.5),
+        Message(before_send=0, user=2, link=0, seconds=1.0, latency=0.5),
     ]
-    found = run_on(1, [0, 1, 3], [1.0, 1.0, 1.0], mail)
+    found = run_on_shared_cores(1, [0, 1, 3], [1.0, 1.0, 1.0], messages)
     assert found is not None
     assert found.arrived.tolist() == [2.5, 3.5]
     assert found.ends.tolist() == [1.0, 3.5, 4.5]
 
 
 def test_orders_that_block_are_told_apart() -> None:
-    assert run_on(1, [0, 1], [1.0], [Mail(above=0, user=0, link=0, seconds=0.0, latency=0.0)]) is None
+    message = Message(before_send=0, user=0, link=0, seconds=0.0, latency=0.0)
+    assert run_on_shared_cores(1, [0, 1], [1.0], [message]) is None
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_core_for_every_rank_is_the_same_as_no_limit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def shared(passes: run.Passes, wires: run.Wires) -> Happened | None:
-        return run._shared(passes, wires, RANKS)
+    def shared(passes: simulation._Passes, messages: simulation._Messages) -> PassTimes | None:
+        return simulation._run_on_shared_cores(passes, messages, RANKS)
 
     expected = trace(name, None)
-    monkeypatch.setattr(run, "_walked", shared)
+    monkeypatch.setattr(simulation, "_walk", shared)
     found = trace(name, None)
     assert found.starts.values == pytest.approx(expected.starts.values, abs=1e-9)
     assert found.ends.values == pytest.approx(expected.ends.values, abs=1e-9)
@@ -73,5 +74,5 @@ def test_one_core_computes_all_the_time_if_messages_take_none() -> None:
 
 @pytest.mark.parametrize("cores", [0, -1, 1.5, "two"])
 def test_cores_are_a_whole_number(cores: object) -> None:
-    with pytest.raises(penstock.CostError, match="cores is a whole number above 0"):
+    with pytest.raises(penstock.CostError, match="cores must be a whole number above 0"):
         Cluster(2, cores=cores)  # type: ignore[arg-type]

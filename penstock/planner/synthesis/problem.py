@@ -202,7 +202,7 @@ def _message(problem: ScheduleProblem, links: dict[tuple[int, int], int], source
 
 def rank_orders(schedule: Schedule) -> RankOrders:
     """Returns the pass ids of a schedule; overlapped pairs are taken apart."""
-    whole = schedule.table.taken_apart(np.ones(len(schedule.table.passes.index), dtype=np.bool_))
+    whole = schedule.table.select_passes(np.ones(len(schedule.table.passes.index), dtype=np.bool_))
     return [(stage_of(codes) << 2 | kind_of(codes)).tolist() for codes in map(whole.rank, range(len(whole)))]
 
 

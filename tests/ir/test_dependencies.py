@@ -1,8 +1,7 @@
-"""Dependence: the array form of the rule agrees with the rule itself."""
+"""Dependencies: the array form of the rule agrees with the rule itself."""
 
 import random
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +22,6 @@ from penstock.ir import (
     find_dependencies,
     makes,
     needs,
-    neighbours,
 )
 
 
@@ -61,8 +59,8 @@ def random_cuts(seed, num_stages):
     return Cuts.of(num_stages, edges, [edge for edge in edges if rng.random() < 0.3])
 
 
-def expected_links(orders, cuts):
-    """The same links from the scalar rule, one action after another."""
+def expected(orders, cuts):
+    """The same dependencies from the scalar rule, one action after another."""
     actions = [action for order in orders for action in order]
     passes = [(index, action) for index, action in enumerate(actions) if not isinstance(action, Reduce)]
     parts = [(index, part) for index, action in passes for part in action.parts]
@@ -74,47 +72,37 @@ def expected_links(orders, cuts):
     )
 
 
-def found_links(orders, cuts, num_microbatches):
+def found(orders, cuts, num_microbatches):
     passes = orders.passes
     return find_dependencies(passes, Makers(passes, cuts.num_stages, num_microbatches), cuts)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 4), st.integers(1, 3))
-def test_all_links_at_once_are_the_links_of_every_action(seed, num_stages, num_microbatches, num_ranks):
+def test_dependencies_of_whole_orders_are_those_of_every_action(seed, num_stages, num_microbatches, num_ranks):
     orders, cuts = random_orders(seed, num_stages, num_microbatches, num_ranks), random_cuts(seed + 1, num_stages)
-    links = found_links(orders, cuts, num_microbatches)
-    assert sorted(zip(*(column.tolist() for column in links), strict=True)) == expected_links(orders, cuts)
+    dependencies = found(orders, cuts, num_microbatches)
+    assert sorted(zip(*(column.tolist() for column in dependencies), strict=True)) == expected(orders, cuts)
 
 
-def test_a_fact_that_nothing_makes_is_needed_in_vain():
-    links = found_links(Orders.of([[Forward(1, 0)]]), Cuts.chain(2), 1)
-    assert links.needed.tolist() == [-1]
-    assert (links.source.tolist(), links.target.tolist()) == ([0], [1])
+def test_a_fact_that_no_action_makes_has_index_minus_one():
+    dependencies = found(Orders.of([[Forward(1, 0)]]), Cuts.chain(2), 1)
+    assert dependencies.needed.tolist() == [-1]
+    assert (dependencies.source.tolist(), dependencies.target.tolist()) == ([0], [1])
 
 
-def test_links_can_be_chosen():
-    links = found_links(Orders.of([[Forward(0, 0), Forward(1, 0), Backward(1, 0)]]), Cuts.chain(2), 1)
-    assert links.where(links.fact == Fact.OUTPUT).waiter.tolist() == [1, 2]
-    assert isinstance(links.where(links.waiter < 0), Dependencies)
+def test_rows_of_dependencies_can_be_selected():
+    dependencies = found(Orders.of([[Forward(0, 0), Forward(1, 0), Backward(1, 0)]]), Cuts.chain(2), 1)
+    assert dependencies.where(dependencies.fact == Fact.OUTPUT).waiter.tolist() == [1, 2]
+    assert isinstance(dependencies.where(dependencies.waiter < 0), Dependencies)
 
 
-def test_makers_say_who_makes_a_fact_and_how_often():
+def test_makers_hold_index_and_number_of_makers_of_each_fact():
     passes = Orders.of([[Forward(0, 0), Forward(0, 0), Backward(0, 1), WeightGrad(0, 1)]]).passes
     makers = Makers(passes, 1, 2)
     assert makers[Fact.OUTPUT].tolist() == [[1, -1]]
     assert makers.times(Fact.OUTPUT).tolist() == [[2, 0]]
     assert makers.times(Fact.WEIGHT_GRADIENT).tolist() == [[0, 2]]
-
-
-def test_neighbours_lists_every_edge_of_every_given_stage():
-    rows, others = neighbours(np.array([2, 0, 2]), ((0, 1), (0, 2), (1, 2)), (1, 0), 3)
-    assert list(zip(rows.tolist(), others.tolist(), strict=True)) == [(0, 0), (0, 1), (2, 0), (2, 1)]
-
-
-def test_neighbours_of_cuts_without_edges_are_none():
-    rows, others = neighbours(np.array([0, 1]), (), (0, 1), 2)
-    assert (len(rows), len(others)) == (0, 0)
 
 
 def test_every_kind_of_pass_has_a_rule():

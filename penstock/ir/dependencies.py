@@ -1,4 +1,4 @@
-"""Dependence: who waits for whom, worked out for whole orders at once from the rules of `action.py`."""
+"""Which action waits for which, computed for whole orders at once from the rules of action.py."""
 
 from typing import NamedTuple
 
@@ -6,17 +6,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.action import RULES, Fact, Kind, Whose
-from penstock.ir.code import Codes
-from penstock.ir.cuts import Cuts, Edge
-from penstock.ir.orders import Passes
+from penstock.ir.orders import Codes, Passes
+from penstock.ir.placement import Cuts, StageEdge
 
 Indices = NDArray[np.int64]
 
 
 class Dependencies(NamedTuple):
-    """Pairs (waiter, needed) of indices: the action at `waiter` cannot run before the one at `needed`.
+    """Pairs (waiter, needed) of indices: the action at `waiter` cannot run before the one at `needed` has ended.
 
-    The stage `target` waits for a fact about the stage `source`. Where nothing makes it, `needed` is -1.
+    The stage `target` waits for a fact about the stage `source`. If no action makes the fact, `needed` is -1.
     """
 
     waiter: Indices
@@ -27,12 +26,12 @@ class Dependencies(NamedTuple):
     microbatch: Codes
 
     def where(self, chosen: NDArray[np.bool_]) -> "Dependencies":
-        """The chosen ones."""
+        """The rows where `chosen` is true."""
         return Dependencies(*(column[chosen] for column in self))
 
 
 class Makers:
-    """Which action makes each fact: `makers[fact]` holds indices by (stage, microbatch), -1 where none does."""
+    """The action that makes each fact: `makers[fact][stage, microbatch]` is its index, -1 if there is none."""
 
     def __init__(self, passes: Passes, num_stages: int, num_microbatches: int) -> None:
         shape = (num_stages, num_microbatches)
@@ -51,51 +50,57 @@ class Makers:
         return self._index[fact]
 
     def times(self, fact: Fact) -> Indices:
-        """How often each fact is made, by (stage, microbatch)."""
+        """Number of actions that make each fact, by (stage, microbatch)."""
         return self._times[fact].reshape(self._index[fact].shape)
 
 
 def find_dependencies(passes: Passes, makers: Makers, cuts: Cuts) -> Dependencies:
-    """All dependencies between the compute actions, for any cuts."""
+    """All dependencies between compute actions, for any cuts."""
     found = [
-        _dependencies_of_need(passes, makers, cuts, need)
-        for need in ((kind, fact, whose) for kind, rule in RULES.items() for fact, whose in rule.needs)
+        _dependencies_of_kind(passes, makers, cuts, kind, fact, whose)
+        for kind, rule in RULES.items()
+        for fact, whose in rule.needs
     ]
     return Dependencies(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
 
-def _dependencies_of_need(passes: Passes, makers: Makers, cuts: Cuts, need: tuple[Kind, Fact, Whose]) -> Dependencies:
-    kind, fact, whose = need
+def _dependencies_of_kind(
+    passes: Passes, makers: Makers, cuts: Cuts, kind: Kind, fact: Fact, whose: Whose
+) -> Dependencies:
+    """The dependencies of all passes of one kind on one fact."""
     chosen = np.flatnonzero(passes.kind == kind)
     stage = passes.stage[chosen]
     if whose is Whose.OWN:
-        other = target = stage
+        source = target = stage
     else:
         edges = cuts.edges if whose is Whose.PRODUCERS else cuts.gradient_edges
-        towards = (1, 0) if whose is Whose.PRODUCERS else (0, 1)
-        rows, other = neighbours(stage, edges, towards, cuts.num_stages)
+        own_end, far_end = (1, 0) if whose is Whose.PRODUCERS else (0, 1)
+        rows, source = _neighbours(stage, edges, own_end, far_end, cuts.num_stages)
         chosen, target = chosen[rows], stage[rows]
     microbatch = passes.microbatch[chosen]
     return Dependencies(
         passes.index[chosen],
-        makers[fact][other, microbatch],
+        makers[fact][source, microbatch],
         np.full(len(chosen), fact, dtype=np.int64),
-        other,
+        source,
         target,
         microbatch,
     )
 
 
-def neighbours(
-    stage: Indices, edges: tuple[Edge, ...], towards: tuple[int, int], num_stages: int
+def _neighbours(
+    stage: Indices, edges: tuple[StageEdge, ...], own_end: int, far_end: int, num_stages: int
 ) -> tuple[Indices, Indices]:
-    """For each given stage, every stage at the other end of its edges: pairs (row of `stage`, other stage)."""
-    own, far = towards
+    """For each given stage, the stage at the far end of each of its edges: pairs (row of `stage`, other stage).
+
+    `own_end` and `far_end` are the columns of `edges`, 0 for the producer and 1 for the consumer.
+    """
+    # Edges grouped by their own end; the edges of stage s are table[first[s]:first[s] + degree[s]].
     table = np.asarray(edges, dtype=np.int64).reshape(-1, 2)
-    table = table[np.argsort(table[:, own], kind="stable")]
-    degree = np.bincount(table[:, own], minlength=num_stages)
+    table = table[np.argsort(table[:, own_end], kind="stable")]
+    degree = np.bincount(table[:, own_end], minlength=num_stages)
     first = np.concatenate(([0], np.cumsum(degree)))
     counts = degree[stage]
     rows = np.repeat(np.arange(len(stage), dtype=np.int64), counts)
     nth = np.arange(len(rows), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-    return rows, table[first[stage[rows]] + nth, far]
+    return rows, table[first[stage[rows]] + nth, far_end]
