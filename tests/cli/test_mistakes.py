@@ -144,7 +144,7 @@ MISTAKES = {
     "a wider model": Mistake(
         "check plan.json --model model.py:wider", 2, "planned: float32[4, 4], model: float32[5, 5]"
     ),
-    "a newer format": Mistake("explain newer.json", 2, "version: 2, readable: 1", "a newer penstock"),
+    "a newer format": Mistake("explain newer.json", 2, "version: 2, supported: 1", "a newer penstock"),
     "a file that was cut off": Mistake("show cut.json", 2, "not JSON (file: cut.json", "complete, unchanged file"),
     "JSON of something else": Mistake("show other.json", 2, "not a penstock document", "that penstock wrote"),
     "a record that does not exist": Mistake("show plane.json", 2, "unknown record type", "that penstock wrote"),
