@@ -1,4 +1,4 @@
-"""Damages: what can happen to the files of a checkpoint."""
+"""Ways to damage or forge the files of a checkpoint."""
 
 import json
 import random
@@ -30,7 +30,7 @@ def remove(newest: Path, rng: random.Random) -> None:
 
 
 def flip(newest: Path, rng: random.Random) -> None:
-    """One bit of a file is another."""
+    """One bit of a file is flipped."""
     path = rng.choice(sorted(newest.iterdir()))
     content = bytearray(path.read_bytes())
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
@@ -38,7 +38,7 @@ def flip(newest: Path, rng: random.Random) -> None:
 
 
 def edit(newest: Path, rng: random.Random) -> None:
-    """The manifest says something else."""
+    """The manifest is edited."""
     text = (newest / NAME).read_text()
     place = rng.choice([place for place, letter in enumerate(text) if letter.isalnum()])
     (newest / NAME).write_text(text[:place] + rng.choice("0aX\n ") * (1 + rng.randrange(2)) + text[place + 1 :])
@@ -59,11 +59,11 @@ def damaged(good: Path, target: Path, number: int) -> Path:
 
 LINK = "a link"
 ELSEWHERE = ("../plan.json", "/etc/passwd", "in/plan.json", "..", "", "a\\b", NAME, "a\0b", ".x", LINK)
-"""what a forged manifest may name instead of a file beside it; or the file beside it is a link"""
+"""what a forged manifest names instead of plan.json; or plan.json is a link"""
 
 
 def forged(directory: Path, name: str) -> None:
-    """Let the plan of a checkpoint be somewhere else, by a manifest whose digest is right."""
+    """Make the plan of a checkpoint lead elsewhere, with a manifest whose digest is right."""
     if name == LINK:
         (directory / "plan.json").rename(directory / "elsewhere")
         (directory / "plan.json").symlink_to("elsewhere")

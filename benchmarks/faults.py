@@ -1,4 +1,4 @@
-"""faults: trainings that are broken on purpose have the losses of one that nothing happened to."""
+"""Trainings with injected faults have the losses of an undisturbed one."""
 
 import os
 import random
@@ -18,25 +18,25 @@ from penstock.checkpoint import verify_checkpoints
 
 KINDS = ("kill", "abort", "raise", "exit")
 _LOOK_SECONDS = 0.005
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 300.0
 _MOST_NOTES = 20
 _MOST_FILES = {0: 36, 1: 14, 2: 14}
-"""about as many file operations a rank has for the checkpoints of one training"""
+"""number of file operations that a rank needs for the checkpoints of one training, roughly"""
 
 
 def tables() -> tuple[Table, ...]:
     """Everything that `python -m benchmarks faults` shows."""
-    return (broken_on_purpose(), guarded(), taken_up_again())
+    return (injected_faults(), guarded(), restart_times())
 
 
-def taken_up_again(times: int = 5) -> Table:
-    """Seconds from the kill of a rank until another ends, all are down, and a step is taken again; most of some."""
+def restart_times(times: int = 5) -> Table:
+    """Seconds from killing a rank until another one ends, all have ended, and the next step is taken; the maximum."""
 
     def lines() -> Iterator[Line]:
         with ShortTraining.made() as made, WatchedTraining(made.directory, every=20) as training:
             training.wait_for_steps(5, _PATIENCE_SECONDS)
             found = [_broken(training, number % RANKS) for number in range(times)]
-        limits = {"another ends": 1.0, "all down": 5.0, "a step again": 15.0}
+        limits = {"another ends": 1.0, "all ended": 5.0, "next step": 15.0}
         for (name, limit), seconds in zip(limits.items(), zip(*found, strict=True), strict=True):
             yield Line((name, f"{max(seconds):.2f}"), max(seconds), limit, at_least=False)
 
@@ -46,8 +46,8 @@ def taken_up_again(times: int = 5) -> Table:
 def _broken(training: WatchedTraining, rank: int) -> tuple[float, float, float]:
     others, began = [pid for place, pid in enumerate(training.pids) if place != rank], time.monotonic()
     training.signal_rank(rank, signal.SIGKILL)
-    first = _seconds_until(began, lambda: not all(map(_lives, others)))
-    down = _seconds_until(began, lambda: not any(map(_lives, others)))
+    first = _seconds_until(began, lambda: not all(map(_is_alive, others)))
+    down = _seconds_until(began, lambda: not any(map(_is_alive, others)))
     training.resumed(_PATIENCE_SECONDS)
     again = time.monotonic() - began
     training.wait_for_steps(training.num_steps + 30, _PATIENCE_SECONDS)
@@ -60,12 +60,12 @@ def _seconds_until(began: float, is_so: Callable[[], bool]) -> float:
     return time.monotonic() - began
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def broken_on_purpose(rounds: int = 40) -> Table:
-    """How many of so many rounds went as they should: the run ends well, with every loss of an undisturbed one."""
+def injected_faults(rounds: int = 40) -> Table:
+    """In how many rounds the run succeeds with every loss of an undisturbed one."""
 
     def lines() -> Iterator[Line]:
         with ShortTraining.made() as training:
@@ -75,7 +75,7 @@ def broken_on_purpose(rounds: int = 40) -> Table:
                 yield _line(name, rounds, _survived(training, clean, rounds, fault))
             yield _line("full disk", 1, int(_without_room(training, clean)))
 
-    return Table("faults on purpose", ("fault", "rounds", "good"), lines())
+    return Table("injected faults", ("fault", "rounds", "good"), lines())
 
 
 def _line(name: str, rounds: int, good: int) -> Line:
@@ -91,7 +91,7 @@ def _survived(training: ShortTraining, clean: Outcome, rounds: int, fault: Calla
 
 
 def is_as_clean(found: Outcome, clean: Outcome) -> bool:
-    """Whether a training ended well, with the losses of one that nothing happened to and nothing half written."""
+    """Whether a training succeeded, with the losses of an undisturbed one and no incomplete checkpoint."""
     return found.exit_code == 0 and found.losses == clean.losses and not found.bad
 
 
@@ -106,19 +106,19 @@ def _in_a_save(rng: random.Random) -> str:
 
 
 def _without_room(training: ShortTraining, clean: Outcome) -> bool:
-    """On a full disk training goes on and says so; what was saved before still loads."""
+    """On a full disk training continues with a message, and older checkpoints still load."""
     with _small_disk(training.directory / "saved") as is_real:
         faults = () if is_real else ("full-disk,rank=1,step=6", "full-disk,rank=1,step=9", "full-disk,rank=1,step=10")
         shutil.rmtree(training.directory / "out", ignore_errors=True)
         found = training.run(faults, "--restarts", "0", fresh=False)
-        goes_on = found.losses == clean.losses
+        continues = found.losses == clean.losses
         loads = [one.name for one in verify_checkpoints(training.directory / "saved") if not one.problem]
-        return goes_on and bool(loads) and not found.bad and "the last checkpoint was not written" in found.output
+        return continues and bool(loads) and not found.bad and "the last checkpoint was not written" in found.output
 
 
 @contextmanager
 def _small_disk(place: Path) -> Iterator[bool]:
-    """A disk on which one checkpoint has room and no second one; False where none can be made."""
+    """Mount a file system with room for one checkpoint; yields False if that is not possible."""
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(mode=0o700)
     size = "size=160k,mode=700"

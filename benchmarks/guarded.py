@@ -1,4 +1,4 @@
-"""Guarded: what damaged and forged checkpoints come to, and who may read and listen while a training runs."""
+"""Damaged and forged checkpoints, file permissions, and listening sockets of a running training."""
 
 import os
 import shutil
@@ -14,8 +14,7 @@ import torch
 
 import penstock
 from benchmarks.damages import ELSEWHERE, damaged, forged
-from benchmarks.leftovers import left_over
-from benchmarks.listeners import is_local, listeners
+from benchmarks.process_checks import is_local, left_over, listeners
 from benchmarks.short_training import MODEL, ShortTraining
 from benchmarks.table import Line, Table
 from benchmarks.watched_training import WatchedTraining
@@ -25,13 +24,13 @@ from penstock.errors import CheckpointError, DamagedError
 from penstock.ir import Plan
 from penstock.launch.scratch import VARIABLE
 
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 300.0
 Load = Callable[[Path], int | None]
-"""loads what a path has; the step"""
+"""loads a checkpoint and returns its step"""
 
 
 def guarded(damages: int = 200) -> Table:
-    """How many of so many were found, refused, closed or gone, as they should be."""
+    """Number of checks of each kind, and how many passed."""
 
     def lines() -> Iterator[Line]:
         with ShortTraining.made(2) as training, _own_scratch(training.directory) as scratch:
@@ -52,8 +51,8 @@ def guarded(damages: int = 200) -> Table:
             yield Line(("left behind", str(len(left)), ""), len(left), 0.0, at_least=False)
 
     title = (
-        "checkpoints that are damaged (the one before is taken, and that is said), forged or of another model\n"
-        "(refused); modes 0600 and 0700; sockets on loopback; processes and temporary files"
+        "checkpoints that are damaged (the previous one is loaded, with a warning), forged or of another model\n"
+        "(refused); file modes 0600 and 0700; sockets on loopback; processes and temporary files left behind"
     )
     return Table(title, ("", "number", "good"), lines())
 
@@ -64,7 +63,7 @@ def _line(name: str, number: int, good: int) -> Line:
 
 @contextmanager
 def _own_scratch(directory: Path) -> Iterator[Path]:
-    """Where temporary files of trainings go meanwhile."""
+    """A directory for the temporary files of trainings."""
     scratch = directory / "temporary"
     scratch.mkdir()
     with patch.dict(os.environ, {VARIABLE: os.fspath(scratch)}):
@@ -73,7 +72,7 @@ def _own_scratch(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _loader(training: ShortTraining, model: str) -> Iterator[Load]:
-    """What loads checkpoints into such a model."""
+    """A function that loads checkpoints into a model."""
     path = training.directory / "loading.py"
     path.write_text(model, encoding="utf-8")
     with build_model(f"{path}:build") as build:
@@ -86,7 +85,7 @@ def _loader(training: ShortTraining, model: str) -> Iterator[Load]:
 
 
 def _passed_over(training: ShortTraining, ranks: int, rounds: int) -> int:
-    """How often the newest checkpoint is damaged, all ranks take the one before, and a warning says so."""
+    """How often all ranks load the checkpoint before the damaged newest one, with a warning."""
     saved = training.directory / "saved"
     newest, before = (path.name for path in CheckpointDir(saved).checkpoints[:2])
     plan = training.plan_for(ranks)
@@ -102,7 +101,7 @@ def _passed_over(training: ShortTraining, ranks: int, rounds: int) -> int:
 
 
 def _loaded(directory: Path, plan: Plan, places: list[Path]) -> list[tuple[int | None, str]]:
-    """As one of several ranks: what is loaded from every place, and what is said."""
+    """On a rank: the step loaded from every place, and the warnings."""
     found = []
     with build_model(f"{directory / 'model.py'}:build") as build:
         pipe = penstock.Pipeline(build.model, plan, loss_fn=torch.nn.functional.mse_loss)
@@ -116,7 +115,7 @@ def _loaded(directory: Path, plan: Plan, places: list[Path]) -> list[tuple[int |
 
 
 def _refused(saved: Path, load: Load) -> int:
-    """How many manifests and links that lead elsewhere are refused."""
+    """How many manifests and links that lead outside the checkpoint are refused."""
     good = 0
     with tempfile.TemporaryDirectory() as name:
         for number, elsewhere in enumerate(ELSEWHERE):
@@ -131,11 +130,11 @@ def _refused(saved: Path, load: Load) -> int:
 
 
 def _is_another(saved: Path, load: Load) -> bool:
-    """Whether a checkpoint of another model is refused with the difference."""
+    """Whether a checkpoint of another model is refused, naming the difference."""
     try:
         load(saved)
     except CheckpointError as error:
-        return "another model" in str(error) and "unexpected: 5.0.weight, 5.0.bias" in str(error)
+        return "do not match the names of the model" in str(error) and "unexpected: 5.0.weight, 5.0.bias" in str(error)
     return False
 
 

@@ -1,4 +1,4 @@
-"""saving: the time that training loses to a checkpoint, written while all ranks wait or by a thread beside steps."""
+"""Time that training loses to a synchronous and to an asynchronous checkpoint."""
 
 import statistics
 import tempfile
@@ -20,7 +20,7 @@ def tables() -> tuple[Table, ...]:
 
 
 def lost(width: int = 768, layers: int = 8, steps: int = 10, turns: int = 3) -> Table:
-    """Seconds that a save takes from training, beside those of a step; Adam, two ranks, the median of some turns."""
+    """Milliseconds that a save costs, next to those of a step; Adam, two ranks, medians."""
 
     def lines() -> Iterator[Line]:
         model = _model(width, layers)
@@ -49,7 +49,7 @@ def _model(width: int, layers: int) -> nn.Module:
 def _measured(
     plan: Plan, sizes: tuple[int, int], steps: int, turns: int, root: str
 ) -> tuple[float, float, float, float]:
-    """Lost to a synchronous save, to the call of an asynchronous one, to that with its steps; then of a step."""
+    """Seconds of a synchronous save, of an asynchronous call, of the call and its slower steps, and of a step."""
     pipe = penstock.Pipeline(_model(*sizes), plan, loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-3)
     x = torch.ones(8, sizes[0])

@@ -1,4 +1,4 @@
-"""A short training by the command, undisturbed or with faults, and what came of it."""
+"""A short `penstock train`, undisturbed or with faults, and its outcome."""
 
 import json
 import os
@@ -33,28 +33,28 @@ def batches():
 """
 _RESTART = re.compile(r"^restart \d+ of", re.MULTILINE)
 COMMAND = ("train", "model.py:build", "--data", "model.py:batches", "--loss", "mse_loss", "--plan", "plan.json")
-"""what is typed behind `penstock`, in a directory with such a model and a plan"""
+"""arguments of `penstock` in a directory with this model and a plan"""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one training came to."""
+    """The outcome of one training."""
 
     exit_code: int
     output: str
     losses: tuple[float, ...]
     bad: tuple[str, ...]
-    """checkpoints that are not good, and drafts that are left"""
+    """damaged checkpoints, and incomplete ones that are left"""
 
     @property
     def restarts(self) -> int:
-        """How often it was taken up again."""
+        """The number of restarts."""
         return len(_RESTART.findall(self.output))
 
 
 @dataclass(frozen=True)
 class ShortTraining:
-    """A directory with a model and a plan, in which trainings are tried."""
+    """A directory with a model and a plan to train."""
 
     directory: Path
 
@@ -69,14 +69,14 @@ class ShortTraining:
             yield found
 
     def plan_for(self, ranks: int, file: str = "other.json") -> Plan:
-        """A plan for so many ranks, also in a file."""
+        """A plan for a number of ranks, also written to a file."""
         wishes = ("--ranks", ranks, "--microbatches", "4", "--schedule", "1f1b", "--budget", "0")
         code, output = self.call("plan", "model.py:build", *wishes, "--out", file)
         assert code == 0, output
         return Plan.load(self.directory / file)
 
     def call(self, *arguments: object) -> tuple[int, str]:
-        """The exit code and the words of a command."""
+        """The exit code and the output of a command."""
         with chdir(self.directory), patch.dict(os.environ, {ALLOW_VARIABLE: "1"}):
             result = CliRunner().invoke(app, [str(argument) for argument in arguments])
         return result.exit_code, result.output

@@ -48,6 +48,7 @@ class CheckpointDir:
 
     def create(self) -> None:
         """Make the directory and missing parents, accessible to their owner only."""
+        # mkdir(parents=True) would make the parents accessible to others.
         for path in reversed((self.root, *self.root.parents)):
             if not path.exists():
                 path.mkdir(mode=0o700, exist_ok=True)
@@ -67,7 +68,7 @@ class CheckpointDir:
                     path.rename(place)
             if (
                 path.name.startswith((f"{TEMPORARY}step-", f"{_DISCARDED}step-", f"{_DISCARDED}replaced-step-"))
-                and (lock := lock_directory(path)) is not None
+                and (lock := lock_directory(path)) is not None  # else its writer is alive
             ):
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
@@ -78,6 +79,8 @@ class CheckpointDir:
         """Give a complete checkpoint its final name; an older one of that name exists until then."""
         place = self.root / step_name(step)
         older = place.with_name(f"{_REPLACED}{place.name}")
+        # A directory cannot replace another one atomically. Between the two renames there is no checkpoint of this
+        # name, but `clean_up` puts the older one back.
         if os.path.lexists(place):
             place.rename(older)
         temporary.rename(place)

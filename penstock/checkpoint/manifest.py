@@ -124,6 +124,7 @@ def read_manifest(directory: Path) -> Manifest:
         )
     manifest = _decode(document.get("manifest"), path)
     try:
+        # The whole text is compared, not only the digest: a document has exactly one valid spelling.
         is_unchanged = manifest.to_bytes() == text
     except PenstockError as error:
         raise DamagedError("the manifest cannot be read", file=path, reason=error) from None

@@ -126,6 +126,7 @@ class SavedOptimizer:
         if missing := [name for name in own if name not in self._found]:
             problem = "the saved optimizer lacks parameters of this one"
             raise CheckpointError(problem, missing=shorten(missing))
+        # Such state has no parameter name, so a rank of another plan could not tell which rank's to take.
         if any(others != self._others[0][0] for others, _ in self._others):
             raise CheckpointError(
                 "the state that the optimizer keeps beside its parameters differed between ranks",

@@ -71,6 +71,7 @@ class TensorReader:
                         opened[file] = stack.enter_context(_open(file))
             handles = {source: opened[self._files[source]] for name in wanted for source in sources[name]}
             _check_shapes(handles, sources, wanted)
+            # By source, so that a tensor with several names in the model is read once.
             tensors = {source: handle.get_tensor(source) for source, handle in handles.items()}
             _check_ties(tensors, sources, wanted)
             size = sum(tensor.nbytes for tensor in tensors.values())

@@ -64,6 +64,7 @@ class Saver:
             if state.optimizer is not None:
                 check_optimizer(state.optimizer, parameter_names(self._part))
             documents = _run_files(state.run) if self._groups.rank == 0 else {}
+        # Names and shapes do not change, so one exchange serves all checkpoints.
         self._layout = self._layout or StateLayout.gather(self._part)
         # An absolute path: the thread may still write after the program has changed its directory.
         writer = self._create(root.absolute(), request)
@@ -96,7 +97,7 @@ class Saver:
 
         if options.asynchronous:
             self._background.start(write)
-            run_before_exit(self._background.wait_and_raise)
+            run_before_exit(self._background.wait_and_raise)  # a launched rank may return before it is written
         else:
             self._finish_together(write(), request)
         return root / step_name(step)
@@ -213,7 +214,7 @@ class StateLayout:
         for index, stage in part.stages.items():
             weights = stage.state_dict()
             here[index] = {}
-            for name in weights:
+            for name in weights:  # tied parameters have several names and are saved under the first
                 here[index].setdefault(tensor_of(name), name)
             formats[index] = {name: dtype_and_shape(weights[own], name) for name, own in here[index].items()}
         groups = part.groups
@@ -246,6 +247,7 @@ def parameter_names(part: ModelPart) -> dict[int, str]:
     return {id(parameter): tensor_of(name) for name, parameter in part.parameters.items()}
 
 
+# Cached, because a large plan takes a while to write and is the same for every checkpoint.
 @functools.lru_cache(maxsize=1)
 def plan_text(plan: Plan) -> bytes:
     """The plan as it is saved."""

@@ -88,7 +88,7 @@ class CheckpointWriter:
         root = CheckpointDir(self.path.parent)
         try:
             records = self._gather_records()
-            for rank in range(self.ranks):
+            for rank in range(self.ranks):  # the markers are not part of the checkpoint
                 self._marker(rank, "done").unlink()
             write_bytes(self.path / NAME, [make_manifest(records).to_bytes()])
             sync_directory(self.path)
@@ -152,7 +152,7 @@ class CheckpointWriter:
         try:
             with os.scandir(self.path) as entries:
                 for entry in entries:
-                    total += entry.stat().st_size + 1
+                    total += entry.stat().st_size + 1  # + 1: a new empty file is progress too
         except OSError:
             return total
         return total

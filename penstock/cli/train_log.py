@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PLAN, RUN, TRACE, REPORT = "plan.json", "run.json", "trace.json.gz", "report.html"
 STEPS = "steps.jsonl"  # the metrics of every step, one line each, written while training
-STATUS = "board"  # the directory of the ranks' status files
+STATUS = "status"  # the directory of the ranks' status files
 
 
 def make_directory(directory: Path) -> None:

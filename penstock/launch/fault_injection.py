@@ -121,6 +121,7 @@ class FaultInjector:
         for status in StatusFile.opened():
             for name in _STATUS_CALLS:
                 setattr(status, name, self._wrap(getattr(status, name)))
+        # An audit hook sees every file operation of the process, also those of threads and libraries.
         sys.addaudithook(self._on_audit_event)
 
     def _wrap(self, record: Callable[..., None]) -> Callable[..., None]:
@@ -162,7 +163,7 @@ class FaultInjector:
                 self._inject(fault)
 
     def _inject(self, fault: Fault) -> None:
-        self._pending.remove(fault)
+        self._pending.remove(fault)  # first: raising below must not repeat it
         if fault.kind in _SIGNALS:
             os.kill(os.getpid(), _SIGNALS[fault.kind])
         elif fault.kind == "exit":

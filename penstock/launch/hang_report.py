@@ -42,6 +42,7 @@ def explain_hang(statuses: Sequence[RankStatus], now: float) -> str:
         last = [replace(status, process=ELSEWHERE) for status in statuses]
         return f"all processes are gone; their last status was:\n{explain_hang(last, now)}"
     by_rank = {status.rank: status for status in statuses}
+    # The longest wait first: it most likely leads to the original cause.
     waiting = sorted((status for status in statuses if _is_waiting(status)), key=lambda status: status.since)
     culprits: dict[int, str] = {}
     for status in waiting or _slowest(statuses):
@@ -128,6 +129,7 @@ def _matching_send(status: RankStatus, waiter: RankStatus) -> StatusEntry | None
     awaited = action_of(waiter.now.code) if waiter.now.code is not None else None
     if not isinstance(awaited, Recv):
         return None
+    # The stages of a receive are those of its send, exchanged.
     send = Send(awaited.peer, awaited.microbatch, awaited.stage)
     entries = (entry for entry in reversed(status.recent) if entry.step == waiter.step and entry.code is not None)
     return next((entry for entry in entries if action_of(entry.code or 0) == send), None)
@@ -135,6 +137,7 @@ def _matching_send(status: RankStatus, waiter: RankStatus) -> StatusEntry | None
 
 def _activity(status: RankStatus, now: float) -> str:
     entry = _entry_text(status, now)
+    # A rank that finished or failed has explained itself, whatever became of its process.
     if status.state not in (ABSENT, ENDED, FAILED) and status.process in (GONE, STOPPED):
         return f"its process is {status.process} (pid {status.pid}), last {entry}"
     return entry

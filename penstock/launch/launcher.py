@@ -52,11 +52,12 @@ def launch(
     or raises.
     """
     _check_arguments(fn, ranks, start, threads, timeout, status_dir)
+    # A forked process cannot use CUDA once its parent has.
     start = "spawn" if torch.cuda.is_initialized() else start  # type: ignore[no-untyped-call]
     job = _pack_job(fn, args) if start == "spawn" else (fn, args)
     with scratch_directory() as directory:
         statuses = Path(status_dir) if status_dir else directory / "status"
-        StatusFile.clear(statuses)
+        StatusFile.clear(statuses)  # of an earlier run with the same directory
         store = os.fspath(directory / "store")
         configs = [WorkerConfig(rank, ranks, threads, store, os.fspath(statuses), os.getpid()) for rank in range(ranks)]
         workers = _Workers(start)
@@ -89,6 +90,7 @@ class _Worker:
     def signal(self, number: int) -> None:
         """Signal the rank and all its children."""
         pid = self.process.pid or 0
+        # killpg fails while the child has not yet called setpgid, so the process itself is signalled as well.
         for send in (os.killpg, os.kill) if pid else ():
             try:
                 send(pid, number)
@@ -176,6 +178,7 @@ class _Workers:
             finally:
                 if was_enabled:
                     gc.enable()
+        # Only the child holds the other end now, so that its death closes the pipe.
         there.close()
         return _Worker(config.rank, process, here)
 
@@ -227,8 +230,8 @@ class _Collector:
         return launch_error(self._reports, statuses, now)
 
     def _pending(self) -> list[_Worker]:
-        heard = {*self._packed, *(report.rank for report in self._reports)}
-        return [worker for worker in self._workers if worker.rank not in heard]
+        done = {*self._packed, *(report.rank for report in self._reports)}
+        return [worker for worker in self._workers if worker.rank not in done]
 
     def _poll(self, pending: list[_Worker], seconds: float) -> None:
         pipes = [worker.pipe for worker in pending if not worker.is_closed]
@@ -265,6 +268,7 @@ def _check_arguments(fn: object, ranks: object, start: object, threads: object, 
         raise RunError("timeout must be a positive number of seconds", given=repr(timeout), hint="60.0, or None")
     if path is not None and not isinstance(path, str | Path):
         raise RunError("status_dir must be a path", given=repr(path))
+    # The ranks would inherit the process group and could not join another one.
     if dist.is_available() and dist.is_initialized():
         raise RunError(
             "torch.distributed is already initialised in this process",

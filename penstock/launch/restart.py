@@ -95,7 +95,7 @@ class RestartController:
             return RestartDecision(self._ranks, end=reason)
         if self._is_permanent(failure, last):
             self._ranks -= 1
-            self._last = None
+            self._last = None  # ranks are renumbered, so failures before and after do not compare
         elif failure.repeats(last):
             return RestartDecision(self._ranks, end="the same error occurred twice at the same step")
         self.restarts += 1

@@ -20,6 +20,7 @@ from penstock.launch.process_state import ELSEWHERE, host_id, process_state, sta
 
 STATUS_DIR_VARIABLE = "PENSTOCK_STATUS_DIR"
 """environment variable with the directory of the status files, set for launched ranks"""
+# A power of two: the position of an entry in the ring is its number masked, which is cheaper than a modulo.
 NUM_RECENT = 256
 
 ABSENT, STARTED, IDLE, PREPARING, SYNCING, WORKING, WAITING, ENDED, FAILED = (
@@ -161,6 +162,7 @@ class StatusFile:
         directory = Path(directory)
         key = (os.getpid(), os.fspath(directory.absolute()), rank)
         known = _OPEN.get(key)
+        # A forked child inherits the table, and a run may have been cleared: then the file is not ours any more.
         if known is not None and known._belongs_to_this_process(ranks):
             return known
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -228,6 +230,7 @@ class StatusFile:
 
     def failed(self, text: str) -> None:
         """Store the ErrorReport of a failure as JSON. The first failure is kept; a text that is too long is cut."""
+        # Later failures are usually consequences of the first one.
         if not _failure(self._content):
             data = text.encode()[:MAX_FAILURE_BYTES].decode(errors="ignore").encode()
             start = _TEXT + _FAILURE.size
@@ -279,7 +282,7 @@ class StatusReader:
     @property
     def process(self) -> str:
         """`running`, `stopped`, `gone`, or `elsewhere` for a process of another host that shares this directory."""
-        *_, host, pid, ticks = _HEADER.unpack_from(self._content)  # read anew: a restarted rank reuses the file
+        *_, host, pid, ticks = _HEADER.unpack_from(self._content)  # read again: a restarted rank reuses the file
         return process_state(pid, ticks) if host == host_id() else ELSEWHERE
 
     @property
@@ -322,6 +325,7 @@ def action_text(code: int) -> str:
 
 
 def _header(rank: int, ranks: int) -> tuple[bytes, int, int, int, int, int]:
+    # With the start of the process, because the system reuses pids.
     return _MAGIC, rank, ranks, host_id(), os.getpid(), start_ticks(os.getpid())
 
 

@@ -43,6 +43,7 @@ def catch_stop_signals() -> Iterator[StopRequest]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         request.was_signalled = True
+        # The next signal is not caught any more; one that was ignored ends the process, too.
         for each, handler in before.items():
             signal.signal(each, handler if callable(handler) else signal.SIG_DFL)
 

@@ -54,6 +54,7 @@ def run_worker(config: WorkerConfig, connection: Connection, job: "Job | bytes")
     status = None
     try:
         status = StatusFile.create(config.status_dir, config.rank, config.ranks)
+        # A file instead of a TCP store: that would listen on every interface, not only on loopback.
         store = dist.FileStore(config.store, config.ranks)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=config.rank, world_size=config.ranks)
         result = _call(job)
@@ -62,6 +63,7 @@ def run_worker(config: WorkerConfig, connection: Connection, job: "Job | bytes")
         packed = _pack_result(result)
         status.ended()
     except BaseException as error:
+        # The two outermost frames are this function and _call.
         report = ErrorReport.of(error, config.rank, skip=2)
         if status is not None:
             status.failed(report.to_json(MAX_FAILURE_BYTES))
@@ -86,7 +88,7 @@ def _set_up_process(config: WorkerConfig) -> None:
     die_with_parent(config.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles ctrl-c
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    faulthandler.enable(file=2)
+    faulthandler.enable(file=2)  # the Python stack of a crash goes to stderr
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that no output is lost when the rank is killed
     torch.set_num_threads(config.threads)

@@ -12,8 +12,7 @@ import pytest
 
 from benchmarks import faults
 from benchmarks.guarded import guarded
-from benchmarks.leftovers import left_over
-from benchmarks.listeners import is_local, listeners
+from benchmarks.process_checks import is_local, left_over, listeners
 from benchmarks.short_training import COMMAND, STEPS, Outcome, ShortTraining
 from penstock.checkpoint import CheckpointDir
 from penstock.cli.output import note
@@ -115,7 +114,7 @@ class Started:
         )
 
     def rank(self, rank: int) -> int:
-        return StatusFile.read(self._directory / "out" / "board")[rank].pid
+        return StatusFile.read(self._directory / "out" / "status")[rank].pid
 
     def asked(self, pid: int, number: int = signal.SIGTERM) -> tuple[int, int]:
         """The exit code once a process was sent a signal, and how many steps were told."""
@@ -209,7 +208,7 @@ def test_who_is_asked_to_stop_between_two_lives_is_not_taken_up_again(
 ) -> None:
     def note_and_stop(text: str) -> None:
         note(text)
-        (training.directory / "out" / "board" / "stop").touch()
+        (training.directory / "out" / "status" / "stop").touch()
 
     monkeypatch.setattr("penstock.cli.restarts.note", note_and_stop)
     found = training.run(["kill,rank=1,step=5"])
@@ -231,6 +230,6 @@ def test_only_the_user_can_read_what_is_saved(training: ShortTraining) -> None:
 
 
 def test_a_few_rounds_of_faults_on_purpose_come_out_as_they_should() -> None:
-    lines = [*faults.broken_on_purpose(rounds=2).lines, *guarded(damages=12).lines]
+    lines = [*faults.injected_faults(rounds=2).lines, *guarded(damages=12).lines]
     assert [line.cells for line in lines if not line.passes] == []
     assert len(lines) == 10

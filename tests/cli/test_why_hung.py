@@ -9,7 +9,7 @@ from penstock.launch import StatusFile
 
 def noted(run: Path) -> None:
     """Rank 1 waits for what rank 0, which is still in its forward, has not sent."""
-    boards = [StatusFile.create(run / "board", rank, 2) for rank in range(2)]
+    boards = [StatusFile.create(run / "status", rank, 2) for rank in range(2)]
     boards[0].working(7, code_of(Forward(0, 3)))
     boards[1].waiting(7, code_of(Recv(1, 3, 0)), 0)
 
@@ -37,4 +37,4 @@ def test_programs_get_the_notes_themselves(call, tmp_path: Path) -> None:
 def test_a_directory_without_notes_is_refused(call) -> None:
     result = call("why-hung", "nothing")
     assert result.exit_code == 2
-    assert "no status files in the directory (directory: nothing/board)" in result.output
+    assert "no status files in the directory (directory: nothing/status)" in result.output
