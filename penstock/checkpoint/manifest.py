@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.tensor_file import FileRecord, open_regular, read_bytes
-from penstock.checkpoint.values import from_text, to_text
 from penstock.errors import CheckpointError, DamagedError, PenstockError
+from penstock.runtime import json_bytes, parse_json
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -106,15 +106,15 @@ class Manifest:
 
 def signed_document(content: Mapping[str, Any]) -> bytes:
     """The document of a manifest's fields, with their digest."""
-    digest = hashlib.sha256(to_text(content)).hexdigest()
-    return to_text({"penstock_checkpoint": FORMAT, "manifest": content, "sha256": digest})
+    digest = hashlib.sha256(json_bytes(content)).hexdigest()
+    return json_bytes({"penstock_checkpoint": FORMAT, "manifest": content, "sha256": digest})
 
 
 def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of a directory; refused if a single byte differs from what was written."""
     path = directory / NAME
     text = read_bytes(path, _MAX_BYTES)
-    document = from_text(text, path)
+    document = parse_json(text, path)
     if not isinstance(document, dict):
         raise DamagedError("the manifest is not a JSON object", file=path)
     version = document.get("penstock_checkpoint")
@@ -145,7 +145,7 @@ def _decode(content: Any, path: Path) -> Manifest:
 
     try:
         # By way of JSON, so that lists are accepted as tuples although the types are strict.
-        manifest: Manifest = _adapter().validate_json(to_text(content))
+        manifest: Manifest = _adapter().validate_json(json_bytes(content))
     except ValidationError as error:
         first = error.errors()[0]
         cause = first.get("ctx", {}).get("error")
@@ -159,7 +159,7 @@ def _decode(content: Any, path: Path) -> Manifest:
 def fingerprint(tensors: Mapping[str, TensorRecord], tied: tuple[tuple[str, ...], ...]) -> str:
     """A digest of a model's names, dtypes and shapes."""
     names = [[name, record.dtype, list(record.shape)] for name, record in sorted(tensors.items())]
-    return hashlib.sha256(to_text([names, sorted(map(list, tied))])).hexdigest()
+    return hashlib.sha256(json_bytes([names, sorted(map(list, tied))])).hexdigest()
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.checkpoint.names import shorten
-from penstock.checkpoint.values import Find, Tensors, decode, encode
 from penstock.errors import CheckpointError, DamagedError
+from penstock.runtime import FindTensor, Tensors, decode_tree, encode_tree
 
 Shard = Callable[[Tensor, Tensor], Tensor]
 """from a whole tensor to this rank's shard of it, laid out like a given parameter"""
@@ -39,14 +39,14 @@ def split_optimizer_state(
                 continue
             empty = OptimizerPart({"optimizer": kind, "groups": [], "parameters": {}})
             part = parts.setdefault(stage_of[name], empty)
-            state = encode(dict(states.get(parameter, {})), part.tensors, name)
+            state = encode_tree(dict(states.get(parameter, {})), part.tensors, name)
             part.document["parameters"][name] = {"group": index, "state": state}
     for part in parts.values():
         part.document["groups"] = [
-            encode(_options(group), part.tensors, f"group-{index}")
+            encode_tree(_options(group), part.tensors, f"group-{index}")
             for index, group in enumerate(optimizer.param_groups)
         ]
-        part.document["others"] = encode(others, part.tensors, "others")
+        part.document["others"] = encode_tree(others, part.tensors, "others")
     return parts
 
 
@@ -72,12 +72,12 @@ def check_optimizer(optimizer: object, names: Mapping[int, str]) -> None:
 class SavedOptimizer:
     """The optimizer state of all stages of a checkpoint."""
 
-    def __init__(self, parts: Iterable[tuple[dict[str, Any], Find]]) -> None:
+    def __init__(self, parts: Iterable[tuple[dict[str, Any], FindTensor]]) -> None:
         """For each part its document, and a function that reads its tensors."""
         self.kind = ""
-        self._groups: list[tuple[Any, Find]] = []
-        self._others: list[tuple[Any, Find]] = []
-        self._found: dict[str, tuple[dict[str, Any], Any, Find]] = {}
+        self._groups: list[tuple[Any, FindTensor]] = []
+        self._others: list[tuple[Any, FindTensor]] = []
+        self._found: dict[str, tuple[dict[str, Any], Any, FindTensor]] = {}
         """per parameter: its state, the options of its group, and the function that reads tensors"""
         for document, find in parts:
             self.kind, groups = document["optimizer"], document["groups"]
@@ -98,7 +98,7 @@ class SavedOptimizer:
             for group, own in zip(optimizer.param_groups, options, strict=True)
             for parameter in group["params"]
         }
-        others = decode(*self._others[0])
+        others = decode_tree(*self._others[0])
 
         def restore() -> None:
             optimizer.state.clear()
@@ -148,7 +148,7 @@ class SavedOptimizer:
             options, find = self._groups[index]
         else:
             return {}
-        return dict(decode(options, find))
+        return dict(decode_tree(options, find))
 
     def _parameter_state(
         self, parameter: nn.Parameter, name: str, options: Mapping[str, Any], shard: Shard
@@ -163,7 +163,7 @@ class SavedOptimizer:
                 return shard(tensor, parameter)
             return tensor.to(parameter.device) if tensor.dim() or on_device else tensor
 
-        return dict(decode(state, place))
+        return dict(decode_tree(state, place))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

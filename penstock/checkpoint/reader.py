@@ -15,8 +15,8 @@ from penstock.checkpoint.manifest import Manifest, check_digests, check_sizes, f
 from penstock.checkpoint.names import shorten
 from penstock.checkpoint.optimizer_state import SavedOptimizer
 from penstock.checkpoint.tensor_file import DTYPES, read_bytes
-from penstock.checkpoint.values import Find, decode, from_text
 from penstock.errors import CheckpointError, DamagedError
+from penstock.runtime import FindTensor, decode_tree, parse_json
 
 RUN, PLAN, CONFIG = "run", "plan.json", "config.json"
 """the document of scaler, position and extra; the plan; the configuration of a transformers model"""
@@ -170,14 +170,14 @@ class CheckpointReader:
 
     def plain(self, stem: str) -> dict[str, Any]:
         """A document as its JSON object, with references to tensors."""
-        content = from_text(self.text(f"{stem}.json"), stem)
+        content = parse_json(self.text(f"{stem}.json"), stem)
         if not isinstance(content, dict):
             raise DamagedError("a document is not a JSON object", file=stem)
         return content
 
     def document(self, stem: str) -> Any:
         """The value of a document and the tensors beside it."""
-        return decode(self.plain(stem), self.find(stem))
+        return decode_tree(self.plain(stem), self.find(stem))
 
     @property
     def run(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class CheckpointReader:
         numbered = re.compile(rf"({kind}-\d{{3,}})\.json")
         return [found[1] for name in sorted(self.manifest.files) if (found := numbered.fullmatch(name))]
 
-    def find(self, stem: str) -> Find:
+    def find(self, stem: str) -> FindTensor:
         """A function that reads a tensor of the file beside a document by name."""
 
         def read_tensor(name: str) -> Tensor:

@@ -23,12 +23,11 @@ from penstock.checkpoint.random_state import random_state
 from penstock.checkpoint.reader import CONFIG, PLAN, RUN
 from penstock.checkpoint.scheduler_state import scheduler_document
 from penstock.checkpoint.tensor_file import FileRecord, dtype_and_shape
-from penstock.checkpoint.values import Tensors, encode, to_text
 from penstock.checkpoint.writer import BackgroundWriter, CheckpointWriter, Content, MakeManifest
 from penstock.errors import CheckpointError
 from penstock.ir import Plan, to_json
 from penstock.launch import run_before_exit
-from penstock.runtime import ModelPart, RankSync, SyncRequest
+from penstock.runtime import ModelPart, RankSync, SyncRequest, Tensors, encode_tree, json_bytes
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ class Saver:
             own["scheduler"] = scheduler_document(state.scheduler, state.optimizer)
         for kind, value in own.items():
             tensors: Tensors = {}
-            document = encode(value, tensors, kind)
+            document = encode_tree(value, tensors, kind)
             found |= _document_files(f"{kind}-{rank:03d}", document, tensors, copies)
         return found
 
@@ -262,7 +261,9 @@ def _run_files(run: Mapping[str, Any] | None) -> dict[str, Content]:
     if run is None:
         return {}
     tensors: Tensors = {}
-    return _document_files(RUN, {name: encode(value, tensors, name) for name, value in run.items()}, tensors, False)
+    return _document_files(
+        RUN, {name: encode_tree(value, tensors, name) for name, value in run.items()}, tensors, False
+    )
 
 
 def _plan_files(plan: Plan, part: ModelPart) -> dict[str, Content]:
@@ -272,14 +273,14 @@ def _plan_files(plan: Plan, part: ModelPart) -> dict[str, Content]:
     config: Any = getattr(model, "config", None)
     if callable(getattr(config, "to_dict", None)):
         try:
-            found[CONFIG] = to_text({**config.to_dict(), "architectures": [type(model).__name__]})
+            found[CONFIG] = json_bytes({**config.to_dict(), "architectures": [type(model).__name__]})
         except (TypeError, ValueError):
             return found  # not JSON: the checkpoint is complete without it
     return found
 
 
 def _document_files(stem: str, document: Any, tensors: Tensors, copies: bool) -> dict[str, Content]:
-    files: dict[str, Content] = {f"{stem}.json": to_text(document)}
+    files: dict[str, Content] = {f"{stem}.json": json_bytes(document)}
     if tensors:
         files[f"{stem}.safetensors"] = {name: _snapshot(tensor, copies) for name, tensor in tensors.items()}
     return files

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from penstock.checkpoint.values import Find, decode
 from penstock.errors import CheckpointError, DamagedError
+from penstock.runtime import FindTensor, decode_tree
 
 _OPTION_OF = {"base_lrs": "initial_lr", "_last_lr": "lr"}
 """per-group lists of torch's schedulers, and the option of a group that usually has the same value"""
@@ -22,14 +22,14 @@ def scheduler_document(scheduler: Any, optimizer: Any) -> dict[str, Any]:
 class SavedSchedulers:
     """The scheduler states of all ranks of a checkpoint, as JSON."""
 
-    def __init__(self, documents: Sequence[Mapping[str, Any]], finds: Sequence[Find]) -> None:
+    def __init__(self, documents: Sequence[Mapping[str, Any]], finds: Sequence[FindTensor]) -> None:
         if not all(isinstance(document.get("rates"), list) and "state" in document for document in documents):
             raise DamagedError("the state of a scheduler cannot be read")
         self._documents, self._finds = documents, finds
 
     def of_rank(self, rank: int) -> Any:
         """The state that a rank saved, for the same rank of the same plan."""
-        return decode(self._documents[rank]["state"], self._finds[rank])
+        return decode_tree(self._documents[rank]["state"], self._finds[rank])
 
     def for_optimizer(self, optimizer: Any) -> Callable[[], Any]:
         """A function that returns the state for a rank of another plan, once its optimizer has been restored.

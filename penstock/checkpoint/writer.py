@@ -24,8 +24,8 @@ from penstock.checkpoint.collective import write_error
 from penstock.checkpoint.directory import TEMPORARY, CheckpointDir, lock_directory, sync_directory
 from penstock.checkpoint.manifest import NAME, Manifest, step_name
 from penstock.checkpoint.tensor_file import FileRecord, read_bytes, write_bytes, write_tensors
-from penstock.checkpoint.values import from_text, to_text
 from penstock.errors import CheckpointError
+from penstock.runtime import json_bytes, parse_json
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_MARKER_BYTES = 1 << 26
@@ -120,10 +120,10 @@ class CheckpointWriter:
         def all_have_finished() -> bool:
             for rank in range(self.ranks):
                 if rank not in found and self._marker(rank, "failed").exists():
-                    reason = from_text(read_bytes(self._marker(rank, "failed"), _MAX_MARKER_BYTES) or b'""', "marker")
+                    reason = parse_json(read_bytes(self._marker(rank, "failed"), _MAX_MARKER_BYTES) or b'""', "marker")
                     found[rank] = reason or "its files could not be written"
                 elif rank not in found and self._marker(rank, "done").exists():
-                    found[rank] = from_text(read_bytes(self._marker(rank, "done"), _MAX_MARKER_BYTES), "marker")
+                    found[rank] = parse_json(read_bytes(self._marker(rank, "done"), _MAX_MARKER_BYTES), "marker")
             return len(found) == self.ranks
 
         if not self._poll(all_have_finished):
@@ -164,7 +164,7 @@ class CheckpointWriter:
         """Replace the marker atomically. If the disk is full, an empty `.failed` marker still says enough."""
         marker = self._marker(rank, "part")
         try:
-            marker.write_bytes(to_text(content))
+            marker.write_bytes(json_bytes(content))
         except OSError:
             if state == "done":
                 raise

@@ -26,6 +26,7 @@ from penstock.runtime.solo import Solo
 from penstock.runtime.state_dict import shard_like
 from penstock.runtime.step import Result
 from penstock.runtime.sync import MAX_REDUCED, Agreement, RankSync, SyncRequest, SyncResult, SyncVote
+from penstock.runtime.tensor_json import FindTensor, Tensors, decode_tree, encode_tree, json_bytes, parse_json
 from penstock.runtime.transports import (
     DistributedTransport,
     MessageKey,
@@ -44,6 +45,7 @@ __all__ = [
     "Agreement",
     "DistributedTransport",
     "Engine",
+    "FindTensor",
     "GradScaler",
     "LossHead",
     "MessageKey",
@@ -64,6 +66,7 @@ __all__ = [
     "SyncResult",
     "SyncVote",
     "TensorCodec",
+    "Tensors",
     "Weighing",
     "add_loss",
     "added_losses",
@@ -72,13 +75,17 @@ __all__ = [
     "check_tied_weights",
     "clip",
     "coarsest",
+    "decode_tree",
     "describe",
+    "encode_tree",
     "gather_tensors",
     "global_norm",
+    "json_bytes",
     "located_error",
     "loss_of",
     "merge",
     "message_key",
+    "parse_json",
     "shard_like",
     "unsaved_buffer_names",
     "watch_step",

@@ -12,67 +12,59 @@ from torch.distributed.tensor import DTensor
 from penstock.errors import RunError
 from penstock.ir import ITEM_BYTES
 from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.tensor_json import Tensors, decode_tree, encode_tree
 
 _REFUSED = "refused: "
 
 
 def flatten_structure(thing: Any) -> tuple[str, list[Tensor]]:
     """A text that describes a structure of lists, tuples, dicts and plain values, and its tensors in order."""
-    tensors: list[Tensor] = []
+    _check_structure(thing)
+    tensors: Tensors = {}
+    tree = encode_tree(thing, tensors, "batch")
+    specs = {name: [_dtype_name(one), list(one.shape), one.requires_grad] for name, one in tensors.items()}
+    text = json.dumps({"tree": tree, "tensors": specs})
+    return text, [tensor.detach().contiguous() for tensor in tensors.values()]
 
-    def describe(node: Any) -> Any:
-        if isinstance(node, Tensor):
-            dtype = str(node.dtype).removeprefix("torch.")
-            if node.layout is not torch.strided or dtype not in ITEM_BYTES or node.is_quantized:
-                kind = f"{node.dtype}, {node.layout}".replace("torch.", "")
-                raise RunError("a tensor of this kind cannot be sent to the other ranks", kind=kind)
-            tensors.append(node)
-            return {"tensor": [dtype, list(node.shape), node.requires_grad]}
-        if type(node) in (list, tuple):
-            return {type(node).__name__: [describe(item) for item in node]}
-        if type(node) is dict and all(type(key) is str for key in node):
-            return {"dict": {key: describe(item) for key, item in node.items()}}
-        if node is None or type(node) in (bool, int, float, str):
-            return {"plain": node}
+
+def _check_structure(thing: Any) -> None:
+    """Refuse everything that would arrive as something else, such as a subclass of a list."""
+    if isinstance(thing, Tensor):
+        if thing.layout is not torch.strided or _dtype_name(thing) not in ITEM_BYTES or thing.is_quantized:
+            kind = f"{thing.dtype}, {thing.layout}".replace("torch.", "")
+            raise RunError("a tensor of this kind cannot be sent to the other ranks", kind=kind)
+    elif type(thing) in (list, tuple):
+        for item in thing:
+            _check_structure(item)
+    elif type(thing) is dict and all(type(key) is str for key in thing):
+        for item in thing.values():
+            _check_structure(item)
+    elif thing is not None and type(thing) not in (bool, int, float, str):
         raise RunError(
             'with inputs="first" a batch must consist of tensors, lists, tuples, dicts, numbers, strings and None',
-            found=type(node).__name__,
+            found=type(thing).__name__,
             hint='inputs="all", and the same batch on every rank',
         )
 
-    text = json.dumps(describe(thing))
-    return text, [tensor.detach().contiguous() for tensor in tensors]
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def read_structure(text: str) -> tuple[Callable[[Sequence[Tensor]], Any], list[Tensor]]:
     """A function that builds the structure from its tensors, and buffers to receive them into."""
-    root, buffers = json.loads(text), list[Tensor]()
+    document = json.loads(text)
+    specs: dict[str, Any] = document["tensors"]
+    if unknown := [dtype for dtype, _, _ in specs.values() if dtype not in ITEM_BYTES]:
+        raise RunError("a batch has a tensor of an unknown dtype", dtype=unknown[0])
+    buffers = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape, _ in specs.values()]
 
-    def allocate(node: Mapping[str, Any]) -> None:
-        ((kind, content),) = node.items()
-        if kind == "tensor":
-            dtype, shape, _ = content
-            if dtype not in ITEM_BYTES:
-                raise RunError("a batch has a tensor of an unknown dtype", dtype=dtype)
-            buffers.append(torch.empty(shape, dtype=getattr(torch, dtype)))
-        elif kind != "plain":
-            for item in content.values() if kind == "dict" else content:
-                allocate(item)
+    def build(tensors: Sequence[Tensor]) -> Any:
+        pairs = zip(specs.items(), tensors, strict=True)
+        named = {name: tensor.requires_grad_() if spec[2] else tensor for (name, spec), tensor in pairs}
+        return decode_tree(document["tree"], named.__getitem__)
 
-    def build(node: Mapping[str, Any], tensors: Any) -> Any:
-        ((kind, content),) = node.items()
-        if kind == "tensor":
-            tensor: Tensor = next(tensors)
-            return tensor.requires_grad_() if content[2] else tensor
-        if kind == "dict":
-            return {key: build(item, tensors) for key, item in content.items()}
-        if kind in ("list", "tuple"):
-            items = [build(item, tensors) for item in content]
-            return items if kind == "list" else tuple(items)
-        return content
-
-    allocate(root)
-    return lambda tensors: build(root, iter(tensors)), buffers
+    return build, buffers
 
 
 def broadcast_structure(groups: ProcessGroups, thing: Any, source: int, device: torch.device) -> Any:

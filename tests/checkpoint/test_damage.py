@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from benchmarks.damages import DAMAGES, ELSEWHERE, LINK, damaged, forged
 from penstock.checkpoint import read_manifest, verify_checkpoints
 from penstock.checkpoint.manifest import NAME, signed_document
-from penstock.checkpoint.values import from_text, to_text
 from penstock.cli import app
 from penstock.errors import CheckpointError, DamagedError
+from penstock.runtime.tensor_json import json_bytes, parse_json
 from tests.checkpoint.trainings import Training, numbers, saved, the_plan
 
 ROUNDS = 200
@@ -104,7 +104,7 @@ def test_a_linked_directory_does_not_count(good: Path, training: Training, tmp_p
 def test_a_newer_format_is_not_damage(good: Path, training: Training, tmp_path: Path) -> None:
     shutil.copytree(good, tmp_path / "new")
     path = tmp_path / "new" / "step-000002" / NAME
-    path.write_bytes(to_text({**from_text(path.read_bytes(), path), "penstock_checkpoint": 2}))
+    path.write_bytes(json_bytes({**parse_json(path.read_bytes(), path), "penstock_checkpoint": 2}))
     with pytest.raises(CheckpointError, match="newer format"):
         training.pipe.load(tmp_path / "new")
 
@@ -124,13 +124,13 @@ def test_invalid_documents_count_as_damage_although_their_digests_are_right(
     name: str, content: object, good: Path, training: Training, tmp_path: Path
 ) -> None:
     shutil.copytree(good, tmp_path / "new")
-    rewritten(tmp_path / "new" / "step-000002", name, to_text(content))
+    rewritten(tmp_path / "new" / "step-000002", name, json_bytes(content))
     assert training.pipe.load(tmp_path / "new", training.optimizer).step == 1
 
 
 def rewritten(directory: Path, name: str, content: bytes, **values: object) -> None:
     """Replace a file, and write a manifest that has its digest."""
-    manifest = from_text((directory / NAME).read_bytes(), NAME)["manifest"]
+    manifest = parse_json((directory / NAME).read_bytes(), NAME)["manifest"]
     (directory / name).write_bytes(content)
     manifest["files"][name] |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (directory / NAME).write_bytes(signed_document({**manifest, **values}))

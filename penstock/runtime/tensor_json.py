@@ -1,5 +1,6 @@
-"""Nested Python values as JSON, with their tensors beside it by name. Nothing is pickled.
+"""Nested Python values as JSON, with their tensors beside it by name: for checkpoints and for messages between ranks.
 
+Nothing is pickled, so that reading a file or a message never runs code.
 Values that JSON lacks are objects with one key that begins with `$`: `{"$tensor": name}`, `{"$tuple": [...]}`.
 """
 
@@ -20,20 +21,20 @@ from penstock.errors import CheckpointError, DamagedError
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 Tensors = dict[str, Tensor]
-Find = Callable[[str], Tensor]
+FindTensor = Callable[[str], Tensor]
 
 
-def encode(value: Any, tensors: Tensors, name: str) -> Any:
+def encode_tree(value: Any, tensors: Tensors, name: str) -> Any:
     """The value as JSON can hold it; its tensors are added to `tensors`, named by their position under `name`."""
     try:
         return _encode(value, tensors, name)
     except RecursionError:
-        raise CheckpointError("a value contains itself, or is nested too deeply to be saved", name=name) from None
+        raise CheckpointError("a value contains itself, or is nested too deeply", name=name) from None
 
 
 def _encode(value: Any, tensors: Tensors, name: str) -> Any:
     if isinstance(value, Tensor):
-        return _encode_tensor("$tensor", value.detach(), tensors, name)
+        return _encode_tensor("$tensor", value, tensors, name)
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or type(value) in (bool, int, str):
@@ -83,8 +84,8 @@ def _encode_dict(value: dict[Any, Any], tensors: Tensors, name: str) -> Any:
     return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
 
 
-def decode(value: Any, find: Find) -> Any:
-    """The value that `encode` was given; `find` returns a tensor by its name."""
+def decode_tree(value: Any, find: FindTensor) -> Any:
+    """The value that `encode_tree` was given; `find` returns a tensor by its name."""
     try:
         return _decode(value, find)
     except (TypeError, ValueError, RecursionError) as error:
@@ -93,7 +94,7 @@ def decode(value: Any, find: Find) -> Any:
         raise DamagedError("a value cannot be read", reason=error) from None
 
 
-def _decode(value: Any, find: Find) -> Any:
+def _decode(value: Any, find: FindTensor) -> Any:
     if isinstance(value, list):
         return [_decode(item, find) for item in value]
     if not isinstance(value, dict):
@@ -119,14 +120,14 @@ def _decode(value: Any, find: Find) -> Any:
     raise DamagedError("unknown kind of value", kind=kind)
 
 
-def _decode_key(value: Any, find: Find) -> Any:
+def _decode_key(value: Any, find: FindTensor) -> Any:
     key = _decode(value, find)
     if isinstance(key, list | dict):
         raise DamagedError("invalid dictionary key", key=repr(key)[:60])
     return key
 
 
-def to_text(value: Any) -> bytes:
+def json_bytes(value: Any) -> bytes:
     """A JSON document."""
     try:
         return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
@@ -134,7 +135,7 @@ def to_text(value: Any) -> bytes:
         raise CheckpointError("a value cannot be written as JSON", reason=error) from None
 
 
-def from_text(text: bytes, file: object) -> Any:
+def parse_json(text: bytes, file: object) -> Any:
     """The content of a JSON document."""
     try:
         return json.loads(text)

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.checkpoint.values import decode, encode, from_text, to_text
 from penstock.errors import CheckpointError, DamagedError
+from penstock.runtime.tensor_json import decode_tree, encode_tree, json_bytes, parse_json
 
 
 def there_and_back(value: Any) -> Any:
     tensors: dict[str, torch.Tensor] = {}
-    text = to_text(encode(value, tensors, "x"))
-    return decode(from_text(text, "x"), tensors.__getitem__)
+    text = json_bytes(encode_tree(value, tensors, "x"))
+    return decode_tree(parse_json(text, "x"), tensors.__getitem__)
 
 
 PLAIN = [
@@ -75,14 +75,14 @@ FORGED = [
 @pytest.mark.parametrize("value", FORGED, ids=repr)
 def test_invalid_values_count_as_damage(value: Any) -> None:
     with pytest.raises(DamagedError):
-        decode(value, {}.__getitem__)
+        decode_tree(value, {}.__getitem__)
 
 
 def test_values_nested_too_deeply_count_as_damage() -> None:
     with pytest.raises(DamagedError):
-        from_text(b"[" * 100_000, "x")
+        parse_json(b"[" * 100_000, "x")
     deep: Any = 1
     for _ in range(5000):
         deep = [deep]
     with pytest.raises(DamagedError):
-        decode(deep, {}.__getitem__)
+        decode_tree(deep, {}.__getitem__)
