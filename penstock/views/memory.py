@@ -20,7 +20,8 @@ PEAKS = 78.0
 HEADROOM = 1.08
 SLICE = 2.0
 LINE = KINDS[Kind.FORWARD]
-GROUND = mix(LINE, PAPER, 0.45)
+GROUND = mix(LINE, PAPER, 0.55)
+"""lighter than every shade of a pass, as the report maps the two to different dark colours"""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Timeline(View[Traces, str | bytes]):
     columns: int = 1
     """number of traces side by side"""
     critical: bool = False
-    """whether the critical path is marked"""
+    """whether the critical path is marked, in traces that are not merged"""
     format: Format = "svg"
     scale: float = 2.0
     """pixels of a PNG per pixel of the layout; 2 is sharp on dense screens"""
@@ -84,12 +84,13 @@ class Timeline(View[Traces, str | bytes]):
             parts.append(_merged_boxes(content, panel) if merged[place] else _boxes(content, panel))
             if marked[place]:
                 parts.append(_marks(content, panel))
-            if self.critical:
+            # In a merged timeline the path would cross all rows at every pixel.
+            if self.critical and not merged[place]:
                 parts.append(_critical_line(content, panel))
-        legend, end = self._legend(blocks, height, any(merged))
+        legend, end = self._legend(blocks, height, self.critical and not all(merged), any(merged))
         return Drawing(self.width, end).with_parts(*parts, legend)
 
-    def _legend(self, blocks: list[Blocks], y: float, is_merged: bool) -> tuple[Drawing, float]:
+    def _legend(self, blocks: list[Blocks], y: float, has_path: bool, is_merged: bool) -> tuple[Drawing, float]:
         """The legend from height y on, in as many lines as it needs, and the height below it."""
         kinds = [kind for kind in WORDS if any(kind in content.kinds for content in blocks)]
         chunks = max(content.num_chunks for content in blocks)
@@ -98,7 +99,7 @@ class Timeline(View[Traces, str | bytes]):
             shades = tuple(fill(kinds[0] if kinds else Kind.FORWARD, c, chunks) for c in range(min(chunks, 8)))
             entries.append((shades, "first to last stage of a rank"))
         entries.append(((IDLE,), "idle"))
-        if self.critical:
+        if has_path:
             entries.append(((), "critical path"))
         if is_merged:
             entries.append(((), "many passes: heights are shares of time"))

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import ViewError
-from penstock.ir import Cluster, StepMetrics
+from penstock.ir import Cluster, Kind, StepMetrics
 from penstock.views import Contents, Report
-from penstock.views.palette import FAINT, INK, KINDS, PAPER, STAGES, contrast
+from penstock.views.palette import FAINT, INK, KINDS, PAPER, STAGES, contrast, fill, text_on
 from penstock.views.report.charts import DARK_PAPER, dark, stage_hues
 from penstock.views.report.report import MAX_BYTES
 from tests.views.reports import contents, planned
@@ -147,6 +147,7 @@ def test_a_timeline_too_large_to_zoom_is_a_picture_with_a_note() -> None:
     assert zoom_data(page) == {}
     assert "actions are too many to zoom into in a page of this size; penstock trace" in words(page)
     assert 'class="scroll still"' in page
+    assert '<section id="memory">' in page
 
 
 @pytest.mark.no_cover
@@ -225,6 +226,13 @@ def test_contents_that_do_not_belong_together_are_refused() -> None:
 @pytest.mark.parametrize("color", [*KINDS.values(), *STAGES])
 def test_shapes_are_visible_on_dark_paper(color: str) -> None:
     assert contrast(dark(color), DARK_PAPER) >= 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
+def test_the_text_of_a_pass_is_readable_on_light_and_on_dark_paper(kind: Kind, chunks: int) -> None:
+    for color in (fill(kind, chunk, chunks) for chunk in range(chunks)):
+        assert min(contrast(text_on(color), shade) for shade in (color, dark(color))) >= 4
 
 
 @pytest.mark.parametrize("color", [INK, FAINT])

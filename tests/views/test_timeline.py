@@ -163,6 +163,7 @@ def test_a_huge_trace_is_merged_into_a_small_document(huge: Trace) -> None:
     document = Timeline(critical=True)(huge)
     assert len(document) < 3_000_000
     assert "many passes: heights are shares of time" in texts(document)
+    assert "critical path" not in texts(document)
 
 
 def test_merged_boxes_cover_as_much_as_the_passes_they_stand_for() -> None:

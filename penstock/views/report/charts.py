@@ -5,12 +5,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from markupsafe import Markup, escape
 
 from penstock.ir import Kind, Run, number_text, round_step, seconds_unit
+from penstock.views.blocks import Blocks
 from penstock.views.drawing import BASELINE, Area, Box, Drawing, Label, Line, Point
 from penstock.views.memory import GROUND, Memory
 from penstock.views.palette import ALARM, FAINT, IDLE, INK, KINDS, MARK, PAPER, RULE, STAGES, contrast, mix, text_on
 from penstock.views.report.contents import Contents
 from penstock.views.timeline import Timeline
 
+MAX_PASSES = 16_000
+"""of all timelines together that are drawn or zoomed into one by one: about 150 KB"""
 MAX_MEMORY_STEPS, ALL_MEMORY_STEPS, LEAST_MEMORY_STEPS = 160, 1600, 24
 """of the memory curve of a rank, of all ranks together, and of a rank in any case"""
 
@@ -19,7 +22,9 @@ def draw_all(contents: Contents, width: int, timelines: int, with_memory: bool) 
     """The pictures for which there are figures, by name."""
     found: dict[str, Drawing | None] = {}
     if shown := dict(list(contents.traces.items())[:timelines]):
-        found["timeline"] = Timeline(width=width, critical=True).drawing(shown, merge_narrow=False)
+        # Narrow passes can be seen when the page is enlarged, so they are merged only where they are too many.
+        is_large = sum(len(Blocks.of(trace)) for trace in shown.values()) > MAX_PASSES
+        found["timeline"] = Timeline(width=width, critical=True).drawing(shown, merge_narrow=is_large)
     if with_memory:
         found["memory"] = _memory(contents, width)
     if contents.run:

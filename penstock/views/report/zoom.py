@@ -14,11 +14,9 @@ from penstock.ir import Span, Trace, critical_path
 from penstock.views.blocks import LETTERS, WORDS, Blocks
 from penstock.views.palette import fill, text_on
 from penstock.views.panel import rank_label
-from penstock.views.report.charts import dark
+from penstock.views.report.charts import MAX_PASSES, dark
 
 TICKS = 100_000
-MAX_PASSES = 16_000
-"""of all traces together: about 150 KB"""
 
 
 def zoom_data(traces: Mapping[str, Trace]) -> dict[str, Any] | None:
