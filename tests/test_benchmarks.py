@@ -1,6 +1,8 @@
 """The benchmarks run: all of them in tiny sizes, where only their shape is looked at."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +16,14 @@ from benchmarks import (
     partition,
     planning,
     prediction,
+    reference,
     runtime_compute,
     runtime_memory,
     runtime_sleep,
     saving,
     slow_ranks,
     synthesis,
+    walk,
 )
 from benchmarks.__main__ import main
 from benchmarks.clock import cpu_seconds
@@ -181,3 +185,20 @@ def test_a_slow_rank_is_watched_for(capsys):
     setting = slow_ranks.Setting(ranks=2, microbatches=2, unit=0.001, clean=2)
     slow_ranks.delays(setting, factors=(4.0,)).show()
     assert re.search(r"^  4 times .*(PASS|FAIL)$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_results_equal_their_record_until_a_value_changes(tmp_path, capsys):
+    path = tmp_path / "reference.json"
+    assert reference.main(["--write", str(path), "--only", "skip_connections"]) == 0
+    assert reference.main(["--against", str(path), "--only", "skip_connections"]) == 0
+    record = json.loads(path.read_text())
+    record["skip_connections"]["gpipe, 2 ranks"]["makespan"] = "1.0"
+    path.write_text(json.dumps(record))
+    capsys.readouterr()
+    assert reference.main(["--against", str(path), "--only", "skip_connections"]) == 1
+    assert "skip_connections / gpipe, 2 ranks / makespan: was '1.0', is" in capsys.readouterr().out
+
+
+def test_the_functions_of_a_step_are_counted():
+    calls = walk.count_calls(walk.penstock_step(), Path(walk.penstock.__file__).parent)
+    assert calls[walk.penstock.Pipeline.step.__code__] == 1
