@@ -159,3 +159,17 @@ def test_a_renamed_checkpoint_is_not_a_newer_one(good: Path, training: Training,
     (tmp_path / "new" / "step-000001").rename(tmp_path / "new" / "step-000009")
     with pytest.warns(RuntimeWarning, match="directory name of another step"):
         assert training.pipe.load(tmp_path / "new").step == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"plan": {"ranks": "2"}}, r"key: plan\.ranks, reason: Input should be a valid integer"),
+        ({"color": 1}, "key: color"),
+    ],
+)
+def test_an_error_in_the_manifest_names_the_key(values: Any, words: str, good: Path, tmp_path: Path) -> None:
+    shutil.copytree(good / "step-000001", tmp_path / "one")
+    rewritten(tmp_path / "one", "run.json", b"{}", **values)
+    with pytest.raises(DamagedError, match=words):
+        read_manifest(tmp_path / "one")

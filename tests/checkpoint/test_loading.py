@@ -1,5 +1,6 @@
 """Ranks save and load together: with any plan, with the losses of a training that never stopped."""
 
+import json
 import time
 import warnings
 from pathlib import Path
@@ -8,6 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
@@ -40,7 +43,7 @@ SAME_SUMS = tuple(
 
 
 def leg(plan: Plan, optimizer: str, root: str) -> tuple[list[float], Any]:
-    """Two steps from where the last leg ended."""
+    """Load, take two steps and save."""
     training = Training(plan, optimizer)
     loaded = training.pipe.load(root, training.optimizer) if any(Path(root).iterdir()) else None
     losses = training.losses(2)
@@ -60,7 +63,7 @@ def test_any_plan_resumes_from_a_checkpoint_of_any_plan(optimizer: str, pools: A
 
 
 def plain_leg(plan: Plan, optimizer: str, root: str) -> list[float]:
-    """Two steps from where the last leg ended; no gradient is scaled."""
+    """Load, take two steps without clipping, and save."""
     return plain_losses(penstock.Pipeline(chain(6), plan, loss_fn=mse_loss), optimizer, root, 2)
 
 
@@ -88,7 +91,7 @@ def test_plans_that_add_in_the_same_order_resume_bit_identically(optimizer: str,
 
 
 def interrupted(plan: Plan, root: str) -> tuple[list[float], list[float], Any, dict[str, int]]:
-    """Twenty losses after a save, and the same after a load into a pipeline without numbers; random numbers too."""
+    """Losses and a random number after a save, and the same after loading it into a meta-device model."""
     training = Training(plan)
     torch.manual_seed(plan.num_ranks)
     training.losses(3)
@@ -114,7 +117,7 @@ def test_the_same_plan_resumes_bit_identically_and_each_rank_reads_its_own_part(
 
 
 def broken(plan: Plan, root: str, others: str, asynchronous: bool) -> tuple[list[str], list[float], Any]:
-    """What each rank hears if the second one has no room, and another directory; then it goes on and loads."""
+    """The errors of each rank if rank 1 has a full disk, or another directory; then training continues and loads."""
     training, said = Training(plan), []
     training.losses(1)
     training.save(root)
@@ -155,7 +158,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_the_old_checkpoint_stays(
 
 
 def beside(plan: Plan, root: str) -> tuple[list[float], list[float], str]:
-    """Steps while a thread writes; then the files of a rank cannot be written, which the next step says."""
+    """Steps during an asynchronous save; then a save that fails, which the next step raises."""
     training = Training(plan)
     training.losses(1)
     training.save(root, asynchronous=True)
@@ -188,7 +191,7 @@ def test_an_asynchronous_save_writes_the_state_at_the_call_and_its_failure_is_ra
 
 
 def passed_over(plan: Plan, root: str) -> tuple[int | None, list[str]]:
-    """Which checkpoint is read, and what is said about the others."""
+    """The step that is loaded, and the warnings."""
     training = Training(plan)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -235,7 +238,7 @@ def test_a_flipped_bit_is_found_before_any_rank_reads(word: str, ranks: int, poo
 
 
 def stepped(plan: Plan, root: str, steps: int, schedules: str) -> tuple[list[float], list[list[float]]]:
-    """Steps with a rate of its own for every parameter, which sinks; the losses and the rates after each."""
+    """Losses and learning rates of steps in which every parameter has its own decaying rate."""
     pipe = penstock.Pipeline(chain(6), plan, loss_fn=mse_loss)
     places = {name: place for place, (name, _) in enumerate(chain(6).named_parameters())}
     groups = [{"params": [own], "lr": 0.1 / (1 + places[name])} for name, own in pipe.named_parameters()]
@@ -319,7 +322,7 @@ def test_one_replica_writes_and_all_resume(shards: bool, pools: Any, tmp_path: P
 
 
 def late(plan: Plan, root: str) -> list[bool]:
-    """Whether what a slow thread writes is what was there, of stages that are sharded over one rank alone."""
+    """Whether a slow asynchronous save has the weights at its call, with stages that are sharded over one rank."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
 
     def sharded(stage: Any, mesh: Any) -> None:
@@ -354,3 +357,48 @@ def late(plan: Plan, root: str) -> list[bool]:
 def test_an_asynchronous_save_copies_tensors_that_are_not_sharded_too(pools: Any, tmp_path: Path) -> None:
     found = pools[2].run(late, chain_plan("interleaved", 2, 2, 2), str(tmp_path))
     assert all(all(each) and each for each in found)
+
+
+ONES = torch.ones(4, 3)
+
+
+def linear_chain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+
+
+def file_per_tensor(directory: Path) -> Path:
+    """A Hugging Face directory with a file for every tensor."""
+    state = linear_chain().state_dict()
+    for name, tensor in state.items():
+        save_file({name: tensor}, directory / f"{name}.safetensors")
+    index = {"weight_map": {name: f"{name}.safetensors" for name in state}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return directory
+
+
+def load_both(plan: Plan, *directories: str) -> tuple[Any, str, float]:
+    """What this rank loads from a directory, its error if only one rank finds the next one, and the loss afterwards."""
+    with torch.device("meta"):
+        empty = linear_chain()
+    pipe = penstock.Pipeline(empty, plan, loss_fn=mse_loss)
+    loaded = pipe.load(directories[0])
+    try:
+        pipe.load(directories[int(torch.distributed.get_rank() == 1)])
+        problem = ""
+    except PenstockError as error:
+        problem = str(error)
+    return loaded, problem, pipe.step(ONES, target=ONES).loss.item()
+
+
+def test_each_rank_opens_its_own_files_and_an_error_of_one_is_raised_on_all(pools: Any, tmp_path: Path) -> None:
+    plan = quick_plan(linear_chain(), (ONES,), ranks=2, microbatches=2, schedule="gpipe", loss_fn=mse_loss)
+    results = pools[2].run(load_both, plan, str(file_per_tensor(tmp_path)), str(tmp_path / "nowhere"))
+    expected = mse_loss(linear_chain()(ONES), ONES).item()
+    for rank, (loaded, problem, loss) in enumerate(results):
+        assert loaded.files == tuple(
+            f"{2 * rank + n}.{kind}.safetensors" for n in (0, 1) for kind in ("bias", "weight")
+        )
+        assert (loaded.num_tensors, loaded.bytes_read) == (4, 96)
+        assert "no such directory" in problem
+        assert loss == pytest.approx(expected)

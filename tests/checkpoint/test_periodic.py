@@ -35,7 +35,7 @@ def batches() -> Iterator[Any]:
 
 
 class Trained:
-    """A loop over the batches in one process, with what it told."""
+    """A training loop in one process, with its step reports."""
 
     def __init__(
         self, plan: Plan, steps: int, options: CheckpointOptions | None = None, data: Any = None, **hooks: Any

@@ -58,7 +58,7 @@ def test_an_asynchronous_save_writes_to_the_given_directory_although_the_program
 
 
 def slowly(function: Any) -> Any:
-    """The function, a moment later."""
+    """The function with a delay."""
 
     def called(*args: Any) -> Any:
         time.sleep(0.05)
@@ -235,7 +235,7 @@ class Counting(torch.optim.SGD):
     """It keeps state that belongs to no parameter."""
 
     def step(self, closure: Any = None) -> Any:
-        """As usual, and count."""
+        """Take the step and count it."""
         self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
         return super().step(closure)
 

@@ -33,7 +33,7 @@ def plan() -> Plan:
 
 
 def saved(plan: Plan, root: Path) -> None:
-    """Begin a save, and be done."""
+    """Start a save and return."""
     penstock.Pipeline(model(), plan, loss_fn=nn.MSELoss()).save(root, asynchronous=True)
 
 

@@ -1,4 +1,4 @@
-"""Schedulers go on by another plan with the rates that they would have had, or are refused."""
+"""Schedulers resume with another plan at the learning rates they would have had, or are refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ Make = Callable[[torch.optim.Optimizer], Any]
 
 
 def shifted(optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Somebody has given it other rates to begin with."""
+    """A scheduler whose base learning rates were changed."""
     made = schedulers.LambdaLR(optimizer, lambda step: 0.5**step)
     made.base_lrs = [0.3, 0.2]
     return made
@@ -66,7 +66,7 @@ MAKES: dict[str, Make] = {
 
 
 class Rated:
-    """A pipeline inside this process whose optimizer has so many groups, each with a rate of its own."""
+    """A local pipeline whose optimizer has several groups, each with its own learning rate."""
 
     def __init__(self, ranks: int, make: Make, groups: int = 2) -> None:
         self.pipe = penstock.Pipeline(chain(6), PLANS[ranks], loss_fn=nn.functional.mse_loss, local=True)
@@ -76,7 +76,7 @@ class Rated:
         self.scheduler = make(self.optimizer)
 
     def rates(self, steps: int) -> list[list[float]]:
-        """After each of the next steps."""
+        """The learning rates after each of the next steps."""
         found = []
         for _ in range(steps):
             self.optimizer.step()

@@ -24,7 +24,7 @@ def the_plan(ranks: int, schedule: str = "1f1b", **choices: Any) -> Plan:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """That of a step, whoever asks."""
+    """The batch of a step, the same for every caller."""
     return tokens(8, 3, seed=2 * step), tokens(8, 3, seed=2 * step + 1)
 
 
@@ -38,7 +38,7 @@ class Training:
         self.optimizer = OPTIMIZERS[optimizer](self.pipe.parameters())
 
     def losses(self, steps: int, clip: float = 0.5) -> list[float]:
-        """Of the next steps."""
+        """The losses of the next steps."""
         found = []
         for _ in range(steps):
             self.optimizer.zero_grad()
@@ -49,12 +49,12 @@ class Training:
         return found
 
     def save(self, root: str | Path, **options: Any) -> Path:
-        """With all that it has."""
+        """Save with the optimizer."""
         return self.pipe.save(root, self.optimizer, **options)
 
 
 def saved(root: Path, *steps: int, ranks: int = 2) -> Training:
-    """Checkpoints of some steps by a training inside this process."""
+    """Save checkpoints of some steps of a local training."""
     training = Training(the_plan(ranks), local=True)
     for step in steps:
         training.losses(step - training.pipe.num_steps)
@@ -63,7 +63,7 @@ def saved(root: Path, *steps: int, ranks: int = 2) -> Training:
 
 
 def numbers(training: Training) -> list[Tensor]:
-    """All parameters, and what the optimizer keeps for them."""
+    """All parameters and optimizer state."""
     found = [parameter.detach().clone() for parameter in training.pipe.parameters()]
     states = training.optimizer.state.values()
     return found + [value.clone() for state in states for value in state.values() if isinstance(value, Tensor)]

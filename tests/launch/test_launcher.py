@@ -374,7 +374,7 @@ INTERRUPTED = 42
 
 
 def launcher(place: Path, stopped: int | None) -> None:
-    """A process that launches three ranks which do nothing; it leaves with a code of its own after ctrl-c."""
+    """A process that launches three ranks that only sleep; it exits with a code of its own after ctrl-c."""
     errors = os.open(place.parent / "errors", os.O_WRONLY | os.O_CREAT)
     os.dup2(errors, 2)
     # Whoever runs the tests in the background has told its children to ignore ctrl-c.
@@ -395,7 +395,7 @@ def launcher(place: Path, stopped: int | None) -> None:
 
 
 def interrupted(place: Path, number: int, stopped: int | None = None) -> tuple[int | None, list[int]]:
-    """The exit code of a launcher that gets a signal while its ranks run, and the process numbers of these."""
+    """The exit code of a launcher that gets a signal while its ranks run, and their pids."""
     process = get_context("fork").Process(target=launcher, args=(place, stopped))
     process.start()
     wait_until(lambda: len(list(place.parent.glob("ready*"))) == 3)

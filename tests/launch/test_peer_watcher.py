@@ -60,7 +60,7 @@ def timed_out(record: Role, act: Callable[[], None], process: str = "running", r
 
 
 def receive(watcher: PeerWatcher, peer: int, seconds: float) -> None:
-    """As a pipeline receives."""
+    """Receive as a pipeline does."""
     try:
         dist.irecv(torch.zeros(4), peer).wait(timedelta(seconds=seconds))
     except RuntimeError as error:
@@ -150,7 +150,7 @@ def test_a_killed_rank_is_reported_as_gone(tmp_path: Path) -> None:
 
 
 def beside(broken: Role, starts: bool = True) -> str:
-    """The launcher's error when rank 1 does something else while rank 0 breaks."""
+    """The launcher's error when rank 1 does something else while rank 0 fails."""
 
     def run() -> None:
         status_file = StatusFile.create(os.environ[STATUS_DIR_VARIABLE], dist.get_rank(), 2)
@@ -215,7 +215,7 @@ def test_a_rank_that_died_in_a_step_has_failed(tmp_path: Path) -> None:
 
 
 def ended(directory: Path) -> None:
-    """Rank 1 has done all its work, and its process is still there."""
+    """Rank 1 has finished, and its process still exists."""
     other = StatusFile.create(directory, 1, 2)
     other.idle(STEP)
     other.ended()
