@@ -1,4 +1,4 @@
-"""Cluster: memory in words, links that differ, and figures that make no sense."""
+"""Cluster, links, replicas and the speed of devices."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import CostError
-from penstock.ir import MAX_RANKS, Cluster, Link, parse_bytes
+from penstock.ir import MAX_RANKS, Cluster, DeviceSpeed, Link, Placement, from_json, parse_bytes, to_json
 
 
 def test_one_figure_of_memory_holds_for_every_rank():
@@ -95,3 +95,59 @@ def test_a_size_is_exact():
 
 def test_links_may_come_as_a_list():
     assert Cluster(2, links=[Link(0, 1)]) == Cluster(2, links=(Link(0, 1),))
+
+
+def test_every_stage_is_as_slow_as_the_rank_that_holds_it():
+    assert Cluster(2, slowness=[1, 1.8]).slowness_of(Placement.vee(2)) == (1.0, 1.8, 1.8, 1.0)
+    assert Cluster(2).slowness_of(Placement.loop(2)) == (1.0, 1.0)
+
+
+def test_slowness_is_saved_with_the_cluster():
+    cluster = Cluster(3, slowness=(1, 2, 1))
+    assert from_json(to_json(cluster)) == cluster != Cluster(3)
+
+
+def test_a_placement_on_other_ranks_is_refused():
+    with pytest.raises(CostError, match=r"another number of ranks \(cluster: 2, placement: 3\)"):
+        Cluster(2, slowness=(1, 2)).slowness_of(Placement.loop(3))
+
+
+@pytest.mark.parametrize(
+    ("slowness", "problem"),
+    [
+        ((1.0,), r"one factor per rank \(factors: 1, ranks: 2\)"),
+        (2.0, r"one factor per rank \(slowness: 2.0, ranks: 2\)"),
+        ("12", "one factor per rank"),
+        ((1.0, 0.0), "finite and above 0"),
+        ((1.0, math.inf), "finite and above 0"),
+        ((1.0, "2"), r"(?s)finite and above 0.*try: slowness=\(1, 1.8\)"),
+    ],
+)
+def test_slowness_that_makes_no_sense_is_refused(slowness, problem):
+    with pytest.raises(CostError, match=problem):
+        Cluster(2, slowness=slowness)
+
+
+SPEED = DeviceSpeed(flops_per_second=100.0, bytes_per_second=10.0, operation_seconds=0.5)
+
+
+@pytest.mark.parametrize(("flops", "num_bytes", "seconds"), [(200, 0, 2.5), (0, 30, 3.5), (200, 30, 3.5), (0, 0, 0.5)])
+def test_an_operation_takes_as_long_as_the_slower_of_its_arithmetic_and_its_bytes(flops, num_bytes, seconds):
+    assert SPEED.seconds(flops, num_bytes) == seconds
+
+
+@pytest.mark.parametrize("figure", [0.0, -1.0, math.inf, math.nan, "fast"])
+def test_a_speed_is_a_number_above_0(figure):
+    with pytest.raises(CostError, match="flops_per_second must be a finite number above 0"):
+        DeviceSpeed(figure, 1.0)
+    with pytest.raises(CostError, match="bytes_per_second must be a finite number above 0"):
+        DeviceSpeed(1.0, figure)
+
+
+def test_no_operation_takes_less_than_no_time():
+    with pytest.raises(CostError, match="operation_seconds must be finite seconds"):
+        DeviceSpeed(1.0, 1.0, -1e-6)
+
+
+def test_it_is_printed_in_round_figures():
+    assert str(DeviceSpeed(3.12e14, 2.039e12)) == "3.12e+14 flop/s, 2.04e+12 B/s"

@@ -75,8 +75,8 @@ GRAPH = Graph(
     storage=(STORAGE,),
     updates=(UPDATE,),
 )
-HOLDS = SavedTensors(7, ("x", "layers.0"), 6, ("x",), ("layers.0",))
-COST = NodeCost("layers.0", 0.1, 0.2, 0.1, 0.125, NodeBytes(7, 6, 5, 4, 3, 2, 1), HOLDS)
+SAVED = SavedTensors(7, ("x", "layers.0"), 6, ("x",), ("layers.0",))
+COST = NodeCost("layers.0", 0.1, 0.2, 0.1, 0.125, NodeBytes(7, 6, 5, 4, 3, 2, 1), SAVED)
 CURVE = Curve(Series([0, 0.5]), Series([10, 20]))
 CUTS = Cuts.of(3, [(0, 1), (0, 2), (1, 2)], without_gradient=[(0, 2)])
 PLACEMENT = Placement((0, 1, 0))
@@ -107,7 +107,7 @@ PLAN = Plan(GRAPH, HALVES, PAIR, Choices("linear", "gpipe", (False, True)), *RES
 TRACE = Trace(PROGRAM, Series(range(6)), Series(range(6)), Series([1, 2]), Series([3, 4]), (CURVE, CURVE))
 STEP = StepMetrics(0, 2.5, 0.25, 8, 1.5)
 SAMPLES = (
-    *(SPEC, VALUE, NODE, STORAGE, UPDATE, GRAPH, COST.memory, HOLDS, COST),
+    *(SPEC, VALUE, NODE, STORAGE, UPDATE, GRAPH, COST.memory, SAVED, COST),
     Profile((COST,), 0.3, GRAPH.fingerprint, "cpu", (("torch", "2.13.0"),), (("layers.0", 12),)),
     DeviceSpeed(1e12, 1e11, 1e-6),
     *(Crossing(0, 1, (VALUE,)), PARTITION, CUTS, STAGE_COSTS.messages[0], STAGE_COSTS.state[0], STAGE_COSTS),
