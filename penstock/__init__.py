@@ -6,18 +6,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.api.checking import check
-    from penstock.api.generating import generate_code
-    from penstock.api.launching import launch
+    from penstock.api.check import check
     from penstock.api.measuring import clear_profiles, measure, measure_links, measure_speed
-    from penstock.api.modeling import capture, explain, split
-    from penstock.api.partitioned import PartitionedGraph
-    from penstock.api.pipe_models import pipe_model
+    from penstock.api.models import capture, explain, generate_code, split
+    from penstock.api.pipe_model import PartitionedGraph, pipe_model
     from penstock.api.pipeline import Pipeline
+    from penstock.api.plan import plan, plan_together
     from penstock.api.planning import lower, schedule, simulate, verify
-    from penstock.api.planning_together import plan_together
-    from penstock.api.plans import plan
-    from penstock.api.reporting import report
+    from penstock.api.report import report
     from penstock.auto.config import AutoPipelineConfig
     from penstock.auto.pipeline import AutoPipeline, ParallelizeFnProtocol, PipelineInfo
     from penstock.auto.planning import generate_hf_model_fqn_per_model_part
@@ -58,6 +54,7 @@ if TYPE_CHECKING:
         StepMetrics,
         Trace,
     )
+    from penstock.launch import launch
     from penstock.runtime import GradScaler, ParityReport, Result, RunOptions, add_loss, added_losses
 
 __version__ = "0.1.0"
@@ -128,21 +125,17 @@ __all__ = [
     "verify",
 ]
 _HOMES = {
-    "penstock.api.checking": ("check",),
-    "penstock.api.generating": ("generate_code",),
-    "penstock.api.launching": ("launch",),
+    "penstock.api.check": ("check",),
     "penstock.api.measuring": ("clear_profiles", "measure", "measure_links", "measure_speed"),
-    "penstock.api.modeling": ("capture", "explain", "split"),
-    "penstock.api.partitioned": ("PartitionedGraph",),
-    "penstock.api.pipe_models": ("pipe_model",),
+    "penstock.api.models": ("capture", "explain", "generate_code", "split"),
+    "penstock.api.pipe_model": ("PartitionedGraph", "pipe_model"),
     "penstock.api.pipeline": ("Pipeline",),
+    "penstock.api.plan": ("plan", "plan_together"),
     "penstock.api.planning": ("lower", "schedule", "simulate", "verify"),
-    "penstock.api.planning_together": ("plan_together",),
-    "penstock.api.plans": ("plan",),
-    "penstock.api.reporting": ("report",),
+    "penstock.api.report": ("report",),
     "penstock.auto.config": ("AutoPipelineConfig",),
-    "penstock.auto.planning": ("generate_hf_model_fqn_per_model_part",),
     "penstock.auto.pipeline": ("AutoPipeline", "ParallelizeFnProtocol", "PipelineInfo"),
+    "penstock.auto.planning": ("generate_hf_model_fqn_per_model_part",),
     "penstock.errors": (
         "CaptureError",
         "CheckpointError",
@@ -180,6 +173,7 @@ _HOMES = {
         "StepMetrics",
         "Trace",
     ),
+    "penstock.launch": ("launch",),
     "penstock.runtime": ("GradScaler", "ParityReport", "Result", "RunOptions", "add_loss", "added_losses"),
 }
 

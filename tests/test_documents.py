@@ -38,7 +38,7 @@ EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
 @pytest.fixture(autouse=True)
 def _quick_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages and examples plan as users do; here no search needs to be thorough."""
-    from penstock.api.plans import plan
+    from penstock.api.plan import plan
 
     monkeypatch.setitem(plan.__kwdefaults__, "budget_seconds", 0.1)
 

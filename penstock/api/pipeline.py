@@ -1,5 +1,6 @@
 """Pipeline: a model and a plan, trained step by step with the numbers of the unsplit model."""
 
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -7,21 +8,17 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.api.agreeing import agreed
-from penstock.api.arguments import (
-    check_choices,
-    check_loss_fn,
-    check_model_and_plan,
-    check_places,
-    check_split,
-)
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver, TrainingState
-from penstock.errors import CheckpointError, RunError
-from penstock.ir import Plan
+from penstock.errors import CheckpointError, PlanError, RunError
+from penstock.ir import Plan, from_json, to_json
 from penstock.planner import with_microbatches
 from penstock.runtime import (
+    INPUTS,
     MAX_REDUCED,
+    REDUCTIONS,
+    Agreement,
     Engine,
     GradScaler,
     LossHead,
@@ -40,6 +37,135 @@ from penstock.runtime import (
     gather_tensors,
     global_norm,
 )
+
+
+def check_model_and_plan(model: object, plan: object) -> None:
+    """Refuse what is no model or no plan."""
+    if not isinstance(model, nn.Module):
+        raise PlanError("a Pipeline needs a torch.nn.Module", given=_shown(model), hint="Pipeline(model, plan)")
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            "a Pipeline needs a Plan",
+            given=_shown(plan),
+            hint="penstock.plan(model, args, ranks=..., microbatches=...), or penstock.Plan.load(path)",
+        )
+
+
+def check_loss_fn(model: nn.Module, loss_fn: object) -> None:
+    """Refuse what is no function of output and target, and one beside a forward that wants the target itself."""
+    if loss_fn is None:
+        return
+    if isinstance(loss_fn, type):
+        hint = f"an instance: loss_fn={loss_fn.__name__}()"
+        raise RunError("loss_fn is a class, not a function", given=loss_fn.__name__, hint=hint)
+    if not callable(loss_fn):
+        hint = "torch.nn.functional.mse_loss, or any function of output and target"
+        raise RunError("loss_fn is a function", given=_shown(loss_fn), hint=hint)
+    if "target" in inspect.signature(model.forward).parameters:
+        raise RunError(
+            "both a loss_fn and the model's forward take the target",
+            model=type(model).__name__,
+            hint="leave out loss_fn if the model returns its loss, or rename the parameter of its forward",
+        )
+
+
+def check_places(mesh: object, local: object, parallelize_fn: object) -> None:
+    """Refuse what is no mesh, and one for a pipeline inside this process."""
+    if not isinstance(local, bool):
+        raise RunError("local is True or False", given=_shown(local))
+    if mesh is not None and local:
+        raise RunError("a local pipeline has no mesh", hint="leave out mesh or local")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        hint = 'torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))'
+        raise RunError("mesh is a DeviceMesh", given=_shown(mesh), hint=hint)
+    if parallelize_fn is not None and (not callable(parallelize_fn) or isinstance(parallelize_fn, nn.Module)):
+        hint = "a function of a stage, or of a stage and the mesh"
+        raise RunError("parallelize_fn is a function", given=_shown(parallelize_fn), hint=hint)
+
+
+def check_choices(reduction: object, inputs: object, scaler: object, options: object) -> None:
+    """Refuse choices that are none."""
+    _check_choice("reduction", reduction, (None, *REDUCTIONS))
+    _check_choice("inputs", inputs, INPUTS)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise RunError("scaler is a GradScaler", given=_shown(scaler), hint="penstock.GradScaler()")
+    if not isinstance(options, RunOptions):
+        raise RunError("options are RunOptions", given=_shown(options), hint="penstock.RunOptions(seed=1)")
+
+
+def check_split(split: object, model: nn.Module) -> None:
+    """Refuse what names no argument of the model, or gives no dimension."""
+    if split is None:
+        return
+    if not isinstance(split, Mapping):
+        hint = '{"mask": 1}, or {"table": None} for what is given whole'
+        raise RunError("split has dimensions by the name of an argument", given=_shown(split), hint=hint)
+    parameters = inspect.signature(model.forward).parameters
+    takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    for name, dim in split.items():
+        if not isinstance(name, str) or not (dim is None or type(dim) is int):
+            hint = '{"mask": 1}, or {"table": None} for what is given whole'
+            raise RunError("split gives a dimension or None", name=repr(name), given=repr(dim), hint=hint)
+        if not takes_more and name.split(".")[0] not in (*parameters, "target"):
+            known = ", ".join((*parameters, "target"))
+            raise RunError("split names no argument of the model", name=repr(name), hint=f"one of {known}")
+
+
+def _check_choice(name: str, given: object, choices: tuple[str | None, ...]) -> None:
+    if not (given is None or isinstance(given, str)) or given not in choices:
+        hint = " or ".join("None" if choice is None else f'"{choice}"' for choice in choices)
+        raise RunError(f"unknown {name}", given=_shown(given), hint=hint)
+
+
+def _shown(value: object) -> str:
+    """A value short enough for one line, with its type."""
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+_DIGITS = 12
+"""of a digest, so that a float holds it exactly"""
+
+
+def agreed(
+    plan: Plan, groups: ProcessGroups, sync: RankSync, loss_fn: object, options: RunOptions, **choices: Any
+) -> Plan:
+    """The plan that all ranks follow, after they have compared what they were given.
+
+    Ranks that searched for a plan, each by what it measured, may have found different ones for the same wishes: then
+    all take that of the first rank.
+    """
+    lines = _lines(plan)
+    given = {
+        **(dict(plan.search.asked) or lines),
+        "model": plan.graph.fingerprint,
+        "loss_fn": "none" if loss_fn is None else "given",
+        **{name: repr(value) for name, value in choices.items()},
+        "seed": options.seed,
+        "nonfinite": options.nonfinite,
+        "check_inputs_every": options.check_inputs_every,
+        "restore_gradients": options.restore_gradients,
+    }
+    if sync.establish(Agreement.of_options(given), int(_digest(repr(lines).encode()), 16)):
+        return plan
+    return from_json(groups.broadcast_text_to_all(to_json(plan)), Plan)
+
+
+def _lines(plan: Plan) -> dict[str, object]:
+    """What a plan makes the ranks do."""
+    schedule, stages = plan.schedule, plan.partition.stages
+    return {
+        "number of microbatches": plan.num_microbatches,
+        "schedule": f"{plan.choices.schedule}, orders {_digest(schedule.table.codes.tobytes())}",
+        "placement": [schedule.placement[stage] for stage in range(plan.num_stages)],
+        "stages": f"{len(stages)} of {list(map(len, stages))} nodes {_digest(repr(stages).encode())}",
+        "recompute": list(plan.choices.recompute),
+    }
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:_DIGITS]
+
 
 LossFn = Callable[[Any, Any], Tensor]
 

@@ -16,7 +16,7 @@ from penstock.cli.plan import Machine
 from penstock.cli.train_log import make_directory, step_line, write_run
 
 if TYPE_CHECKING:
-    from penstock.api.loop import StepReport
+    from penstock.api.train_loop import StepReport
     from penstock.ir import Plan, Run
 
 Schedules = Annotated[bool, Option("--schedules", help="Only compare and draw every schedule, without training.")]

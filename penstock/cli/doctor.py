@@ -11,7 +11,7 @@ def doctor(*, as_json: AsJson = False) -> None:
 
     Versions, backends, cores, memory, threads, and the link between two local ranks. Each warning comes with a fix.
     """
-    from penstock.api.diagnosis import diagnosis
+    from penstock.api.doctor import diagnosis
 
     findings = list(diagnosis())
     if as_json:

@@ -154,7 +154,7 @@ def make_plan(
 ) -> "Plan":
     """Search for the best plan; with `by_module`, one whose stages are whole modules, as other tools need it."""
     import penstock
-    from penstock.api.examples import Examples
+    from penstock.api.plan import Examples
 
     if not options.microbatches.isdecimal() and options.microbatches != "auto":
         hint = "--microbatches 8"
@@ -233,7 +233,7 @@ class RunningRanks:
 
 def plan_for_group(target: str, options: PlanFlags, example: Example, by_module: bool = False) -> "Plan":
     """Plan for the process group that this process is in; collective: every rank calls it and gets the same plan."""
-    from penstock.api.planning_together import plan_together
+    from penstock.api.plan import plan_together
 
     return plan_together(lambda cluster: make_plan(target, options, RunningRanks(cluster), example, by_module))
 

@@ -26,7 +26,7 @@ def report(*, source: Source, out: Out = Path("report.html"), as_json: AsJson = 
     Predicted and measured timelines, memory, causes of the bubble, the stages, other candidates, and changes with their
     predicted gain. With --json, also prints the metrics of the report.
     """
-    from penstock.api.reporting import contents_of
+    from penstock.api.report import contents_of
     from penstock.ir import Plan, Run
     from penstock.views import Report
 

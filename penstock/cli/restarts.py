@@ -139,7 +139,7 @@ class Supervisor:
         # imports torch._dynamo, which takes a second on each rank.
         import torch._dynamo  # noqa: F401
 
-        import penstock.api.loop  # noqa: F401
+        import penstock.api.train_loop  # noqa: F401
         from penstock.ir import Run, from_json
         from penstock.launch import RankFailure, RestartController, launch
 

@@ -102,7 +102,7 @@ def _subject(record: Any, wanted: type) -> Any:
     if wanted is Graph and isinstance(plan, Plan):
         return plan.graph, plan.partition
     if wanted is Plan and isinstance(plan, Plan):
-        from penstock.api.reporting import contents_of
+        from penstock.api.report import contents_of
 
         return contents_of(record)
     if not isinstance(record, wanted):

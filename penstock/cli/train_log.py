@@ -12,7 +12,7 @@ from penstock.cli.output import note
 from penstock.errors import FormatError, PenstockError
 
 if TYPE_CHECKING:
-    from penstock.api.loop import StepReport
+    from penstock.api.train_loop import StepReport
     from penstock.ir import Plan, Run, StepMetrics
 
 PLAN, RUN, TRACE, REPORT = "plan.json", "run.json", "trace.json.gz", "report.html"
@@ -30,7 +30,7 @@ def make_directory(directory: Path) -> None:
 def write_run(run: "Run", directory: Path) -> list[Path]:
     """Write plan, run, trace and report; returns their paths."""
     import penstock
-    from penstock.api.reporting import report
+    from penstock.api.report import report
     from penstock.ir import to_json
     from penstock.views import Chrome
 

@@ -133,8 +133,8 @@ def check_job(job: Job) -> None:
 
 def run_rank(job: Job, plan: "Plan") -> str:
     """Train on this rank; returns the Run as JSON."""
-    from penstock.api.loop import Recipe, train
     from penstock.api.pipeline import Pipeline
+    from penstock.api.train_loop import Recipe, train
     from penstock.capture import seed_generators
     from penstock.checkpoint import PeriodicSaver
     from penstock.ir import to_json

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.api.loop import Recipe, StepReport, train
 from penstock.api.pipeline import Pipeline
+from penstock.api.train_loop import Recipe, StepReport, train
 from penstock.demo.gpt import Sizes, gpt, loss
 from penstock.demo.text import NUM_LETTERS, batches
 from penstock.ir import Plan, to_json

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from penstock.api.pipeline import Pipeline
-from penstock.api.plans import plan as make_plan
+from penstock.api.plan import plan as make_plan
 from penstock.capture import GeneratorStates, python_generators, torch_generators
 from penstock.errors import CheckpointError, PlanError, RunError
 from penstock.hf.settings import check_arguments, check_options, check_process_group, check_settings

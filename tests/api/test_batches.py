@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.api.batches import StepCall, size_of, step_call
+from penstock.api.train_loop import StepCall, size_of, step_call
 from penstock.errors import RunError
 
 X, Y = torch.ones(3, 5), torch.zeros(3)

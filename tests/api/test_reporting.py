@@ -10,8 +10,7 @@ import pytest
 
 import penstock
 from penstock.api import advice
-from penstock.api.advice import advise
-from penstock.api.reporting import contents_of, digest_of
+from penstock.api.report import advise, contents_of, digest_of
 from penstock.errors import ViewError
 from penstock.ir import Cluster, Plan, Prediction, save_record
 from tests.views.reports import MIB, contents, planned

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.api.loop import Recipe, StepReport, train
+from penstock.api.train_loop import Recipe, StepReport, train
 from penstock.checkpoint import BackgroundWriter, CheckpointOptions, PeriodicSaver, Saver, writer
 from penstock.errors import CheckpointError, RunError
 from penstock.ir import Plan

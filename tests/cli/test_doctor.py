@@ -5,7 +5,7 @@ import json
 import pytest
 
 from penstock.api import diagnosis
-from penstock.api.diagnosis import Finding
+from penstock.api.doctor import Finding
 from penstock.errors import RunError
 
 

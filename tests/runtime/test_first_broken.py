@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 import penstock
-from penstock.api.loop import Recipe, train
+from penstock.api.train_loop import Recipe, train
 from tests.runtime.models import WIDTH, Block, fixed, noise
 from tests.runtime.oracle import Numbers, assert_identical, numbers
 from tests.runtime.plans import quick_plan

@@ -1,16 +1,21 @@
 """PartitionedGraph: a model that was recorded, measured and cut, with the metrics of its nodes by their usual names."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from penstock.api.modeling import split
+from torch import Tensor, nn
+
+from penstock.api.measuring import measure
+from penstock.api.models import capture, split
 from penstock.capture import Captured
 from penstock.codegen import write_stages
 from penstock.errors import PartitionError
-from penstock.ir import Edge, Graph, Node, NodeCost, Partition, Placement, Profile
-from penstock.partitioners import Division
+from penstock.ir import Cluster, DeviceSpeed, Edge, Graph, Node, NodeCost, Partition, Placement, Profile, as_int
+from penstock.partitioners import Division, Problem, divide, find
+from penstock.runtime import Solo
 from penstock.stages import Stage
 from penstock.views import TextTable
 
@@ -110,3 +115,41 @@ class PartitionedGraph:
         sums = [sum(getattr(each, field.name) for each in found) for field in fields(Metrics)[:5]]
         sums[3] = max(each.cuda_memory_backward for each in found)
         return (str(stage), str(self.placement[stage]), str(len(own)), own[0], own[-1], *(f"{x:.3g}" for x in sums))
+
+
+def pipe_model(
+    model: nn.Module,
+    args: Tensor | Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    ranks: int | Cluster,
+    method: str = "mpipe",
+    depth: int | None = None,
+    basic_blocks: Sequence[str | type] = (),
+    iterations: int = 10,
+    loss_fn: Callable[..., Any] | None = None,
+    profile: Profile | None = None,
+    speed: DeviceSpeed | None = None,
+) -> PartitionedGraph:
+    """Record the model on an example batch, measure each of its nodes alone, and cut it into stages for the ranks.
+
+    `depth` opens modules so many levels down; `basic_blocks`, names or classes, stay whole. `method` is "metis",
+    "mpipe" (mixed pipe: stages that are not neighbours may share a rank), "acyclic" or "pipedream"; any other
+    partitioner of the table will do too. With a Cluster that has a bandwidth, what crosses between ranks counts. With a
+    `loss_fn` gradients of all outputs return, else of the loss among them. A `profile` or `speed` spares the measuring.
+    """
+    find(method)
+    cluster = ranks if isinstance(ranks, Cluster) else _cluster(ranks)
+    given = (args,) if isinstance(args, Tensor) else args
+    captured = capture(model, given, kwargs, depth=depth, basic_blocks=basic_blocks)
+    graph = Solo.of(captured, loss_fn is not None).graph
+    if profile is None:
+        profile = measure(captured, iterations=iterations, loss_fn=loss_fn, speed=speed)
+    return PartitionedGraph(captured, graph, profile, divide(method, Problem(graph, profile, cluster)), method)
+
+
+def _cluster(ranks: object) -> Cluster:
+    count = as_int(ranks)
+    if count is None or count < 1:
+        raise PartitionError("ranks is a whole number, 1 or more, or a Cluster", given=repr(ranks))
+    return Cluster(count)

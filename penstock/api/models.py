@@ -1,15 +1,17 @@
 """The doors from a model to its stages: capture, split, explain."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from penstock.capture import Captured
 from penstock.capture import capture as record_model
-from penstock.errors import CaptureError, PartitionError
-from penstock.ir import Graph, Partition
-from penstock.stages import Stage
+from penstock.codegen import write_stages
+from penstock.errors import CaptureError, CodeError, PartitionError
+from penstock.ir import Graph, Partition, Placement, Plan
+from penstock.stages import Ownership, Stage
 from penstock.stages import check as check_stages
 from penstock.stages import split as split_captured
 from penstock.views import Cuts as CutsView
@@ -55,3 +57,21 @@ def explain(captured: Captured | Graph, partition: Partition) -> str:
     """What crosses every cut, tensor by tensor with its bytes, and what is run again instead of being sent."""
     graph = captured if isinstance(captured, Graph) else captured.graph
     return CutsView()((graph, partition))
+
+
+def generate_code(captured: Captured, cut: Partition | Plan, path: str | Path) -> Path:
+    """Write a Python file with one class per stage, in plain PyTorch and with the model's own names.
+
+    `cut` is a Partition of the captured graph, each stage on a rank of its own, or a Plan. `run(model, ...)` of the
+    file is called like the model and returns what it returns. Nothing is written if a part of the model cannot be.
+    """
+    if not isinstance(captured, Captured) or not isinstance(cut, Partition | Plan) or not isinstance(path, str | Path):
+        raise CodeError(
+            "generate_code takes a captured model and a partition or plan of it, and a path",
+            given=(type(captured).__name__, type(cut).__name__, type(path).__name__),
+            hint="generate_code(capture(model, args), plan, 'stages.py')",
+        )
+    if isinstance(cut, Partition):
+        return write_stages(captured, cut, Placement.loop(cut.num_stages), path)
+    partition = Ownership(cut.graph, cut.partition).fit(captured.graph)
+    return write_stages(captured, partition, cut.schedule.placement, path)

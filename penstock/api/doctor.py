@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from penstock.api.launching import launch
 from penstock.api.measuring import measure_links
 from penstock.errors import PenstockError
 from penstock.ir import bytes_text, seconds_text
+from penstock.launch import launch
 
 _TRIED_PYTHON, _TRIED_TORCH = (3, 11), (2, 13)
 _LEAST_MEMORY = 2 * 2**30

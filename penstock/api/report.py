@@ -1,16 +1,21 @@
 """Advice: changes of a plan that its own costs can tell about, each simulated, the most rewarding first."""
 
+import hashlib
+import platform
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-from penstock.errors import PenstockError
-from penstock.ir import Cluster, Plan, Schedule, StageCosts, Trace
+from penstock.api.planning import simulate
+from penstock.errors import PenstockError, ViewError
+from penstock.ir import Cluster, Plan, Run, Schedule, StageCosts, Trace, to_json, write_atomic
 from penstock.passes import lower
 from penstock.planner import ScheduleProblem, is_too_large, synthesise, with_microbatches
 from penstock.schedules import SCHEDULES, build
-from penstock.simulate import simulate
-from penstock.views import Advice
+from penstock.simulate import simulate as simulate_program
+from penstock.views import Advice, Contents, Report
 
 LEAST_GAIN = 0.005
 MOST = 6
@@ -119,7 +124,7 @@ _TRIED = (_other_orders, _smaller_microbatches, _larger_batch, _balance, _links,
 
 
 def _run(plan: Plan, schedule: Schedule, costs: StageCosts | None = None, cluster: Cluster | None = None) -> Trace:
-    return simulate(lower(schedule, cuts=plan.cuts), costs or plan.costs, cluster or plan.cluster)
+    return simulate_program(lower(schedule, cuts=plan.cuts), costs or plan.costs, cluster or plan.cluster)
 
 
 def _advice(plan: Plan, change: str, seconds: float, note: str) -> Advice:
@@ -158,3 +163,43 @@ def _scaled(costs: StageCosts, factor: float) -> StageCosts:
             for each in costs.messages
         ),
     )
+
+
+_PACKAGES = ("penstock", "torch", "numpy")
+
+
+def report(plan_or_run: Plan | Run, path: str | Path | None = None) -> str:
+    """The report as one HTML document, at most 300 KB and needing no network; with a path it is also written there.
+
+    The plan is simulated again, so that its timeline can be shown, and changes that may make it faster are tried.
+    """
+    document = Report()(contents_of(plan_or_run))
+    if path is not None:
+        write_atomic(path, document)
+    return document
+
+
+def contents_of(plan_or_run: Plan | Run) -> Contents:
+    """All that a report shows, computed."""
+    if not isinstance(plan_or_run, Plan | Run):
+        hint = "penstock.report(plan), or the Run of a training"
+        raise ViewError("a report is of a plan or a run", given=type(plan_or_run).__name__, hint=hint)
+    run = plan_or_run if isinstance(plan_or_run, Run) else None
+    plan = run.plan if run else plan_or_run
+    return Contents(plan, simulate(plan), run, advise(plan), digest_of(plan), _versions())
+
+
+def digest_of(plan: Plan) -> str:
+    """SHA-256 of the plan as it is saved: two plans with the same digest are the same."""
+    return hashlib.sha256(to_json(plan).encode()).hexdigest()
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    """Of what the report is made with; torch is not loaded to ask it."""
+    found = [("python", platform.python_version())]
+    for name in _PACKAGES:
+        try:
+            found.append((name, version(name)))
+        except PackageNotFoundError:
+            continue
+    return tuple(found)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.api.arguments import check_loss_fn, check_model_and_plan, check_split
-from penstock.api.pipeline import Pipeline
+from penstock.api.pipeline import Pipeline, check_loss_fn, check_model_and_plan, check_split
 from penstock.capture import Captured, Microbatch, Split, split_batch
 from penstock.errors import RunError
 from penstock.ir import GRADIENT, Plan, compare_tensors, transform

@@ -1,5 +1,0 @@
-"""The door to local processes."""
-
-from penstock.launch import launch
-
-__all__ = ["launch"]
