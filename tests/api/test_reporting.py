@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 import penstock
-from penstock.api import advice
+from penstock.api import report as report_module
 from penstock.api.report import advise, contents_of, digest_of
 from penstock.errors import ViewError
 from penstock.ir import Cluster, Plan, Prediction, save_record
@@ -18,7 +18,7 @@ from tests.views.reports import MIB, contents, planned
 
 @pytest.fixture(autouse=True)
 def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advice, "SEARCH_SECONDS", 0.05)
+    monkeypatch.setattr(report_module, "SEARCH_SECONDS", 0.05)
 
 
 @cache

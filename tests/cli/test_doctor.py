@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from penstock.api import diagnosis
+from penstock.api import doctor
 from penstock.api.doctor import Finding
 from penstock.errors import RunError
 
@@ -20,7 +20,7 @@ def test_everything_that_was_looked_at_is_listed(call) -> None:
 
 def test_a_warning_comes_with_its_mend(call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        diagnosis, "diagnosis", lambda: [Finding("threads", "8", "too many", "export OMP_NUM_THREADS=1")]
+        doctor, "diagnosis", lambda: [Finding("threads", "8", "too many", "export OMP_NUM_THREADS=1")]
     )
     output = call("doctor").stdout
     assert "| threads | " in output
@@ -55,5 +55,5 @@ def _without_processes(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     def refused(*_: object) -> None:
         raise RunError("no socket")
 
-    monkeypatch.setattr(diagnosis, "launch", refused)
-    return list(diagnosis.diagnosis())
+    monkeypatch.setattr(doctor, "launch", refused)
+    return list(doctor.diagnosis())

@@ -9,7 +9,7 @@ from unittest import mock
 from torch import nn
 
 import penstock
-from penstock.api import examples
+from penstock.api import plan as plan_module
 from penstock.capture import Captured
 from penstock.ir import Backward, Graph, Plan, Profile, WeightGrad
 from penstock.planner import Measured, PlanOptions, search
@@ -47,7 +47,7 @@ def chain_graph(stages: int) -> Graph:
 
 def quick_plan(model: nn.Module, *batch: Any, partitioner: Any = "uniform", **choices: Any) -> Plan:
     """A plan as the user gets it, but at once and always the same: nothing is measured, and the first one is taken."""
-    with mock.patch.object(examples, "measure", _unmeasured):
+    with mock.patch.object(plan_module, "measure", _unmeasured):
         return penstock.plan(model, *batch, partitioner=partitioner, budget_seconds=0.0, **choices)
 
 
