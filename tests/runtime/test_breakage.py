@@ -75,7 +75,8 @@ def train(fate, place=2, fateful=FATEFUL):
     blocks = [Fateful(fate if index == place else None) for index in range(RANKS)]
     model = nn.Sequential(*blocks)
     plan = quick_plan(model, (X,), ranks=RANKS, microbatches=MICROBATCHES, schedule="1f1b")
-    options = penstock.RunOptions(deadline_seconds=1.5)
+    # Short only where the deadline is what ends the step: on a busy machine ordinary waits may take seconds.
+    options = penstock.RunOptions(deadline_seconds=4.0 if fate in (stopped, endless, losing) else 60.0)
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, options=options)
     for block in blocks:
         block.calls = FATEFUL - fateful
@@ -113,7 +114,7 @@ def test_a_rank_that_hangs_is_found_at_the_deadline(fate, words):
     text = broken(fate)
     assert "timed out waiting for" in text
     assert f"rank 2: no progress, {words}" in text
-    assert "deadline seconds: 1.5" in text
+    assert "deadline seconds: 4" in text
 
 
 def test_a_lost_message_is_told_apart_from_a_slow_rank():
@@ -140,18 +141,18 @@ def leaves_early():
 
 def test_a_rank_that_returns_early_is_named_with_the_step_it_did_not_come_to():
     with pytest.raises(RunError) as caught:
-        penstock.launch(leaves_early, 2, timeout=40)
+        penstock.launch(leaves_early, 2, timeout=240)
     assert "rank 0 stopped because rank 1 finished before the start of step 3" in str(caught.value)
 
 
 def sleeps_between_steps():
     model = nn.Sequential(*[Fateful() for _ in range(2)])
     plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
-    options = penstock.RunOptions(deadline_seconds=1.0)
+    options = penstock.RunOptions(deadline_seconds=4.0)
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, options=options)
     for step in range(3):
         if step == 2 and dist.get_rank() == 0:
-            time.sleep(20)
+            time.sleep(240)
         pipe.step(X, target=Y)
 
 
@@ -160,8 +161,8 @@ def test_a_rank_that_does_not_come_to_a_step_is_named_with_that_step():
         penstock.launch(sleeps_between_steps, 2)
     text = str(caught.value)
     assert text.startswith("a rank failed (rank: 1, step: 2)")
-    assert "rank 1 timed out waiting for the other ranks at the start of step 2 (step: 2, deadline seconds: 1" in text
-    assert "rank 0: has not reached the start of step 2, between steps for 1." in text
+    assert "rank 1 timed out waiting for the other ranks at the start of step 2 (step: 2, deadline seconds: 4" in text
+    assert "rank 0: has not reached the start of step 2, between steps for " in text
     assert "after step 1" in text
 
 
