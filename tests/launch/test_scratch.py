@@ -1,7 +1,9 @@
 """Scratch directories are in memory if there is room, and are removed with their owner."""
 
-import subprocess
-import sys
+import atexit
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,22 +27,26 @@ def test_it_is_an_ordinary_temporary_directory_otherwise(tmp_path: Path, monkeyp
         assert directory.parent == tmp_path
 
 
-PROGRAM = """
-import os, sys
-from pathlib import Path
-from penstock.launch.scratch import remove_at_exit
-
-for directory in map(Path, sys.argv[1:]):
-    if os.fork() == 0:
-        remove_at_exit(directory)
-        {"exits": sys.exit, "leaves": lambda: os._exit(0), "killed": lambda: os.kill(os.getpid(), 9)}[directory.name]()
-"""
+def exit_normally() -> None:
+    atexit._run_exitfuncs()
+    os._exit(0)
 
 
-def test_a_directory_is_removed_when_its_process_ends_however_it_ends(tmp_path: Path) -> None:
-    directories = [tmp_path / name for name in ("exits", "leaves", "killed")]
-    for directory in directories:
-        directory.mkdir()
-        (directory / "rank00000.status").touch()
-    subprocess.run([sys.executable, "-c", PROGRAM, *map(str, directories)], check=True)
-    wait_until(lambda: not list(tmp_path.iterdir()))
+ENDINGS: dict[str, Callable[[], None]] = {
+    "exits": exit_normally,
+    "leaves": lambda: os._exit(0),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_directory_is_removed_when_its_process_ends_however_it_ends(ending: str, tmp_path: Path) -> None:
+    directory = tmp_path / "there"
+    directory.mkdir()
+    (directory / "rank00000.status").touch()
+    if (pid := os.fork()) == 0:
+        atexit._clear()  # those of the parent are not for this process
+        scratch.remove_at_exit(directory)
+        ENDINGS[ending]()
+    os.waitpid(pid, 0)
+    wait_until(lambda: not directory.exists())  # a process of its own removes it
