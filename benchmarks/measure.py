@@ -20,7 +20,7 @@ from penstock.demo.gpt import Sizes, gpt
 from penstock.demo.gpt import batch as gpt_batch
 from penstock.measure.clock import Clock, typical
 from penstock.measure.timing import time_whole
-from penstock.runtime import Solo
+from penstock.runtime import measured_model
 
 _APART = 0.10
 """how far the sum of the nodes may be from the step"""
@@ -137,8 +137,8 @@ def without_weights() -> Table:
 
 def _steps(captured: Any, times: int) -> list[float]:
     """Steps of the unsplit model, timed after a first one."""
-    subject, clock = Solo.of(captured), Clock(torch.device("cpu"))
-    with subject.undisturbed():
+    subject, clock = measured_model(captured), Clock(torch.device("cpu"))
+    with subject.isolated():
         return [time_whole(subject, clock).step for _ in range(times + 1)][1:]
 
 

@@ -16,7 +16,7 @@ from penstock.measure import estimate as estimate_nodes
 from penstock.measure import measure as measure_nodes
 from penstock.measure import measure_links as measure_group
 from penstock.measure import measure_speed as measure_device
-from penstock.runtime import Solo
+from penstock.runtime import measured_model
 
 BUDGET_SECONDS = 20.0
 
@@ -42,7 +42,7 @@ def measure(
     """
     _check(captured, iterations, budget)
     _check_kinds(loss_fn, speed, cache)
-    subject = Solo.of(captured, loss_fn is not None)
+    subject = measured_model(captured, loss_fn is not None)
     with progress_bar("measuring", progress) as tell:
         if captured.is_meta or speed is not None:
             return estimate_nodes(subject, speed or measure_speed(), tell)
@@ -70,7 +70,7 @@ def measure_links(
     All ranks must call it. `memory` is what a rank has, in bytes or as "24GiB", one figure or one per rank.
     """
     with progress_bar("measuring links", progress) as tell:
-        return replace(measure_group(group, tell=tell), memory=memory)
+        return replace(measure_group(group, progress=tell), memory=memory)
 
 
 def clear_profiles(directory: str | Path | None = None) -> int:

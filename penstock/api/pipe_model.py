@@ -15,7 +15,7 @@ from penstock.codegen import write_stages
 from penstock.errors import PartitionError
 from penstock.ir import Cluster, DeviceSpeed, Edge, Graph, Node, NodeCost, Partition, Placement, Profile, as_int
 from penstock.partitioners import Division, Problem, divide, find
-from penstock.runtime import Solo
+from penstock.runtime import measured_model
 from penstock.stages import Stage
 from penstock.views import TextTable
 
@@ -142,7 +142,7 @@ def pipe_model(
     cluster = ranks if isinstance(ranks, Cluster) else _cluster(ranks)
     given = (args,) if isinstance(args, Tensor) else args
     captured = capture(model, given, kwargs, depth=depth, basic_blocks=basic_blocks)
-    graph = Solo.of(captured, loss_fn is not None).graph
+    graph = measured_model(captured, loss_fn is not None).graph
     if profile is None:
         profile = measure(captured, iterations=iterations, loss_fn=loss_fn, speed=speed)
     return PartitionedGraph(captured, graph, profile, divide(method, Problem(graph, profile, cluster)), method)

@@ -35,7 +35,7 @@ from penstock.ir import (
 )
 from penstock.launch import host_id, one_line
 from penstock.planner import Measured, Request, interpolate_profile, search
-from penstock.runtime import Solo
+from penstock.runtime import measured_model
 
 LossFn = Callable[[Any, Any], Tensor]
 _PATIENCE_SECONDS = 2.0
@@ -121,7 +121,7 @@ class Examples:
 
     def _graph(self, captured: Captured) -> Graph:
         """The graph of a microbatch; gradients return of what the loss is made of, all outputs for a loss function."""
-        return Solo.of(captured, self.loss_fn is not None).graph
+        return measured_model(captured, self.loss_fn is not None).graph
 
     def num_samples(self, most: int) -> int:
         """How many samples the batch has, or the most that are of interest."""

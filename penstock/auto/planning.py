@@ -14,7 +14,7 @@ from penstock.ir import Graph, Partition, Plan, Profile, Schedule, as_int
 from penstock.partitioners import by_modules, cut_before
 from penstock.passes import verify
 from penstock.planner import Measured, PlanOptions, search
-from penstock.runtime import Solo
+from penstock.runtime import measured_model
 from penstock.schedules import build, find
 
 # The schedules with several stages per rank that correspond to those with one.
@@ -25,7 +25,7 @@ _EXAMPLE_HINT = "build(model, loss_fn=..., args=(batch,)), with a batch like tho
 def plan_of(config: AutoPipelineConfig, model: nn.Module, example: Microbatch, has_loss_fn: bool) -> Plan:
     """The plan as configured. It depends on no measurement, so every rank computes the same one."""
     given = _schedule_from_csv(config)
-    graph = Solo.of(capture(model, example.args, example.kwargs), has_loss_fn).graph
+    graph = measured_model(capture(model, example.args, example.kwargs), has_loss_fn).graph
     partition = partition_of(config, model, graph, given)
     schedule = given or schedule_of(config, partition.num_stages)
     if partition.num_stages != schedule.num_stages:

@@ -1,19 +1,18 @@
-"""MECHANISM: live Graph -> Profile, timed here or estimated from work; links between ranks."""
+"""Profiles of captured models, measured here or estimated for a device, and links between ranks.
+
+MeasuredModel --> measure (timed, calibrated to the unsplit model) or estimate (from arithmetic and bytes) --> Profile
+"""
 
 from penstock.measure.cache import Cache
-from penstock.measure.estimate import estimate
+from penstock.measure.device import measure_speed
 from penstock.measure.identity import identity
-from penstock.measure.ledger import address_of, addresses
 from penstock.measure.links import measure_links
-from penstock.measure.measure import measure
-from penstock.measure.speed import measure_speed
-from penstock.measure.subject import Subject
+from penstock.measure.measured_model import MeasuredModel
+from penstock.measure.profiler import estimate, measure
 
 __all__ = [
     "Cache",
-    "Subject",
-    "address_of",
-    "addresses",
+    "MeasuredModel",
     "estimate",
     "identity",
     "measure",

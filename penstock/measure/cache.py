@@ -1,4 +1,4 @@
-"""Cache: profiles that were measured before, a file each, in a directory of the user's."""
+"""Profiles that were measured before, one file each, in a directory of the user."""
 
 import os
 import tempfile
@@ -10,55 +10,55 @@ from penstock.errors import FormatError
 from penstock.ir import Profile, load_record, to_json
 
 VARIABLE = "PENSTOCK_CACHE"
-_MOST = 512
-"""files; of more, those are removed that were used longest ago"""
+_MAX_FILES = 512
+"""beyond that, the least recently used are removed"""
 
 
 class Cache:
-    """Profiles by a key. Whatever is wrong with the directory costs no more than another measurement."""
+    """Profiles by key. Problems with the directory are warned of and cost no more than another measurement."""
 
     def __init__(self, directory: str | Path | None = None) -> None:
-        self.directory = Path(directory) if directory is not None else users_directory()
+        self.directory = Path(directory) if directory is not None else default_directory()
 
     def get(self, key: str) -> Profile | None:
-        """The profile of a key; one that cannot be read is not there, and is told of."""
+        """The profile of a key; None, with a warning, if it cannot be read."""
         path = self._path(key)
         if not path.is_file():
             return None
         try:
             profile = load_record(path, Profile)
         except FormatError as error:
-            warnings.warn(f"a cached profile is of no use, and is measured again: {error}", stacklevel=2)
+            warnings.warn(f"cannot read a cached profile, measuring again: {error}", stacklevel=2)
             return None
         with suppress(OSError):
             os.utime(path)
         return profile
 
     def put(self, key: str, profile: Profile) -> None:
-        """Keep a profile, readable by nobody else; a reader sees all of it or nothing."""
+        """Store a profile, readable by this user only; a reader never sees half of it."""
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle, draft = tempfile.mkstemp(suffix=".draft", dir=self.directory)
+            handle, temporary = tempfile.mkstemp(suffix=".temporary", dir=self.directory)
             try:
                 with open(handle, "w", encoding="utf-8") as file:
                     file.write(to_json(profile))
-                Path(draft).replace(self._path(key))
+                Path(temporary).replace(self._path(key))
             except BaseException:
-                Path(draft).unlink(missing_ok=True)
+                Path(temporary).unlink(missing_ok=True)
                 raise
-            self._thin_out()
+            self._remove_oldest()
         except (OSError, FormatError) as error:
-            warnings.warn(f"a profile is not kept for the next time: {error}", stacklevel=2)
+            warnings.warn(f"cannot store a profile in the cache: {error}", stacklevel=2)
 
     def clear(self) -> int:
-        """Remove all profiles; how many there were."""
+        """Remove all profiles; returns their number."""
         found = self._files()
         for path in found:
             path.unlink(missing_ok=True)
         return len(found)
 
-    def _thin_out(self) -> None:
-        for path in sorted(self._files(), key=_last_use)[:-_MOST]:
+    def _remove_oldest(self) -> None:
+        for path in sorted(self._files(), key=_last_used)[:-_MAX_FILES]:
             path.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
@@ -68,8 +68,8 @@ class Cache:
         return self.directory / f"{key}.json"
 
 
-def users_directory() -> Path:
-    """PENSTOCK_CACHE, or where programs keep what they can make again: XDG_CACHE_HOME, or .cache in the user's home."""
+def default_directory() -> Path:
+    """PENSTOCK_CACHE, else penstock/profiles in XDG_CACHE_HOME or in ~/.cache."""
     if own := os.environ.get(VARIABLE):
         return Path(own)
     given = os.environ.get("XDG_CACHE_HOME", "")
@@ -77,7 +77,7 @@ def users_directory() -> Path:
     return base / "penstock" / "profiles"
 
 
-def _last_use(path: Path) -> float:
+def _last_used(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:

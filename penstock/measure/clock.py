@@ -1,46 +1,46 @@
-"""Clock: how long calls take on a device, and what is typical among several."""
+"""Times calls on a device, and finds the typical of several times."""
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 OUTLIERS = 2
-"""the largest so many of a series are dropped: what else happens on a machine only ever adds"""
+"""this many of the largest samples are dropped: other work on the machine only ever adds time"""
 
 
 class Clock:
-    """Tells the seconds of a call, once the device is done with it, without those in which it waited for a core.
+    """Measures the seconds of a call, including its work on the device, without the time waiting for a core.
 
-    Where the system tells how long a thread was ready and others ran in its place, as Linux does, that does not count:
-    on a shared machine it would be more than the work. Time asleep does count.
+    Linux reports how long a thread was ready to run while others ran; on a shared machine that may be more than the
+    work itself. Time asleep counts.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._has_queue = device.type not in ("cpu", "meta")
 
     def seconds(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        """The seconds of a call, and what it returns."""
-        self._settle()
+        """The seconds of a call, and its result."""
+        self._synchronize()
         start = time.perf_counter()
-        # Asked inside: what is waited outside of these two is in neither figure.
+        # Between the two readings of the clock: waiting outside of them is in neither figure.
         waited = waited_seconds()
         result = call()
-        self._settle()
+        self._synchronize()
         waited = waited_seconds() - waited
         return time.perf_counter() - start - waited, result
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._has_queue:
             torch.accelerator.synchronize()
 
 
 def waited_seconds() -> float:
-    """How long this thread has been ready to run while others had the cores, ever since; 0 where nobody counts."""
+    """How long this thread has been ready to run while others had the cores; 0 where the system does not report it."""
     try:
         with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
             return int(file.read().split()[1]) * 1e-9
@@ -49,14 +49,14 @@ def waited_seconds() -> float:
 
 
 def typical(samples: Sequence[float]) -> float:
-    """The median without the largest ones, if more are left."""
+    """The median without the OUTLIERS largest samples, if there are more."""
     kept = sorted(samples)
     return median(kept[:-OUTLIERS] if len(kept) > OUTLIERS else kept)
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Inside, Python does not look for garbage at times of its own."""
+def without_gc() -> Iterator[None]:
+    """Disable automatic garbage collection inside."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -64,3 +64,39 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+_MIN_SHARE = 0.05
+"""of a time is left after subtracting the overhead: both are noisy"""
+
+
+class Times(NamedTuple):
+    """Seconds of the four passes of a node; a full backward is not the sum of its two parts."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    input_grad: float = 0.0
+    weight_grad: float = 0.0
+
+    @property
+    def step(self) -> float:
+        """Forward and full backward."""
+        return self.forward + self.backward
+
+    def without(self, other: "Times") -> "Times":
+        """The times without the overhead of a run; a small share always remains."""
+        return Times(*(max(mine - theirs, _MIN_SHARE * mine) for mine, theirs in zip(self, other, strict=True)))
+
+    def scaled(self, forward: float, backward: float) -> "Times":
+        """The times scaled by one factor for the forward and one for all backwards."""
+        return Times(self.forward * forward, *(seconds * backward for seconds in self[1:]))
+
+    @classmethod
+    def typical(cls, samples: Iterable["Times"]) -> "Times":
+        """The typical of each pass."""
+        return cls(*map(typical, zip(*samples, strict=True)))
+
+    @classmethod
+    def median(cls, samples: Iterable["Times"]) -> "Times":
+        """The median of each pass."""
+        return cls(*map(median, zip(*samples, strict=True)))

@@ -1,24 +1,22 @@
-"""Device: where a model is, and what that device is called."""
+"""The name and the speed of a device."""
 
 import platform
 from contextlib import suppress
 from functools import cache
-from itertools import chain
 
 import torch
-from torch import nn
 
+from penstock.ir import DeviceSpeed
+from penstock.measure.clock import Clock
 
-def home_of(model: nn.Module) -> torch.device:
-    """The device of the model: that of its first parameter or buffer."""
-    for tensor in chain(model.parameters(), model.buffers()):
-        return tensor.device
-    return torch.device("cpu")
+_ROWS = {"cpu": 768, "cuda": 8192}
+_COPIED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
+_TIMES, _TINY_TIMES = 5, 200
 
 
 @cache
 def device_name(device: torch.device) -> str:
-    """What the device is called by who made it."""
+    """The name of the device, as its maker calls it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu, {_processor()}" if device.type == "cpu" else str(device)
@@ -30,3 +28,21 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def measure_speed(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> DeviceSpeed:
+    """The speed of a device, measured in a moment by matrix products, copies, and tiny operations.
+
+    A CPU is measured in float32: some lack fast products of other types.
+    """
+    device = torch.device(device)
+    clock, kind = Clock(device), "cpu" if device.type == "cpu" else "cuda"
+    rows = _ROWS[kind]
+    one = torch.ones(rows, rows, device=device, dtype=torch.float32 if kind == "cpu" else dtype)
+    product = min(clock.seconds(lambda: one @ one)[0] for _ in range(_TIMES))
+    source = torch.ones(_COPIED_BYTES[kind], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = min(clock.seconds(lambda: target.copy_(source))[0] for _ in range(_TIMES))
+    tiny = torch.ones(1, device=device)
+    many, _ = clock.seconds(lambda: [tiny + tiny for _ in range(_TINY_TIMES)])
+    return DeviceSpeed(2 * rows**3 / product, 2 * source.nbytes / copy, many / _TINY_TIMES)

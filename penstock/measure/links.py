@@ -1,4 +1,4 @@
-"""Links: latency and bandwidth between all ranks of a running group, found by sending messages to and fro."""
+"""Measures latency and bandwidth between all ranks of a running process group by ping-pong messages."""
 
 import time
 from collections.abc import Iterator
@@ -12,54 +12,54 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.ir import Cluster, Link
-from penstock.measure.subject import Tell, silent
+from penstock.measure.measured_model import Progress, no_progress
 
-_MOST_APART = 8
-"""of so many ranks all pairs are measured one after the other; of more, those that share no rank at once"""
+_MAX_SEQUENTIAL = 8
+"""up to this many ranks, pairs are measured one after the other; beyond, disjoint pairs at the same time"""
 
 
 @dataclass(frozen=True)
 class Messages:
-    """What is sent to and fro."""
+    """The sizes and numbers of messages."""
 
     small_bytes: int = 8
     large_bytes: int = 1 << 22
     small_times: int = 20
     large_times: int = 5
-    most_seconds: float = 0.25
-    """after so long only one more message of a kind is sent: a slow link needs no more to be told"""
+    max_seconds: float = 0.25
+    """after which only one more message of a kind is sent: a slow link needs fewer samples"""
 
 
 USUAL = Messages()
 
 
-def measure_links(group: Any = None, messages: Messages = USUAL, tell: Tell = silent) -> Cluster:
-    """A Cluster with the links between the ranks of the group, the same on every rank; all of them must call this.
+def measure_links(group: Any = None, messages: Messages = USUAL, progress: Progress = no_progress) -> Cluster:
+    """A Cluster with the links between the ranks of the group, the same on every rank; all ranks must call this.
 
-    A small message there and back takes twice the latency; what a large one takes more on its way is its bandwidth.
+    A small message there and back takes twice the latency; the bandwidth is from the extra time of a large one.
     """
     if not dist.is_initialized():
         raise RunError(
-            "links are measured between the ranks of a running group",
+            "measure_links needs an initialized process group",
             hint="call it in a function that penstock.launch or torchrun runs, after init_process_group",
         )
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     found = torch.zeros(2, ranks, ranks, dtype=torch.float64, device=_device(group))
     rounds = list(tournament(ranks))
     for number, pairs in enumerate(rounds):
-        for turn in [[pair] for pair in pairs] if ranks <= _MOST_APART else [pairs]:
-            # Those who are not asked are quiet.
+        for turn in [[pair] for pair in pairs] if ranks <= _MAX_SEQUENTIAL else [pairs]:
+            # All other ranks wait, so that they do not disturb the measurement.
             dist.barrier(group)
             for one, other in turn:
                 if rank in (one, other):
                     _Pair(group, other if rank == one else one, rank == one, messages).measure(found)
-        tell(number + 1, len(rounds))
+        progress(number + 1, len(rounds))
     dist.all_reduce(found, group=group)
     return _cluster(found.cpu())
 
 
 def tournament(ranks: int) -> Iterator[list[tuple[int, int]]]:
-    """Rounds of pairs in which every rank meets every other once, and none has two partners at a time."""
+    """Rounds of disjoint pairs (a round-robin tournament) in which every rank meets every other once."""
     circle: list[int | None] = [*range(ranks), *([None] if ranks % 2 else [])]
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
@@ -69,7 +69,7 @@ def tournament(ranks: int) -> Iterator[list[tuple[int, int]]]:
 
 
 class _Pair:
-    """Two ranks, of which the first asks and takes the time, and the other answers."""
+    """Two ranks, of which the first sends and measures the time, and the other replies."""
 
     def __init__(self, group: Any, peer: int, asks: bool, messages: Messages) -> None:
         self._group, self._peer, self._asks, self._messages = group, peer, asks, messages
@@ -79,9 +79,9 @@ class _Pair:
         )
 
     def measure(self, found: Tensor) -> None:
-        """Write latency and bandwidth of both directions, if this rank asks."""
+        """Write latency and bandwidth of both directions, on the rank that measures."""
         few, many = self._messages.large_times, self._messages.small_times
-        # The first messages make connections and memory.
+        # The first messages establish connections and allocate memory.
         self._seconds(self._large, self._large, 1)
         both = self._seconds(self._small, self._small, many)
         there = self._seconds(self._large, self._small, few)
@@ -90,12 +90,12 @@ class _Pair:
             rank, peer = dist.get_rank(self._group), self._peer
             found[0, rank, peer] = found[0, peer, rank] = both / 2
             extra = self._messages.large_bytes - self._messages.small_bytes
-            # A link that is too fast to tell is taken to be as fast as the whole way.
+            # Where the difference is lost in noise, the time of the whole round trip is taken.
             found[1, rank, peer] = extra / (there - both if there > both else there)
             found[1, peer, rank] = extra / (back - both if back > both else back)
 
     def _seconds(self, question: Tensor, answer: Tensor, times: int) -> float:
-        """The median of the time from a question to its answer; a question tells whether it is the last one."""
+        """The median time from a message to its reply; the first byte of a message marks the last one."""
         if not self._asks:
             while not self._reply(question, answer):
                 pass
@@ -103,7 +103,7 @@ class _Pair:
         found: list[float] = []
         is_last = False
         while not is_last:
-            is_last = len(found) + 1 == times or sum(found) > self._messages.most_seconds
+            is_last = len(found) + 1 == times or sum(found) > self._messages.max_seconds
             question[0] = is_last
             found.append(self._ask(question, answer))
         return median(found)

@@ -1,4 +1,4 @@
-"""Memory: what one node holds for its backward, found by running it alone and looking at what stays."""
+"""The memory that one node holds for its backward, found by running it alone and tracking allocations."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -8,27 +8,27 @@ from torch import Tensor
 from torch.autograd import Function
 
 from penstock.ir import SavedTensors
-from penstock.measure.ledger import Ledger
-from penstock.measure.walk import Situation
+from penstock.measure.allocations import AllocationTracker
+from penstock.measure.measured_model import NodeVisit
 
-Numbers = dict[str, int | None]
+StorageNumbers = dict[str, int | None]
 _ANCHOR = torch.zeros(0, requires_grad=True)
-"""makes a value need a gradient; gets none itself"""
+"""a custom Function records a node only if a tensor argument requires a gradient"""
 
 
 class Memory(NamedTuple):
-    """What a node holds, and the most that was there while it ran, what it was given not counted."""
+    """The tensors that a node saves, and the peak of memory while it ran, without its inputs."""
 
     holds: SavedTensors = SavedTensors()
     peak: int = 0
 
 
 class _Start(Function):
-    """The start of a graph that does not hold the value it starts with, as that of a stage does not."""
+    """Starts a graph without keeping the value it starts with, as the boundary of a stage does."""
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, value: list[Tensor]) -> Tensor:
-        """The value comes in a list, as an argument would not be let out as it is."""
+        # In a list: autograd would return an argument as a view of itself.
         return value[0]
 
     @staticmethod
@@ -41,27 +41,27 @@ def _started(value: Tensor) -> Tensor:
     return made
 
 
-def memory_of(situation: Situation) -> Memory:
-    """The memory of a node that has run before: its parameters have gradients, and its caches are filled."""
-    with Ledger() as ledger:
-        given = _in_own_memory(situation.values)
-        ready = situation.subject.ready(situation.node.name, given, True)
-        incoming = {name: ledger.number(value) for name, value in given.items()}
+def memory_of(visited: NodeVisit) -> Memory:
+    """The memory of a node that has run before, so that its parameters have gradients and its caches are filled."""
+    with AllocationTracker() as tracker:
+        given = _in_own_memory(visited.values)
+        prepared = visited.subject.prepare_node(visited.node.name, given, True)
+        incoming = {name: tracker.number(value) for name, value in given.items()}
         given.clear()
-        before = ledger.peak = ledger.bytes
-        run = ready()
-        del ready
-        left = run.take_outputs()
-        made = {name: ledger.number(value) for name, value in left.items()}
-        gradients = situation.gradients(left)
-        coming = {name: ledger.number(gradient) for name, gradient in gradients.items()}
-        left.clear()
-        kept = _without(ledger.alive, coming.values())
+        before = tracker.peak = tracker.bytes
+        run = prepared()
+        del prepared
+        outputs = run.take_outputs()
+        made = {name: tracker.number(value) for name, value in outputs.items()}
+        gradients = visited.gradients(outputs)
+        coming = {name: tracker.number(gradient) for name, gradient in gradients.items()}
+        outputs.clear()
+        kept = _without(tracker.alive, coming.values())
         run.input_grad(gradients)
         gradients.clear()
-        late = dict(ledger.alive)
+        late = dict(tracker.alive)
         run.weight_grad()
-        peak = ledger.peak - before
+        peak = tracker.peak - before
     values = made | incoming
     return Memory(
         SavedTensors(
@@ -76,7 +76,7 @@ def memory_of(situation: Situation) -> Memory:
 
 
 def _in_own_memory(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies that share memory exactly where the values do, so that it can be told which of them is held."""
+    """Copies that share memory where the values do, so that the tracker shows which of them are held."""
     copies: dict[int, Tensor] = {}
     return {name: _copied(value, copies) if isinstance(value, Tensor) else value for name, value in values.items()}
 
@@ -98,5 +98,5 @@ def _without(alive: Mapping[int, int], numbers: Iterable[int | None]) -> dict[in
     return {number: size for number, size in alive.items() if number not in others}
 
 
-def _present(numbers: Numbers, alive: Mapping[int, int]) -> tuple[str, ...]:
+def _present(numbers: StorageNumbers, alive: Mapping[int, int]) -> tuple[str, ...]:
     return tuple(name for name, number in numbers.items() if number is not None and number in alive)

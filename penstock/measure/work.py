@@ -1,23 +1,30 @@
-"""Work: counts the arithmetic and the bytes of every operation that runs inside it."""
+"""Counts the arithmetic and the memory traffic of operations, to estimate their time on a device."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from penstock.ir import DeviceSpeed
-from penstock.measure.fused import FLASH, FLASH_BACKWARD
-from penstock.measure.ledger import address_of, addresses, tensors
+from penstock.measure.allocations import storage_ids, storage_of, tensors
 
 _ATEN = torch.ops.aten
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_ATTENTION = functional.scaled_dot_product_attention
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_DIMENSIONS = 4
 
 
 def _grouped_flops(x: Tensor, weight: Tensor, *others: Any, out_val: Tensor, **options: Any) -> int:
-    """Every row of the one by the matrix of its group, or all groups of rows by each other."""
+    """Each row by the matrix of its group, or all groups of rows by each other."""
     return 2 * x.numel() * weight.shape[-1]
 
 
@@ -27,15 +34,15 @@ FLOPS: dict[Any, Callable[..., int]] = {
     FLASH_BACKWARD: flop_registry[_ATEN._scaled_dot_product_flash_attention_backward],
     _ATEN._grouped_mm: _grouped_flops,
 }
-"""the operations whose arithmetic counts, as torch's own counter has them; all others are as slow as memory"""
+"""the operations whose arithmetic counts, from torch's own flop counter; all others are bound by memory"""
 _PICKING = frozenset({_ATEN.embedding, _ATEN.index_select, _ATEN.gather, _ATEN.index})
-"""these read no more of their first tensor than they write"""
+"""these read only as much of their first tensor as they write"""
 _FREE = frozenset({_ATEN.empty, _ATEN.empty_like, _ATEN.new_empty, _ATEN.empty_strided, _ATEN.new_empty_strided})
-"""these only take memory"""
+"""these only allocate"""
 
 
-class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the seconds that a device of some speed would take for what runs inside."""
+class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the seconds that a device of some speed would take for the operations inside."""
 
     def __init__(self, speed: DeviceSpeed) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -43,7 +50,7 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._speed = speed
 
     def seconds(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        """The seconds of a call, and what it returns."""
+        """The estimated seconds of a call, and its result."""
         before = self.seconds_so_far
         with self:
             result = call()
@@ -62,8 +69,8 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_view(given: list[Tensor], made: list[Tensor]) -> bool:
-    """Whether an operation that writes nothing only looks at what it was given in another way."""
-    return bool(made) and addresses(given).issuperset(map(address_of, made))
+    """Whether an operation that writes nothing returns only views of its arguments."""
+    return bool(made) and storage_ids(given).issuperset(map(storage_of, made))
 
 
 def _moved(packet: Any, given: list[Tensor], made: list[Tensor]) -> int:
@@ -73,8 +80,46 @@ def _moved(packet: Any, given: list[Tensor], made: list[Tensor]) -> int:
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes of the elements; one that stands for many, as in an expanded tensor, counts once."""
+    """Bytes of the elements; an element that an expanded tensor repeats counts once."""
     if tensor.layout is not torch.strided:
         return tensor.numel() * tensor.element_size()
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     return math.prod(size for size, stride in strides if stride or not size) * tensor.element_size()
+
+
+# Attention on the meta device
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Inside, scaled dot-product attention on the meta device is one operation, as on real devices.
+
+    There torch decomposes it, with a matrix of all pairs of tokens that no fused kernel would keep.
+    """
+    # torch's own code, such as nn.MultiheadAttention, calls it where no mode sees it.
+    functional.scaled_dot_product_attention = attention
+    try:
+        with _FusedAttention():
+            yield
+    finally:
+        functional.scaled_dot_product_attention = _ATTENTION
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Replaces calls of the original function by code that imported it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return (attention if func is _ATTENTION else func)(*args, **(kwargs or {}))
+
+
+def attention(*args: Any, **kwargs: Any) -> Tensor:
+    """torch's function; on the meta device one operation, if the arguments have the usual four dimensions."""
+    named = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+    query, key, value, mask = named["query"], named["key"], named["value"], named.get("attn_mask")
+    has_form = query.dim() == key.dim() == value.dim() == _DIMENSIONS and key.shape[-1] == value.shape[-1]
+    if not query.is_meta or not has_form or (mask is not None and mask.requires_grad):
+        return _ATTENTION(*args, **kwargs)
+    if mask is not None and (mask.dtype is not query.dtype or not mask.is_meta):
+        mask = torch.empty(mask.shape, dtype=query.dtype, device="meta")
+    result: Tensor = FLASH(query, key, value, 0.0, bool(named.get("is_causal")), attn_mask=mask)[0]
+    return result

@@ -21,8 +21,8 @@ from penstock.runtime.monitor import RankMonitor, watch_step
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import merge
 from penstock.runtime.parity import ParityReport
+from penstock.runtime.roots import measured_model
 from penstock.runtime.scaler import GradScaler
-from penstock.runtime.solo import Solo
 from penstock.runtime.state_dict import shard_like
 from penstock.runtime.step import Result
 from penstock.runtime.sync import MAX_REDUCED, Agreement, RankSync, SyncRequest, SyncResult, SyncVote
@@ -61,7 +61,6 @@ __all__ = [
     "Route",
     "RunOptions",
     "SendSlot",
-    "Solo",
     "SyncRequest",
     "SyncResult",
     "SyncVote",
@@ -83,6 +82,7 @@ __all__ = [
     "json_bytes",
     "located_error",
     "loss_of",
+    "measured_model",
     "merge",
     "message_key",
     "parse_json",

@@ -2,6 +2,8 @@
 
 from penstock.capture import Captured
 from penstock.errors import RunError
+from penstock.measure import MeasuredModel
+from penstock.runtime.adding import added_losses
 from penstock.runtime.losses.loss_value import loss_name
 
 
@@ -16,3 +18,8 @@ def roots_of(captured: Captured, has_loss_fn: bool) -> tuple[str, ...]:
         return (loss_name(captured.first),)
     except RunError:
         return captured.graph.outputs
+
+
+def measured_model(captured: Captured, has_loss_fn: bool = False) -> MeasuredModel:
+    """The model to be measured, trained as a plan with or without a loss function would train it."""
+    return MeasuredModel(captured, roots_of(captured, has_loss_fn), added_losses)

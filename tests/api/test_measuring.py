@@ -86,7 +86,7 @@ def test_figures_that_make_no_sense_are_refused(options: dict[str, float]):
 
 
 def test_links_need_a_group():
-    with pytest.raises(penstock.RunError, match="running group"):
+    with pytest.raises(penstock.RunError, match="process group"):
         penstock.measure_links()
 
 

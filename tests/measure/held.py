@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from penstock.ir import Partition
-from penstock.runtime import Solo
+from penstock.measure import MeasuredModel
 from penstock.stages import Stage, StageRun, split
 
 Values = dict[str, Any]
@@ -50,17 +50,17 @@ class Storages(TorchDispatchMode):
         return sum(size for place, size in self._sizes.items() if place not in others)
 
 
-def held(solo: Solo, partition: Partition, is_split: bool, recomputes: bool = False) -> list[Held]:
+def held(solo: MeasuredModel, partition: Partition, is_split: bool, recomputes: bool = False) -> list[Held]:
     """What all stages hold, run one after the other; the first time, which makes gradients, does not count."""
     stages = split(solo._captured, partition)
     for stage in stages:
         stage.recomputes = recomputes
-    with solo.undisturbed():
+    with solo.isolated():
         _run(solo, stages, partition, is_split)
         return _run(solo, stages, partition, is_split)
 
 
-def _run(solo: Solo, stages: tuple[Stage, ...], partition: Partition, is_split: bool) -> list[Held]:
+def _run(solo: MeasuredModel, stages: tuple[Stage, ...], partition: Partition, is_split: bool) -> list[Held]:
     values: Values = {}
     found = []
     for number, stage in enumerate(stages):
@@ -72,7 +72,7 @@ def _run(solo: Solo, stages: tuple[Stage, ...], partition: Partition, is_split: 
     return found
 
 
-def _stage(solo: Solo, stage: Stage, values: Values, is_split: bool) -> tuple[Held, Values]:
+def _stage(solo: MeasuredModel, stage: Stage, values: Values, is_split: bool) -> tuple[Held, Values]:
     inputs, needs = solo.inputs(), {name: value.requires_grad for name, value in values.items()}
     with Storages() as storages:
         incoming = {name: value.detach().clone().requires_grad_(needs[name]) for name, value in values.items()}

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capture import capture
-from penstock.runtime import Solo
+from penstock.measure import MeasuredModel
+from penstock.runtime import measured_model
 
 WIDTH, ROWS = 8, 4
 
@@ -34,6 +35,6 @@ def batch() -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-def solo(model: nn.Module, *args: Any, **kwargs: Any) -> Solo:
+def solo(model: nn.Module, *args: Any, **kwargs: Any) -> MeasuredModel:
     """A model on a batch; a chain has one if none is given."""
-    return Solo.of(capture(model, args or (() if kwargs else (batch(),)), kwargs))
+    return measured_model(capture(model, args or (() if kwargs else (batch(),)), kwargs))

@@ -9,7 +9,7 @@ import pytest
 from penstock.ir import NodeCost, Profile
 from penstock.measure import Cache
 from penstock.measure import cache as cache_file
-from penstock.measure.cache import users_directory
+from penstock.measure.cache import default_directory
 
 PROFILE = Profile((NodeCost("a", 1.0, 2.0, 1.0, 1.0),), 3.0, "0" * 64, "cpu")
 
@@ -29,7 +29,7 @@ def test_files_and_directory_are_the_users_own(tmp_path: Path):
 @pytest.mark.parametrize("text", ["", "{", '{"penstock": 1, "type": "Graph", "value": {}}', "\x00\xff"])
 def test_a_file_that_cannot_be_read_is_told_of_and_written_anew(tmp_path: Path, text: str):
     (tmp_path / "key.json").write_text(text, encoding="latin-1")
-    with pytest.warns(UserWarning, match="a cached profile is of no use"):
+    with pytest.warns(UserWarning, match="cannot read a cached profile"):
         assert Cache(tmp_path).get("key") is None
     Cache(tmp_path).put("key", PROFILE)
     assert Cache(tmp_path).get("key") == PROFILE
@@ -37,7 +37,7 @@ def test_a_file_that_cannot_be_read_is_told_of_and_written_anew(tmp_path: Path, 
 
 def test_a_directory_that_cannot_be_made_costs_a_warning(tmp_path: Path):
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.warns(UserWarning, match="not kept for the next time"):
+    with pytest.warns(UserWarning, match="cannot store a profile"):
         Cache(tmp_path / "file" / "below").put("key", PROFILE)
 
 
@@ -50,10 +50,10 @@ def test_it_can_be_cleared(tmp_path: Path):
 
 
 def test_those_used_longest_ago_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cache_file, "_MOST", 2)
+    monkeypatch.setattr(cache_file, "_MAX_FILES", 2)
     store = Cache(tmp_path)
     times = iter(range(100))
-    monkeypatch.setattr(cache_file, "_last_use", lambda path: (path.stem == "new", next(times)))
+    monkeypatch.setattr(cache_file, "_last_used", lambda path: (path.stem == "new", next(times)))
     for key in ("a", "b", "new"):
         store.put(key, PROFILE)
     assert {path.stem for path in tmp_path.iterdir()} == {"b", "new"}
@@ -69,9 +69,9 @@ def test_nothing_is_left_behind_and_nothing_is_warned_of(tmp_path: Path):
 def test_it_lies_where_the_user_wants(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setenv("PENSTOCK_CACHE", "/own")
-    assert users_directory() == Path("/own")
+    assert default_directory() == Path("/own")
     monkeypatch.delenv("PENSTOCK_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert users_directory() == Path("/cache/penstock/profiles")
+    assert default_directory() == Path("/cache/penstock/profiles")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert users_directory() == Path("/home/somebody/.cache/penstock/profiles")
+    assert default_directory() == Path("/home/somebody/.cache/penstock/profiles")

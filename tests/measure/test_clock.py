@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from penstock.measure.clock import Clock, typical, uncollected, waited_seconds
+from penstock.measure.clock import Clock, typical, waited_seconds, without_gc
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,6 @@ def test_waiting_for_a_core_is_counted_by_the_system_and_only_grows():
 
 
 def test_garbage_is_not_looked_for_meanwhile_and_afterwards_as_before():
-    with uncollected():
+    with without_gc():
         assert not gc.isenabled()
     assert gc.isenabled()

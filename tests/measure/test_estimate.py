@@ -7,8 +7,7 @@ from torch.nn import functional
 
 from penstock.ir import DeviceSpeed
 from penstock.measure import estimate, measure_speed
-from penstock.measure.fused import fused_attention
-from penstock.measure.work import Work
+from penstock.measure.work import WorkCounter, fused_attention
 from tests.measure.subjects import ROWS, WIDTH, Block, chain, solo
 
 ARITHMETIC = DeviceSpeed(1.0, 1e18)
@@ -47,7 +46,7 @@ def test_the_same_model_has_the_same_profile_and_the_seconds_of_a_step_are_those
 
 
 def test_views_are_free_and_what_is_expanded_is_read_once():
-    work = Work(MEMORY)
+    work = WorkCounter(MEMORY)
     x = torch.ones(4, 1)
     seconds, _ = work.seconds(lambda: x.expand(4, 100).t().reshape(400))
     assert seconds == 4 * 4 + 4 * 400
@@ -57,7 +56,7 @@ def test_attention_without_numbers_has_the_form_and_the_work_of_attention_with_t
     def run(device: str) -> tuple[torch.Size, int]:
         query, key = (torch.ones(2, heads, 6, 4, device=device, requires_grad=True) for heads in (4, 2))
         mask = torch.ones(6, 6, dtype=torch.bool, device=device)
-        work = Work(ARITHMETIC)
+        work = WorkCounter(ARITHMETIC)
         with fused_attention():
             call = lambda: functional.scaled_dot_product_attention(query, key, key, attn_mask=mask, enable_gqa=True)  # noqa: E731
             _, result = work.seconds(call)

@@ -50,5 +50,5 @@ def test_the_door_adds_what_memory_a_rank_has(pools):
 
 
 def test_without_a_group_there_are_no_links():
-    with pytest.raises(RunError, match="between the ranks of a running group"):
+    with pytest.raises(RunError, match="needs an initialized process group"):
         measure_links()

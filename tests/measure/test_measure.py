@@ -10,8 +10,8 @@ from torch import nn
 
 from penstock.ir import Profile, compute_stage_costs
 from penstock.measure import estimate, measure
-from penstock.measure.measure import calibration
-from penstock.measure.times import Times
+from penstock.measure.clock import Times
+from penstock.measure.profiler import calibration
 from penstock.partitioners import uniform
 from tests.measure.subjects import WIDTH, Block, batch, chain, solo
 from tests.measure.test_memory import SPEED
@@ -53,8 +53,8 @@ def test_forwards_and_backwards_are_calibrated_each():
 
 @pytest.mark.parametrize(("ratio", "different"), [(math.inf, 1), (0.0, 7)])
 def test_nodes_that_look_alike_share_their_cost_unless_samples_of_them_are_far_apart(monkeypatch, ratio, different):
-    monkeypatch.setattr(import_module("penstock.measure.measure"), "_ALIKE", ratio)
-    monkeypatch.setattr(import_module("penstock.measure.measure"), "_LITTLE_SECONDS", 0.0)
+    monkeypatch.setattr(import_module("penstock.measure.profiler"), "_MAX_RATIO", ratio)
+    monkeypatch.setattr(import_module("penstock.measure.profiler"), "_MAX_DIFFERENCE_SECONDS", 0.0)
     costs = quick(chain(*(Block(number) for number in range(8)))).costs
     assert len({(cost.forward, cost.backward) for cost in costs[1:]}) == different
 
@@ -113,7 +113,7 @@ def test_hooks_of_the_user_run_as_they_do_in_training():
     assert calls
 
 
-def test_turns_are_told_and_end_with_the_budget():
+def test_rounds_report_progress_and_end_with_the_budget():
     told = []
-    measure(solo(chain()), 50, budget_seconds=0.0, tell=lambda done, total: told.append((done, total)))
+    measure(solo(chain()), 50, budget_seconds=0.0, progress=lambda done, total: told.append((done, total)))
     assert told == [(1, 52), (2, 52), (3, 52)]

@@ -6,10 +6,10 @@ from torch import nn
 
 from penstock.ir import DeviceSpeed, SavedTensors, compute_stage_costs
 from penstock.measure import estimate
+from penstock.measure.measured_model import NodeVisit, visit_nodes
 from penstock.measure.memory import Memory, memory_of
 from penstock.measure.timing import Timing
-from penstock.measure.walk import Situation, walk
-from penstock.measure.work import Work
+from penstock.measure.work import WorkCounter
 from penstock.partitioners import uniform
 from tests.measure.held import held
 from tests.measure.subjects import ROWS, WIDTH, chain, solo
@@ -23,12 +23,12 @@ VALUE = ROWS * WIDTH * 4
 def memory_by_node(subject) -> dict[str, Memory]:
     found = {}
 
-    def visit(situation: Situation) -> None:
-        Timing.of_node(situation, Work(SPEED))
-        found[situation.node.name] = memory_of(situation)
+    def visit(visited: NodeVisit) -> None:
+        Timing.of_node(visited, WorkCounter(SPEED))
+        found[visited.node.name] = memory_of(visited)
 
-    with subject.undisturbed():
-        walk(subject, visit)
+    with subject.isolated():
+        visit_nodes(subject, visit)
     return found
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.measure.times import Times
+from penstock.measure.clock import Times
 
 
 def test_what_running_takes_by_itself_is_taken_off_but_never_everything():

@@ -13,7 +13,7 @@ from penstock.api import plan as plan_module
 from penstock.capture import Captured
 from penstock.ir import Backward, Graph, Plan, Profile, WeightGrad
 from penstock.planner import Measured, PlanOptions, search
-from penstock.runtime import Solo, model_part
+from penstock.runtime import measured_model, model_part
 from penstock.schedules import SCHEDULES
 from tests.runtime.models import WIDTH, chain, noise
 
@@ -52,7 +52,7 @@ def quick_plan(model: nn.Module, *batch: Any, partitioner: Any = "uniform", **ch
 
 
 def _unmeasured(captured: Captured, loss_fn: Any = None, speed: Any = None) -> Profile:
-    return Profile.uniform(Solo.of(captured, loss_fn is not None).graph)
+    return Profile.uniform(measured_model(captured, loss_fn is not None).graph)
 
 
 @cache
