@@ -5,11 +5,11 @@ from penstock.runtime.broadcast import gather_tensors
 from penstock.runtime.compile import message_key
 from penstock.runtime.description import describe
 from penstock.runtime.engine import Engine
-from penstock.runtime.executor import located_error
+from penstock.runtime.executor import located_error, watch_step
 from penstock.runtime.gradients import ReplicaReducer, check_clipping, clip, global_norm
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.inputs import INPUTS
-from penstock.runtime.loss_head import LossHead
+from penstock.runtime.loss_head import LossHead, MicrobatchWarning
 from penstock.runtime.losses.added import AddedLosses
 from penstock.runtime.losses.given import REDUCTIONS
 from penstock.runtime.losses.loss_value import loss_of
@@ -17,7 +17,7 @@ from penstock.runtime.losses.way import coarsest
 from penstock.runtime.losses.weighing import Weighing
 from penstock.runtime.meta_init import unsaved_buffer_names
 from penstock.runtime.model_part import ModelPart, check_tied_weights
-from penstock.runtime.monitor import RankMonitor, watch_step
+from penstock.runtime.monitor import RankMonitor
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import merge
 from penstock.runtime.parity import ParityReport
@@ -35,7 +35,6 @@ from penstock.runtime.transports import (
     SendSlot,
     TensorCodec,
 )
-from penstock.runtime.warnings import MicrobatchWarning
 
 __all__ = [
     "INPUTS",

@@ -1,4 +1,4 @@
-"""Compiles the order of one rank into a flat list of calls, each with the slots that its values come from and go to."""
+"""Compiles a step: lowers the schedule, and turns the order of each rank into a flat list of calls."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,24 +7,33 @@ from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from penstock.capture import Recording
 from penstock.ir import (
     Action,
     ComputeAction,
     Crossing,
+    Cuts,
     Forward,
     InputGrad,
     Kind,
     Message,
     Overlap,
+    Plan,
     Program,
     Value,
     WeightGrad,
+    prune_gradients,
 )
+from penstock.passes import lower, verify
 from penstock.runtime.stage_runner import LocalSlot, Pass, StageRunner, ValuesFrom, ValuesTo
+from penstock.runtime.sync import Agreement
 from penstock.runtime.transports import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Transport
+from penstock.stages import Ownership
 
 Edges = Mapping[tuple[int, int], Crossing]
 """the values that cross between stages, by producer and consumer, for one microbatch"""
+Roots = tuple[str, ...]
+"""the values of a microbatch that its loss is computed from"""
 Run = Callable[[], None]
 
 
@@ -64,6 +73,65 @@ class RankProgram:
         slots: tuple[SendSlot | RecvSlot | LocalSlot, ...] = (*self.send_slots, *self.recv_slots, *self.local_slots)
         for slot in slots:
             slot.clear()
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A step that is ready to run on any batch of its kind."""
+
+    is_training: bool
+    recordings: tuple[Recording, ...]
+    """kept alive, because compiled steps are found by their ids"""
+    roots: tuple[Roots, ...]
+    program: Program
+    agreement: Agreement
+    ranks: tuple[RankProgram, ...]
+    """one per rank of this process"""
+
+    def clear(self) -> None:
+        """Drop everything that an interrupted step has left behind."""
+        for rank in self.ranks:
+            rank.clear()
+
+
+class StepCompiler:
+    """Compiles the steps of one plan."""
+
+    def __init__(
+        self, plan: Plan, ranks: Sequence[int], runner: StageRunner, transport: Transport, passes: Sequence[str]
+    ) -> None:
+        self._plan, self._ranks, self._runner, self._transport = plan, ranks, runner, transport
+        self._passes = tuple(passes)
+        self._owners = Ownership(plan.graph, plan.partition)
+        self._edges: dict[tuple[int, Roots, bool], Edges] = {}
+
+    def compile(self, is_training: bool, recordings: tuple[Recording, ...], roots: tuple[Roots, ...]) -> CompiledStep:
+        """Lower the schedule for microbatches with these recordings and roots, and compile it for each rank."""
+        pairs = zip(recordings, roots, strict=True)
+        edges = [self._crossings(recording, own, is_training) for recording, own in pairs]
+        # An edge exists if any microbatch has it, and carries gradients if it does for any microbatch.
+        every = {edge for crossings in edges for edge in crossings}
+        with_gradients = {edge for crossings in edges for edge, crossing in crossings.items() if crossing.gradients}
+        cuts = Cuts.of(self._plan.num_stages, every, every - with_gradients)
+        schedule = self._plan.schedule.first(len(edges))
+        if is_training:
+            program = lower(schedule, cuts=cuts, passes=self._passes)
+            verify(program)
+        else:
+            program = lower(schedule.forwards(), cuts=cuts, passes=("add_transfers", "hoist_receives"))
+        ranks = tuple(compile_rank(program, rank, edges, self._runner, self._transport) for rank in self._ranks)
+        name = f"{'train' if is_training else 'eval'} on {len(edges)} microbatches"
+        agreement = Agreement.of_step(program, edges, name)
+        return CompiledStep(is_training, recordings, roots, program, agreement, ranks)
+
+    def _crossings(self, recording: Recording, roots: Roots, is_training: bool) -> Edges:
+        key = (id(recording), roots, is_training)
+        if key not in self._edges:
+            adding = recording.nodes_adding_loss if is_training else ()
+            graph = prune_gradients(recording.graph, roots if is_training else (), adding)
+            partition = self._owners.fit(graph)
+            self._edges[key] = {(c.producer, c.consumer): c for c in partition.crossings(graph)}
+        return self._edges[key]
 
 
 def compile_rank(
@@ -148,8 +216,8 @@ class _Compiler:
                 return CompiledAction(code, self._sends[key].send if key in self._sends else None)
             return CompiledAction(code, self._recvs[key].post if key in self._recvs else None, is_reported=False)
         if not isinstance(action, ComputeAction | Overlap):
-            if action.kind is Kind.FREE:
-                # No-op here: activations were released by the last backward.
+            if action.kind is Kind.FREE or (action.kind is Kind.REDUCE and not runner.has_replicas):
+                # Free is a no-op here: activations were released by the last backward.
                 return CompiledAction(code)
             run = {Kind.REDUCE: runner.reduce, Kind.UNSHARD: runner.unshard, Kind.RESHARD: runner.reshard}[action.kind]
             return CompiledAction(code, partial(run, action.stage))

@@ -10,21 +10,19 @@ import torch
 from penstock.errors import PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan
 from penstock.passes import DEFAULT_PASSES
-from penstock.runtime.executor import ActionTimes, execute, execute_local
+from penstock.runtime.compile import CompiledStep, StepCompiler
+from penstock.runtime.executor import ActionTimes, execute, execute_local, watch_step
 from penstock.runtime.health import NonfiniteProbe, agree_on_origin, last_nonfinite_gradient
 from penstock.runtime.inputs import Batch, BatchSender, BatchSplitter, SplitBatch
-from penstock.runtime.loss_head import LossHead
+from penstock.runtime.loss_head import LossHead, StepWarnings
 from penstock.runtime.model_part import ModelPart
-from penstock.runtime.monitor import watch_step
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import share_outputs
 from penstock.runtime.stage_runner import StageRunner
 from penstock.runtime.step import Result, Step
-from penstock.runtime.step_cache import CompiledStep, StepCache
 from penstock.runtime.sync import MAX_CONTENT, Agreement, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import make_transport
-from penstock.runtime.warnings import StepWarnings
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """of a loss, as a number that ranks can exchange"""
@@ -51,8 +49,9 @@ class Engine:
         self._runner = StageRunner(part, plan.num_stages - 1, loss_head)
         self._transport = make_transport(groups, part.device)
         ranks = range(plan.num_ranks) if groups.is_local else (groups.rank,)
-        passes = (*DEFAULT_PASSES, "add_shard_moves") if part.sharded else DEFAULT_PASSES
-        self._steps = StepCache(plan, ranks, self._runner, self._transport, passes)
+        passes = (*DEFAULT_PASSES, "add_shard_moves") if part.sharded.modules else DEFAULT_PASSES
+        self._compiler = StepCompiler(plan, ranks, self._runner, self._transport, passes)
+        self.compiled_steps: dict[tuple[object, ...], CompiledStep] = {}
         self._splitter = BatchSplitter(part, plan, split or {})
         self._sender = BatchSender(part, self._splitter) if inputs == "first" and not groups.is_local else None
         self._agreed_kinds: set[tuple[int, bool]] = set()
@@ -110,13 +109,14 @@ class Engine:
         sums = self._size_and_loss(split, compiled)
         # One rank of each pipeline contributes, so that the sum is one over replicas.
         own_sums = sums if groups.rank == 0 else (0.0, 0.0)
-        self._sync.start(request, SyncVote(compiled.agreement, checksum, own_sums))
+        vote = SyncVote(compiled.agreement, checksum, own_sums)
         if groups.monitor is not None and groups.replicas is None:
+            self._sync.start(request, vote)
             # The first stage computes while the votes travel: only the first message waits for the result.
             self._transport.check_before_sending(self._sync.finish)
             return split, compiled, sums[0]
         # Replicas exchange collectives before the first message, so they wait now.
-        return split, compiled, self._mean_size(self._sync.finish())
+        return split, compiled, self._mean_size(self._sync.exchange(request, vote))
 
     def _begin_sent(
         self, sender: BatchSender, batch: Batch, request: SyncRequest, is_training: bool
@@ -151,8 +151,12 @@ class Engine:
         return split, compiled, self._mean_size(result)
 
     def _compiled(self, split: SplitBatch, is_training: bool) -> CompiledStep:
+        """The compiled step for a batch, compiled when a batch of its kind comes for the first time."""
         roots = tuple([self._loss_head.roots(recording, is_training) for recording in split.recordings])
-        return self._steps.get(is_training, split.recordings, roots)
+        key = (is_training, roots, *map(id, split.recordings))
+        if key not in self.compiled_steps:
+            self.compiled_steps[key] = self._compiler.compile(is_training, split.recordings, roots)
+        return self.compiled_steps[key]
 
     @contextmanager
     def _refusing(self, request: SyncRequest) -> Iterator[None]:
@@ -190,7 +194,8 @@ class Engine:
     def _run_training(self, step: Step, compiled: CompiledStep, records: bool) -> list[ActionTimes] | None:
         """Run forward and backward, and reduce the gradients."""
         self._part.snapshot.take()
-        self._part.sharded.begin_step(len(step.microbatches))
+        if self._part.sharded.modules:
+            self._part.sharded.begin_step(len(step.microbatches))
         times = self._execute(step, compiled, records)
         self._part.replicas.finish()
         self._part.tied.finish()
@@ -215,8 +220,9 @@ class Engine:
                 for rank in compiled.ranks:
                     for slot in rank.send_slots:
                         slot.finish()
-                # A rank without any message has not checked yet that all ranks take the same step.
-                self._transport.run_check()
+                if monitor is not None:
+                    # A rank without any message has not checked yet that all ranks take the same step.
+                    self._transport.run_check()
         except BaseException as error:
             compiled.clear()
             self._transport.clear()

@@ -1,14 +1,16 @@
-"""Executes compiled programs: that of one rank, or those of all ranks in one process."""
+"""Executes compiled programs, that of one rank or those of all ranks in one process, and reports their errors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
 
-from penstock.errors import RunError
+from penstock.errors import PenstockError, RunError
 from penstock.ir import ComputeAction, Message, decode_one
 from penstock.runtime.compile import CompiledAction, RankProgram
+from penstock.runtime.monitor import RankMonitor
 
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 _OUT_OF_MEMORY_TEXTS = ("not enough memory", "can't allocate memory")
@@ -80,6 +82,29 @@ def _run_timed(
     except Exception as error:
         program.clear()
         raise located_error(error, program.rank, action.code) from error
+
+
+@contextmanager
+def watch_step(monitor: RankMonitor | None, step: int, is_training: bool) -> Iterator[None]:
+    """Report a step to the monitor, and add the step's number to errors.
+
+    An error that only this rank raises is published, so that the others do not wait for it. `monitor` is None if all
+    ranks are in this process.
+    """
+    if monitor is not None:
+        monitor.step_started(step, is_training)
+    try:
+        yield
+    except Exception as error:
+        located = error.at(step=step) if isinstance(error, RunError) else error
+        if monitor is not None:
+            if isinstance(located, PenstockError) and located.is_shared:
+                monitor.idle()
+            else:
+                monitor.step_failed(located)
+        raise located from error.__cause__
+    if monitor is not None:
+        monitor.step_finished(is_training)
 
 
 def located_error(error: Exception, rank: int, code: int) -> Exception:

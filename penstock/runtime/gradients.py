@@ -150,21 +150,14 @@ class ShardedStages:
 
     def __init__(self, stages: Mapping[int, nn.Module]) -> None:
         modules = {i: [m for m in stage.modules() if isinstance(m, FSDPModule)] for i, stage in stages.items()}
-        self._modules = {index: found for index, found in modules.items() if found}
+        self.modules = {index: found for index, found in modules.items() if found}
+        """by stage; empty if no stage is sharded"""
         self._num_left: dict[int, int] = {}
         """backwards that each stage still has to run in this step"""
 
-    def __bool__(self) -> bool:
-        """Whether any stage is sharded."""
-        return bool(self._modules)
-
-    def __contains__(self, stage: int) -> bool:
-        """Whether a stage is sharded."""
-        return stage in self._modules
-
     def begin_step(self, num_microbatches: int) -> None:
         """Keep gradients local until the last microbatch."""
-        for stage, modules in self._modules.items():
+        for stage, modules in self.modules.items():
             self._num_left[stage] = num_microbatches
             for module in modules:
                 _set_last_backward(module, False)
@@ -173,12 +166,12 @@ class ShardedStages:
         """Let the last backward of a sharded stage reduce its gradients over the replicas."""
         self._num_left[stage] = self._num_left.get(stage, 0) - 1
         if not self._num_left[stage]:
-            for module in self._modules[stage]:
+            for module in self.modules[stage]:
                 _set_last_backward(module, True)
 
     def clear(self) -> None:
         """Drop the gathered parameters and unreduced gradients of a failed step."""
-        for modules in self._modules.values():
+        for modules in self.modules.values():
             for module in modules:
                 for parameter in module.parameters():
                     if not isinstance(parameter, DTensor):
@@ -187,23 +180,23 @@ class ShardedStages:
 
     def unshard(self, stage: int) -> None:
         """Gather the parameters of a stage."""
-        for module in self._modules.get(stage, ()):
+        for module in self.modules.get(stage, ()):
             module.unshard()
 
     def reshard(self, stage: int) -> None:
         """Keep only this rank's shard of the parameters of a stage."""
-        for module in self._modules.get(stage, ()):
+        for module in self.modules.get(stage, ()):
             module.reshard()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Gather the parameters of all stages inside the context."""
-        for stage in self._modules:
+        for stage in self.modules:
             self.unshard(stage)
         try:
             yield
         finally:
-            for stage in self._modules:
+            for stage in self.modules:
                 self.reshard(stage)
 
 

@@ -14,9 +14,13 @@ from penstock.runtime.monitor import RankMonitor
 PIPELINE, REPLICAS = "pp", "dp"
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProcessGroups:
-    """The groups of torch.distributed that this process belongs to, and its place in them."""
+    """The groups of torch.distributed that this process belongs to, and its place in them.
+
+    `is_local`: all ranks are in this process. `replica` of `num_replicas` is the index of this copy of the pipeline.
+    `is_first`: this is the first rank of the first replica, which acts for all.
+    """
 
     rank: int
     """of the pipeline"""
@@ -31,25 +35,11 @@ class ProcessGroups:
     """the same ranks, for small host tensors"""
     monitor: RankMonitor | None = None
 
-    @property
-    def is_local(self) -> bool:
-        """Whether all ranks are in this process."""
-        return self.group is None
-
-    @property
-    def replica(self) -> int:
-        """The index of this copy of the pipeline."""
-        return 0 if self.replicas is None else dist.get_rank(self.replicas)
-
-    @property
-    def num_replicas(self) -> int:
-        """The number of copies of the pipeline."""
-        return 1 if self.replicas is None else dist.get_world_size(self.replicas)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first rank of the first replica, which acts for all."""
-        return self.rank == 0 and self.replica == 0
+    def __post_init__(self) -> None:
+        self.is_local = self.group is None
+        self.replica = 0 if self.replicas is None else dist.get_rank(self.replicas)
+        self.num_replicas = 1 if self.replicas is None else dist.get_world_size(self.replicas)
+        self.is_first = self.rank == 0 and self.replica == 0
 
     @classmethod
     def local(cls, num_ranks: int) -> "ProcessGroups":

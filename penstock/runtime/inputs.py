@@ -36,6 +36,7 @@ class BatchSplitter:
     def __init__(self, part: ModelPart, plan: Plan, split: Mapping[str, int | None]) -> None:
         """`split`: see `split_batch`."""
         self._part, self._split, self.plan = part, dict(split), plan
+        self._num_microbatches = plan.num_microbatches
 
     def arranged(self, batch: Batch) -> Batch:
         """The batch with the target among the arguments, if the model's forward takes a `target`."""
@@ -46,11 +47,12 @@ class BatchSplitter:
 
     def split(self, batch: Batch, recordings: tuple[Recording, ...] | None = None) -> SplitBatch:
         """Split a batch, and find the recording of each microbatch unless they are given."""
-        self._part.check_weights()
+        if not self._part.has_weights:
+            self._part.check_weights()
         for stage in self._part.stages.values():
             stage.check_state()
         captured, (args, kwargs, target) = self._part.captured, batch
-        parts = split_batch(captured.model.forward, args, kwargs, target, self.plan.num_microbatches, self._split)
+        parts = split_batch(captured.model.forward, args, kwargs, target, self._num_microbatches, self._split)
         if recordings is not None:
             return SplitBatch(parts, recordings, tuple(captured.inputs(part.args, part.kwargs) for part in parts))
         found, inputs = zip(*captured.recordings((part.args, part.kwargs) for part in parts), strict=True)

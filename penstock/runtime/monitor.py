@@ -6,13 +6,12 @@ environment variable PENSTOCK_WATCH=0 disables that thread, for a process that o
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from penstock.errors import PenstockError, RunError
+from penstock.errors import RunError
 from penstock.launch import (
     MAX_FAILURE_BYTES,
     ErrorReport,
@@ -91,26 +90,3 @@ class RankMonitor:
         seconds = max(self._deadline_seconds, FIRST_STEP_SECONDS if is_first else 0.0)
         self.deadline = timedelta(seconds=seconds)
         self._watcher.deadline_seconds = seconds
-
-
-@contextmanager
-def watch_step(monitor: RankMonitor | None, step: int, is_training: bool) -> Iterator[None]:
-    """Report a step to the monitor, and add the step's number to errors.
-
-    An error that only this rank raises is published, so that the others do not wait for it. `monitor` is None if all
-    ranks are in this process.
-    """
-    if monitor is not None:
-        monitor.step_started(step, is_training)
-    try:
-        yield
-    except Exception as error:
-        located = error.at(step=step) if isinstance(error, RunError) else error
-        if monitor is not None:
-            if isinstance(located, PenstockError) and located.is_shared:
-                monitor.idle()
-            else:
-                monitor.step_failed(located)
-        raise located from error.__cause__
-    if monitor is not None:
-        monitor.step_finished(is_training)

@@ -72,6 +72,7 @@ class StageRunner:
 
     def __init__(self, part: ModelPart, last_stage: int, loss_head: LossHead) -> None:
         self._part, self._last_stage, self._loss_head = part, last_stage, loss_head
+        self.has_replicas = part.groups.num_replicas > 1
         self.step: Step | None = None
         self.probe: NonfiniteProbe | None = None
         """set while a step is run again to find where NaN or Inf came from"""
@@ -113,7 +114,7 @@ class StageRunner:
         """Run the backward of a stage, whole or for the inputs only; pass back the gradients of what came in."""
         stage, microbatch, step = own.stage, own.microbatch, self.step
         assert step is not None
-        if stage in self._part.sharded:
+        if stage in self._part.sharded.modules:
             self._part.sharded.before_backward(stage)
         gradients: dict[str, Tensor | None] = {}
         if microbatch in step.added:
@@ -143,7 +144,7 @@ class StageRunner:
 
     def can_split(self, stage: int) -> bool:
         """Whether backward may be split. FSDP reduces gradients at its end, so that of a sharded stage may not."""
-        return stage not in self._part.sharded
+        return stage not in self._part.sharded.modules
 
     def reduce(self, stage: int) -> None:
         """All microbatches are through: start averaging the gradients of the stage over the replicas."""

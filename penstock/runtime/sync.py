@@ -148,6 +148,9 @@ class RankSync:
 
     def exchange(self, request: SyncRequest, vote: SyncVote = _EMPTY) -> SyncResult:
         """Exchange votes and wait for those of all ranks."""
+        if self._ranks is None:
+            self.step = request.step
+            return SyncResult(vote.sums, vote.maxes, vote.sums)
         self.start(request, vote)
         return self.finish()
 
