@@ -1,4 +1,4 @@
-"""FAMILY: (ranks, microbatches, costs) -> Schedule, one idea per file."""
+"""Schedules by name: (ranks, microbatches, costs) -> Schedule, one per file, all in the table SCHEDULES."""
 
 from penstock.errors import ScheduleError
 from penstock.ir import Placement, Schedule, StageCosts, find_named
@@ -28,7 +28,7 @@ SCHEDULES: dict[str, type[Scheduler]] = {
     "v_min": VMin,
     "dualpipe_v": DualPipeV,
 }
-OTHER_NAMES = {"interleaved1f1b": "interleaved", "interleavedzerobubble": "interleaved_zb", "zbvzerobubble": "zbv"}
+ALIASES = {"interleaved1f1b": "interleaved", "interleavedzerobubble": "interleaved_zb", "zbvzerobubble": "zbv"}
 
 __all__ = ["SCHEDULES", "build", "build_on", "find"]
 
@@ -36,19 +36,19 @@ __all__ = ["SCHEDULES", "build", "build_on", "find"]
 def build(
     name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None, costs: StageCosts | None = None
 ) -> Schedule:
-    """The named schedule; without stages_per_rank the number that the schedule wants."""
+    """The named schedule; without stages_per_rank with the default of the schedule."""
     member = find(name)
     scheduler = member() if stages_per_rank is None else member(stages_per_rank=stages_per_rank)
     return scheduler(ranks, microbatches, costs)
 
 
 def build_on(placement: Placement, name: str, microbatches: int, costs: StageCosts) -> Schedule | None:
-    """The named schedule if it puts stages on ranks like this; None if it puts them elsewhere or wants others."""
+    """The named schedule if it has this placement; None if it places stages otherwise or refuses their number."""
     per_rank, rest = divmod(placement.num_stages, placement.num_ranks)
     if rest:
         return None
     try:
-        # Weight gradients go where they fill gaps of the stages as they are.
+        # With costs, weight gradients are moved into the gaps that these stages leave.
         built = build(name, placement.num_ranks, microbatches, per_rank, costs)
     except ScheduleError:
         return None
@@ -56,5 +56,5 @@ def build_on(placement: Placement, name: str, microbatches: int, costs: StageCos
 
 
 def find(name: str) -> type[Scheduler]:
-    """The member of that name; case and punctuation do not matter."""
-    return find_named("schedule", name, SCHEDULES, ScheduleError, OTHER_NAMES)
+    """The schedule class of that name, ignoring case and punctuation."""
+    return find_named("schedule", name, SCHEDULES, ScheduleError, ALIASES)

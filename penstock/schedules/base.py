@@ -1,4 +1,4 @@
-"""The contract of a schedule, and the two ways in which most schedules are written down."""
+"""The contract of a schedule, and helpers to build orders."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from penstock.ir import (
     kind_of,
     pack,
 )
-from penstock.schedules.weights import refill
+from penstock.schedules.weight_filling import refill
 
 
 @dataclass(frozen=True)
 class Scheduler(ABC):
-    """A recipe for the orders of all ranks; its fields are its options."""
+    """Builds the orders of all ranks; its fields are its options."""
 
     name: ClassVar[str]
     splits_backward: ClassVar[bool] = False
@@ -35,11 +35,11 @@ class Scheduler(ABC):
     stages_per_rank: int = 1
 
     def __post_init__(self) -> None:
-        # What is no whole number is refused when the schedule is built, with its name.
+        # A value that is not an integer is refused in __call__, where the error names the schedule.
         object.__setattr__(self, "stages_per_rank", _plain(self.stages_per_rank))
 
     def __call__(self, ranks: int, microbatches: int, costs: StageCosts | None = None) -> Schedule:
-        """The schedule; with costs and a split backward, weight gradients fill the gaps, where that is faster."""
+        """The schedule; with costs and a split backward, weight gradients are moved into gaps if that is faster."""
         ranks, microbatches = _plain(ranks), _plain(microbatches)
         self._check(ranks, microbatches)
         stages = ranks * self.stages_per_rank
@@ -66,7 +66,7 @@ class Scheduler(ABC):
                 )
         if self.choices and self.stages_per_rank not in self.choices:
             raise ScheduleError(
-                "the schedule does not work with so many stages per rank",
+                "the schedule does not work with this number of stages per rank",
                 schedule=self.name,
                 stages_per_rank=self.stages_per_rank,
                 hint=f"stages_per_rank={self.choices[0]}, or interleaved, looped_bfs or interleaved_zb, which take any",
@@ -83,12 +83,12 @@ class Scheduler(ABC):
 
 
 def _plain(value: int) -> int:
-    """Whole numbers of numpy as Python's own; anything else as it is."""
+    """Integers of numpy as int; anything else unchanged."""
     return value if (number := as_int(value)) is None else number
 
 
 def staggered(*columns: tuple[Codes, int]) -> Codes:
-    """Sequences run side by side, each beginning at its own step; a step does one action of each, left first."""
+    """Interleave sequences that each start at their own step; a step takes one action of each, left to right."""
     steps = max(len(codes) + delay for codes, delay in columns)
     grid = np.full((steps, len(columns)), -1, dtype=np.int64)
     for column, (codes, delay) in enumerate(columns):
@@ -97,7 +97,7 @@ def staggered(*columns: tuple[Codes, int]) -> Codes:
 
 
 def numbered(codes: Codes) -> Codes:
-    """Actions without microbatches get them by counting: when an action occurs for the k-th time, it is k."""
+    """Assign microbatches by counting: the k-th occurrence of an action gets microbatch k."""
     microbatch = np.zeros(len(codes), dtype=np.int64)
     for code in np.unique(codes):
         chosen = codes == code
@@ -106,7 +106,7 @@ def numbered(codes: Codes) -> Codes:
 
 
 def passes(kind: Kind, stages: int | NDArray[np.int64], microbatches: int | NDArray[np.int64]) -> Codes:
-    """Passes of one kind; a whole number of microbatches stands for all of them in ascending order."""
+    """Passes of one kind; an int for microbatches means all of them in ascending order."""
     return pack(kind, stages, np.arange(microbatches) if isinstance(microbatches, int) else microbatches)
 
 

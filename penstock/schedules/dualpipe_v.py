@@ -40,9 +40,9 @@ class DualPipeV(Scheduler):
     choices = (2,)
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
-        # The phases need 2 ranks microbatches; the surplus of a longer schedule is struck out.
+        # The phases need 2 ranks microbatches; for fewer, the surplus of a longer schedule is removed.
         planned = max(2 * ranks, microbatches)
-        orders = [_struck(_order(rank, ranks, planned), microbatches) for rank in range(ranks)]
+        orders = [_without_surplus(_order(rank, ranks, planned), microbatches) for rank in range(ranks)]
         return Schedule(Placement.vee(ranks), microbatches, Orders(orders))
 
 
@@ -73,7 +73,7 @@ def _order(rank: int, ranks: int, microbatches: int) -> Codes:
 
 
 def _numbered(codes: Codes) -> Codes:
-    """Microbatches by counting, forwards and backwards apart; weight gradients follow the input gradients."""
+    """Assign microbatches by counting forwards and backwards; weight gradients follow the input gradients."""
     kind, stage = kind_of(codes), stage_of(codes)
     is_pair = kind == Kind.OVERLAP
     back_stage = np.where(is_pair, peer_of(codes), stage)
@@ -87,7 +87,7 @@ def _numbered(codes: Codes) -> Codes:
 
 
 def _count(stage: Codes, chosen: "np.ndarray") -> Codes:
-    """Per place how many chosen ones of the same stage came before it."""
+    """Per entry the number of chosen entries of the same stage before it."""
     count = np.zeros(len(stage), dtype=np.int64)
     for one in np.unique(stage[chosen]):
         places = chosen & (stage == one)
@@ -95,8 +95,8 @@ def _count(stage: Codes, chosen: "np.ndarray") -> Codes:
     return count
 
 
-def _struck(codes: Codes, microbatches: int) -> Codes:
-    """The same without microbatches beyond those wanted; of a pair the wanted half stays."""
+def _without_surplus(codes: Codes, microbatches: int) -> Codes:
+    """The order without surplus microbatches; of a pair the half that is needed stays."""
     is_pair = kind_of(codes) == Kind.OVERLAP
     no_forward = microbatch_of(codes) >= microbatches
     no_backward = is_pair & (peer_microbatch_of(codes) >= microbatches)

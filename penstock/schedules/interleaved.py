@@ -12,9 +12,11 @@ For 2 ranks and 4 microbatches:
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.ir import Kind, Orders, Placement, Schedule
 from penstock.schedules.base import Scheduler, passes, staggered
-from penstock.schedules.rounds import Rounds
 
 
 @dataclass(frozen=True)
@@ -36,3 +38,34 @@ class Interleaved(Scheduler):
             for rank in range(ranks)
         ]
         return Schedule(Placement.loop(ranks, self.stages_per_rank), microbatches, Orders(orders))
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The sequence in which an interleaved schedule visits the stages of a rank.
+
+    Microbatches go through the ranks in rounds; a round visits every stage of a rank before the next round begins.
+    There are microbatches // ranks rounds, at least one, as equal as possible, longer ones first.
+    """
+
+    ranks: int
+    microbatches: int
+    stages_per_rank: int
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Microbatches of each round."""
+        count = max(1, self.microbatches // self.ranks)
+        return np.array([part.size for part in np.array_split(np.arange(self.microbatches), count)])
+
+    @property
+    def lead(self) -> int:
+        """Number of forwards that a rank runs before the first one of its last stage."""
+        return (self.stages_per_rank - 1) * int(self.sizes[0])
+
+    def sequence(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The sequence of forwards: stages of the rank, counted from 0, and microbatches."""
+        last = np.cumsum(self.sizes)
+        each = [np.arange(end - size, end) for size, end in zip(self.sizes, last, strict=True)]
+        locals_ = np.concatenate([np.repeat(np.arange(self.stages_per_rank), size) for size in self.sizes])
+        return locals_, np.concatenate([np.tile(part, self.stages_per_rank) for part in each])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from penstock.ir import Kind, Orders, Placement, Schedule
 from penstock.schedules.base import Scheduler, passes, staggered, weights_of
-from penstock.schedules.rounds import Rounds
+from penstock.schedules.interleaved import Rounds
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from penstock.ir import Schedule, StageCosts
 from penstock.schedules.base import Scheduler
 from penstock.schedules.vee_blocks import Block, repeat_block
-from penstock.schedules.weights import refill
+from penstock.schedules.weight_filling import refill
 
 
 @dataclass(frozen=True)

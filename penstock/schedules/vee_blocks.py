@@ -1,4 +1,4 @@
-"""Building blocks: schedules on a V made by repeating the passes of one microbatch every six units of time.
+"""Schedules on a V made by repeating the passes of one microbatch every six units of time.
 
 Qi et al. 2024, "Pipeline Parallelism with Controllable Memory". A block says when each rank runs the two forwards and
 the two input gradients of one microbatch. Repeated every six units it fills each rank exactly when no two of the four

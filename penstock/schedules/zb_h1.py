@@ -13,9 +13,8 @@ For 4 ranks and 4 microbatches:
 
 from dataclasses import dataclass
 
-from penstock.ir import Schedule
-from penstock.schedules.base import Scheduler
-from penstock.schedules.split_1f1b import split_1f1b
+from penstock.ir import Kind, Orders, Placement, Schedule
+from penstock.schedules.base import Scheduler, passes, staggered, weights_of
 
 
 @dataclass(frozen=True)
@@ -28,3 +27,22 @@ class ZBH1(Scheduler):
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
         return split_1f1b(ranks, microbatches, pace=1)
+
+
+def split_1f1b(ranks: int, microbatches: int, pace: int) -> Schedule:
+    """1f1b with the backward split in two, for zb_h1 (pace 1) and zb_h2 (pace 2).
+
+    Rank r runs pace (ranks - 1 - r) forwards ahead and pace r weight gradients behind.
+    """
+    orders = []
+    for rank in range(ranks):
+        ahead = pace * (ranks - 1 - rank)
+        input_grads = passes(Kind.INPUT_GRAD, rank, microbatches)
+        orders.append(
+            staggered(
+                (passes(Kind.FORWARD, rank, microbatches), 0),
+                (input_grads, ahead),
+                (weights_of(input_grads), ahead + pace * rank),
+            )
+        )
+    return Schedule(Placement.loop(ranks), microbatches, Orders(orders))

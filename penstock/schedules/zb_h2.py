@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from penstock.ir import Schedule
 from penstock.schedules.base import Scheduler
-from penstock.schedules.split_1f1b import split_1f1b
+from penstock.schedules.zb_h1 import split_1f1b
 
 
 @dataclass(frozen=True)

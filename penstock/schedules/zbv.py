@@ -27,7 +27,7 @@ class ZBV(Scheduler):
     splits_backward = True
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
-        # The phases need 2 ranks - 1 microbatches; of a longer schedule the surplus can be struck out, as
+        # The phases need 2 ranks - 1 microbatches; for fewer, the surplus of a longer schedule is removed, as
         # microbatches do not depend on each other.
         planned = max(2 * ranks - 1, microbatches)
         orders = (_order(rank, ranks, planned) for rank in range(ranks))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.schedules.rounds import Rounds
+from penstock.schedules.interleaved import Rounds
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ def test_a_fixed_number_of_stages_per_rank_is_said_when_another_is_asked_for(nam
     with pytest.raises(ScheduleError) as refused:
         build(name, 4, 4, only + 1)
     assert str(refused.value) == (
-        f"the schedule does not work with so many stages per rank (schedule: {name}, stages per rank: {only + 1})\n"
+        "the schedule does not work with this number of stages per rank "
+        f"(schedule: {name}, stages per rank: {only + 1})\n"
         f"try: stages_per_rank={only}, or interleaved, looped_bfs or interleaved_zb, which take any"
     )

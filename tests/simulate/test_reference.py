@@ -33,7 +33,7 @@ def drawn(name, seed):
         if random.random() < 0.7
     ]
     cluster = Cluster(num_ranks, latency=0.25, bandwidth=3.0, links=tuple(links), overlap=random.random())
-    program = lower(schedule, cuts=cuts, passes=tuple(PASSES)[random.randrange(2) :])
+    program = lower(schedule, cuts=cuts, passes=tuple(PASSES)[: random.randint(1, len(PASSES))])
     return program, StageCosts(*times, messages=messages), cluster
 
 

@@ -3,7 +3,7 @@
 from penstock.ir import Kind, Schedule, StageCosts, schedule_length
 from penstock.passes import verify
 from penstock.schedules import build
-from penstock.schedules.weights import refill
+from penstock.schedules.weight_filling import refill
 
 WAITING = """
 0F0 0F1 0I0 0I1 0W0 0W1

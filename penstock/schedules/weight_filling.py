@@ -1,7 +1,7 @@
-"""Weights: moves weight gradients into the gaps that measured costs leave, if the step gets shorter by it.
+"""Moves weight gradients into the gaps that measured costs leave, if that makes the step shorter.
 
 Forwards and input gradients keep their order. A rank that would wait for its next pass runs a pending weight gradient
-instead; one that has no room for the next forward runs weight gradients first. No rank ever holds more activations
+instead; one that has no memory for the next forward runs weight gradients first. No rank ever holds more activations
 than before.
 """
 
@@ -26,34 +26,34 @@ from penstock.ir import (
 )
 
 _PATIENCE = (0.0, 0.5, 1.0)
-"""candidates for how much of a weight gradient's time a rank rather waits than starts one"""
+"""shares of a weight gradient's time that a rank would rather wait than start one; each is tried"""
 
 
 def refill(schedule: Schedule, costs: StageCosts) -> Schedule:
     """The fastest of the schedule and its variants with weight gradients moved."""
     if costs.num_stages != schedule.num_stages:
         raise CostError("costs are for another number of stages", costs=costs.num_stages, schedule=schedule.num_stages)
-    facts = _facts(schedule, costs)
-    variants = (schedule, *(_Filling(schedule, facts, patience).run() for patience in _PATIENCE))
+    actions = _action_table(schedule, costs)
+    variants = (schedule, *(_GreedyFill(schedule, actions, patience).run() for patience in _PATIENCE))
     lengths = [schedule_length(variant, costs) for variant in variants]
     # Shorter in one measure must not be longer in the other.
     allowed = [place for place, found in enumerate(lengths) if found.span <= lengths[0].span]
     return variants[min(allowed, key=lambda place: lengths[place])]
 
 
-class _Facts(NamedTuple):
-    """What is known of every action, by index; `weight_...` is about the weight gradient of its stage."""
+class _ActionTable(NamedTuple):
+    """Properties of every action, by index; `weight_...` is about the weight gradient of its stage."""
 
     kinds: list[int]
     needs: list[int]
     seconds: list[float]
     weight_seconds: list[float]
     taken: list[float]
-    """bytes taken, or below 0 given back"""
+    """bytes allocated, or freed if below 0"""
     weight_taken: list[float]
 
 
-def _facts(schedule: Schedule, costs: StageCosts) -> _Facts:
+def _action_table(schedule: Schedule, costs: StageCosts) -> _ActionTable:
     table = schedule.table
     stages = stage_of(table.codes)
     known = any(costs.activation_bytes)
@@ -61,7 +61,7 @@ def _facts(schedule: Schedule, costs: StageCosts) -> _Facts:
     late = np.asarray(costs.weight_grad_bytes if known else (1,) * costs.num_stages, dtype=float)
     taken = np.zeros((len(Kind), costs.num_stages))
     taken[Kind.FORWARD], taken[Kind.INPUT_GRAD], taken[Kind.WEIGHT_GRAD] = kept, late - kept, -late
-    return _Facts(
+    return _ActionTable(
         table.kinds.tolist(),
         find_waits(table, schedule.dependencies()).one,
         pass_seconds(table, costs).tolist(),
@@ -73,7 +73,7 @@ def _facts(schedule: Schedule, costs: StageCosts) -> _Facts:
 
 @dataclass
 class _Rank:
-    """Where one rank is: what it still has to do in order, what it may do in gaps, what it holds. All by index."""
+    """State of one rank: remaining passes in order, pending weight gradients, bytes held, and passes done, by index."""
 
     fixed: deque[int]
     limit: float
@@ -83,11 +83,11 @@ class _Rank:
     done: list[int] = field(default_factory=list)
 
 
-class _Filling:
+class _GreedyFill:
     """One greedy run over all ranks in the order of their clocks."""
 
-    def __init__(self, schedule: Schedule, facts: _Facts, patience: float) -> None:
-        self.schedule, self.facts, self.patience = schedule, facts, patience
+    def __init__(self, schedule: Schedule, actions: _ActionTable, patience: float) -> None:
+        self.schedule, self.actions, self.patience = schedule, actions, patience
         self.ends = [inf] * len(schedule.table.codes)
         self.waiting: dict[int, int] = {}
         self.ranks = [self._rank(rank) for rank in range(schedule.num_ranks)]
@@ -97,27 +97,27 @@ class _Filling:
         table = self.schedule.table
         first, end = table.starts[rank : rank + 2].tolist()
         fixed = first + np.flatnonzero(table.kinds[first:end] != Kind.WEIGHT_GRAD)
-        return _Rank(deque(fixed.tolist()), float(np.cumsum(self.facts.taken[first:end]).max()))
+        return _Rank(deque(fixed.tolist()), float(np.cumsum(self.actions.taken[first:end]).max()))
 
     def run(self) -> Schedule:
-        """The schedule that the run ends with."""
+        """Run all ranks to their end and return the new schedule."""
         while self.queue:
             _, number = heapq.heappop(self.queue)
             self._step(number, self.ranks[number])
         codes = self.schedule.table.codes
-        # A weight gradient was noted as -1 - (index of its input gradient).
+        # A weight gradient is stored as -1 - (index of its input gradient).
         weights = codes - Kind.INPUT_GRAD + Kind.WEIGHT_GRAD
         done = [np.asarray(rank.done, dtype=np.int64) for rank in self.ranks]
         table = Orders([np.where(index < 0, weights[-1 - index], codes[index]) for index in done])
         return Schedule(self.schedule.placement, self.schedule.num_microbatches, table)
 
     def _step(self, number: int, rank: _Rank) -> None:
-        """Do the next thing on a rank, or let it wait for another."""
+        """Run the next pass of a rank, or let it wait for another rank."""
         if not rank.fixed:
             rank.done += [-1 - index for index in rank.pending]
             return
         index = rank.fixed[0]
-        need, taken = self.facts.needs[index], self.facts.taken[index]
+        need, taken = self.actions.needs[index], self.actions.taken[index]
         ready = 0.0 if need == -1 else self.ends[need]
         is_full = taken > 0 and rank.held + taken > rank.limit
         if rank.pending and (is_full or self._is_worth_a_weight(rank, ready)):
@@ -128,21 +128,21 @@ class _Filling:
             self.waiting[need] = number
 
     def _is_worth_a_weight(self, rank: _Rank, ready: float) -> bool:
-        return ready - rank.clock > self.patience * self.facts.weight_seconds[rank.pending[0]]
+        return ready - rank.clock > self.patience * self.actions.weight_seconds[rank.pending[0]]
 
     def _run_weight(self, number: int, rank: _Rank) -> None:
         index = rank.pending.popleft()
         rank.done.append(-1 - index)
-        rank.clock += self.facts.weight_seconds[index]
-        rank.held += self.facts.weight_taken[index]
+        rank.clock += self.actions.weight_seconds[index]
+        rank.held += self.actions.weight_taken[index]
         heapq.heappush(self.queue, (rank.clock, number))
 
     def _run_fixed(self, number: int, rank: _Rank, ready: float) -> None:
         index = rank.fixed.popleft()
         rank.done.append(index)
-        rank.clock = max(rank.clock, ready) + self.facts.seconds[index]
-        rank.held += self.facts.taken[index]
-        if self.facts.kinds[index] == Kind.INPUT_GRAD:
+        rank.clock = max(rank.clock, ready) + self.actions.seconds[index]
+        rank.held += self.actions.taken[index]
+        if self.actions.kinds[index] == Kind.INPUT_GRAD:
             rank.pending.append(index)
         self.ends[index] = rank.clock
         heapq.heappush(self.queue, (rank.clock, number))
