@@ -1,4 +1,4 @@
-"""two_hosts: what a plan gains that knows the links, on two hosts joined by a cable of 200 Mbit/s."""
+"""Gain of planning with measured links, on two hosts joined by a 200 Mbit/s link."""
 
 import json
 import tempfile
@@ -16,7 +16,7 @@ from benchmarks.two_hosts_rank import Task
 
 TASK = Task(wide=64, narrow=4, samples=8192, steps=12)
 RANKS = 2
-"""on each host"""
+"""ranks on each host"""
 _MOST_SECONDS = 240.0
 Found = dict[str, Any]
 
@@ -27,7 +27,7 @@ def tables() -> tuple[Table, ...]:
 
 
 def links(task: Task = TASK, ranks: int = RANKS) -> Table:
-    """What the ranks measure of the cable, and of the way inside a host."""
+    """Measured bandwidth and latency between the hosts, and inside a host."""
 
     def lines(found: Found) -> Iterator[Line]:
         for name, is_slow in (("two hosts", True), ("one host", False)):
@@ -41,19 +41,19 @@ def links(task: Task = TASK, ranks: int = RANKS) -> Table:
 
 
 def gains(task: Task = TASK, ranks: int = RANKS) -> Table:
-    """A step by the plan that takes links for free, and by the one that knows them."""
+    """A step with the plan for free links, and with the plan for the measured ones."""
 
     def lines(found: Found) -> Iterator[Line]:
         blind, seeing = found["without links"], found["with links"]
         for name, key, unit, target in (
-            ("KiB over the cable", "bytes", 1 / 1024, 4.0),
+            ("KiB between hosts", "bytes", 1 / 1024, 4.0),
             ("ms predicted", "predicted", 1e3, 1.2),
             ("ms measured", "seconds", 1e3, 1.2),
         ):
             ratio = blind[key] / seeing[key]
             yield Line((name, f"{unit * blind[key]:,.1f}", f"{unit * seeing[key]:,.1f}", f"{ratio:.2f}"), ratio, target)
         apart = f"{blind['apart']:.1e}", f"{seeing['apart']:.1e}"
-        yield Line(("apart from one process", *apart, ""), max(blind["apart"], seeing["apart"]), 1e-12, at_least=False)
+        yield Line(("from one process", *apart, ""), max(blind["apart"], seeing["apart"]), 1e-12, at_least=False)
 
     title = f"a step on two hosts, {ranks} ranks each"
     return Table(title, ("", "without links", "with links", "ratio"), _found(task, ranks, lines, 4))
@@ -68,7 +68,7 @@ def _found(task: Task, ranks: int, lines: Callable[[Found], Iterator[Line]], col
 
 @cache
 def measured(task: Task, ranks: int) -> Found:
-    """What the first rank found on two hosts; of a step's seconds those of the slowest rank count."""
+    """The results of the first rank, with the seconds of the slowest rank."""
     with two_hosts() as hosts, tempfile.TemporaryDirectory() as name:
         directory, args = Path(name), (name, json.dumps(asdict(task)))
         ended = hosts.torchrun(Path(two_hosts_rank.__file__), ranks, directory, args, _MOST_SECONDS)

@@ -1,6 +1,6 @@
-"""What torchrun runs on two hosts: a plan with the measured links beside one without, trained beside the unsplit model.
+"""Script for torchrun on two hosts: compares a plan for measured links with one for free links, and with one process.
 
-`two_hosts_rank.py DIRECTORY TASK` with the task as JSON writes what every rank found to `DIRECTORY/rankN.json`.
+`two_hosts_rank.py DIRECTORY TASK` with the task as JSON writes the results of every rank to `DIRECTORY/rankN.json`.
 """
 
 import json
@@ -27,7 +27,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """What is done on the two hosts."""
+    """Sizes and options of the comparison."""
 
     wide: int = 256
     narrow: int = 8
@@ -35,12 +35,12 @@ class Task:
     microbatches: int = 4
     steps: int = 4
     flops: float | None = None
-    """operations per second for which the plans are made; None: the model is measured"""
+    """operations per second assumed by the plans; None: the model is measured"""
     schedule: str = "auto"
     budget_seconds: float = 3.0
-    """how long each plan is searched for"""
+    """search time per plan"""
     dies: bool = False
-    """whether the last rank is killed in one more step"""
+    """whether the last rank is killed in a further step"""
 
 
 def build(task: Task) -> nn.Module:
@@ -56,7 +56,7 @@ def build(task: Task) -> nn.Module:
 
 
 def batches(task: Task) -> Iterator[Batch]:
-    """The same on every rank."""
+    """Batches, the same on every rank."""
     generator = torch.Generator().manual_seed(1)
     while True:
         x, target = (torch.randn(task.samples, task.wide, generator=generator).double() for _ in range(2))
@@ -64,7 +64,7 @@ def batches(task: Task) -> Iterator[Batch]:
 
 
 def plans(task: Task, model: nn.Module) -> dict[str, penstock.Plan]:
-    """The plan for links that cost nothing, and the one for the links as they are."""
+    """The plan for free links, and the plan for the measured ones."""
     x, _ = next(batches(task))
     speed = None if task.flops is None else penstock.DeviceSpeed(task.flops, task.flops)
     wishes: dict[str, Any] = {"microbatches": task.microbatches, "loss_fn": mse_loss, "speed": speed}
@@ -80,14 +80,14 @@ def plans(task: Task, model: nn.Module) -> dict[str, penstock.Plan]:
 
 
 def bytes_between_hosts(plan: penstock.Plan) -> int:
-    """What a step sends from ranks of the first host to ranks of the second, and back."""
+    """Bytes that a step sends between the hosts."""
     host = [rank >= plan.num_ranks // 2 for rank in plan.schedule.placement.ranks]
     crossing = (one for one in plan.costs.messages if host[one.producer] != host[one.consumer])
     return plan.num_microbatches * sum(one.forward_bytes + one.backward_bytes for one in crossing)
 
 
 def trained(step: Callable[[Tensor, Tensor], Tensor], held: Any, task: Task) -> tuple[list[float], list[float]]:
-    """The losses of some steps of an optimizer, and the seconds of each; the last gradients are left in place."""
+    """Losses and seconds of the steps of an optimizer; the last gradients are kept."""
     optimizer = torch.optim.SGD(held.parameters(), lr=0.05, momentum=0.9)
     losses, seconds = [], []
     for _, (x, target) in zip(range(task.steps), batches(task), strict=False):
@@ -108,7 +108,7 @@ def apart(pipe: penstock.Pipeline, model: nn.Module) -> float:
 
 
 def beside(task: Task, model: nn.Module, plan: penstock.Plan, cluster: penstock.Cluster) -> dict[str, Any]:
-    """A plan trained beside the unsplit model, with what was predicted for it on the links as they are."""
+    """Train a plan and the unsplit model; with the prediction for the measured links."""
     unsplit, pipe = deepcopy(model), penstock.Pipeline(deepcopy(model), plan, loss_fn=mse_loss)
 
     def plain(x: Tensor, target: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def beside(task: Task, model: nn.Module, plan: penstock.Plan, cluster: penstock.
 
 
 def last_words(task: Task, model: nn.Module, plan: penstock.Plan) -> str:
-    """What this rank says when the last one is killed in the middle of a step."""
+    """The error of this rank when the last rank is killed in the middle of a step."""
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss)
     if dist.get_rank() == dist.get_world_size() - 1:
         model[-1].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -138,11 +138,11 @@ def last_words(task: Task, model: nn.Module, plan: penstock.Plan) -> str:
         pipe.step(*next(batches(task))[:1], target=next(batches(task))[1])
     except penstock.RunError as error:
         return str(error)
-    return "nothing was wrong"
+    return "no error"
 
 
 def main(directory: Path, task: Task) -> None:
-    """Do the task as one rank."""
+    """Run the comparison as one rank."""
     dist.init_process_group("gloo")
     model = build(task)
     made = plans(task, model)
