@@ -243,10 +243,10 @@ def test_the_page_of_schedules_has_a_section_for_each() -> None:
     assert re.findall(r"^## (\S+)$", text_of(DOCS / "schedules.md"), re.MULTILINE) == list(SCHEDULES)
 
 
-def test_the_architecture_names_every_room() -> None:
-    named = {row["room"].strip("`") for row in rows(DOCS / "architecture.md", "room")}
-    rooms = {path.parent.name for path in (REPOSITORY / "penstock").glob("*/__init__.py")}
-    assert rooms - named == set()
+def test_the_architecture_names_every_package() -> None:
+    named = {row["package"].strip("`") for row in rows(DOCS / "architecture.md", "package")}
+    packages = {path.parent.name for path in (REPOSITORY / "penstock").glob("*/__init__.py")}
+    assert packages - named == set()
 
 
 # ------------------------------------------------------------------------------------------------- help, links, words
