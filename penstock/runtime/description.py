@@ -1,4 +1,4 @@
-"""Description: a Pipeline in words: stages, parameters, what crosses, schedule, prediction, and what is special."""
+"""The text of `Pipeline.describe`: stages, parameters, values that cross, schedule and prediction."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from penstock.views import Cuts
 
 
 def describe(plan: Plan, part: ModelPart, rule: LossRule | None) -> str:
-    """One text for the terminal or a log."""
+    """Describe a pipeline for the terminal or a log."""
     return "\n".join((str(plan), "", Cuts()((plan.graph, plan.partition)), "", *_remarks(plan, part, rule)))
 
 

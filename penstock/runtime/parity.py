@@ -1,4 +1,4 @@
-"""Parity: what `penstock.check` found of a plan's pipeline beside the unsplit model."""
+"""The result of `penstock.check`: how a pipeline compares with the unsplit model."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,18 @@ from penstock.ir import Comparison
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What `penstock.check` found about the loss, the gradient of every parameter, and the buffers."""
+    """The differences in the loss, the gradient of every parameter, and the buffers."""
 
     loop: Comparison
     """against the unsplit model on the same microbatches, one after another"""
     whole: Comparison | None
     """against the unsplit model on the whole batch; None where that cannot be equal"""
     notes: tuple[str, ...] = ()
-    """why the whole batch cannot be equal, or may not be, in words"""
+    """why the whole batch cannot be equal, or may not be"""
 
     @property
     def ok(self) -> bool:
-        """Whether the pipeline trains with the numbers of the unsplit model."""
+        """Whether the pipeline has the loss and gradients of the unsplit model."""
         return self.loop.ok and (self.whole is None or self.whole.ok)
 
     def __str__(self) -> str:

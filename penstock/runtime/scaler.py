@@ -1,4 +1,4 @@
-"""GradScaler: scales the loss of half-precision training; all ranks agree on the scale and on skipped steps."""
+"""Loss scaling for half-precision training, with the same scale and the same skipped steps on all ranks."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,10 +14,10 @@ from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 
 
 class GradScaler:
-    """Give it to the Pipeline, then `scaler.step(optimizer)` and `scaler.update()` in the place of `optimizer.step()`.
+    """Pass it to the Pipeline, and call `scaler.step(optimizer)` and `scaler.update()` instead of `optimizer.step()`.
 
-    Gradients are the scale times too large until `unscale_`, which `step` calls if the user did not. Several optimizers
-    are unscaled and stepped one after the other, then comes one `update`.
+    Gradients are multiplied by the scale until `unscale_`, which `step` calls if the user did not. With several
+    optimizers, step all of them and then call `update` once.
     """
 
     def __init__(
@@ -31,26 +31,26 @@ class GradScaler:
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
         self.scale = float(init_scale)
         self.skipped = 0
-        """steps that were not taken"""
+        """number of optimizer steps that were skipped"""
         self._clean = 0
         self._round = _Round()
         self._sync = RankSync(ProcessGroups.local(1))
 
     def bind(self, sync: RankSync) -> None:
-        """Decide together with these ranks from now on."""
+        """Use the rank sync of a Pipeline, so that all ranks decide alike."""
         self._sync = sync
 
     def begin(self) -> None:
-        """A step is about to add gradients that are scaled."""
+        """Called before a step, which adds scaled gradients."""
         if self._round.overflows:
             raise RunError(
-                "gradients were unscaled, and a step would add scaled ones to them",
+                "a step would add scaled gradients to unscaled ones",
                 hint="scaler.step(optimizer) and scaler.update() before the next step",
             )
         self._round = _Round(is_scaled=True)
 
     def scale_of(self, parameters: Iterable[nn.Parameter]) -> float:
-        """By how much the gradients of these parameters are too large at present."""
+        """The scale that the gradients of these parameters have at present."""
         now = self._round
         unscaled = {id(parameter) in now.unscaled for parameter in parameters if parameter.grad is not None}
         if now.is_scaled and len(unscaled) > 1:
@@ -62,9 +62,9 @@ class GradScaler:
         return 1.0 if is_unscaled or not now.is_scaled else self.scale
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, and look for overflow on all ranks."""
+        """Divide the gradients by the scale, and check for overflow on all ranks."""
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise RunError("a scaler works on a torch optimizer", given=type(optimizer).__name__)
+            raise RunError("optimizer must be a torch optimizer", given=type(optimizer).__name__)
         if id(optimizer) in self._round.overflows:
             raise RunError("the gradients are already unscaled", hint="call update after each step")
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -82,7 +82,7 @@ class GradScaler:
         return heard.maxes[0] > 0
 
     def step(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Take the optimizer's step, on all ranks or on none."""
+        """Step the optimizer, unless gradients overflowed on any rank."""
         if id(optimizer) in self._round.stepped:
             raise RunError("the optimizer has already taken this step", hint="call update after each step")
         if id(optimizer) not in self._round.overflows:
@@ -94,9 +94,9 @@ class GradScaler:
         return optimizer.step()
 
     def update(self) -> None:
-        """A smaller scale after an overflow, a larger one after many clean steps."""
+        """Reduce the scale after an overflow, and increase it after `growth_interval` steps without one."""
         if not self._round.overflows:
-            raise RunError("update without a step", hint="scaler.step(optimizer), then scaler.update()")
+            raise RunError("update must follow a step", hint="scaler.step(optimizer), then scaler.update()")
         overflowed = any(self._round.overflows.values())
         self._clean = 0 if overflowed else self._clean + 1
         if overflowed:
@@ -107,29 +107,29 @@ class GradScaler:
         self._round.stepped.clear()
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint."""
         return {"scale": self.scale, "clean": self._clean, "skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
         names = ("scale", "clean", "skipped")
         if not isinstance(state, Mapping) or not all(is_finite(state.get(name)) for name in names):
-            raise RunError("the state of a scaler has three numbers", names=names, given=repr(state))
+            raise RunError("the state of a scaler must have three numbers", names=names, given=repr(state))
         if not state["scale"] > 0:
-            raise RunError("a scale is above 0", scale=state["scale"])
+            raise RunError("scale must be above 0", scale=state["scale"])
         self.scale, self._clean, self.skipped = float(state["scale"]), int(state["clean"]), int(state["skipped"])
 
 
 class _Round:
-    """What has happened to gradients since they were computed."""
+    """The state of the gradients since they were computed."""
 
     def __init__(self, is_scaled: bool = False) -> None:
         self.is_scaled = is_scaled
         self.was_unscaled = False
         self.unscaled: set[int] = set()
-        """the identities of parameters whose gradients are as they should be again"""
+        """ids of the parameters whose gradients are unscaled"""
         self.overflows: dict[int, bool] = {}
-        """for each optimizer that was unscaled, whether any rank has found an overflow"""
+        """by id of each unscaled optimizer, whether gradients overflowed on any rank"""
         self.stepped: set[int] = set()
 
 
@@ -138,9 +138,11 @@ def _check(init_scale: object, growth_factor: object, backoff_factor: object, gr
     values = {**figures, "growth_interval": growth_interval}
     for name, value in figures.items():
         if not is_finite(value):
-            raise RunError(f"{name} of a scaler is a number", given=repr(value), hint="GradScaler(init_scale=65536.0)")
+            raise RunError(f"{name} must be a number", given=repr(value), hint="GradScaler(init_scale=65536.0)")
     interval = as_int(growth_interval)
     if not (init_scale > 0 and growth_factor >= 1 and 0 < backoff_factor < 1):  # type: ignore[operator]
-        raise RunError("a scaler needs a scale above 0, growth of at least 1 and a backoff below 1", **values)
+        raise RunError(
+            "init_scale must be above 0, growth_factor at least 1 and backoff_factor between 0 and 1", **values
+        )
     if interval is None or interval < 1:
-        raise RunError("growth_interval of a scaler is a whole number above 0", given=repr(growth_interval))
+        raise RunError("growth_interval must be an integer above 0", given=repr(growth_interval))

@@ -67,17 +67,17 @@ def test_a_wrong_argument_comes_with_a_way_out(given: dict[str, Any]) -> None:
 
 
 OPTIONS = [
-    ({"seed": -1}, "seed is a whole number, 0 or more (given: -1)"),
-    ({"seed": "1"}, "seed is a whole number, 0 or more (given: '1')"),
-    ({"seed": True}, "seed is a whole number, 0 or more (given: True)"),
-    ({"nonfinite": "stop"}, "unknown nonfinite (given: 'stop')"),
-    ({"nonfinite": ["skip"]}, "unknown nonfinite (given: ['skip'])"),
-    ({"deadline_seconds": "60"}, "a deadline is seconds above 0 (deadline seconds: '60')"),
-    ({"deadline_seconds": 0}, "a deadline is seconds above 0 (deadline seconds: 0)"),
-    ({"deadline_seconds": float("nan")}, "a deadline is seconds above 0 (deadline seconds: nan)"),
-    ({"deadline_seconds": None}, "a deadline is seconds above 0 (deadline seconds: None)"),
-    ({"check_inputs_every": 1.5}, "check_inputs_every is a whole number, 0 or more (given: 1.5)"),
-    ({"restore_gradients": 1}, "restore_gradients is True or False (given: 1)"),
+    ({"seed": -1}, "seed must be an integer of 0 or more (given: -1)"),
+    ({"seed": "1"}, "seed must be an integer of 0 or more (given: '1')"),
+    ({"seed": True}, "seed must be an integer of 0 or more (given: True)"),
+    ({"nonfinite": "stop"}, "nonfinite must be one of its choices (given: 'stop')"),
+    ({"nonfinite": ["skip"]}, "nonfinite must be one of its choices (given: ['skip'])"),
+    ({"deadline_seconds": "60"}, "deadline_seconds must be a number above 0 (deadline seconds: '60')"),
+    ({"deadline_seconds": 0}, "deadline_seconds must be a number above 0 (deadline seconds: 0)"),
+    ({"deadline_seconds": float("nan")}, "deadline_seconds must be a number above 0 (deadline seconds: nan)"),
+    ({"deadline_seconds": None}, "deadline_seconds must be a number above 0 (deadline seconds: None)"),
+    ({"check_inputs_every": 1.5}, "check_inputs_every must be an integer of 0 or more (given: 1.5)"),
+    ({"restore_gradients": 1}, "restore_gradients must be True or False (given: 1)"),
 ]
 
 
@@ -87,14 +87,14 @@ def test_a_wrong_option_is_refused_with_its_value(given: dict[str, Any], words: 
 
 
 SCALERS = [
-    ({"init_scale": "big"}, "init_scale of a scaler is a number (given: 'big')"),
-    ({"init_scale": float("inf")}, "init_scale of a scaler is a number (given: inf)"),
-    ({"init_scale": 0.0}, "a scaler needs a scale above 0"),
-    ({"growth_factor": None}, "growth_factor of a scaler is a number (given: None)"),
-    ({"growth_factor": 0.5}, "a scaler needs a scale above 0, growth of at least 1"),
-    ({"backoff_factor": 1.0}, "a scaler needs a scale above 0, growth of at least 1 and a backoff below 1"),
-    ({"growth_interval": 0}, "growth_interval of a scaler is a whole number above 0 (given: 0)"),
-    ({"growth_interval": 2.5}, "growth_interval of a scaler is a whole number above 0 (given: 2.5)"),
+    ({"init_scale": "big"}, "init_scale must be a number (given: 'big')"),
+    ({"init_scale": float("inf")}, "init_scale must be a number (given: inf)"),
+    ({"init_scale": 0.0}, "init_scale must be above 0"),
+    ({"growth_factor": None}, "growth_factor must be a number (given: None)"),
+    ({"growth_factor": 0.5}, "init_scale must be above 0, growth_factor at least 1"),
+    ({"backoff_factor": 1.0}, "init_scale must be above 0, growth_factor at least 1 and backoff_factor between"),
+    ({"growth_interval": 0}, "growth_interval must be an integer above 0 (given: 0)"),
+    ({"growth_interval": 2.5}, "growth_interval must be an integer above 0 (given: 2.5)"),
 ]
 
 

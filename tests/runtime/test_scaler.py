@@ -110,7 +110,7 @@ def test_scaled_gradients_are_not_added_to_unscaled_ones() -> None:
     pipe, scaler = scaled()
     optimizer = optimizer_of(pipe.parameters())
     scaler.unscale_(optimizer)
-    with pytest.raises(penstock.RunError, match="gradients were unscaled, and a step would add scaled ones"):
+    with pytest.raises(penstock.RunError, match="a step would add scaled gradients to unscaled ones"):
         pipe.step(X, target=TARGET)
     scaler.step(optimizer)
     scaler.update()
@@ -143,5 +143,5 @@ def test_the_state_goes_on_where_it_was() -> None:
 
 
 def test_only_an_optimizer_can_be_unscaled() -> None:
-    with pytest.raises(penstock.RunError, match="a scaler works on a torch optimizer"):
+    with pytest.raises(penstock.RunError, match="optimizer must be a torch optimizer"):
         penstock.GradScaler().unscale_([])
