@@ -1,4 +1,4 @@
-"""Diagnosis: what this machine has for a pipeline, and what would slow one down or stop it, each with its mend."""
+"""Checks this machine for anything that would slow a pipeline down or stop it, each with a suggested fix."""
 
 import os
 import platform
@@ -23,7 +23,7 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at; with a warning, also what to do about it."""
+    """One check; a warning comes with a fix."""
 
     name: str
     found: str
@@ -32,7 +32,7 @@ class Finding(NamedTuple):
 
 
 def diagnosis() -> Iterator[Finding]:
-    """Everything that is looked at, from what takes no time to what starts processes."""
+    """Run all checks, the quick ones first; the last ones start processes."""
     yield _python()
     yield _torch()
     yield _backends()
@@ -46,14 +46,14 @@ def _python() -> Finding:
     finding = Finding("python", platform.python_version())
     if sys.version_info[:2] == _TRIED_PYTHON:
         return finding
-    return finding._replace(warning="another version than the tests ran on", mend="Python 3.11, if something is odd")
+    return finding._replace(warning="not the version that penstock is tested with", mend="Python 3.11")
 
 
 def _torch() -> Finding:
     finding = Finding("torch", torch.__version__)
     if tuple(map(int, torch.__version__.split(".")[:2])) == _TRIED_TORCH:
         return finding
-    return finding._replace(warning="another version than the tests ran on", mend="pip install torch==2.13.0")
+    return finding._replace(warning="not the version that penstock is tested with", mend="pip install torch==2.13.0")
 
 
 def _backends() -> Finding:
@@ -63,7 +63,7 @@ def _backends() -> Finding:
     if "gloo" in have:
         return finding
     return finding._replace(
-        warning="ranks compare figures over gloo, which is missing", mend="a build of torch with it"
+        warning="ranks synchronise over gloo, which is missing", mend="a build of torch with gloo"
     )
 
 
@@ -72,7 +72,7 @@ def _cores() -> Finding:
     finding = Finding("cores", str(count))
     if count >= _RANKS:
         return finding
-    return finding._replace(warning="ranks on this machine take turns", mend="more cores, or ranks on other machines")
+    return finding._replace(warning="ranks here share one core", mend="more cores, or ranks on other machines")
 
 
 def _memory() -> Finding:
@@ -88,25 +88,26 @@ def _threads() -> Finding:
     finding = Finding("threads", f"{torch.get_num_threads()} per process, {_THREADS} {given or 'not set'}")
     if given is not None or len(os.sched_getaffinity(0)) == 1:
         return finding
-    warning = "ranks on this machine would each start as many, and wait for each other"
+    warning = "each rank on this machine starts that many threads, which then compete for cores"
     return finding._replace(warning=warning, mend=f"export {_THREADS}=1")
 
 
 def _loopback() -> Iterator[Finding]:
-    """What two local processes reach, or why they do not find each other."""
+    """Latency and bandwidth between two local processes, or why they cannot connect."""
     try:
-        latency, bandwidth, seconds = launch(_probed, _RANKS)[0]
+        latency, bandwidth, seconds = launch(_probe, _RANKS)[0]
     except (PenstockError, OSError, RuntimeError) as error:
         first = str(error).splitlines()[0]
-        yield Finding("loopback", "no connection", first, "a firewall or a sandbox may forbid sockets on 127.0.0.1")
+        fix = "allow sockets on 127.0.0.1: a firewall or sandbox may block them"
+        yield Finding("loopback", "no connection", first, fix)
         return
     rate = f", {bytes_text(int(bandwidth))}/s" if bandwidth else ""
     yield Finding("messages", f"{seconds_text(latency)}{rate} between {_RANKS} local ranks")
     yield Finding("all-reduce", f"{bytes_text(_REDUCED_BYTES)} in {seconds_text(seconds)} on {_RANKS} local ranks")
 
 
-def _probed() -> tuple[float, float | None, float]:
-    """On one of the processes: latency and bandwidth of a message, and the seconds of an all-reduce."""
+def _probe() -> tuple[float, float | None, float]:
+    """On each process: latency and bandwidth of a message, and seconds of an all-reduce."""
     link = measure_links(progress=False).link(0, 1)
     values = torch.ones(_REDUCED_BYTES // 4)
     dist.all_reduce(values)

@@ -1,4 +1,4 @@
-"""The doors from a captured model to its Profile, and from a running group to its Cluster."""
+"""measure, measure_speed and measure_links: costs of a model, a device and the links between ranks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,12 +31,12 @@ def measure(
     budget: float = BUDGET_SECONDS,
     progress: bool | None = None,
 ) -> Profile:
-    """Seconds and bytes of every node of a captured model, for a microbatch like its example.
+    """Measure seconds and bytes of every node of a captured model, for a microbatch like its example.
 
-    Each node runs alone, so often as `iterations` says, by turns with the unsplit model, to whose step the sum is
-    calibrated. After `budget` seconds no further turn begins, unless it is one of the first three. With a `loss_fn`
-    gradients of all outputs return, else of the loss among them. A profile that was measured before, of the same model,
-    code, shapes, device and settings, is taken from the `cache`: the user's, a directory, or False for none.
+    Each node runs alone `iterations` times, interleaved with the full model; the sum is scaled to the measured full
+    step. After `budget` seconds no further iteration starts, except the first three. With a `loss_fn`, gradients of all
+    outputs are propagated, else of the loss among them. A profile of the same model, code, shapes, device and settings
+    is read from the `cache`: True for the user's cache directory, a directory, or False for none.
 
     On the meta device, or if a `speed` is given, nothing is timed: seconds are estimated from operations and bytes.
     """
@@ -57,7 +57,7 @@ def measure(
 
 
 def measure_speed(device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> DeviceSpeed:
-    """How fast a device is, found in a moment; by default that of the first GPU, or of the CPU."""
+    """Measure operations and bytes per second of a device; by default the first GPU, or the CPU."""
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     return measure_device(device or usual, dtype)
 
@@ -65,16 +65,16 @@ def measure_speed(device: torch.device | str | None = None, dtype: torch.dtype =
 def measure_links(
     group: Any = None, *, memory: int | str | tuple[int, ...] | None = None, progress: bool | None = None
 ) -> Cluster:
-    """A Cluster with the latency and bandwidth between the ranks of a running group, the same on every rank.
+    """Measure latency and bandwidth between the ranks of a running group; returns the same Cluster on every rank.
 
-    All ranks must call it. `memory` is what a rank has, in bytes or as "24GiB", one figure or one per rank.
+    Collective. `memory` is that of a rank, in bytes or as "24GiB", one value or one per rank.
     """
     with progress_bar("measuring links", progress) as tell:
         return replace(measure_group(group, progress=tell), memory=memory)
 
 
 def clear_profiles(directory: str | Path | None = None) -> int:
-    """Forget all measured profiles, the user's or those in a directory; returns how many there were."""
+    """Delete all cached profiles of the user or of a directory; returns their number."""
     return Cache(directory).clear()
 
 
@@ -87,18 +87,19 @@ def _store(cache: bool | str | Path | None) -> Cache | None:
 def _check(captured: object, iterations: object, budget: object) -> None:
     if not isinstance(captured, Captured):
         hint = "penstock.measure(penstock.capture(model, args))"
-        raise CaptureError("measure takes a captured model", given=type(captured).__name__, hint=hint)
+        raise CaptureError("captured must be a captured model", got=type(captured).__name__, hint=hint)
     count = as_int(iterations)
     if count is None or count < 1:
         raise CostError("iterations must be a whole number, 1 or more", iterations=repr(iterations))
     if not is_finite(budget) or budget < 0:  # type: ignore[operator]  # a number by now
-        raise CostError("the budget is seconds, 0 or more", budget=repr(budget))
+        raise CostError("budget must be 0 seconds or more", budget=repr(budget))
 
 
 def _check_kinds(loss_fn: object, speed: object, cache: object) -> None:
     if not (loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, type))):
-        raise CostError("loss_fn is a function", given=repr(loss_fn), hint="a function of output and target")
+        raise CostError("loss_fn must be a function", got=repr(loss_fn), hint="a function of output and target")
     if not (speed is None or isinstance(speed, DeviceSpeed)):
-        raise CostError("speed is a DeviceSpeed", given=repr(speed), hint="penstock.measure_speed()")
+        raise CostError("speed must be a DeviceSpeed", got=repr(speed), hint="penstock.measure_speed()")
     if not (cache is None or isinstance(cache, bool | str | Path)):
-        raise CostError("the cache is a directory", given=repr(cache), hint="cache=True, cache=False, or a path")
+        hint = "cache=True, cache=False, or a path"
+        raise CostError("cache must be a directory, True or False", got=repr(cache), hint=hint)

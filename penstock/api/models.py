@@ -1,4 +1,4 @@
-"""The doors from a model to its stages: capture, split, explain."""
+"""capture, split, explain and generate_code: from a model to its stages."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,16 +27,16 @@ def capture(
 ) -> Captured:
     """Record the model's forward on one example batch; `.graph` is its Graph. The model is left exactly as it was.
 
-    By default blocks, the elements of the outermost lists of modules, stay whole. `depth` opens modules so many levels
-    down; `basic_blocks`, names or classes, stay whole wherever they are.
+    By default blocks, the elements of the outermost module lists, stay whole. `depth` opens modules that many levels
+    deep; `basic_blocks`, names or classes, always stay whole.
     """
     if isinstance(basic_blocks, str):
-        raise CaptureError("basic_blocks is a list of names or classes", given=repr(basic_blocks))
+        raise CaptureError("basic_blocks must be a list of names or classes", got=repr(basic_blocks))
     return record_model(model, args, kwargs, depth=depth, basic_blocks=basic_blocks)
 
 
 def split(captured: Captured, partition: Partition, *, check: bool = True) -> tuple[Stage, ...]:
-    """The stages of a partition. Unless switched off, they are first run against the unsplit model on the example."""
+    """The stages of a partition. With `check`, they are first compared with the unsplit model on the example."""
     _check_kinds(captured, partition)
     stages = split_captured(captured, partition)
     if check:
@@ -47,14 +47,14 @@ def split(captured: Captured, partition: Partition, *, check: bool = True) -> tu
 def _check_kinds(captured: object, partition: object) -> None:
     if not isinstance(captured, Captured) or not isinstance(partition, Partition):
         raise PartitionError(
-            "split takes a captured model and a partition of its graph",
-            given=(type(captured).__name__, type(partition).__name__),
-            hint="split(capture(model, args), uniform(captured.graph, 4)), uniform being of penstock.partitioners",
+            "split needs a captured model and a partition of its graph",
+            got=(type(captured).__name__, type(partition).__name__),
+            hint="split(captured, penstock.partitioners.uniform(captured.graph, 4))",
         )
 
 
 def explain(captured: Captured | Graph, partition: Partition) -> str:
-    """What crosses every cut, tensor by tensor with its bytes, and what is run again instead of being sent."""
+    """List every tensor that crosses a cut with its bytes, and the calls that are repeated instead of being sent."""
     graph = captured if isinstance(captured, Graph) else captured.graph
     return CutsView()((graph, partition))
 
@@ -62,13 +62,13 @@ def explain(captured: Captured | Graph, partition: Partition) -> str:
 def generate_code(captured: Captured, cut: Partition | Plan, path: str | Path) -> Path:
     """Write a Python file with one class per stage, in plain PyTorch and with the model's own names.
 
-    `cut` is a Partition of the captured graph, each stage on a rank of its own, or a Plan. `run(model, ...)` of the
-    file is called like the model and returns what it returns. Nothing is written if a part of the model cannot be.
+    `cut` is a Partition of the captured graph, with one rank per stage, or a Plan. `run(model, ...)` in the file is
+    called like the model and returns the same. Nothing is written if a part of the model cannot be expressed.
     """
     if not isinstance(captured, Captured) or not isinstance(cut, Partition | Plan) or not isinstance(path, str | Path):
         raise CodeError(
-            "generate_code takes a captured model and a partition or plan of it, and a path",
-            given=(type(captured).__name__, type(cut).__name__, type(path).__name__),
+            "generate_code needs a captured model, a partition or plan of it, and a path",
+            got=(type(captured).__name__, type(cut).__name__, type(path).__name__),
             hint="generate_code(capture(model, args), plan, 'stages.py')",
         )
     if isinstance(cut, Partition):

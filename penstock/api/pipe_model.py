@@ -1,4 +1,4 @@
-"""PartitionedGraph: a model that was recorded, measured and cut, with the metrics of its nodes by their usual names."""
+"""pipe_model: record, measure and cut a model in one call; the result is a PartitionedGraph."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -24,26 +24,26 @@ _MS, _MB = 1e3, 1e-6
 
 @dataclass(frozen=True)
 class Metrics:
-    """What was measured of one node, or of all nodes of a stage together, for one batch like the example."""
+    """Measured costs of one node, or of all nodes of a stage, for one batch like the example."""
 
     forward_time: float
     """ms"""
     backward_time: float
     """ms, of a full backward"""
     cuda_memory_forward: float
-    """MB that a forward leaves behind until its backward, on whatever device the model is"""
+    """MB kept from forward to backward, on any device"""
     cuda_memory_backward: float
-    """MB, the most above what was there before, until the backward is through; of a stage the largest of its nodes"""
+    """MB, peak during the backward; for a stage, the largest of its nodes"""
     size: float
-    """MB of parameters and buffers; several users of one tensor each count it"""
+    """MB of parameters and buffers; a shared tensor counts for each user"""
     input_size: float
-    """MB that it reads"""
+    """MB of inputs"""
     output_size: float
-    """MB that it makes"""
+    """MB of outputs"""
 
     @classmethod
     def of(cls, cost: NodeCost) -> "Metrics":
-        """Those of a node."""
+        """The metrics of a node."""
         memory = cost.memory
         sizes = (memory.kept, memory.peak, memory.parameters + memory.buffers, memory.inputs, memory.outputs)
         return cls(cost.forward * _MS, cost.backward * _MS, *(size * _MB for size in sizes))
@@ -51,7 +51,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class PartitionedGraph:
-    """The graph of a model and the stages that it was cut into."""
+    """The graph of a model with its profile and stages."""
 
     captured: Captured
     graph: Graph
@@ -61,43 +61,43 @@ class PartitionedGraph:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """In an order in which they can run."""
+        """The nodes in topological order."""
         return self.graph.nodes
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """Which node reads what of which other."""
+        """The edges between nodes."""
         return self.graph.edges
 
     @property
     def partition(self) -> Partition:
-        """Which stage owns each node."""
+        """The stage of each node."""
         return self.division.partition
 
     @property
     def placement(self) -> Placement:
-        """Which rank holds each stage; with mpipe several that are not neighbours may share one."""
+        """The rank of each stage; with mpipe, non-adjacent stages may share a rank."""
         return self.division.placement
 
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the nodes of every stage."""
+        """The node names of every stage."""
         return self.partition.stages
 
     @cached_property
     def metrics(self) -> Mapping[str, Metrics]:
-        """What was measured, by the names of the nodes."""
+        """Metrics by node name."""
         return {node.name: Metrics.of(self.profile[node.name]) for node in self.nodes}
 
     def stage_of(self, node: str) -> int:
-        """The stage that a node is in."""
+        """The stage of a node."""
         found = next((stage for stage, names in enumerate(self.stages) if node in names), None)
         if found is None:
             raise PartitionError("no such node", name=repr(node), hint="a name among .nodes")
         return found
 
     def split(self) -> tuple[Stage, ...]:
-        """The stages as modules, run against the unsplit model first."""
+        """The stages as modules, compared with the unsplit model first."""
         return split(self.captured, self.partition)
 
     def generate_code(self, path: str | Path) -> Path:

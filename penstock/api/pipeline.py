@@ -1,4 +1,4 @@
-"""Pipeline: a model and a plan, trained step by step with the numbers of the unsplit model."""
+"""Pipeline: trains a model by a plan with the gradients of the unsplit model."""
 
 import hashlib
 import inspect
@@ -38,135 +38,7 @@ from penstock.runtime import (
     global_norm,
 )
 
-
-def check_model_and_plan(model: object, plan: object) -> None:
-    """Refuse what is no model or no plan."""
-    if not isinstance(model, nn.Module):
-        raise PlanError("a Pipeline needs a torch.nn.Module", given=_shown(model), hint="Pipeline(model, plan)")
-    if not isinstance(plan, Plan):
-        raise PlanError(
-            "a Pipeline needs a Plan",
-            given=_shown(plan),
-            hint="penstock.plan(model, args, ranks=..., microbatches=...), or penstock.Plan.load(path)",
-        )
-
-
-def check_loss_fn(model: nn.Module, loss_fn: object) -> None:
-    """Refuse what is no function of output and target, and one beside a forward that wants the target itself."""
-    if loss_fn is None:
-        return
-    if isinstance(loss_fn, type):
-        hint = f"an instance: loss_fn={loss_fn.__name__}()"
-        raise RunError("loss_fn is a class, not a function", given=loss_fn.__name__, hint=hint)
-    if not callable(loss_fn):
-        hint = "torch.nn.functional.mse_loss, or any function of output and target"
-        raise RunError("loss_fn is a function", given=_shown(loss_fn), hint=hint)
-    if "target" in inspect.signature(model.forward).parameters:
-        raise RunError(
-            "both a loss_fn and the model's forward take the target",
-            model=type(model).__name__,
-            hint="leave out loss_fn if the model returns its loss, or rename the parameter of its forward",
-        )
-
-
-def check_places(mesh: object, local: object, parallelize_fn: object) -> None:
-    """Refuse what is no mesh, and one for a pipeline inside this process."""
-    if not isinstance(local, bool):
-        raise RunError("local is True or False", given=_shown(local))
-    if mesh is not None and local:
-        raise RunError("a local pipeline has no mesh", hint="leave out mesh or local")
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        hint = 'torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))'
-        raise RunError("mesh is a DeviceMesh", given=_shown(mesh), hint=hint)
-    if parallelize_fn is not None and (not callable(parallelize_fn) or isinstance(parallelize_fn, nn.Module)):
-        hint = "a function of a stage, or of a stage and the mesh"
-        raise RunError("parallelize_fn is a function", given=_shown(parallelize_fn), hint=hint)
-
-
-def check_choices(reduction: object, inputs: object, scaler: object, options: object) -> None:
-    """Refuse choices that are none."""
-    _check_choice("reduction", reduction, (None, *REDUCTIONS))
-    _check_choice("inputs", inputs, INPUTS)
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise RunError("scaler is a GradScaler", given=_shown(scaler), hint="penstock.GradScaler()")
-    if not isinstance(options, RunOptions):
-        raise RunError("options are RunOptions", given=_shown(options), hint="penstock.RunOptions(seed=1)")
-
-
-def check_split(split: object, model: nn.Module) -> None:
-    """Refuse what names no argument of the model, or gives no dimension."""
-    if split is None:
-        return
-    if not isinstance(split, Mapping):
-        hint = '{"mask": 1}, or {"table": None} for what is given whole'
-        raise RunError("split has dimensions by the name of an argument", given=_shown(split), hint=hint)
-    parameters = inspect.signature(model.forward).parameters
-    takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-    for name, dim in split.items():
-        if not isinstance(name, str) or not (dim is None or type(dim) is int):
-            hint = '{"mask": 1}, or {"table": None} for what is given whole'
-            raise RunError("split gives a dimension or None", name=repr(name), given=repr(dim), hint=hint)
-        if not takes_more and name.split(".")[0] not in (*parameters, "target"):
-            known = ", ".join((*parameters, "target"))
-            raise RunError("split names no argument of the model", name=repr(name), hint=f"one of {known}")
-
-
-def _check_choice(name: str, given: object, choices: tuple[str | None, ...]) -> None:
-    if not (given is None or isinstance(given, str)) or given not in choices:
-        hint = " or ".join("None" if choice is None else f'"{choice}"' for choice in choices)
-        raise RunError(f"unknown {name}", given=_shown(given), hint=hint)
-
-
-def _shown(value: object) -> str:
-    """A value short enough for one line, with its type."""
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
-
-
-_DIGITS = 12
-"""of a digest, so that a float holds it exactly"""
-
-
-def agreed(
-    plan: Plan, groups: ProcessGroups, sync: RankSync, loss_fn: object, options: RunOptions, **choices: Any
-) -> Plan:
-    """The plan that all ranks follow, after they have compared what they were given.
-
-    Ranks that searched for a plan, each by what it measured, may have found different ones for the same wishes: then
-    all take that of the first rank.
-    """
-    lines = _lines(plan)
-    given = {
-        **(dict(plan.search.asked) or lines),
-        "model": plan.graph.fingerprint,
-        "loss_fn": "none" if loss_fn is None else "given",
-        **{name: repr(value) for name, value in choices.items()},
-        "seed": options.seed,
-        "nonfinite": options.nonfinite,
-        "check_inputs_every": options.check_inputs_every,
-        "restore_gradients": options.restore_gradients,
-    }
-    if sync.establish(Agreement.of_options(given), int(_digest(repr(lines).encode()), 16)):
-        return plan
-    return from_json(groups.broadcast_text_to_all(to_json(plan)), Plan)
-
-
-def _lines(plan: Plan) -> dict[str, object]:
-    """What a plan makes the ranks do."""
-    schedule, stages = plan.schedule, plan.partition.stages
-    return {
-        "number of microbatches": plan.num_microbatches,
-        "schedule": f"{plan.choices.schedule}, orders {_digest(schedule.table.codes.tobytes())}",
-        "placement": [schedule.placement[stage] for stage in range(plan.num_stages)],
-        "stages": f"{len(stages)} of {list(map(len, stages))} nodes {_digest(repr(stages).encode())}",
-        "recompute": list(plan.choices.recompute),
-    }
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:_DIGITS]
-
-
+_DIGITS = 12  # of a digest, so that a float holds it exactly
 LossFn = Callable[[Any, Any], Tensor]
 
 
@@ -192,17 +64,17 @@ class Pipeline:
         scaler: GradScaler | None = None,
         options: RunOptions = RunOptions(),  # noqa: B008
     ) -> None:
-        check_model_and_plan(model, plan)
+        _check_model_and_plan(model, plan)
         check_loss_fn(model, loss_fn)
-        check_places(mesh, local, parallelize_fn)
-        check_choices(reduction, inputs, scaler, options)
+        _check_execution(mesh, local, parallelize_fn)
+        _check_choices(reduction, inputs, scaler, options)
         check_split(split, model)
         self.num_steps = 0
-        """how many steps were taken; part of what seeds random numbers"""
+        """number of steps taken; part of the seed of random numbers"""
         groups = _groups(plan, mesh, local, options.deadline_seconds)
         self._sync = RankSync(groups)
         choices = {"reduction": reduction, "inputs": inputs, "split": split or {}, "scaler": _numbers(scaler)}
-        self.plan = plan = agreed(plan, groups, self._sync, loss_fn, options, **choices)
+        self.plan = plan = _agree_on_plan(plan, groups, self._sync, loss_fn, options, **choices)
         parallelize = _parallelize(parallelize_fn, mesh)
         self._part = part = ModelPart(model, plan, groups, parallelize, options.restore_gradients)
         weighing = Weighing(part.captured, part.replicas, loss_fn, reduction, part.remote_parameters)
@@ -220,7 +92,7 @@ class Pipeline:
     def step(
         self, *args: Any, target: Any = None, return_outputs: bool = False, record: bool = False, **kwargs: Any
     ) -> Result:
-        """Forward and backward of one whole batch, the same call on every rank; gradients add to those there."""
+        """Forward and backward of one whole batch, the same call on every rank; gradients accumulate."""
         self._saver.check(SyncRequest("step", self.num_steps))
         if self._loss_head.scaler is not None:
             self._loss_head.scaler.begin()
@@ -229,12 +101,12 @@ class Pipeline:
         return result
 
     def eval(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Result:
-        """Forward of one whole batch in eval mode, without gradients; nothing is changed by it."""
+        """Forward of one whole batch in eval mode, without gradients; changes nothing."""
         return self._engine.evaluate((args, kwargs, target), self.num_steps, bool(return_outputs))
 
     @property
     def microbatches(self) -> int:
-        """Into how many microbatches a batch is cut; may be changed between steps, on every rank alike."""
+        """The number of microbatches per batch; may be changed between steps, on every rank."""
         return self.plan.num_microbatches
 
     @microbatches.setter
@@ -243,7 +115,7 @@ class Pipeline:
         self._engine = self._engine_of(self.plan)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the original norm.
 
         Gradients that a scaler has scaled and not yet unscaled are measured without their scale.
         """
@@ -258,11 +130,11 @@ class Pipeline:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that speaks for all: the first of the first replica."""
+        """Whether this is the first rank of the first replica, which prints and logs."""
         return self._part.groups.is_first
 
     def largest(self, *values: float) -> tuple[float, ...]:
-        """The largest of each value over all ranks, at most four, on every rank: such as whether one wants to stop."""
+        """The maximum of each value over all ranks, for at most four values. Collective."""
         if len(values) > MAX_REDUCED:
             raise RunError("so many values cannot be compared at once", values=len(values), limit=MAX_REDUCED)
         request = SyncRequest("largest", self.num_steps, str(len(values)))
@@ -271,7 +143,7 @@ class Pipeline:
         return result.maxes[: len(values)]
 
     def _scale(self, request: SyncRequest) -> float:
-        """By how much gradients are too large at present."""
+        """The factor by which gradients are currently scaled."""
         if self._loss_head.scaler is None:
             return 1.0
         try:
@@ -293,11 +165,11 @@ class Pipeline:
         return self._part.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over this rank's numbers from a state dict of the whole model or of this rank."""
+        """Load this rank's weights from a state dict of the whole model or of this rank."""
         self._part.load_state_dict(state)
 
     def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
-        """The whole model's parameters and buffers in host memory, on rank 0 or everywhere; elsewhere empty."""
+        """The whole model's parameters and buffers in host memory, on rank 0 or on all ranks; empty elsewhere."""
         options = "everywhere=True" if everywhere else ""
         self._sync.exchange(SyncRequest("full_state_dict", self.num_steps, options))
         found = gather_tensors(self._part.groups, self._part.state_dict(), self._part.device, bool(everywhere))
@@ -353,12 +225,12 @@ class Pipeline:
         return loaded
 
     def describe(self) -> str:
-        """Stages, parameters, what crosses, schedule, prediction, and everything worth knowing about this run."""
+        """Stages, parameters, crossing tensors, schedule, prediction and warnings as text."""
         return describe(self.plan, self._part, self._loss_head.rule)
 
 
 def _parallelize(given: Callable[..., Any] | None, mesh: Any) -> Callable[[nn.Module], Any] | None:
-    """The user's function as a function of one stage; it is given the mesh if it takes two arguments."""
+    """The user's parallelize_fn as a function of one stage; it is passed the mesh if it takes two arguments."""
     if given is None:
         return None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -383,3 +255,126 @@ def _groups(plan: Plan, mesh: Any, local: bool, deadline_seconds: float) -> Proc
     if mesh is not None:
         return ProcessGroups.of_mesh(mesh, plan.num_ranks, deadline_seconds)
     return ProcessGroups.of_world(plan.num_ranks, deadline_seconds)
+
+
+def _check_model_and_plan(model: object, plan: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise PlanError("model must be a torch.nn.Module", got=_shown(model), hint="Pipeline(model, plan)")
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            "plan must be a Plan",
+            got=_shown(plan),
+            hint="penstock.plan(model, args, ranks=..., microbatches=...), or penstock.Plan.load(path)",
+        )
+
+
+def check_loss_fn(model: nn.Module, loss_fn: object) -> None:
+    """Refuse a loss_fn that is no function, or beside a forward that takes the target itself."""
+    if loss_fn is None:
+        return
+    if isinstance(loss_fn, type):
+        hint = f"an instance: loss_fn={loss_fn.__name__}()"
+        raise RunError("loss_fn must be a function, got a class", got=loss_fn.__name__, hint=hint)
+    if not callable(loss_fn):
+        hint = "torch.nn.functional.mse_loss, or any function of output and target"
+        raise RunError("loss_fn must be a function", got=_shown(loss_fn), hint=hint)
+    if "target" in inspect.signature(model.forward).parameters:
+        raise RunError(
+            "both a loss_fn and the model's forward take the target",
+            model=type(model).__name__,
+            hint="leave out loss_fn if the model returns its loss, or rename the parameter of its forward",
+        )
+
+
+def _check_execution(mesh: object, local: object, parallelize_fn: object) -> None:
+    """Check mesh, local and parallelize_fn."""
+    if not isinstance(local, bool):
+        raise RunError("local must be True or False", got=_shown(local))
+    if mesh is not None and local:
+        raise RunError("a local pipeline has no mesh", hint="leave out mesh or local")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        hint = 'torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))'
+        raise RunError("mesh must be a DeviceMesh", got=_shown(mesh), hint=hint)
+    if parallelize_fn is not None and (not callable(parallelize_fn) or isinstance(parallelize_fn, nn.Module)):
+        hint = "a function of a stage, or of a stage and the mesh"
+        raise RunError("parallelize_fn must be a function", got=_shown(parallelize_fn), hint=hint)
+
+
+def _check_choices(reduction: object, inputs: object, scaler: object, options: object) -> None:
+    """Check reduction, inputs, scaler and options."""
+    _check_choice("reduction", reduction, (None, *REDUCTIONS))
+    _check_choice("inputs", inputs, INPUTS)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise RunError("scaler must be a GradScaler", got=_shown(scaler), hint="penstock.GradScaler()")
+    if not isinstance(options, RunOptions):
+        raise RunError("options must be RunOptions", got=_shown(options), hint="penstock.RunOptions(seed=1)")
+
+
+def check_split(split: object, model: nn.Module) -> None:
+    """Refuse a split that names no argument of the model or gives no dimension."""
+    if split is None:
+        return
+    if not isinstance(split, Mapping):
+        hint = '{"mask": 1}, or {"table": None} for what is given whole'
+        raise RunError("split must be a dict from argument names to dimensions", got=_shown(split), hint=hint)
+    parameters = inspect.signature(model.forward).parameters
+    takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    for name, dim in split.items():
+        if not isinstance(name, str) or not (dim is None or type(dim) is int):
+            hint = '{"mask": 1}, or {"table": None} for what is given whole'
+            raise RunError("the values of split must be a dimension or None", name=repr(name), got=repr(dim), hint=hint)
+        if not takes_more and name.split(".")[0] not in (*parameters, "target"):
+            known = ", ".join((*parameters, "target"))
+            raise RunError("split must name arguments of the model", name=repr(name), hint=f"one of {known}")
+
+
+def _check_choice(name: str, given: object, choices: tuple[str | None, ...]) -> None:
+    if not (given is None or isinstance(given, str)) or given not in choices:
+        hint = " or ".join("None" if choice is None else f'"{choice}"' for choice in choices)
+        raise RunError(f"unknown {name}", got=_shown(given), hint=hint)
+
+
+def _shown(value: object) -> str:
+    """A value in one short line, with its type."""
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def _agree_on_plan(
+    plan: Plan, groups: ProcessGroups, sync: RankSync, loss_fn: object, options: RunOptions, **choices: Any
+) -> Plan:
+    """Compare the arguments of all ranks, and return the plan that all of them follow.
+
+    Ranks that searched for a plan with the same options may have found different ones, because their measurements
+    differ: then all take that of the first rank.
+    """
+    summary = _plan_summary(plan)
+    given = {
+        **(dict(plan.search.asked) or summary),
+        "model": plan.graph.fingerprint,
+        "loss_fn": "none" if loss_fn is None else "given",
+        **{name: repr(value) for name, value in choices.items()},
+        "seed": options.seed,
+        "nonfinite": options.nonfinite,
+        "check_inputs_every": options.check_inputs_every,
+        "restore_gradients": options.restore_gradients,
+    }
+    if sync.establish(Agreement.of_options(given), int(_digest(repr(summary).encode()), 16)):
+        return plan
+    return from_json(groups.broadcast_text_to_all(to_json(plan)), Plan)
+
+
+def _plan_summary(plan: Plan) -> dict[str, object]:
+    """The parts of a plan that all ranks must share."""
+    schedule, stages = plan.schedule, plan.partition.stages
+    return {
+        "number of microbatches": plan.num_microbatches,
+        "schedule": f"{plan.choices.schedule}, orders {_digest(schedule.table.codes.tobytes())}",
+        "placement": [schedule.placement[stage] for stage in range(plan.num_stages)],
+        "stages": f"{len(stages)} of {list(map(len, stages))} nodes {_digest(repr(stages).encode())}",
+        "recompute": list(plan.choices.recompute),
+    }
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:_DIGITS]

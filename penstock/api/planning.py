@@ -1,4 +1,4 @@
-"""The doors to the planning half: schedule, lower, verify, simulate, without torch, processes or a device."""
+"""schedule, lower, verify and simulate; nothing here imports torch."""
 
 from collections.abc import Sequence
 
@@ -33,32 +33,32 @@ def schedule(
     costs: StageCosts | None = None,
     memory: int | str | None = None,
 ) -> Schedule:
-    """A schedule of the table, such as "1f1b" or "zbv", or with "auto" an order made for the costs and the memory.
+    """Build a schedule by name, such as "1f1b" or "zbv"; "auto" synthesises an order for the costs and the memory.
 
-    With costs, zero-bubble and V schedules put their weight gradients where they fill gaps. With memory, a limit in
-    bytes per rank ("24GiB" also), a schedule that would hold more is refused; that needs the bytes of the costs.
+    With costs, zero-bubble and V schedules place weight gradients where they fill gaps. With memory, a limit in bytes
+    per rank (also "24GiB"), a schedule that exceeds it is refused; this needs the bytes in the costs.
     """
     if costs is not None and not isinstance(costs, StageCosts):
-        raise ScheduleError("costs are StageCosts", given=repr(costs), hint="StageCosts.uniform(num_stages)")
+        raise ScheduleError("costs must be StageCosts", got=repr(costs), hint="StageCosts.uniform(num_stages)")
     if str(name).lower() == AUTO:
-        return _made(ranks, microbatches, stages_per_rank, costs, memory)
+        return _synthesise(ranks, microbatches, stages_per_rank, costs, memory)
     built = schedules.build(name, ranks, microbatches, stages_per_rank, costs)
     if memory is not None:
         _check_memory(built, costs, parse_bytes(memory))
     return built
 
 
-def _made(
+def _synthesise(
     ranks: int, microbatches: int, stages_per_rank: int | None, costs: StageCosts | None, memory: int | str | None
 ) -> Schedule:
-    """The best order for the stages in a loop or, with two per rank, in a vee."""
+    """The best order for stages placed in a loop or, with two per rank, in a V."""
     depth = stages_per_rank
     if depth is None:
         depth = costs.num_stages // max(as_int(ranks) or 1, 1) if costs else 1
     stages = (as_int(ranks) or 0) * (as_int(depth) or 0)
     if not 1 <= stages <= MAX_STAGES or ranks < 1 or (costs is not None and costs.num_stages != stages):
         raise ScheduleError(
-            "ranks and stages per rank must be 1 or more and make the stages of the costs",
+            "ranks * stages_per_rank must be the number of stages of the costs, and 1 or more",
             ranks=repr(ranks),
             stages_per_rank=repr(depth),
             stages_of_costs=costs.num_stages if costs else None,
@@ -76,7 +76,7 @@ def _made(
 def _check_memory(built: Schedule, costs: StageCosts | None, limit: int) -> None:
     if costs is None:
         raise ScheduleError(
-            "a memory limit needs costs to compare with", hint="costs=StageCosts(..., activation_bytes=...)"
+            "a memory limit needs costs", hint="costs=StageCosts(..., activation_bytes=...)"
         )
     _check_bytes(costs, limit)
     trace = simulate_program(lower_schedule(built), costs)
@@ -97,21 +97,21 @@ def _check_bytes(costs: StageCosts, limit: int) -> None:
 
 
 def lower(schedule: Schedule, *, cuts: Cuts | None = None, passes: Sequence[str | Pass] = DEFAULT_PASSES) -> Program:
-    """Spell out messages, reductions and frees. Without cuts every stage reads the one before it."""
+    """Add sends, receives, reductions and frees. Without cuts, every stage reads the previous one."""
     return lower_schedule(schedule, cuts=cuts, passes=passes)
 
 
 def verify(schedule_or_program: Schedule | Program, *, in_flight: int | None = None) -> None:
-    """Raise a ScheduleError that names the actions, unless the orders are complete, lawful and free of deadlock."""
+    """Raise a ScheduleError that names the actions unless the order is complete, legal and deadlock-free."""
     verify_orders(schedule_or_program, in_flight=in_flight)
 
 
 def simulate(
     program: Plan | Program | Schedule, costs: StageCosts | None = None, cluster: Cluster | None = None
 ) -> Trace:
-    """Predict when everything happens; a Schedule is lowered first, a Plan brings its costs and cluster.
+    """Predict the trace of a step. A Schedule is lowered first; a Plan has its own costs and cluster.
 
-    Costs that are given are those of ranks that are alike: passes on a rank that the cluster calls slow take longer.
+    Given costs are those of a rank of normal speed: passes on a slow rank of the cluster take longer.
     """
     if isinstance(program, Plan):
         lowered, cluster = lower_schedule(program.schedule, cuts=program.cuts), cluster or program.cluster
@@ -121,7 +121,7 @@ def simulate(
     elif isinstance(program, Schedule):
         program = lower_schedule(program)
     elif not isinstance(program, Program):
-        raise ScheduleError("simulate takes a Plan, a Program or a Schedule", given=type(program).__name__)
+        raise ScheduleError("program must be a Plan, a Program or a Schedule", got=type(program).__name__)
     if cluster is not None and cluster.slowness:
         costs = (costs or StageCosts.uniform(program.num_stages)).times(cluster.slowness_of(program.placement))
     return simulate_program(program, costs, cluster)

@@ -1,4 +1,4 @@
-"""Advice: changes of a plan that its own costs can tell about, each simulated, the most rewarding first."""
+"""report: a plan or a run as an HTML page, with simulated advice on what would make a step shorter."""
 
 import hashlib
 import platform
@@ -20,32 +20,32 @@ from penstock.views import Advice, Contents, Report
 LEAST_GAIN = 0.005
 MOST = 6
 MAX_PASSES = 20_000
-"""of a plan for which other orders are simulated"""
+"""larger plans get no advice"""
 SEARCH_SECONDS = 0.5
 
 
 def advise(plan: Plan) -> tuple[Advice, ...]:
-    """What makes a step shorter by half a per cent or more, within the memory of every rank."""
+    """Changes that shorten a step by 0.5 % or more within the memory limits, the largest gain first."""
     if not plan.predicted.makespan or len(plan.schedule.table.codes) > MAX_PASSES:
         return ()
-    found = [each for tried in _TRIED for each in tried(plan) if each.gain >= LEAST_GAIN]
+    found = [each for change in _CHANGES for each in change(plan) if each.gain >= LEAST_GAIN]
     return tuple(sorted(found, key=lambda each: -each.gain)[:MOST])
 
 
 def _other_orders(plan: Plan) -> Iterator[Advice]:
-    """The best other schedule of the table, and an order made for these costs where that is better still."""
+    """The best other schedule of the table, and a synthesised order if it is better still."""
     seconds = plan.predicted.makespan
     if fitting := {name: trace.makespan for name, trace in _of_table(plan).items() if _fits(plan, trace)}:
         name = min(fitting, key=lambda each: fitting[each])
         seconds = min(seconds, fitting[name])
         yield _advice(plan, f"schedule {name}", fitting[name], "the same cuts in another order")
-    made = _made(plan)
+    made = _synthesised_seconds(plan)
     if made is not None and made < (1 - LEAST_GAIN) * seconds:
         yield _advice(plan, "schedule auto", made, "an order searched for these cuts and costs")
 
 
 def _of_table(plan: Plan) -> dict[str, Trace]:
-    """The schedules of the table for stages that lie as they do."""
+    """Traces of the schedules of the table with the same placement."""
     depth, left = divmod(plan.num_stages, plan.num_ranks)
     traces: dict[str, Trace] = {}
     for name in SCHEDULES if not left else ():
@@ -56,8 +56,8 @@ def _of_table(plan: Plan) -> dict[str, Trace]:
     return traces
 
 
-def _made(plan: Plan) -> float | None:
-    """Seconds of an order made for these costs; None where the plan has one, or nothing is left to be gained."""
+def _synthesised_seconds(plan: Plan) -> float | None:
+    """Seconds of a synthesised order; None if the plan already has one or is near the lower bound."""
     if plan.choices.schedule == "auto" or plan.lower_bound > (1 - LEAST_GAIN) * plan.predicted.makespan:
         return None
     problem = ScheduleProblem(plan.costs, plan.schedule.placement, plan.num_microbatches, plan.cluster, plan.cuts)
@@ -70,7 +70,7 @@ def _made(plan: Plan) -> float | None:
 
 
 def _smaller_microbatches(plan: Plan) -> Iterator[Advice]:
-    """The same batch in twice as many microbatches, where they can be halved."""
+    """The same batch in twice as many microbatches."""
     count = 2 * plan.num_microbatches
     if _num_samples(plan) % 2 == 0:
         with suppress(PenstockError):
@@ -81,7 +81,7 @@ def _smaller_microbatches(plan: Plan) -> Iterator[Advice]:
 
 
 def _larger_batch(plan: Plan) -> Iterator[Advice]:
-    """Twice the batch: what the bubble costs is shared by twice as many samples."""
+    """Twice the batch, which halves the bubble per sample."""
     count = 2 * plan.num_microbatches
     with suppress(PenstockError):
         longer = with_microbatches(plan, count)
@@ -91,7 +91,7 @@ def _larger_batch(plan: Plan) -> Iterator[Advice]:
 
 
 def _balance(plan: Plan) -> Iterator[Advice]:
-    """What the best cuts could bring at most: every rank with the same work."""
+    """An upper bound for better cuts: every rank with the same work."""
     costs, placement = plan.costs, plan.schedule.placement
     work = [0.0] * plan.num_ranks
     for stage, rank in enumerate(placement.ranks):
@@ -100,12 +100,12 @@ def _balance(plan: Plan) -> Iterator[Advice]:
         return
     mean = sum(work) / len(work)
     even = costs.times([mean / work[rank] for rank in placement.ranks])
-    note = "at most: ranks with exactly equal work; opening blocks (capture depth) lets cuts come nearer"
+    note = "at most: ranks with exactly equal work; a larger capture depth allows finer cuts"
     yield _advice(plan, "finer cuts", _run(plan, plan.schedule, even).makespan, note)
 
 
 def _links(plan: Plan) -> Iterator[Advice]:
-    """What messages cost: the same order over links that take no time."""
+    """The cost of messages: the same order over instantaneous links."""
     free = replace(plan.cluster, latency=0.0, bandwidth=None, links=())
     if free != plan.cluster:
         note = "at most: messages that take no time at all"
@@ -113,14 +113,14 @@ def _links(plan: Plan) -> Iterator[Advice]:
 
 
 def _cores(plan: Plan) -> Iterator[Advice]:
-    """What ranks lose that share the cores of one machine."""
+    """The cost of sharing the cores of one machine."""
     if plan.cluster.cores is not None and plan.cluster.cores < plan.num_ranks:
         alone = replace(plan.cluster, cores=None)
         note = f"now {plan.num_ranks} ranks share {plan.cluster.cores}"
         yield _advice(plan, "a core for every rank", _run(plan, plan.schedule, cluster=alone).makespan, note)
 
 
-_TRIED = (_other_orders, _smaller_microbatches, _larger_batch, _balance, _links, _cores)
+_CHANGES = (_other_orders, _smaller_microbatches, _larger_batch, _balance, _links, _cores)
 
 
 def _run(plan: Plan, schedule: Schedule, costs: StageCosts | None = None, cluster: Cluster | None = None) -> Trace:
@@ -141,13 +141,13 @@ def _within(peaks: tuple[int, ...], limits: tuple[int, ...]) -> bool:
 
 
 def _num_samples(plan: Plan) -> int:
-    """Samples of a microbatch, as far as its first input tells; 1 where it does not."""
+    """Samples of a microbatch, from its first input; 1 if unknown."""
     shapes = [value.spec.shape for value in plan.graph.inputs if value.spec.shape]
     return shapes[0][0] if shapes else 1
 
 
 def _scaled(costs: StageCosts, factor: float) -> StageCosts:
-    """The costs of a microbatch of another size; what is held during the whole step stays."""
+    """The costs of a microbatch of another size; state that is held for the whole step stays."""
     seconds = ("forward", "input_grad", "weight_grad", "backward")
     sizes = ("activation_bytes", "weight_grad_bytes")
     return replace(

@@ -1,4 +1,4 @@
-"""Batches: what a data function hands out, as the arguments of a step."""
+"""The training loop of `penstock train`: batches, steps, metrics, skipped steps and checkpoints."""
 
 import math
 import platform
@@ -58,7 +58,7 @@ def _inputs(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def size_of(call: StepCall) -> tuple[int, int]:
-    """The samples of a batch, and its tokens: 0 where its inputs are not whole numbers in rows."""
+    """The number of samples in a batch, and of tokens: 0 unless its first input is a 2-D integer tensor."""
     tensors = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor) and value.dim()]
     if not tensors:
         return 0, 0
@@ -67,53 +67,51 @@ def size_of(call: StepCall) -> tuple[int, int]:
     return len(first), first.numel() if is_text else 0
 
 
-_RECENT = 9
-"""steps of which one is shown"""
-MOST_SKIPPED = 3
-"""steps in a row that may be left out"""
+_RECENT = 9  # steps whose traces are kept; the one of median length goes into the Run
+MOST_SKIPPED = 3  # consecutive steps that may be skipped
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a pipeline is trained."""
+    """Number of steps, clipping and form of the batches."""
 
     steps: int | None = None
-    """how many steps to take; None: as many as there are batches"""
+    """number of steps; None: until the batches end"""
     clip: float | None = None
-    """the norm that gradients are scaled down to"""
+    """maximum gradient norm"""
     has_loss_fn: bool = False
-    """whether batches are inputs and a target"""
+    """whether a batch is a pair of inputs and target"""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
-            raise RunError("steps is a whole number above 0", steps=self.steps)
+            raise RunError("steps must be 1 or more", got=self.steps)
         if self.clip is not None and not (math.isfinite(self.clip) and self.clip > 0):
-            raise RunError("clip is a norm above 0", clip=self.clip)
+            raise RunError("clip must be finite and above 0", got=self.clip)
 
     def num_left(self, num_taken: int) -> int | None:
-        """How many steps are left after so many; None for as many as there are batches."""
+        """Steps left after `num_taken`; None: until the batches end."""
         return None if self.steps is None else max(0, self.steps - num_taken)
 
 
 class StepReport(NamedTuple):
-    """One step as it is told while training goes on."""
+    """One training step, for the log."""
 
     metrics: StepMetrics
     of: int | None
-    """how many steps there will be, where that is known"""
+    """total number of steps, if it is known"""
     tokens: int
-    """0 where the batch is not one of tokens"""
+    """0 if the batch has no tokens"""
     pipeline_seconds: float
-    """from the first action of the step to its last, which is what a plan predicts"""
+    """from the first to the last action of the step, as predicted by the plan"""
     slowest: tuple[int, float]
-    """the stage that took longest, and its seconds"""
+    """the stage with the longest compute time, and its seconds"""
     memory: int
-    """bytes that the largest process holds"""
+    """peak bytes of the largest process"""
     eta_seconds: float | None
     skipped: str = ""
-    """why the step was left out; empty if it was not"""
+    """why the step was skipped; empty if it was not"""
     notes: tuple[str, ...] = ()
-    """what else is worth knowing"""
+    """messages for the user"""
 
 
 Tell = Callable[[StepReport], None]
@@ -122,49 +120,49 @@ Tell = Callable[[StepReport], None]
 def train(
     pipe: Pipeline, batches: Batches, optimizer: Any, recipe: Recipe, tell: Tell, saver: PeriodicSaver | None = None
 ) -> Run:
-    """Train until batches or steps end, or a rank is asked to stop; then all ranks stop after the same step.
+    """Train until batches or steps end or a stop is requested on any rank; all ranks stop after the same step.
 
-    The first rank tells every step. One whose numbers are not finite is left out, if the options of the pipeline say
-    so; several in a row end it. With a `saver`, checkpoints are written on the way and at the end, and the Run has the
-    steps since the one that it went on from.
+    The first rank calls `tell` for every step. Steps with NaN or Inf are skipped if the options of the pipeline say so;
+    several in a row raise. With a `saver`, checkpoints are written regularly and at the end, and the Run has the steps
+    since the checkpoint that training resumed from.
     """
-    with catch_stop_signals() as wish:
+    with catch_stop_signals() as stop:
         left, note = (batches_from(batches, 0), "") if saver is None else saver.resume(batches)
         num_before = pipe.num_steps
         log = _Log(pipe.plan, 0 if saver is None else saver.num_skipped)
         for batch in islice(left, recipe.num_left(num_before)):
             call = step_call(batch, recipe.has_loss_fn)
-            taken, problem = _tried(partial(_step, pipe, call, optimizer, recipe.clip), saver)
+            taken, problem = _retry_after_save(partial(_step, pipe, call, optimizer, recipe.clip), saver)
             log.add(taken)
-            wants_to_stop, memory = pipe.largest(float(bool(wish)), float(_bytes_held()))
+            stop_requested, memory = pipe.largest(float(bool(stop)), float(_bytes_held()))
             notes = (note, problem, "" if saver is None else saver.step_taken(taken.metrics, log.num_skipped))
             if pipe.is_first:
                 notes = (*notes, log.slow_ranks())
                 tell(_report(log.steps, recipe.steps, call, taken, int(memory), notes))
             note = ""
             log.check()
-            if wants_to_stop:
+            if stop_requested:
                 break
         if not pipe.num_steps:
-            raise RunError("there are no batches to train on", hint="a data function that yields at least one")
+            raise RunError("the data has no batches", hint="a data function that yields at least one")
         if saver is not None:
             saver.finish()
-    return Run(pipe.plan, tuple(log.steps), log.usual, versions=_versions())
+    return Run(pipe.plan, tuple(log.steps), log.median_trace, versions=_versions())
 
 
 class _Log:
-    """What a training has come to."""
+    """The steps of a run so far."""
 
     def __init__(self, plan: Plan, num_skipped: int) -> None:
         self.steps: list[StepMetrics] = []
         self.num_skipped = num_skipped
-        """steps in a row that were left out"""
+        """consecutive skipped steps"""
         self._advisor = SlowRankAdvisor(plan)
         self._recent: deque[Trace] = deque(maxlen=_RECENT)
         self._skipped = ""
 
     def add(self, taken: "_Taken") -> None:
-        """One more step."""
+        """Append a step."""
         self.steps.append(taken.metrics)
         if taken.trace is not None:
             self._recent.append(taken.trace)
@@ -172,20 +170,20 @@ class _Log:
         self.num_skipped = self.num_skipped + 1 if taken.skipped else 0
 
     def slow_ranks(self) -> str:
-        """A remark, if the last step shows a rank to be slow."""
+        """A message if the last steps show a slow rank, else empty."""
         return self._advisor.observe(self.steps[-1].step + 1, self._recent[-1]) if self._recent else ""
 
     def check(self) -> None:
-        """Refuse to go on after too many steps in a row that were left out."""
+        """Raise after too many consecutive skipped steps."""
         if self.num_skipped >= MOST_SKIPPED:
-            hint = "a lower learning rate, clipping, an earlier checkpoint, or a look at the batch"
+            hint = "a lower learning rate, clipping, an earlier checkpoint, or inspect the batch"
             error = RunError(f"{self.num_skipped} steps in a row: {self._skipped}", hint=hint)
-            error.is_final = True  # it would come to the same
+            error.is_final = True  # a restart would fail the same way
             raise error
 
     @property
-    def usual(self) -> tuple[Trace, ...]:
-        """The recorded step of middle length: the last one may have been unusual."""
+    def median_trace(self) -> tuple[Trace, ...]:
+        """The trace of median length among recent steps; the last one may be unusual."""
         return tuple(sorted(self._recent, key=lambda trace: trace.makespan)[len(self._recent) // 2 :][:1])
 
 
@@ -197,25 +195,25 @@ class _Taken(NamedTuple):
     skipped: str
 
 
-def _tried(take: Callable[[], _Taken], saver: PeriodicSaver | None) -> tuple[_Taken, str]:
-    """A step; one that only says that the checkpoint before could not be written is taken again, with a remark."""
+def _retry_after_save(take: Callable[[], _Taken], saver: PeriodicSaver | None) -> tuple[_Taken, str]:
+    """Take a step. If it failed only because the previous asynchronous save failed, repeat it and return a message."""
     try:
         return take(), ""
     except (CheckpointError, RunError) as error:
         if saver is None:
             raise
-        remark = saver.step_refused(error)
-    return take(), remark
+        message = saver.step_refused(error)
+    return take(), message
 
 
 def _step(pipe: Pipeline, call: StepCall, optimizer: Any, clip: float | None) -> _Taken:
     began, number = time.perf_counter(), pipe.num_steps
     optimizer.zero_grad()
     with warnings.catch_warnings():
-        # A step that is left out is told in its line.
+        # A skipped step is reported in its log line.
         warnings.filterwarnings("ignore", "a loss or gradient is not a finite number", PenstockWarning)
         result = pipe.step(*call.args, target=call.target, record=True, **call.kwargs)
-    assert result.loss is not None  # a step without one is refused
+    assert result.loss is not None  # step raises without a loss
     norm = None
     if not result.skipped:
         norm = float(pipe.clip_grad_norm_(math.inf if clip is None else clip))
@@ -228,7 +226,7 @@ def _step(pipe: Pipeline, call: StepCall, optimizer: Any, clip: float | None) ->
 def _report(
     steps: list[StepMetrics], of: int | None, call: StepCall, taken: _Taken, memory: int, notes: Sequence[str]
 ) -> StepReport:
-    # The first step also records the model and warms caches: it says nothing of the others.
+    # The first step also records the model and warms caches, so it is not representative.
     usual = statistics.median(metrics.seconds for metrics in steps[1:] or steps)
     eta = None if of is None else (of - steps[-1].step - 1) * usual
     trace = taken.trace

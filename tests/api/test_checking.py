@@ -192,7 +192,7 @@ def test_arguments_are_cut_along_the_dimension_that_is_given():
     [
         ({"model": len}, "needs a torch.nn.Module"),
         ({"plan": "plan.json"}, "needs a Plan"),
-        ({"args": X}, r"args is a tuple(.|\n)*try: \(x,\)"),
+        ({"args": X}, r"args must be a tuple(.|\n)*try: \(x,\)"),
         ({"kwargs": [1]}, "kwargs is a dict"),
         ({"loss_fn": "mse"}, "loss_fn is a function"),
         ({"reduction": "average"}, "unknown reduction"),

@@ -75,7 +75,7 @@ def test_with_a_loss_function_gradients_of_all_outputs_return():
 
 
 def test_what_is_not_captured_is_refused_with_the_way_to_do_it():
-    with pytest.raises(penstock.CaptureError, match=r"measure takes a captured model[^\n]*\ntry: penstock.measure\("):
+    with pytest.raises(penstock.CaptureError, match=r"must be a captured model[^\n]*\ntry: penstock.measure\("):
         penstock.measure(chain())
 
 

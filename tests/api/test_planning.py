@@ -193,7 +193,7 @@ def test_every_error_is_a_public_name():
 @pytest.mark.parametrize("subject", [None, "1f1b"])
 def test_only_a_program_or_a_schedule_is_simulated(subject):
     with pytest.raises(
-        ScheduleError, match=r"simulate takes a Plan, a Program or a Schedule \(given: (NoneType|str)\)"
+        ScheduleError, match=r"program must be a Plan, a Program or a Schedule \(got: (NoneType|str)\)"
     ):
         penstock.simulate(subject)
 

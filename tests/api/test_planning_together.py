@@ -80,8 +80,8 @@ def test_ranks_that_are_bound_to_different_cores_share_none(pools: Pools) -> Non
     ("make", "kind", "words"),
     [
         (make_nothing, "FitError", "too large (bytes: 7)\nrank 0: 7\ntry: less"),
-        (stumble, "PlanError", "the first rank could not plan (reason: KeyError: 'weights')"),
-        (make_for_others, "PlanError", "a plan for all ranks of the group is needed (ranks: 2, found: 1)"),
+        (stumble, "PlanError", "planning failed on the first rank (reason: KeyError: 'weights')"),
+        (make_for_others, "PlanError", "make must return a plan for all ranks (ranks: 2, got: 1)"),
     ],
 )
 def test_an_error_of_the_first_rank_is_the_same_on_all(pools: Pools, make: Any, kind: str, words: str) -> None:
@@ -92,5 +92,5 @@ def test_an_error_of_the_first_rank_is_the_same_on_all(pools: Pools, make: Any, 
 
 
 def test_without_a_group_nobody_plans_together() -> None:
-    with pytest.raises(penstock.RunError, match="running group"):
+    with pytest.raises(penstock.RunError, match="initialised process group"):
         penstock.plan_together(make)

@@ -98,11 +98,11 @@ def test_a_model_on_the_meta_device_is_planned_and_not_trained_before_it_has_num
         ({"recompute": True}, PlanError, "unknown recompute"),
         ({"memory": "10 bananas"}, penstock.PenstockError, "bananas"),
         ({"microbatches": 10**9}, PlanError, "too many microbatches"),
-        ({"profile": "x"}, PlanError, "profile is a Profile"),
-        ({"speed": "fast"}, PlanError, "speed is a DeviceSpeed"),
+        ({"profile": "x"}, PlanError, "profile must be a Profile"),
+        ({"speed": "fast"}, PlanError, "speed must be a DeviceSpeed"),
         ({"loss_fn": nn.MSELoss}, RunError, "an instance"),
         ({"split": "x"}, RunError, "split has dimensions"),
-        ({"kwargs": [1]}, PlanError, "kwargs are arguments of the model by name"),
+        ({"kwargs": [1]}, PlanError, "kwargs must be a dict"),
     ],
 )
 def test_wrong_arguments_are_named(changed, error, words):
@@ -111,7 +111,7 @@ def test_wrong_arguments_are_named(changed, error, words):
 
 
 def test_a_tensor_in_the_place_of_a_tuple_comes_with_the_way_out():
-    with pytest.raises(PlanError, match=r"args is a tuple(.|\n)*try: \(x,\)"):
+    with pytest.raises(PlanError, match=r"args must be a tuple(.|\n)*try: \(x,\)"):
         penstock.plan(MODEL, X, ranks=2, microbatches=4)
 
 

@@ -101,7 +101,7 @@ MISTAKES = {
         f"{PLAN} --partitioner metiss", 2, "unknown partitioner", "did you mean metis?"
     ),
     "a wrong word for recompute": Mistake(f"{PLAN} --recompute some", 2, "unknown recompute", '"none", "full", "auto"'),
-    "time before now": Mistake(f"{PLAN} --budget -1", 2, "the budget is seconds, 0 or more", "--budget 10.0"),
+    "time before now": Mistake(f"{PLAN} --budget -1", 2, "must be 0 or more", "--budget 10.0"),
     "memory in parrots": Mistake(f"{PLAN} --memory 24parrots", 2, "not a size in bytes", '"24GiB"'),
     "too little memory": Mistake(
         f"{PLAN} --memory 100B --microbatches 4 --schedule 1f1b", 4, "no plan fits", "smaller"
@@ -139,7 +139,7 @@ MISTAKES = {
     "a stage on two ranks": Mistake("check twice.csv", 2, "a stage on two ranks (file: twice.csv"),
     # plans and other documents
     "a deeper model": Mistake(
-        "check plan.json --model model.py:deeper", 2, "(name: 4.weight, planned: nothing", "plan"
+        "check plan.json --model model.py:deeper", 2, "(name: 4.weight, planned: no parameter", "plan"
     ),
     "a wider model": Mistake(
         "check plan.json --model model.py:wider", 2, "planned: float32[4, 4], model: float32[5, 5]"

@@ -80,7 +80,7 @@ MISTAKES = {
     "a plan that is no file": ((*GOOD, "--plan", "plan.json"), 2, "plan.json"),
     "a loss and no target": ((*GOOD, "--data", "model.py:inputs_alone"), 5, "try: yield inputs, target"),
     "no loss at all": ((*TRAIN, "--data", "model.py:inputs_alone"), 5, "--loss"),
-    "no batches": ((*GOOD, "--data", "model.py:none"), 5, "there are no batches to train on"),
+    "no batches": ((*GOOD, "--data", "model.py:none"), 5, "the data has no batches"),
     "data that is none": ((*GOOD, "--data", "model.py:number"), 5, "the data function must return batches"),
     "data that breaks": ((*GOOD, "--data", "model.py:broken"), 5, "KeyError: 'page 3'"),
     "numbers that are none": ((*GOOD, "--data", "model.py:spoilt"), 5, "3 steps in a row: "),
