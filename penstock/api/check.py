@@ -1,4 +1,4 @@
-"""The door to the proof: a plan's pipeline run beside the unsplit model, everything left as it was."""
+"""check: compares one step of a plan with the unsplit model, and leaves the model unchanged."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,14 +73,14 @@ def check(
 
 def _check_batch(args: object, kwargs: object) -> None:
     if not isinstance(args, list | tuple):
-        raise RunError("args is a tuple of what the model is called with", given=type(args).__name__, hint="(x,)")
+        raise RunError("args must be a tuple of the model's arguments", got=type(args).__name__, hint="(x,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise RunError("kwargs is a dict", given=type(kwargs).__name__, hint='{"labels": labels}')
+        raise RunError("kwargs must be a dict", got=type(kwargs).__name__, hint='{"labels": labels}')
 
 
 @dataclass(frozen=True)
 class _Loss:
-    """The user's loss function, and what he says of it."""
+    """The user's loss function and reduction."""
 
     function: LossFn | None
     reduction: str | None
@@ -91,7 +91,7 @@ class _Loss:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """What one step brought."""
+    """The results of one step."""
 
     numbers: dict[str, Tensor | None]
     weights: tuple[float, ...] = ()
@@ -104,14 +104,14 @@ class _Numbers:
 
 
 class _Bench:
-    """Runs steps of one model and brings their numbers home."""
+    """Runs steps of one model and collects losses, gradients and buffers."""
 
     def __init__(self, model: nn.Module, plan: Plan, loss: _Loss, split: Split | None) -> None:
         self._model, self._loss, self._split = model, loss, split
         self.captured = Captured.planned(model, plan.graph)
 
     def pipeline(self, plan: Plan, batch: tuple[Any, Any, Any]) -> _Numbers:
-        """One step of a plan's pipeline, and what is remarked on it."""
+        """One step of the plan's pipeline, and the warnings it issued."""
         options = RunOptions(nonfinite="ignore")
         pipe = Pipeline(
             self._model,
@@ -129,7 +129,7 @@ class _Bench:
             return _Numbers(self._numbers(result.loss), result.weights, tuple(remarks))
 
     def plain(self, pieces: Sequence[Microbatch], weights: Sequence[float]) -> _Numbers:
-        """One step of plain PyTorch over some microbatches, the loss of each with its weight."""
+        """One step of plain PyTorch over microbatches, with weighted losses."""
         samples, rule = sum(piece.size for piece in pieces), AddedLosses()
         with self._undisturbed():
             total, kinds = torch.zeros((), dtype=torch.float64), [torch.float64]
@@ -161,7 +161,7 @@ class _Bench:
 
 @contextmanager
 def _heard() -> Iterator[list[MicrobatchWarning]]:
-    """Collect remarks instead of showing them; other warnings are shown as ever."""
+    """Collect warnings about microbatches instead of showing them."""
     remarks: list[MicrobatchWarning] = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -174,12 +174,12 @@ def _heard() -> Iterator[list[MicrobatchWarning]]:
 
 
 def _copied(leaf: object) -> object:
-    """The model may write into its inputs."""
+    """Copies, because the model may write into its inputs."""
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _stages(plan: Plan) -> dict[str, int]:
-    """The stage in which each number is made."""
+    """The stage that computes each value."""
     owners = Ownership(plan.graph, plan.partition)
     found = {_LOSS: plan.num_stages - 1}
     found |= {GRADIENT + value.name: owners.of(value.name) for value in plan.graph.parameters}

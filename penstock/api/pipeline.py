@@ -64,7 +64,7 @@ class Pipeline:
         scaler: GradScaler | None = None,
         options: RunOptions = RunOptions(),  # noqa: B008
     ) -> None:
-        _check_model_and_plan(model, plan)
+        check_model_and_plan(model, plan)
         check_loss_fn(model, loss_fn)
         _check_execution(mesh, local, parallelize_fn)
         _check_choices(reduction, inputs, scaler, options)
@@ -257,7 +257,7 @@ def _groups(plan: Plan, mesh: Any, local: bool, deadline_seconds: float) -> Proc
     return ProcessGroups.of_world(plan.num_ranks, deadline_seconds)
 
 
-def _check_model_and_plan(model: object, plan: object) -> None:
+def check_model_and_plan(model: object, plan: object) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError("model must be a torch.nn.Module", got=_shown(model), hint="Pipeline(model, plan)")
     if not isinstance(plan, Plan):

@@ -190,13 +190,13 @@ def test_arguments_are_cut_along_the_dimension_that_is_given():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"model": len}, "needs a torch.nn.Module"),
-        ({"plan": "plan.json"}, "needs a Plan"),
+        ({"model": len}, "model must be a torch.nn.Module"),
+        ({"plan": "plan.json"}, "plan must be a Plan"),
         ({"args": X}, r"args must be a tuple(.|\n)*try: \(x,\)"),
-        ({"kwargs": [1]}, "kwargs is a dict"),
-        ({"loss_fn": "mse"}, "loss_fn is a function"),
+        ({"kwargs": [1]}, "kwargs must be a dict"),
+        ({"loss_fn": "mse"}, "loss_fn must be a function"),
         ({"reduction": "average"}, "unknown reduction"),
-        ({"split": {"z": 0}}, "split names no argument"),
+        ({"split": {"z": 0}}, "split must name arguments"),
     ],
 )
 def test_wrong_arguments_are_named(changed, words):

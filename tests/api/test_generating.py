@@ -35,9 +35,9 @@ def test_a_path_that_is_none_is_refused():
 
 def test_things_that_are_no_model_or_cut_are_refused(tmp_path):
     captured = penstock.capture(Stack(), (BATCH,))
-    with pytest.raises(CodeError, match="a captured model and a partition or plan"):
+    with pytest.raises(CodeError, match="a captured model, a partition or plan"):
         penstock.generate_code(captured.model, uniform(captured.graph, 2), tmp_path / "stages.py")
-    with pytest.raises(CodeError, match="a captured model and a partition or plan"):
+    with pytest.raises(CodeError, match="a captured model, a partition or plan"):
         penstock.generate_code(captured, [["head"]], tmp_path / "stages.py")
 
 

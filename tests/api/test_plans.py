@@ -101,7 +101,7 @@ def test_a_model_on_the_meta_device_is_planned_and_not_trained_before_it_has_num
         ({"profile": "x"}, PlanError, "profile must be a Profile"),
         ({"speed": "fast"}, PlanError, "speed must be a DeviceSpeed"),
         ({"loss_fn": nn.MSELoss}, RunError, "an instance"),
-        ({"split": "x"}, RunError, "split has dimensions"),
+        ({"split": "x"}, RunError, "split must be a dict"),
         ({"kwargs": [1]}, PlanError, "kwargs must be a dict"),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_tensor_in_the_place_of_a_tuple_comes_with_the_way_out():
 
 
 def test_something_that_is_no_model_is_refused():
-    with pytest.raises(PlanError, match=r"needs a torch.nn.Module \(given: function\)"):
+    with pytest.raises(PlanError, match=r"must be a torch.nn.Module \(got: function\)"):
         penstock.plan(lambda x: x, (X,), ranks=2, microbatches=4)
 
 
