@@ -1,4 +1,4 @@
-"""Belongings: parameters that several ranks use begin alike, or the pipeline is refused."""
+"""Parameters that several ranks use start alike, or the pipeline is refused."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""All ranks make the same calls in the same order; else each of them says who called what, and all go on."""
+"""All ranks make the same calls in the same order; otherwise each of them reports who called what, and all continue."""
 
 import math
 import warnings

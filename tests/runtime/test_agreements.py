@@ -1,4 +1,4 @@
-"""Agreement: no edge on which two ranks see different things passes in silence."""
+"""Every difference between what ranks see of an edge is reported."""
 
 import random
 
