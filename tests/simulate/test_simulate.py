@@ -107,7 +107,7 @@ def test_a_program_that_blocks_is_refused_with_the_way_to_learn_more():
     stuck = Program.from_csv(
         "0F0,0SEND_F0,0RECV_B0,0B0,0F1,0SEND_F1,0RECV_B1,0B1\n1RECV_F1,1F1,1RECV_F0,1F0,1B0,1SEND_B0,1B1,1SEND_B1"
     )
-    with pytest.raises(ScheduleError, match=r"cannot run to its end\ntry: penstock.verify\(program\) says where"):
+    with pytest.raises(ScheduleError, match=r"cannot run to its end\ntry: penstock.verify\(program\) shows where"):
         simulate(stuck)
 
 
@@ -121,5 +121,5 @@ def test_a_program_that_blocks_is_refused_with_the_way_to_learn_more():
     ids=["a pass is missing", "a message is missing", "a pass comes before what it needs"],
 )
 def test_a_program_that_would_look_fast_because_it_does_not_wait_is_refused(text):
-    with pytest.raises(ScheduleError, match="does not make and send all that its actions need"):
+    with pytest.raises(ScheduleError, match="does not make and send everything that its actions need"):
         simulate(Program.from_csv(text))
