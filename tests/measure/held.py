@@ -50,39 +50,39 @@ class Storages(TorchDispatchMode):
         return sum(size for place, size in self._sizes.items() if place not in others)
 
 
-def held(solo: MeasuredModel, partition: Partition, is_split: bool, recomputes: bool = False) -> list[Held]:
+def held(measured: MeasuredModel, partition: Partition, is_split: bool, recomputes: bool = False) -> list[Held]:
     """What all stages hold, run one after the other; the first time, which makes gradients, does not count."""
-    stages = split(solo._captured, partition)
+    stages = split(measured._captured, partition)
     for stage in stages:
         stage.recomputes = recomputes
-    with solo.isolated():
-        _run(solo, stages, partition, is_split)
-        return _run(solo, stages, partition, is_split)
+    with measured.isolated():
+        _run(measured, stages, partition, is_split)
+        return _run(measured, stages, partition, is_split)
 
 
-def _run(solo: MeasuredModel, stages: tuple[Stage, ...], partition: Partition, is_split: bool) -> list[Held]:
+def _run(measured: MeasuredModel, stages: tuple[Stage, ...], partition: Partition, is_split: bool) -> list[Held]:
     values: Values = {}
     found = []
     for number, stage in enumerate(stages):
-        crossings = [crossing for crossing in partition.crossings(solo.graph) if crossing.consumer == number]
+        crossings = [crossing for crossing in partition.crossings(measured.graph) if crossing.consumer == number]
         incoming = {value.name: values[value.name] for crossing in crossings for value in crossing.values}
-        counted, left = _stage(solo, stage, incoming, is_split)
+        counted, left = _stage(measured, stage, incoming, is_split)
         found.append(counted)
         values |= left
     return found
 
 
-def _stage(solo: MeasuredModel, stage: Stage, values: Values, is_split: bool) -> tuple[Held, Values]:
-    inputs, needs = solo.inputs(), {name: value.requires_grad for name, value in values.items()}
+def _stage(measured: MeasuredModel, stage: Stage, values: Values, is_split: bool) -> tuple[Held, Values]:
+    inputs, needs = measured.inputs(), {name: value.requires_grad for name, value in values.items()}
     with Storages() as storages:
         incoming = {name: value.detach().clone().requires_grad_(needs[name]) for name, value in values.items()}
-        run = StageRun(stage, solo._captured.first, inputs, incoming, is_split)
+        run = StageRun(stage, measured._captured.first, inputs, incoming, is_split)
         incoming.clear()
         left = run.take_outputs()
         copies = {name: value.detach().clone() for name, value in left.items()}
-        needs = {name: solo.graph.spec(name).requires_grad and value.requires_grad for name, value in left.items()}
+        needs = {name: measured.graph.spec(name).requires_grad and value.requires_grad for name, value in left.items()}
         is_last = stage.stage_index == stage._partition.num_stages - 1
-        roots = [name for name in left if needs[name] and (not is_last or name in solo.roots)]
+        roots = [name for name in left if needs[name] and (not is_last or name in measured.roots)]
         gradients = {name: torch.ones_like(left[name], requires_grad=False) for name in roots}
         left.clear()
         kept = storages.bytes(copies, gradients)

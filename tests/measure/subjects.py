@@ -35,6 +35,6 @@ def batch() -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-def solo(model: nn.Module, *args: Any, **kwargs: Any) -> MeasuredModel:
+def measured(model: nn.Module, *args: Any, **kwargs: Any) -> MeasuredModel:
     """A model on a batch; a chain has one if none is given."""
     return measured_model(capture(model, args or (() if kwargs else (batch(),)), kwargs))

@@ -1,4 +1,4 @@
-"""Clock: what is typical, and what counts as time."""
+"""The clock, typical times, and arithmetic on the times of a node."""
 
 import gc
 import time
@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from penstock.measure.clock import Clock, typical, waited_seconds, without_gc
+from penstock.measure.clock import Clock, Times, typical, waited_seconds, without_gc
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,21 @@ def test_garbage_is_not_looked_for_meanwhile_and_afterwards_as_before():
     with without_gc():
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def test_what_running_takes_by_itself_is_taken_off_but_never_everything():
+    assert Times(3.0, 2.0, 1.0, 0.0).without(Times(1.0, 2.0, 5.0, 1.0)) == pytest.approx((2.0, 0.1, 0.05, 0.0))
+
+
+def test_forwards_and_backwards_are_scaled_apart():
+    assert Times(1.0, 2.0, 3.0, 4.0).scaled(10.0, 100.0) == (10.0, 200.0, 300.0, 400.0)
+
+
+def test_a_step_is_a_forward_and_a_full_backward():
+    assert Times(1.0, 2.0, 30.0, 40.0).step == 3.0
+
+
+def test_each_pass_has_its_own_typical_time():
+    samples = [Times(1.0, 9.0), Times(2.0, 8.0), Times(9.0, 1.0)]
+    assert Times.typical(samples)[:2] == (1.0, 1.0)
+    assert Times.median(samples)[:2] == (2.0, 8.0)

@@ -8,7 +8,7 @@ from torch.nn import functional
 from penstock.ir import DeviceSpeed
 from penstock.measure import estimate, measure_speed
 from penstock.measure.work import WorkCounter, fused_attention
-from tests.measure.subjects import ROWS, WIDTH, Block, chain, solo
+from tests.measure.subjects import ROWS, WIDTH, Block, chain, measured
 
 ARITHMETIC = DeviceSpeed(1.0, 1e18)
 """one operation per second, and bytes for nothing"""
@@ -18,29 +18,29 @@ FLOPS = 2 * ROWS * WIDTH * WIDTH
 
 
 def test_a_linear_takes_one_product_forward_and_one_for_each_gradient():
-    cost = estimate(solo(chain(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))), ARITHMETIC)["1"]
+    cost = estimate(measured(chain(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))), ARITHMETIC)["1"]
     passes = (cost.forward, cost.backward, cost.input_grad, cost.weight_grad)
     assert passes == pytest.approx((FLOPS, 2 * FLOPS, FLOPS, FLOPS))
 
 
 def test_the_first_layer_of_a_model_returns_no_gradient():
-    cost = estimate(solo(chain(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))), ARITHMETIC)["0"]
+    cost = estimate(measured(chain(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))), ARITHMETIC)["0"]
     assert (cost.input_grad, cost.weight_grad) == pytest.approx((0.0, FLOPS))
 
 
 def test_where_there_is_no_arithmetic_bytes_count():
-    cost = estimate(solo(chain(Block(), nn.ReLU())), MEMORY)["1"]
+    cost = estimate(measured(chain(Block(), nn.ReLU())), MEMORY)["1"]
     assert cost.forward == 2 * ROWS * WIDTH * 4
 
 
 def test_an_embedding_reads_the_rows_that_it_picks_only():
     model = nn.Sequential(nn.Embedding(1000, WIDTH), nn.Linear(WIDTH, WIDTH))
-    cost = estimate(solo(model, torch.arange(ROWS)), MEMORY)["0"]
+    cost = estimate(measured(model, torch.arange(ROWS)), MEMORY)["0"]
     assert cost.forward == 8 * ROWS + 2 * 4 * ROWS * WIDTH
 
 
 def test_the_same_model_has_the_same_profile_and_the_seconds_of_a_step_are_those_of_its_nodes():
-    one, other = (estimate(solo(chain()), DeviceSpeed(1e10, 1e9, 1e-6)) for _ in range(2))
+    one, other = (estimate(measured(chain()), DeviceSpeed(1e10, 1e9, 1e-6)) for _ in range(2))
     assert one == other
     assert one.step_seconds == one.seconds
 
@@ -76,7 +76,7 @@ def test_attention_is_torchs_own_again_afterwards():
 def test_a_model_without_numbers_is_estimated_on_a_batch_with_numbers():
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(1000, WIDTH), Block(), Block())
-    profile = estimate(solo(model, torch.arange(ROWS)), ARITHMETIC)
+    profile = estimate(measured(model, torch.arange(ROWS)), ARITHMETIC)
     assert profile["1"].forward == FLOPS
     assert all(parameter.grad is None for parameter in model.parameters())
 

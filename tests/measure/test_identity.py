@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from penstock.measure import identity
-from tests.measure.subjects import WIDTH, Block, batch, chain, solo
+from tests.measure.subjects import WIDTH, Block, batch, chain, measured
 
-PROGRAM = "from penstock.measure import identity; from tests.measure.subjects import *; print(identity(solo(chain())))"
+PROGRAM = (
+    "from penstock.measure import identity; from tests.measure.subjects import *; print(identity(measured(chain())))"
+)
 
 
 def test_it_is_the_same_in_another_process():
@@ -21,11 +23,11 @@ def test_it_is_the_same_in_another_process():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=root, env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == identity(solo(chain()))
+    assert done.stdout.strip() == identity(measured(chain()))
 
 
 def test_numbers_do_not_matter():
-    assert identity(solo(chain())) == identity(solo(chain(*(Block(number) for number in range(3)))))
+    assert identity(measured(chain())) == identity(measured(chain(*(Block(number) for number in range(3)))))
 
 
 @pytest.mark.parametrize(
@@ -34,18 +36,18 @@ def test_numbers_do_not_matter():
     ids=["setting", "mode", "frozen", "number"],
 )
 def test_another_form_is_another_identity(other: nn.Module):
-    assert identity(solo(chain())) != identity(solo(other))
+    assert identity(measured(chain())) != identity(measured(other))
 
 
 def test_another_size_of_the_batch_is_another_identity():
-    assert identity(solo(chain())) != identity(solo(chain(), torch.ones(9, WIDTH)))
+    assert identity(measured(chain())) != identity(measured(chain(), torch.ones(9, WIDTH)))
 
 
 def test_other_threads_are_another_identity():
-    before, threads = identity(solo(chain())), torch.get_num_threads()
+    before, threads = identity(measured(chain())), torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
-        assert identity(solo(chain())) != before
+        assert identity(measured(chain())) != before
     finally:
         torch.set_num_threads(threads)
 
@@ -53,5 +55,5 @@ def test_other_threads_are_another_identity():
 def test_other_code_is_another_identity():
     bodies = (lambda self, x: x + 1, lambda self, x: x + 2, lambda self, x: x + 1)
     kinds = [type("Own", (nn.Module,), {"forward": body}) for body in bodies]
-    one, other, same = (identity(solo(chain(kind()), batch())) for kind in kinds)
+    one, other, same = (identity(measured(chain(kind()), batch())) for kind in kinds)
     assert one == same != other

@@ -13,7 +13,7 @@ from penstock.measure import estimate, measure
 from penstock.measure.clock import Times
 from penstock.measure.profiler import calibration
 from penstock.partitioners import uniform
-from tests.measure.subjects import WIDTH, Block, batch, chain, solo
+from tests.measure.subjects import WIDTH, Block, batch, chain, measured
 from tests.measure.test_memory import SPEED
 
 
@@ -31,7 +31,7 @@ class Sleep(nn.Module):
 
 
 def quick(model: nn.Module, *args: object) -> Profile:
-    return measure(solo(model, *args), iterations=1)
+    return measure(measured(model, *args), iterations=1)
 
 
 def test_a_node_that_takes_four_times_as_long_is_found_to():
@@ -67,16 +67,16 @@ def test_a_node_that_looks_like_others_and_takes_longer_is_found():
 
 
 def test_a_profile_fits_its_graph_and_any_cut_of_it():
-    subject = solo(chain())
+    subject = measured(chain())
     costs = compute_stage_costs(subject.graph, measure(subject, iterations=1), uniform(subject.graph, 3))
     assert min(*costs.forward, *costs.backward, *costs.activation_bytes) > 0
 
 
 def test_measured_memory_is_the_estimated_one():
-    subject = solo(chain(Block(), nn.BatchNorm1d(WIDTH), Block()))
-    measured, estimated = measure(subject, iterations=1), estimate(subject, SPEED)
-    assert [cost.memory for cost in measured.costs] == [cost.memory for cost in estimated.costs]
-    assert measured.held == estimated.held
+    subject = measured(chain(Block(), nn.BatchNorm1d(WIDTH), Block()))
+    timed, estimated = measure(subject, iterations=1), estimate(subject, SPEED)
+    assert [cost.memory for cost in timed.costs] == [cost.memory for cost in estimated.costs]
+    assert timed.held == estimated.held
 
 
 def test_a_model_without_parameters_has_no_backward():
@@ -115,5 +115,5 @@ def test_hooks_of_the_user_run_as_they_do_in_training():
 
 def test_rounds_report_progress_and_end_with_the_budget():
     told = []
-    measure(solo(chain()), 50, budget_seconds=0.0, progress=lambda done, total: told.append((done, total)))
+    measure(measured(chain()), 50, budget_seconds=0.0, progress=lambda done, total: told.append((done, total)))
     assert told == [(1, 52), (2, 52), (3, 52)]

@@ -1,4 +1,4 @@
-"""A run keeps no more than it needs, and takes gradients for what left it and for what was made of that."""
+"""A StageRun keeps no more than it needs, and takes gradients for its outputs and for values computed from them."""
 
 import weakref
 

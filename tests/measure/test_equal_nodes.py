@@ -1,15 +1,15 @@
-"""Kinship: which nodes are one family."""
+"""Nodes that do the same work are grouped, and measured once."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from penstock.measure.identity import group_equal_nodes
-from tests.measure.subjects import WIDTH, Block, batch, chain, solo
+from tests.measure.subjects import WIDTH, Block, batch, chain, measured
 
 
 def names(model: nn.Module, *args: Tensor) -> list[list[str]]:
-    return [[node.name for node in family] for family in group_equal_nodes(solo(model, *args))]
+    return [[node.name for node in family] for family in group_equal_nodes(measured(model, *args))]
 
 
 def test_blocks_that_differ_in_their_number_only_are_a_family_but_for_the_first_which_returns_no_gradient():

@@ -1,4 +1,4 @@
-"""A model is left exactly as it was."""
+"""Recording leaves the model, its generators, gradients, buffers and Python attributes as they were."""
 
 import random
 from collections import Counter, defaultdict, deque

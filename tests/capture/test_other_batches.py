@@ -1,4 +1,4 @@
-"""Batches of other forms than the example's: recorded when they come, once each, and exact."""
+"""Batches of other shapes, dtypes or decisions than the example: recorded when they come, once each, and exact."""
 
 from collections.abc import Callable
 from importlib import import_module
