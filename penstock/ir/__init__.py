@@ -24,26 +24,9 @@ from penstock.ir.action import (
     makes,
     needs,
 )
-from penstock.ir.arguments import (
-    as_int,
-    find_named,
-    is_finite,
-    parse_bytes,
-)
-from penstock.ir.cluster import (
-    MAX_RANKS,
-    Cluster,
-    DeviceSpeed,
-    Link,
-    Replicas,
-)
-from penstock.ir.comparison import (
-    GRADIENT,
-    Comparison,
-    Difference,
-    Distance,
-    compare_tensors,
-)
+from penstock.ir.arguments import as_int, find_named, is_finite, parse_bytes
+from penstock.ir.cluster import MAX_RANKS, Cluster, DeviceSpeed, Link, Replicas
+from penstock.ir.comparison import GRADIENT, Comparison, Difference, Distance, compare_tensors
 from penstock.ir.containers import (
     Parts,
     leaves,
@@ -54,20 +37,9 @@ from penstock.ir.containers import (
     take_apart,
     transform,
 )
-from penstock.ir.costs import (
-    MessageCost,
-    StageCosts,
-    StateBytes,
-    compute_stage_costs,
-)
-from penstock.ir.dependencies import (
-    Dependencies,
-    Makers,
-    find_dependencies,
-)
-from penstock.ir.files import (
-    write_atomic,
-)
+from penstock.ir.costs import MessageCost, StageCosts, StateBytes, compute_stage_costs
+from penstock.ir.dependencies import Dependencies, Makers, find_dependencies
+from penstock.ir.files import write_atomic
 from penstock.ir.graph import (
     ADDED_LOSS,
     ITEM_BYTES,
@@ -80,30 +52,10 @@ from penstock.ir.graph import (
     Value,
     prune_gradients,
 )
-from penstock.ir.json_format import (
-    MAX_JSON_BYTES,
-    RECORDS,
-    from_json,
-    load_record,
-    save_record,
-    to_json,
-)
-from penstock.ir.loss import (
-    Count,
-    LossRule,
-    Term,
-    TermKind,
-    assumed,
-    combined,
-)
-from penstock.ir.loss_cone import (
-    Cone,
-    argument,
-)
-from penstock.ir.loss_origin import (
-    Facts,
-    loss_rule,
-)
+from penstock.ir.json_format import MAX_JSON_BYTES, RECORDS, from_json, load_record, save_record, to_json
+from penstock.ir.loss import Count, LossRule, Term, TermKind, assumed, combined
+from penstock.ir.loss_cone import Cone, argument
+from penstock.ir.loss_origin import Facts, loss_rule
 from penstock.ir.orders import (
     MAX_ACTIONS,
     Codes,
@@ -119,31 +71,10 @@ from penstock.ir.orders import (
     peer_of,
     stage_of,
 )
-from penstock.ir.partition import (
-    Crossing,
-    Partition,
-)
-from penstock.ir.placement import (
-    MAX_STAGES,
-    Cuts,
-    Placement,
-)
-from penstock.ir.plan import (
-    Candidate,
-    Choices,
-    Plan,
-    Prediction,
-    Run,
-    Search,
-    StepFigures,
-    StepMetrics,
-)
-from penstock.ir.profile import (
-    NodeBytes,
-    NodeCost,
-    Profile,
-    SavedTensors,
-)
+from penstock.ir.partition import Crossing, Partition
+from penstock.ir.placement import MAX_STAGES, Cuts, Placement
+from penstock.ir.plan import Candidate, Choices, Plan, Prediction, Run, Search, StepFigures, StepMetrics
+from penstock.ir.profile import NodeBytes, NodeCost, Profile, SavedTensors
 from penstock.ir.record import (
     Call,
     CallContext,
@@ -161,34 +92,10 @@ from penstock.ir.record import (
     refs,
     states,
 )
-from penstock.ir.schedule import (
-    Program,
-    Schedule,
-)
-from penstock.ir.text import (
-    format_lines,
-    parse_action,
-    read_orders,
-    write_csv,
-)
-from penstock.ir.timing import (
-    Needs,
-    Seconds,
-    find_waits,
-    pass_seconds,
-    schedule_length,
-    walk,
-    walk_passes,
-)
-from penstock.ir.trace import (
-    Curve,
-    Idle,
-    Series,
-    Span,
-    Trace,
-    Transfer,
-    critical_path,
-)
+from penstock.ir.schedule import Program, Schedule
+from penstock.ir.text import format_lines, parse_action, read_orders, write_csv
+from penstock.ir.timing import Needs, Seconds, find_waits, pass_seconds, schedule_length, walk, walk_passes
+from penstock.ir.trace import Curve, Idle, Series, Span, Trace, Transfer, critical_path
 from penstock.ir.units import (
     bytes_text,
     count_text,
