@@ -78,7 +78,7 @@ class Pipeline:
         parallelize = _parallelize(parallelize_fn, mesh)
         self._part = part = ModelPart(model, plan, groups, parallelize, options.restore_gradients)
         weighing = Weighing(part.captured, part.replicas, loss_fn, reduction, part.remote_parameters)
-        self._saver = Saver(part, self._sync)
+        self._saver, self._has_saved = Saver(part, self._sync), False
         if scaler is not None:
             scaler.bind(self._sync)
         self._loss_head = loss_head = LossHead(part.captured, weighing, scaler)
@@ -93,7 +93,8 @@ class Pipeline:
         self, *args: Any, target: Any = None, return_outputs: bool = False, record: bool = False, **kwargs: Any
     ) -> Result:
         """Forward and backward of one whole batch, the same call on every rank; gradients accumulate."""
-        self._saver.check(SyncRequest("step", self.num_steps))
+        if self._has_saved:  # an asynchronous save may have failed meanwhile
+            self._saver.check(SyncRequest("step", self.num_steps))
         if self._loss_head.scaler is not None:
             self._loss_head.scaler.begin()
         result = self._engine.train((args, kwargs, target), self.num_steps, bool(return_outputs), bool(record))
@@ -202,6 +203,7 @@ class Pipeline:
         scaler = self._loss_head.scaler
         run = {} if scaler is None else {"scaler": scaler.state_dict()}
         state = TrainingState(optimizer, scheduler, {**run, "position": position, "extra": extra})
+        self._has_saved = True
         return self._saver.save(self.plan, self.num_steps, state, options)
 
     def wait_for_save(self) -> None:

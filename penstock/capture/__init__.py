@@ -12,12 +12,12 @@ down (`arguments.py`) and notices side effects (`effects.py`, `call_context.py`)
 from penstock.capture.captured import Captured, capture, without_cache
 from penstock.capture.generators import GeneratorStates, python_generators, seed_generators, torch_generators
 from penstock.capture.granularity import Granularity
-from penstock.capture.hooks import call_hook, intercept_modules, without_user_hooks
+from penstock.capture.hooks import intercept_modules, without_user_hooks
 from penstock.capture.isolation import isolated, uncompiled
 from penstock.capture.microbatches import Microbatch, Split, microbatch_sizes, split_batch
 from penstock.capture.objects import MODULE_ATTRIBUTES, code_origin, copy_leaf, object_items
 from penstock.capture.recording import Recording, make_recording
-from penstock.capture.replay import Replay
+from penstock.capture.replay import Replay, call_hook
 from penstock.capture.tensor_table import device_of, spec_of, storage_id
 
 __all__ = [

@@ -154,6 +154,8 @@ _Reference = tuple[dict[str, Any], str]
 """a namespace and a name in it"""
 _references: "WeakKeyDictionary[type, tuple[_Reference, ...]]" = WeakKeyDictionary()
 """by class; the code of a class does not change, the values of the names do"""
+_user_bases: "WeakKeyDictionary[type, tuple[type, ...]]" = WeakKeyDictionary()
+"""by class, those of it and its bases that are the user's"""
 
 
 def referenced_globals(kinds: Iterable[type]) -> dict[str, object]:
@@ -162,7 +164,11 @@ def referenced_globals(kinds: Iterable[type]) -> dict[str, object]:
     These are class attributes and the global variables that their methods refer to, directly or through functions and
     modules of the user that they call.
     """
-    own = dict.fromkeys(kind for each in kinds for kind in each.__mro__ if code_origin(kind.__module__) == "user")
+    own: dict[type, None] = {}
+    for each in kinds:
+        if each not in _user_bases:
+            _user_bases[each] = tuple(kind for kind in each.__mro__ if code_origin(kind.__module__) == "user")
+        own.update(dict.fromkeys(_user_bases[each]))
     found: dict[str, object] = {}
     for kind in own:
         for name, value in vars(kind).items():

@@ -23,13 +23,10 @@ class InputGuards:
         self._written = recording.graph.written
         nodes = _nodes_to_check(recording)
         self._replay = None if nodes is None else Replay(recording, nodes, model, ())
+        self.always_hold = self._replay is None
+        """whether there is nothing to check"""
         chosen = [recording.graph[name] for name in nodes or ()]
         self._leaves = [model.get_submodule(node.module) for node in chosen if node.is_leaf]
-
-    @property
-    def always_hold(self) -> bool:
-        """Whether there is nothing to check."""
-        return self._replay is None
 
     def hold(self, inputs: dict[str, Any]) -> bool:
         """Whether everything reads the same in this batch."""

@@ -1,8 +1,7 @@
-"""Sees calls of modules and functions: interception while recording, the user's hooks, the call hook of a replay."""
+"""Intercepts calls of modules while recording, and disables the user's hooks."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -132,25 +131,3 @@ def _is_users(hook: Any) -> bool:
     module = str(getattr(inner, "__module__", ""))
     # Sharded parameters are gathered around a whole recording: FSDP's hooks would take each block for a forward.
     return code_origin(module) in ("user", "python") or module.startswith("torch.distributed.fsdp")
-
-
-# Call hook of a replay
-
-CallHook = Callable[[str, Mapping[str, Any]], None]
-"""is called after each replayed call with its name and the values that it made"""
-_active_hook: ContextVar[CallHook | None] = ContextVar("penstock_call_hook", default=None)
-
-
-@contextmanager
-def call_hook(hook: CallHook | None) -> Iterator[None]:
-    """Call the hook after every call that is replayed inside; None: no hook."""
-    token = _active_hook.set(hook)
-    try:
-        yield
-    finally:
-        _active_hook.reset(token)
-
-
-def active_call_hook() -> CallHook | None:
-    """The hook of the innermost `call_hook`."""
-    return _active_hook.get()

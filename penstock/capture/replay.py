@@ -4,8 +4,9 @@ A `Replay` is built once per stage and recording; running it for a microbatch is
 and write a dict of values by name.
 """
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from hashlib import blake2b
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.capture.arguments import TENSOR, structure_of
 from penstock.capture.call_context import entered
-from penstock.capture.hooks import active_call_hook, has_user_hooks
+from penstock.capture.hooks import has_user_hooks
 from penstock.capture.recording import Recording
 from penstock.capture.tensor_table import device_of, spec_of
 from penstock.errors import CaptureError
@@ -25,6 +26,21 @@ Step = Callable[[Values], None]
 Getter = Callable[[Values], Any]
 WrapModule = Callable[[str, nn.Module], Callable[..., Any]]
 _MAX_LINE = 60
+
+CallHook = Callable[[str, Mapping[str, Any]], None]
+"""is called after each replayed call with its name and the values that it made"""
+_active_hook: ContextVar[CallHook | None] = ContextVar("penstock_call_hook", default=None)
+
+
+@contextmanager
+def call_hook(hook: CallHook | None) -> Iterator[None]:
+    """Call the hook after every call that is replayed inside; None: no hook."""
+    token = _active_hook.set(hook)
+    try:
+        yield
+    finally:
+        _active_hook.reset(token)
+
 
 
 class Replay:
@@ -70,7 +86,7 @@ class Replay:
         values = dict(values)
         hashes = self._name_hashes if seed is not None else {}
         is_cuda = bool(hashes) and device_of(self._modules).type == "cuda"
-        hook = active_call_hook()
+        hook = _active_hook.get()
         for place, (step, recorded) in enumerate(self._steps):
             if place in hashes:
                 _seed_torch(seed, hashes[place], is_cuda)  # type: ignore[arg-type]

@@ -273,7 +273,8 @@ class Engine:
         if step.keeps_outputs:
             merged_weights = self._loss_head.weights(step) if step.losses else None
             kept = [step.outputs.get(index) for index in range(count)]
-            outputs = share_outputs(groups, self._last_rank, self._part.device, kept, step.sizes, merged_weights)
+            sizes = [microbatch.size for microbatch in step.microbatches]
+            outputs = share_outputs(groups, self._last_rank, self._part.device, kept, sizes, merged_weights)
         return Result(
             torch.tensor(total, dtype=torch.float64).to(kind) if has_loss > 0 else None,
             tuple(torch.tensor(own[:count], dtype=torch.float64).to(kind).unbind()),

@@ -2,7 +2,7 @@
 
     split(captured, partition) --> Stages; StageRun(stage, recording, inputs, incoming) --> outputs, gradients
 
-`StageRun` runs a stage between two gradient boundaries (`grad_boundary.py`). If a schedule splits backward, weight
+`StageRun` runs a stage between two gradient boundaries. If a schedule splits backward, weight
 gradients are deferred (`deferral.py`, `deferred_functions.py`). `Sequence` and `check` run all stages in one process.
 """
 
@@ -10,11 +10,10 @@ from penstock.stages.check import check, distances
 from penstock.stages.cut_checks import check_guards
 from penstock.stages.deferral import DeferredAccumulator
 from penstock.stages.flat import Flat
-from penstock.stages.grad_boundary import grad_boundary
 from penstock.stages.ownership import Ownership
 from penstock.stages.sequence import Sequence, split
 from penstock.stages.stage import Stage
-from penstock.stages.stage_run import StageRun
+from penstock.stages.stage_run import StageRun, grad_boundary
 
 __all__ = [
     "DeferredAccumulator",

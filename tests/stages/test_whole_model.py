@@ -156,5 +156,5 @@ def test_backward_before_forward_and_of_no_output_is_refused():
 
 
 def test_split_says_what_it_takes():
-    with pytest.raises(PartitionError, match=r"takes a captured model(.|\n)*given: \('Glue', 'int'\)"):
+    with pytest.raises(PartitionError, match=r"needs a captured model(.|\n)*got: \('Glue', 'int'\)"):
         penstock.split(Glue(lambda self, x: x), 2)
