@@ -1,4 +1,4 @@
-"""backward: what it costs to take input and weight gradients apart, beside torch's own way on the same modules."""
+"""backward: the cost of splitting backward into input and weight gradients, beside torch on the same modules."""
 
 import math
 import time

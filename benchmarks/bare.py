@@ -1,4 +1,4 @@
-"""BareLoop: the least that a loop over isend and irecv can do: one stage, nothing checked, nothing weighted or named.
+"""A minimal loop over isend and irecv: one stage per rank, without checks, weights or names.
 
 What it costs is what any runtime over these calls costs. It knows stages in a chain, one per rank, with full backwards.
 """

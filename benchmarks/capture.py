@@ -1,4 +1,4 @@
-"""capture: what recording a model costs in forwards, and what playing the record costs against the model itself."""
+"""capture: the cost of recording a model in forwards, and of replaying it against the model itself."""
 
 import resource
 import subprocess

@@ -1,4 +1,4 @@
-"""Hosts: two network namespaces joined by a slow cable, each with processes and shared memory of its own."""
+"""Two network namespaces joined by a slow link, each with processes and shared memory of its own."""
 
 import os
 import secrets

@@ -1,4 +1,4 @@
-"""measure: how well single nodes add up to a model, what a measurement costs, and what it holds against reality."""
+"""measure: how well the costs of nodes add up to the model, and what a measurement costs."""
 
 import resource
 import subprocess

@@ -1,4 +1,4 @@
-"""prediction: how near a measured step comes to the step and the memory that the plan predicted, and what "auto" gains.
+"""prediction: predicted against measured time and memory of a step, and the gain of "auto".
 
 Models are measured, planned and run as a user would do it. Passes of sleeping blocks sleep, so that more ranks than
 cores overlap.
@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
+from benchmarks.interleaved import joined, load, take_turns
 from benchmarks.sleeping import SIZE, SleepingBlock
 from benchmarks.table import Line, Table
 from benchmarks.torch_pipeline import NAMES, TorchPipeline
-from benchmarks.turns import joined, load, take_turns
 from penstock.demo.gpt import Sizes, batch, gpt, loss
 
 _SEED = 20

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
+from benchmarks.interleaved import Step, Turn, joined, load, take_turns
 from benchmarks.table import Line, Table
 from benchmarks.torch_pipeline import NAMES, TorchPipeline
-from benchmarks.turns import Step, Turn, joined, load, take_turns
 from penstock.demo.gpt import Sizes, batch, cut, gpt, loss
 
 _RANKS = 2

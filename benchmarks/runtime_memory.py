@@ -1,4 +1,4 @@
-"""runtime_memory: bytes held while a step runs, beside the simulator's figure and torch's runtime."""
+"""runtime_memory: bytes held during a step, beside the simulated bytes and torch's runtime."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
-from benchmarks.live import watched
+from benchmarks.held_bytes import watched
 from benchmarks.table import Line, Table
 from benchmarks.torch_pipeline import TorchPipeline
 

@@ -1,4 +1,4 @@
-"""runtime_sleep: how near a step comes to its simulation, and what the runtime costs, beside torch's runtime.
+"""runtime_sleep: measured against simulated steps, and the CPU cost of the runtime, beside torch's.
 
 Passes sleep, so that more ranks than cores overlap. Both runtimes drive the same stages in the same order, by turns.
 The same passes also run alone on every rank, without any message: what they take then no runtime can save. Two lines
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import penstock
 from benchmarks.bare import BareLoop
+from benchmarks.interleaved import Step, Turn, joined, load, take_turns
 from benchmarks.sleeping import SIZE, SleepingBlock, costs
 from benchmarks.table import Line, Table
 from benchmarks.torch_pipeline import TorchPipeline
-from benchmarks.turns import Step, Turn, joined, load, take_turns
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv")
 _CPU_SHARE = 0.6

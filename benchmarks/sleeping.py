@@ -1,4 +1,4 @@
-"""Sleeping stages: their passes sleep instead of computing, so that many ranks overlap on few cores."""
+"""Stages whose passes sleep instead of computing, so that many ranks overlap on few cores."""
 
 import time
 from typing import Any

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from benchmarks.interleaved import load
 from benchmarks.sleeping import SIZE, SleepingBlock
 from benchmarks.table import Line, Table
-from benchmarks.turns import load
 from penstock.demo.gpt import Sizes, gpt, loss
 from penstock.ir import Cluster, NodeCost, Plan, Profile
 from penstock.planner import Measured, PlanOptions, SlowRankAdvisor, search

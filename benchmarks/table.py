@@ -1,4 +1,4 @@
-"""Table: lines of figures, each held against its target."""
+"""Tables of results, each compared with its target."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""torch's pipeline: the runtime of torch.distributed.pipelining on stages of ours, in an order of ours or its own."""
+"""The runtime of torch.distributed.pipelining on our stages, in our order or its own."""
 
 import tempfile
 from collections.abc import Callable, Mapping

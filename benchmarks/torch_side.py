@@ -1,4 +1,4 @@
-"""torch's side: its schedule classes build and lower the orders of all ranks when one rank's stages are given."""
+"""Builds and lowers orders with torch's schedule classes, given the stages of one rank."""
 
 import torch
 from torch.distributed.pipelining.schedules import get_schedule_class

@@ -12,10 +12,10 @@ from benchmarks import (
     capture,
     joint_plan,
     measure,
-    meetings,
     partition,
     planning,
     prediction,
+    rank_sync,
     reference,
     runtime_compute,
     runtime_memory,
@@ -67,7 +67,7 @@ def test_growth_and_speed_are_measured_for_every_schedule(capsys):
 
 def test_a_meeting_is_measured_beside_an_all_gather():
     pytest.importorskip("torch")
-    (line,) = meetings.costs((2,), turns=1, times=2).lines
+    (line,) = rank_sync.costs((2,), turns=1, times=2).lines
     assert line.cells[0] == "2 ranks"
     assert line.value > 0
 

@@ -1,4 +1,4 @@
-"""meetings: what it costs all ranks to compare what they were called for, beside an all_gather of as many bytes."""
+"""rank_sync: the cost of synchronising all ranks, beside an all_gather of the same size."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +15,12 @@ _DEADLINE_SECONDS = 60.0
 
 
 def tables() -> tuple[Table, ...]:
-    """Everything that `make bench` shows about meetings."""
+    """Everything that `make bench` shows about rank syncs."""
     return (costs(),)
 
 
 def costs(ranks: tuple[int, ...] = (2, 4, 8), turns: int = 8, times: int = 50) -> Table:
-    """Microseconds of CPU time of a rank, and until all have met; both the least of some turns."""
+    """Microseconds of CPU time of a rank, and until all are synchronised; both the minimum of several runs."""
 
     def lines() -> Iterator[Line]:
         for count in ranks:

@@ -1,4 +1,4 @@
-"""Turns: several ways to take a step, measured by turns on all ranks, so that what else runs disturbs them alike."""
+"""Measures several ways to take a step, interleaved on all ranks, so that other load disturbs them equally."""
 
 import os
 import threading

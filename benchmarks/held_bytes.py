@@ -1,4 +1,4 @@
-"""Live: how many bytes of activations one rank holds, asked before every action of a step.
+"""Bytes of activations that one rank holds, sampled before every action of a step.
 
 While a step runs, a dispatch mode notes the storage of every tensor of the size of an activation that any operation
 makes, forward or backward, and strikes it off when the storage itself is gone: nothing that is held anywhere, also by
