@@ -1,6 +1,6 @@
-"""Does my model train with the same numbers as a pipeline? One call answers, without processes.
+"""Check whether a model trains with the same numbers as a pipeline: one call, no processes.
 
-Run it with `python examples/check_model.py`. Put your own model, batch and loss in the place of these.
+Run it with `python examples/check_model.py`. Replace model, batch and loss by your own.
 """
 
 import torch
@@ -11,7 +11,7 @@ import penstock
 
 
 class Net(nn.Module):
-    """Blocks with a long skip, dropout, and an embedding whose weight is also the head's."""
+    """Blocks with a long skip connection, dropout, and an embedding tied to the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Net(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits for every token."""
+        """Return logits for every token."""
         x = first = self.embedding(tokens)
         for block in self.blocks:
             x = x + block(x)
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over the labels that are not ignored."""
+    """Return the mean over the labels that are not ignored."""
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 

@@ -1,4 +1,4 @@
-"""Which schedule suits 8 ranks if the backward is dearer than the forward and only so much memory is there?
+"""Compare schedules for 8 ranks whose backward takes longer than the forward, within a memory limit.
 
 Run it with `python examples/compare_schedules.py`. Nothing here imports torch.
 """
@@ -11,7 +11,7 @@ CANDIDATES = {"1f1b": 1, "interleaved": 2, "zb_h1": 1, "zb_h2": 1, "zbv": 2, "v_
 
 
 def costs_of(stages_per_rank: int) -> penstock.StageCosts:
-    """10, 12 and 8 milliseconds and 1 GiB for the layers of a rank, shared by its stages."""
+    """Return costs of 10, 12 and 8 ms and 1 GiB for the layers of a rank, shared by its stages."""
     stages = RANKS * stages_per_rank
     return penstock.StageCosts(
         forward=(0.010 / stages_per_rank,) * stages,

@@ -1,6 +1,6 @@
-"""Your own order: written by hand, proven, compared with 1f1b and trained by; and one that is refused.
+"""A schedule written by hand: prove it, compare it with 1f1b, train with it; and one that is refused.
 
-Run it with `python examples/custom_schedule.py`. To add a schedule for everybody, see CONTRIBUTING.md.
+Run it with `python examples/custom_schedule.py`. To add a named schedule to penstock, see CONTRIBUTING.md.
 """
 
 import copy
@@ -23,7 +23,7 @@ BLOCKED = """\
 
 
 def main() -> None:
-    """Prove and time one order, train by it; show why the other is refused."""
+    """Prove and time one order and train with it; show why the other is refused."""
     own = penstock.Schedule.from_csv(EAGER)
     penstock.verify(own)
     for name, schedule in {"own": own, "1f1b": penstock.schedule("1f1b", 2, 4)}.items():
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def train(schedule: penstock.Schedule) -> None:
-    """Take some steps by the order, all ranks inside this process, beside plain PyTorch."""
+    """Take some steps with the order, all ranks in this process, and compare with plain PyTorch."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
     plain, x, y = copy.deepcopy(model), torch.randn(8, 16), torch.randn(8, 16)

@@ -1,4 +1,4 @@
-"""Two replicas of a pipeline of two ranks, 4 local processes, with the losses of one process beside.
+"""Two replicas of a pipeline of two ranks on 4 local processes, compared with one process.
 
 Run it with `python examples/dp_pp.py`. Each replica takes its half of the batch; gradients are averaged over both.
 """
@@ -14,20 +14,20 @@ REPLICAS, RANKS, STEPS, SAMPLES, WIDTH = 2, 2, 5, 16, 32
 
 
 def make_model() -> nn.Module:
-    """Six blocks and a head, the same numbers on every rank."""
+    """Build six blocks and a head, with the same weights on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)), nn.Linear(WIDTH, 5))
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Whole batches, those of all replicas together."""
+    """Yield whole batches, for all replicas together."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(STEPS, SAMPLES, WIDTH, generator=generator)
     return list(zip(inputs, torch.randint(0, 5, (STEPS, SAMPLES), generator=generator), strict=True))
 
 
 def train(plan: penstock.Plan) -> list[float]:
-    """What every process runs; the loss of its replica's half of every batch."""
+    """Train on one process; return the losses of its replica's half of every batch."""
     mesh = init_device_mesh("cpu", (REPLICAS, RANKS), mesh_dim_names=("dp", "pp"))
     pipe = penstock.Pipeline(make_model(), plan, loss_fn=functional.cross_entropy, mesh=mesh)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
@@ -41,7 +41,7 @@ def train(plan: penstock.Plan) -> list[float]:
 
 
 def train_alone() -> list[float]:
-    """The same in plain PyTorch, on whole batches."""
+    """Train in plain PyTorch on whole batches."""
     model, losses = make_model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for x, y in batches():
@@ -60,7 +60,7 @@ def main() -> None:
     print(plan, end="\n\n")
     losses = torch.tensor(penstock.launch(train, REPLICAS * RANKS, plan))  # a row per process
     for step, (ours, plain) in enumerate(zip(losses.mean(0).tolist(), train_alone(), strict=True)):
-        print(f"step {step}: replicas {ours:.6f}, one process {plain:.6f}, apart {abs(ours - plain):.1e}")
+        print(f"step {step}: replicas {ours:.6f}, one process {plain:.6f}, difference {abs(ours - plain):.1e}")
         assert abs(ours - plain) < 1e-4
 
 

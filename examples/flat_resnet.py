@@ -1,4 +1,4 @@
-"""A small ResNet trained as a pipeline by hand on 2 local processes: flatten it, take a part, write the loop.
+"""A small ResNet in a hand-written pipeline on 2 local processes: flatten it, take a part, write the loop.
 
 Run it with `python examples/flat_resnet.py`.
 """
@@ -16,7 +16,7 @@ RANKS, STEPS, MICROBATCHES = 2, 5, 4
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions with a shortcut."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -24,12 +24,12 @@ class Block(nn.Module):
         self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Keeps the shape."""
+        """Return a tensor of the same shape."""
         return functional.relu(x + self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x))))))
 
 
 class ResNet(nn.Module):
-    """The parts of a ResNet under the usual names; how they are called stands in LAYERS."""
+    """The modules of a ResNet under the usual names; LAYERS has the order in which they are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ LAYERS = ["conv1", "bn1", "relu", "layer1", "layer2", "avgpool", lambda x: torch
 
 
 def train() -> list[tuple[float, float]]:
-    """What every rank runs."""
+    """Train on one rank."""
     tpc.setup_process_groups([("pipe", RANKS)])
     torch.manual_seed(0)
     model = nn.Sequential(*partition_uniform(flatten_model(ResNet(), LAYERS, return_list=True)))
@@ -54,7 +54,7 @@ def train() -> list[tuple[float, float]]:
     def fwd_fn(inputs: Tensor | list[Tensor]) -> Tensor:
         if tpc.is_first_in_pipeline_group():
             return model(inputs)
-        # Gradients of microbatches are summed: each sample counts the same.
+        # Gradients of microbatches are summed: each sample has the same weight.
         return functional.cross_entropy(model(inputs[0]), inputs[1], reduction="sum") / len(targets)
 
     inputs = [images] if tpc.is_first_in_pipeline_group() else [targets]
@@ -68,7 +68,7 @@ def train() -> list[tuple[float, float]]:
 
 
 def main() -> None:
-    """Train, and show what the last rank knows of the losses and every rank of the norm."""
+    """Train, and print the losses of the last rank and the gradient norms."""
     for step, (loss, norm) in enumerate(penstock.launch(train, RANKS)[-1]):
         print(f"step {step}: loss {loss:.4f}, gradient norm {norm:.4f}")
 

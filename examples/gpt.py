@@ -1,6 +1,6 @@
-"""A small GPT that learns Python's grammar, as a pipeline of 3 ranks inside this process, beside plain PyTorch.
+"""A small GPT that learns Python's grammar, as a pipeline of 3 ranks in this process, compared with plain PyTorch.
 
-Run it with `python examples/gpt.py`. The plan is searched for. For processes of their own, see `mlp.py`.
+Run it with `python examples/gpt.py`. The plan is searched. For separate processes, see `mlp.py`.
 """
 
 import copy
@@ -17,7 +17,7 @@ TEXT = torch.tensor(list(inspect.getsource(nn.Linear).encode("ascii")))
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a small network, each beside a shortcut."""
+    """Causal attention, then a small network, each with a shortcut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,14 +26,14 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Keeps the shape."""
+        """Return a tensor of the same shape."""
         y = self.norm1(x)
         y = x + self.attention(y, y, y, attn_mask=mask, need_weights=False)[0]
         return y + self.mlp(self.norm2(y))
 
 
 class Gpt(nn.Module):
-    """Bytes to the bytes that follow; the head is the embedding, so first and last stage share a weight."""
+    """Predicts the next byte; the head is tied to the embedding, so first and last stage share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Gpt(nn.Module):
         self.tokens.weight = self.head.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits of every place."""
+        """Return logits of every position."""
         x = self.tokens(ids) + self.places(torch.arange(ids.size(1)))
         mask = torch.ones(ids.size(1), ids.size(1), dtype=torch.bool).triu(1)
         for block in self.blocks:
@@ -52,7 +52,7 @@ class Gpt(nn.Module):
 
 
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over all places."""
+    """Return the mean over all positions."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

@@ -1,6 +1,6 @@
-"""A Hugging Face Llama, unchanged, as a pipeline: padded batches, a searched plan, and the model saved as it was.
+"""A Hugging Face Llama, unchanged, as a pipeline: padded batches, a searched plan, and saving under the original names.
 
-Run it with `python examples/hf_llama.py`. All ranks are inside this process; for processes of their own see `mlp.py`,
+Run it with `python examples/hf_llama.py`. All ranks are in this process; for separate processes see `mlp.py`,
 and `auto_pipeline.py` for a configuration in the style of AutoModel.
 """
 
@@ -16,14 +16,14 @@ RANKS, STEPS, SAMPLES, LENGTH, WORDS = 3, 5, 10, 16, 80
 
 
 def make_model() -> LlamaForCausalLM:
-    """From a configuration, so that nothing is downloaded."""
+    """Build the model from a configuration, without a download."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, **sizes, num_key_value_heads=2, tie_word_embeddings=True))
 
 
 def batch(step: int) -> dict[str, Tensor]:
-    """Sentences of different lengths: what is padding has no label, so microbatches count by their tokens."""
+    """Return sentences of different lengths. Padding has no label, so microbatches are weighted by their tokens."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(1, WORDS, (SAMPLES, LENGTH), generator=generator)
     lengths = torch.randint(3, LENGTH + 1, (SAMPLES, 1), generator=generator)
@@ -37,7 +37,7 @@ def main() -> None:
     plain = copy.deepcopy(model)
     plan = penstock.plan(model, kwargs=batch(0), ranks=RANKS, microbatches=4, schedule="zb_h1", budget_seconds=1)
     print(plan, end="\n\n")
-    pipe = penstock.Pipeline(model, plan, local=True)  # given labels, the model returns its loss itself
+    pipe = penstock.Pipeline(model, plan, local=True)  # given labels, the model returns its loss
     ours, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (pipe, plain))
     for step in range(STEPS):
         loss, expected = pipe.step(**batch(step)).loss, plain(**batch(step)).loss

@@ -1,4 +1,4 @@
-"""A small Llama trained by PipelineTrainer on 2 local processes, beside a plain Trainer, and loaded rank by rank.
+"""A small Llama trained by PipelineTrainer on 2 local processes, compared with a plain Trainer, and loaded by rank.
 
 Run it with `python examples/hf_trainer.py`.
 """
@@ -16,13 +16,13 @@ SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidd
 
 
 def make_model() -> LlamaForCausalLM:
-    """From a configuration, so that nothing is downloaded; the same numbers on every rank."""
+    """Build the model from a configuration, without a download; the weights are the same on every rank."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**SIZES))
 
 
 def samples(count: int) -> list[dict[str, torch.Tensor]]:
-    """Tokens, of which the first are left out of the loss."""
+    """Return tokens, of which the first are ignored by the loss."""
     tokens = torch.randint(0, 64, (count, 12), generator=torch.Generator().manual_seed(1))
     labels = tokens.clone()
     for index in range(count):
@@ -31,35 +31,35 @@ def samples(count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def settings(directory: str) -> TrainingArguments:
-    """What a script for Trainer says; batch sizes are those of the pipeline as a whole."""
+    """Return arguments as for Trainer; batch sizes are those of the whole pipeline."""
     sizes = {"max_steps": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "logging_steps": 1}
     return TrainingArguments(directory, use_cpu=True, save_strategy="no", disable_tqdm=True, **sizes)
 
 
 def make_plan() -> penstock.Plan:
-    """Without one, PipelineTrainer searches for it."""
+    """Make a plan; without one, PipelineTrainer searches."""
     batch = {name: torch.stack([sample[name] for sample in samples(4)]) for name in ("input_ids", "labels")}
     cuts = {"schedule": "1f1b", "partitioner": "uniform", "budget_seconds": 1.0}
     return penstock.plan(make_model(), kwargs=batch, ranks=RANKS, microbatches=2, **cuts)
 
 
 def train(directory: str, plan: penstock.Plan) -> list[dict[str, float]]:
-    """What every rank runs: the same calls as with Trainer."""
+    """Train on one rank, with the same calls as with Trainer."""
     trainer = PipelineTrainer(make_model(), settings(directory), train_dataset=samples(30), plan=plan)
     trainer.train()
-    trainer.save_model(directory)  # rank 0 writes what from_pretrained reads
+    trainer.save_model(directory)  # rank 0 writes files that from_pretrained reads
     return trainer.state.log_history
 
 
 def load(directory: str, plan: penstock.Plan) -> int:
-    """A model without numbers, of which each rank reads only its own stages; returns how many bytes."""
+    """Load a model on the meta device, each rank only its own stages; return the bytes read."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES))
     return penstock.Pipeline(model, plan).load(directory).bytes_read
 
 
 def main() -> None:
-    """Train on processes and in one, compare, and load what was saved."""
+    """Train on processes and in one, compare, and load the saved model."""
     plan = make_plan()
     with tempfile.TemporaryDirectory() as directory:
         logs, _ = penstock.launch(train, RANKS, directory, plan)

@@ -1,4 +1,4 @@
-"""A small model trained as a pipeline on 2 local processes, with the losses of one process beside it.
+"""A small model trained as a pipeline on 2 local processes, compared with one process.
 
 Run it with `python examples/mlp.py`.
 """
@@ -15,14 +15,14 @@ WIDTH, LAYERS, STEPS, RANKS = 64, 8, 10, 2
 
 
 def make_model() -> nn.Module:
-    """Eight blocks and a head."""
+    """Build eight blocks and a head."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()) for _ in range(LAYERS)]
     return nn.Sequential(*blocks, nn.Linear(WIDTH, 10))
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The same batches on every rank; some labels are ignored, as padding is."""
+    """Yield the same batches on every rank; some labels are ignored, like padding."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for _ in range(STEPS):
@@ -33,7 +33,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def train(model: nn.Module, plan: penstock.Plan) -> list[float]:
-    """What every rank runs: an ordinary training loop with `pipe` in the place of the model."""
+    """Train on one rank: an ordinary training loop with `pipe` in place of the model."""
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.cross_entropy)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     losses = []
@@ -46,7 +46,7 @@ def train(model: nn.Module, plan: penstock.Plan) -> list[float]:
 
 
 def train_alone(model: nn.Module) -> list[float]:
-    """The same in plain PyTorch."""
+    """Train in plain PyTorch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for x, y in batches():
@@ -66,7 +66,7 @@ def main() -> None:
     print(plan, end="\n\n")
     first, *_ = penstock.launch(train, RANKS, copy.deepcopy(model), plan)
     for step, (ours, plain) in enumerate(zip(first, train_alone(model), strict=True)):
-        print(f"step {step}: pipeline {ours:.6f}, one process {plain:.6f}, apart {abs(ours - plain):.1e}")
+        print(f"step {step}: pipeline {ours:.6f}, one process {plain:.6f}, difference {abs(ours - plain):.1e}")
         assert abs(ours - plain) < 1e-4
 
 

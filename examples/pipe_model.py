@@ -1,6 +1,6 @@
-"""Where would a model with branches be cut, and what does each stage do? One call per method, then a file to read.
+"""Cuts of a model with branches by several methods, and the stages as a Python file.
 
-Run it with `python examples/pipe_model.py`. Put your own model and batch in the place of these.
+Run it with `python examples/pipe_model.py`. Replace model and batch by your own.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ import penstock
 
 
 class Inception(nn.Module):
-    """Two branches of different work that meet again."""
+    """Two branches of different cost that are joined."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -21,12 +21,12 @@ class Inception(nn.Module):
         self.narrow = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Keeps the shape."""
+        """Return a tensor of the same shape."""
         return torch.tanh(self.wide(x) + self.narrow(x))
 
 
 class Net(nn.Module):
-    """Blocks that become smaller, so that equal numbers of them are no equal work."""
+    """Blocks that become smaller, so that equal numbers of blocks are not equal work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Net(nn.Module):
         self.head = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return logits."""
         for block in self.blocks:
             x = block(x)
         return self.head(x)

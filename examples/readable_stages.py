@@ -1,6 +1,6 @@
-"""What does each stage of my model do? Write them as a Python file, read it, and run it by hand.
+"""Write the stages of a model as a Python file, read it, and run it by hand.
 
-Run it with `python examples/readable_stages.py`. Put your own model, batch and plan in the place of these.
+Run it with `python examples/readable_stages.py`. Replace model, batch and plan by your own.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ import penstock
 
 
 class Net(nn.Module):
-    """Blocks with a skip from the first to the last; the head is the embedding."""
+    """Blocks with a skip connection from the first to the last; the head is tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Net(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits for every token."""
+        """Return logits for every token."""
         x = first = self.embedding(tokens) * 4.0
         for block in self.blocks:
             x = x + block(x)
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 def imported(path: Path) -> ModuleType:
-    """The module that a file holds."""
+    """Import a file."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,7 +1,7 @@
-"""A small ResNet with batch norm, as a pipeline of 3 ranks inside this process, beside plain PyTorch.
+"""A small ResNet with batch norm, as a pipeline of 3 ranks in this process, compared with plain PyTorch.
 
-Run it with `python examples/resnet.py`. Batch norm sees one microbatch at a time, so the plain loop goes over the same
-microbatches; `penstock.check` says so of any model.
+Run it with `python examples/resnet.py`. Batch norm sees one microbatch at a time, so the plain loop runs over the same
+microbatches; `penstock.check` reports this for any model.
 """
 
 import copy
@@ -16,7 +16,7 @@ RANKS, STEPS, SAMPLES, MICROBATCHES, CLASSES = 3, 5, 16, 4, 4
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions with a shortcut."""
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Block(nn.Module):
         self.shortcut = nn.Conv2d(width, out, 1) if width != out else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """From `width` channels to `out`."""
+        """Map `width` channels to `out`."""
         y = functional.relu(self.bn1(self.conv1(x)))
         return functional.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
 
@@ -40,7 +40,7 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(16, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of every image."""
+        """Return logits of every image."""
         return self.fc(self.blocks(self.stem(images)).mean((2, 3)))
 
 
@@ -69,7 +69,7 @@ def main() -> None:
         assert abs(loss - expected) < 1e-4
     state = plain.state_dict()
     apart = max((value - state[name]).abs().max().item() for name, value in pipe.full_state_dict().items())
-    print(f"weights and running statistics are apart by {apart:.1e} at most")
+    print(f"weights and running statistics differ by {apart:.1e} at most")
     assert apart < 1e-4
 
 

@@ -1,4 +1,4 @@
-"""A training that begins on 4 processes, goes on on 2 by another schedule, and ends as if nothing had changed.
+"""A training run that starts on 4 processes, resumes on 2 with another schedule, and has the losses of one process.
 
 Run it with `python examples/resume.py`.
 """
@@ -16,30 +16,30 @@ WIDTH, LAYERS, STEPS = 32, 8, 5
 
 
 def make_model() -> nn.Module:
-    """Eight blocks."""
+    """Build eight blocks."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The batch of a step, whoever asks for it."""
+    """Return the batch of a step, the same on every rank."""
     x, y = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(step))
     return x, y
 
 
 def make_plan(ranks: int, schedule: str) -> penstock.Plan:
-    """The same microbatches for any number of ranks, so that the numbers are the same."""
+    """Make a plan with the same microbatches for any number of ranks, so that the losses are the same."""
     return penstock.plan(
         make_model(), (batch(0)[0],), ranks=ranks, microbatches=4, schedule=schedule, loss_fn=functional.mse_loss
     )
 
 
 def train(plan: penstock.Plan, saved: Path) -> list[float]:
-    """What every rank runs: go on where the last one stopped, if there was one, and take some steps."""
+    """Train on one rank: resume from the checkpoint, if there is one, and take some steps."""
     pipe = penstock.Pipeline(make_model(), plan, loss_fn=functional.mse_loss)
     optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-2)
     if saved.exists():
-        print(f"a rank goes on and reads {pipe.load(saved, optimizer).bytes_read:,} bytes, those of its own stages")
+        print(f"a rank resumes and reads {pipe.load(saved, optimizer).bytes_read:,} bytes, those of its own stages")
     losses = []
     for step in range(pipe.num_steps, pipe.num_steps + STEPS):
         optimizer.zero_grad()
@@ -51,7 +51,7 @@ def train(plan: penstock.Plan, saved: Path) -> list[float]:
 
 
 def train_alone() -> list[float]:
-    """The same in plain PyTorch, without a stop."""
+    """Train in plain PyTorch without a stop."""
     model, losses = make_model(), []
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for step in range(2 * STEPS):
@@ -65,13 +65,13 @@ def train_alone() -> list[float]:
 
 
 def main() -> None:
-    """Train twice as far as one of the two, and compare."""
+    """Train in two parts, and compare with one uninterrupted run."""
     with tempfile.TemporaryDirectory() as directory:
         saved = Path(directory) / "saved"
         losses = penstock.launch(train, 4, make_plan(4, "1f1b"), saved)[0]
         losses += penstock.launch(train, 2, make_plan(2, "zbv"), saved)[0]
     for step, (ours, plain) in enumerate(zip(losses, train_alone(), strict=True)):
-        print(f"step {step}: {ours:.6f}, one process {plain:.6f}, apart {abs(ours - plain):.1e}")
+        print(f"step {step}: {ours:.6f}, one process {plain:.6f}, difference {abs(ours - plain):.1e}")
         assert abs(ours - plain) < 1e-5
 
 

@@ -1,4 +1,4 @@
-"""A model whose first stage feeds its last stage directly, as a U-Net does: messages skip the stages between.
+"""A model whose first stage feeds its last stage directly, as a U-Net does: messages skip the stages in between.
 
 Run it with `python examples/skip_connection.py`. Nothing here imports torch.
 """
@@ -10,7 +10,7 @@ STAGES = 4
 
 
 def main() -> None:
-    """Lower, prove and show what the ranks say to each other about the first microbatch."""
+    """Lower and prove a schedule, and print the messages of the first microbatch."""
     chain = [(stage, stage + 1) for stage in range(STAGES - 1)]
     cuts = penstock.Cuts.of(STAGES, [*chain, (0, STAGES - 1)])
     program = penstock.lower(penstock.schedule("1f1b", ranks=STAGES, microbatches=6), cuts=cuts)

@@ -1,6 +1,6 @@
 """A small T5 as a pipeline: the encoder's output skips to every stage of the decoder, and embeddings are shared.
 
-Run it with `python examples/t5.py`. All 4 ranks are inside this process; the losses of plain PyTorch stand beside.
+Run it with `python examples/t5.py`. All 4 ranks are in this process; losses are compared with plain PyTorch.
 """
 
 import copy
@@ -14,7 +14,7 @@ RANKS, STEPS, SAMPLES, LENGTH, WORDS = 4, 5, 8, 12, 60
 
 
 def make_model() -> T5ForConditionalGeneration:
-    """From a configuration, so that nothing is downloaded."""
+    """Build the model from a configuration, without a download."""
     torch.manual_seed(0)
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 3, "num_decoder_layers": 3}
     config = T5Config(vocab_size=WORDS, **sizes, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False)
@@ -32,7 +32,7 @@ def main() -> None:
     skips = [edge for edge in plan.cuts.edges if edge[1] > edge[0] + 1]
     print("values that skip stages go from and to:", *skips)
     assert skips
-    pipe = penstock.Pipeline(model, plan, local=True)  # given labels, the model returns its loss itself
+    pipe = penstock.Pipeline(model, plan, local=True)  # given labels, the model returns its loss
     ours, theirs = (torch.optim.AdamW(each.parameters(), lr=5e-3) for each in (pipe, plain))
     for step, ids in enumerate(sentences):
         loss = pipe.step(input_ids=ids, labels=ids.flip(1)).loss
