@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 from penstock import Plan
-from penstock.cli.plan import Machine
+from penstock.cli.plan import Machine, PlanFlags
 from penstock.ir import from_json
+from penstock.planner import PlanOptions
 
 FILE = """\
 import torch
@@ -78,3 +81,14 @@ def test_ranks_share_the_cores_of_this_machine_where_they_are_more(monkeypatch: 
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert Machine.here(4).cluster(4).cores == 2
     assert Machine.here(2).cluster(2).cores is None
+
+
+def test_the_options_of_the_command_are_the_fields_of_plan_options() -> None:
+    """The command line cannot import the record, which needs numpy, without slowing down --help."""
+    names = [{"budget": "budget_seconds"}.get(field.name, field.name) for field in fields(PlanFlags)]
+    assert names == [field.name for field in fields(PlanOptions)]
+    texts = {field.name: field.metadata["metavar"] for field in fields(PlanOptions)}
+    hints = get_type_hints(PlanFlags, include_extras=True)
+    assert [hints[field.name].__metadata__[0].metavar for field in fields(PlanFlags)] == list(texts.values())
+    defaults = {field.name: field.default for field in fields(PlanOptions)}
+    assert [field.default for field in fields(PlanFlags)] == list(defaults.values())
