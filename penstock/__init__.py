@@ -55,7 +55,8 @@ if TYPE_CHECKING:
         Trace,
     )
     from penstock.launch import launch
-    from penstock.runtime import GradScaler, ParityReport, Result, RunOptions, add_loss, added_losses
+    from penstock.loss import add_loss, added_losses
+    from penstock.runtime import GradScaler, ParityReport, Result, RunOptions
 
 __version__ = "0.1.0"
 __all__ = [
@@ -174,7 +175,8 @@ _HOMES = {
         "Trace",
     ),
     "penstock.launch": ("launch",),
-    "penstock.runtime": ("GradScaler", "ParityReport", "Result", "RunOptions", "add_loss", "added_losses"),
+    "penstock.loss": ("add_loss", "added_losses"),
+    "penstock.runtime": ("GradScaler", "ParityReport", "Result", "RunOptions"),
 }
 
 

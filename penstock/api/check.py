@@ -13,15 +13,12 @@ from penstock.api.pipeline import Pipeline, check_loss_fn, check_model_and_plan,
 from penstock.capture import Captured, Microbatch, Split, split_batch
 from penstock.errors import RunError
 from penstock.ir import GRADIENT, Plan, compare_tensors, transform
+from penstock.loss import AddedLosses, LossStep, Watch, added_with_reductions, loss_of
 from penstock.planner import unsplit
 from penstock.runtime import (
-    AddedLosses,
     MicrobatchWarning,
     ParityReport,
     RunOptions,
-    added_with_reductions,
-    coarsest,
-    loss_of,
 )
 from penstock.stages import Ownership, distances
 
@@ -130,23 +127,25 @@ class _Bench:
 
     def plain(self, pieces: Sequence[Microbatch], weights: Sequence[float]) -> _Numbers:
         """One step of plain PyTorch over microbatches, with weighted losses."""
-        samples, rule = sum(piece.size for piece in pieces), AddedLosses()
+        samples, added_losses = sum(piece.size for piece in pieces), AddedLosses(self.captured)
+        recordings = [self.captured.recording(piece.args, piece.kwargs) for piece in pieces]
+        step = LossStep(pieces, recordings, True)
         with self._undisturbed():
-            total, kinds = torch.zeros((), dtype=torch.float64), [torch.float64]
-            for piece, weight in zip(pieces, weights, strict=True):
+            total, watch = torch.zeros((), dtype=torch.float64), Watch(only_trained=True)
+            for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
                 own = transform(piece, _copied)
-                with added_with_reductions() as added:
+                with watch, added_with_reductions() as added:
                     output = self.captured.whole(*own.args, **own.kwargs)
-                loss = self._loss.of(output, own.target)
-                kinds.append(coarsest(loss))
+                    loss = self._loss.of(output, own.target)
                 terms = [(loss, weight)] if weight else []
-                terms += [(rule.total(added, 0, piece.size / samples), 1.0)] if added else []
+                if added:
+                    nodes = {node.name for node in recordings[number].graph.nodes}
+                    terms.append((added_losses.total(step, number, 0, nodes, added, piece.size / samples), 1.0))
                 for value, factor in terms:
                     total = total + value.detach().double().reshape(()).cpu() * factor
                 if terms:
                     torch.autograd.backward([v for v, _ in terms], [v.new_full(v.shape, f) for v, f in terms])
-            coarse = max(kinds, key=lambda kind: torch.finfo(kind).eps)
-            return _Numbers(self._numbers(total.to(loss)), coarsest=str(coarse).removeprefix("torch."))
+            return _Numbers(self._numbers(total.to(loss)), coarsest=str(watch.dtype).removeprefix("torch."))
 
     def _numbers(self, loss: Tensor | None) -> dict[str, Tensor | None]:
         gradients = {GRADIENT + name: p.grad for name, p in self._model.named_parameters()}

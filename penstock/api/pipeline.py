@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver, TrainingState
 from penstock.errors import CheckpointError, PlanError, RunError
 from penstock.ir import Plan, from_json, to_json
+from penstock.loss import REDUCTIONS, LossWeights
 from penstock.planner import with_microbatches
 from penstock.runtime import (
     INPUTS,
     MAX_REDUCED,
-    REDUCTIONS,
     Agreement,
     Engine,
     GradScaler,
@@ -29,7 +29,6 @@ from penstock.runtime import (
     RunOptions,
     SyncRequest,
     SyncVote,
-    Weighing,
     check_clipping,
     check_tied_weights,
     clip,
@@ -77,11 +76,11 @@ class Pipeline:
         self.plan = plan = _agree_on_plan(plan, groups, self._sync, loss_fn, options, **choices)
         parallelize = _parallelize(parallelize_fn, mesh)
         self._part = part = ModelPart(model, plan, groups, parallelize, options.restore_gradients)
-        weighing = Weighing(part.captured, part.replicas, loss_fn, reduction, part.remote_parameters)
+        loss_weights = LossWeights(part.captured, part.replicas, loss_fn, reduction, part.remote_parameters)
         self._saver, self._has_saved = Saver(part, self._sync), False
         if scaler is not None:
             scaler.bind(self._sync)
-        self._loss_head = loss_head = LossHead(part.captured, weighing, scaler)
+        self._loss_head = loss_head = LossHead(part.captured, loss_weights, plan.partition, scaler)
 
         def engine(plan: Plan) -> Engine:
             return Engine(part, plan, self._sync, loss_head, options, inputs, split)
@@ -228,7 +227,7 @@ class Pipeline:
 
     def describe(self) -> str:
         """Stages, parameters, crossing tensors, schedule, prediction and warnings as text."""
-        return describe(self.plan, self._part, self._loss_head.rule)
+        return describe(self.plan, self._part, self._loss_head.reduction)
 
 
 def _parallelize(given: Callable[..., Any] | None, mesh: Any) -> Callable[[nn.Module], Any] | None:

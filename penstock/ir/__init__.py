@@ -53,9 +53,6 @@ from penstock.ir.graph import (
     prune_gradients,
 )
 from penstock.ir.json_format import MAX_JSON_BYTES, RECORDS, from_json, load_record, save_record, to_json
-from penstock.ir.loss import Count, LossRule, Term, TermKind, assumed, combined
-from penstock.ir.loss_cone import Cone, argument
-from penstock.ir.loss_origin import Facts, loss_rule
 from penstock.ir.orders import (
     MAX_ACTIONS,
     Codes,
@@ -130,9 +127,7 @@ __all__ = [
     "Codes",
     "Comparison",
     "ComputeAction",
-    "Cone",
     "Container",
-    "Count",
     "Crossing",
     "Curve",
     "Cuts",
@@ -142,7 +137,6 @@ __all__ = [
     "Distance",
     "Edge",
     "Fact",
-    "Facts",
     "Forward",
     "Free",
     "Graph",
@@ -151,7 +145,6 @@ __all__ = [
     "InputGrad",
     "Kind",
     "Link",
-    "LossRule",
     "Makers",
     "Message",
     "MessageCost",
@@ -193,8 +186,6 @@ __all__ = [
     "StepMetrics",
     "StorageGroup",
     "TensorSpec",
-    "Term",
-    "TermKind",
     "Trace",
     "Transfer",
     "Tree",
@@ -202,12 +193,9 @@ __all__ = [
     "Update",
     "Value",
     "WeightGrad",
-    "argument",
     "as_int",
-    "assumed",
     "bind_state",
     "bytes_text",
-    "combined",
     "compare_tensors",
     "compute_stage_costs",
     "count_text",
@@ -226,7 +214,6 @@ __all__ = [
     "leaf_names",
     "leaves",
     "load_record",
-    "loss_rule",
     "makes",
     "microbatch_of",
     "named_inputs",

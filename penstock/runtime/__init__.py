@@ -1,6 +1,5 @@
 """Runs a plan: stages, messages between ranks, losses, gradients and recorded traces."""
 
-from penstock.runtime.adding import add_loss, added_losses, added_with_reductions
 from penstock.runtime.broadcast import gather_tensors
 from penstock.runtime.compile import message_key
 from penstock.runtime.description import describe
@@ -10,11 +9,6 @@ from penstock.runtime.gradients import ReplicaReducer, check_clipping, clip, glo
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.inputs import INPUTS
 from penstock.runtime.loss_head import LossHead, MicrobatchWarning
-from penstock.runtime.losses.added import AddedLosses
-from penstock.runtime.losses.given import REDUCTIONS
-from penstock.runtime.losses.loss_value import loss_of
-from penstock.runtime.losses.way import coarsest
-from penstock.runtime.losses.weighing import Weighing
 from penstock.runtime.meta_init import unsaved_buffer_names
 from penstock.runtime.model_part import ModelPart, check_tied_weights
 from penstock.runtime.monitor import RankMonitor
@@ -39,8 +33,6 @@ from penstock.runtime.transports import (
 __all__ = [
     "INPUTS",
     "MAX_REDUCED",
-    "REDUCTIONS",
-    "AddedLosses",
     "Agreement",
     "DistributedTransport",
     "Engine",
@@ -65,14 +57,9 @@ __all__ = [
     "SyncVote",
     "TensorCodec",
     "Tensors",
-    "Weighing",
-    "add_loss",
-    "added_losses",
-    "added_with_reductions",
     "check_clipping",
     "check_tied_weights",
     "clip",
-    "coarsest",
     "decode_tree",
     "describe",
     "encode_tree",
@@ -80,7 +67,6 @@ __all__ = [
     "global_norm",
     "json_bytes",
     "located_error",
-    "loss_of",
     "measured_model",
     "merge",
     "message_key",

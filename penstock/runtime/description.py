@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator
 
-from penstock.ir import LossRule, Plan
+from penstock.ir import Plan
 from penstock.runtime.model_part import ModelPart
 from penstock.views import Cuts
 
 
-def describe(plan: Plan, part: ModelPart, rule: LossRule | None) -> str:
+def describe(plan: Plan, part: ModelPart, reduction: str) -> str:
     """Describe a pipeline for the terminal or a log."""
-    return "\n".join((str(plan), "", Cuts()((plan.graph, plan.partition)), "", *_remarks(plan, part, rule)))
+    return "\n".join((str(plan), "", Cuts()((plan.graph, plan.partition)), "", *_remarks(plan, part, reduction)))
 
 
-def _remarks(plan: Plan, part: ModelPart, rule: LossRule | None) -> Iterator[str]:
+def _remarks(plan: Plan, part: ModelPart, reduction: str) -> Iterator[str]:
     groups = part.groups
     place = "all ranks inside this process" if groups.is_local else f"rank {groups.rank} of {groups.num_ranks}"
     yield f"{place}, stages {', '.join(map(str, part.stages))}, {len(part.parameters)} parameters"
@@ -24,5 +24,5 @@ def _remarks(plan: Plan, part: ModelPart, rule: LossRule | None) -> Iterator[str
         if stage.split_backward_note:
             yield f"stage {index} does a full backward where the schedule splits it: {stage.split_backward_note}"
     yield f"recordings of the model: {part.captured.num_recordings}"
-    if rule is not None:
-        yield f"the loss of a batch is made of those of its microbatches by: {rule.kind}"
+    if reduction:
+        yield f"reduction of the loss: {reduction}"

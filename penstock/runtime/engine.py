@@ -94,7 +94,17 @@ class Engine:
         else:
             split, compiled, mean_size = self._begin_sent(self._sender, batch, request, is_training)
         seed = _mix(self._options.seed, request.step, self._groups.replica)
-        return Step(*split, is_training, keeps_outputs, seed, mean_size), compiled
+        microbatches, recordings, inputs = split
+        step = Step(
+            microbatches,
+            recordings,
+            is_training,
+            inputs=inputs,
+            keeps_outputs=keeps_outputs,
+            seed=seed,
+            mean_size=mean_size,
+        )
+        return step, compiled
 
     def _begin_given(
         self, batch: Batch, request: SyncRequest, is_training: bool
@@ -325,8 +335,8 @@ class Engine:
         again = Step(
             step.microbatches,
             step.recordings,
-            step.inputs,
             True,
+            inputs=step.inputs,
             seed=step.seed,
             mean_size=step.mean_size,
             weights=step.weights,

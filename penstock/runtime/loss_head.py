@@ -10,11 +10,9 @@ from torch import Tensor
 
 from penstock.capture import Captured, Recording
 from penstock.errors import PenstockWarning, RunError
-from penstock.ir import LossRule, transform
-from penstock.runtime.adding import Added
+from penstock.ir import Partition, transform
+from penstock.loss import Added, AddedLosses, LossWeights
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.losses.added import AddedLosses
-from penstock.runtime.losses.weighing import Weighing
 from penstock.runtime.scaler import GradScaler
 from penstock.runtime.step import Step
 
@@ -26,19 +24,21 @@ _NUM_NAMED = 3
 class LossHead:
     """Computes losses by the user's loss function, or takes the loss that the model returns."""
 
-    def __init__(self, captured: Captured, weighing: Weighing, scaler: GradScaler | None) -> None:
-        self._captured, self._weighing, self.scaler = captured, weighing, scaler
-        self._added = AddedLosses()
+    def __init__(
+        self, captured: Captured, loss_weights: LossWeights, partition: Partition, scaler: GradScaler | None
+    ) -> None:
+        self._captured, self._loss_weights, self.scaler = captured, loss_weights, scaler
+        self._partition, self._added = partition, AddedLosses(captured)
 
     @property
     def has_loss_fn(self) -> bool:
         """Whether the loss is computed by a loss function, and not by the model."""
-        return self._weighing.has_function
+        return self._loss_weights.has_function
 
     @property
-    def rule(self) -> LossRule | None:
-        """How the loss of a batch is made of those of its microbatches, as far as that is known."""
-        return self._weighing.rule
+    def reduction(self) -> str:
+        """How the loss is averaged over samples; empty if that is not known yet."""
+        return self._loss_weights.reduction
 
     @property
     def scale(self) -> float:
@@ -47,10 +47,10 @@ class LossHead:
 
     def roots(self, recording: Recording, is_training: bool) -> tuple[str, ...]:
         """The values that the loss is computed from; empty if an evaluated model returns no loss."""
-        if self._weighing.has_function:
+        if self._loss_weights.has_function:
             return tuple(recording.graph.outputs)
         try:
-            return (self._weighing.loss_name(recording),)
+            return (self._loss_weights.loss_name(recording),)
         except RunError:
             if is_training:
                 raise
@@ -63,10 +63,10 @@ class LossHead:
         output = self._captured.output(recording, values)
         if step.keeps_outputs:
             step.outputs[microbatch] = transform(output, _detached)
-        if self._weighing.has_function:
+        if self._loss_weights.has_function:
             if not step.is_training and own.target is None:
                 return None
-            loss = self._weighing.loss(step, microbatch, output)
+            loss = self._loss_weights.loss(step, microbatch, output)
         else:
             roots = self.roots(recording, step.is_training)
             if not roots:
@@ -81,27 +81,25 @@ class LossHead:
             hint = "unfreeze a parameter, or use eval"
             hint = hint if torch.is_grad_enabled() else "call step outside of torch.no_grad()"
             raise RunError("the loss does not depend on anything that requires a gradient", hint=hint)
-        self._weighing.look_at(step, microbatch, output, loss)
         # A copy, because some losses are views of a tensor as large as the output, which would stay in memory.
         step.losses[microbatch] = loss.detach().reshape(()).clone()
         return loss.reshape(())
 
     def weights(self, step: Step) -> tuple[float, ...]:
         """The weight of every microbatch's loss in that of the batch."""
-        if step.weights is None:
-            step.weights = self._weighing.of(step)
-        return step.weights
+        return self._loss_weights.weights(step)
 
     def added_loss(self, step: Step, stage: int, microbatch: int, added: Sequence[Added]) -> Tensor:
         """The weighted sum of the losses that `add_loss` added in one stage for a microbatch."""
+        runs = self._partition.runs(step.recordings[microbatch].graph)
+        nodes = {node.name for node in runs[stage]}
         share = step.microbatches[microbatch].size / step.mean_size
-        return self._added.total(added, stage, share)
+        return self._added.total(step, microbatch, stage, nodes, added, share)
 
     def warnings(self, step: Step) -> tuple[str, ...]:
         """Why the loss or gradients of a step are not, or may not be, those of the whole batch."""
-        if not step.is_training:
-            return self._weighing.doubts if step.losses else ()
-        return (*(self._weighing.remarks(step) if step.losses else ()), *self._added.doubts())
+        found = self._loss_weights.warnings(step) if step.losses else ()
+        return (*found, *self._added.warnings) if step.is_training else found
 
 
 def _detached(leaf: object) -> object:

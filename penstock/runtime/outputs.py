@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.ir import Parts, leaves, put_together, take_apart
+from penstock.loss import weighted_sum
 from penstock.runtime.broadcast import broadcast_refusal, broadcast_structure
 from penstock.runtime.groups import ProcessGroups
 
@@ -138,9 +139,3 @@ def _is_equal(one: Any, other: Any) -> bool:
     except (ValueError, TypeError, RuntimeError):
         # Comparing arrays has no single answer.
         return False
-
-
-def weighted_sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The loss of the batch from those of its microbatches; one of weight 0 does not count, even if it is NaN."""
-    counted = [value * weight for value, weight in zip(values, weights, strict=True) if weight != 0]
-    return torch.stack(counted).sum(0) if counted else torch.zeros_like(values[0])

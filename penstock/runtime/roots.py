@@ -2,9 +2,8 @@
 
 from penstock.capture import Captured
 from penstock.errors import RunError
+from penstock.loss import added_losses, loss_name
 from penstock.measure import MeasuredModel
-from penstock.runtime.adding import added_losses
-from penstock.runtime.losses.loss_value import loss_name
 
 
 def roots_of(captured: Captured, has_loss_fn: bool) -> tuple[str, ...]:

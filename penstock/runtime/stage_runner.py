@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.capture import call_hook
-from penstock.runtime.adding import added_with_reductions
+from penstock.loss import added_with_reductions
 from penstock.runtime.health import NonfiniteProbe
 from penstock.runtime.loss_head import LossHead
 from penstock.runtime.model_part import ModelPart

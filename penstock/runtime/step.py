@@ -5,27 +5,21 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.capture import Microbatch, Recording
 from penstock.ir import Trace
+from penstock.loss import LossStep
 from penstock.runtime.health import Extremes
 
 
 @dataclass
-class Step:
-    """The microbatches of a step; filled with losses and outputs while it runs."""
+class Step(LossStep):
+    """The microbatches of a step; filled with weights, losses and outputs while it runs."""
 
-    microbatches: tuple[Microbatch, ...]
-    recordings: tuple[Recording, ...]
-    """the recording of the model that holds for each microbatch"""
-    inputs: tuple[dict[str, Tensor], ...]
+    inputs: tuple[dict[str, Tensor], ...] = ()
     """the tensors of each microbatch by the names of the model's inputs"""
-    is_training: bool
     keeps_outputs: bool = False
     seed: int = 0
     mean_size: float = 1.0
     """samples of the batch, averaged over the replicas"""
-    weights: tuple[float, ...] | None = None
-    """the factor of each microbatch's loss in the loss of the batch, once known"""
     losses: dict[int, Tensor] = field(default_factory=dict)
     """by microbatch, on the rank of the last stage"""
     added: dict[int, list[Tensor]] = field(default_factory=dict)

@@ -147,7 +147,7 @@ def test_a_loss_that_couples_samples_is_named_and_not_shown_as_a_warning():
         report = penstock.check(model, plan, (X,), loss_fn=lambda y, t: (y - y.mean(0)).square().mean(), target=Y)
     assert report.ok
     assert report.whole is None
-    assert "taken over all samples of a batch" in report.notes[0]
+    assert "not a weighted sum of the losses of its microbatches" in report.notes[0]
 
 
 def test_hooks_on_parameters_are_named_and_the_whole_batch_is_compared_all_the_same():

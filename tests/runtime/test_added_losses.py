@@ -216,17 +216,17 @@ def test_what_is_added_and_cannot_be_weighted_is_remarked(name: str) -> None:
     assert any("a loss added by add_loss in stage" in text for text in added_step(DOUBTED[name], "1f1b")[1])
 
 
-def test_a_sum_over_what_may_be_the_samples_is_asked_about_where_sizes_do_not_tell() -> None:
-    found, said = added_step(SEEN["a sum over samples"], "1f1b", rows=6)
-    assert "say reduction=" in said[0]
-    assert_equal(found, plain_step(SEEN["a sum over samples"], 6))
-    assert added_step(SEEN["a sum over ten"], "1f1b", rows=6)[1] == []
+@pytest.mark.parametrize("name", ["a sum over samples", "a sum over ten"])
+def test_a_sum_divided_by_the_samples_is_told_from_one_divided_by_a_number_where_sizes_are_equal(name: str) -> None:
+    found, warned = added_step(SEEN[name], "1f1b", rows=6)
+    assert warned == []
+    assert_equal(found, plain_step(SEEN[name], 6))
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ((1.0,), r"one number, as a tensor \(given: float\)"),
+        ((1.0,), r"must be one number in a tensor \(given: float\)"),
         ((torch.ones(2),), r"given: torch.float32\[2\]"),
         ((torch.tensor(1),), r"given: torch.int64\[\]"),
         ((torch.ones(()), "average"), r"unknown reduction of an added loss \(reduction: 'average'\)"),

@@ -115,7 +115,7 @@ def test_an_evaluation_says_that_its_loss_is_not_that_of_the_whole_batch() -> No
     model = plain()
     plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=contrast, local=True)
-    with pytest.warns(UserWarning, match="with each other.*; the loss is the mean over the microbatches"):
+    with pytest.warns(UserWarning, match="not a weighted sum.*; the loss is the mean over the microbatches"):
         pipe.eval(X, target=TARGET)
 
 

@@ -1,6 +1,6 @@
 """Table: losses as people write them, on outputs of (samples, places, classes), with what is to be expected of each.
 
-"exact": gradients and loss are those of the whole batch, and nothing is said. "said": they cannot be, which is said.
+"exact": gradients and loss are those of the whole batch, without a warning. "warned": they cannot be.
 """
 
 import functools
@@ -162,7 +162,7 @@ _LABELLED = _row("exact", LABELS)
 _COMPLETE = _row("exact", ALL)
 _VALUED = _row("exact", VALUES)
 _BINARY = _row("exact", BITS)
-_COUPLED = _row("said", VALUES)
+_COUPLED = _row("warned", VALUES)
 
 ENTROPIES = {
     "ignored labels": _LABELLED(flat),
@@ -213,8 +213,8 @@ ENTROPIES = {
     "focal": _LABELLED(Focal()),
     "in float32": _LABELLED(lambda y, t: flat(y.float(), t)),
     "in float32, over a count": _LABELLED(lambda y, t: flat(y.float(), t, reduction="sum") / counted(t).float()),
-    "times samples": _row("said", LABELS)(lambda y, t: flat(y, t) * len(t)),
-    "perplexity": _row("said", LABELS)(lambda y, t: flat(y, t).exp()),
+    "times samples": _row("exact", LABELS)(lambda y, t: flat(y, t) * len(t)),
+    "perplexity": _row("warned", LABELS)(lambda y, t: flat(y, t).exp()),
 }
 REGRESSIONS = {
     "squares": _VALUED(functional.mse_loss),
@@ -254,17 +254,17 @@ REGRESSIONS = {
     "chosen samples": _row("exact", LENGTHS)(
         lambda y, t: functional.mse_loss(y[t["lengths"] > 1], t["values"][t["lengths"] > 1])
     ),
-    "trimmed, all together": _row("said", LENGTHS)(lambda y, t: torch.cat(trimmed(y, t)).mean()),
-    "weighted entries": _row("said", IMPORTANCE)(
+    "trimmed, all together": _row("exact", LENGTHS)(lambda y, t: torch.cat(trimmed(y, t)).mean()),
+    "weighted entries": _row("exact", IMPORTANCE)(
         lambda y, t: functional.mse_loss(y, t["values"], weight=t["weights"][:, None, None].expand_as(y))
     ),
     "by numpy": _COUPLED(lambda y, t: (y.mean((1, 2)) * torch.from_numpy(np.linspace(0, 1, len(y)))).mean()),
     "root of the mean": _COUPLED(lambda y, t: functional.mse_loss(y, t).sqrt()),
     "norm of all": _COUPLED(lambda y, t: (y - t).norm()),
-    "unexplained variance": _COUPLED(lambda y, t: (y - t).square().sum() / (t - t.mean()).square().sum()),
-    "over the variance": _COUPLED(lambda y, t: functional.mse_loss(y, t) / t.var()),
-    "degrees of freedom": _COUPLED(lambda y, t: (y - t).square().sum() / (y.numel() - 1)),
-    "only the first": _COUPLED(lambda y, t: functional.mse_loss(y[0], t[0])),
+    "unexplained variance": _VALUED(lambda y, t: (y - t).square().sum() / (t - t.mean()).square().sum()),
+    "over the variance": _VALUED(lambda y, t: functional.mse_loss(y, t) / t.var()),
+    "degrees of freedom": _VALUED(lambda y, t: (y - t).square().sum() / (y.numel() - 1)),
+    "only the first": _VALUED(lambda y, t: functional.mse_loss(y[0], t[0])),
     "the hardest": _COUPLED(lambda y, t: above(squares(y, t), squares(y, t).mean().detach())),
     "above a threshold": _COUPLED(lambda y, t: above((y - t).square().flatten(), 1.5)),
     "value of a mean, gradient of a sum": _COUPLED(lambda y, t: lasting((y - t).square())),
@@ -284,8 +284,8 @@ BINARIES = {
     "margin": _row("exact", CLASS)(lambda y, t: functional.multi_margin_loss(y.mean(1), t)),
     "weighted margin": _row("exact", CLASS)(lambda y, t: functional.multi_margin_loss(y.mean(1), t, weight=WEIGHTS)),
     "dice of each sample": _BINARY(lambda y, t: overlap(y, t, (1, 2)).mean()),
-    "dice": _row("said", BITS)(lambda y, t: overlap(y, t, (0, 1, 2))),
-    "union": _row("said", BITS)(lambda y, t: 1 - (y.sigmoid() * t).sum() / (y.sigmoid() * (1 - t) + t).sum()),
+    "dice": _row("warned", BITS)(lambda y, t: overlap(y, t, (0, 1, 2))),
+    "union": _row("warned", BITS)(lambda y, t: 1 - (y.sigmoid() * t).sum() / (y.sigmoid() * (1 - t) + t).sum()),
 }
 DISTRIBUTIONS = {
     "divergence": _VALUED(divergence),
@@ -306,8 +306,10 @@ DISTRIBUTIONS = {
     ),
     "spelling": _row("exact", SPELLED)(functools.partial(spelled, reduction="mean")),
     "spelling, summed": _row("exact", SPELLED)(functools.partial(spelled, reduction="sum")),
-    "z loss of ignored labels": _row("said", LABELS)(lambda y, t: flat(y, t) + 0.01 * y.logsumexp(-1).square().mean()),
-    "distillation of ignored labels": _row("said", GAPPED)(
+    "z loss of ignored labels": _row("warned", LABELS)(
+        lambda y, t: flat(y, t) + 0.01 * y.logsumexp(-1).square().mean()
+    ),
+    "distillation of ignored labels": _row("warned", GAPPED)(
         lambda y, t: 0.7 * divergence(y, t["values"]) + 0.3 * flat(y, t["labels"])
     ),
 }
@@ -345,8 +347,8 @@ FUNCTIONS = {
     "labels counted alike": _row("exact", (LABELS, LABELS.clone()))(lambda y, t: flat(y, t[0]) + flat(2 * y, t[1])),
     "mean and sum": _COUPLED(lambda y, t: functional.mse_loss(y, t) + 0.1 * y.square().sum()),
     "sum and constant": _COUPLED(lambda y, t: functional.mse_loss(y, t, reduction="sum") + 3.0),
-    "labels and squares": _row("said", LABELS)(lambda y, t: flat(y, t) + 0.1 * y.square().mean()),
-    "two kinds of labels": _row("said", (LABELS, LABELS.flip(0)))(lambda y, t: flat(y, t[0]) + flat(2 * y, t[1])),
+    "labels and squares": _row("warned", LABELS)(lambda y, t: flat(y, t) + 0.1 * y.square().mean()),
+    "two kinds of labels": _row("warned", (LABELS, LABELS.flip(0)))(lambda y, t: flat(y, t[0]) + flat(2 * y, t[1])),
 }
 TABLE = {
     f"{group}: {name}": row

@@ -1,0 +1,75 @@
+"""Losses that modules inside a model add to the loss of its output."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from penstock.errors import RunError
+
+Collect = Callable[[Tensor, str | None], None]
+_COLLECT: ContextVar[Collect | None] = ContextVar("penstock_added_losses", default=None)
+_REDUCTIONS = ("mean", "sum")
+
+
+class Added(NamedTuple):
+    """A loss that was added, and the reduction that the user gave for it."""
+
+    value: Tensor
+    reduction: str | None = None
+
+
+def add_loss(value: Tensor, reduction: str | None = None) -> None:
+    """Add a number to the loss, from inside a module's forward: a penalty, a router's balance.
+
+    Under a Pipeline its gradient and value count as in one process: a mean over samples by the samples of each
+    microbatch, a sum over samples as it is, a penalty of parameters alone once. Which of them it is, is found by
+    evaluating it on parts of a microbatch, or given by `reduction`, "mean" or "sum". Elsewhere this does nothing,
+    unless `added_losses` collects.
+    """
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+        given = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise RunError("an added loss must be one number in a tensor", given=given, hint="(0.01 * x.square()).mean()")
+    if reduction is not None and reduction not in _REDUCTIONS:
+        raise RunError("unknown reduction of an added loss", reduction=repr(reduction), hint='"mean", "sum" or None')
+    if has_torch_function_unary(value):
+        handle_torch_function(added_loss, (value,), value, reduction)
+    else:
+        added_loss(value, reduction)
+
+
+def added_loss(value: Tensor, reduction: str | None = None) -> Tensor:
+    """Collect a loss; recorded between blocks like any function of torch, so that it runs again in its stage."""
+    collect = _COLLECT.get()
+    if collect is not None:
+        collect(value, reduction)
+    return value.clone()
+
+
+@contextmanager
+def collect_added(collect: Collect) -> Iterator[None]:
+    """Call `collect` with every loss that is added inside, and with the reduction that was given for it."""
+    token = _COLLECT.set(collect)
+    try:
+        yield
+    finally:
+        _COLLECT.reset(token)
+
+
+@contextmanager
+def added_losses() -> Iterator[list[Tensor]]:
+    """Collect what `add_loss` is given inside: `with added_losses() as extra: ...; loss = loss + sum(extra)`."""
+    found: list[Tensor] = []
+    with collect_added(lambda value, reduction: found.append(value)):
+        yield found
+
+
+@contextmanager
+def added_with_reductions() -> Iterator[list[Added]]:
+    """Collect it together with the reductions that the user gave."""
+    found: list[Added] = []
+    with collect_added(lambda value, reduction: found.append(Added(value, reduction))):
+        yield found

@@ -1,0 +1,103 @@
+"""The weights of losses that modules add, from whichever stage they are in."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.capture import Captured
+from penstock.loss.added import Added
+from penstock.loss.counts import Count, Kind
+from penstock.loss.model import ModelLoss, Noise
+from penstock.loss.probe import Evaluation, Probe, evaluation
+from penstock.loss.samples import choose_parts
+from penstock.loss.weights import LossStep
+
+_KINDS: tuple[Kind, ...] = ("mean", "sum")
+
+
+class AddedLosses:
+    """Weights every added loss as a mean or as a sum over samples: by evaluating it on parts, or as the user says.
+
+    A penalty of parameters alone is the same in every microbatch, and counts once like a mean.
+    """
+
+    def __init__(self, captured: Captured, remote_parameters: Mapping[int, str] | None = None) -> None:
+        self._captured, self._remote = captured, remote_parameters or {}
+        self._kinds: dict[tuple[int, int], list[Kind]] = {}
+        self._warnings: dict[str, None] = {}
+
+    def total(
+        self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], added: Sequence[Added], weight: float
+    ) -> Tensor:
+        """The sum of what a stage adds for a microbatch, each times its weight.
+
+        `nodes` are those of the stage, and `weight` is the microbatch's share of the samples of the batch.
+        """
+        kinds: Sequence[str | None] = [one.reduction for one in added]
+        if weight != 1.0 and None in kinds:
+            key = (stage, id(step.recordings[microbatch]))
+            if key not in self._kinds:
+                self._kinds[key] = self._found(step, microbatch, stage, nodes, len(added))
+            kinds = [given or found for given, found in zip(kinds, self._kinds[key], strict=True)]
+        parts = [
+            one.value.reshape(()) * (1.0 if kind == "sum" else weight) for one, kind in zip(added, kinds, strict=True)
+        ]
+        return torch.stack(parts).sum()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Added losses that may not count as in one process."""
+        return tuple(self._warnings)
+
+    def _found(self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], count: int) -> list[Kind]:
+        """The kind of every loss that a stage adds."""
+        try:
+            probes = self._probes(step, microbatch, nodes)
+        except Exception:  # whatever the user's model raises
+            probes = []
+        found: list[Kind] = []
+        for number in range(count):
+            own = [draw[number] for draw in probes if len(draw) == count]
+            fitting = [
+                kind
+                for kind in _KINDS
+                if own and all(one.fits(Count(kind).weights([({}, size) for size in self._sizes])) for one in own)
+            ]
+            found.append(fitting[0] if fitting else "mean")
+            if not fitting:
+                problem = "is not found to be a mean or a sum over samples, and is weighted like a mean"
+                hint = 'add_loss(..., reduction="mean" or "sum") overrides'
+                self._warnings[f"a loss added by add_loss in stage {stage} (number {number}) {problem}: {hint}"] = None
+        return found
+
+    def _probes(self, step: LossStep, microbatch: int, nodes: Collection[str]) -> list[list[Probe]]:
+        """For two draws of noise a probe of each loss that the nodes of a stage add, in their order."""
+        recording = step.recordings[microbatch]
+        # The microbatch that was recorded comes first.
+        microbatches = [
+            step.microbatches[microbatch],
+            *step.microbatches[:microbatch],
+            *step.microbatches[microbatch + 1 :],
+        ]
+        model = ModelLoss(self._captured, recording, microbatches, self._remote)
+        adding = [node for node in recording.graph.nodes if node.name in recording.nodes_adding_loss]
+        live = {node.module for node in adding if node.is_leaf and node.name in nodes}
+        between = [node.name in nodes for node in adding if not node.is_leaf]
+        parts = choose_parts([one.size for one in microbatches], model.sample_size)
+        self._sizes = [part.length for part in parts]
+
+        def evaluations(noise: Noise, chosen: Sequence[int]) -> list[Evaluation]:
+            run, own = model.run(noise, chosen, live), iter(between)
+            values = [value for owner, value in run.added if (owner in live if owner else next(own))]
+            return [evaluation(value, noise.leaves(), noise.shared(), run.dtype) for value in values]
+
+        found = []
+        with model.isolated():
+            for draw in range(2):
+                noise = Noise(model, parts, draw)
+                union = evaluations(noise, range(len(parts)))
+                alone = [evaluations(noise, [number]) for number in range(len(parts))]
+                columns = zip(union, *alone, strict=True)
+                found.append([Probe(range(len(parts)), together, own) for together, *own in columns])
+        return found

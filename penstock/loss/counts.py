@@ -1,0 +1,95 @@
+"""Weights that follow from counting samples, labels or a mask, without evaluating the loss."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from penstock.errors import RunError
+
+Kind = Literal["mean", "tokens", "sum"]
+Piece = tuple[Mapping[str, Tensor], int]
+"""tensors of some samples that may be counted, by name, and the number of samples"""
+REDUCTIONS = ("mean", "tokens", "sum")
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class Count:
+    """The divisor of a loss: the samples, entries of a tensor among targets or inputs, or nothing (a sum)."""
+
+    kind: Kind
+    tensor: str = ""
+    """of "tokens": the name of the tensor whose entries are counted; empty: all labels together"""
+    ignore_index: int | None = None
+    """entries with this value do not count; None: the entries are added up, as those of a mask are"""
+    skips_first: bool = False
+    """whether the first position of every sample does not count: language models predict the next token"""
+
+    def is_of(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether the tensors have what is counted."""
+        if self.kind != "tokens":
+            return True
+        if not self.tensor:
+            return bool(_labels(tensors))
+        return self.tensor in tensors and tensors[self.tensor].dim() > self.skips_first
+
+    def totals(self, pieces: Sequence[Piece]) -> list[float]:
+        """The count of each piece. All of them are read at once: on a GPU every read waits for the device."""
+        if self.kind != "tokens":
+            return [float(size) for _, size in pieces]
+        counts = []
+        for tensors, _ in pieces:
+            found = [tensors[self.tensor]] if self.tensor else _labels(tensors)
+            if not found:
+                raise RunError(
+                    'reduction="tokens" needs labels to count, and there are none',
+                    hint="give class indices as target= or labels=, or another reduction",
+                )
+            own = [tensor.detach()[:, 1:] if self.skips_first else tensor.detach() for tensor in found]
+            counted = [one if self.ignore_index is None else one != self.ignore_index for one in own]
+            counts.append(torch.stack([one.sum(dtype=torch.float64) for one in counted]).sum())
+        return torch.stack(counts).tolist()  # type: ignore[no-any-return]
+
+    def weights(self, pieces: Sequence[Piece]) -> tuple[float, ...]:
+        """The weight of each piece of a batch.
+
+        A weight of 0 means that nothing in the piece counts. Its loss is usually 0/0, and backward through that would
+        give 0 * NaN: callers must not start backward from it but take its gradients for zero. If nothing counts in any
+        piece all weights are NaN, and so is the loss, as in torch.
+        """
+        if self.kind == "sum":
+            return (1.0,) * len(pieces)
+        counts = self.totals(pieces)
+        total = sum(counts)
+        return tuple(one / total if total else float("nan") for one in counts)
+
+
+def _labels(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """The class indices of the target, or of the input named `labels`."""
+    named = [tensor for name, tensor in tensors.items() if name == "labels" or name.split(".")[0] == "target"]
+    return [tensor for tensor in named if not tensor.is_floating_point() and not tensor.is_complex()]
+
+
+def candidates(pieces: Sequence[Piece]) -> Iterator[Count]:
+    """Counts by which the loss of some pieces may be divided, the cheapest first."""
+    yield Count("mean")
+    for name, tensor in pieces[0][0].items():
+        if not tensor.numel() or pieces[0][1] not in tensor.shape or tensor.is_complex():
+            continue
+        positions = (False, True) if tensor.dim() > 1 and tensor.shape[1] > 1 else (False,)
+        if not tensor.is_floating_point() and tensor.dtype != torch.bool:
+            # Besides -100, padding is usually ignored under the smallest or the largest label.
+            ends = torch.stack([torch.stack(own[name].aminmax()) for own, _ in pieces])
+            ignored = dict.fromkeys((IGNORE_INDEX, int(ends.min()), int(ends.max())))
+            yield from (Count("tokens", name, value, skips) for value in ignored for skips in positions)
+        yield from (Count("tokens", name, None, skips) for skips in positions)
+    yield Count("sum")
+
+
+def weighted_sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The loss of the batch from those of its microbatches. Those of weight 0 are left out: they may be NaN."""
+    counted = [value * weight for value, weight in zip(values, weights, strict=True) if weight != 0]
+    return torch.stack(counted).sum(0) if counted else torch.zeros_like(values[0])

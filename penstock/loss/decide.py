@@ -1,0 +1,217 @@
+"""Decides how the weights of microbatches are found: by counting, by evaluating the loss in every step, or not."""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.capture import Microbatch
+from penstock.errors import PenstockError
+from penstock.loss.counts import IGNORE_INDEX, Count, Piece, candidates
+from penstock.loss.probe import Evaluate, Evaluation, Probe
+from penstock.loss.samples import LARGE, Part, choose_parts, sample_dims, take
+
+_AT_ONCE = 8 * LARGE
+"""entries of the outputs of a batch above which microbatches are evaluated in pairs instead of all together"""
+INSEPARABLE = (
+    "the loss of the batch is not a weighted sum of the losses of its microbatches: its samples interact, as in a "
+    "contrastive loss, or it has terms that are averaged over different numbers, or it is a function of an average"
+)
+UNDECIDED = "how the loss is averaged over samples could not be determined, so that each sample has the same weight"
+
+
+class Source(Protocol):
+    """A loss that can be evaluated on parts of a batch: that of a loss function, or the one that a model returns."""
+
+    @property
+    def sample_size(self) -> int:
+        """How many entries the outputs have for each sample."""
+
+    def tensors(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """The tensors that may tell how many labels of a microbatch count, by name."""
+
+    def evaluator(self, parts: Sequence[Part], draw: int) -> AbstractContextManager[Evaluate]:
+        """Evaluate on some parts, with outputs that are others in every draw."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How the weights of a step are found."""
+
+    count: Count | None
+    """what is counted; None: the loss is evaluated in every step"""
+    rivals: tuple[Count, ...] = ()
+    """other counts that fitted as well, because they have given the same weights so far"""
+    problem: str = ""
+    """why the weights are not, or may not be, right"""
+    is_open: bool = False
+    """whether the next step should decide again, as this one showed nothing"""
+
+
+def decide(source: Source, pieces: Sequence[Piece], turn: int) -> tuple[Decision, tuple[float, ...]]:
+    """Find out how the loss of a step is averaged, and the weights of its microbatches; `turn` varies the outputs.
+
+    If the outputs are large, few samples of every microbatch are tried first. That is enough if the weights are those
+    of samples, labels or a mask.
+    """
+    sizes = [size for _, size in pieces]
+    everything = [Part(place, 0, size) for place, size in enumerate(sizes)]
+    for parts in (choose_parts(sizes, source.sample_size, [own for own, _ in pieces], len(sizes), turn), everything):
+        weights = None
+        try:
+            found, weights = _compare(source, parts, _rows(pieces, parts), turn)
+        except PenstockError:
+            raise
+        except Exception as error:  # whatever a user's loss raises for samples that it was not meant to be called with
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            found = Decision(
+                Count("mean"), problem=f"{UNDECIDED} (it cannot be evaluated on part of a batch: {reason})"
+            )
+        if found.count is None:
+            if parts == everything and weights is not None:
+                return found, weights
+        elif parts == everything or not (found.problem or found.is_open):
+            own = [count.weights(pieces) for count in (found.count, *found.rivals)]
+            # Counts that agree on few samples may not agree on all.
+            if parts == everything or all(one == own[0] for one in own):
+                return found, own[0]
+    raise AssertionError("all microbatches together decide")
+
+
+def holds(count: Count, source: Source, pieces: Sequence[Piece], turn: int) -> bool:
+    """Whether two microbatches of a step, or few samples of them, have the weights of a count."""
+    sizes = [size for _, size in pieces]
+    parts = choose_parts(sizes, source.sample_size, [own for own, _ in pieces], 2, turn)
+    try:
+        with source.evaluator(parts, turn) as evaluate:
+            probe = Probe.of(evaluate, range(len(parts)))
+    except PenstockError:
+        raise
+    except Exception:
+        return False
+    return not probe.is_decisive or probe.fits(count.weights(_rows(pieces, parts)))
+
+
+def evaluated_weights(source: Source, pieces: Sequence[Piece], turn: int) -> tuple[float, ...] | None:
+    """The weights of a step by the gradients of its loss; None if these do not give any."""
+    parts = [Part(place, 0, size) for place, (_, size) in enumerate(pieces)]
+    try:
+        probes = _probes(source, parts, turn, [])
+    except PenstockError:
+        raise
+    except Exception:
+        return None
+    weights = _combined(probes)
+    return weights if weights is not None and all(probe.fits(weights) for probe in probes) else None
+
+
+def _compare(
+    source: Source, parts: Sequence[Part], pieces: Sequence[Piece], turn: int
+) -> tuple[Decision, tuple[float, ...] | None]:
+    """What the gradients for some parts show, and the weights of these if they cannot be counted."""
+    known = {count: count.weights(pieces) for count in candidates(pieces)}
+    probes = _probes(source, parts, turn, list(known.values()))
+    weights = _combined(probes)
+    if weights is None:
+        # Without labels the loss is NaN, or 0 whatever the weights. Else the next step may show more.
+        is_blind = any(math.isfinite(probe.loss) and probe.loss for probe in probes)
+        return Decision(Count("mean"), problem=UNDECIDED if is_blind else "", is_open=True), None
+    decisive = [probe for probe in probes if probe.is_decisive]
+
+    def distance(count: Count) -> float:
+        return max(probe.distance(known[count]) for probe in decisive)
+
+    fitting = [count for count in known if all(probe.fits(known[count]) for probe in decisive)]
+    if fitting:
+        best, *rivals = sorted(fitting, key=distance)
+        return Decision(best, tuple(rivals)), None
+    if all(probe.fits(weights) for probe in decisive):
+        return Decision(None), weights
+    # The weights of the largest term: those of labels if only a small term is averaged over samples.
+    usual = [count for count in known if count.kind != "tokens" or count.ignore_index == IGNORE_INDEX]
+    best = min(usual, key=distance)
+    best = best if distance(best) < distance(Count("mean")) / 2 else Count("mean")
+    return Decision(best, problem=INSEPARABLE), None
+
+
+def _probes(
+    source: Source, parts: Sequence[Part], turn: int, known: Sequence[tuple[float, ...]]
+) -> list["Probe | _Pairs"]:
+    """Evaluations of two draws; `known` are weights that will be compared with them."""
+    probes: list[Probe | _Pairs] = []
+    is_large = source.sample_size * sum(part.length for part in parts) > _AT_ONCE
+    for draw in (2 * turn, 2 * turn + 1):
+        with source.evaluator(parts, draw) as evaluate:
+            if is_large and len(parts) > 2:
+                probes.append(_Pairs(evaluate, len(parts), known))
+            else:
+                probes.append(Probe.of(evaluate, range(len(parts))))
+    return probes
+
+
+def _combined(probes: Sequence["Probe | _Pairs"]) -> tuple[float, ...] | None:
+    """The weights by all draws; None if none shows any.
+
+    A part whose gradient is zero in one draw, as that of a hinge loss may be, has its weight from the other.
+    """
+    columns = zip(*(probe.weights for probe in probes if probe.is_decisive), strict=True)
+    return tuple(next((weight for weight in column if weight), 0.0) for column in columns) or None
+
+
+class _Pairs:
+    """The weights of parts of which only two at a time are evaluated together.
+
+    That bounds the memory, and is enough if the loss is a sum over a divisor which adds up over microbatches: two of
+    them with divisors d and e have the weights d / (d + e) and e / (d + e). A sum has the weights 1 and 1.
+    """
+
+    def __init__(self, evaluate: Evaluate, count: int, known: Sequence[tuple[float, ...]]) -> None:
+        self.loss = self.tolerance = 0.0
+        self.is_decisive = False
+        self._fits = dict.fromkeys(known, True)
+        self._is_right = True
+        alone: dict[int, Evaluation] = {}
+        shares, pivot, kinds = [1.0], 0, set[str]()
+        for other in range(1, count):
+            probe = Probe.of(evaluate, (pivot, other), alone)
+            del alone[other]
+            self.loss, self.tolerance = probe.loss, max(self.tolerance, probe.tolerance)
+            if not probe.is_decisive:
+                shares.append(0.0)
+                continue
+            self.is_decisive = True
+            for weights in self._fits:
+                pair = (weights[pivot], weights[other])
+                total = 1.0 if pair == (1.0, 1.0) else sum(pair) or 1.0
+                self._fits[weights] &= probe.fits((pair[0] / total, pair[1] / total))
+            one, two = probe.weights
+            self._is_right &= probe.fits((one, two))
+            if one and two:
+                # A part that counts nothing does not tell a sum from a mean.
+                kinds.add("sum" if abs(one - 1) <= probe.tolerance else "mean")
+                self._is_right &= abs(one + two - (2.0 if kinds == {"sum"} else 1.0)) <= probe.tolerance
+            if one or not two:
+                shares.append(two / one if two else max(0.0, 1 / (one or 1.0) - 1))
+            else:
+                # Gradients of the pivot are zero: this part takes its place.
+                shares, pivot = [share * max(0.0, 1 / two - 1) for share in shares] + [1.0], other
+        self.weights = (1.0,) * count if kinds == {"sum"} else tuple(share / sum(shares) for share in shares)
+
+    def fits(self, weights: tuple[float, ...]) -> bool:
+        """Whether these are the weights of all pairs."""
+        return self._fits.get(weights, self._is_right and self.distance(weights) <= self.tolerance)
+
+    def distance(self, weights: Sequence[float]) -> float:
+        """How far weights are from those of the pairs; 0 if that is less than rounding."""
+        apart = max(abs(one - own) for one, own in zip(weights, self.weights, strict=True))
+        return apart if apart > self.tolerance / 100 else 0.0
+
+
+def _rows(pieces: Sequence[Piece], parts: Sequence[Part]) -> list[Piece]:
+    """The tensors of some samples of microbatches."""
+    dims = sample_dims(pieces[0][0], pieces[0][1], pieces[1][0] if len(pieces) > 1 else None)
+    own = [(pieces[part.microbatch], part) for part in parts]
+    return [(take(tensors, dims, size, part.start, part.length), part.length) for (tensors, size), part in own]

@@ -1,0 +1,211 @@
+"""Evaluates a loss function on parts of a batch, and leaves everything as it was."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.capture import (
+    GeneratorStates,
+    Microbatch,
+    isolated,
+    object_items,
+    python_generators,
+    torch_generators,
+    uncompiled,
+)
+from penstock.errors import PenstockError, RunError
+from penstock.ir import leaves, named_leaves, take_apart, transform
+from penstock.loss.probe import ConstantRandomness, Evaluate, Evaluation, ProbeError, Watch, evaluation
+from penstock.loss.samples import LARGE, SMALL_SCALE, Part, join, sample_dims, stand_in, take
+
+LossFn = Callable[[Any, Any], Any]
+_NAMED = 3
+_DEPTH = 4
+_FEW = 64
+
+
+class LossFunction:
+    """A loss function that can be evaluated on samples of a batch, once one real output is known."""
+
+    def __init__(self, loss_fn: LossFn, remote_parameters: Mapping[int, str]) -> None:
+        """`remote_parameters`: names of the parameters that are trained on other ranks, by their identity."""
+        self._loss_fn, self._remote = loss_fn, remote_parameters
+        self._microbatches: Sequence[Microbatch] = ()
+        self._output: Any = None
+        self._size = 0
+        self._is_random = False
+        self._is_native = False
+        """whether the function refuses other types than that of the real outputs"""
+
+    def begin(self, microbatches: Sequence[Microbatch], output: Any, size: int) -> "LossFunction":
+        """Take over the microbatches of a step, and the output of one of them, of `size` samples."""
+        self._microbatches, self._output, self._size = microbatches, output, size
+        return self
+
+    def end(self) -> None:
+        """Let go of the step."""
+        self._microbatches, self._output = (), None
+
+    @property
+    def sample_size(self) -> int:
+        """How many entries the largest tensor of the output has for each sample."""
+        tensors = (leaf for leaf in leaves(self._output) if isinstance(leaf, Tensor))
+        return max((leaf.numel() // self._size for leaf in tensors), default=1)
+
+    def tensors(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """The tensors that may tell how many labels of a microbatch count."""
+        return {name: leaf for name, leaf in named_leaves(microbatch.target, "target") if isinstance(leaf, Tensor)}
+
+    def refuse_remote_parameters(self) -> None:
+        """Raise a RunError if the function uses parameters whose values are out of date in this process."""
+        try:
+            with self.evaluator([Part(0, 0, self._microbatches[0].size)], 0) as evaluate:
+                evaluate([0])
+        except PenstockError:
+            raise
+        except Exception:
+            pass
+
+    @contextmanager
+    def evaluator(self, parts: Sequence[Part], draw: int) -> Iterator[Evaluate]:
+        """Evaluate on stand-ins for the outputs, which are others in every `draw`."""
+        first, second = self._microbatches[0], self._microbatches[1] if len(self._microbatches) > 1 else None
+        target_dims = sample_dims(first.target, first.size, second and second.target)
+        # Where a dimension of the output cannot be told from another, it is the one of the inputs.
+        given = sample_dims((first.args, first.kwargs), first.size, second and (second.args, second.kwargs))
+        dims = sample_dims(self._output, self._size, preferred=next((dim for dim in given if dim is not None), 0))
+        targets = []
+        for part in parts:
+            own = self._microbatches[part.microbatch]
+            targets.append(take(own.target, target_dims, own.size, part.start, part.length))
+        outputs: dict[torch.dtype | None, list[Any]] = {}
+
+        def evaluated(chosen: Sequence[int], dtype: torch.dtype | None) -> Evaluation:
+            if dtype not in outputs:
+                scales = [SMALL_SCALE if (draw + place) % 2 else 1.0 for place in range(len(parts))]
+                outputs[dtype] = [
+                    stand_in(self._output, dims, self._size, part.length, 100 * draw + place, scale, dtype)
+                    for place, (part, scale) in enumerate(zip(parts, scales, strict=True))
+                ]
+            own = {number: leaves(outputs[dtype][number]) for number in chosen}
+            inputs = {
+                (number, str(place)): leaf
+                for number, found in own.items()
+                for place, leaf in enumerate(found)
+                if isinstance(leaf, Tensor) and leaf.requires_grad
+            }
+            output = join([outputs[dtype][number] for number in chosen], dims)
+            target = join([targets[number] for number in chosen], target_dims)
+            found = self._call(output, transform(target, lambda leaf: _converted(leaf, dtype)), inputs)
+            if any(dims[int(name)] is None for name in found.gradients[chosen[0]]):
+                # It belongs to the whole batch, and is another one for every microbatch.
+                raise ProbeError("it uses an output of the model that has no batch dimension")
+            return found
+
+        def evaluate(chosen: Sequence[int]) -> Evaluation:
+            if not self._is_native:
+                # Twice the digits where it costs little: weights that are not counted are only as exact as this.
+                is_large = self.sample_size * sum(part.length for part in parts) > LARGE
+                try:
+                    return evaluated(chosen, torch.float32 if is_large else torch.float64)
+                except PenstockError:
+                    raise
+                except (RuntimeError, TypeError, ValueError):
+                    found = evaluated(chosen, None)
+                self._is_native = True
+                return found
+            return evaluated(chosen, None)
+
+        with self._isolated():
+            yield evaluate
+
+    @contextmanager
+    def _isolated(self) -> Iterator[None]:
+        """Nothing that the function changes inside stays changed."""
+        self._held = held = _Held(self._loss_fn)
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            if held.modules_held:
+                stack.enter_context(isolated(held, None, ()))
+            stack.enter_context(uncompiled())
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            self._generators = GeneratorStates([*python_generators(), *torch_generators(is_cuda)])
+            yield
+
+    def _call(self, output: Any, target: Any, inputs: Mapping[tuple[int, str], Tensor]) -> Evaluation:
+        watch = Watch(self._remote)
+        tensors = [*self._held.buffers(), *self._held.tensors]
+        before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        with watch, ConstantRandomness() if self._is_random else nullcontext():
+            # A copy: the function may write into it.
+            loss = self._loss_fn(transform(output, _copied), target)
+        # Stateful losses, and those that draw one random number for all samples, must begin alike in every call.
+        for tensor, content in before:
+            tensor.data.copy_(content)
+        if self._generators.have_moved():
+            self._generators.restore()
+            if not self._is_random:
+                self._is_random = True
+                return self._call(output, target, inputs)
+        if watch.met:
+            names = sorted(watch.met)
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            raise RunError(
+                "the loss function uses parameters of the model that are on another rank: their values are out of "
+                "date here, and their gradients would be lost",
+                parameters=", ".join(names[:_NAMED]) + more,
+                hint="penstock.add_loss(...) in the forward of the module that has them, or weight_decay=... of the "
+                "optimizer",
+            )
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ProbeError("it does not return a single number")
+        leaf_tensors = enumerate([*self._held.parameters(), *self._held.tensors])
+        shared = {str(place): leaf for place, leaf in leaf_tensors if leaf.requires_grad and leaf.is_leaf}
+        return evaluation(loss, inputs, shared, watch.dtype)
+
+
+class _Held(nn.Module):
+    """Has the modules and tensors that a function refers to as its parts, so that their state can be restored."""
+
+    def __init__(self, loss_fn: LossFn) -> None:
+        super().__init__()
+        found = {id(thing): thing for thing in _referenced(loss_fn, _DEPTH)}
+        self.modules_held = nn.ModuleList(thing for thing in found.values() if isinstance(thing, nn.Module))
+        self.tensors = [thing for thing in found.values() if isinstance(thing, Tensor)]
+
+
+def _referenced(thing: Any, depth: int) -> Iterator[Any]:
+    """Modules and tensors in closures, globals, attributes and bound arguments of a function."""
+    if isinstance(thing, Tensor | nn.Module):
+        yield thing
+    elif depth and not isinstance(thing, type) and not inspect.ismodule(thing):
+        if take_apart(thing) is not None:
+            # A long container is data.
+            inner = leaves(thing) if len(leaves(thing)) <= _FEW else []
+        else:
+            inner = [item for _, item in object_items(thing)]
+        if inspect.isfunction(thing):
+            named = inspect.getclosurevars(thing).globals.values()
+            # Functions of other files are not followed.
+            inner += [one for one in named if not inspect.isroutine(one) or one.__module__ == thing.__module__]
+        for one in inner:
+            if one is not thing:
+                yield from _referenced(one, depth - 1)
+
+
+def _copied(leaf: object) -> object:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _converted(leaf: object, dtype: torch.dtype | None) -> object:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point() and dtype is not None:
+        return leaf.to(dtype, copy=True)
+    return _copied(leaf)

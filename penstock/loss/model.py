@@ -1,0 +1,399 @@
+"""Runs the Python of a model between its blocks, with noise in place of what the blocks return.
+
+So the loss that a model returns can be evaluated on parts of a batch, like that of a loss function, at the cost of the
+few functions between its blocks. The same runs show where samples act on each other before a block: what the block is
+given for all samples together must be what it is given for the parts.
+"""
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from penstock.capture import (
+    Captured,
+    Microbatch,
+    Recording,
+    copy_leaf,
+    intercept_modules,
+    uncompiled,
+    without_cache,
+    without_user_hooks,
+)
+from penstock.errors import RunError
+from penstock.ir import Call, Container, Parts, Ref, Tree, leaves, put_together, take_apart, transform
+from penstock.loss.added import collect_added
+from penstock.loss.probe import (
+    COARSE,
+    TOLERANCES,
+    ConstantRandomness,
+    Evaluate,
+    Evaluation,
+    ProbeError,
+    Watch,
+    evaluation,
+)
+from penstock.loss.samples import SMALL_SCALE, Part, choose_parts, join, sample_dims, take
+
+_NAMED = 3
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss among the outputs of a model: the scalar itself, what is named `loss`, or the first of a tuple.
+
+    Raises a RunError if there is none.
+    """
+
+    def shape_of(thing: object) -> tuple[int, ...] | None:
+        return tuple(thing.shape) if isinstance(thing, Tensor) else None
+
+    return _find_loss(output, take_apart, shape_of)  # type: ignore[no-any-return]
+
+
+def loss_name(recording: Recording) -> str:
+    """The value of a recording that is the loss, by the same rule."""
+
+    def parts_of(tree: Tree) -> Parts | None:
+        return Parts(recording.live[tree.kind], tree.keys, tree.items) if isinstance(tree, Container) else None
+
+    def shape_of(tree: Tree) -> tuple[int, ...] | None:
+        return recording.graph.spec(tree.value).shape if isinstance(tree, Ref) else None
+
+    return _find_loss(recording.record.outputs, parts_of, shape_of).value  # type: ignore[no-any-return]
+
+
+def _find_loss(
+    output: Any, parts_of: Callable[[Any], Parts | None], shape_of: Callable[[Any], tuple[int, ...] | None]
+) -> Any:
+    parts, possible = parts_of(output), [output]
+    if parts is not None:
+        named = [item for key, item in zip(parts.keys, parts.items, strict=True) if key == "loss"]
+        # The first item of a tuple means something, that of a dict does not.
+        possible = named or list(parts.items[:1] if parts.keys[:1] == (0,) else ())
+    found = [thing for thing in possible if shape_of(thing) == ()]
+    if found:
+        return found[0]
+
+    def shown(thing: Any) -> str:
+        parts, shape = parts_of(thing), shape_of(thing)
+        if parts is None:
+            return type(thing).__name__ if shape is None else f"tensor{list(shape)}"
+        pairs = zip(parts.keys[:4], map(shown, parts.items[:4]), strict=True)
+        items = [text if isinstance(key, int) else f"{key}={text}" for key, text in pairs]
+        return f"{parts.kind.__name__}({', '.join(items)}{', ...' if len(parts.items) > 4 else ''})"
+
+    raise RunError(
+        "the model returned no loss",
+        returned=shown(output),
+        hint="loss_fn=..., or give the model its labels so that it returns a loss: a scalar, or first or named `loss`",
+    )
+
+
+def couplings(model: nn.Module, recording: Recording) -> tuple[str, ...]:
+    """Sentences on blocks that treat the samples of a batch together, which no probe sees as blocks stay whole."""
+    blocks = {node.module for node in recording.graph.nodes if node.is_leaf}
+
+    def names(is_meant: Callable[[nn.Module], bool]) -> str:
+        found = [name for name, part in model.named_modules() if is_meant(part) and _is_within(name, blocks)]
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        return ", ".join(found[:_NAMED]) + more
+
+    normed = names(lambda part: isinstance(part, _BatchNorm) and (part.training or part.running_mean is None))
+    counted = names(lambda part: isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.scale_grad_by_freq)
+    sentences = []
+    if normed:
+        sentences.append(f"batch norm takes its statistics from each microbatch instead of the whole batch: {normed}")
+    if counted:
+        sentences.append(
+            f"scale_grad_by_freq counts the words of each microbatch instead of the whole batch: {counted}"
+        )
+    return tuple(sentences)
+
+
+def _is_within(name: str, blocks: Collection[str]) -> bool:
+    words = name.split(".")
+    return any(".".join(words[:end]) in blocks for end in range(1, len(words) + 1))
+
+
+class ModelLoss:
+    """The loss that a model returns, evaluated on parts of a batch without running its blocks."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        recording: Recording,
+        microbatches: Sequence[Microbatch],
+        remote_parameters: Mapping[int, str],
+    ) -> None:
+        """`recording` holds for the first of the microbatches."""
+        self.captured, self.recording, self.microbatches = captured, recording, microbatches
+        self._remote = set(remote_parameters.values())
+        self._names = {id(module): name for name, module in recording.granularity.leaves(captured.model).items()}
+        self._blocks: dict[str, list[Call]] = {}
+        for call in recording.record.steps:
+            if isinstance(call, Call) and call.is_module and self._is_replaced(call):
+                self._blocks.setdefault(call.target, []).append(call)
+
+    def _is_replaced(self, call: Call) -> bool:
+        """Whether noise takes the place of a block: not if it has no parameters, or returns a number as a loss does."""
+        has_parameters = any(True for _ in self.captured.model.get_submodule(call.target).parameters())
+        return has_parameters and any(self.recording.graph.spec(name).shape for name in call.results.values if name)
+
+    @property
+    def sample_size(self) -> int:
+        """How many entries the largest result of a block has for each sample."""
+        calls = [call for calls in self._blocks.values() for call in calls]
+        shapes = [self.recording.graph.spec(name).shape for call in calls for name in call.results.values if name]
+        return max((math.prod(shape) for shape in shapes), default=1) // self.microbatches[0].size
+
+    def tensors(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """The tensors that may tell how many labels of a microbatch count."""
+        return self.captured.inputs(microbatch.args, microbatch.kwargs)
+
+    @contextmanager
+    def evaluator(self, parts: Sequence[Part], draw: int) -> Iterator[Evaluate]:
+        """Evaluate with noise that is another one in every `draw`."""
+        noise = Noise(self, parts, draw)
+
+        def evaluate(chosen: Sequence[int]) -> Evaluation:
+            run = self.run(noise, chosen)
+            return evaluation(loss_of(run.output), noise.leaves(), noise.shared(), run.dtype)
+
+        with self.isolated():
+            yield evaluate
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Nothing that the model changes inside stays changed, and hooks of the user do not run."""
+        with ExitStack() as stack:
+            stack.enter_context(self.captured.isolated(None, ()))
+            stack.enter_context(uncompiled())
+            stack.enter_context(without_user_hooks([self.captured.model]))
+            stack.enter_context(torch.enable_grad())
+            yield
+
+    def run(self, noise: "Noise", chosen: Sequence[int], live: Collection[str] = ()) -> "Run":
+        """Run the model for some parts together. Blocks in `live` run too, for the losses that they add."""
+        num_calls: Counter[str] = Counter()
+        added: list[tuple[str, Tensor]] = []
+        inside: list[str] = []
+
+        def run_block(name: str, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+            inside.append(name)
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                inside.clear()
+
+        def called(module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
+            name = self._names.get(id(module))
+            if inside or name is None:
+                return original(module, *args, **kwargs)
+            if name not in self._blocks:
+                return run_block(name, original, module, args, kwargs)
+            if name in live:
+                run_block(name, original, module, args, kwargs)
+            # More calls than were recorded come from a checkpoint that runs its blocks again in the backward.
+            call = self._blocks[name][num_calls[name] % len(self._blocks[name])]
+            num_calls[name] += 1
+            values = list(zip(_flat(call.args) + _flat(call.kwargs), leaves(args) + leaves(kwargs), strict=True))
+            noise.compare(name, values, chosen)
+            try:
+                if name not in noise.unreplaced:
+                    return self._answer(call, values, noise, chosen)
+            except ProbeError:
+                noise.unreplaced.add(name)
+            return run_block(name, original, module, args, kwargs)
+
+        watch = Watch()
+        state = self.captured.model.state_dict(keep_vars=True)
+        written = {name for update in self.recording.graph.updates for name in update.names} & state.keys()
+        before = {name: state[name].detach().clone() for name in written}
+        given = transform(noise.batch(chosen), copy_leaf)
+        with ExitStack() as stack:
+            stack.enter_context(intercept_modules(self.captured.model, called))
+            stack.enter_context(watch)
+            stack.enter_context(collect_added(lambda value, _: added.append((inside[0] if inside else "", value))))
+            if any(node.is_random for node in self.recording.graph.nodes):
+                stack.enter_context(ConstantRandomness())
+            output = self._whole(*given)
+        # The next run must begin with the same state.
+        for name, content in before.items():
+            state[name].data.copy_(content)
+        return Run(output, tuple(added), watch.dtype)
+
+    def _whole(self, args: Any, kwargs: Any) -> Any:
+        """Call the model. Parameters of other ranks that are used between blocks may have no values here."""
+        model = self.captured.model
+        used = {name for node in self.recording.graph.nodes if not node.is_leaf for name in node.parameters}
+        missing = {name: p for name in used & self._remote if not (p := model.get_parameter(name)).isfinite().all()}
+        if not missing:
+            return self.captured.whole(*args, **kwargs)
+        made = {name: torch.ones(p.shape, dtype=p.dtype, device=p.device) for name, p in missing.items()}
+        return torch.func.functional_call(model, made, args, without_cache(model, kwargs))
+
+    def _answer(self, call: Call, values: Sequence[tuple[Tree, object]], noise: "Noise", chosen: Sequence[int]) -> Any:
+        """What a block returned when it was recorded, with noise for the tensors that it made."""
+        graph = self.recording.graph
+        fresh = {value.name for value in graph[call.name].makes}
+        known = {tree.value: leaf for tree, leaf in values if isinstance(tree, Ref) and isinstance(leaf, Tensor)}
+        changed = {
+            length: now
+            for name, leaf in known.items()
+            for length, now in zip(graph.spec(name).shape, leaf.shape, strict=False)
+            if length != now
+        }
+
+        def built(thing: Any) -> Any:
+            if isinstance(thing, Parts):
+                return put_together(thing.kind, thing.keys, [built(item) for item in thing.items])
+            if not isinstance(thing, Ref):
+                return thing
+            # A block may return something that it was given.
+            return noise.of(thing.value, changed, chosen) if thing.value in fresh else known[thing.value]
+
+        return built(self.recording.returned.get(call.name, Ref(call.results.values[0])))
+
+
+class Run(NamedTuple):
+    """What a model returned, the losses added in it, each with the block that added it, and the lowest precision."""
+
+    output: Any
+    added: tuple[tuple[str, Tensor], ...]
+    dtype: torch.dtype
+
+
+class Noise:
+    """Results of blocks for the parts of a batch: the same for a part in every run, made again instead of kept."""
+
+    def __init__(self, model: ModelLoss, parts: Sequence[Part], draw: int) -> None:
+        self._graph, self._draw = model.recording.graph, draw
+        self._sizes, self._recorded_size = [part.length for part in parts], model.microbatches[0].size
+        given = [(one.args, one.kwargs) for one in model.microbatches]
+        samples = [one.size for one in model.microbatches]
+        self._dims = sample_dims(given[0], samples[0], given[1] if len(given) > 1 else None)
+        self._given = [take(given[p.microbatch], self._dims, samples[p.microbatch], p.start, p.length) for p in parts]
+        first = next(model.captured.model.parameters(), None)
+        self._device = torch.device("cpu") if first is None else first.device
+        self._places: dict[str, tuple[int | None, tuple[int, ...]]] = {}
+        """by value the dimension that holds the samples, and how long it is for each part"""
+        self._leaves: dict[tuple[int, str], weakref.ref[Tensor]] = {}
+        self._num_compared: Counter[str] = Counter()
+        self._norms: dict[tuple[str, int, int], tuple[int | None, Tensor]] = {}
+        self.unreplaced: set[str] = set()
+        """blocks that run after all: there is no noise for the experts that a router chose, or for packed sequences"""
+        self.mixing: dict[str, None] = {}
+        """the blocks before which samples act on each other"""
+
+    def batch(self, chosen: Sequence[int]) -> Any:
+        """The arguments of the model for some parts together; begins a run."""
+        self._leaves.clear()
+        self._num_compared.clear()
+        return join([self._given[number] for number in chosen], self._dims)
+
+    def leaves(self) -> dict[tuple[int, str], Tensor]:
+        """The noise of this run that is still in use, by part and value; what leads to no loss is gone by now."""
+        found = {key: leaf() for key, leaf in self._leaves.items() if key[0] >= 0}
+        return {key: leaf for key, leaf in found.items() if leaf is not None}
+
+    def shared(self) -> dict[str, Tensor]:
+        """The noise of blocks that do not depend on the samples, such as embeddings of positions."""
+        found = {name: leaf() for (part, name), leaf in self._leaves.items() if part < 0}
+        return {name: leaf for name, leaf in found.items() if leaf is not None}
+
+    def of(self, value: str, changed: Mapping[int, int], chosen: Sequence[int]) -> Tensor:
+        """The noise of a value for some parts together.
+
+        `changed` maps the lengths of dimensions that the block was given when it was recorded to those of now.
+        """
+        shape = self._graph.spec(value).shape
+        if value not in self._places:
+            # The first run is for all parts together, which are more samples than were recorded.
+            dim = next((place for place, length in enumerate(shape) if length in changed), None)
+            total = 0 if dim is None else changed[shape[dim]]
+            if dim is not None and total * self._recorded_size != shape[dim] * sum(self._sizes):
+                raise ProbeError("a block returns a tensor without a dimension of samples, as a packed sequence is")
+            self._places[value] = dim, tuple(total // sum(self._sizes) * size for size in self._sizes)
+        dim, lengths = self._places[value]
+        if dim is None:
+            return self._drawn(value, -1, shape).clone()
+        shapes = {number: (*shape[:dim], lengths[number], *shape[dim + 1 :]) for number in chosen}
+        # A copy in any case: the model may write into it.
+        return torch.cat([self._drawn(value, number, own) for number, own in shapes.items()], dim).clone()
+
+    def _drawn(self, value: str, part: int, shape: tuple[int, ...]) -> Tensor:
+        dtype = getattr(torch, self._graph.spec(value).dtype)
+        if not dtype.is_floating_point:
+            raise ProbeError("a block returns whole numbers")
+        seed = (self._draw * 10_000 + list(self._places).index(value)) * 100 + part + 1
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        scale = SMALL_SCALE if (self._draw + part) % 2 else 1.0
+        leaf = (noise * scale).to(self._device, dtype).requires_grad_()
+        self._leaves[part, value] = weakref.ref(leaf)
+        return leaf
+
+    def compare(self, name: str, values: Sequence[tuple[Tree, object]], chosen: Sequence[int]) -> None:
+        """Note in `mixing` if activations that a block is given for a part are not those among all parts.
+
+        `values` are what it was given when it was recorded and what it is given now. Only the norm of each sample is
+        kept.
+        """
+        call = self._num_compared[name]
+        self._num_compared[name] += 1
+        for place, (tree, leaf) in enumerate(values):
+            if not isinstance(tree, Ref) or not isinstance(leaf, Tensor) or not leaf.requires_grad:
+                continue
+            key, shape = (name, call, place), self._graph.spec(tree.value).shape
+            if len(chosen) > 1:
+                lengths = enumerate(zip(shape, leaf.shape, strict=False))
+                dim = next((dim for dim, (recorded, now) in lengths if recorded != now), None)
+                if dim is None or leaf.shape[dim] * self._recorded_size == shape[dim] * sum(self._sizes):
+                    self._norms[key] = dim, _norms(leaf, dim)
+            elif key in self._norms:
+                dim, whole = self._norms[key]
+                rows = len(whole) // sum(self._sizes)
+                start = rows * sum(self._sizes[: chosen[0]])
+                own = whole if dim is None else whole[start : start + rows * self._sizes[chosen[0]]]
+                found = _norms(leaf, dim)
+                tolerance = TOLERANCES.get(leaf.dtype, COARSE)
+                if own.shape != found.shape or float((own - found).abs().max()) > tolerance * float(whole.max()):
+                    self.mixing[name] = None
+
+
+def mixing_blocks(model: ModelLoss, with_outputs: bool) -> list[str]:
+    """The blocks of a model before which samples act on each other; the outputs may count as one.
+
+    Found by running the Python between the blocks for some samples together and in parts. Nothing is found where that
+    fails, as it does in models that look at the values of activations.
+    """
+    graph = model.recording.graph
+    if all(node.is_leaf or node.from_inputs for node in graph.nodes):
+        return []
+    parts = choose_parts([one.size for one in model.microbatches], model.sample_size)
+    noise = Noise(model, parts, 0)
+    try:
+        with model.isolated():
+            for chosen in ([*range(len(parts))], *([number] for number in range(len(parts)))):
+                run = model.run(noise, chosen)
+                if with_outputs:
+                    outputs = zip(_flat(model.recording.record.outputs), leaves(run.output), strict=True)
+                    noise.compare("the outputs", list(outputs), chosen)
+    except Exception:  # whatever the user's model raises
+        return []
+    return list(noise.mixing)
+
+
+def _norms(leaf: Tensor, dim: int | None) -> Tensor:
+    content = leaf.detach().abs().double()
+    rows = content.reshape(1, -1) if dim is None else content.movedim(dim, 0).reshape(content.shape[dim], -1)
+    return torch.linalg.vector_norm(rows, dim=1).cpu()
+
+
+def _flat(tree: Tree) -> list[Any]:
+    return [leaf for item in tree.items for leaf in _flat(item)] if isinstance(tree, Container) else [tree]

@@ -1,0 +1,210 @@
+"""Compares the gradients of a loss for some samples together with those for the same samples in parts.
+
+Let L(B) be the loss of a batch and L(i) that of its microbatch i alone. Backward starts from L(i) in every microbatch,
+so the step is right if there are numbers w_i with
+
+    dL(B)/dy_i = w_i dL(i)/dy_i    for the outputs y_i of every microbatch,    and    L(B) = sum of w_i L(i).
+
+A mean over samples has w_i = n_i / n, a mean over labels the share of the labels, a sum w_i = 1. The identity needs no
+knowledge of how the loss is written: both sides are evaluated, on outputs that are not the real ones and with the
+targets that are, and w_i = <dL(B)/dy_i, dL(i)/dy_i> / <dL(i)/dy_i, dL(i)/dy_i>. If the two gradients are not parallel,
+no weights exist: the samples interact, or the loss is not linear in a sum over them. If the weights change with the
+outputs they were evaluated on, they are not those of the real outputs either.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.ir import leaves
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
+COARSE = 5e-2
+_VALUE = 10.0
+"""how much further off a loss may be than its gradients: it is a sum over many entries, which may cancel"""
+_FLOOR = 1e-6
+"""a gradient this much smaller than the largest one is taken for its rounding"""
+
+Gradients = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss of one or several parts together, and its gradients."""
+
+    loss: float
+    gradients: Mapping[int, Gradients]
+    """by part, with respect to the outputs of the part; one that is missing is zero"""
+    shared: Gradients
+    """with respect to tensors that all parts use, such as parameters of the loss function"""
+    dtype: torch.dtype
+    """the lowest precision in which something was computed"""
+
+
+Evaluate = Callable[[Sequence[int]], Evaluation]
+"""evaluates a loss for the parts of these numbers together; the outputs of a part are the same in every call"""
+
+
+class ProbeError(Exception):
+    """The loss cannot be evaluated in parts; the text says why."""
+
+
+def evaluation(
+    loss: Any, inputs: Mapping[tuple[int, str], Tensor], shared: Mapping[str, Tensor], dtype: torch.dtype
+) -> Evaluation:
+    """Take the gradients of a loss that was computed of `inputs`, by part and name, and of `shared` tensors."""
+    number = loss.reshape(())
+    tensors = [*inputs.values(), *shared.values()]
+    found: Sequence[Tensor | None] = [None] * len(tensors)
+    if number.requires_grad and tensors:
+        found = torch.autograd.grad(number, tensors, allow_unused=True, retain_graph=True)
+    gradients: dict[int, dict[str, Tensor]] = {part: {} for part, _ in inputs}
+    for (part, name), gradient in zip(inputs, found, strict=False):
+        if gradient is not None:
+            gradients[part][name] = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    others = zip(shared, found[len(inputs) :], strict=True)
+    return Evaluation(float(number.detach()), gradients, {n: g for n, g in others if g is not None}, dtype)
+
+
+class Probe:
+    """The evaluations of some parts together and of each of them alone."""
+
+    def __init__(self, parts: Sequence[int], union: Evaluation, alone: Sequence[Evaluation]) -> None:
+        self.parts, self.union, self.alone = list(parts), union, list(alone)
+
+    @classmethod
+    def of(cls, evaluate: Evaluate, parts: Sequence[int], alone: dict[int, Evaluation] | None = None) -> "Probe":
+        """Make the evaluations. `alone` holds those of single parts that are known, and is filled with new ones."""
+        alone = {} if alone is None else alone
+        # All parts together first: a model's own loss shows only there which dimensions hold the samples.
+        union = evaluate(parts)
+        for part in parts:
+            if part not in alone:
+                alone[part] = evaluate([part])
+        return cls(parts, union, [alone[part] for part in parts])
+
+    @cached_property
+    def weights(self) -> tuple[float, ...]:
+        """The weights of the parts by their gradients: 0 for a part that does not count, NaN if there is none."""
+        found = []
+        for part, alone in zip(self.parts, self.alone, strict=True):
+            together, own = self.union.gradients[part], alone.gradients[part]
+            square = _dot(own, own)
+            if not any(bool(gradient.any()) for gradient in together.values()):
+                # A microbatch without labels: its own loss is 0/0, and its gradient zero or NaN.
+                found.append(0.0)
+            else:
+                found.append(_dot(together, own) / square if square else math.nan)
+        return tuple(found)
+
+    @property
+    def loss(self) -> float:
+        """The loss of all parts together."""
+        return self.union.loss
+
+    @property
+    def is_decisive(self) -> bool:
+        """Whether there is anything to compare: not if all labels are ignored, or a clamp cuts off every gradient."""
+        if not math.isfinite(self.union.loss):
+            return False
+        found = [own for one in (self.union, *self.alone) for part in one.gradients.values() for own in part.values()]
+        return any(bool(gradient.any()) for gradient in found) or (not found and self.union.loss != 0)
+
+    def fits(self, weights: Sequence[float]) -> bool:
+        """Whether the weighted losses and gradients of the parts are those of all parts together."""
+        tolerance = self.tolerance
+        # What has no weight may be NaN, and is left out.
+        counted = [one for one in zip(weights, self.parts, self.alone, strict=True) if one[0]]
+        losses = [weight * alone.loss for weight, _, alone in counted]
+        scale = max(abs(self.union.loss), *map(abs, losses), 1e-12) if losses else 1.0
+        if not abs(sum(losses) - self.union.loss) <= _VALUE * tolerance * scale:
+            return False
+        largest = max((_largest(own) for own in self.union.gradients.values()), default=0.0)
+        for weight, part, alone in zip(weights, self.parts, self.alone, strict=True):
+            own = {} if weight == 0 else alone.gradients[part]
+            if not _are_equal(self.union.gradients[part], [(weight, own)], tolerance, largest):
+                return False
+        shared = [(weight, alone.shared) for weight, _, alone in counted]
+        return _are_equal(self.union.shared, shared, tolerance, _largest(self.union.shared))
+
+    @property
+    def tolerance(self) -> float:
+        """How far apart equal gradients may be because of rounding."""
+        coarsest = max((self.union, *self.alone), key=lambda one: torch.finfo(one.dtype).eps)
+        return TOLERANCES.get(coarsest.dtype, COARSE)
+
+    def distance(self, weights: Sequence[float]) -> float:
+        """How far weights are from those that the gradients have; 0 if that is less than rounding."""
+        apart = [abs(one - own) for one, own in zip(weights, self.weights, strict=True) if own == own]
+        furthest = max(apart, default=0.0)
+        return furthest if furthest > self.tolerance / 100 else 0.0
+
+
+def _dot(one: Gradients, other: Gradients) -> float:
+    return sum(float((one[name] * other[name]).sum(dtype=torch.float64)) for name in one.keys() & other.keys())
+
+
+def _largest(gradients: Gradients) -> float:
+    return max((float(gradient.abs().max()) for gradient in gradients.values() if gradient.numel()), default=0.0)
+
+
+def _are_equal(
+    expected: Gradients, weighted: Sequence[tuple[float, Gradients]], tolerance: float, largest: float
+) -> bool:
+    """Whether gradients are a weighted sum of others, each tensor up to rounding relative to its own size."""
+    names = {*expected, *(name for _, own in weighted for name in own)}
+    for name in names:
+        found = [own[name] * weight for weight, own in weighted if name in own]
+        total = sum(found[1:], found[0]) if found else torch.zeros_like(expected[name])
+        wanted = expected[name] if name in expected else torch.zeros_like(total)
+        if wanted.numel():
+            scale = max(float(wanted.abs().max()), _FLOOR * largest)
+            # NaN compares as false.
+            if not float((wanted - total).abs().max()) <= tolerance * scale:
+                return False
+    return True
+
+
+class Watch(TorchFunctionMode):
+    """Notes the lowest precision that functions of torch compute in, and parameters that they are given."""
+
+    def __init__(self, parameters: Mapping[int, str] | None = None, only_trained: bool = False) -> None:
+        """`parameters` are looked out for, by identity; results without gradient are passed over if asked for."""
+        super().__init__()
+        self.dtype = torch.float64
+        self.met: set[str] = set()
+        self._parameters, self._only_trained = parameters or {}, only_trained
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called for every function of torch."""
+        if self._parameters:
+            given = [leaf for leaf in leaves((args, kwargs or {})) if isinstance(leaf, nn.Parameter)]
+            self.met.update(self._parameters[id(leaf)] for leaf in given if id(leaf) in self._parameters)
+        result = func(*args, **(kwargs or {}))
+        is_real = isinstance(result, Tensor) and result.is_floating_point()
+        if is_real and (result.requires_grad or not self._only_trained):
+            self.dtype = max(self.dtype, result.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        return result
+
+
+class ConstantRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, torch draws 0.5 or 0 instead of random numbers: those of a batch and of its parts would differ."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called for every operator; dropout and the like then are a factor that is the same for all samples."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        result = func(*args, **(kwargs or {}))
+        for leaf in leaves(result):
+            if isinstance(leaf, Tensor):
+                leaf.fill_(0.5 if leaf.is_floating_point() else 0)
+        return result

@@ -1,0 +1,271 @@
+"""The weight of each microbatch's loss in the loss of the batch."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.capture import Captured, Microbatch, Recording
+from penstock.errors import RunError
+from penstock.ir import transform
+from penstock.loss.counts import IGNORE_INDEX, REDUCTIONS, Count, Piece
+from penstock.loss.decide import INSEPARABLE, Decision, Source, decide, evaluated_weights, holds
+from penstock.loss.function import LossFunction
+from penstock.loss.model import ModelLoss, couplings, loss_name, mixing_blocks
+from penstock.loss.samples import sample_dims, take
+
+LossFn = Callable[[Any, Any], Tensor]
+_LABELS = Count("tokens", "", IGNORE_INDEX)
+_NAMED = 3
+_ROUNDING = 1e-6
+_NUM_TENSORS = 4
+"""how many tensors the counts may be of that replicas compare"""
+
+
+class Replicas(Protocol):
+    """The copies of the pipeline that train on other batches at the same time."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+
+    def sum(self, figures: Tensor) -> Tensor:
+        """Figures summed over all of them."""
+
+
+@dataclass
+class LossStep:
+    """The microbatches of a step as the loss sees them; filled with their weights once these are known."""
+
+    microbatches: Sequence[Microbatch]
+    recordings: Sequence[Recording]
+    is_training: bool
+    weights: tuple[float, ...] | None = None
+    loss_problem: str = ""
+    """why the weights are not right"""
+
+
+class LossWeights:
+    """Finds the weights of the microbatches of every step, and says if there are none that are right.
+
+    The first step decides how they are found (`decide`): by counting samples or labels, or by evaluating the loss.
+    A loss function is then checked in every step on few samples of two microbatches, because it may depend on anything
+    in the user's program, such as the epoch. A model that returns its loss is checked in the 2nd, 4th, 8th ... step
+    and whenever a label is met that is smaller or larger than all before: a change in the model itself is a new
+    recording, which is decided on anew.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        replicas: Replicas,
+        loss_fn: LossFn | None = None,
+        reduction: str | None = None,
+        remote_parameters: Mapping[int, str] | None = None,
+    ) -> None:
+        """Without `loss_fn` the model returns its loss. `reduction` overrides what would be found.
+
+        `remote_parameters`: names of the parameters that are trained on other ranks, by their identity.
+        """
+        if reduction is not None and reduction not in REDUCTIONS:
+            raise RunError("unknown reduction", reduction=repr(reduction), hint='"mean", "tokens", "sum", or None')
+        self._captured, self._replicas, self._loss_fn = captured, replicas, loss_fn
+        self._reduction, self._remote = reduction, remote_parameters or {}
+        self._function = None if loss_fn is None else LossFunction(loss_fn, self._remote)
+        self._decisions: dict[int, Decision] = {}
+        self._names: dict[int, tuple[Recording, str]] = {}
+        self._coupled: dict[int, tuple[Recording, tuple[str, ...]]] = {}
+        self._ranges: dict[tuple[int, str], tuple[int, int]] = {}
+        self._num_steps = 0
+
+    @property
+    def has_function(self) -> bool:
+        """Whether the loss is that of a loss function, and not what the model returns."""
+        return self._loss_fn is not None
+
+    @property
+    def reduction(self) -> str:
+        """How the loss is averaged, as far as that is known."""
+        found = next(iter(self._decisions.values()), None)
+        if self._reduction is not None or found is None:
+            return self._reduction or ""
+        if found.problem == INSEPARABLE:
+            return "none"
+        return "evaluated in every step" if found.count is None else found.count.kind
+
+    def loss_name(self, recording: Recording) -> str:
+        """The value that is the loss of a model which returns it."""
+        if id(recording) not in self._names:
+            # The recording is kept, so that no other one gets its identity.
+            self._names[id(recording)] = recording, loss_name(recording)
+        return self._names[id(recording)][1]
+
+    def loss(self, step: LossStep, microbatch: int, output: Any) -> Any:
+        """The loss of a microbatch by the loss function; the first one of a step finds the weights."""
+        assert self._loss_fn is not None
+        function = self._function
+        assert function is not None
+        own = step.microbatches[microbatch]
+        if step.weights is None:
+            try:
+                self._weigh(step, lambda microbatches: function.begin(microbatches, output, own.size), 0)
+            finally:
+                function.end()
+        return self._loss_fn(output, own.target)
+
+    def weights(self, step: LossStep) -> tuple[float, ...]:
+        """The weight of every microbatch; with a loss function they are known once its first loss is."""
+        if step.weights is None:
+            recording = step.recordings[0]
+            self.loss_name(recording)
+
+            def source_of(microbatches: Sequence[Microbatch]) -> Source:
+                return ModelLoss(self._captured, recording, microbatches, self._remote)
+
+            self._weigh(step, source_of, id(recording))
+        assert step.weights is not None
+        return step.weights
+
+    def warnings(self, step: LossStep) -> tuple[str, ...]:
+        """Why the gradients of a step, or the loss of an evaluation, are not those of the whole batch."""
+        found = [step.loss_problem] if step.loss_problem else []
+        if step.is_training:
+            found = [*(one for recording in step.recordings for one in self._couplings(step, recording)), *found]
+        return tuple(dict.fromkeys(found))
+
+    def _couplings(self, step: LossStep, recording: Recording) -> tuple[str, ...]:
+        """Where samples act on each other inside the model; looked for once in each recording."""
+        if id(recording) not in self._coupled:
+            found = [*couplings(self._captured.model, recording)]
+            first = next(place for place, own in enumerate(step.recordings) if own is recording)
+            # The microbatch that was recorded comes first.
+            microbatches = [step.microbatches[first], *step.microbatches[:first], *step.microbatches[first + 1 :]]
+            mixing = mixing_blocks(ModelLoss(self._captured, recording, microbatches, self._remote), self.has_function)
+            if mixing:
+                more = f" and {len(mixing) - _NAMED} more" if len(mixing) > _NAMED else ""
+                where = ", ".join(mixing[:_NAMED]) + more
+                found.append(f"a value is taken over all samples of a batch, of which a microbatch has fewer: {where}")
+            self._coupled[id(recording)] = recording, tuple(found)
+        return self._coupled[id(recording)][1]
+
+    def _weigh(self, step: LossStep, source_of: Callable[[Sequence[Microbatch]], Source], key: int) -> None:
+        """Find the weights of a step."""
+        self._num_steps += step.is_training
+        microbatches, is_replicated = list(step.microbatches), self._replicas.count > 1
+        if is_replicated:
+            microbatches.append(_reference(microbatches[0]))
+        source = source_of(microbatches)
+        pieces = [(source.tensors(one), one.size) for one in microbatches]
+        own = pieces[: len(step.microbatches)]
+        if self._function is not None and self._remote and self._num_steps <= 1:
+            self._function.refuse_remote_parameters()
+        if self._reduction in ("mean", "sum") or len(pieces) == 1:
+            count = Count("sum" if self._reduction == "sum" else "mean")
+            decision, weights = Decision(count), count.weights(own)
+        else:
+            decision, weights = self._decided(source, pieces, key, step.is_training)
+            if is_replicated and decision.problem:
+                # The reference may not be a valid target.
+                decision, weights = self._decided(source, own, key, step.is_training)
+            self._decisions[key] = decision
+            is_counted_otherwise = decision.count is not None and decision.count.kind != "tokens"
+            if self._reduction == "tokens" and (decision.problem or is_counted_otherwise):
+                decision, weights = Decision(_LABELS), _LABELS.weights(own)
+        step.weights, step.loss_problem = weights, decision.problem
+        if is_replicated:
+            step.weights, step.loss_problem = self._among_replicas(decision, weights, own)
+
+    def _decided(
+        self, source: Source, pieces: Sequence[Piece], key: int, is_training: bool
+    ) -> tuple[Decision, tuple[float, ...]]:
+        """The decision that is known, if it still holds, or a new one; and the weights by it."""
+        known, number = self._decisions.get(key), self._num_steps
+        is_power_of_two = not number & (number - 1)
+        if known is None or known.is_open or (known.problem and is_power_of_two):
+            return decide(source, pieces, number)
+        if known.count is None:
+            weights = evaluated_weights(source, pieces, number)
+            return decide(source, pieces, number) if weights is None else (known, weights)
+        counts = (known.count, *known.rivals)
+        if not all(count.is_of(pieces[0][0]) for count in counts):
+            return decide(source, pieces, number)
+        weights, *others = [count.weights(pieces) for count in counts]
+        if known.problem:
+            return known, weights
+        is_due = is_training and (self._function is not None or is_power_of_two)
+        is_due |= self._function is None and self._has_new_labels(key, pieces)
+        if any(other != weights for other in others) or (is_due and not holds(known.count, source, pieces, number)):
+            return decide(source, pieces, number)
+        return known, weights
+
+    def _has_new_labels(self, key: int, pieces: Sequence[Piece]) -> bool:
+        """Whether an integer is smaller or larger than all before in its tensor, as a label that is ignored is."""
+        is_new = False
+        for name, first in pieces[0][0].items():
+            if not first.is_floating_point() and first.dtype != torch.bool and first.numel():
+                ends = torch.stack([torch.stack(own[name].aminmax()) for own, _ in pieces])
+                low, high = int(ends.min()), int(ends.max())
+                before = self._ranges.get((key, name), (low, high))
+                self._ranges[key, name] = min(low, before[0]), max(high, before[1])
+                is_new |= self._ranges[key, name] != before
+        return is_new
+
+    def _among_replicas(
+        self, decision: Decision, weights: Sequence[float], pieces: Sequence[Piece]
+    ) -> tuple[tuple[float, ...], str]:
+        """The weights among the microbatches of all replicas, and why they are not right.
+
+        `weights` are those of the own microbatches and, where the loss was evaluated, of a reference microbatch that
+        is the same on all replicas: shares relative to it can be added up.
+        """
+        num_replicas, num_own = self._replicas.count, len(pieces)
+        kinds = [(ignored, skips) for ignored in (IGNORE_INDEX, None) for skips in (False, True)]
+        named = [Count("tokens", name, *kind) for name in [*pieces[0][0]][:_NUM_TENSORS] for kind in kinds]
+        slots = [Count("mean"), Count("sum"), _LABELS, *named]
+        problem, shares = decision.problem, [float(size) for _, size in pieces]
+        if not problem and not decision.is_open:
+            is_sum = decision.count is not None and decision.count.kind == "sum"
+            has_reference = len(weights) > num_own and weights[-1] > 0 and not is_sum
+            shares = [weight / weights[-1] for weight in weights[:num_own]] if has_reference else []
+            # Only a divisor that adds up over microbatches, as a sum of class weights does, adds up over replicas.
+            if decision.count is None and not (shares and abs(sum(weights) - 1) <= _ROUNDING):
+                problem, shares = INSEPARABLE, [float(size) for _, size in pieces]
+        is_any = bool(problem) or decision.is_open
+        fitting = [slot for slot in slots if is_any or slot in (decision.count, *decision.rivals)]
+        own = [slot.totals(pieces) if slot in fitting and slot.is_of(pieces[0][0]) else [] for slot in slots]
+        # A fixed number of figures, whatever each replica has found: they are summed in one message.
+        num_entries = float(sum(tensor.numel() // pieces[0][1] for tensor in pieces[0][0].values()))
+        columns = [value for counts in (shares, *own) for value in (float(bool(counts)), sum(counts))]
+        figures = torch.zeros(4 + 2 * (3 + 4 * _NUM_TENSORS), dtype=torch.float64)
+        figures[: 2 + len(columns)] = torch.tensor([num_entries, num_entries**2, *columns], dtype=torch.float64)
+        entries, squares, num_shared, all_shares, *totals = self._replicas.sum(figures).tolist()
+        for place, slot in enumerate(slots):
+            if totals[2 * place] == num_replicas:
+                total = totals[2 * place + 1]
+                if slot.kind == "sum":
+                    return (1.0,) * num_own, problem
+                # The replicas average their gradients, so each one's weights are as many times larger.
+                return tuple(one / total * num_replicas if total else math.nan for one in own[place]), problem
+        # Shares are relative to the same reference only if samples are as long on all replicas.
+        if num_shared == num_replicas and entries**2 == num_replicas * squares:
+            return tuple(share / all_shares * num_replicas for share in shares), problem
+        raise RunError(
+            "the replicas of the pipeline find that the loss is averaged in different ways",
+            reduction=self.reduction,
+            hint='reduction="mean", "tokens" or "sum"',
+        )
+
+
+def _reference(microbatch: Microbatch) -> Microbatch:
+    """One sample that is the same on every replica: every label, mask, weight and value is 1."""
+
+    def ones(leaf: object) -> object:
+        return torch.ones_like(leaf) if isinstance(leaf, Tensor) else leaf
+
+    given = (microbatch.args, microbatch.kwargs, microbatch.target)
+    dims = sample_dims(given, microbatch.size)
+    args, kwargs, target = transform(take(given, dims, microbatch.size, 0, 1), ones)
+    return Microbatch(args, kwargs, target, 1)
