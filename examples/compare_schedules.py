@@ -30,8 +30,8 @@ def main() -> None:
         schedule = penstock.schedule(name, RANKS, MICROBATCHES, costs=costs)
         trace = penstock.simulate(penstock.lower(schedule), costs, cluster)
         peak = max(trace.peak_bytes(rank) for rank in range(RANKS))
-        verdict = "fits" if peak <= MEMORY else "does not fit"
-        lines.append((trace.makespan, f"{name:12} {trace.bubble:6.1%} bubble, {peak / 2**30:4.1f} GiB: {verdict}"))
+        result = "fits" if peak <= MEMORY else "does not fit"
+        lines.append((trace.makespan, f"{name:12} {trace.bubble:6.1%} bubble, {peak / 2**30:4.1f} GiB: {result}"))
     for makespan, line in sorted(lines):
         print(f"{1000 * makespan:6.0f} ms  {line}")
 
