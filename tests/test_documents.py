@@ -26,7 +26,7 @@ from penstock.schedules import SCHEDULES
 from penstock.views import summary
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DOCS = REPOSITORY / "docs"
+DOCS, PACKAGE = REPOSITORY / "docs", REPOSITORY / "penstock"
 README, CONTRIBUTING = REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"
 PAGES = sorted((*REPOSITORY.glob("*.md"), *DOCS.glob("*.md")))
 VERBS = [command.callback.__name__.replace("_", "-") for command in app.registered_commands]
@@ -277,6 +277,13 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     written = re.findall(r"`((?:penstock|tests|docs|examples)/[\w/]+\.\w+)`", text_of(page))
     missing = {name for name in written if not (REPOSITORY / name).exists()}
     assert missing <= {"penstock/schedules/flush.py", "penstock/cli/verb.py"}  # which the recipes tell to write
+
+
+def test_files_that_the_architecture_names_relative_to_the_package_exist() -> None:
+    written = set(re.findall(r"`([a-z_]+/[\w/]*(?:\.\w+)?)`", text_of(DOCS / "architecture.md")))
+    assert len(written) > 40
+    missing = {name for name in written if not any((root / name).exists() for root in (REPOSITORY, PACKAGE))}
+    assert missing == set()
 
 
 # ---------------------------------------------------------------------------------------------------------- recipes
