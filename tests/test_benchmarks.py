@@ -116,7 +116,7 @@ def test_the_benchmark_of_the_split_backward_measures_both_sides():
 
 def test_the_benchmark_of_broken_ranks_measures_their_end():
     assert [float(line.cells[1]) > 0 for line in breaking.ends(repetitions=1).lines] == [True, True]
-    assert [float(line.cells[1]) > 0 for line in breaking.notes(repetitions=1).lines] == [True]
+    assert [float(line.cells[1]) > 0 for line in breaking.entries(repetitions=1).lines] == [True]
 
 
 def test_sleeping_stages_are_measured_beside_torch_and_their_simulation():

@@ -3,8 +3,8 @@
     capture(model, args) --> Captured: the Graph, and a Recording for every kind of batch
     Captured.replay(recording, nodes, ...) --> Replay: some calls of the recording, run on new values
 
-The real forward runs once under a `Recorder` (`recorder.py`), which names tensors (`tensor_table.py`), writes arguments
-down (`arguments.py`) and notices side effects (`effects.py`, `call_context.py`). Everything that it changes is put back
+The forward runs under a `Recorder` (`recorder.py`), which names tensors (`tensor_table.py`), encodes arguments as plain
+data (`arguments.py`) and detects side effects (`effects.py`, `call_context.py`). Everything that it changes is restored
 (`isolation.py`, `generators.py`). `captured.py` decides which recording holds for a batch (`fingerprint.py`,
 `guards.py`).
 """

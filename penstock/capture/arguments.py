@@ -1,4 +1,4 @@
-"""Writes the arguments and results of calls down as plain data.
+"""Encodes the arguments and results of calls as plain data.
 
 Arguments become trees (`penstock.ir.Tree`): containers, plain values, and references to named tensors. Functions,
 classes and constants that plain data cannot hold go into the *live table* and are referred to by key. Results are
@@ -72,12 +72,12 @@ class ArgumentWriter:
                 "a module is passed to a function or to another module, which hides whose parameters are used",
                 module=type(thing).__name__,
                 where=where,
-                hint="keep the module around both whole (basic_blocks)",
+                hint="keep the module that contains both as one block (basic_blocks)",
             )
         if holds_tensors(thing):
             # Such as a key-value cache: a stage could not send it to another rank, nor see who writes into it.
             raise CaptureError(
-                "an object that holds tensors goes from one part of the model to another",
+                "an object that holds tensors is passed from one block of the model to another",
                 object=type(thing).__name__,
                 where=where,
                 hint="pass tensors in lists, tuples, dicts or dataclasses, or keep the module around both whole "
@@ -97,14 +97,14 @@ class ArgumentWriter:
             )
         if tensor.requires_grad:
             raise unknown_origin(tensor, where)
-        # A tensor that is no part of the model, such as a global variable. Every forward must use this very tensor.
+        # A tensor that is not part of the model, such as a global variable. Every forward must use the same tensor.
         key = self.key(tensor)
         if key not in self._constants:
             self._constants[key] = tensor, tensor.detach().clone()
         return ObjectRef(key)
 
     def restore_constants(self) -> list[Tensor]:
-        """Undo writes into tensors that are no part of the model; returns the tensors that were written."""
+        """Undo writes into tensors that are not part of the model; returns the tensors that were written."""
         changed = [
             (tensor, content)
             for tensor, content in self._constants.values()
@@ -201,7 +201,7 @@ def structure_of(thing: object) -> str:
 
 
 def opaque_leaves(thing: object, is_known: Callable[[Any], bool]) -> list[object]:
-    """The objects in a structure of which its line shows only the class, and that were not known before."""
+    """The objects that the text of a structure shows only by class, except those that `is_known` accepts."""
     return [leaf for leaf in leaves(thing) if not _is_shown_by_structure(leaf) and not is_known(leaf)]
 
 
@@ -216,7 +216,7 @@ def structure_with_names(thing: object, name: Callable[[Tensor], str]) -> Any:
 
 
 def _is_shown_by_structure(leaf: object) -> bool:
-    """Whether the same line means the same thing."""
+    """Whether equal text means an equal value."""
     if isinstance(leaf, Tensor) or type(leaf) in _VALUE_TYPES or isinstance(leaf, (*_REPR_TYPES, type)):
         return True
     if isinstance(leaf, set | frozenset):

@@ -58,13 +58,13 @@ class Captured:
         """by batch signature and model fingerprint; several if they differ in guards"""
         self._first: Recording | None = None
         self._planned: Graph | None = None
-        # By the id of the recording, which is kept beside so that the id stays its own.
+        # By id(recording). The recording is kept as well, so that its id is not reused.
         self._guards: dict[int, tuple[Recording, InputGuards]] = {}
         self._output_getters: dict[int, tuple[Recording, Getter]] = {}
 
     @classmethod
     def planned(cls, model: nn.Module, graph: Graph) -> "Captured":
-        """A model that was captured elsewhere: its graph is known, and the first batch is recorded when it comes."""
+        """A model whose graph is known from a plan; the first batch is recorded when it arrives."""
         captured = cls(model, Granularity.of(graph), (), {})
         captured._planned = graph
         return captured
@@ -207,11 +207,11 @@ class Captured:
         return self.model(*args, **without_cache(self.model, kwargs))
 
     def isolated(self, seed: int | None = None, written: Collection[str] | None = None) -> AbstractContextManager[None]:
-        """Restore at the end what runs inside changes of the model; see `penstock.capture.isolated`."""
+        """Restore at exit whatever the body changes in the model; see `penstock.capture.isolated`."""
         return isolated(self.model, seed, written)
 
     def without_accumulation_hooks(self) -> AbstractContextManager[None]:
-        """Inside, gradients are accumulated without calling the user's hooks on that."""
+        """Disable the user's post-accumulate-grad hooks in the body."""
         return without_accumulation_hooks(self.model)
 
 

@@ -1,4 +1,4 @@
-"""What calls do besides returning tensors: write in place, update state, draw random numbers, read metadata."""
+"""Detects side effects of calls: in-place writes, state updates, random numbers, reads of metadata."""
 
 from typing import Any
 
@@ -128,7 +128,7 @@ _RANDOM = frozenset(
 TENSOR_EFFECTS = frozenset(
     ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "detach_", "requires_grad_")
 )
-"""calls that return no new tensor and yet matter: like an in-place write, they belong to the tensor"""
+"""calls that are recorded although they return no new tensor: like in-place writes, they change their tensor"""
 GRADIENT_FUNCTIONS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
@@ -156,9 +156,9 @@ def writes_in_place(func: Any) -> bool:
 
 
 def is_random(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
-    """Whether a call draws random numbers though no generator of torch shows it.
+    """Whether a call draws random numbers although torch's default generators do not move.
 
-    On the meta device none is drawn, and a generator among the arguments is not one of torch's own.
+    They do not move on the meta device, nor for a call that is passed its own generator.
     """
     if any(isinstance(leaf, torch.Generator) for leaf in leaves((args, kwargs))):
         return True

@@ -27,7 +27,7 @@ _NUMPY = (np.generic, np.ndarray)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _MAX_DEPTH, _MAX_ITEMS = 5, 256
-"""how deep, and how many items of a container, a value is looked at"""
+"""limits on the depth, and on the items per container, to which a value is inspected"""
 _PLAIN_TYPES = frozenset(PLAIN_TYPES)
 
 

@@ -1,8 +1,8 @@
-"""Guards: the Python values and sizes that a model read from tensors, and for which batches they hold.
+"""Checks for which batches the Python values and sizes that a model read from tensors stay the same.
 
 A recording freezes the branch that the model took. It holds for another batch only if everything that the model read
-comes out the same. What was read from the inputs, or from values computed from the inputs alone, is checked before the
-step runs, on every rank alike; everything else is checked by the replay when the value is there.
+reads the same again. Reads from inputs, or from values computed from inputs alone, are checked before the step, with
+the same outcome on every rank; the replay checks all others as soon as the value exists.
 """
 
 from typing import Any

@@ -18,7 +18,7 @@ Handler = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], A
 
 @contextmanager
 def intercept_modules(model: nn.Module, handler: Handler) -> Iterator[None]:
-    """Let `handler(module, original, args, kwargs)` answer every call of a module.
+    """Route every call of a module through `handler(module, original, args, kwargs)`.
 
     `__call__` is replaced on every class in use that defines it, not only on nn.Module, as some classes override it.
     """
@@ -43,7 +43,7 @@ def intercept_modules(model: nn.Module, handler: Handler) -> Iterator[None]:
 
 @contextmanager
 def intercept_autograd_functions(handler: Handler) -> Iterator[None]:
-    """Let `handler(function class, original, args, kwargs)` answer every `apply` of an autograd function.
+    """Route every `apply` of an autograd function through `handler(function class, original, args, kwargs)`.
 
     A torch function mode does not see them: it would see the calls inside, whose backward is not the function's own.
     """
@@ -61,7 +61,7 @@ def intercept_autograd_functions(handler: Handler) -> Iterator[None]:
 
 @contextmanager
 def intercept_scripted_functions(handler: Handler) -> Iterator[None]:
-    """Let `handler(function, original, args, kwargs)` answer every call of a scripted function, which no mode sees."""
+    """Route scripted functions, which no mode sees, through `handler(function, original, args, kwargs)`."""
     owner = torch.jit.ScriptFunction
     original = owner.__call__
 

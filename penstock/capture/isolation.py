@@ -25,10 +25,10 @@ from penstock.ir import leaves
 
 @contextmanager
 def isolated(model: nn.Module, seed: int | None = None, written: Collection[str] | None = None) -> Iterator[None]:
-    """Restore at the end all that runs inside may change: generators, parameters, buffers, and Python attributes.
+    """Restore at exit everything that the body may change: generators, parameters, buffers and Python attributes.
 
-    Inside, no parameter has a gradient. With a `seed`, the global generators start from it. `written` names the
-    parameters that are written inside, if that is known: then no other parameter is copied or watched.
+    In the body, no parameter has a gradient. With a `seed`, the global generators start from it. `written` names the
+    parameters that the body writes, if that is known: then no other parameter is copied or watched.
     """
     is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     generators = GeneratorStates(
@@ -88,7 +88,7 @@ def _isolated_parameters(model: nn.Module, written: Collection[str] | None) -> I
 
 @contextmanager
 def without_accumulation_hooks(model: nn.Module) -> Iterator[None]:
-    """Inside, hooks that run after a gradient was accumulated do not: they may step an optimizer."""
+    """Disable post-accumulate-grad hooks in the body: they may step an optimizer."""
     found = [hooks for parameter in model.parameters() if (hooks := parameter._post_accumulate_grad_hooks)]
     saved = [(hooks, dict(hooks)) for hooks in found]
     try:

@@ -40,7 +40,7 @@ def split_batch(
 ) -> tuple[Microbatch, ...]:
     """Split a batch into microbatches, larger ones first; into fewer than asked for if there are fewer samples.
 
-    Tensors whose first dimension is the batch are split along it, everything else is given whole to every microbatch.
+    Tensors whose first dimension is the batch are split along it, everything else is passed whole to every microbatch.
     `split` overrides this by the name of a parameter of the forward, of `target`, or of a part of either
     (`batch.mask`). The size of the batch is that of the first tensor that `split` does not keep whole.
     """
@@ -84,7 +84,7 @@ def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
 
 
 class _Slot:
-    """Stands for the argument at a position or keyword of the call."""
+    """Placeholder for the argument at a position or keyword of the call."""
 
     def __init__(self, place: int | str) -> None:
         self.place = place
@@ -120,7 +120,7 @@ def _check_split(split: Split, found: Sequence[Leaf], parameters: Sequence[str])
             known = [leaf for leaf, thing in found if isinstance(thing, Tensor)]
             close = get_close_matches(name, known, n=1)
             hint = f"{close[0]!r}" if close else f"one of {', '.join(known) or 'none'}"
-            raise RunError("split names no argument of this step", name=repr(name), hint=hint)
+            raise RunError("split must name an argument of this step", name=repr(name), hint=hint)
         if not (dim is None or type(dim) is int):
             raise RunError("the values of split must be a dimension or None", name=repr(name), given=repr(dim))
 
@@ -143,12 +143,12 @@ def _batch_size(inputs: Sequence[Leaf], split: Split) -> int:
 
 def _checked_dim(name: str, leaf: Tensor, dim: int) -> int:
     if not -leaf.dim() <= dim < leaf.dim():
-        raise RunError("split names a dimension that the tensor lacks", name=name, dim=dim, shape=tuple(leaf.shape))
+        raise RunError("split must give a dimension of the tensor", name=name, dim=dim, shape=tuple(leaf.shape))
     return dim % leaf.dim()
 
 
 def _split_dim(name: str, leaf: object, batch: int, split: Split) -> int | None:
-    """The dimension along which a leaf is split; None: it is given whole."""
+    """The dimension along which a leaf is split; None: it is passed whole."""
     if not isinstance(leaf, Tensor):
         return None
     key = _override(name, split)
@@ -178,6 +178,6 @@ def _target_dim(name: str, leaf: object, batch: int, split: Split) -> int | None
             target=name,
             shape=tuple(leaf.shape),
             batch=batch,
-            hint=f"split={{{name!r}: dim}} if another dimension is the batch, {{{name!r}: None}} to give it whole",
+            hint=f"split={{{name!r}: dim}} if another dimension is the batch, {{{name!r}: None}} to pass it whole",
         )
     return dim

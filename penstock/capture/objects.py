@@ -1,4 +1,4 @@
-"""Looks into arbitrary Python objects: what they hold, whose code they are, which tensors they hide."""
+"""Inspects arbitrary Python objects: their contents, the origin of their code, and tensors inside them."""
 
 import functools
 import sys

@@ -1,9 +1,9 @@
-"""Sees one forward happen and writes down every call between leaves.
+"""Records every call between leaves during one forward.
 
-Three things are watched at once. A `TorchFunctionMode` sees every torch function that is given a tensor. Calls of
-modules, of autograd functions and of scripted functions are intercepted (`hooks.py`). Outside of leaves each of these
-becomes a `Call` of the record, or a `Guard` if it reads a Python value from a tensor. While a leaf runs nothing is
-written down; the recorder only checks that no tensor enters or leaves it other than by arguments and results.
+A `TorchFunctionMode` sees every torch function that is given a tensor; calls of modules, autograd functions and
+scripted functions are intercepted (`hooks.py`). Outside of leaves each of these becomes a `Call` of the record, or a
+`Guard` if it reads a Python value from a tensor. Nothing is recorded inside a leaf; the recorder only checks that no
+tensor enters or leaves it other than through arguments and results.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ from penstock.ir import ADDED_LOSS, Call, Guard, Ref, Results, State, Tree, bind
 
 
 class LeakyLeaf(Exception):  # noqa: N818
-    """A tensor entered or left a leaf other than by arguments and results: the leaf must be opened."""
+    """A tensor entered or left a leaf other than through arguments and results: the leaf must be opened."""
 
     def __init__(self, leaf: str, maker: str = "") -> None:
         super().__init__(leaf)
@@ -56,7 +56,7 @@ class LeakyLeaf(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class CallNote:
-    """What was seen of a call that is not part of the record."""
+    """Properties of a call that are not part of the record."""
 
     scope: str
     """the module in whose forward it happened; of a leaf, the leaf itself"""
@@ -72,11 +72,11 @@ class CallNote:
 
 @dataclass
 class RunningCall:
-    """A recorded call that runs now, and what is seen inside."""
+    """A recorded call that is running, and the side effects observed in it."""
 
     name: str
     number: int
-    """tells apart the calls of one leaf"""
+    """distinguishes the calls of one leaf"""
     own: set[int] | None
     """the identities of a module's own state; None for a function"""
     given: set[int] = field(default_factory=set)
@@ -88,7 +88,7 @@ class RunningCall:
 
 
 class Recorder(TorchFunctionMode):
-    """Records the calls of one forward in `steps`, and in `notes` what else was seen of each call."""
+    """Records the calls of one forward in `steps`, and further properties of each call in `notes`."""
 
     def __init__(self, model: nn.Module, leaf_names: set[str]) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Recorder(TorchFunctionMode):
         # mode by itself, but a module's call is intercepted with the mode active.
         self._is_paused = False
 
-    # What is seen
+    # Observing calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -141,7 +141,7 @@ class Recorder(TorchFunctionMode):
         return self._record(func, func, args, kwargs)
 
     def module_called(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A module is called: a leaf is recorded as one call, any other module is a scope for the calls inside."""
+        """Handle the call of a module: a leaf is one recorded call, any other module a scope for the calls inside."""
         path = self._paths.get(id(module))
         try:
             is_inside = self._is_paused or self._running is not None
@@ -162,7 +162,7 @@ class Recorder(TorchFunctionMode):
             raise
 
     def function_applied(self, cls: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """An autograd function is applied: one call, as its backward is not that of the calls inside."""
+        """Handle an autograd function: one recorded call, because its backward is not that of the calls inside."""
         if self._is_paused:
             return original(*args, **kwargs)
         if self._running is None and cls.__name__ == "CheckpointFunction":
@@ -177,7 +177,7 @@ class Recorder(TorchFunctionMode):
         return self._record(original, FunctionApply(cls), args, kwargs)
 
     def script_called(self, function: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A scripted function is called: one call, as no Python runs inside."""
+        """Handle a scripted function: one recorded call, because no Python runs inside."""
         if self._is_paused:
             return run(*args, **kwargs)
         if self._running is not None:
@@ -203,10 +203,10 @@ class Recorder(TorchFunctionMode):
         if id(tensor) in self.table.state:
             self.state_before.setdefault(id(tensor), (tensor, tensor.detach().clone()))
 
-    # What is written down
+    # Recording calls
 
     def _record(self, run: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call and write it down. `target` is the module or function, `run` calls it."""
+        """Run a call and record it. `target` is the module or function, `run` calls it."""
         self.context.refuse_unsupported(self._scope)
         self._is_paused = True
         try:
@@ -333,7 +333,7 @@ class Recorder(TorchFunctionMode):
         if name is not None:
             if tensor.requires_grad != self.table.specs[name].requires_grad:
                 raise CaptureError(
-                    "a tensor got or lost its gradient by something that no call shows",
+                    "the requires_grad of a tensor changed outside of any recorded call",
                     value=name,
                     module=self._scope or "the model",
                     hint="call `Function.apply` rather than an `apply` kept from before, and requires_grad_() rather "

@@ -77,7 +77,7 @@ def make_recording(
     with isolated(model), uncompiled():
         before = model_settings(model, granularity)
         first = _record_opening(model, args, kwargs, granularity, _SEEDS[0])
-        # Not isolated from the first: a counter that the first forward increased shows as a difference.
+        # The second forward is not isolated from the first, so that a counter that the first increased shows up.
         second = _record_opening(model, args, kwargs, first.granularity, _SEEDS[1])
         after = model_settings(model, granularity)
         difference = _difference(first, second)
@@ -85,7 +85,7 @@ def make_recording(
             third = _record_opening(model, args, kwargs, first.granularity, _SEEDS[0])
             if _difference(second, third) is None:
                 raise CaptureError(
-                    "the first forward prepares something that later ones use",
+                    "the first forward initialises state that later ones use",
                     where=difference.values["where"],
                     hint="call the model once on this batch, and capture it then",
                 )
@@ -112,10 +112,10 @@ def _record_opening(
         except LeakyLeaf as leak:
             if leak.leaf not in leaves:
                 raise CaptureError(
-                    "something gets into or out of a function other than by tensors among its arguments and results",
+                    "a value enters or leaves a function other than through tensors in its arguments and results",
                     where=leak.leaf,
                     **({"made_in": leak.maker} if leak.maker else {}),
-                    hint="keep the module around both whole (basic_blocks)",
+                    hint="keep the module that contains both as one block (basic_blocks)",
                 ) from None
             granularity = granularity.open_like(model, leak.leaf)
 
@@ -167,7 +167,7 @@ def _record_once(
 
 
 def _run_model(model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the forward with the recorder watching; an error names the module in which it happened."""
+    """Run the forward under the recorder; an error names the module in which it happened."""
     try:
         with (
             intercept_modules(model, recorder.module_called),
@@ -229,7 +229,7 @@ def _difference(first: Recording, second: Recording) -> CaptureError | None:
         return _changed(longer[min(len(one.steps), len(other.steps))].name)
     for key, value in first.live.items():
         if isinstance(value, Tensor) and value is not second.live.get(key):
-            # A constant tensor that every forward makes anew, out of sight of torch functions.
+            # A constant tensor that every forward creates again, in a way that the torch function mode does not see.
             used = (step.name for step in one.steps if key in (*object_keys(step.args), *object_keys(step.kwargs)))
             return unknown_origin(value, next(used, _OUTPUT))
         if not _same_constant(value, second.live.get(key)):
@@ -242,7 +242,7 @@ def _same_constant(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Generator):
-        # A generator made in every forward starts from its seed each time; the record would draw on from one.
+        # A generator made in every forward starts from its seed each time; a replay would keep drawing from one.
         return one is other
     try:
         if one is other or bool(one == other) or callable(one):
@@ -259,7 +259,7 @@ def _attributes(thing: Any) -> dict[str, Any]:
 
 def _changed(where: str) -> CaptureError:
     return CaptureError(
-        "the model does something else each time it runs: Python state or randomness between its blocks",
+        "the model runs differently each time: Python state or randomness between its blocks",
         where=where,
         hint="turn it off (LayerDrop, masking by numpy ...), or keep the module whole with basic_blocks",
     )

@@ -28,13 +28,13 @@ WrapModule = Callable[[str, nn.Module], Callable[..., Any]]
 _MAX_LINE = 60
 
 CallHook = Callable[[str, Mapping[str, Any]], None]
-"""is called after each replayed call with its name and the values that it made"""
+"""called after each replayed call with its name and the values that it made"""
 _active_hook: ContextVar[CallHook | None] = ContextVar("penstock_call_hook", default=None)
 
 
 @contextmanager
 def call_hook(hook: CallHook | None) -> Iterator[None]:
-    """Call the hook after every call that is replayed inside; None: no hook."""
+    """Call the hook after every call that is replayed in the body; None: no hook."""
     token = _active_hook.set(hook)
     try:
         yield
@@ -57,8 +57,8 @@ class Replay:
     ) -> None:
         """Prepare `nodes` to run on submodules of `modules`; `run` returns the `wanted` values.
 
-        State that `modules` lacks is looked up in the `whole` model. `wrap(node, module)` returns what is called in
-        place of a module.
+        State that `modules` lacks is looked up in the `whole` model. `wrap(node, module)` returns the
+        callable to use in place of a module.
         """
         self._recording, self._wrap = recording, wrap
         self._arguments = ArgumentReader(recording, modules, whole)
@@ -135,7 +135,7 @@ class Replay:
                 if values[name].shape != size:
                     raise _data_dependent(name, f"size {tuple(size)}", f"size {tuple(values[name].shape)}")
 
-        # The user's hooks did not run while this was recorded, so what they return was never seen.
+        # The user's hooks did not run while this was recorded, so their return values are unknown.
         step = self._then_check_specs(run, call) if call.is_module and has_user_hooks([function]) else run
         return step if call.context == CallContext() else _in_context(step, call.context)
 
@@ -149,7 +149,7 @@ class Replay:
                 gains_gradient = found.requires_grad and not spec.requires_grad
                 if (found.shape, found.dtype) != (spec.shape, spec.dtype) or gains_gradient:
                     raise CaptureError(
-                        "a hook changes the shape, dtype or requires_grad of what a block returns",
+                        "a hook changes the shape, dtype or requires_grad of a block's result",
                         module=call.target,
                         recorded=spec,
                         found=f"{found}{' that needs a gradient' if gains_gradient else ''}",
@@ -180,7 +180,7 @@ class Replay:
             found = function(*args(values), **kwargs(values))
             if not expected.agrees(found):
                 raise CaptureError(
-                    "data-dependent control flow: the model read another value from a tensor than when recorded",
+                    "data-dependent control flow: the model read a different value from a tensor than when recorded",
                     module=guard.scope or "the model",
                     read_by=guard.name,
                     recorded=_shortened(expected.value),

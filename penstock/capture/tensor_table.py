@@ -57,7 +57,7 @@ class TensorTable:
         return self._state_by_storage.get(storage_id(tensor), [])
 
     def is_view_of_state(self, value: str) -> bool:
-        """Whether a value lies in the memory of a parameter, buffer or plain tensor of the model."""
+        """Whether a value shares memory with a parameter, buffer or plain tensor of the model."""
         return self.storage[value] in self._state_by_storage
 
     def add_inside(self, tensor: Tensor, leaf: str, call: int) -> None:

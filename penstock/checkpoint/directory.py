@@ -142,7 +142,7 @@ def _discard(path: Path) -> None:
 
 
 def find_checkpoints(path: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints that a path stands for, newest first: itself, or those in it. Refused if there are none."""
+    """The checkpoints at a path, newest first: itself, or those in it. Refused if there are none."""
     directory = check_directory(path)
     if is_checkpoint(directory):
         return [directory]
@@ -152,7 +152,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def open_tensors(path: str | os.PathLike[str]) -> TensorReader:
-    """The tensors of a Hugging Face directory, or of the newest checkpoint that a path stands for; none is read yet."""
+    """The tensors of a Hugging Face directory, or of the newest checkpoint at a path; none is read yet."""
     directory = check_directory(path)
     if is_hugging_face(directory):
         return TensorReader(hugging_face_files(directory))
@@ -209,7 +209,7 @@ class VerifyResult(NamedTuple):
 
 
 def verify_checkpoints(path: Path) -> Iterator[VerifyResult]:
-    """Verify every checkpoint that the path stands for, newest first."""
+    """Verify every checkpoint at a path, newest first."""
     for directory in find_checkpoints(path):
         try:
             with CheckpointReader(directory) as reader:

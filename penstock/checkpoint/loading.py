@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadTargets:
-    """What gets its state back beside the model."""
+    """The objects to restore besides the model."""
 
     optimizer: Any = None
     scheduler: Any = None
     scaler: Any = None
     random: bool = True
-    """whether the random number generators do"""
+    """whether to restore the random number generators"""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Loader:
     def _on_all_ranks(self, work: Callable[[], T], request: SyncRequest, is_last: bool) -> T | str:
         """The result of this rank's work if that of all ranks succeeded, else why the checkpoint is damaged.
 
-        Errors other than damage, which an older checkpoint would not cure, are raised on all ranks, and so is damage
+        Errors other than damage, which an older checkpoint would not fix, are raised on all ranks, and so is damage
         of the last checkpoint.
         """
         error: Exception | None = None
@@ -195,7 +195,7 @@ def _read_weights(part: ModelPart, directory: Path) -> tuple[dict[str, Tensor], 
 
 
 def _candidates(path: Path, is_foreign: bool) -> list[str]:
-    """The checkpoints that a path stands for, relative to it, newest first."""
+    """The checkpoints at a path, relative to it, newest first."""
     if is_foreign:
         return ["."]
     if not is_checkpoint(path):

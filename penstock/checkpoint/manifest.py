@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it consists of, with digests. It is written last; without it there is none.
+"""The manifest of a checkpoint: its files with their digests, written last. Without it, a directory is no checkpoint.
 
 A new field is added to the record only: encoding, decoding and their checks derive from it.
 """
@@ -54,7 +54,7 @@ class PlanSummary:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Where a parameter or buffer is, and its dtype (in the words of safetensors) and shape."""
+    """Where a parameter or buffer is, and its dtype (as named by safetensors) and shape."""
 
     __pydantic_config__ = _STRICT
 
@@ -124,7 +124,7 @@ def read_manifest(directory: Path) -> Manifest:
         )
     manifest = _decode(document.get("manifest"), path)
     try:
-        # The whole text is compared, not only the digest: a document has exactly one valid spelling.
+        # The whole text is compared, not only the digest: a manifest has exactly one valid encoding.
         is_unchanged = manifest.to_bytes() == text
     except PenstockError as error:
         raise DamagedError("the manifest cannot be read", file=path, reason=error) from None
@@ -144,7 +144,7 @@ def _decode(content: Any, path: Path) -> Manifest:
     from pydantic import ValidationError
 
     try:
-        # By way of JSON, so that lists are accepted as tuples although the types are strict.
+        # Via JSON, so that lists are accepted as tuples although the types are strict.
         manifest: Manifest = _adapter().validate_json(json_bytes(content))
     except ValidationError as error:
         first = error.errors()[0]

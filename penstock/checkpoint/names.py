@@ -13,7 +13,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class ModelNames:
-    """The names of a whole model, on however many ranks it is."""
+    """The names of a whole model, on any number of ranks."""
 
     saved: frozenset[str]
     """parameters and persistent buffers"""

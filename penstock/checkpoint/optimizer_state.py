@@ -113,7 +113,7 @@ class SavedOptimizer:
 
     def _check(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
         if not self._found:
-            hint = "load without the optimizer, and begin with a new one"
+            hint = "load without the optimizer, and start with a new one"
             raise CheckpointError("the checkpoint has no optimizer state", hint=hint)
         if type(optimizer).__name__ != self.kind:
             raise CheckpointError(
@@ -124,12 +124,12 @@ class SavedOptimizer:
             )
         own = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
         if missing := [name for name in own if name not in self._found]:
-            problem = "the saved optimizer lacks parameters of this one"
+            problem = "the saved optimizer state lacks parameters of this optimizer"
             raise CheckpointError(problem, missing=shorten(missing))
         # Such state has no parameter name, so a rank of another plan could not tell which rank's to take.
         if any(others != self._others[0][0] for others, _ in self._others):
             raise CheckpointError(
-                "the state that the optimizer keeps beside its parameters differed between ranks",
+                "optimizer state that belongs to no parameter differed between ranks",
                 hint="load without the optimizer",
             )
 

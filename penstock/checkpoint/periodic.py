@@ -31,7 +31,7 @@ class PeriodicSaver:
     ) -> None:
         """`pipe` is a Pipeline, `extra` is saved with it.
 
-        `on_resume` is called once the training is restored and may return a remark. `on_step` is called on the first
+        `on_resume` is called once the training is restored and may return a message. `on_step` is called on the first
         rank after every step, before it is saved: a run that resumes after the step does not take it again.
         """
         self._pipe, self._optimizer, self._options, self._extra = pipe, optimizer, options, extra
@@ -46,7 +46,7 @@ class PeriodicSaver:
         self._error: CheckpointError | RunError | None = None
 
     def resume(self, batches: Batches) -> tuple[Iterator[Any], str]:
-        """Restore the training if asked to; returns the remaining batches and a remark."""
+        """Restore the training if asked to; returns the remaining batches and a message."""
         if self._options.resume is None:
             return batches_from(batches, 0), ""
         # The data may be drawn from the global random state: batches that were used are drawn again from the state
@@ -61,8 +61,8 @@ class PeriodicSaver:
         random_state_restorer(fresh)()
         left = batches_from(batches, self._num_batches)
         random_state_restorer(resumed)()
-        remarks = (*(str(warning.message) for warning in caught), self._on_resume(loaded))
-        text = "".join(f"; {remark}" for remark in remarks if remark)
+        messages = (*(str(warning.message) for warning in caught), self._on_resume(loaded))
+        text = "".join(f"; {message}" for message in messages if message)
         return left, f"resumed from {loaded.path}, after step {loaded.step}{text}"
 
     def _load(self, source: Path) -> Loaded:
@@ -75,7 +75,7 @@ class PeriodicSaver:
         return loaded
 
     def step_taken(self, metrics: StepMetrics, num_skipped: int) -> str:
-        """Save if it is time to; returns a remark if that failed.
+        """Save if it is time to; returns a message if that failed.
 
         While steps are skipped nothing is saved: the model may be broken, and pruning would remove good checkpoints.
         """
@@ -87,7 +87,7 @@ class PeriodicSaver:
         return self._save() if is_time else ""
 
     def step_refused(self, error: CheckpointError | RunError) -> str:
-        """Handle the error of a step: returns a remark if it only reports a failed asynchronous save, else raises."""
+        """Handle the error of a step: returns a message if it only reports a failed asynchronous save, else raises."""
         if self._writing is None:
             raise error
         step, self._writing = self._writing, None
@@ -107,7 +107,7 @@ class PeriodicSaver:
             raise error
 
     def _save(self) -> str:
-        remark, self._error = self._wait(), None
+        message, self._error = self._wait(), None
         step, options = self._pipe.num_steps, self._options
         position = {"batches": self._num_batches, "skipped": self.num_skipped}
         try:
@@ -120,15 +120,15 @@ class PeriodicSaver:
                 asynchronous=options.asynchronous,
             )
         except (CheckpointError, RunError) as error:
-            return "; ".join(filter(None, (remark, self._failed(step, error))))
+            return "; ".join(filter(None, (message, self._failed(step, error))))
         if options.asynchronous:
             self._writing = step
         else:
             self._saved = step
-        return remark
+        return message
 
     def _wait(self) -> str:
-        """Wait for a running asynchronous save; returns a remark if it failed."""
+        """Wait for a running asynchronous save; returns a message if it failed."""
         if self._writing is None:
             return ""
         step, self._writing = self._writing, None
@@ -140,7 +140,7 @@ class PeriodicSaver:
         return ""
 
     def _failed(self, step: int, error: CheckpointError | RunError) -> str:
-        """The remark for a checkpoint that could not be written; any other error is raised."""
+        """The message for a checkpoint that could not be written; any other error is raised."""
         if not (error.is_shared or isinstance(error, CheckpointError)):
             raise error
         self._error = error

@@ -19,7 +19,7 @@ def random_state() -> dict[str, Any]:
 
 
 def random_state_restorer(state: Any) -> Callable[[], None]:
-    """Check a state on generators of its own; the returned function applies it."""
+    """Check a state on separate generators; the returned function applies it."""
     try:
         torch.Generator().set_state(state["torch"])
         np.random.RandomState().set_state(state["numpy"])

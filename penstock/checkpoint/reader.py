@@ -25,7 +25,7 @@ _AGAIN = "download or save the directory again"
 
 @dataclass(frozen=True)
 class Loaded:
-    """What one rank has read."""
+    """The result of loading a checkpoint on one rank."""
 
     num_tensors: int
     bytes_read: int

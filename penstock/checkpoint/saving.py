@@ -32,7 +32,7 @@ from penstock.runtime import ModelPart, RankSync, SyncRequest, Tensors, encode_t
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What is saved beside the model."""
+    """The state that is saved besides the model."""
 
     optimizer: Any = None
     scheduler: Any = None

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: tensors in the safetensors format, hashed while they are written, and on disk when done."""
+"""Reads and writes files of a checkpoint: tensors as safetensors, hashed while written and synced to disk."""
 
 import hashlib
 import json

@@ -31,10 +31,10 @@ _LOGGER = logging.getLogger(__name__)
 _MAX_MARKER_BYTES = 1 << 26
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.1
 STALL_SECONDS = 60.0
-"""how long the files may not grow before a rank is considered lost"""
+"""time without any growth of the files after which a rank is considered lost"""
 
 Content = bytes | Mapping[str, Tensor]
-"""what a file holds: a document, or tensors"""
+"""the content of a file: a document, or tensors"""
 MakeManifest = Callable[[Mapping[str, FileRecord]], Manifest]
 
 
@@ -161,7 +161,7 @@ class CheckpointWriter:
         return self.path / f"rank-{rank:03d}.{state}"
 
     def _mark(self, rank: int, state: str, content: object) -> None:
-        """Replace the marker atomically. If the disk is full, an empty `.failed` marker still says enough."""
+        """Replace the marker atomically. If the disk is full, an empty `.failed` marker is still written."""
         marker = self._marker(rank, "part")
         try:
             marker.write_bytes(json_bytes(content))

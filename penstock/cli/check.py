@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.runtime import ParityReport
 
 File = Annotated[Path, Argument(metavar="FILE", help="CSV, text or JSON of a schedule, program, trace or plan.")]
-InFlight = Annotated[int | None, Option(metavar="N", help="Most (stage, microbatch) that a rank may hold at once.")]
+InFlight = Annotated[int | None, Option(metavar="N", help="Maximum (stage, microbatch) pairs that a rank may hold.")]
 Compared = Annotated[
     str | None,
     Option(metavar="MODEL", help="Also run a step of the plan and compare: FILE.py:FUNCTION or hf:NAME, as for plan."),
@@ -92,7 +92,7 @@ def _compare(record: Any, model: str, example: Example) -> "ParityReport":
         hint = f"penstock plan {model} --schedule FILE.csv --out plan.json, then check plan.json"
         raise FormatError("--model needs a plan, which has the cuts of the model", got=type(record).__name__, hint=hint)
     if model.startswith(HF):
-        example = replace(example, weights=True)  # values can be compared only if there are any
+        example = replace(example, weights=True)  # only real weights can be compared
     problem = "the model failed on the batch"
     with build_model(model, example) as (module, args, kwargs), user_errors(problem, source_of(model), CaptureError):
         try:

@@ -1,6 +1,6 @@
 """Builds a Hugging Face model from its configuration alone, and an example batch of the right shapes for it.
 
-No code comes from anywhere but the installed library, and nothing is downloaded.
+Only code of the installed library runs, and nothing is downloaded.
 """
 
 import json
@@ -38,7 +38,7 @@ def build_hf_model(name: str, example: Example) -> tuple[Any, tuple[Any, ...], d
     config = _read_config(name)
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # its remarks on the configuration are of no use here
+    logging.set_verbosity_error()  # its warnings on the configuration are of no use here
     model_class, labels = _model_class(config)
     config.use_cache = False  # training uses no cache
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:

@@ -38,8 +38,8 @@ class Times:
     """Seconds of passes and messages, and bytes of activations."""
 
     forward: Annotated[float, _Seconds(help="Forward of one rank's layers for one microbatch.")] = 1.0
-    input_grad: Annotated[float, _Seconds(help="Their input gradients.")] = 1.0
-    weight_grad: Annotated[float, _Seconds(help="Their weight gradients.")] = 1.0
+    input_grad: Annotated[float, _Seconds(help="Input gradients of the same layers.")] = 1.0
+    weight_grad: Annotated[float, _Seconds(help="Weight gradients of the same layers.")] = 1.0
     latency: Annotated[float, _Seconds(help="Latency of a message between ranks.")] = 0.0
     overlap: Annotated[
         float, Option(metavar="SHARE", help="Share of the shorter of two overlapped passes that is hidden, 0 to 1.")

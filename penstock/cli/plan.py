@@ -127,8 +127,8 @@ def plan(
         _check_emit(results.emit, out)
     if is_torchrun_rank():
         if machine != Machine():
-            hint = "no option that describes the machine"
-            raise PlanError("under torchrun, links are measured and cores are counted", hint=hint)
+            hint = "leave them out: links are measured and cores are counted"
+            raise PlanError("options that describe the machine must not be given under torchrun", hint=hint)
         found = _plan_under_torchrun(target, options, example, by_module=bool(results.emit))
     else:
         found = make_plan(target, options, machine, example, by_module=bool(results.emit))

@@ -61,7 +61,8 @@ def _check_directory(directory: Path, resume: str | None) -> None:
     if resume is None and found:
         newest = found[0].name
         hint = "--resume auto to resume it, or another directory"
-        raise PenstockError("the directory has checkpoints of a run", checkpoint=directory, newest=newest, hint=hint)
+        problem = "the directory already has checkpoints of a run"
+        raise PenstockError(problem, checkpoint=directory, newest=newest, hint=hint)
     if resume not in (None, AUTO):
         if not Path(str(resume)).exists():
             hint = "--resume auto, or the path of a checkpoint"
@@ -96,7 +97,8 @@ def _lock(number: int, directory: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > end:
                 hint = "another directory, or stop the other run"
-                raise PenstockError("another run saves there", checkpoint=directory, hint=hint) from None
+                problem = "another run is saving to this directory"
+                raise PenstockError(problem, checkpoint=directory, hint=hint) from None
             time.sleep(_POLL_SECONDS)
         except OSError:
             return  # a file system without locks

@@ -55,7 +55,7 @@ def simulate(
     runs = [simulate_schedule(each, size, times) for each in names for size in _sweep(sizes, sweep)]
     if outputs.csv and len(runs) > 1:
         hint = f"penstock simulate {names[0]} --csv {outputs.csv}"
-        raise PenstockError("--csv takes one schedule", schedules=len(runs), hint=hint)
+        raise PenstockError("--csv needs a single schedule", schedules=len(runs), hint=hint)
     if left_out:
         note(f"left out, because they need another number of stages per rank: {', '.join(left_out)}")
     if as_json:

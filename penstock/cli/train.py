@@ -190,7 +190,7 @@ class PlanChoice:
         return saved_plan(checkpoints.source(self._job.attempt)) if checkpoints.checkpoint is not None else None
 
     def _is_wanted(self, saved: "SavedPlan") -> bool:
-        """Whether a saved plan was made with the present options, or none but --ranks are given."""
+        """Whether a saved plan was made with the present options, or --ranks is the only option given."""
         return self._file is None and (
             saved.options == asdict(self._options) or self._options == PlanFlags(self._options.ranks)
         )

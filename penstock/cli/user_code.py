@@ -75,7 +75,8 @@ def _parse(target: str) -> tuple[Path, str]:
     if not path.is_file():
         nearby = [str(each) for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
         close = get_close_matches(str(path), nearby, n=1) or nearby[:1]
-        raise PenstockError("no such file", file=path, hint=f"{close[0]}:{name}" if close else "the path from here")
+        hint = f"{close[0]}:{name}" if close else "a path relative to the current directory"
+        raise PenstockError("no such file", file=path, hint=hint)
     return path, name
 
 

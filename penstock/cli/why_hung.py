@@ -18,7 +18,7 @@ Run = Annotated[Path, Argument(metavar="RUN", help="The --out directory of the t
 def why_hung(*, run: Run, as_json: AsJson = False) -> None:
     """Show which rank waits for which.
 
-    Every rank keeps its current action in a small file that survives it. Shows for each rank what it waits for, from
+    Every rank keeps its current action in a small file that outlives it. Shows for each rank what it waits for, from
     which rank, since when, and which rank made no progress. Works while the run is running and after it failed.
     """
     from penstock.launch import StatusFile, explain_hang

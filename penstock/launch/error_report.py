@@ -1,4 +1,4 @@
-"""Error reports: an exception, or the sudden end of a rank, as a record for the status file and the launcher."""
+"""Converts an exception, or the sudden end of a rank, to a record for the status file and the launcher."""
 
 import json
 import re
@@ -16,7 +16,7 @@ _CUT = "\n  [...]\n"
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """What failed on one rank, and where."""
+    """A failure of one rank and its location."""
 
     rank: int
     summary: str
@@ -122,7 +122,7 @@ def loss_of(error: BaseException) -> Loss:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether the error, or one that caused it, only reports that another rank went away."""
+    """Whether the error, or one that caused it, only reports that another rank has ended."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, RuntimeError) and (loss_of(seen) is Loss.CLOSED or "pair closure" in str(seen)):

@@ -1,7 +1,7 @@
-"""Faults injected on purpose: `penstock train --fault kill,rank=1,step=5`, to show that a setup survives them.
+"""Injects faults (`penstock train --fault kill,rank=1,step=5`) to test that a setup survives them.
 
-It ships with the package because it is an option of `train`: users rehearse failures on their own machines, where the
-tests are not installed. It is inert unless the environment allows it.
+It ships with the package because it is an option of `train`: users test failures on their own machines, where the tests
+are not installed. It does nothing unless the environment allows it.
 
 `kill,rank=1,step=5,action=17` kills rank 1 at the 17th status entry of step 5; `kill,rank=0,save=3` at the third file
 that it opens, renames or removes for a checkpoint; `raise,rank=2,after=1.5` raises in the first action that begins 1.5
@@ -37,7 +37,7 @@ class InjectedError(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, on which rank, and when."""
+    """The kind of a fault, its rank and its time."""
 
     kind: str
     rank: int = 0
@@ -91,7 +91,7 @@ def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
     faults = tuple(map(Fault.parse, texts))
     if faults and os.environ.get(ALLOW_VARIABLE) != "1":
         hint = f"{ALLOW_VARIABLE}=1 in the environment, if that is intended"
-        raise PenstockError("faults break a training on purpose and are not allowed here", given=len(faults), hint=hint)
+        raise PenstockError("fault injection is not allowed in this environment", given=len(faults), hint=hint)
     return faults
 
 
@@ -106,7 +106,7 @@ def _number(text: str, name: str, value: str) -> int | float | None:
 
 
 class FaultInjector:
-    """Makes the faults of one rank in one attempt happen, each once."""
+    """Injects the faults of one rank in one attempt, each once."""
 
     def __init__(self, faults: Iterable[Fault], temporary_prefix: str) -> None:
         """`temporary_prefix` begins the directory names of checkpoints that are being written."""

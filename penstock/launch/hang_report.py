@@ -1,4 +1,4 @@
-"""Hang and failure reports: which rank everybody waits for, and what every rank was doing."""
+"""Reports hangs and failures: the rank that blocks the others, and the last activity of every rank."""
 
 import signal
 from collections.abc import Sequence
@@ -137,7 +137,7 @@ def _matching_send(status: RankStatus, waiter: RankStatus) -> StatusEntry | None
 
 def _activity(status: RankStatus, now: float) -> str:
     entry = _entry_text(status, now)
-    # A rank that finished or failed has explained itself, whatever became of its process.
+    # A rank that finished or failed has recorded that; the state of its process adds nothing.
     if status.state not in (ABSENT, ENDED, FAILED) and status.process in (GONE, STOPPED):
         return f"its process is {status.process} (pid {status.pid}), last {entry}"
     return entry

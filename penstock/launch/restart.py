@@ -1,4 +1,4 @@
-"""Restart policy: whether a run whose ranks failed is started again. Decisions only; the caller starts processes."""
+"""Decides whether a run whose ranks failed is restarted; the caller starts the processes."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 from penstock.errors import RunError
 
 _STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
-"""signals by which somebody ends a rank on purpose"""
+"""signals that end a rank on request"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RankFailure(NamedTuple):
     is_sudden: bool
     """whether the process ended without reporting an error"""
     is_requested: bool
-    """whether somebody stopped the rank on purpose"""
+    """whether the rank was stopped on request"""
     is_final: bool = False
     """whether the rank itself ruled out another attempt"""
 
@@ -79,7 +79,7 @@ class RestartController:
         """number of restarts so far"""
 
     def decide(self, failure: RankFailure, newest: int | None) -> RestartDecision:
-        """What follows a failure; `newest` is the step of the newest checkpoint."""
+        """Decide whether to restart after a failure; `newest` is the step of the newest checkpoint."""
         if not failure.step:  # it failed before its first step
             failure = failure._replace(step=str(newest or 0))
         last, self._last = self._last, failure

@@ -1,4 +1,4 @@
-"""Values sent between the launcher and its own ranks: tensors travel as copies, never as shared memory.
+"""Serialises values between the launcher and its ranks: tensors are sent as copies, never as shared memory.
 
 torch.multiprocessing would move the sender's tensors into shared memory, so that all ranks train on one copy, and keep
 a file descriptor open for each of them.

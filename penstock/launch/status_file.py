@@ -1,4 +1,4 @@
-"""Per-rank status files: each rank records its current activity in a small memory-mapped file.
+"""A small memory-mapped file per rank, in which the rank records its current activity.
 
 Other processes read the file while the rank runs and after it has died. It holds a header, a ring buffer of the most
 recent entries, and the text of a failure. An entry is one packed record with its sequence number at both ends: the
@@ -258,7 +258,7 @@ class StatusFile:
 
 
 class StatusReader:
-    """Any rank's status file, for reading; it stays mapped, so that repeated looks are cheap."""
+    """Any rank's status file, for reading; it stays mapped, so that repeated reads are cheap."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content

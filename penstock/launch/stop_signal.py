@@ -1,4 +1,4 @@
-"""Stop requests: SIGINT or SIGTERM ends training after the current step instead of at once.
+"""Makes SIGINT and SIGTERM end training after the current step instead of at once.
 
 The launcher forwards a request as a file beside the status files, because it uses signals to end its ranks.
 """

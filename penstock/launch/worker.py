@@ -29,7 +29,7 @@ _BEFORE_EXIT: list[Callable[[], None]] = []
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What one rank needs to know."""
+    """The configuration of one launched rank."""
 
     rank: int
     ranks: int
@@ -42,14 +42,14 @@ class WorkerConfig:
 def run_before_exit(wait: Callable[[], None]) -> None:
     """Call `wait` once after the function of a launched rank has returned; an exception in it fails the rank.
 
-    For work that goes on in threads, such as an asynchronous save.
+    For work that continues in threads, such as an asynchronous save.
     """
     if wait not in _BEFORE_EXIT:
         _BEFORE_EXIT.append(wait)
 
 
 def run_worker(config: WorkerConfig, connection: Connection, job: "Job | bytes") -> None:
-    """Run the job and send its result or its error, then stay until the launcher has heard from every rank."""
+    """Run the job and send its result or its error, then wait until the launcher has the results of all ranks."""
     _set_up_process(config)
     status = None
     try:

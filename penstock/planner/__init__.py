@@ -1,4 +1,4 @@
-"""The planner: chooses cuts, placement, order, microbatches and recomputation, and synthesises schedules."""
+"""Chooses cuts, placement, order, microbatches and recomputation, and synthesises schedules."""
 
 
 from penstock.planner.candidates import Measured

@@ -49,7 +49,7 @@ Models = Mapping[int, Measured]
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Everything of a plan but its order."""
+    """A plan without its order of passes."""
 
     measured: Measured
     partition: Partition
@@ -99,7 +99,7 @@ class StageLayout:
         return costs.times(self.cluster.slowness_of(self.placement)) if self.cluster.slowness else costs
 
     def plan(self, schedule: Schedule, name: str, bound: float = 0.0) -> Plan:
-        """Returns the plan with this order, simulated; `bound` is one that was found in other ways."""
+        """Returns the plan with this order, simulated; `bound` is a lower bound that is already known."""
         trace = simulate(lower(schedule, cuts=self.cuts), self.costs, self.cluster)
         # The bound holds for every order, so that only rounding can put it above one.
         predicted = Prediction.of(trace, min(max(self.bound, bound), trace.makespan))
@@ -165,8 +165,8 @@ def _compared() -> list[type[Partitioner]]:
 def _low_traffic(layout: StageLayout, options: PlanOptions, name: str) -> Iterator[StageLayout]:
     """Cuts with fewer bytes than a partitioner aims for.
 
-    It lets messages be as long as the passes that hide them; but the first and the last ones are hidden by nothing, and
-    with few microbatches in flight hardly any is.
+    Partitioners accept messages as long as the passes that hide them; but nothing hides the first and last messages,
+    and with few microbatches in flight hardly any are hidden.
     """
     cluster = options.cluster
     links = tuple(
@@ -191,7 +191,7 @@ def _placements(options: PlanOptions, count: int) -> list[Placement]:
         wanted = {"ranks": ranks, "microbatches": count}
         if found != wanted:
             hint = "ranks={ranks}, microbatches={microbatches}".format(**found)
-            raise PlanError("the schedule is for other numbers than asked for", schedule=found, asked=wanted, hint=hint)
+            raise PlanError("the schedule must have the requested sizes", schedule=found, asked=wanted, hint=hint)
         return [asked.placement]
     if asked != AUTO:
         return [build(str(asked), ranks, count, depth).placement]
@@ -202,14 +202,14 @@ def _placements(options: PlanOptions, count: int) -> list[Placement]:
 
 
 def _depth(options: PlanOptions) -> int | None:
-    """Stages per rank: those asked for, or as many as the given stages make."""
+    """Stages per rank: the option, or else the number that follows from the given stages."""
     given = options.partitioner
     if options.stages_per_rank is not None or isinstance(given, str):
         return options.stages_per_rank
     stages, ranks = given.num_stages if isinstance(given, Partition) else len(given), options.cluster.ranks
     if stages % ranks:
-        hint = "as many lists for every rank"
-        raise PlanError("the stages do not divide among the ranks", stages=stages, ranks=ranks, hint=hint)
+        hint = "the same number of lists for every rank"
+        raise PlanError("the number of stages must be a multiple of the ranks", stages=stages, ranks=ranks, hint=hint)
     return stages // ranks
 
 
@@ -243,7 +243,7 @@ def _layout(
 ) -> StageLayout:
     if partition.num_stages != placement.num_stages:
         raise PlanError(
-            "the partition has another number of stages than the schedule",
+            "the partition must have as many stages as the schedule",
             partition=partition.num_stages,
             schedule=placement.num_stages,
             hint="stages_per_rank=None, or a schedule for that many stages per rank",
@@ -296,7 +296,7 @@ def synthesised_plans(layout: StageLayout, budget_seconds: float) -> Iterator[Fo
 
 
 def _with_schedule(layout: StageLayout, name: str, asked: object) -> Found | None:
-    """None if the schedule places stages otherwise, or does not support that many."""
+    """None if the schedule has another placement, or does not support that many stages."""
     if isinstance(asked, Schedule):
         return Found(layout.plan(asked, GIVEN), layout)
     built = build_on(layout.placement, name, layout.num_microbatches, layout.costs)

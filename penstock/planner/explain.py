@@ -1,4 +1,4 @@
-"""Explanations: why a plan was chosen, why others lost, and why no plan fits."""
+"""Explains why a plan was chosen, why others lost, and why no plan fits."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -37,7 +37,7 @@ def reasons(plan: Plan, moves: Sequence[Move]) -> tuple[str, ...]:
     rank, most = busiest(plan)
     mean = sum(work) / len(work)
     above = percent_text(most / mean - 1) if mean else percent_text(0)
-    balance = f"Rank {rank} works most: {seconds_text(most)} of a step, {above} above the mean of the ranks."
+    balance = f"Rank {rank} has the most work: {seconds_text(most)} of a step, {above} above the mean of the ranks."
     return (balance, *_cut_reasons(plan, moves), _limit(plan))
 
 
@@ -56,9 +56,9 @@ def _cut_reasons(plan: Plan, moves: Sequence[Move]) -> Iterator[str]:
 
 def _effect(plan: Plan, move: Move) -> str:
     longer = move.plan.predicted.makespan / plan.predicted.makespan - 1 if plan.predicted.makespan else 0.0
-    effect = f"a step {percent_text(longer)} longer" if longer >= _VISIBLE else "no longer step"
+    effect = f"a step {percent_text(longer)} longer" if longer >= _VISIBLE else "the same step time"
     if (short := excess_bytes(move.plan)) > 0:
-        effect += f" and {bytes_text(short)} too much held"
+        effect += f" and {bytes_text(short)} more than fit in memory"
     return f"{move.node!r} in stage {move.target} would mean {effect}"
 
 
@@ -84,7 +84,7 @@ def why_lost(plan: Plan, best: Plan) -> str:
     ours, theirs = plan.predicted, best.predicted
     slower = ours.makespan / theirs.makespan - 1 if theirs.makespan else 0.0
     if slower <= _EQUAL:
-        return "as fast, and holds more" if max(ours.peaks) > max(theirs.peaks) else "as fast"
+        return "as fast, but needs more memory" if max(ours.peaks) > max(theirs.peaks) else "as fast"
     rank, work = busiest(plan)
     least = busiest(best)[1]
     if work - least >= (ours.makespan - theirs.makespan) / 2:

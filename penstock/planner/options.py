@@ -1,4 +1,4 @@
-"""PlanOptions: the options of a plan, each declared once."""
+"""The options of a plan."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -42,7 +42,7 @@ class PlanOptions:
     )
     memory: int | str | None = field(default=None, metadata=_cli("SIZE", "Memory of a rank, such as 24GiB."))
     recompute: str = field(
-        default="none", metadata=_cli("WHICH", "Recompute activations: none, full, or auto (where memory demands it).")
+        default="none", metadata=_cli("WHICH", "Recompute activations: none, full, or auto (where memory requires it).")
     )
     budget_seconds: float = field(default=10.0, metadata=_cli("SECONDS", "How long to search for a better plan."))
 

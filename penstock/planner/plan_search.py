@@ -1,4 +1,4 @@
-"""Searches the best plan that the options allow, over cuts, placements, orders, microbatches and recomputation."""
+"""Searches for the best plan that the options allow, over cuts, placements, orders, microbatches and recomputation."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -14,8 +14,7 @@ from penstock.simulate import simulate
 def with_microbatches(plan: Plan, count: int) -> Plan:
     """Returns the plan for another number of microbatches of the same size; every rank gets the same result.
 
-    A schedule of the table is rebuilt. Of any other, which was given or synthesised, the beginning is taken, or it is
-    repeated.
+    A schedule of the table is rebuilt; any other, given or synthesised, is truncated or repeated.
     """
     if plan.choices.schedule in SCHEDULES:
         built = build(plan.choices.schedule, plan.num_ranks, count, plan.num_stages // plan.num_ranks, plan.costs)
@@ -46,13 +45,14 @@ def unsplit(plan: Plan) -> Plan:
 def interpolate_profile(graph: Graph, share: float, small: Profile, large: Profile) -> Profile:
     """Returns the profile of a graph from those of smaller and larger microbatches, by linear interpolation.
 
-    `share` is how far the size of the graph's microbatch lies on the way from the small one to the large one: the cost
-    of a node is assumed to be a constant part per call and a part per sample.
+    `share` is the position of the graph's microbatch size between the small one (0) and the large one (1). The cost of
+    a node is assumed to be a constant part per call and a part per sample.
     """
     ours = [node.name for node in graph.nodes]
     for profile in (small, large):
         if [cost.node for cost in profile.costs] != ours:
-            raise PlanError("microbatches of other sizes run other nodes", nodes=len(ours), measured=len(profile.costs))
+            problem = "microbatches of all sizes must run the same nodes"
+            raise PlanError(problem, nodes=len(ours), measured=len(profile.costs))
     costs: tuple[NodeCost, ...] = tuple(
         _interpolate(one, other, share) for one, other in zip(small.costs, large.costs, strict=True)
     )

@@ -1,10 +1,10 @@
-"""Slow ranks: which ranks take longer than planned and longer than their peers, and the plan that would help.
+"""Detects ranks that take longer than planned and longer than their peers, and finds a plan that would help.
 
-Of every kind of pass the shortest counts, against the costs of the plan: other work on the core of a rank makes some of
-its passes longer, a slow rank all of them. A step is slow for a rank that stands out in it both from its plan and from
-the median of the other ranks. A rank is slow if most of the last steps were, and if all of these taken together are. If
-the plan is wrong about all ranks alike, none stands out; where it is a little wrong about one, the usual time of
-that rank so far counts as well.
+The shortest pass of every kind is compared with the costs of the plan: other processes on the core of a rank make some
+of its passes longer, a slow rank makes all of them longer. A step is slow for a rank that exceeds both its plan and the
+median of the other ranks by a factor. A rank is slow if most of the last steps were slow, and so are these steps taken
+together. Errors of the plan that affect all ranks equally have no effect; errors that affect one rank are corrected by
+its usual ratio to its peers so far.
 """
 
 import math
@@ -44,9 +44,9 @@ OVER_PLAN, OVER_PEERS, OVER_ONLY_PEER = 1.2, 1.35, 1.45
 OVER_USUAL, LEAST, MOST = 1.3, 1.1, 1.45
 """how many times its usual ratio to its peers, once that is known, clipped to between LEAST and MOST times the peers"""
 PLAN_HOLDS = 0.5
-"""a plan that predicts more than twice the usual time is not a measure"""
+"""a plan that predicts more than twice the usual time is not compared with"""
 MEMORY = 50
-"""steps before the last WINDOW whose median is the usual; at least WINDOW of them are needed"""
+"""steps before the last WINDOW whose median is the usual ratio; at least WINDOW of them are needed"""
 CALL_SECONDS, LOST_SECONDS = 2e-4, 5e-4
 """overhead of a pass, and the least that a slow rank loses with each: where passes are short, overheads differ"""
 REPLAN_SECONDS = 1.0
@@ -68,7 +68,7 @@ class SlowRank:
     over_peers: float
     num_peers: int
     is_from_start: bool
-    """whether it never was faster"""
+    """whether it has been slow in all steps so far"""
 
     def __str__(self) -> str:
         since = f"since step {self.since}"
@@ -84,7 +84,7 @@ class _Ratios(NamedTuple):
     over_plan: Floats
     over_peers: Floats
     lost_seconds: Floats
-    """with each pass, compared with its peers"""
+    """per pass, compared with its peers"""
 
     def slow(self, over_plan: Floats, over_peers: Floats) -> Bools:
         """Returns which ranks are beyond these limits."""
@@ -152,7 +152,7 @@ class SlowRankDetector:
         return _Ratios(over_plan, over_plan / peers, (taken - peers * planned) / count)
 
     def _limits(self) -> tuple[Floats, Floats]:
-        """From which ratios on each rank is slow, to the plan and to its peers."""
+        """The ratios to the plan and to its peers from which each rank is slow."""
         ones, has_one_peer = np.ones(self._plan.num_ranks), self._plan.num_ranks == 2
         if len(self._earlier) < WINDOW:
             return OVER_PLAN * ones, (OVER_ONLY_PEER if has_one_peer else OVER_PEERS) * ones
@@ -192,12 +192,12 @@ class SlowRankAdvisor:
     def observe(self, step: int, trace: Trace) -> str:
         """Returns a sentence if a step shows a rank to be slow, else an empty string.
 
-        Searching a new plan takes about a second, once for every rank that becomes slow.
+        Searching for a new plan takes about a second, once for every rank that becomes slow.
         """
         found = self._detector.observe(step, trace)
         if not found:
             return ""
-        # Advice must not end a training, whatever goes wrong.
+        # Advice is optional: no error here may end the training.
         try:
             advice = replan(self._plan, self.slowness)
         except Exception:
@@ -238,7 +238,7 @@ class Replan:
 
 
 def replan(plan: Plan, slowness: tuple[float, ...], budget_seconds: float = REPLAN_SECONDS) -> Replan | None:
-    """Searches a plan for ranks of that slowness; returns None if the plan is too large to search in that time.
+    """Searches for a plan for ranks of that slowness; returns None if the plan is too large to search in that time.
 
     A plan stores no profile, so the costs of nodes are estimated; the cost of recomputed stages is assumed to stay with
     their nodes.

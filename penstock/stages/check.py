@@ -62,7 +62,7 @@ def _run_step(
 
 
 def distances(expected: Tensors, found: Tensors) -> Iterator[Distance]:
-    """The distance for every name in either; equal infinities, and NaN in the same places, are no distance."""
+    """The distance for every name in either; equal infinities, and NaN in the same places, count as equal."""
     for name in dict.fromkeys((*expected, *found)):
         one, other = expected.get(name), found.get(name)
         if one is None or other is None or one.shape != other.shape:

@@ -1,4 +1,4 @@
-"""Cuts that would change what the model computes, and are refused."""
+"""Refuses cuts that would change the results of the model."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -12,7 +12,7 @@ from penstock.ir import Graph, Guard, Partition, refs, states
 
 
 def check_guards(recording: Recording, partition: Partition) -> None:
-    """Raise a PartitionError if no stage has all values that the model reads for one decision."""
+    """Raise a PartitionError if no stage has all values that one branch of the model depends on."""
     graph = recording.graph
     guards = [step for step in recording.record.steps if isinstance(step, Guard)]
     if partition.num_stages > 1:
@@ -21,7 +21,7 @@ def check_guards(recording: Recording, partition: Partition) -> None:
             written = {*states(guard.args), *states(guard.kwargs)} & graph.updated.keys()
             if written:
                 raise PartitionError(
-                    "the model decides by a buffer that it writes, and only one stage would have its content",
+                    "control flow depends on a buffer that the model writes, and only one stage would have its content",
                     module=guard.scope or "the model",
                     read_by=guard.name,
                     buffers=sorted(written),
@@ -32,7 +32,7 @@ def check_guards(recording: Recording, partition: Partition) -> None:
         reads = {*refs(guard.args), *refs(guard.kwargs)}
         if not any(reads <= here for here in available):
             raise PartitionError(
-                "the model decides by values of several stages",
+                "control flow depends on values of several stages",
                 module=guard.scope or "the model",
                 read_by=guard.name,
                 values=sorted(reads),

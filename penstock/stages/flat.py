@@ -1,4 +1,4 @@
-"""A model written down as a list of modules and functions that are called one after another."""
+"""A model given as a list of modules and functions that are called one after another."""
 
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -16,20 +16,20 @@ _LISTS = (nn.Sequential, nn.ModuleList)
 class Flat(nn.Module):
     """Each entry is the name of a module of the model, a module, or a function; a list of modules is its elements.
 
-    Parameters keep the names that they have in the model; a module that is no part of it is called by its place.
+    Parameters keep the names that they have in the model; a module from outside the model is named by its index.
     """
 
     def __init__(self, model: nn.Module, entries: Iterable[Entry]) -> None:
         super().__init__()
         if isinstance(entries, str):
-            raise PartitionError("a list of entries is needed", given=repr(entries), hint=f"[{entries!r}]")
+            raise PartitionError("entries must be a list", given=repr(entries), hint=f"[{entries!r}]")
         self.steps: list[tuple[str, Callable[..., Any]]] = []
         names = {id(module): name for name, module in model.named_modules()}
         for entry in entries:
             for step in _expanded(_found(model, entry)):
                 self._add(model, step, names)
         if not self.steps:
-            raise PartitionError("a flat model without entries")
+            raise PartitionError("entries must not be empty")
 
     def _add(self, model: nn.Module, step: Callable[..., Any], names: dict[int, str]) -> None:
         if not isinstance(step, nn.Module):
@@ -48,7 +48,7 @@ class Flat(nn.Module):
         return tuple(name for name, _ in self.steps if name)
 
     def forward(self, x: Any) -> Any:
-        """Call every entry with what the one before it returned."""
+        """Call every entry on the result of the previous one."""
         for name, step in self.steps:
             x = self.get_submodule(name)(x) if name else step(x)
         return x

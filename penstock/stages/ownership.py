@@ -30,7 +30,7 @@ class Ownership:
         return self._stages[max(self._stages, key=_common_prefix(name))]
 
     def unused_of(self, stage: int, names: Iterable[str]) -> list[str]:
-        """Those among unused names that belong to a stage."""
+        """The unused names that belong to a stage."""
         return [name for name in names if self.of(name) == stage]
 
     def fit(self, graph: Graph) -> Partition:
@@ -55,7 +55,7 @@ class Ownership:
         if () in stages:
             idle = stages.index(())
             raise PartitionError(
-                "this batch leaves a stage nothing to do",
+                "a stage has nothing to run for this batch",
                 stage=idle,
                 planned=" ".join(self._partition.stages[idle]),
                 hint="plan with a batch of this kind as the example, or with fewer stages",
@@ -63,7 +63,7 @@ class Ownership:
         return Partition(stages)
 
     def _latest_stages(self, graph: Graph, owned: dict[str, int]) -> dict[str, int]:
-        """The last stage in which each node may be, so that all nodes that read its values are in it or behind."""
+        """The last stage in which each node may be, so that all nodes that read its values are in it or later."""
         latest: dict[str, int] = {}
         last = self._partition.num_stages - 1
         bound = dict.fromkeys((value.name for node in graph.nodes for value in node.makes), last)

@@ -18,7 +18,7 @@ class Recompute:
     """Wraps the blocks of a stage in torch's checkpoint, as a `wrap` of `Replay`.
 
     The second run draws the same random numbers. It works on copies of the buffers that the block writes, as they were
-    before the first run: buffers are updated once, and what is read from them is the same. Hooks run again too.
+    before the first run: buffers are updated once and read with the same content. Hooks run again too.
     """
 
     def __init__(self, stage: nn.Module, graph: Graph) -> None:

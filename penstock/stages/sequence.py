@@ -62,7 +62,7 @@ class Sequence:
             raise PartitionError("backward needs a forward before it", hint="call the stages with a batch first")
         names = self._captured.output_names(self._recording)
         if unknown := [place for place in gradients if not 0 <= place < len(self._outputs)]:
-            raise PartitionError("a gradient of an output that does not exist", place=unknown[0], outputs=len(names))
+            raise PartitionError("gradients must belong to outputs of the model", place=unknown[0], outputs=len(names))
         waiting: dict[str, Tensor] = {}
         for place, given in gradients.items():
             gradient = torch.ones_like(self._outputs[place]) if given is None else given

@@ -132,7 +132,7 @@ class Stage(nn.Module):
             nodes = [node.name for node in partition.runs(graph)[self.stage_index]]
             wanted = leaving_values(partition, graph, self.stage_index)
             wrap = Recompute(self, graph) if self.recomputes else None
-            # The recording is kept beside, so that its id stays its own.
+            # The recording is kept as well, so that its id is not reused.
             kept = self._replays[key] = recording, captured.replay(recording, nodes, self, wanted, wrap)
         return kept[1]
 

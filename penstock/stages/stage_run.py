@@ -61,7 +61,7 @@ class StageRun:
             self.add_root(name, value)
 
     def take_outputs(self) -> dict[str, Any]:
-        """Hand the values that leave the stage over to the caller; the run keeps none of them."""
+        """Return the values that leave the stage; the run keeps none of them."""
         outputs, self.outputs = self.outputs, {}
         return outputs
 

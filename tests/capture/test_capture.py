@@ -59,12 +59,12 @@ def test_a_leaf_that_lets_a_tensor_out_is_opened():
 
 
 def test_python_state_between_blocks_is_refused():
-    with pytest.raises(CaptureError, match="does something else each time"):
+    with pytest.raises(CaptureError, match="runs differently each time"):
         penstock.capture(Counting(), (BATCH,))
 
 
 def test_randomness_between_blocks_is_refused():
-    with pytest.raises(CaptureError, match="does something else each time"):
+    with pytest.raises(CaptureError, match="runs differently each time"):
         penstock.capture(Skipping(blocks=16), (BATCH,))
 
 

@@ -116,11 +116,11 @@ REFUSED = {
     ),
     "a generator made in the forward": (
         lambda self, x: x + torch.randn(8, generator=torch.Generator().manual_seed(3)),
-        r"something else each time it runs.*where: generator\)",
+        r"runs differently each time.*where: generator\)",
     ),
-    "random numbers of numpy": (lambda self, x: x * np.random.rand(), "something else each time"),
+    "random numbers of numpy": (lambda self, x: x * np.random.rand(), "runs differently each time"),
     "a module given to a function": (lambda self, x: Handed.apply(x, self.blocks[3]), "a module is passed to"),
-    "an object that holds tensors": (lambda self, x: self.unbox(Box(x)), "an object that holds tensors goes from"),
+    "an object that holds tensors": (lambda self, x: self.unbox(Box(x)), "an object that holds tensors is passed from"),
 }
 
 
@@ -245,7 +245,7 @@ class Lazy(Stack):
 
 
 @pytest.mark.parametrize(
-    ("is_buffer", "problem"), [(False, "the first forward prepares"), (True, "is replaced during")]
+    ("is_buffer", "problem"), [(False, "the first forward initialises"), (True, "is replaced during")]
 )
 def test_a_model_that_prepares_itself_is_refused_until_it_was_called(is_buffer, problem):
     model = Lazy(is_buffer).eval()

@@ -245,7 +245,7 @@ class Initialising(Stack):
 
 def test_a_decision_by_a_buffer_that_is_written_is_refused():
     captured = penstock.capture(Initialising(), (BATCH,))
-    with pytest.raises(PartitionError, match=r"decides by a buffer that it writes.*buffers: \['is_ready'\]"):
+    with pytest.raises(PartitionError, match=r"depends on a buffer that the model writes.*buffers: \['is_ready'\]"):
         penstock.split(captured, uniform(captured.graph, 2))
 
 

@@ -31,7 +31,7 @@ def test_two_trainings_do_not_save_into_one_directory(training: ShortTraining, m
     with locked(training.directory / "saved"):
         found = training.run((), "--resume", "auto", fresh=False)
     assert (found.exit_code, len(found.losses)) == (2, 1)
-    assert "another run saves there" in found.output
+    assert "another run is saving to this directory" in found.output
 
 
 def test_a_training_that_has_waited_for_another_looks_again(training: ShortTraining) -> None:
@@ -53,7 +53,7 @@ def test_a_training_that_has_waited_for_another_looks_again(training: ShortTrain
     told = refused(training, "--checkpoint", "saved", "--steps", "2")
     thread.join()
     other.rmdir()
-    assert "the directory has checkpoints of a run" in told
+    assert "the directory already has checkpoints of a run" in told
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ MISTAKES = {
     "a directory instead of a file": Mistake(
         "plan none:build", 2, "expected a file, got a directory", "none/FILE.py:build"
     ),
-    "a model that changes": Mistake("plan model.py:clock --ranks 2", 3, "something else each time it runs", "turn it"),
+    "a model that changes": Mistake("plan model.py:clock --ranks 2", 3, "runs differently each time", "turn it"),
     # numbers and names
     "too few samples": Mistake(f"{PLAN} --microbatches 9", 2, "(samples: 8, microbatches: 9)", "--microbatches 8"),
     "no microbatches": Mistake(f"{PLAN} --microbatches 0", 2, "must be a whole number, 1 or more", "--microbatches 4"),
@@ -131,9 +131,9 @@ MISTAKES = {
     "a time that is no number": Mistake("simulate gpipe --latency nan", 2, "latency must be finite seconds"),
     "more overlap than there is": Mistake("simulate gpipe --overlap 2", 2, "overlap must be a share between 0 and 1"),
     "a size of no known unit": Mistake("simulate --activation-bytes 3XB", 2, "not a size in bytes", '"24GiB"'),
-    "one CSV for all": Mistake("simulate --csv a.csv", 2, "--csv takes one schedule", "simulate gpipe --csv a.csv"),
+    "one CSV for all": Mistake("simulate --csv a.csv", 2, "needs a single schedule", "simulate gpipe --csv a.csv"),
     "one bad cell": Mistake("check cell.csv", 2, "(file: cell.csv, row: 2, column: 3, cell: '1X0')", "such as 2F0"),
-    "a CSV for other ranks": Mistake(f"{PLAN} --schedule three.csv", 2, "other numbers than asked for", "--ranks 3"),
+    "a CSV for other ranks": Mistake(f"{PLAN} --schedule three.csv", 2, "must have the requested sizes", "--ranks 3"),
     "orders that block": Mistake("check stuck.csv", 2, "rank 1 is blocked at 1F1 (position 1), which needs 0F1"),
     "an empty CSV": Mistake("check empty.csv", 2, "an empty schedule"),
     "a stage on two ranks": Mistake("check twice.csv", 2, "a stage on two ranks (file: twice.csv"),

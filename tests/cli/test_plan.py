@@ -35,7 +35,7 @@ def test_a_plan_is_shown_written_and_explained(call, tmp_path: Path) -> None:
     shown = call("plan", "model.py:build", *QUICK, "--microbatches", "4", "--out", "plan.json")
     assert shown.exit_code == 0
     assert "on 2 ranks" in shown.stdout
-    assert "works most" in shown.stdout
+    assert "has the most work" in shown.stdout
     assert "wrote plan.json" in shown.stderr
     assert Plan.load(tmp_path / "plan.json").num_microbatches == 4
     assert call("explain", "plan.json").stdout == shown.stdout
@@ -56,7 +56,7 @@ def test_reasons_are_printed_for_programs(call) -> None:
 
 def test_a_model_is_planned_to_be_explained(call) -> None:
     options = ("--schedule", "1f1b", "--microbatches", "2")
-    assert "works most" in call("explain", "model.py:build", *QUICK, *options).stdout
+    assert "has the most work" in call("explain", "model.py:build", *QUICK, *options).stdout
 
 
 def test_a_batch_that_does_not_fit_the_model_is_told(call) -> None:

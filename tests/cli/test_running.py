@@ -38,7 +38,7 @@ def test_the_plan_is_for_the_ranks_that_run(call, tmp_path: Path) -> None:
 def test_a_machine_is_not_described_where_it_is_measured(call) -> None:
     shown = call("plan", "model.py:build", "--bandwidth", "1e9")
     assert shown.exit_code == 2
-    assert "under torchrun, links are measured and cores are counted" in shown.stderr
+    assert "options that describe the machine must not be given" in shown.stderr
 
 
 def test_other_ranks_than_those_that_run_are_refused() -> None:

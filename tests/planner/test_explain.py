@@ -24,7 +24,7 @@ def reasons(seconds, memory=None, **asked):
 
 def test_the_busiest_rank_is_named():
     text = reasons([1.0, 1.0, 1.0, 2.0], schedule="1f1b", partitioner="linear")
-    assert text[0] == "Rank 1 works most: 72 s of a step, 20.0 % above the mean of the ranks."
+    assert text[0] == "Rank 1 has the most work: 72 s of a step, 20.0 % above the mean of the ranks."
 
 
 def test_the_cost_of_moving_one_node_is_reported():

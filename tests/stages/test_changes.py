@@ -94,7 +94,7 @@ class Comparing(Stack):
 def test_a_decision_by_values_of_two_stages_is_made_where_both_are_or_refused():
     model = Comparing()
     captured = penstock.capture(model, (BATCH,))
-    with pytest.raises(PartitionError, match=r"decides by values of several stages .*read by: equal"):
+    with pytest.raises(PartitionError, match=r"depends on values of several stages .*read by: equal"):
         penstock.split(captured, cut_before(captured.graph, ["blocks.1", "blocks.2"]))
 
 

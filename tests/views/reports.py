@@ -55,7 +55,7 @@ def planned(
     choices = Choices("linear", schedule, (False,) * stages, "loop")
     slower = replace(predicted, makespan=2 * predicted.makespan)
     tried = (Candidate(choices, microbatches, 6, predicted), Candidate(choices, 2, 6, slower, "100 % slower: <waits>"))
-    search = Search(tried, ("Rank 1 works most.",))
+    search = Search(tried, ("Rank 1 has the most work.",))
     return Plan(graph, partition, order, choices, costs, cluster, predicted, search)
 
 

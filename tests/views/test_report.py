@@ -43,7 +43,7 @@ def zoom_data(page: str) -> dict:
         "largest difference 2.5e-7",
         "no order of these stages takes less than 50 ms",
         "schedule zb_h1 −12.5 % 100 ms another order",
-        "Rank 1 works most.",
+        "Rank 1 has the most work.",
         "100 % slower: <waits>",
         "64, 256 B 10 ms 20 ms 1 MiB 1 tensor, 128 B → 1 layers.0",
         "plan 0123abcd",

@@ -23,7 +23,7 @@ from penstock.planner.synthesis.pass_table import Floats, Ints, PassNeed, PassTa
 from penstock.planner.synthesis.problem import FlatProblem, ScheduleProblem
 
 _CAUTION = 1e-9
-"""the share of a bound that may be rounding"""
+"""the share of a bound that may be due to rounding"""
 _MACHINE_PASSES = 20_000
 """passes that are compared with the work of their rank; later ones only with their needs"""
 _MACHINE_DEPTH = 48
@@ -171,7 +171,7 @@ def memory_lags(table: PassTable) -> tuple[Lag, ...]:
     - *Room.* When a pass starts, the passes that allocate before it have run for its microbatch and all earlier ones.
       Bytes above the room must have been freed by passes of earlier microbatches, which in turn need others.
     - *Escape.* The bytes of a microbatch are freed only after all its allocating passes on the rank have run. A row
-      that runs too far ahead of another would leave no room for the other, for ever.
+      that runs too far ahead of another would block the other for ever.
     """
     room = table.flat.room
     return tuple(

@@ -44,7 +44,7 @@ def search_orders(table: PassTable, goal: Goal, seeds: list[RankOrders]) -> Rank
         if all(peak_bytes(flat, order) <= room for order, room in zip(orders, flat.room, strict=True))
     ]
     if flat.problem.objective == "span":
-        # A rank that begins early may end no later, compared with its beginning, than the others.
+        # The span counts from the first start of each rank: a rank that starts early must also end early.
         first = np.array([earliest_starts(table)[list(mine), 0].min() for mine in table.of_rank])
         table = replace(table, after=first.max() - first)
     pool = _explore(table, goal, fitting)

@@ -41,7 +41,7 @@ def prove(problem: ScheduleProblem, known: RankOrders, bound: float, limit_secon
     `bound` is one that is proven already.
     """
     if not _is_supported(problem):
-        raise ScheduleError("the solver proves makespans without overlapped pairs", objective=problem.objective)
+        raise ScheduleError("the solver supports only makespans without overlapped pairs", objective=problem.objective)
     cp_model = load()
     flat = FlatProblem.of(problem)
     model = _Model(cp_model.CpModel(), PassTable.least(flat))

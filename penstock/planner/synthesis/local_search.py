@@ -60,7 +60,7 @@ def polish(flat: FlatProblem, orders: RankOrders, moves: int, goal: Goal) -> Ran
 
     A pass of the critical chain moves a few places up or down its rank. Passes that the move makes illegal or too large
     for the memory are deferred to where they may run. A longer result is kept with a probability that falls with the
-    temperature, which sinks to almost nothing.
+    temperature, which decreases to almost 0.
     """
     random = Random(0)
     ends, length = evaluate(flat, orders)

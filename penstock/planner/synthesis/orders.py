@@ -114,7 +114,7 @@ def is_too_large(problem: ScheduleProblem, budget_seconds: float) -> bool:
 
 
 def table_orders(problem: ScheduleProblem) -> Iterator[SimulatedOrder]:
-    """Yields the schedules of the table whose stages lie on the ranks as those of the problem do."""
+    """Yields the schedules of the table that have the placement of the problem."""
     for name in SCHEDULES:
         schedule = build_on(problem.placement, name, problem.num_microbatches, problem.costs)
         if schedule is not None:
@@ -149,7 +149,7 @@ def _rank(order: SimulatedOrder) -> tuple[float, int]:
 
 
 def _unsplit_choices(problem: ScheduleProblem) -> tuple[frozenset[int], ...]:
-    """Which stages do not split their backward: none and, if there are any, those that are quicker so."""
+    """Which stages do not split their backward: none and, if there are any, those that are quicker that way."""
     costs = problem.costs
     columns = zip(costs.backward, costs.input_grad, costs.weight_grad, strict=True)
     quicker = frozenset(stage for stage, (whole, *parts) in enumerate(columns) if whole < sum(parts) * (1 - 1e-9))

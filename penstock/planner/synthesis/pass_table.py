@@ -1,8 +1,8 @@
 """The passes as a table: a row per stage and fact that its passes make, a column per microbatch.
 
 Row 3 s holds the forwards of stage s, row 3 s + 1 its input gradients, row 3 s + 2 its weight gradients: 3 s + Fact.
-The table can be mirrored in time: needs turn round, and passes that freed bytes take them. An order of the mirrored
-table, read backwards, is an order of the table, which is how the end of a step gets the same care as its beginning.
+The table can be mirrored in time: needs are reversed, and passes that freed bytes allocate them. An order of the
+mirrored table, read backwards, is an order of the table, so that a search can build it from the end of the step.
 """
 
 from collections.abc import Collection

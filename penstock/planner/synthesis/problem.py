@@ -1,9 +1,9 @@
-"""The problem that an order is sought for, as records and as the plain lists that inner loops read.
+"""The problem of finding an order, as records and as the plain lists that inner loops read.
 
-Microbatches are alike, so for any order there is one as good in which every stage takes them in turn: its k-th forward
-is that of microbatch k, and so are its k-th input gradient and its k-th weight gradient (sorting each row of starts
-keeps every inequality between rows). The order of a rank is then a list of *pass ids*, each a stage and a kind of pass
-without a microbatch.
+All microbatches cost the same, so for any order there is one as good in which every stage takes them in turn: its k-th
+forward is that of microbatch k, and so are its k-th input gradient and its k-th weight gradient (sorting each row of
+starts keeps every inequality between rows). The order of a rank is then a list of *pass ids*, each a stage and a kind
+of pass without a microbatch.
 """
 
 from dataclasses import dataclass
@@ -195,7 +195,7 @@ def _message(problem: ScheduleProblem, links: dict[tuple[int, int], int], source
         return Message(target, -1, 0.0, 0.0)
     link = problem.cluster.link(here, there)
     size = problem.costs.message_bytes(np.array([source]), np.array([target]))[0]
-    # As the simulator does it: times the seconds of a byte, so that both round alike.
+    # As the simulator does it: times the seconds of a byte, so that both round the same way.
     seconds = 0.0 if link.bandwidth is None else float(size * (1.0 / link.bandwidth))
     return Message(target, links.setdefault((here, there), len(links)), seconds, float(link.latency))
 
