@@ -1,4 +1,4 @@
-"""Sends nested structures of tensors from one rank to others: a text that describes the structure, then the tensors."""
+"""Sends nested structures of tensors from one rank to others: a JSON text of the structure, then the tensors."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ _REFUSED = "refused: "
 
 
 def flatten_structure(thing: Any) -> tuple[str, list[Tensor]]:
-    """A text that describes a structure of lists, tuples, dicts and plain values, and its tensors in order."""
+    """Return a JSON text of a structure of lists, tuples, dicts and plain values, and its tensors in order."""
     _check_structure(thing)
     tensors: Tensors = {}
     tree = encode_tree(thing, tensors, "batch")
@@ -100,7 +100,7 @@ def gather_tensors(
 ) -> dict[str, Tensor]:
     """The named tensors of all ranks in host memory, on rank 0 or everywhere; other ranks get an empty dict.
 
-    Sharded tensors are made whole. Of equal names the first rank's tensor is taken.
+    Sharded tensors are gathered. If several ranks have a name, the tensor of the first of them is returned.
     """
     whole = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in own.items()}
     detached = {name: tensor.detach() for name, tensor in whole.items()}

@@ -44,7 +44,7 @@ class CompiledAction(NamedTuple):
     run: Run | None = None
     """None if there is nothing to do, as for a message without content"""
     waits: tuple[Run, ...] = ()
-    """to be called before"""
+    """to be called before `run`"""
     recv_slots: tuple[RecvSlot, ...] = ()
     """the messages that it waits for"""
     is_reported: bool = True
@@ -81,7 +81,7 @@ class CompiledStep:
 
     is_training: bool
     recordings: tuple[Recording, ...]
-    """kept alive, because compiled steps are found by their ids"""
+    """kept alive, because their ids are keys of the cache of compiled steps"""
     roots: tuple[Roots, ...]
     program: Program
     agreement: Agreement
@@ -194,6 +194,7 @@ class _Compiler:
             crossing = self._edges[microbatch].get((min(source, target), max(source, target)))
             values = () if crossing is None else crossing.gradients if source > target else crossing.values
             if values:
+                # One tag per edge and direction is enough: messages of one tag arrive in the order of their sends.
                 tag = source * self._program.num_stages + target
                 codecs = tuple(self._codec(value, action.is_gradient) for value in values)
                 route = Route(code, key, self._program.placement[action.peer], tag, codecs)
@@ -203,6 +204,7 @@ class _Compiler:
                     self._recvs[key] = self._transport.recv_slot(route)
 
     def _codec(self, value: Value, is_gradient: bool) -> TensorCodec:
+        # The codec keeps the value alive, so its id cannot be reused.
         key = (id(value), is_gradient)
         if key not in self._codecs:
             self._codecs[key] = TensorCodec(value, is_gradient)
@@ -234,7 +236,7 @@ class _Compiler:
         return self._runner.weight_grad if isinstance(action, WeightGrad) else self._runner.backward
 
     def _pass(self, action: ComputeAction) -> Pass:
-        stage, microbatch = place = (action.stage, action.microbatch)
+        stage, microbatch = action.stage, action.microbatch
         crossings = self._edges[microbatch].values()
         incoming = [crossing for crossing in crossings if crossing.consumer == stage]
         outgoing = [crossing for crossing in crossings if crossing.producer == stage]
@@ -247,7 +249,7 @@ class _Compiler:
             outgoing.sort(key=lambda crossing: -crossing.consumer)
             sources = [self._source(c.gradients, (c.consumer, stage, microbatch)) for c in outgoing if c.gradients]
             targets = [self._target(c.gradients, (stage, c.producer, microbatch)) for c in incoming if c.gradients]
-        return Pass(stage, microbatch, tuple(sources), tuple(targets), place in self._split)
+        return Pass(stage, microbatch, tuple(sources), tuple(targets), (stage, microbatch) in self._split)
 
     def _source(self, values: Sequence[Value], key: MessageKey) -> ValuesFrom:
         return ValuesFrom(tuple(value.name for value in values), self._recvs.get(key) or self._local(key))
@@ -260,7 +262,7 @@ class _Compiler:
 
 
 def _run_all(runs: Sequence[Run]) -> None:
-    """The parts of an overlapped action run one after another."""
+    """Run the parts of an overlapped action one after another."""
     for run in runs:
         run()
 

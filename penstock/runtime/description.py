@@ -9,13 +9,13 @@ from penstock.views import Cuts
 
 def describe(plan: Plan, part: ModelPart, reduction: str) -> str:
     """Describe a pipeline for the terminal or a log."""
-    return "\n".join((str(plan), "", Cuts()((plan.graph, plan.partition)), "", *_remarks(plan, part, reduction)))
+    return "\n".join((str(plan), "", Cuts()((plan.graph, plan.partition)), "", *_details(plan, part, reduction)))
 
 
-def _remarks(plan: Plan, part: ModelPart, reduction: str) -> Iterator[str]:
+def _details(plan: Plan, part: ModelPart, reduction: str) -> Iterator[str]:
     groups = part.groups
-    place = "all ranks inside this process" if groups.is_local else f"rank {groups.rank} of {groups.num_ranks}"
-    yield f"{place}, stages {', '.join(map(str, part.stages))}, {len(part.parameters)} parameters"
+    position = "all ranks inside this process" if groups.is_local else f"rank {groups.rank} of {groups.num_ranks}"
+    yield f"{position}, stages {', '.join(map(str, part.stages))}, {len(part.parameters)} parameters"
     if groups.num_replicas > 1:
         yield f"replica {groups.replica} of {groups.num_replicas}"
     for shared in part.tied.tied:

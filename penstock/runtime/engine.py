@@ -25,12 +25,12 @@ from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import make_transport
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""of a loss, as a number that ranks can exchange"""
+"""of a loss; ranks exchange the index of its dtype"""
 _MASK = (1 << 64) - 1
 
 
 class Engine:
-    """Takes steps with this process's stages, together with all other ranks."""
+    """Runs training and evaluation steps on this process's stages, together with all other ranks."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Engine:
     def _begin_given(
         self, batch: Batch, request: SyncRequest, is_training: bool
     ) -> tuple[SplitBatch, CompiledStep, float]:
-        """Every rank was given the batch: the ranks compare the step that each of them derives from it."""
+        """Begin a step whose batch every rank was given; the ranks compare the steps that they derive from it."""
         groups, every = self._groups, self._options.check_inputs_every
         with self._refusing(request):
             split = self._splitter.split(self._splitter.arranged(batch))
@@ -117,7 +117,7 @@ class Engine:
             compares = every and request.step % every == 0 and not groups.is_local
             checksum = self._splitter.checksum(split) if compares else 0
         sums = self._size_and_loss(split, compiled)
-        # One rank of each pipeline contributes, so that the sum is one over replicas.
+        # Only rank 0 of each pipeline contributes, so that the sum over all ranks is a sum over the replicas.
         own_sums = sums if groups.rank == 0 else (0.0, 0.0)
         vote = SyncVote(compiled.agreement, checksum, own_sums)
         if groups.monitor is not None and groups.replicas is None:
@@ -131,11 +131,11 @@ class Engine:
     def _begin_sent(
         self, sender: BatchSender, batch: Batch, request: SyncRequest, is_training: bool
     ) -> tuple[SplitBatch, CompiledStep, float]:
-        """Only rank 0 was given the batch: the ranks sync first, then receive their parts of it."""
+        """Begin a step whose batch only rank 0 was given; the ranks sync first, then receive their parts of it."""
         # The ranks must know the same kinds of batches, or they would wait for tensors that are not sent.
         count = self._plan.num_microbatches
         agreement = Agreement.of_options(
-            {"microbatches": f"{count}, with {sender.num_kinds} kinds of batches met since"}
+            {"microbatches": f"{count}, after {sender.num_kinds} kinds of batches"}
         )
         offer, vote = None, SyncVote(agreement, sums=(0.0, 0.0), maxes=(0.0,))
         if self._groups.rank == 0:
@@ -151,7 +151,7 @@ class Engine:
             compiled = self._compiled(split, is_training)
         else:
             # The kind is new to at least one replica: all ranks agree on the step that they derive from it.
-            new = SyncRequest("the form of a batch", request.step)
+            new = SyncRequest("the shapes of a batch", request.step)
             with self._refusing(new):
                 split = sender.receive(number) if offer is None else sender.send(offer)
                 compiled = self._compiled(split, is_training)
@@ -161,7 +161,7 @@ class Engine:
         return split, compiled, self._mean_size(result)
 
     def _compiled(self, split: SplitBatch, is_training: bool) -> CompiledStep:
-        """The compiled step for a batch, compiled when a batch of its kind comes for the first time."""
+        """The compiled step for a batch; the first batch of each kind compiles it."""
         roots = tuple([self._loss_head.roots(recording, is_training) for recording in split.recordings])
         key = (is_training, roots, *map(id, split.recordings))
         if key not in self.compiled_steps:
@@ -170,7 +170,7 @@ class Engine:
 
     @contextmanager
     def _refusing(self, request: SyncRequest) -> Iterator[None]:
-        """An error inside, on this rank only, is raised on every rank at the sync of this request."""
+        """Raise an error that occurs inside on every rank, at the sync of this request."""
         try:
             yield
         except Exception as error:
@@ -188,14 +188,14 @@ class Engine:
         return float(sum([microbatch.size for microbatch in split.microbatches])), float(has_loss)
 
     def _mean_size(self, result: SyncResult) -> float:
-        """The number of samples, averaged over the replicas, of which all or none must have a loss."""
+        """The number of samples, averaged over the replicas; raises an error if only some replicas have a loss."""
         count, (samples, losses) = self._groups.num_replicas, result.sums[:2]
         if losses not in (0.0, count):
             error = RunError(
                 "some replicas have a target or labels and others do not",
                 with_loss=int(losses),
                 replicas=count,
-                hint="a target, or labels, on every replica or on none",
+                hint="give a target, or labels, on every replica or on none",
             )
             error.is_shared = True
             raise error
@@ -212,7 +212,7 @@ class Engine:
         return times
 
     def _undo(self) -> None:
-        """The step failed: gradients and buffers become what they were before it."""
+        """Restore gradients and buffers to their values before the step."""
         self._part.replicas.clear()
         self._part.sharded.clear()
         self._part.snapshot.restore()
@@ -237,7 +237,7 @@ class Engine:
             compiled.clear()
             self._transport.clear()
             if self._transport.problem is not None:
-                # The ranks disagree about the step: the action that ran the check is not to blame.
+                # The ranks disagree about the step: the action that ran the check did not cause that.
                 raise self._transport.problem from None
             cause, lacks_target = error.__cause__, self._loss_head.has_loss_fn and step.microbatches[0].target is None
             if isinstance(error, RunError) and isinstance(cause, TypeError | AttributeError) and not error.hint:
@@ -291,15 +291,15 @@ class Engine:
             tuple(own[count:]),
             outputs,
             None if times is None else recorded_trace(compiled.program, self._plan.costs, groups, times),
-            self._nonfinite(step, compiled, number, -first, last) if step.is_training else "",
+            self._check_finite(step, compiled, number, -first, last) if step.is_training else "",
         )
 
     def _broadcast_losses(self, own: Sequence[float], count: int) -> tuple[float, ...]:
-        """Losses and weights of more microbatches than a vote has room for."""
+        """Broadcast losses and weights of more microbatches than fit into a vote."""
         values = torch.tensor(own or [0.0] * 2 * count, dtype=torch.float64)
         return tuple(self._groups.broadcast(values, self._last_rank).tolist())
 
-    def _nonfinite(self, step: Step, compiled: CompiledStep, number: int, first: float, last: float) -> str:
+    def _check_finite(self, step: Step, compiled: CompiledStep, number: int, first: float, last: float) -> str:
         """Raise an error if NaN or Inf was produced; with nonfinite="skip", warn and return why the step is skipped."""
         is_forward = math.isfinite(first)
         if not is_forward and not math.isfinite(last):
@@ -316,22 +316,23 @@ class Engine:
             stage=origin.stage if origin else stage,
             during="forward" if is_forward else "backward",
             **(origin.error_values if origin else {"nodes": f"{nodes[0]} to {nodes[-1]}"}),
-            hint='a smaller learning rate, clip_grad_norm_, or nonfinite="skip" to go on without this batch',
+            hint='a smaller learning rate, clip_grad_norm_, or nonfinite="skip" to continue without this batch',
         )
         if self._options.nonfinite == "raise":
             error.is_shared = True
             raise error
         if self._groups.is_first:
+            # Points at the user's call of step.
             warnings.warn(str(error), PenstockWarning, stacklevel=5)
         return str(error)
 
     def _run_again(self, step: Step, compiled: CompiledStep) -> NonfiniteProbe:
         """Run a step once more from the state before it, on every rank, to find where NaN or Inf came from.
 
-        It computes the same again, so that gradients and buffers end up as after the first run.
+        The second run is deterministic, so gradients and buffers end up as after the first.
         """
         self._undo()
-        # The weights are known: they may depend on what the loss function has seen.
+        # The weights are reused: a loss function that keeps state could give other weights in a second run.
         again = Step(
             step.microbatches,
             step.recordings,
@@ -363,7 +364,7 @@ def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _generators_restored() -> Iterator[None]:
-    """Replay seeds torch's generators; the user's own random numbers continue as if nothing had been drawn."""
+    """Restore torch's generators, which replay seeds, so that the user's random numbers continue as without it."""
     host = torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:

@@ -47,14 +47,15 @@ def execute(program: RankProgram, report: Callable[[int], None], times: ActionTi
 
 
 def execute_local(programs: Sequence[RankProgram], times: Sequence[ActionTimes] | None = None) -> None:
-    """Run all ranks in this process, in turns: each as far as the messages that have arrived for it allow."""
+    """Run all ranks in this process, in turn: each of them until it needs a message that was not sent yet."""
     times = times or [ActionTimes() for _ in programs]
     positions = [0] * len(programs)
     is_done, has_progress = False, True
     while not is_done:
         if not has_progress:
             waiting = [p.actions[at].code for at, p in zip(positions, programs, strict=True) if at < len(p.actions)]
-            raise RunError("every rank waits for another", actions=[str(decode_one(code)) for code in waiting])
+            actions = [str(decode_one(code)) for code in waiting]
+            raise RunError("deadlock: every rank waits for another", actions=actions)
         is_done, has_progress = True, False
         for index, program in enumerate(programs):
             while positions[index] < len(program.actions):
@@ -98,6 +99,7 @@ def watch_step(monitor: RankMonitor | None, step: int, is_training: bool) -> Ite
     except Exception as error:
         located = error.at(step=step) if isinstance(error, RunError) else error
         if monitor is not None:
+            # An error that every rank raises needs no publishing.
             if isinstance(located, PenstockError) and located.is_shared:
                 monitor.idle()
             else:

@@ -1,4 +1,4 @@
-"""How the gradients of this process become those of the whole model: replicas, tied and sharded parameters, norms."""
+"""Reduces gradients over replicas, tied parameters and shards, and computes and clips their global norm."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,15 +43,19 @@ class ReplicaReducer:
         own = [p for p in self._parameters.get(stage, ()) if p.requires_grad and not isinstance(p, DTensor)]
         # One message per dtype, so that no gradient is converted.
         for dtype in dict.fromkeys(parameter.dtype for parameter in own):
-            alike = [parameter for parameter in own if parameter.dtype == dtype]
+            same_dtype = [parameter for parameter in own if parameter.dtype == dtype]
             # A gradient may be missing on some replicas: flags, one per parameter, travel behind the gradients.
-            flags = [parameter.grad is not None for parameter in alike]
-            flat = torch.cat([*map(_flat_gradient, alike), torch.tensor(flags, dtype=dtype, device=alike[0].device)])
+            flags = [parameter.grad is not None for parameter in same_dtype]
+            device = same_dtype[0].device
+            flat = torch.cat([*map(_flat_gradient, same_dtype), torch.tensor(flags, dtype=dtype, device=device)])
             work = self._groups.start(dist.all_reduce, flat, group=self._groups.replicas, async_op=True)
-            self._started.append((work, flat, alike))
+            self._started.append((work, flat, same_dtype))
 
     def finish(self) -> None:
-        """Wait for all averages and store them; of a parameter that two stages use, the one started later counts."""
+        """Wait for all averages and store them.
+
+        A parameter that two stages use is averaged twice; the later average includes the gradients of both stages.
+        """
         for work, flat, parameters in self._started:
             self._groups.wait(work)
             sizes = [parameter.numel() for parameter in parameters]
@@ -92,7 +96,7 @@ class TiedParameter:
 
 
 class TiedReducer:
-    """Sums what one step adds to the gradients of tied parameters over the ranks that use them."""
+    """Sums the gradients that one step adds to tied parameters over the ranks that use them."""
 
     def __init__(self, groups: ProcessGroups, tied: Sequence[TiedParameter]) -> None:
         self._groups = groups
@@ -130,6 +134,7 @@ class TiedReducer:
         return total
 
     def _send(self, gradient: Tensor | None, one: TiedParameter, rank: int) -> None:
+        # A flag goes first: a rank may have no gradient to send.
         flag = torch.tensor([int(gradient is not None)], device=one.parameter.device)
         self._groups.run(dist.isend, flag, group=self._groups.group, group_dst=rank)
         if gradient is not None:
@@ -163,7 +168,7 @@ class ShardedStages:
                 _set_last_backward(module, False)
 
     def before_backward(self, stage: int) -> None:
-        """Let the last backward of a sharded stage reduce its gradients over the replicas."""
+        """Make the last backward of a sharded stage reduce its gradients over the replicas."""
         self._num_left[stage] = self._num_left.get(stage, 0) - 1
         if not self._num_left[stage]:
             for module in self.modules[stage]:
@@ -240,7 +245,8 @@ def global_norm(sync: RankSync, request: SyncRequest, gradients: Sequence[Tensor
     largest = sync.exchange(request, SyncVote(maxes=(_largest_entry(gradients),))).maxes[0]
     if math.isinf(power) or not math.isfinite(largest) or largest == 0.0:
         return torch.tensor(largest, dtype=torch.float64)
-    # Replicas have equal gradients, of which one counts, except for sharded ones, of which each replica has a part.
+    # First plain gradients, which are equal on all replicas, so that those of one pipeline are summed; then sharded
+    # ones, of which each replica has a part, so that those of all replicas are summed.
     sums = torch.zeros(2, dtype=torch.float64)
     for gradient in gradients:
         scaled = _local(gradient).abs().to(torch.float64).div_(largest)
@@ -252,7 +258,7 @@ def global_norm(sync: RankSync, request: SyncRequest, gradients: Sequence[Tensor
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients of this norm so that it becomes at most `max_norm`, by the formula of torch."""
+    """Scale gradients in place so that their norm becomes at most `max_norm`, by the formula of torch."""
     factor = float(max_norm) / (float(norm) + 1e-6)
     if factor < 1.0 or math.isnan(factor):
         for gradient in gradients:

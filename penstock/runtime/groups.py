@@ -16,7 +16,7 @@ PIPELINE, REPLICAS = "pp", "dp"
 
 @dataclass
 class ProcessGroups:
-    """The groups of torch.distributed that this process belongs to, and its place in them.
+    """The groups of torch.distributed that this process belongs to, and its position in them.
 
     `is_local`: all ranks are in this process. `replica` of `num_replicas` is the index of this copy of the pipeline.
     `is_first`: this is the first rank of the first replica, which acts for all.
@@ -110,7 +110,7 @@ class ProcessGroups:
         return self._gather(values, self.control, self.num_ranks)
 
     def gather_replicas(self, values: Tensor) -> Tensor:
-        """The values of all replicas, of the ranks with the same stages, one row each, on every one of them."""
+        """The values of the ranks with the same stages in all replicas, one row each, on each of these ranks."""
         return self._gather(values, self.replica_control, self.num_replicas)
 
     def _gather(self, values: Tensor, group: Any, size: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Finds the first stage, and within it the first operation or gradient, that produced NaN or Inf.
 
 Every training step records the smallest and largest entry that each stage produced. If one of them is not finite, the
-step is run again with a `NonfiniteProbe`, which looks at the result of every call.
+step is run again with a `NonfiniteProbe`, which checks the result of every call.
 """
 
 import json
@@ -97,7 +97,7 @@ class NonfiniteOrigin:
 
 
 def agree_on_origin(groups: ProcessGroups, own: NonfiniteOrigin | None) -> NonfiniteOrigin | None:
-    """The origin in the last stage among those that ranks found, of the first replica that found any, on every rank."""
+    """Agree on one origin on every rank: the one in the last stage, of the first replica that found any."""
     stages = groups.gather(torch.tensor([-1 if own is None else own.stage])).flatten().tolist()
     text = json.dumps(None if own is None else [own.stage, own.microbatch, own.description])
     text = groups.broadcast_text(text, stages.index(max(stages)))
@@ -135,7 +135,7 @@ class NonfiniteProbe:
         return self._current
 
     def origin(self, stage: int | None) -> NonfiniteOrigin | None:
-        """What this process found in the forward of a stage; with None, in the backward of its last stage."""
+        """The origin found by this process in the forward of a stage; with None, in the backward of its last stage."""
         if stage is not None:
             return self.forward.get(stage)
         found = {index: own for index in self.stages if (own := self._gradient_origin(index))} | self.backward
@@ -154,7 +154,7 @@ class StageProbe:
     def __init__(self, probe: NonfiniteProbe, place: NonfiniteOrigin, graph: Graph, inputs: Mapping[str, Any]) -> None:
         self._probe, self._place, self._graph, self._inputs = probe, place, graph, inputs
         self.inside: dict[int, str] = {}
-        """by severity, the first module within the present call that returned such a value"""
+        """by severity, the first module within the current call that returned such a value"""
         self._first: dict[int, str] = {}
         """by severity, a description of the first such value"""
         self._hooked: set[Any] = set()
@@ -168,7 +168,7 @@ class StageProbe:
         self._hook_backward(node, results.values())
 
     def end(self, outputs: Iterable[object], loss: Tensor | None) -> None:
-        """The forward is over. Values within the stage, such as masks, count only if its outputs are not finite."""
+        """End the forward. Values within the stage, such as masks, count only if its outputs are not finite."""
         if loss is not None:
             self._hook_backward("the loss function", (loss,))
         if severity := _severity(outputs):
@@ -179,7 +179,7 @@ class StageProbe:
             self._probe.forward.setdefault(self._place.stage, replace(self._place, description=found))
 
     def _cause(self, node: Node, severity: int) -> str:
-        """The input, parameter or buffer that was already bad; else the inner module or the call that made it so."""
+        """The input, parameter or buffer that was not finite; else the inner module or the call that produced it."""
         stage = self._probe.stages[self._place.stage]
         sources = (
             ("input", node.reads, self._inputs),
@@ -193,12 +193,12 @@ class StageProbe:
         return f"the output of {self.inside.get(severity, node.name)}"
 
     def _hook_backward(self, node: str, values: Iterable[object]) -> None:
-        """Check what every autograd function that was added since the last call returns in backward."""
+        """Check the gradients that every autograd function added since the last call returns in backward."""
         tensors = (value for value in values if isinstance(value, Tensor))
         pending = [value.grad_fn for value in tensors if value.grad_fn is not None]
         while pending:
             function = pending.pop()
-            # AccumulateGrad nodes outlive the step; what they are given has been checked already.
+            # AccumulateGrad nodes outlive the step; their inputs are checked as results of other functions.
             if function not in self._hooked and not hasattr(function, "variable"):
                 self._hooked.add(function)
                 function.register_hook(partial(self._check_backward, node))

@@ -23,7 +23,7 @@ _TARGET = "target"
 
 
 class SplitBatch(NamedTuple):
-    """A batch as microbatches, the recording that holds for each, and its tensors by the names of inputs."""
+    """A batch as microbatches, with the recording and the named input tensors of each."""
 
     microbatches: tuple[Microbatch, ...]
     recordings: tuple[Recording, ...]
@@ -31,7 +31,7 @@ class SplitBatch(NamedTuple):
 
 
 class BatchSplitter:
-    """Splits batches by the number of microbatches of a plan."""
+    """Splits batches into the number of microbatches of a plan."""
 
     def __init__(self, part: ModelPart, plan: Plan, split: Mapping[str, int | None]) -> None:
         """`split`: see `split_batch`."""
@@ -59,7 +59,7 @@ class BatchSplitter:
         return SplitBatch(parts, found, inputs)
 
     def checksum(self, batch: SplitBatch) -> int:
-        """A checksum of the batch, equal on ranks that were given the same, however the arguments were passed."""
+        """A checksum of the batch; arguments by position and by name give the same checksum."""
         forward = self._part.captured.model.forward
         return checksum(
             {**named_inputs(forward, part.args, part.kwargs), **dict(named_leaves(part.target, _TARGET))}
@@ -89,8 +89,9 @@ class Offer(NamedTuple):
 class BatchSender:
     """Sends batches from rank 0 to the ranks that need parts of them.
 
-    A batch of a new kind is sent whole, and every rank records the model. All ranks number the kinds alike: of a known
-    kind the other ranks use their recordings by its number, and are sent only the tensors that their stages read.
+    A batch of a new kind is sent whole, and every rank records the model. A kind has the same
+    number on all ranks: for a known kind the other ranks find their recordings by its number, and are sent only the
+    tensors that their stages read.
     """
 
     def __init__(self, part: ModelPart, splitter: BatchSplitter) -> None:
@@ -102,12 +103,13 @@ class BatchSender:
 
     @property
     def num_kinds(self) -> int:
-        """The number of kinds that all ranks know."""
+        """The number of kinds that all ranks have agreed on."""
         return len(self._kinds)
 
     def offer(self, batch: Batch) -> Offer:
         """On rank 0: prepare a batch; nothing is sent yet."""
         structure, tensors = flatten_structure(batch)
+        # Rebuilt from what is sent, so that rank 0 trains on the same structure as the other ranks.
         own = _as_batch(read_structure(structure)[0](tensors))
         split = self._splitter.split(own)
         number = self._numbers.get(_key(structure, split.recordings), len(self._kinds))
@@ -133,7 +135,7 @@ class BatchSender:
         return split
 
     def commit(self) -> None:
-        """All ranks have agreed on the step of the last batch: its kind is known from now on."""
+        """Register the kind of the last batch; call this once all ranks have agreed on its step."""
         if self._new is not None:
             self._numbers[_key(self._new.structure, self._new.recordings)] = len(self._kinds)
             self._kinds.append(self._new)
@@ -185,7 +187,7 @@ def send_tensors(
 def receive_tensors(
     groups: ProcessGroups, buffers: Sequence[Tensor], needed: Collection[int] | None
 ) -> Sequence[Tensor]:
-    """On the other ranks: fill the buffers with the needed tensors; the rest keeps what is in memory."""
+    """On the other ranks: fill the buffers with the needed tensors; the rest stay uninitialised."""
     indices = _sent(buffers, needed)
     works = [groups.start(dist.irecv, buffers[index], group=groups.group, group_src=0) for index in indices]
     for work in works:

@@ -22,7 +22,7 @@ _NUM_NAMED = 3
 
 
 class LossHead:
-    """Computes losses by the user's loss function, or takes the loss that the model returns."""
+    """Computes losses with the user's loss function, or takes the loss that the model returns."""
 
     def __init__(
         self, captured: Captured, loss_weights: LossWeights, partition: Partition, scaler: GradScaler | None
@@ -120,7 +120,7 @@ class StepWarnings:
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
         self._issued: dict[str, bool] = {}
-        """causes, and whether they were issued for training, for which they say more than for an evaluation"""
+        """causes, and whether they were issued for training; those issued for an evaluation are then issued again"""
         self._num_steps = 0
 
     def new(
@@ -128,7 +128,7 @@ class StepWarnings:
     ) -> list[tuple[str, bool]]:
         """The causes found on this rank that were not issued yet, and whether each is certain.
 
-        Parameters are looked at for hooks in the 1st, 2nd, 4th, 8th ... step.
+        Parameters are checked for hooks in the 1st, 2nd, 4th, 8th ... step.
         """
         found = [(cause, True) for cause in loss_head.warnings(step)]
         self._num_steps += step.is_training
@@ -160,8 +160,8 @@ def _hook_causes(parameters: Mapping[str, Tensor]) -> Iterator[str]:
     if names:
         more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
         yield (
-            "hooks on parameters are called with the gradient of every microbatch, so that one that is not linear, "
-            f"such as clamping, differs from one call for the batch: {', '.join(names[:_NUM_NAMED])}{more}"
+            "hooks on parameters are called once per microbatch, so that a nonlinear hook, such as clamping, "
+            f"differs from one call for the whole batch: {', '.join(names[:_NUM_NAMED])}{more}"
         )
 
 

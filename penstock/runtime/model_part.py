@@ -21,7 +21,7 @@ from penstock.stages import Stage
 Parallelize = Callable[[nn.Module], Any]
 _NUM_SAMPLED = 1024
 """entries of each parameter that replicas compare"""
-_SAME_START = "seed every rank alike before the model is made, or load the same state on every rank"
+_SAME_START = "use the same seed on every rank before creating the model, or load the same state on every rank"
 
 
 class ModelPart:

@@ -19,16 +19,14 @@ class RunOptions:
     deadline_seconds: float = 60.0
     """how long a rank waits for another before it raises an error; first steps have more time"""
     check_inputs_every: int = 100
-    """every how many steps the ranks compare their batches; 0: never"""
-
+    """interval in steps at which the ranks compare their batches; 0: never"""
     restore_gradients: bool = True
     """whether a failed step restores the gradients of earlier steps, which takes the memory of one more set of them
     while several steps accumulate; otherwise a failed step drops all gradients"""
 
     def __post_init__(self) -> None:
         if self.nonfinite not in NONFINITE:
-            hint = " or ".join(f'"{choice}"' for choice in NONFINITE)
-            raise RunError("nonfinite must be one of its choices", given=repr(self.nonfinite), hint=hint)
+            raise RunError('nonfinite must be "raise", "skip" or "ignore"', given=repr(self.nonfinite), hint='"skip"')
         if not (is_finite(self.deadline_seconds) and self.deadline_seconds > 0):
             raise RunError(
                 "deadline_seconds must be a number above 0", deadline_seconds=repr(self.deadline_seconds), hint="60.0"

@@ -60,11 +60,12 @@ def merge(
     """Merge the outputs of microbatches with these numbers of samples into the output of the batch.
 
     Tensors with a batch dimension are concatenated. Floating-point scalars, such as losses, are summed with the weights
-    (default: the shares of the samples). Anything else is the first one if all are equal, else a list.
+    (default: the shares of the samples). Other values that are equal in all microbatches
+    become one value, and any others a list.
 
     The batch dimension follows from `whole`, the shapes of the tensors for the whole batch, left to right. Without
     them it is the one that differs between microbatches of different sizes; among equal ones a first dimension of that
-    size, unless all tensors are the same memory, which were passed to the microbatches whole.
+    size, unless all tensors share one memory: such a tensor was passed whole to every microbatch.
     """
     weights = [size / sum(sizes) for size in sizes] if weights is None else weights
     return _merged(list(outputs), sizes, weights, iter(whole) if whole is not None else None)
@@ -137,5 +138,5 @@ def _is_equal(one: Any, other: Any) -> bool:
             return torch.equal(one, other)
         return type(one) is type(other) and bool(one == other)
     except (ValueError, TypeError, RuntimeError):
-        # Comparing arrays has no single answer.
+        # The comparison of arrays is an array, which has no truth value.
         return False

@@ -23,15 +23,15 @@ class ParityReport:
 
     def __str__(self) -> str:
         parts = [str(part) for part in (self.loop, self.whole) if part is not None]
-        return "\n".join((self._verdict, *parts, *self.notes))
+        return "\n".join((self._summary, *parts, *self.notes))
 
     @property
-    def _verdict(self) -> str:
+    def _summary(self) -> str:
         if self.ok:
-            return "the pipeline has the numbers of the unsplit model"
+            return "the pipeline matches the unsplit model"
         if self.loop.ok:
             return (
-                "the stages are right, but the numbers of the whole batch are not made of those of its microbatches: "
-                "samples act on each other, or the loss is weighted otherwise (try reduction=...)"
+                "the stages are right, but the loss and gradients of the whole batch are not sums of those of its "
+                "microbatches: samples interact, or the loss is weighted differently (try reduction=...)"
             )
         return "the pipeline is WRONG"

@@ -1,4 +1,4 @@
-"""Roots: the values of a captured model that a backward starts from."""
+"""The values of a captured model that a backward starts from."""
 
 from penstock.capture import Captured
 from penstock.errors import RunError

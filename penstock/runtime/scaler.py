@@ -33,11 +33,12 @@ class GradScaler:
         self.skipped = 0
         """number of optimizer steps that were skipped"""
         self._clean = 0
+        """updates since the last overflow or growth"""
         self._round = _Round()
         self._sync = RankSync(ProcessGroups.local(1))
 
     def bind(self, sync: RankSync) -> None:
-        """Use the rank sync of a Pipeline, so that all ranks decide alike."""
+        """Use the rank sync of a Pipeline, so that all ranks skip the same steps."""
         self._sync = sync
 
     def begin(self) -> None:
@@ -73,13 +74,13 @@ class GradScaler:
             parameter.grad.div_(self.scale)
             self._round.unscaled.add(id(parameter))
         here = not all_finite(parameter.grad for parameter in parameters)
-        self._round.overflows[id(optimizer)] = self._is_anywhere(here)
+        self._round.overflows[id(optimizer)] = self._any_rank(here)
 
-    def _is_anywhere(self, here: bool) -> bool:
+    def _any_rank(self, here: bool) -> bool:
         request = SyncRequest("unscale_", self._sync.step)
-        heard = self._sync.exchange(request, SyncVote(maxes=(float(here),)))
+        result = self._sync.exchange(request, SyncVote(maxes=(float(here),)))
         self._sync.close()
-        return heard.maxes[0] > 0
+        return result.maxes[0] > 0
 
     def step(self, optimizer: torch.optim.Optimizer) -> Any:
         """Step the optimizer, unless gradients overflowed on any rank."""
@@ -134,9 +135,9 @@ class _Round:
 
 
 def _check(init_scale: object, growth_factor: object, backoff_factor: object, growth_interval: object) -> None:
-    figures = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
-    values = {**figures, "growth_interval": growth_interval}
-    for name, value in figures.items():
+    factors = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
+    values = {**factors, "growth_interval": growth_interval}
+    for name, value in factors.items():
         if not is_finite(value):
             raise RunError(f"{name} must be a number", given=repr(value), hint="GradScaler(init_scale=65536.0)")
     interval = as_int(growth_interval)

@@ -10,11 +10,11 @@ BufferName = tuple[nn.Module, str]
 
 
 class StepSnapshot:
-    """Takes the state before a step; afterwards `commit` keeps what the step did, `restore` undoes it.
+    """Takes the state before a step; afterwards `commit` keeps its results, `restore` undoes it.
 
-    The gradients of `reduced` parameters are set aside during the step, because only what the step adds is summed over
-    other ranks. Other gradients are accumulated in place, as in plain training, which gives the same bits; a copy is
-    kept of those that exist.
+    The gradients of `reduced` parameters are set aside during the step, because only the gradients that the step adds
+    are summed over other ranks. Other gradients are accumulated in place, as in plain training, which gives the same
+    bits; a copy is kept of those that exist.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class StepSnapshot:
         """copies of earlier steps, which are overwritten: allocating would cost more than copying"""
 
     def take(self) -> None:
-        """Remember the present state; the step is about to begin."""
+        """Save the current state; call this before the step."""
         for parameter in self._reduced:
             self._aside[parameter], parameter.grad = parameter.grad, None
         if not self._restores:
@@ -59,14 +59,14 @@ class StepSnapshot:
         return memory.copy_(tensor)
 
     def commit(self) -> None:
-        """The step succeeded: add the gradients that were set aside to those of the step."""
+        """Keep a successful step: add the gradients that were set aside to those of the step."""
         for parameter, earlier in self._aside.items():
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._forget()
 
     def restore(self) -> None:
-        """The step failed: gradients and buffers become what they were before it."""
+        """Undo a failed step: restore gradients and buffers to their values before it."""
         for (owner, name), buffer, values in self._buffers:
             with torch.no_grad():
                 buffer.copy_(values)

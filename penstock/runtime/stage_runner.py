@@ -80,7 +80,7 @@ class StageRunner:
         """forwards that wait for their backward, by stage and microbatch"""
 
     def forward(self, own: Pass) -> None:
-        """Run a stage on the values that came in, and the loss after the last stage; pass on what leaves."""
+        """Run a stage on its incoming values, and the loss after the last stage; pass on the outputs."""
         stage, microbatch, step = own.stage, own.microbatch, self.step
         assert step is not None
         incoming: dict[str, Any] = {}
@@ -95,7 +95,7 @@ class StageRunner:
         loss = self._loss_head.loss(step, microbatch, run.outputs) if stage == self._last_stage else None
         if loss is not None:
             run.add_root(LOSS, loss)
-        # A loss of weight 0, without any label that counts, is 0/0 and not looked at.
+        # A loss of weight 0, of a microbatch without any label that counts, is 0/0: it is not checked.
         if step.is_training and (loss is None or self._loss_head.weights(step)[microbatch]):
             step.extremes.add(stage, (*run.outputs.values(), loss))
             if probe is not None:
@@ -111,7 +111,7 @@ class StageRunner:
             target.put([outputs[name] for name in names])
 
     def backward(self, own: Pass) -> None:
-        """Run the backward of a stage, whole or for the inputs only; pass back the gradients of what came in."""
+        """Run the backward of a stage, whole or for the inputs only; pass back the gradients of its incoming values."""
         stage, microbatch, step = own.stage, own.microbatch, self.step
         assert step is not None
         if stage in self._part.sharded.modules:
@@ -137,17 +137,17 @@ class StageRunner:
             target.put([returned.get(name) for name in names])
 
     def weight_grad(self, own: Pass) -> None:
-        """Compute the weight gradients of a split backward; nothing is left to do where backward was not split."""
+        """Compute the weight gradients of a split backward; a no-op if backward was not split."""
         run = self._runs.pop((own.stage, own.microbatch), None)
         if run is not None:
             run.weight_grad()
 
     def can_split(self, stage: int) -> bool:
-        """Whether backward may be split. FSDP reduces gradients at its end, so that of a sharded stage may not."""
+        """Whether backward may be split: not in a sharded stage, as FSDP reduces gradients at the end of backward."""
         return stage not in self._part.sharded.modules
 
     def reduce(self, stage: int) -> None:
-        """All microbatches are through: start averaging the gradients of the stage over the replicas."""
+        """Start averaging the gradients of the stage over the replicas, after its last microbatch."""
         self._part.replicas.start(stage)
 
     def unshard(self, stage: int) -> None:

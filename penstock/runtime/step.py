@@ -36,7 +36,7 @@ class Step(LossStep):
 
 @dataclass(frozen=True)
 class Result:
-    """The loss of the whole batch and of each microbatch, the same on every rank, and whatever else was asked for."""
+    """The loss of the whole batch and of each microbatch, the same on every rank; outputs and trace if asked for."""
 
     loss: Tensor | None
     losses: tuple[Tensor, ...]

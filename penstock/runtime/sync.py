@@ -1,11 +1,11 @@
-"""Rank sync: all ranks check that they were called for the same operation before any of them starts it.
+"""All ranks check that they were called for the same operation before any of them starts it.
 
-Every call that involves all ranks begins with a sync. A call that one rank makes alone, or in another order, is an
-error on all ranks that says who called what, instead of a hang. The ranks of a pipeline sync first, then the replicas.
+Every call that involves all ranks begins with a sync. A call that one rank makes alone, or in another order, raises
+an error on all ranks that names the calls, instead of a hang. The ranks of a pipeline sync first, then the replicas.
 
 gloo accepts a smaller message, or another dtype of the same size, without an error, and a larger message aborts the
 process. So the ranks must agree on every shape before data is sent, and the exchange itself uses a fixed-size row,
-whatever the operations are that the ranks were called for.
+whatever operation each rank was called for.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ class SyncRequest:
 
 
 class SyncVote(NamedTuple):
-    """What one rank contributes to a sync."""
+    """The contribution of one rank to a sync."""
 
     agreement: Agreement | None = None
     checksum: int = 0
@@ -133,7 +133,7 @@ class RankSync:
         self._open: tuple[SyncRequest, SyncVote, _Row | None] | None = None
 
     def establish(self, options: Agreement, plan_digest: int = 0) -> bool:
-        """The first sync: compare what each rank's Pipeline was given, and number it alike on all ranks.
+        """Run the first sync: compare the options of each rank's Pipeline, and give it one number on all ranks.
 
         Returns whether all ranks gave the same digest of the plan.
         """
@@ -166,7 +166,7 @@ class RankSync:
             self.finish()
 
     def close(self) -> None:
-        """The operation that this sync began is over."""
+        """Report to the monitor that the operation that this sync began is over."""
         if self._groups.monitor is not None:
             self._groups.monitor.idle()
 
@@ -228,7 +228,7 @@ class RankSync:
 
 
 def checksum(batches: Iterable[Mapping[str, object]]) -> int:
-    """A number that differs, almost certainly, if any entry of a tensor or any plain value differs; never 0."""
+    """A number that differs, almost certainly, if a tensor entry or plain value differs; never 0, which means none."""
     found = 1
     for batch in batches:
         for name, leaf in batch.items():
@@ -252,7 +252,7 @@ _NO_SUMS, _NO_MAXES = (0.0,) * MAX_REDUCED, (-math.inf,) * MAX_REDUCED
 
 
 class _Key(NamedTuple):
-    """What must be equal on all ranks, as integers."""
+    """The numbers that must be equal on all ranks."""
 
     number: int
     """of syncs before this one"""
@@ -267,7 +267,7 @@ class _Row(NamedTuple):
 
     key: _Key
     text: str = ""
-    """the request, cut to what fits"""
+    """the request, truncated to _TEXT_BYTES"""
     num_text_bytes: int = 0
     """size of the agreement's text, which is sent only if ranks disagree"""
     sums: tuple[float, ...] = ()
@@ -426,7 +426,7 @@ def _different_requests(rows: Sequence[_Row], who: str) -> RunError | None:
         )
     steps, numbers = [row.key.step for row in rows], [row.key.number for row in rows]
     if len(set(steps)) > 1:
-        hint = f"call step and eval alike on every {who}"
+        hint = f"the same calls of step and eval on every {who}"
         return RunError(f"the {who}s are at different steps", called=texts[0], steps=steps, hint=hint)
     if len(set(numbers)) > 1:
         hint = f"the same calls in the same order on every {who}"
@@ -446,7 +446,7 @@ def _different_batches(checksums: Sequence[int]) -> RunError | None:
     return RunError(
         "the ranks were given different batches",
         ranks=(0, other),
-        hint='the same batch on every rank (seed the data loader alike), or inputs="first"',
+        hint='the same batch on every rank (with the same seed of the data loader), or inputs="first"',
     )
 
 

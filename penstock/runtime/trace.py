@@ -51,7 +51,7 @@ def _gathered(program: Program, groups: ProcessGroups, times: Sequence[ActionTim
 
 
 def _row(times: ActionTimes, longest: int) -> Tensor:
-    """Host, begin of the step, starts and ends; unused places repeat the last end, so that they are never a minimum."""
+    """Host, start of the step, starts and ends; unused entries repeat the last end, so they are never a minimum."""
     row = torch.full((2 + 2 * longest,), max(times.ends, default=times.began), dtype=torch.float64)
     row[0], row[1] = zlib.crc32(socket.gethostname().encode()), times.began
     row[2 : 2 + len(times.starts)] = torch.tensor(times.starts, dtype=torch.float64)

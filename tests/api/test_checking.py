@@ -30,7 +30,7 @@ def test_an_ordinary_model_equals_the_loop_and_the_whole_batch(schedule):
     assert report.ok
     assert report.loop.is_identical
     assert report.whole.ok
-    assert str(report).startswith("the pipeline has the numbers of the unsplit model")
+    assert str(report).startswith("the pipeline matches the unsplit model")
 
 
 def test_batch_norm_is_compared_with_the_loop_only_and_named():

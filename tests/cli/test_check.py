@@ -68,7 +68,7 @@ def test_a_plan_is_compared_with_the_unsplit_model(call, written) -> None:
     call("plan", "model.py:build", *PLANNED)
     result = call("check", "plan.json", "--model", "model.py:build")
     assert result.stdout.startswith("proven\n")
-    assert "the pipeline has the numbers of the unsplit model" in result.stdout
+    assert "the pipeline matches the unsplit model" in result.stdout
     parity = json.loads(call("check", "plan.json", "--model", "model.py:build", "--json").stdout)["parity"]
     assert parity["equal"]
     assert parity["microbatches"]["identical"]

@@ -228,4 +228,4 @@ def test_every_rank_refuses_a_number_of_microbatches_that_only_one_was_told(pool
     first, second = pools[2].run(set_on_one_rank)
     assert first == second
     assert first[0].startswith("the ranks were given different microbatches (step: 1, rank 0: 2, ")
-    assert "rank 0: 3, with 0 kinds of batches met since, rank 1: 3, with 1 kinds" in first[1]
+    assert "rank 0: 3, after 0 kinds of batches, rank 1: 3, after 1 kinds" in first[1]

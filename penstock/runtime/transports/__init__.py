@@ -1,4 +1,4 @@
-"""How messages get from rank to rank. A transport is one file here, and one line in `make_transport`."""
+"""Transports carry messages between ranks. Each is one file here, and one line in `make_transport`."""
 
 import torch
 

@@ -19,9 +19,9 @@ MessageKey = tuple[int, int, int]
 class TensorCodec:
     """Prepares one value of a message, or its gradient, for sending, and restores it after receiving.
 
-    Dimensions are sent in the order in which they lie in memory, so that a channels-last tensor needs no copy and
-    arrives as one. Complex numbers are sent as pairs of real ones. What is sent is checked against the agreed shape
-    and dtype, because gloo would not notice a difference.
+    Dimensions are sent in memory order, so that a channels-last tensor needs no copy and arrives as one. Complex
+    numbers are sent as pairs of real ones. Every tensor is checked against the agreed shape and dtype before it is
+    sent, because gloo would not notice a difference.
     """
 
     __slots__ = ("_dtype", "_inverse", "_order", "_requires_grad", "_sent_shape", "_shape", "is_empty", "value")
@@ -42,7 +42,7 @@ class TensorCodec:
             tensor = torch.zeros(self._shape, dtype=self._dtype, device=device)
         elif tensor.shape != self._shape or tensor.dtype != self._dtype:
             raise RunError(
-                "a value differs from what the stages agreed on",
+                "a value must have the shape and dtype that the stages agreed on",
                 value=self.value.name,
                 agreed=self.value.spec,
                 found=f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}",
@@ -135,7 +135,7 @@ class RecvSlot(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until the message is here."""
+        """Wait until the message has arrived."""
 
     @abstractmethod
     def take(self) -> Tensors:
@@ -186,5 +186,5 @@ class Transport(ABC):
                 raise
 
     def clear(self) -> None:
-        """Drop messages under way, after a failure."""
+        """Drop messages in transit, after a failure."""
         self._check = None
