@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from penstock.cli.output import BAD_CHECKPOINT, RUN_FAILED, failed, note
-from penstock.cli.training_job import AUTO, PLAN_OPTIONS, CheckpointFlags, Job, run_rank
+from penstock.cli.train_options import AUTO, CheckpointFlags
+from penstock.cli.training_job import PLAN_OPTIONS, Job, run_rank
 from penstock.errors import CheckpointError, DamagedError, PenstockError, RunError
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from penstock.cli.output import note
 from penstock.cli.plan import Machine, PlanFlags, is_torchrun_rank, make_plan, plan_for_group
 from penstock.cli.restarts import Supervisor, check_checkpoints, check_min_ranks, locked, saved_plan
 from penstock.cli.train_log import STATUS, StepsFile, make_directory, number_text, write_run
-from penstock.cli.training_job import CheckpointFlags, Job, TrainOptions, check_job, run_rank
+from penstock.cli.train_options import CheckpointFlags, TrainOptions
+from penstock.cli.training_job import Job, check_job, run_rank
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:

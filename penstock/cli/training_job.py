@@ -1,4 +1,4 @@
-"""The options of a training run, and the function that every rank runs."""
+"""A training run as every rank receives it, and the function that every rank runs."""
 
 import math
 import sys
@@ -8,99 +8,26 @@ from dataclasses import asdict, dataclass
 from inspect import signature
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from typer import Option
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.models import build_model
 from penstock.cli.options import Example
 from penstock.cli.plan import PlanFlags
 from penstock.cli.train_log import TrainLog
+from penstock.cli.train_options import CheckpointFlags, TrainOptions
 from penstock.cli.user_code import UserFunction, user_errors, user_function
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.checkpoint import CheckpointOptions, Loaded
+    from penstock.checkpoint import Loaded
     from penstock.ir import Plan
-    from penstock.launch import RestartPolicy
 
-AUTO = "auto"
 # Keys under which a checkpoint keeps the options of its run.
 TRAIN_OPTIONS, PLAN_OPTIONS = "how", "wishes"
 _START = "start"  # parameter of a data function: the number of the batch to begin with
 _DATA_BODY = "yield inputs, target"
 _LOSS_BODY = "return functional.cross_entropy(output, target)"
 _OPTIMIZER_BODY = "return torch.optim.AdamW(parameters, lr=1e-3)"
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """Data, loss and optimizer."""
-
-    data: Annotated[
-        str, Option(metavar="FILE.py:FUNCTION", help="Yields inputs, or with --loss, pairs of inputs and target.")
-    ]
-    loss: Annotated[
-        str | None, Option(metavar="NAME", help="A function of torch.nn.functional, or FILE.py:FUNCTION.")
-    ] = None
-    optimizer: Annotated[str, Option(metavar="NAME", help="A class of torch.optim, or FILE.py:FUNCTION.")] = "adamw"
-    lr: Annotated[float, Option(metavar="RATE", help="Learning rate of an optimizer given by name.")] = 1e-3
-    steps: Annotated[int | None, Option(min=1, metavar="N", help="Steps; default: until the data ends.")] = None
-    clip: Annotated[float | None, Option(metavar="NORM", help="Clip the gradient norm to this value.")] = None
-    seed: Annotated[int, Option(min=0, metavar="N", help="Seed of the weights and of all random numbers.")] = 0
-    deadline: Annotated[
-        float, Option(metavar="SECONDS", help="Time a rank waits for another before it is reported as hung.")
-    ] = 60.0
-
-
-@dataclass(frozen=True)
-class CheckpointFlags:
-    """Checkpoints, resuming and restarts."""
-
-    checkpoint: Annotated[
-        Path | None, Option(metavar="DIRECTORY", help="Save checkpoints there: regularly, at the end, and on SIGTERM.")
-    ] = None
-    every: Annotated[int, Option(min=1, metavar="N", help="Steps between checkpoints.")] = 100
-    keep: Annotated[int, Option(min=1, metavar="N", help="Number of newest checkpoints to keep.")] = 3
-    asynchronous: Annotated[bool, Option("--asynchronous", help="Write checkpoints while training continues.")] = False
-    resume: Annotated[
-        str | None, Option(metavar="WHERE", help='A checkpoint to resume from, or "auto": the newest good one, if any.')
-    ] = None
-    restarts: Annotated[
-        int, Option(min=0, metavar="N", help="Maximum automatic restarts after a rank failure.")
-    ] = 3
-    min_ranks: Annotated[
-        int | None,
-        Option(min=1, metavar="K", help="Minimum ranks: re-plan and continue if a rank fails permanently."),
-    ] = None
-    fault: Annotated[
-        list[str] | None,
-        Option(metavar="FAULT", help="Inject a fault, such as kill,rank=1,step=5; needs PENSTOCK_ALLOW_FAULTS=1."),
-    ] = None
-
-    @property
-    def restart_policy(self) -> "RestartPolicy":
-        """The restart policy; without checkpoints there is nothing to restart from."""
-        from penstock.launch import RestartPolicy
-
-        return RestartPolicy(self.restarts if self.checkpoint else 0, self.min_ranks)
-
-    def options(self, attempt: int) -> "CheckpointOptions | None":
-        """The checkpoint options of a rank; None without checkpoints."""
-        from penstock.checkpoint import CheckpointOptions
-
-        if self.checkpoint is None:
-            return None
-        return CheckpointOptions(self.checkpoint, self.every, self.keep, self.asynchronous, self.source(attempt))
-
-    def source(self, attempt: int = 0) -> Path | None:
-        """The checkpoint to resume from; None to begin. After a restart always the newest one of this run."""
-        from penstock.checkpoint import CheckpointDir
-
-        assert self.checkpoint is not None
-        if CheckpointDir(self.checkpoint).checkpoints and (attempt or self.resume == AUTO):
-            return self.checkpoint
-        return None if self.resume in (None, AUTO) else Path(str(self.resume))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from penstock.capture import microbatch_sizes
 from penstock.errors import PartitionError
 from penstock.flat.topology import topology
 from penstock.ir import as_int
-from penstock.stages import Flat
+from penstock.stages import LayerList
 
 Entry = str | nn.Module | Callable[..., Any]
 Entries = Iterable[Callable[..., Any]]
@@ -39,7 +39,7 @@ def flatten_model(
 
     An entry is the name of a module, a module, or a function. Sequential and ModuleList expand to their elements.
     """
-    steps = [step for _, step in Flat(model, layer_list).steps]
+    steps = [step for _, step in LayerList(model, layer_list).steps]
     modules = [step if isinstance(step, nn.Module) else Function(step) for step in steps]
     return modules if return_list else nn.Sequential(*modules)
 

@@ -2,14 +2,14 @@
 
     split(captured, partition) --> Stages; StageRun(stage, recording, inputs, incoming) --> outputs, gradients
 
-`StageRun` runs a stage between two gradient boundaries. If a schedule splits backward, weight
-gradients are deferred (`deferral.py`, `deferred_functions.py`). `Sequence` and `check` run all stages in one process.
+`StageRun` runs a stage between two gradient boundaries. If a schedule splits backward, weight gradients are deferred
+(`deferral.py`, `deferred_functions.py`). `Sequence` and `check` run all stages in one process.
 """
 
 from penstock.stages.check import check, distances
 from penstock.stages.cut_checks import check_guards
 from penstock.stages.deferral import DeferredAccumulator
-from penstock.stages.flat import Flat
+from penstock.stages.layer_list import LayerList
 from penstock.stages.ownership import Ownership
 from penstock.stages.sequence import Sequence, split
 from penstock.stages.stage import Stage
@@ -17,7 +17,7 @@ from penstock.stages.stage_run import StageRun, grad_boundary
 
 __all__ = [
     "DeferredAccumulator",
-    "Flat",
+    "LayerList",
     "Ownership",
     "Sequence",
     "Stage",

@@ -6,7 +6,7 @@ from torch import nn
 
 from penstock.errors import PartitionError
 from penstock.flat import flatten_model
-from penstock.stages import Flat
+from penstock.stages import LayerList
 from tests.flat.resnet import LAYERS, resnet
 
 
@@ -30,7 +30,7 @@ def test_without_return_list_it_is_a_sequential() -> None:
 def test_a_part_of_the_list_can_keep_the_original_names() -> None:
     model = resnet()
     part = flatten_model(model, LAYERS, return_list=True)[:6]
-    assert set(Flat(model, part).state_dict()) <= set(model.state_dict())
+    assert set(LayerList(model, part).state_dict()) <= set(model.state_dict())
 
 
 def test_a_name_that_is_not_there_is_refused_with_one_that_is() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 import penstock
 from penstock.errors import PartitionError
 from penstock.partitioners import by_modules, uniform
-from penstock.stages import Flat, Sequence
+from penstock.stages import LayerList, Sequence
 from tests.capture.models import Stack
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -127,7 +127,7 @@ def test_a_model_without_weights_is_split_and_given_weights_later():
 
 def test_a_flat_list_of_names_modules_and_functions_is_a_model():
     model = nn.Sequential(nn.Linear(4, 4), nn.ModuleList([nn.ReLU(), nn.Linear(4, 6)]), nn.Linear(3, 2))
-    flat = Flat(model, ["0", "1", lambda x: x.view(-1, 3), model[2]])
+    flat = LayerList(model, ["0", "1", lambda x: x.view(-1, 3), model[2]])
     assert flat.names == ("0", "1.0", "1.1", "2")
     assert sorted(flat.state_dict()) == sorted(model.state_dict())
     captured = penstock.capture(flat, (BATCH,))
@@ -137,4 +137,4 @@ def test_a_flat_list_of_names_modules_and_functions_is_a_model():
 
 def test_an_unknown_name_in_a_flat_list_is_refused():
     with pytest.raises(PartitionError, match=r"no such module \(name: 'hed'\)\ntry: did you mean 'head'"):
-        Flat(Stack(), ["embed", "hed"])
+        LayerList(Stack(), ["embed", "hed"])

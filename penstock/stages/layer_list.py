@@ -13,7 +13,7 @@ Entry = str | nn.Module | Callable[..., Any]
 _LISTS = (nn.Sequential, nn.ModuleList)
 
 
-class Flat(nn.Module):
+class LayerList(nn.Module):
     """Each entry is the name of a module of the model, a module, or a function; a list of modules is its elements.
 
     Parameters keep the names that they have in the model; a module from outside the model is named by its index.
