@@ -19,7 +19,7 @@ from penstock.checkpoint.reader import PLAN, CheckpointReader, Loaded
 from penstock.checkpoint.saving import parameter_names, plan_text
 from penstock.checkpoint.scheduler_state import SavedSchedulers
 from penstock.checkpoint.sources import is_hugging_face
-from penstock.errors import CheckpointError, DamagedError
+from penstock.errors import CheckpointError, DamagedError, PenstockWarning
 from penstock.ir import Plan
 from penstock.runtime import ModelPart, RankSync, SyncRequest, SyncVote, shard_like, unsaved_buffer_names
 
@@ -71,7 +71,7 @@ class Loader:
                 if skipped and self._groups.rank == 0 and self._groups.replica == 0:
                     reasons = "\n  ".join(skipped)
                     text = f"newer checkpoints are damaged and were skipped; training resumes from {name}:\n  {reasons}"
-                    warnings.warn(text, RuntimeWarning, stacklevel=4)
+                    warnings.warn(text, PenstockWarning, stacklevel=4)
                 pending.apply()
                 return pending.loaded
             skipped.append(f"{name}: {pending}")

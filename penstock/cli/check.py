@@ -61,7 +61,7 @@ def check(
             "actions": len(orders.table.codes),
         }
         extra = {"parity": _report_dict(report)} if report else {}
-        print_json({"proven": True, "noun": type(orders).__name__, **sizes, **extra})
+        print_json({"proven": True, "type": type(orders).__name__, **sizes, **extra})
     else:
         typer.echo(f"proven\n{sizes_line(orders)}\n{_PROVEN}" + (f"\n\n{report}" if report else ""))
     if report and not report.ok:

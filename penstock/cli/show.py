@@ -75,7 +75,7 @@ def _show_view(record: Any, name: str, out: Path | None) -> None:
         raise ViewError("unknown view", view=repr(name), hint=f"--view with one of {', '.join(VIEWS)}")
     has_formats = any(field.name == "format" for field in fields(VIEWS[name]))
     view = VIEWS[name](**({"format": "png"} if has_formats and out and out.suffix.lower() == ".png" else {}))
-    subject = _subject(record, view.noun)
+    subject = _subject(record, view.record)
     if out:
         write(out, view(subject))
         note(f"wrote {out}")

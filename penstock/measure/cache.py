@@ -6,7 +6,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.errors import FormatError
+from penstock.errors import FormatError, PenstockWarning
 from penstock.ir import Profile, load_record, to_json
 
 VARIABLE = "PENSTOCK_CACHE"
@@ -28,7 +28,7 @@ class Cache:
         try:
             profile = load_record(path, Profile)
         except FormatError as error:
-            warnings.warn(f"cannot read a cached profile, measuring again: {error}", stacklevel=2)
+            warnings.warn(f"cannot read a cached profile, measuring again: {error}", PenstockWarning, stacklevel=2)
             return None
         with suppress(OSError):
             os.utime(path)
@@ -48,7 +48,7 @@ class Cache:
                 raise
             self._remove_oldest()
         except (OSError, FormatError) as error:
-            warnings.warn(f"cannot store a profile in the cache: {error}", stacklevel=2)
+            warnings.warn(f"cannot store a profile in the cache: {error}", PenstockWarning, stacklevel=2)
 
     def clear(self) -> int:
         """Remove all profiles; returns their number."""

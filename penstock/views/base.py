@@ -26,7 +26,7 @@ class View(ABC, Generic[Subject, Document]):
     """
 
     name: ClassVar[str]
-    noun: ClassVar[type]
+    record: ClassVar[type]
     """the record it shows: Trace, Graph, Profile or Plan"""
 
     @property

@@ -26,7 +26,7 @@ class Chrome(View[Traces, str]):
     flows: bool = False
     """whether an arrow is drawn from the pass that made a message to the pass that used it"""
     name = "chrome"
-    noun = Trace
+    record = Trace
     suffix = ".json"
 
     def __call__(self, traces: Traces) -> str:

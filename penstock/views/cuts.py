@@ -24,7 +24,7 @@ class Cuts(RichView[Staged]):
     """Markdown tables; `backward` is the gradient of the value, or `none` if it needs no gradient."""
 
     name = "cuts"
-    noun = Graph
+    record = Graph
 
     def __call__(self, subject: Staged) -> str:
         condensed = CondensedGraph.of(subject, 2)

@@ -51,7 +51,7 @@ class Model(View[Staged, str]):
     """number of equal parts in a row from which they are drawn as one; 0 draws every node"""
     title: str = "model"
     name = "model"
-    noun = Graph
+    record = Graph
     suffix = ".svg"
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ class Outline(RichView[Staged]):
     collapse: int = 4
     """number of equal parts in a row from which they are one line; 0 lists every node"""
     name = "outline"
-    noun = Graph
+    record = Graph
 
     def __post_init__(self) -> None:
         check_collapse(self.collapse)

@@ -34,7 +34,7 @@ class Profile(RichView[Costs]):
     collapse: int = 4
     """number of nodes in a row with equal figures from which they are one line; 0 lists every node"""
     name = "profile"
-    noun = Costs
+    record = Costs
 
     def __post_init__(self) -> None:
         check_collapse(self.collapse)

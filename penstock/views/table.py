@@ -105,7 +105,7 @@ class Table(RichView[Traces]):
     """
 
     name = "table"
-    noun = Trace
+    record = Trace
 
     def __call__(self, traces: Traces) -> str:
         return self._table(traces).markdown()

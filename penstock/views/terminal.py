@@ -35,7 +35,7 @@ class Terminal(RichView[Traces]):
     color: bool = True
     """whether the returned text contains the escape codes of colours"""
     name = "terminal"
-    noun = Trace
+    record = Trace
     suffix = ".ansi"
 
     def __post_init__(self) -> None:

@@ -45,7 +45,7 @@ class Timeline(View[Traces, str | bytes]):
     scale: float = 2.0
     """pixels of a PNG per pixel of the layout; 2 is sharp on dense screens"""
     name = "timeline"
-    noun = Trace
+    record = Trace
 
     def __post_init__(self) -> None:
         check_positive(width=self.width, columns=self.columns)

@@ -14,7 +14,7 @@ from benchmarks.damages import DAMAGES, ELSEWHERE, LINK, damaged, forged
 from penstock.checkpoint import read_manifest, verify_checkpoints
 from penstock.checkpoint.manifest import NAME, signed_document
 from penstock.cli import app
-from penstock.errors import CheckpointError, DamagedError
+from penstock.errors import CheckpointError, DamagedError, PenstockWarning
 from penstock.runtime.tensor_json import json_bytes, parse_json
 from tests.checkpoint.trainings import Training, numbers, saved, the_plan
 
@@ -157,7 +157,7 @@ def test_an_invalid_manifest_counts_as_damage(values: Any, good: Path, tmp_path:
 def test_a_renamed_checkpoint_is_not_a_newer_one(good: Path, training: Training, tmp_path: Path) -> None:
     shutil.copytree(good, tmp_path / "new")
     (tmp_path / "new" / "step-000001").rename(tmp_path / "new" / "step-000009")
-    with pytest.warns(RuntimeWarning, match="directory name of another step"):
+    with pytest.warns(PenstockWarning, match="directory name of another step"):
         assert training.pipe.load(tmp_path / "new").step == 2
 
 

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, Sequenti
 
 import penstock
 from penstock.checkpoint import writer
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, PenstockWarning
 from penstock.ir import Plan
 from tests.checkpoint.trainings import OPTIMIZERS, Training, the_plan
 from tests.runtime.models import chain, tied
@@ -196,7 +196,7 @@ def passed_over(plan: Plan, root: str) -> tuple[int | None, list[str]]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         step = training.pipe.load(root, training.optimizer).step
-    return step, [str(one.message) for one in said if one.category is RuntimeWarning]
+    return step, [str(one.message) for one in said if one.category is PenstockWarning]
 
 
 def test_all_ranks_fall_back_to_the_same_checkpoint_with_a_warning(pools: Any, tmp_path: Path) -> None:

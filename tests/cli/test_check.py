@@ -20,7 +20,7 @@ def test_every_schedule_is_proven_from_its_csv(name: str, call, written) -> None
 def test_a_program_is_proven_from_its_csv(call, written) -> None:
     answer = json.loads(call("check", "--json", written("p.csv", lower(schedule("zbv", 2, 2)).to_csv())).stdout)
     assert answer["proven"]
-    assert (answer["noun"], answer["ranks"], answer["stages"], answer["microbatches"]) == ("Program", 2, 4, 2)
+    assert (answer["type"], answer["ranks"], answer["stages"], answer["microbatches"]) == ("Program", 2, 4, 2)
 
 
 def test_the_program_inside_a_trace_is_proven(call, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_numbers_that_are_not_those_of_the_model_end_with_5(call, written) -> No
     written("model.py", FILE)
     call("plan", "model.py:coupled", *PLANNED)
     result = call("check", "plan.json", "--model", "model.py:coupled")
-    assert "samples act on each other" in result.stdout
+    assert "taken over all samples" in result.stdout
     assert "DIFFERENT" in result.stdout
     assert result.exit_code == 5
     assert not json.loads(call("check", "plan.json", "--model", "model.py:coupled", "--json").stdout)["parity"]["equal"]

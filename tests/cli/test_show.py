@@ -1,4 +1,4 @@
-"""show: any noun of a file in the terminal, or as a document."""
+"""show: any record of a file in the terminal, or as a document."""
 
 from functools import cache
 from pathlib import Path
@@ -97,7 +97,7 @@ def test_a_csv_becomes_a_document_that_is_read_back_as_the_same(call, written) -
 def test_every_view_of_the_table_can_be_shown_and_written(view: str, call, tmp_path: Path) -> None:
     save_record(Run(plan(), (), (simulate(plan()),)), tmp_path / "run.json")
     save_record(Profile((NodeCost("head", 0.001, 0.002, 0.001, 0.001),), 0.003, "", "cpu"), tmp_path / "profile.json")
-    file = "profile.json" if VIEWS[view].noun is Profile else "run.json"
+    file = "profile.json" if VIEWS[view].record is Profile else "run.json"
     shown = call("show", file, "--view", view)
     assert shown.exit_code == 0
     assert call("show", file, "--view", view, "--out", "view.txt").exit_code == 0
@@ -105,10 +105,10 @@ def test_every_view_of_the_table_can_be_shown_and_written(view: str, call, tmp_p
     assert f" {view}" in call("show", "--help").output.replace("\n ", " ")
 
 
-@pytest.mark.parametrize(("view", "noun"), [("timeline", Trace), ("model", Graph), ("table", penstock.Schedule)])
-def test_a_view_is_drawn_of_its_own_record_too(view: str, noun: type, call, tmp_path: Path) -> None:
-    save_record({Trace: simulate(plan()), Graph: plan().graph}.get(noun, plan().schedule), tmp_path / "noun.json")
-    assert call("show", "noun.json", "--view", view).exit_code == 0
+@pytest.mark.parametrize(("view", "record"), [("timeline", Trace), ("model", Graph), ("table", penstock.Schedule)])
+def test_a_view_is_drawn_of_its_own_record_too(view: str, record: type, call, tmp_path: Path) -> None:
+    save_record({Trace: simulate(plan()), Graph: plan().graph}.get(record, plan().schedule), tmp_path / "record.json")
+    assert call("show", "record.json", "--view", view).exit_code == 0
 
 
 def test_a_picture_is_a_png_if_the_file_is_one(call, tmp_path: Path) -> None:

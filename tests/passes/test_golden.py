@@ -37,8 +37,8 @@ CASES: dict[str, Pass] = {
 
 
 def before(case: str) -> Schedule | Program:
-    noun = Program if isinstance(CASES[case], ProgramPass) else Schedule
-    return noun.from_csv(GOLDEN / f"{case}_before.txt")
+    record = Program if isinstance(CASES[case], ProgramPass) else Schedule
+    return record.from_csv(GOLDEN / f"{case}_before.txt")
 
 
 def test_every_pass_has_golden_files() -> None:

@@ -15,8 +15,8 @@ from penstock.views import VIEWS, RichView, Staged
 from tests.views.graphs import IDS, MASK, cut, decoder, graph, hostile, unet
 from tests.views.samples import PAIR, TWO_RANKS, VEE, heavy, jittered, named, run, standing_still
 
-OF_TRACES = {name: view for name, view in VIEWS.items() if view.noun is Trace}
-OF_GRAPHS = {name: view for name, view in VIEWS.items() if view.noun is Graph}
+OF_TRACES = {name: view for name, view in VIEWS.items() if view.record is Trace}
+OF_GRAPHS = {name: view for name, view in VIEWS.items() if view.record is Graph}
 PICTURES = ("timeline", "memory")
 TRACES = {
     "one rank, one microbatch": run("0F0,0B0"),
@@ -53,7 +53,7 @@ GRAPHS: dict[str, Staged] = {
 def test_a_view_has_the_name_of_its_entry_and_its_file(view: str) -> None:
     assert VIEWS[view].name == view == VIEWS[view].__module__.rsplit(".", 1)[1]
     assert VIEWS[view]().suffix.startswith(".")
-    assert VIEWS[view].noun in (Trace, Graph, Profile, Plan)
+    assert VIEWS[view].record in (Trace, Graph, Profile, Plan)
 
 
 @pytest.mark.parametrize("trace", TRACES)
@@ -83,7 +83,7 @@ def test_every_view_draws_every_graph_deterministically(view: str, subject: str)
 
 
 @pytest.mark.parametrize("width", [20, 80, 200])
-@pytest.mark.parametrize("view", [view for view in VIEWS.values() if issubclass(view, RichView) and view.noun is Graph])
+@pytest.mark.parametrize("view", [view for view in OF_GRAPHS.values() if issubclass(view, RichView)])
 def test_a_view_of_graphs_prints_on_a_console_of_any_width(view: type[RichView[Any]], width: int) -> None:
     for subject in GRAPHS.values():
         console = Console(file=io.StringIO(), width=width)

@@ -55,7 +55,7 @@ class Report(View[Contents, str]):
     width: int = 1100
     """pixels of the pictures, which the page scales"""
     name = "report"
-    noun = Plan
+    record = Plan
     suffix = ".html"
 
     def __post_init__(self) -> None:
