@@ -46,8 +46,17 @@ class Coupled(nn.Module):
     def forward(self, x):
         return self.other(self.one(x) * x.mean(0))
 
+class Mixing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.weight * x.mean(0)
+
 def build(): return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), torch.randn(8, 4)
 def coupled(): return Coupled(), torch.randn(8, 4)
+def mixing(): return nn.Sequential(nn.Linear(4, 4), Mixing(), nn.Linear(4, 4)), torch.randn(8, 4)
 """
 PLANNED = (
     "--ranks",
@@ -77,9 +86,14 @@ def test_a_plan_is_compared_with_the_unsplit_model(call, written) -> None:
 
 def test_numbers_that_are_not_those_of_the_model_end_with_5(call, written) -> None:
     written("model.py", FILE)
-    call("plan", "model.py:coupled", *PLANNED)
-    result = call("check", "plan.json", "--model", "model.py:coupled")
-    assert "taken over all samples" in result.stdout
+    call("plan", "model.py:mixing", *PLANNED)
+    result = call("check", "plan.json", "--model", "model.py:mixing")
     assert "DIFFERENT" in result.stdout
     assert result.exit_code == 5
-    assert not json.loads(call("check", "plan.json", "--model", "model.py:coupled", "--json").stdout)["parity"]["equal"]
+    assert not json.loads(call("check", "plan.json", "--model", "model.py:mixing", "--json").stdout)["parity"]["equal"]
+
+
+def test_samples_that_act_on_each_other_are_noted(call, written) -> None:
+    written("model.py", FILE)
+    call("plan", "model.py:coupled", *PLANNED)
+    assert "taken over all samples" in call("check", "plan.json", "--model", "model.py:coupled").stdout
