@@ -1,11 +1,11 @@
 """The weights of losses that modules add, from whichever stage they are in."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from penstock.capture import Captured
+from penstock.capture import Captured, Recording
 from penstock.loss.added import Added
 from penstock.loss.counts import Count, Kind
 from penstock.loss.model import ModelLoss, Noise
@@ -22,10 +22,12 @@ class AddedLosses:
     A penalty of parameters alone is the same in every microbatch, and counts once like a mean.
     """
 
-    def __init__(self, captured: Captured, remote_parameters: Mapping[int, str] | None = None) -> None:
-        self._captured, self._remote = captured, remote_parameters or {}
-        self._kinds: dict[tuple[int, int], list[Kind]] = {}
-        self._warnings: dict[str, None] = {}
+    def __init__(self, captured: Captured) -> None:
+        self._captured = captured
+        self._kinds: dict[tuple[int, int], tuple[Recording, list[Kind]]] = {}
+        """by stage and recording, which is kept so that no other one gets its identity"""
+        self.warnings: tuple[str, ...] = ()
+        """added losses that may not count as in one process"""
 
     def total(
         self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], added: Sequence[Added], weight: float
@@ -36,19 +38,15 @@ class AddedLosses:
         """
         kinds: Sequence[str | None] = [one.reduction for one in added]
         if weight != 1.0 and None in kinds:
-            key = (stage, id(step.recordings[microbatch]))
+            recording = step.recordings[microbatch]
+            key = (stage, id(recording))
             if key not in self._kinds:
-                self._kinds[key] = self._found(step, microbatch, stage, nodes, len(added))
-            kinds = [given or found for given, found in zip(kinds, self._kinds[key], strict=True)]
+                self._kinds[key] = recording, self._found(step, microbatch, stage, nodes, len(added))
+            kinds = [given or found for given, found in zip(kinds, self._kinds[key][1], strict=True)]
         parts = [
             one.value.reshape(()) * (1.0 if kind == "sum" else weight) for one, kind in zip(added, kinds, strict=True)
         ]
         return torch.stack(parts).sum()
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Added losses that may not count as in one process."""
-        return tuple(self._warnings)
 
     def _found(self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], count: int) -> list[Kind]:
         """The kind of every loss that a stage adds."""
@@ -68,19 +66,15 @@ class AddedLosses:
             if not fitting:
                 problem = "is not found to be a mean or a sum over samples, and is weighted like a mean"
                 hint = 'add_loss(..., reduction="mean" or "sum") overrides'
-                self._warnings[f"a loss added by add_loss in stage {stage} (number {number}) {problem}: {hint}"] = None
+                self.warnings += (f"a loss added by add_loss in stage {stage} (number {number}) {problem}: {hint}",)
         return found
 
     def _probes(self, step: LossStep, microbatch: int, nodes: Collection[str]) -> list[list[Probe]]:
         """For two draws of noise a probe of each loss that the nodes of a stage add, in their order."""
-        recording = step.recordings[microbatch]
+        recording, microbatches = step.recordings[microbatch], list(step.microbatches)
         # The microbatch that was recorded comes first.
-        microbatches = [
-            step.microbatches[microbatch],
-            *step.microbatches[:microbatch],
-            *step.microbatches[microbatch + 1 :],
-        ]
-        model = ModelLoss(self._captured, recording, microbatches, self._remote)
+        microbatches.insert(0, microbatches.pop(microbatch))
+        model = ModelLoss(self._captured, recording, microbatches, {})
         adding = [node for node in recording.graph.nodes if node.name in recording.nodes_adding_loss]
         live = {node.module for node in adding if node.is_leaf and node.name in nodes}
         between = [node.name in nodes for node in adding if not node.is_leaf]

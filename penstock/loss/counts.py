@@ -51,7 +51,7 @@ class Count:
             own = [tensor.detach()[:, 1:] if self.skips_first else tensor.detach() for tensor in found]
             counted = [one if self.ignore_index is None else one != self.ignore_index for one in own]
             counts.append(torch.stack([one.sum(dtype=torch.float64) for one in counted]).sum())
-        return torch.stack(counts).tolist()  # type: ignore[no-any-return]
+        return torch.stack(counts).tolist()
 
     def weights(self, pieces: Sequence[Piece]) -> tuple[float, ...]:
         """The weight of each piece of a batch.

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from torch import Tensor
@@ -49,6 +50,11 @@ class Decision:
     """why the weights are not, or may not be, right"""
     is_open: bool = False
     """whether the next step should decide again, as this one showed nothing"""
+
+    @cached_property
+    def counts(self) -> tuple[Count, ...]:
+        """The count and its rivals."""
+        return () if self.count is None else (self.count, *self.rivals)
 
 
 def decide(source: Source, pieces: Sequence[Piece], turn: int) -> tuple[Decision, tuple[float, ...]]:
@@ -99,7 +105,9 @@ def evaluated_weights(source: Source, pieces: Sequence[Piece], turn: int) -> tup
     """The weights of a step by the gradients of its loss; None if these do not give any."""
     parts = [Part(place, 0, size) for place, (_, size) in enumerate(pieces)]
     try:
-        probes = _probes(source, parts, turn, [])
+        probes = _probes(source, parts, (turn,), [])
+        if probes[0].is_decisive and not all(probes[0].weights):
+            probes += _probes(source, parts, (turn + 1,), [])
     except PenstockError:
         raise
     except Exception:
@@ -113,7 +121,7 @@ def _compare(
 ) -> tuple[Decision, tuple[float, ...] | None]:
     """What the gradients for some parts show, and the weights of these if they cannot be counted."""
     known = {count: count.weights(pieces) for count in candidates(pieces)}
-    probes = _probes(source, parts, turn, list(known.values()))
+    probes = _probes(source, parts, (2 * turn, 2 * turn + 1), list(known.values()))
     weights = _combined(probes)
     if weights is None:
         # Without labels the loss is NaN, or 0 whatever the weights. Else the next step may show more.
@@ -138,12 +146,12 @@ def _compare(
 
 
 def _probes(
-    source: Source, parts: Sequence[Part], turn: int, known: Sequence[tuple[float, ...]]
+    source: Source, parts: Sequence[Part], draws: Sequence[int], known: Sequence[tuple[float, ...]]
 ) -> list["Probe | _Pairs"]:
-    """Evaluations of two draws; `known` are weights that will be compared with them."""
+    """Evaluations of some draws; `known` are weights that will be compared with them."""
     probes: list[Probe | _Pairs] = []
     is_large = source.sample_size * sum(part.length for part in parts) > _AT_ONCE
-    for draw in (2 * turn, 2 * turn + 1):
+    for draw in draws:
         with source.evaluator(parts, draw) as evaluate:
             if is_large and len(parts) > 2:
                 probes.append(_Pairs(evaluate, len(parts), known))

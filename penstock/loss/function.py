@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.capture import (
     GeneratorStates,
     Microbatch,
+    code_origin,
     isolated,
     object_items,
     python_generators,
@@ -41,6 +42,12 @@ class LossFunction:
         self._is_random = False
         self._is_native = False
         """whether the function refuses other types than that of the real outputs"""
+        self.dtype = torch.float64
+        """the lowest precision that it computed in"""
+        # What torch.compile made has one of these; it would be compiled again for every number of samples.
+        self.is_plain = not hasattr(loss_fn, "_torchdynamo_orig_callable") and not hasattr(loss_fn, "_orig_mod")
+        """whether it can be called without precautions: it draws no random numbers, has no state that a call changes,
+        does not write into its arguments and is not compiled"""
 
     def begin(self, microbatches: Sequence[Microbatch], output: Any, size: int) -> "LossFunction":
         """Take over the microbatches of a step, and the output of one of them, of `size` samples."""
@@ -133,6 +140,8 @@ class LossFunction:
             warnings.simplefilter("ignore")
             if held.modules_held:
                 stack.enter_context(isolated(held, None, ()))
+                # Modules of the user may count their calls.
+                self.is_plain &= all(code_origin(type(one).__module__) == "torch" for one in held.modules_held)
             stack.enter_context(uncompiled())
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
@@ -144,16 +153,21 @@ class LossFunction:
         watch = Watch(self._remote)
         tensors = [*self._held.buffers(), *self._held.tensors]
         before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        # A copy: the function may write into it.
+        copy = transform(output, _copied)
         with watch, ConstantRandomness() if self._is_random else nullcontext():
-            # A copy: the function may write into it.
-            loss = self._loss_fn(transform(output, _copied), target)
+            loss = self._loss_fn(copy, target)
+        self.dtype = watch.dtype
+        self.is_plain &= not any(isinstance(leaf, Tensor) and leaf._version for leaf in leaves((copy, target)))
         # Stateful losses, and those that draw one random number for all samples, must begin alike in every call.
         for tensor, content in before:
-            tensor.data.copy_(content)
+            if not torch.equal(tensor.detach(), content):
+                tensor.data.copy_(content)
+                self.is_plain = False
         if self._generators.have_moved():
             self._generators.restore()
             if not self._is_random:
-                self._is_random = True
+                self._is_random, self.is_plain = True, False
                 return self._call(output, target, inputs)
         if watch.met:
             names = sorted(watch.met)

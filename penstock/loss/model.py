@@ -95,7 +95,7 @@ def _find_loss(
     )
 
 
-def couplings(model: nn.Module, recording: Recording) -> tuple[str, ...]:
+def couplings(model: nn.Module, recording: Recording) -> list[str]:
     """Sentences on blocks that treat the samples of a batch together, which no probe sees as blocks stay whole."""
     blocks = {node.module for node in recording.graph.nodes if node.is_leaf}
 
@@ -113,7 +113,7 @@ def couplings(model: nn.Module, recording: Recording) -> tuple[str, ...]:
         sentences.append(
             f"scale_grad_by_freq counts the words of each microbatch instead of the whole batch: {counted}"
         )
-    return tuple(sentences)
+    return sentences
 
 
 def _is_within(name: str, blocks: Collection[str]) -> bool:
@@ -392,7 +392,7 @@ def mixing_blocks(model: ModelLoss, with_outputs: bool) -> list[str]:
 def _norms(leaf: Tensor, dim: int | None) -> Tensor:
     content = leaf.detach().abs().double()
     rows = content.reshape(1, -1) if dim is None else content.movedim(dim, 0).reshape(content.shape[dim], -1)
-    return torch.linalg.vector_norm(rows, dim=1).cpu()
+    return rows.square().sum(1).sqrt().cpu()
 
 
 def _flat(tree: Tree) -> list[Any]:

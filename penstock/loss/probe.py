@@ -27,8 +27,8 @@ from penstock.ir import leaves
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 COARSE = 5e-2
-_VALUE = 10.0
-"""how much further off a loss may be than its gradients: it is a sum over many entries, which may cancel"""
+VALUE_FACTOR = 10.0
+"""how much further apart equal losses may be: a loss is a sum of many entries, which may cancel"""
 _FLOOR = 1e-6
 """a gradient this much smaller than the largest one is taken for its rounding"""
 
@@ -124,7 +124,7 @@ class Probe:
         counted = [one for one in zip(weights, self.parts, self.alone, strict=True) if one[0]]
         losses = [weight * alone.loss for weight, _, alone in counted]
         scale = max(abs(self.union.loss), *map(abs, losses), 1e-12) if losses else 1.0
-        if not abs(sum(losses) - self.union.loss) <= _VALUE * tolerance * scale:
+        if not abs(sum(losses) - self.union.loss) <= VALUE_FACTOR * tolerance * scale:
             return False
         largest = max((_largest(own) for own in self.union.gradients.values()), default=0.0)
         for weight, part, alone in zip(weights, self.parts, self.alone, strict=True):
@@ -134,11 +134,15 @@ class Probe:
         shared = [(weight, alone.shared) for weight, _, alone in counted]
         return _are_equal(self.union.shared, shared, tolerance, _largest(self.union.shared))
 
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The lowest precision of all evaluations."""
+        return max((one.dtype for one in (self.union, *self.alone)), key=lambda dtype: torch.finfo(dtype).eps)
+
     @property
     def tolerance(self) -> float:
         """How far apart equal gradients may be because of rounding."""
-        coarsest = max((self.union, *self.alone), key=lambda one: torch.finfo(one.dtype).eps)
-        return TOLERANCES.get(coarsest.dtype, COARSE)
+        return TOLERANCES.get(self.dtype, COARSE)
 
     def distance(self, weights: Sequence[float]) -> float:
         """How far weights are from those that the gradients have; 0 if that is less than rounding."""
@@ -196,6 +200,9 @@ class Watch(TorchFunctionMode):
 
 class ConstantRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, torch draws 0.5 or 0 instead of random numbers: those of a batch and of its parts would differ."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called for every operator; dropout and the like then are a factor that is the same for all samples."""

@@ -15,14 +15,16 @@ from penstock.loss.counts import IGNORE_INDEX, REDUCTIONS, Count, Piece
 from penstock.loss.decide import INSEPARABLE, Decision, Source, decide, evaluated_weights, holds
 from penstock.loss.function import LossFunction
 from penstock.loss.model import ModelLoss, couplings, loss_name, mixing_blocks
-from penstock.loss.samples import sample_dims, take
+from penstock.loss.probe import COARSE, TOLERANCES, VALUE_FACTOR
+from penstock.loss.samples import LARGE, sample_dims, take
 
 LossFn = Callable[[Any, Any], Tensor]
 _LABELS = Count("tokens", "", IGNORE_INDEX)
-_NAMED = 3
+_NUM_NAMED = 3
+_SMALLER = 0.75
 _ROUNDING = 1e-6
 _NUM_TENSORS = 4
-"""how many tensors the counts may be of that replicas compare"""
+"""how many tensors may be counted where replicas compare counts"""
 
 
 class Replicas(Protocol):
@@ -42,20 +44,22 @@ class LossStep:
 
     microbatches: Sequence[Microbatch]
     recordings: Sequence[Recording]
+    """the recording of the model that holds for each microbatch"""
     is_training: bool
     weights: tuple[float, ...] | None = None
+    """the factor of each microbatch's loss in the loss of the batch, once known"""
     loss_problem: str = ""
     """why the weights are not right"""
 
 
 class LossWeights:
-    """Finds the weights of the microbatches of every step, and says if there are none that are right.
+    """Finds the weights of the microbatches of every step, and warns if there are none that are right.
 
-    The first step decides how they are found (`decide`): by counting samples or labels, or by evaluating the loss.
-    A loss function is then checked in every step on few samples of two microbatches, because it may depend on anything
-    in the user's program, such as the epoch. A model that returns its loss is checked in the 2nd, 4th, 8th ... step
-    and whenever a label is met that is smaller or larger than all before: a change in the model itself is a new
-    recording, which is decided on anew.
+    The first step decides how they are found: by counting samples or labels, or by evaluating the loss in every step.
+    What is counted is checked again, on few samples, in the 2nd, 4th, 8th ... step and whenever a label is smaller or
+    larger than all before. A loss function may depend on anything in the user's program, such as the epoch: in every
+    other step, too, its value for two microbatches together is compared with their own. A model that changes is
+    recorded again, and the recording is decided on anew.
     """
 
     def __init__(
@@ -72,23 +76,21 @@ class LossWeights:
         """
         if reduction is not None and reduction not in REDUCTIONS:
             raise RunError("unknown reduction", reduction=repr(reduction), hint='"mean", "tokens", "sum", or None')
+        self.has_function = loss_fn is not None
+        """whether the loss is that of a loss function, and not what the model returns"""
         self._captured, self._replicas, self._loss_fn = captured, replicas, loss_fn
         self._reduction, self._remote = reduction, remote_parameters or {}
         self._function = None if loss_fn is None else LossFunction(loss_fn, self._remote)
         self._decisions: dict[int, Decision] = {}
+        """by the identity of the recording of a model that returns its loss; under 0 that of a loss function"""
         self._names: dict[int, tuple[Recording, str]] = {}
-        self._coupled: dict[int, tuple[Recording, tuple[str, ...]]] = {}
+        self._couplings: dict[int, tuple[Recording, tuple[str, ...]]] = {}
         self._ranges: dict[tuple[int, str], tuple[int, int]] = {}
         self._num_steps = 0
 
     @property
-    def has_function(self) -> bool:
-        """Whether the loss is that of a loss function, and not what the model returns."""
-        return self._loss_fn is not None
-
-    @property
     def reduction(self) -> str:
-        """How the loss is averaged, as far as that is known."""
+        """How the loss is averaged over samples; empty if that is not known yet."""
         found = next(iter(self._decisions.values()), None)
         if self._reduction is not None or found is None:
             return self._reduction or ""
@@ -106,15 +108,15 @@ class LossWeights:
     def loss(self, step: LossStep, microbatch: int, output: Any) -> Any:
         """The loss of a microbatch by the loss function; the first one of a step finds the weights."""
         assert self._loss_fn is not None
-        function = self._function
-        assert function is not None
-        own = step.microbatches[microbatch]
-        if step.weights is None:
+        assert self._function is not None
+        function, own = self._function, step.microbatches[microbatch]
+        loss = self._loss_fn(output, own.target)
+        if step.weights is None and not self._confirm(step, microbatch, output, loss):
             try:
                 self._weigh(step, lambda microbatches: function.begin(microbatches, output, own.size), 0)
             finally:
                 function.end()
-        return self._loss_fn(output, own.target)
+        return loss
 
     def weights(self, step: LossStep) -> tuple[float, ...]:
         """The weight of every microbatch; with a loss function they are known once its first loss is."""
@@ -131,25 +133,82 @@ class LossWeights:
 
     def warnings(self, step: LossStep) -> tuple[str, ...]:
         """Why the gradients of a step, or the loss of an evaluation, are not those of the whole batch."""
-        found = [step.loss_problem] if step.loss_problem else []
-        if step.is_training:
-            found = [*(one for recording in step.recordings for one in self._couplings(step, recording)), *found]
-        return tuple(dict.fromkeys(found))
+        found: dict[str, None] = {}
+        for place, recording in enumerate(step.recordings if step.is_training else ()):
+            if id(recording) not in self._couplings:
+                self._couplings[id(recording)] = recording, self._find_couplings(step, place)
+            found.update(dict.fromkeys(self._couplings[id(recording)][1]))
+        return (*found, step.loss_problem) if step.loss_problem else tuple(found)
 
-    def _couplings(self, step: LossStep, recording: Recording) -> tuple[str, ...]:
-        """Where samples act on each other inside the model; looked for once in each recording."""
-        if id(recording) not in self._coupled:
-            found = [*couplings(self._captured.model, recording)]
-            first = next(place for place, own in enumerate(step.recordings) if own is recording)
-            # The microbatch that was recorded comes first.
-            microbatches = [step.microbatches[first], *step.microbatches[:first], *step.microbatches[first + 1 :]]
-            mixing = mixing_blocks(ModelLoss(self._captured, recording, microbatches, self._remote), self.has_function)
-            if mixing:
-                more = f" and {len(mixing) - _NAMED} more" if len(mixing) > _NAMED else ""
-                where = ", ".join(mixing[:_NAMED]) + more
-                found.append(f"a value is taken over all samples of a batch, of which a microbatch has fewer: {where}")
-            self._coupled[id(recording)] = recording, tuple(found)
-        return self._coupled[id(recording)][1]
+    def _find_couplings(self, step: LossStep, place: int) -> tuple[str, ...]:
+        """Where samples act on each other inside the model, by the recording of one microbatch."""
+        recording, microbatches = step.recordings[place], list(step.microbatches)
+        # The microbatch that was recorded comes first.
+        microbatches.insert(0, microbatches.pop(place))
+        found = couplings(self._captured.model, recording)
+        model = ModelLoss(self._captured, recording, microbatches, self._remote)
+        mixing = mixing_blocks(model, with_outputs=self.has_function)
+        if mixing:
+            more = f" and {len(mixing) - _NUM_NAMED} more" if len(mixing) > _NUM_NAMED else ""
+            where = ", ".join(mixing[:_NUM_NAMED]) + more
+            found.append(f"a value is taken over all samples of a batch, of which a microbatch has fewer: {where}")
+        return tuple(found)
+
+    def _confirm(self, step: LossStep, microbatch: int, output: Any, loss: Any) -> bool:
+        """Find the weights of an ordinary step at the cost of two calls of the loss function, without gradients.
+
+        False if it is no ordinary step, or if the decision does not hold any more.
+        """
+        known, number = self._decisions.get(0), self._num_steps + 1
+        if known is None or known.count is None or known.problem or known.is_open or not step.is_training:
+            return False
+        assert self._function is not None
+        is_power_of_two = not number & (number - 1)
+        if is_power_of_two or len(step.microbatches) < 2 or self._replicas.count > 1 or not self._function.is_plain:
+            return False
+        pieces: list[Piece] = [({}, one.size) for one in step.microbatches]
+        if known.rivals or known.count.kind == "tokens":
+            pieces = [(self._function.tensors(one), one.size) for one in step.microbatches]
+            if self._has_new_labels(0, pieces) or not all(one.is_of(pieces[0][0]) for one in known.counts):
+                return False
+        weights, *others = [count.weights(pieces) for count in known.counts]
+        # The other microbatch takes turns.
+        other = (microbatch + 1 + number % (len(pieces) - 1)) % len(pieces)
+        targets = step.microbatches[microbatch].target, step.microbatches[other].target
+        if any(one != weights for one in others) or not self._agrees(known.count, targets, output, loss):
+            return False
+        self._num_steps, step.weights = number, weights
+        return True
+
+    def _agrees(self, count: Count, targets: tuple[Any, Any], output: Any, loss: Any) -> bool:
+        """Whether the loss of two microbatches together is the weighted sum of their own.
+
+        `output` and `loss` are those of the first; the second is given the same output, made smaller. False also if
+        outputs or targets are not plain tensors whose first dimension is the batch.
+        """
+        first, second = targets
+        if not all(isinstance(one, Tensor) and one.dim() for one in (output, first, second)) or first is second:
+            return False
+        assert self._loss_fn is not None
+        assert self._function is not None
+        # Few samples of large outputs: two microbatches at a time may not fit in memory.
+        rows = min(len(output), max(1, LARGE * len(output) // max(1, output.numel())))
+        try:
+            with torch.no_grad():
+                one, two = output[:rows], output[: min(rows, len(second))] * _SMALLER
+                alone = loss if rows == len(first) else self._loss_fn(one, first[:rows])
+                first, second = first[:rows], second[: len(two)]
+                together = self._loss_fn(torch.cat([one, two]), torch.cat([first, second]))
+                values = (alone, self._loss_fn(two, second), together)
+        except Exception:  # a function may not take any number of samples
+            return False
+        numbers = [float(value.detach()) for value in values]
+        weights = count.weights([({"target": first}, len(first)), ({"target": second}, len(second))])
+        expected = sum(weight * number for weight, number in zip(weights, numbers, strict=False) if weight)
+        dtype = max(self._function.dtype, output.dtype, loss.dtype, key=lambda one: torch.finfo(one).eps)
+        tolerance = VALUE_FACTOR * TOLERANCES.get(dtype, COARSE)
+        # NaN agrees with everything: steps that are not finite are dealt with elsewhere.
+        return not abs(expected - numbers[2]) > tolerance * max(map(abs, numbers))
 
     def _weigh(self, step: LossStep, source_of: Callable[[Sequence[Microbatch]], Source], key: int) -> None:
         """Find the weights of a step."""
@@ -183,20 +242,19 @@ class LossWeights:
     ) -> tuple[Decision, tuple[float, ...]]:
         """The decision that is known, if it still holds, or a new one; and the weights by it."""
         known, number = self._decisions.get(key), self._num_steps
+        has_new_labels = self._has_new_labels(key, pieces)
         is_power_of_two = not number & (number - 1)
         if known is None or known.is_open or (known.problem and is_power_of_two):
             return decide(source, pieces, number)
         if known.count is None:
             weights = evaluated_weights(source, pieces, number)
             return decide(source, pieces, number) if weights is None else (known, weights)
-        counts = (known.count, *known.rivals)
-        if not all(count.is_of(pieces[0][0]) for count in counts):
+        if not all(count.is_of(pieces[0][0]) for count in known.counts):
             return decide(source, pieces, number)
-        weights, *others = [count.weights(pieces) for count in counts]
+        weights, *others = [count.weights(pieces) for count in known.counts]
         if known.problem:
             return known, weights
-        is_due = is_training and (self._function is not None or is_power_of_two)
-        is_due |= self._function is None and self._has_new_labels(key, pieces)
+        is_due = has_new_labels or (is_training and (self.has_function or is_power_of_two))
         if any(other != weights for other in others) or (is_due and not holds(known.count, source, pieces, number)):
             return decide(source, pieces, number)
         return known, weights
