@@ -43,7 +43,7 @@ class Captured:
     """A model that can be replayed call by call; `graph` is that of the example batch.
 
     Another batch reuses a recording if its signature, the model's fingerprint and all guards on the inputs agree, and
-    is recorded otherwise. Every rank decides this by itself, from the same inputs, so no communication is needed.
+    is recorded otherwise. Every rank decides this from the same inputs, so no communication is needed.
     """
 
     def __init__(

@@ -55,8 +55,8 @@ class Granularity:
     def open_like(self, model: nn.Module, leaf: str) -> "Granularity":
         """The same granularity with a leaf, and all leaves of its class, opened."""
         found = self.leaves(model)
-        alike = {name for name, module in found.items() if type(module) is type(found[leaf])}
-        return replace(self, opened=self.opened | alike)
+        same_class = {name for name, module in found.items() if type(module) is type(found[leaf])}
+        return replace(self, opened=self.opened | same_class)
 
     def _visit(self, module: nn.Module, path: str, level: int, in_list: bool) -> Iterator[tuple[str, nn.Module]]:
         if path not in self.opened and self._is_leaf(module, path, level, in_list):

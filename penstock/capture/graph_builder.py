@@ -50,7 +50,7 @@ def _build_node(model: nn.Module, call: Call, table: TensorTable, note: CallNote
     used = tuple(dict.fromkeys((*states(call.args), *states(call.kwargs), *own.values(), *written)))
     reads = tuple(dict.fromkeys((*refs(call.args), *refs(call.kwargs), *(old for _, old in call.writes))))
     made = dict.fromkeys((*(new for new, _ in (*call.writes, *call.results.updates)), *call.results.values))
-    # A leaf may return one of its arguments: that is no new value. State among the results has no name.
+    # A leaf may return one of its arguments: that is not a new value. State among the results has no name.
     fresh = [name for name in made if name and name not in reads]
     names = set(parameters)
     return Node(

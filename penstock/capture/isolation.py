@@ -140,7 +140,7 @@ class _Copies:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Copy those that are not copied yet."""
+        """Copy the tensors that have not been copied yet."""
         for tensor in tensors:
             if not tensor.is_meta and id(tensor) not in self._copies:
                 self._copies[id(tensor)] = tensor, tensor.clone()

@@ -38,7 +38,7 @@ def split_batch(
     num_microbatches: int,
     split: Split | None = None,
 ) -> tuple[Microbatch, ...]:
-    """Split a batch into microbatches, larger ones first; into fewer than asked for if there are fewer samples.
+    """Split a batch into microbatches, larger ones first; into fewer if there are fewer samples.
 
     Tensors whose first dimension is the batch are split along it, everything else is passed whole to every microbatch.
     `split` overrides this by the name of a parameter of the forward, of `target`, or of a part of either
@@ -170,7 +170,7 @@ def _split_dim(name: str, leaf: object, batch: int, split: Split) -> int | None:
 
 
 def _target_dim(name: str, leaf: object, batch: int, split: Split) -> int | None:
-    """As for an argument, but a target that is not split is almost always a mistake, so it must be asked for."""
+    """As for an argument, but a target that is not split is almost always a mistake, so it must be requested."""
     dim = _split_dim(name, leaf, batch, split)
     if dim is None and isinstance(leaf, Tensor) and leaf.dim() and _override(name, split) is None:
         raise RunError(

@@ -103,7 +103,7 @@ def reachable_objects(modules: Iterable[nn.Module]) -> dict[int, Any]:
 
 
 def copy_leaf(leaf: object) -> object:
-    """A tensor in memory of its own that starts a graph of its own; anything else as it is.
+    """A copy of a tensor, as a new leaf of autograd; anything else unchanged.
 
     For inputs of a model that may write into them.
     """

@@ -279,7 +279,7 @@ class Recorder(TorchFunctionMode):
             self._running, self._is_paused = None, True
 
     def _check_result(self, call: RunningCall, result: Any) -> None:
-        """Open a leaf that returns an object of its own: a replay compares no more than the class of an object."""
+        """Open a leaf that returns an opaque object: a replay compares only the class of such an object."""
         if opaque_leaves(result, lambda thing: id(thing) in call.given or id(thing) in self._objects_before):
             raise LeakyLeaf(call.name)
 
@@ -301,7 +301,7 @@ class Recorder(TorchFunctionMode):
         return tuple(writes)
 
     def _with_written_state(self, trees: tuple[Tree, Tree], written: list[Tensor]) -> tuple[Tree, Tree]:
-        """Refer to a buffer that the call writes as the buffer, even if a value stands for it in other calls."""
+        """Refer to a buffer that the call writes as the buffer, even if other calls refer to a value instead."""
         names = {name: self.table.state[id(tensor)] for tensor in written if (name := self.table.name(tensor))}
         return (bind_state(trees[0], names), bind_state(trees[1], names)) if names else trees
 

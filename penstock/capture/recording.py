@@ -184,7 +184,7 @@ def _run_model(model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwar
             "the model cannot be run on this batch",
             module=(module if failed is error else "") or "the model",
             error=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
-            hint="call the model itself with this batch; the types and shapes must be those that it takes",
+            hint="call the model itself with this batch, and correct types and shapes of its arguments",
         ) from error
 
 

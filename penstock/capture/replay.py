@@ -94,7 +94,7 @@ class Replay:
             if hook is not None:
                 hook(recorded.name, {name: values[name] for name in _makes(recorded) if name in values})
         views = self._recording.state_views
-        # A view of a buffer would show what the next microbatch writes.
+        # A view of a buffer would change when the next microbatch writes the buffer.
         return {name: values[name].clone() if name in views else values[name] for name in self._wanted}
 
     def _prepare(self, steps: list[Call | Guard]) -> Iterator[Step]:

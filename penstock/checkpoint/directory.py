@@ -169,7 +169,7 @@ class CheckpointSummary(NamedTuple):
     ranks: int = 0
     schedule: str = ""
     state: str = "incomplete"
-    """`complete`, `incomplete`, or what is wrong with it"""
+    """`complete`, `incomplete`, or a description of the damage"""
 
     @property
     def row(self) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ def step_of(path: Path) -> int | None:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """The plan of the training; the whole plan is a file of its own."""
+    """The main sizes of the plan; the whole plan is in a separate file."""
 
     __pydantic_config__ = _STRICT
 
@@ -111,7 +111,7 @@ def signed_document(content: Mapping[str, Any]) -> bytes:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a directory; refused if a single byte differs from what was written."""
+    """Read the manifest of a directory; refused if a single byte has changed since it was written."""
     path = directory / NAME
     text = read_bytes(path, _MAX_BYTES)
     document = parse_json(text, path)

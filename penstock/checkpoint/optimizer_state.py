@@ -17,7 +17,7 @@ Shard = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """The state of the parameters of one stage, as a JSON document and tensors beside it."""
+    """The state of the parameters of one stage, as a JSON document and the tensors that it refers to."""
 
     document: dict[str, Any]
     tensors: Tensors = field(default_factory=dict)

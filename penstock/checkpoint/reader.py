@@ -176,7 +176,7 @@ class CheckpointReader:
         return content
 
     def document(self, stem: str) -> Any:
-        """The value of a document and the tensors beside it."""
+        """The value of a document, with the tensors of its tensor file."""
         return decode_tree(self.plain(stem), self.find(stem))
 
     @property
@@ -201,7 +201,7 @@ class CheckpointReader:
         return [found[1] for name in sorted(self.manifest.files) if (found := numbered.fullmatch(name))]
 
     def find(self, stem: str) -> FindTensor:
-        """A function that reads a tensor of the file beside a document by name."""
+        """A function that reads tensors by name from the tensor file of a document."""
 
         def read_tensor(name: str) -> Tensor:
             file = f"{stem}.safetensors"

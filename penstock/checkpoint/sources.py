@@ -67,7 +67,7 @@ def _weight_map(index: Path) -> dict[str, object]:
 
 
 def _file_name(file: object, index: Path) -> str:
-    """The name of a file beside the index; a path that leads elsewhere is refused."""
+    """The name of a file in the directory of the index; other paths are refused."""
     # Names come from a downloaded file: a path could lead to any file of the system.
     is_plain = isinstance(file, str) and PurePosixPath(file).name == file and "\\" not in file and "\0" not in file
     if not is_plain or not str(file).endswith(".safetensors"):

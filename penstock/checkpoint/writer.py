@@ -178,7 +178,7 @@ def write_file(path: Path, content: Content, rank: int) -> FileRecord:
 
 
 class BackgroundWriter:
-    """Runs one save at a time in a thread and keeps its error until it is asked for."""
+    """Runs one save at a time in a thread and keeps its error until `take_error`."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None

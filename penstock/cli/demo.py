@@ -59,10 +59,10 @@ def demo(
         compare_schedules(out, as_json)
         return
     make_directory(out)
-    say = note if as_json else typer.echo
+    echo = note if as_json else typer.echo
     began = perf_counter()
-    plan = _plan(ranks, say)
-    run = _train(plan, steps, say)
+    plan = _plan(ranks, echo)
+    run = _train(plan, steps, echo)
     seconds = perf_counter() - began
     files = write_run(run, out)
     if as_json:
@@ -83,7 +83,7 @@ def demo(
         raise failed(f"the pipeline differs from one process ({run.largest_difference:.1e})", RUN_FAILED)
 
 
-def _plan(ranks: int, say: Print) -> "Plan":
+def _plan(ranks: int, echo: Print) -> "Plan":
     import torch
 
     import penstock
@@ -95,20 +95,20 @@ def _plan(ranks: int, say: Print) -> "Plan":
     whole = model()
     tokens, _ = next(batches(SIZES, 1))
     count = f"{sum(value.numel() for value in whole.parameters()):,}"
-    say(f"a GPT of {SIZES.layers} blocks and {count} parameters; a batch is {len(tokens)} x {SIZES.length} letters")
+    echo(f"a GPT of {SIZES.layers} blocks and {count} parameters; a batch is {len(tokens)} x {SIZES.length} characters")
     cluster = Machine.here(ranks).cluster(ranks)
     if cluster.cores:
-        say(f"{ranks} ranks share {counted(cluster.cores, 'core')} here; the plan and its prediction account for that")
+        echo(f"{ranks} ranks share {counted(cluster.cores, 'core')} here; the plan and its prediction account for that")
     plan = penstock.plan(
         whole, (tokens,), ranks=cluster, microbatches=SIZES.microbatches, budget_seconds=SEARCH_SECONDS
     )
-    say(f"measured, and searched for the best of {counted(len(plan.search.candidates), 'plan')}:\n")
+    echo(f"measured, and searched for the best of {counted(len(plan.search.candidates), 'plan')}:\n")
     best = replace(plan.search, candidates=plan.search.candidates[:MAX_CANDIDATES])
-    say(f"{best}\n\n{plan}\n")
+    echo(f"{best}\n\n{plan}\n")
     return plan
 
 
-def _train(plan: "Plan", steps: int, say: Print) -> "Run":
+def _train(plan: "Plan", steps: int, echo: Print) -> "Run":
     """Prove the program, train on processes and in one process, and compare."""
     import penstock
     from penstock.demo.training import in_one_process, largest_difference, on_rank
@@ -116,13 +116,13 @@ def _train(plan: "Plan", steps: int, say: Print) -> "Run":
 
     def print_step(report: "StepReport") -> None:
         if report.metrics.step % PRINT_EVERY == 0 or report.metrics.step + 1 == report.of:
-            say("  " + step_line(report, plan.predicted.makespan))
+            echo("  " + step_line(report, plan.predicted.makespan))
 
     penstock.verify(penstock.lower(plan.schedule, cuts=plan.cuts))
-    say(f"proven: the program of {plan.choices.schedule} cannot deadlock")
-    say(f"training {steps} steps on {plan.num_ranks} processes")
+    echo(f"proven: the program of {plan.choices.schedule} cannot deadlock")
+    echo(f"training {steps} steps on {plan.num_ranks} processes")
     ranks = penstock.launch(on_rank, plan.num_ranks, plan, steps, print_step)
-    say(f"the same {steps} steps in one process, in plain PyTorch")
+    echo(f"the same {steps} steps in one process, in plain PyTorch")
     plain = in_one_process(steps)
     return replace(from_json(ranks[0].run, Run), largest_difference=largest_difference(ranks, plain))
 

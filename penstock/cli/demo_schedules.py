@@ -72,7 +72,7 @@ FORMULAS = (
 
 
 class Comparison(NamedTuple):
-    """A formula's value beside the simulated one."""
+    """The value of a formula and the simulated value."""
 
     formula: Formula
     known: float

@@ -140,7 +140,7 @@ def _train_under_torchrun(job: Job, choice: "PlanChoice") -> "Run | None":
 
 
 class PlanChoice:
-    """The plan of a training run: the given one, the one of its checkpoint, or the best that is found."""
+    """Chooses the plan of a training run: the given plan, that of its checkpoint, or the best found by a search."""
 
     def __init__(self, job: Job, file: Path | None) -> None:
         self._job, self._options, self._file = job, job.plan_options, file

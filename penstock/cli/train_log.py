@@ -82,7 +82,7 @@ class StepsFile:
         return tuple(found)
 
     def with_earlier_steps(self, run: "Run") -> "Run":
-        """The run with the steps of earlier attempts; a run that had nothing left to do is the one written before."""
+        """The run with the steps of earlier attempts; a run that had nothing left to do is the earlier one."""
         from penstock.ir import Run, load_record
 
         written = self.read()

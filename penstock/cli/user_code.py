@@ -24,9 +24,9 @@ class UserFunction(NamedTuple):
 
 @contextmanager
 def user_function(target: str, example: str) -> Iterator[UserFunction]:
-    """Load FILE.py:FUNCTION; inside, modules beside the file can be imported.
+    """Load FILE.py:FUNCTION; in the body, modules in the same directory can be imported.
 
-    `example` is the body of such a function, for the error if there is none.
+    `example` is the body of such a function, for the error if the function does not exist.
     """
     path, name = _parse(target)
     folder = str(path.resolve().parent)

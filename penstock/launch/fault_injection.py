@@ -140,7 +140,7 @@ class FaultInjector:
             if fault.after is not None:
                 is_due = time.monotonic() - self._began >= fault.after
             else:
-                # A step may have fewer entries on this rank than asked for: then the first entry after it counts.
+                # A step may have fewer entries on this rank than the fault names: then the first entry after it counts.
                 is_due = fault.step is not None and (self._step, self._num_entries) >= (fault.step, fault.action)
             if is_due:
                 self._inject(fault)

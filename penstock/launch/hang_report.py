@@ -71,7 +71,7 @@ def _can_progress(status: RankStatus) -> bool:
 
 
 def _slowest(statuses: Sequence[RankStatus]) -> list[RankStatus]:
-    """If no rank waits: those that cannot progress, else the one that is busy with one thing for the longest time."""
+    """If no rank waits: those that cannot progress, else the one whose status is unchanged for the longest time."""
     stuck = [status for status in statuses if status.state in (FAILED, *BUSY) and not _can_progress(status)]
     working = [status for status in statuses if status.state in (PREPARING, WORKING)]
     return stuck or sorted(working, key=lambda status: status.since)[:1]

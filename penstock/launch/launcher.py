@@ -71,7 +71,7 @@ def launch(
 
 
 class _Worker:
-    """The launcher's view of one rank."""
+    """One rank as the launcher sees it: process and pipe."""
 
     def __init__(self, rank: int, process: BaseProcess, pipe: Connection) -> None:
         self.rank, self.process, self.pipe = rank, process, pipe
@@ -169,7 +169,7 @@ class _Workers:
         process = self._context.Process(target=run_worker, args=(config, there, job), name=f"rank {config.rank}")
         # No garbage collection between the fork and `gc.freeze` in the child: it must not finalise inherited objects.
         with warnings.catch_warnings(), _FORKING:
-            # Python 3.12 warns of forks beside threads; the ranks use nothing that another thread could hold.
+            # Python 3.12 warns of forks with threads running; the ranks use nothing that another thread could hold.
             warnings.simplefilter("ignore", DeprecationWarning)
             was_enabled = gc.isenabled()
             gc.disable()
@@ -218,7 +218,7 @@ class _Collector:
         # The statuses at the time of the first report, before the other ranks are affected by it.
         statuses, now = StatusFile.read(self._statuses), time.monotonic()
         while pending := self._pending():
-            # While ranks report only lost contacts, the death that caused them is still to be seen.
+            # While ranks report only lost contacts, the failure that caused them has not been reported yet.
             patience = _CAUSE_SECONDS if all(report.follows for report in self._reports) else _SETTLE_SECONDS
             if time.monotonic() - now >= patience:
                 break

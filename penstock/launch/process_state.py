@@ -31,7 +31,7 @@ def host_id() -> int:
 
 
 def start_ticks(pid: int) -> int:
-    """When the process was started, in clock ticks since boot; tells a process from a later one with the same pid."""
+    """When the process was started, in clock ticks since boot; a later process with the same pid differs."""
     fields = _stat(pid)
     return int(fields[_STARTED]) if fields else 0
 

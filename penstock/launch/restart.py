@@ -59,7 +59,7 @@ class RankFailure(NamedTuple):
 
 
 class RestartDecision(NamedTuple):
-    """Another attempt after a pause, or the reason why there is none."""
+    """Another attempt after a pause, or the reason not to restart."""
 
     ranks: int
     pause_seconds: float = 0.0

@@ -101,7 +101,7 @@ class StageLayout:
     def plan(self, schedule: Schedule, name: str, bound: float = 0.0) -> Plan:
         """Returns the plan with this order, simulated; `bound` is a lower bound that is already known."""
         trace = simulate(lower(schedule, cuts=self.cuts), self.costs, self.cluster)
-        # The bound holds for every order, so that only rounding can put it above one.
+        # The bound holds for every order; only rounding can put it above the makespan of one.
         predicted = Prediction.of(trace, min(max(self.bound, bound), trace.makespan))
         choices = replace(self.choices, schedule=name)
         return Plan(self.measured.graph, self.partition, schedule, choices, self.costs, self.cluster, predicted)
@@ -261,7 +261,7 @@ def _layout(
 
 
 def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[Found]:
-    """Yields the plan with the schedule asked for; for "auto" with every schedule of the table for the placement.
+    """Yields the plan with the requested schedule; for "auto" with every schedule of the table for the placement.
 
     With recompute="auto" stages recompute, one more on every rank that lacks memory, until the plan fits.
     """

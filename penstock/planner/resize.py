@@ -30,12 +30,12 @@ def unsplit(plan: Plan) -> Plan:
     partition = Partition((tuple(node.name for node in plan.graph.nodes),))
     cluster, schedule = Cluster(1), build("gpipe", 1, plan.num_microbatches)
     # The one rank has slowness 1, whichever ranks of the plan are slow.
-    alike = plan.costs_on(replace(plan.cluster, slowness=None))
+    equal = plan.costs_on(replace(plan.cluster, slowness=None))
     costs = StageCosts(
-        forward=(sum(alike.forward),),
-        input_grad=(sum(alike.input_grad),),
-        weight_grad=(sum(alike.weight_grad),),
-        activation_bytes=(sum(alike.activation_bytes),),
+        forward=(sum(equal.forward),),
+        input_grad=(sum(equal.input_grad),),
+        weight_grad=(sum(equal.weight_grad),),
+        activation_bytes=(sum(equal.activation_bytes),),
     )
     trace = simulate(lower(schedule), costs, cluster)
     choices = Choices("given", "gpipe", (False,), "loop")

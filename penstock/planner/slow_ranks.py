@@ -275,7 +275,7 @@ def plan_command(plan: Plan, slowness: tuple[float, ...]) -> str:
 
 
 def _asked_schedule(plan: Plan) -> str:
-    """The name that was asked for; "auto" for a schedule that was searched for or given."""
+    """The requested name; "auto" for a schedule that was searched for or given."""
     asked = dict(plan.search.asked).get("schedule", AUTO)
     return asked if asked in SCHEDULES else AUTO
 

@@ -163,7 +163,7 @@ def add_parts(tree: nn.Module, model: nn.Module, modules: Iterable[str], state: 
 
 
 def _branch(tree: nn.Module, path: str) -> nn.Module:
-    """The module at a path, with empty modules on the way where there are none yet."""
+    """The module at a path, creating empty modules where the path does not exist yet."""
     for name in path.split(".") if path else ():
         if name not in tree._modules:
             tree.add_module(name, nn.Module())

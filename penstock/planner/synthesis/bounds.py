@@ -93,9 +93,9 @@ class _Before(NamedTuple):
 def earliest_starts(table: PassTable) -> Floats:
     """Returns by row and microbatch a moment before which no order can start the pass; it never falls along a row.
 
-    A pass starts after what it needs, after the pass before it in its row, after what memory demands, and after its
-    rank has had time for everything that must come before it there. The last is one machine with release times: of any
-    set of passes, the work of those released from some moment on comes after that moment.
+    A pass starts after the passes that it needs, the previous pass of its row and those that must free memory for it,
+    and after its rank has had time for all passes that must precede it there. The last condition is single-machine
+    scheduling with release times: passes released from some moment on are worked off after that moment.
     """
     befores = _befores(table)
     columns_held = _MACHINE_PASSES // max(table.num_rows, 1)
@@ -230,13 +230,13 @@ def _escape_lags(table: PassTable, row: int, room: float) -> list[Lag]:
 def _idle(table: PassTable, starts: Floats, rank: int) -> Floats:
     """Pairs (moment, idle seconds up to it), each with more idle seconds than those before.
 
-    Up to a moment a rank has run at most the passes whose earliest starts lie before it: of those that allocate no
-    bytes all, of the others as many as fit, at best the longest per byte. The rest of the moment is idle, however the
-    passes are ordered.
+    Up to a moment a rank has run at most the passes whose earliest starts are before it: all that allocate no bytes,
+    and of the others as many as fit in memory, at best the longest per byte. The remaining seconds are idle in any
+    order.
     """
     mine = list(table.of_rank[rank])
     moments = np.unique(starts[mine])
-    # A start that differs from the moment only by rounding does not lie before it.
+    # A start that differs from the moment only by rounding is not before it.
     grace = 1e-12 * float(moments[-1])
     begun: dict[int, Ints] = {row: np.searchsorted(starts[row], moments - grace, side="left") for row in mine}
     takers = [row for row in mine if table.taken[row] > 0]

@@ -98,7 +98,7 @@ def _span(flat: FlatProblem, orders: RankOrders, ends: list[list[float]], rank: 
 def critical_chain(flat: FlatProblem, orders: RankOrders, ends: list[list[float]]) -> list[Place]:
     """Returns a chain of passes, each of which waited for the next, last pass first.
 
-    Where a pass waited for two, the one on its own rank is followed.
+    If a pass waited for two others, the chain follows that of its own rank.
     """
     places: dict[tuple[int, bool], list[Place]] = {}
     for rank, order in enumerate(orders):

@@ -46,7 +46,7 @@ def prove(problem: ScheduleProblem, known: RankOrders, bound: float, limit_secon
     flat = FlatProblem.of(problem)
     model = _Model(cp_model.CpModel(), PassTable.least(flat))
     seconds = evaluate(flat, known).length
-    # In ticks an order is no longer, but up to a tick shorter: both limits round down.
+    # In ticks an order is at most as long, and up to a tick shorter: both limits round down.
     model.limit(model.whole(seconds), floor(bound / model.tick))
     model.hint(known)
     solver = cp_model.CpSolver()
@@ -59,7 +59,7 @@ def prove(problem: ScheduleProblem, known: RankOrders, bound: float, limit_secon
     proven = max(bound, solver.best_objective_bound * model.tick) if status != cp_model.UNKNOWN else bound
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Proof(known, seconds, min(proven, seconds))
-    # Passes of no ticks start at one moment, in any order; memory may demand a certain one.
+    # Passes of 0 ticks start at the same moment, in any order; memory may require a certain one.
     orders = [make_legal(flat, rank, order) or order for rank, order in enumerate(model.orders(solver))]
     orders = join_backwards(flat, orders, Goal(bound, _JOINING * limit_seconds))
     found = evaluate(flat, orders).length

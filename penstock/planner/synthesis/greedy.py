@@ -2,11 +2,11 @@
 
 A free rank runs, of the passes that have all they need and fit in memory, the one with the smallest *key*. It may wait
 a little for a better one that is known to come (*patience*), and no pass starts before its *release*. Only keys and
-releases differ between orders, so that one round of array operations advances all of them. In a round, every rank
-decides that cannot be reached in time by a message still to be sent.
+releases differ between orders, so that one round of array operations advances all of them. A rank decides in a round if
+no message that has not been sent yet could arrive before its decision.
 
-A run never gets stuck for lack of memory: a pass is admitted only if the rank would then still have room to get
-every microbatch in flight through, one after another.
+A run never blocks for lack of memory: a pass is admitted only if the rank would then still have room to finish every
+microbatch in flight, one after another.
 """
 
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ _REACH = 8
 _PASSES_PER_SECOND = 150_000
 """passes that greedy runs place in a second of CPU"""
 _SLACK = 3.0
-"""how many times the seconds asked for may pass before the clock ends a search"""
+"""multiple of the requested seconds after which the clock ends a search"""
 
 
 class Goal:

@@ -39,7 +39,7 @@ _FEWEST_ORDERS = 20
 _PROVABLE = 250
 """the most passes of a problem that the solver is given"""
 _TIGHTENINGS = 5
-"""how often a search is repeated with less memory, because received values did not fit beside the activations"""
+"""how often a search is repeated with less memory, because received values did not fit besides the activations"""
 
 
 class SimulatedOrder:
@@ -109,7 +109,7 @@ def synthesise(
 
 
 def is_too_large(problem: ScheduleProblem, budget_seconds: float) -> bool:
-    """Returns whether there is no time for a search that could find something better than the table has."""
+    """Returns whether the budget is too short for a search that could improve on the schedules of the table."""
     return Goal(0.0, budget_seconds).num_runs(1.0, problem.num_passes, (0, _FEWEST_ORDERS)) < _FEWEST_ORDERS
 
 
@@ -125,7 +125,7 @@ def low_memory_orders(problem: ScheduleProblem) -> Iterator[SimulatedOrder]:
     """Yields an order for each number of microbatches in flight, from one up to the number of ranks.
 
     A microbatch goes through all stages and back, step by step; the next enters when one of those in flight has left.
-    With one at a time nothing is ever held or received beside it, so that hardly any order needs less memory.
+    With one in flight nothing else is held or received, so that hardly any order needs less memory.
     """
     flat = FlatProblem.of(problem)
     stages = range(len(flat.rank_of))

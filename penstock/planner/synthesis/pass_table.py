@@ -112,7 +112,7 @@ class PassTable:
 
     @property
     def num_passes(self) -> int:
-        """Number of passes, including those of no seconds."""
+        """Number of passes, including those that take no time."""
         return self.num_rows * self.flat.num_microbatches
 
     @cached_property

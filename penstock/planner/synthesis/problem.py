@@ -128,7 +128,7 @@ class FlatProblem:
         links: dict[tuple[int, int], int] = {}
         outputs: list[list[Message]] = [[] for _ in kept]
         gradients: list[list[Message]] = [[] for _ in kept]
-        # Messages follow from `needs`, the one rule of dependencies.
+        # Messages follow from `needs`, which defines all dependencies.
         forward = sorted((need.stage, stage) for stage in stages for need in needs(Forward(stage, 0), cuts))
         for source, target in forward:
             outputs[source].append(_message(problem, links, source, target))

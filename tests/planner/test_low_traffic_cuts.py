@@ -1,4 +1,4 @@
-"""Cuts with fewer bytes are looked at too, where messages take time and microbatches are few."""
+"""The search also tries cuts with fewer bytes, where messages take time and microbatches are few."""
 
 from dataclasses import replace
 

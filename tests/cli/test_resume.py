@@ -1,4 +1,4 @@
-"""A training that was saved goes on: with the numbers that it would have had, or with a word on why not."""
+"""A saved training resumes with the losses of an uninterrupted run, or an error explains why not."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from benchmarks.short_training import COMMAND, STEPS, Outcome, ShortTraining
 from penstock.checkpoint import CheckpointDir
 from penstock.cli.train_log import StepsFile
 from penstock.ir import Run
-from tests.cli.lasting_trainings import DATA, LASTING, in_a_copy
+from tests.cli.checkpoint_runs import DATA, LASTING, in_a_copy
 
 
 def names(training: ShortTraining) -> list[str]:

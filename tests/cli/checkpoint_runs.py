@@ -1,4 +1,4 @@
-"""What tests of lasting trainings share: options, data, and ways to run the command."""
+"""Options, data and ways to run the command, for tests of training with checkpoints."""
 
 import os
 import sys

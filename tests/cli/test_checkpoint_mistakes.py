@@ -11,7 +11,7 @@ from benchmarks.short_training import COMMAND, ShortTraining
 from penstock.cli import app
 from penstock.cli.restarts import locked
 from penstock.launch import ALLOW_VARIABLE
-from tests.cli.lasting_trainings import refused
+from tests.cli.checkpoint_runs import refused
 
 
 def test_an_earlier_training_is_not_overwritten(training: ShortTraining) -> None:

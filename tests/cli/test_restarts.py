@@ -1,4 +1,4 @@
-"""train with checkpoints: whatever breaks it, it is taken up again with the numbers that it would have had."""
+"""`penstock train --checkpoint` restarts after every kind of failure with the losses of an uninterrupted run."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from penstock.checkpoint import CheckpointDir
 from penstock.cli.output import note
 from penstock.cli.train_log import StepsFile
 from penstock.launch import ALLOW_VARIABLE, StatusFile
-from tests.cli.lasting_trainings import LASTING, in_a_copy
+from tests.cli.checkpoint_runs import LASTING, in_a_copy
 from tests.leftovers import tidy
 
 __all__ = ["tidy"]
