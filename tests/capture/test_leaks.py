@@ -77,7 +77,7 @@ def test_what_an_autograd_function_made_is_seen():
 
 def test_an_autograd_function_whose_apply_is_kept_from_before_is_refused():
     model = nn.Sequential(Writer({}, Doubling.apply), Block())
-    with pytest.raises(CaptureError, match=r"by something that no call shows \(value: 0/mul, module: 0\)\ntry: call"):
+    with pytest.raises(CaptureError, match=r"outside of any recorded call \(value: 0/mul, module: 0\)\ntry: call"):
         penstock.capture(model, (BATCH,), depth=2)
 
 

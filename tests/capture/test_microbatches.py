@@ -129,7 +129,7 @@ def test_a_name_that_means_nothing_is_refused_with_the_closest_one() -> None:
         ((3, torch.tensor(1.0)), None, {}, "the size of the batch is unknown"),
         ((torch.zeros(4),), torch.zeros(3), {}, r"not the batch \(target: target, shape: \(3,\), batch: 4\)\ntry: "),
         ((torch.zeros(4), torch.zeros(3)), None, {"mask": 0}, r"not as long as the batch \(name: mask, dim: 0"),
-        ((torch.zeros(4),), None, {"x": 1}, r"dimension that the tensor lacks \(name: x, dim: 1, shape: \(4,\)\)"),
+        ((torch.zeros(4),), None, {"x": 1}, r"must give a dimension of the tensor \(name: x, dim: 1, shape: \(4,\)\)"),
         ((torch.zeros(4),), None, {"x": "0"}, "must be a dimension or None"),
     ],
 )  # fmt: skip

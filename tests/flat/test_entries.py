@@ -1,4 +1,4 @@
-"""A model written down as a list of modules."""
+"""A model given as a list of modules."""
 
 import pytest
 import torch

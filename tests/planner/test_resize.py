@@ -44,5 +44,5 @@ def test_interpolated_bytes_are_whole():
 
 
 def test_profiles_of_another_model_are_refused():
-    with pytest.raises(PlanError, match="other nodes"):
+    with pytest.raises(PlanError, match="must run the same nodes"):
         interpolate_profile(chain(3), 0.5, SMALL, LARGE)
