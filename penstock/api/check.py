@@ -13,7 +13,7 @@ from penstock.api.pipeline import Pipeline, check_loss_fn, check_model_and_plan,
 from penstock.capture import Captured, Microbatch, Split, split_batch
 from penstock.errors import RunError
 from penstock.ir import GRADIENT, Plan, compare_tensors, transform
-from penstock.loss import AddedLosses, LossStep, Watch, added_with_reductions, loss_of
+from penstock.loss import AddedLosses, FunctionTracker, LossStep, added_with_reductions, loss_of
 from penstock.planner import unsplit
 from penstock.runtime import (
     MicrobatchWarning,
@@ -131,10 +131,10 @@ class _Bench:
         recordings = [self.captured.recording(piece.args, piece.kwargs) for piece in pieces]
         step = LossStep(pieces, recordings, True)
         with self._undisturbed():
-            total, watch = torch.zeros((), dtype=torch.float64), Watch(only_trained=True)
+            total, tracker = torch.zeros((), dtype=torch.float64), FunctionTracker(only_trained=True)
             for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
                 own = transform(piece, _copied)
-                with watch, added_with_reductions() as added:
+                with tracker, added_with_reductions() as added:
                     output = self.captured.whole(*own.args, **own.kwargs)
                     loss = self._loss.of(output, own.target)
                 terms = [(loss, weight)] if weight else []
@@ -145,7 +145,7 @@ class _Bench:
                     total = total + value.detach().double().reshape(()).cpu() * factor
                 if terms:
                     torch.autograd.backward([v for v, _ in terms], [v.new_full(v.shape, f) for v, f in terms])
-            return _Numbers(self._numbers(total.to(loss)), coarsest=str(watch.dtype).removeprefix("torch."))
+            return _Numbers(self._numbers(total.to(loss)), coarsest=str(tracker.dtype).removeprefix("torch."))
 
     def _numbers(self, loss: Tensor | None) -> dict[str, Tensor | None]:
         gradients = {GRADIENT + name: p.grad for name, p in self._model.named_parameters()}

@@ -23,12 +23,12 @@ class Added(NamedTuple):
 
 
 def add_loss(value: Tensor, reduction: str | None = None) -> None:
-    """Add a number to the loss, from inside a module's forward: a penalty, a router's balance.
+    """Add a scalar to the loss from inside a module's forward, such as a penalty or a router's balance loss.
 
-    Under a Pipeline its gradient and value count as in one process: a mean over samples by the samples of each
-    microbatch, a sum over samples as it is, a penalty of parameters alone once. Which of them it is, is found by
-    evaluating it on parts of a microbatch, or given by `reduction`, "mean" or "sum". Elsewhere this does nothing,
-    unless `added_losses` collects.
+    A Pipeline weights it so that loss and gradients equal those of one process: a mean over samples by the share of
+    each microbatch in the samples, a sum over samples by 1; a penalty on parameters is counted once. The kind is
+    detected by evaluating the loss on parts of a microbatch, unless `reduction` is "mean" or "sum". Outside of a
+    Pipeline this is a no-op, unless `added_losses` collects.
     """
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
         given = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -42,7 +42,7 @@ def add_loss(value: Tensor, reduction: str | None = None) -> None:
 
 
 def added_loss(value: Tensor, reduction: str | None = None) -> Tensor:
-    """Collect a loss; recorded between blocks like any function of torch, so that it runs again in its stage."""
+    """Collect a loss. Recorded like any torch function between blocks, so that it runs again in its stage."""
     collect = _COLLECT.get()
     if collect is not None:
         collect(value, reduction)
@@ -61,7 +61,7 @@ def collect_added(collect: Collect) -> Iterator[None]:
 
 @contextmanager
 def added_losses() -> Iterator[list[Tensor]]:
-    """Collect what `add_loss` is given inside: `with added_losses() as extra: ...; loss = loss + sum(extra)`."""
+    """Collect the losses added inside: `with added_losses() as extra: ...; loss = loss + sum(extra)`."""
     found: list[Tensor] = []
     with collect_added(lambda value, reduction: found.append(value)):
         yield found
@@ -69,7 +69,7 @@ def added_losses() -> Iterator[list[Tensor]]:
 
 @contextmanager
 def added_with_reductions() -> Iterator[list[Added]]:
-    """Collect it together with the reductions that the user gave."""
+    """Collect the losses added inside, with the reductions that the user gave."""
     found: list[Added] = []
     with collect_added(lambda value, reduction: found.append(Added(value, reduction))):
         yield found

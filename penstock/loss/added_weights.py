@@ -17,9 +17,9 @@ _KINDS: tuple[Kind, ...] = ("mean", "sum")
 
 
 class AddedLosses:
-    """Weights every added loss as a mean or as a sum over samples: by evaluating it on parts, or as the user says.
+    """Weights every added loss as a mean or a sum over samples, detected by evaluation on parts or given by the user.
 
-    A penalty of parameters alone is the same in every microbatch, and counts once like a mean.
+    A penalty on parameters only is the same in every microbatch, and is weighted like a mean.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -32,7 +32,7 @@ class AddedLosses:
     def total(
         self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], added: Sequence[Added], weight: float
     ) -> Tensor:
-        """The sum of what a stage adds for a microbatch, each times its weight.
+        """The weighted sum of the losses that a stage adds for a microbatch.
 
         `nodes` are those of the stage, and `weight` is the microbatch's share of the samples of the batch.
         """
@@ -41,18 +41,20 @@ class AddedLosses:
             recording = step.recordings[microbatch]
             key = (stage, id(recording))
             if key not in self._kinds:
-                self._kinds[key] = recording, self._found(step, microbatch, stage, nodes, len(added))
+                self._kinds[key] = recording, self._find_kinds(step, microbatch, stage, nodes, len(added))
             kinds = [given or found for given, found in zip(kinds, self._kinds[key][1], strict=True)]
         parts = [
             one.value.reshape(()) * (1.0 if kind == "sum" else weight) for one, kind in zip(added, kinds, strict=True)
         ]
         return torch.stack(parts).sum()
 
-    def _found(self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], count: int) -> list[Kind]:
+    def _find_kinds(
+        self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], count: int
+    ) -> list[Kind]:
         """The kind of every loss that a stage adds."""
         try:
             probes = self._probes(step, microbatch, nodes)
-        except Exception:  # whatever the user's model raises
+        except Exception:  # the user's model may raise anything
             probes = []
         found: list[Kind] = []
         for number in range(count):
@@ -64,15 +66,15 @@ class AddedLosses:
             ]
             found.append(fitting[0] if fitting else "mean")
             if not fitting:
-                problem = "is not found to be a mean or a sum over samples, and is weighted like a mean"
+                problem = "could not be identified as a mean or a sum over samples, and is weighted like a mean"
                 hint = 'add_loss(..., reduction="mean" or "sum") overrides'
                 self.warnings += (f"a loss added by add_loss in stage {stage} (number {number}) {problem}: {hint}",)
         return found
 
     def _probes(self, step: LossStep, microbatch: int, nodes: Collection[str]) -> list[list[Probe]]:
-        """For two draws of noise a probe of each loss that the nodes of a stage add, in their order."""
+        """For each of two draws of noise, the probes of the losses that the nodes of a stage add, in their order."""
         recording, microbatches = step.recordings[microbatch], list(step.microbatches)
-        # The microbatch that was recorded comes first.
+        # ModelLoss takes the recording to be that of the first microbatch.
         microbatches.insert(0, microbatches.pop(microbatch))
         model = ModelLoss(self._captured, recording, microbatches, {})
         adding = [node for node in recording.graph.nodes if node.name in recording.nodes_adding_loss]

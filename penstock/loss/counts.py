@@ -28,8 +28,8 @@ class Count:
     skips_first: bool = False
     """whether the first position of every sample does not count: language models predict the next token"""
 
-    def is_of(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether the tensors have what is counted."""
+    def applies_to(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether the tensors include the counted one."""
         if self.kind != "tokens":
             return True
         if not self.tensor:
@@ -45,7 +45,7 @@ class Count:
             found = [tensors[self.tensor]] if self.tensor else _labels(tensors)
             if not found:
                 raise RunError(
-                    'reduction="tokens" needs labels to count, and there are none',
+                    'reduction="tokens" requires labels to count, got none',
                     hint="give class indices as target= or labels=, or another reduction",
                 )
             own = [tensor.detach()[:, 1:] if self.skips_first else tensor.detach() for tensor in found]
@@ -57,7 +57,7 @@ class Count:
         """The weight of each piece of a batch.
 
         A weight of 0 means that nothing in the piece counts. Its loss is usually 0/0, and backward through that would
-        give 0 * NaN: callers must not start backward from it but take its gradients for zero. If nothing counts in any
+        give 0 * NaN: callers must not start backward from it but treat its gradients as zero. If nothing counts in any
         piece all weights are NaN, and so is the loss, as in torch.
         """
         if self.kind == "sum":
@@ -81,7 +81,7 @@ def candidates(pieces: Sequence[Piece]) -> Iterator[Count]:
             continue
         positions = (False, True) if tensor.dim() > 1 and tensor.shape[1] > 1 else (False,)
         if not tensor.is_floating_point() and tensor.dtype != torch.bool:
-            # Besides -100, padding is usually ignored under the smallest or the largest label.
+            # Besides -100, the label of padding that is ignored is usually the smallest or the largest one.
             ends = torch.stack([torch.stack(own[name].aminmax()) for own, _ in pieces])
             ignored = dict.fromkeys((IGNORE_INDEX, int(ends.min()), int(ends.max())))
             yield from (Count("tokens", name, value, skips) for value in ignored for skips in positions)

@@ -21,7 +21,7 @@ INSEPARABLE = (
     "the loss of the batch is not a weighted sum of the losses of its microbatches: its samples interact, as in a "
     "contrastive loss, or it has terms that are averaged over different numbers, or it is a function of an average"
 )
-UNDECIDED = "how the loss is averaged over samples could not be determined, so that each sample has the same weight"
+UNDECIDED = "how the loss is averaged over samples could not be determined, so each sample is given the same weight"
 
 
 class Source(Protocol):
@@ -32,10 +32,10 @@ class Source(Protocol):
         """How many entries the outputs have for each sample."""
 
     def tensors(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """The tensors that may tell how many labels of a microbatch count, by name."""
+        """The tensors of a microbatch whose entries the loss may be divided by, by name."""
 
     def evaluator(self, parts: Sequence[Part], draw: int) -> AbstractContextManager[Evaluate]:
-        """Evaluate on some parts, with outputs that are others in every draw."""
+        """Evaluate on some parts, with different outputs in every draw."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Decision:
     problem: str = ""
     """why the weights are not, or may not be, right"""
     is_open: bool = False
-    """whether the next step should decide again, as this one showed nothing"""
+    """whether the next step should decide again, because this one was not conclusive"""
 
     @cached_property
     def counts(self) -> tuple[Count, ...]:
@@ -60,8 +60,8 @@ class Decision:
 def decide(source: Source, pieces: Sequence[Piece], turn: int) -> tuple[Decision, tuple[float, ...]]:
     """Find out how the loss of a step is averaged, and the weights of its microbatches; `turn` varies the outputs.
 
-    If the outputs are large, few samples of every microbatch are tried first. That is enough if the weights are those
-    of samples, labels or a mask.
+    If the outputs are large, a few samples of every microbatch are tried first. That is enough if the weights are
+    counts of samples, labels or mask entries.
     """
     sizes = [size for _, size in pieces]
     everything = [Part(place, 0, size) for place, size in enumerate(sizes)]
@@ -71,7 +71,7 @@ def decide(source: Source, pieces: Sequence[Piece], turn: int) -> tuple[Decision
             found, weights = _compare(source, parts, _rows(pieces, parts), turn)
         except PenstockError:
             raise
-        except Exception as error:  # whatever a user's loss raises for samples that it was not meant to be called with
+        except Exception as error:  # a user's loss may raise anything for parts of a batch
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             found = Decision(
                 Count("mean"), problem=f"{UNDECIDED} (it cannot be evaluated on part of a batch: {reason})"
@@ -81,14 +81,14 @@ def decide(source: Source, pieces: Sequence[Piece], turn: int) -> tuple[Decision
                 return found, weights
         elif parts == everything or not (found.problem or found.is_open):
             own = [count.weights(pieces) for count in (found.count, *found.rivals)]
-            # Counts that agree on few samples may not agree on all.
+            # Counts that agree on a few samples may differ on all of them.
             if parts == everything or all(one == own[0] for one in own):
                 return found, own[0]
     raise AssertionError("all microbatches together decide")
 
 
 def holds(count: Count, source: Source, pieces: Sequence[Piece], turn: int) -> bool:
-    """Whether two microbatches of a step, or few samples of them, have the weights of a count."""
+    """Whether a count gives the weights of two microbatches of a step, or of a few samples of them."""
     sizes = [size for _, size in pieces]
     parts = choose_parts(sizes, source.sample_size, [own for own, _ in pieces], 2, turn)
     try:
@@ -102,7 +102,7 @@ def holds(count: Count, source: Source, pieces: Sequence[Piece], turn: int) -> b
 
 
 def evaluated_weights(source: Source, pieces: Sequence[Piece], turn: int) -> tuple[float, ...] | None:
-    """The weights of a step by the gradients of its loss; None if these do not give any."""
+    """The weights of a step from the gradients of its loss; None if no weights fit them."""
     parts = [Part(place, 0, size) for place, (_, size) in enumerate(pieces)]
     try:
         probes = _probes(source, parts, (turn,), [])
@@ -119,14 +119,15 @@ def evaluated_weights(source: Source, pieces: Sequence[Piece], turn: int) -> tup
 def _compare(
     source: Source, parts: Sequence[Part], pieces: Sequence[Piece], turn: int
 ) -> tuple[Decision, tuple[float, ...] | None]:
-    """What the gradients for some parts show, and the weights of these if they cannot be counted."""
+    """The decision from the gradients for some parts, and the weights of these if they cannot be counted."""
     known = {count: count.weights(pieces) for count in candidates(pieces)}
     probes = _probes(source, parts, (2 * turn, 2 * turn + 1), list(known.values()))
     weights = _combined(probes)
     if weights is None:
-        # Without labels the loss is NaN, or 0 whatever the weights. Else the next step may show more.
-        is_blind = any(math.isfinite(probe.loss) and probe.loss for probe in probes)
-        return Decision(Count("mean"), problem=UNDECIDED if is_blind else "", is_open=True), None
+        # A loss of NaN or 0 comes from a batch without labels, for which any weights are right. In either case the
+        # next step may be conclusive.
+        has_loss = any(math.isfinite(probe.loss) and probe.loss for probe in probes)
+        return Decision(Count("mean"), problem=UNDECIDED if has_loss else "", is_open=True), None
     decisive = [probe for probe in probes if probe.is_decisive]
 
     def distance(count: Count) -> float:
@@ -161,9 +162,9 @@ def _probes(
 
 
 def _combined(probes: Sequence["Probe | _Pairs"]) -> tuple[float, ...] | None:
-    """The weights by all draws; None if none shows any.
+    """The weights from all draws; None if no draw is decisive.
 
-    A part whose gradient is zero in one draw, as that of a hinge loss may be, has its weight from the other.
+    A part whose gradient is zero in one draw, as with a hinge loss, takes its weight from the other.
     """
     columns = zip(*(probe.weights for probe in probes if probe.is_decisive), strict=True)
     return tuple(next((weight for weight in column if weight), 0.0) for column in columns) or None
@@ -198,13 +199,13 @@ class _Pairs:
             one, two = probe.weights
             self._is_right &= probe.fits((one, two))
             if one and two:
-                # A part that counts nothing does not tell a sum from a mean.
+                # Only two parts that both count distinguish a sum from a mean.
                 kinds.add("sum" if abs(one - 1) <= probe.tolerance else "mean")
                 self._is_right &= abs(one + two - (2.0 if kinds == {"sum"} else 1.0)) <= probe.tolerance
             if one or not two:
                 shares.append(two / one if two else max(0.0, 1 / (one or 1.0) - 1))
             else:
-                # Gradients of the pivot are zero: this part takes its place.
+                # Gradients of the pivot are zero: this part becomes the pivot, and earlier shares are rescaled to it.
                 shares, pivot = [share * max(0.0, 1 / two - 1) for share in shares] + [1.0], other
         self.weights = (1.0,) * count if kinds == {"sum"} else tuple(share / sum(shares) for share in shares)
 
@@ -213,13 +214,13 @@ class _Pairs:
         return self._fits.get(weights, self._is_right and self.distance(weights) <= self.tolerance)
 
     def distance(self, weights: Sequence[float]) -> float:
-        """How far weights are from those of the pairs; 0 if that is less than rounding."""
+        """How far weights are from those of the pairs; 0 within rounding."""
         apart = max(abs(one - own) for one, own in zip(weights, self.weights, strict=True))
         return apart if apart > self.tolerance / 100 else 0.0
 
 
 def _rows(pieces: Sequence[Piece], parts: Sequence[Part]) -> list[Piece]:
-    """The tensors of some samples of microbatches."""
+    """The tensors of the samples of each part."""
     dims = sample_dims(pieces[0][0], pieces[0][1], pieces[1][0] if len(pieces) > 1 else None)
     own = [(pieces[part.microbatch], part) for part in parts]
     return [(take(tensors, dims, size, part.start, part.length), part.length) for (tensors, size), part in own]

@@ -21,7 +21,7 @@ from penstock.capture import (
 )
 from penstock.errors import PenstockError, RunError
 from penstock.ir import leaves, named_leaves, take_apart, transform
-from penstock.loss.probe import ConstantRandomness, Evaluate, Evaluation, ProbeError, Watch, evaluation
+from penstock.loss.probe import ConstantRandomness, Evaluate, Evaluation, FunctionTracker, ProbeError, evaluation
 from penstock.loss.samples import LARGE, SMALL_SCALE, Part, join, sample_dims, stand_in, take
 
 LossFn = Callable[[Any, Any], Any]
@@ -34,14 +34,14 @@ class LossFunction:
     """A loss function that can be evaluated on samples of a batch, once one real output is known."""
 
     def __init__(self, loss_fn: LossFn, remote_parameters: Mapping[int, str]) -> None:
-        """`remote_parameters`: names of the parameters that are trained on other ranks, by their identity."""
+        """`remote_parameters`: names of the parameters that are trained on other ranks, by their id."""
         self._loss_fn, self._remote = loss_fn, remote_parameters
         self._microbatches: Sequence[Microbatch] = ()
         self._output: Any = None
         self._size = 0
         self._is_random = False
         self._is_native = False
-        """whether the function refuses other types than that of the real outputs"""
+        """whether the function accepts only the dtype of the real outputs"""
         self.dtype = torch.float64
         """the lowest precision that it computed in"""
         # What torch.compile made has one of these; it would be compiled again for every number of samples.
@@ -50,12 +50,12 @@ class LossFunction:
         does not write into its arguments and is not compiled"""
 
     def begin(self, microbatches: Sequence[Microbatch], output: Any, size: int) -> "LossFunction":
-        """Take over the microbatches of a step, and the output of one of them, of `size` samples."""
+        """Set the microbatches of a step, and the output of one of them, which has `size` samples."""
         self._microbatches, self._output, self._size = microbatches, output, size
         return self
 
     def end(self) -> None:
-        """Let go of the step."""
+        """Release the tensors of the step."""
         self._microbatches, self._output = (), None
 
     @property
@@ -65,7 +65,7 @@ class LossFunction:
         return max((leaf.numel() // self._size for leaf in tensors), default=1)
 
     def tensors(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """The tensors that may tell how many labels of a microbatch count."""
+        """The tensors of the target, by name."""
         return {name: leaf for name, leaf in named_leaves(microbatch.target, "target") if isinstance(leaf, Tensor)}
 
     def refuse_remote_parameters(self) -> None:
@@ -80,10 +80,10 @@ class LossFunction:
 
     @contextmanager
     def evaluator(self, parts: Sequence[Part], draw: int) -> Iterator[Evaluate]:
-        """Evaluate on stand-ins for the outputs, which are others in every `draw`."""
+        """Evaluate on artificial outputs, which differ in every `draw`."""
         first, second = self._microbatches[0], self._microbatches[1] if len(self._microbatches) > 1 else None
         target_dims = sample_dims(first.target, first.size, second and second.target)
-        # Where a dimension of the output cannot be told from another, it is the one of the inputs.
+        # If several dimensions of the output could hold the samples, it is the one that holds them in the inputs.
         given = sample_dims((first.args, first.kwargs), first.size, second and (second.args, second.kwargs))
         dims = sample_dims(self._output, self._size, preferred=next((dim for dim in given if dim is not None), 0))
         targets = []
@@ -110,13 +110,13 @@ class LossFunction:
             target = join([targets[number] for number in chosen], target_dims)
             found = self._call(output, transform(target, lambda leaf: _converted(leaf, dtype)), inputs)
             if any(dims[int(name)] is None for name in found.gradients[chosen[0]]):
-                # It belongs to the whole batch, and is another one for every microbatch.
+                # Such an output depends on the whole batch, and differs between microbatches.
                 raise ProbeError("it uses an output of the model that has no batch dimension")
             return found
 
         def evaluate(chosen: Sequence[int]) -> Evaluation:
             if not self._is_native:
-                # Twice the digits where it costs little: weights that are not counted are only as exact as this.
+                # float64 where it costs little: weights that are not counted are only as exact as these gradients.
                 is_large = self.sample_size * sum(part.length for part in parts) > LARGE
                 try:
                     return evaluated(chosen, torch.float32 if is_large else torch.float64)
@@ -133,7 +133,7 @@ class LossFunction:
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:
-        """Nothing that the function changes inside stays changed."""
+        """Restore everything that the function changes inside the context."""
         self._held = held = _Held(self._loss_fn)
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
@@ -150,27 +150,28 @@ class LossFunction:
             yield
 
     def _call(self, output: Any, target: Any, inputs: Mapping[tuple[int, str], Tensor]) -> Evaluation:
-        watch = Watch(self._remote)
+        tracker = FunctionTracker(self._remote)
         tensors = [*self._held.buffers(), *self._held.tensors]
         before = [(tensor, tensor.detach().clone()) for tensor in tensors]
         # A copy: the function may write into it.
         copy = transform(output, _copied)
-        with watch, ConstantRandomness() if self._is_random else nullcontext():
+        with tracker, ConstantRandomness() if self._is_random else nullcontext():
             loss = self._loss_fn(copy, target)
-        self.dtype = watch.dtype
+        self.dtype = tracker.dtype
         self.is_plain &= not any(isinstance(leaf, Tensor) and leaf._version for leaf in leaves((copy, target)))
-        # Stateful losses, and those that draw one random number for all samples, must begin alike in every call.
+        # Losses that keep state, or draw one random number for all samples, must start every call from the same state.
         for tensor, content in before:
             if not torch.equal(tensor.detach(), content):
                 tensor.data.copy_(content)
                 self.is_plain = False
         if self._generators.have_moved():
             self._generators.restore()
+            # It draws random numbers: evaluate it with constant ones from now on.
             if not self._is_random:
                 self._is_random, self.is_plain = True, False
                 return self._call(output, target, inputs)
-        if watch.met:
-            names = sorted(watch.met)
+        if tracker.met:
+            names = sorted(tracker.met)
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             raise RunError(
                 "the loss function uses parameters of the model that are on another rank: their values are out of "
@@ -183,11 +184,11 @@ class LossFunction:
             raise ProbeError("it does not return a single number")
         leaf_tensors = enumerate([*self._held.parameters(), *self._held.tensors])
         shared = {str(place): leaf for place, leaf in leaf_tensors if leaf.requires_grad and leaf.is_leaf}
-        return evaluation(loss, inputs, shared, watch.dtype)
+        return evaluation(loss, inputs, shared, tracker.dtype)
 
 
 class _Held(nn.Module):
-    """Has the modules and tensors that a function refers to as its parts, so that their state can be restored."""
+    """Holds the modules and tensors that a function refers to, so that their state can be restored."""
 
     def __init__(self, loss_fn: LossFn) -> None:
         super().__init__()
@@ -202,13 +203,13 @@ def _referenced(thing: Any, depth: int) -> Iterator[Any]:
         yield thing
     elif depth and not isinstance(thing, type) and not inspect.ismodule(thing):
         if take_apart(thing) is not None:
-            # A long container is data.
+            # A long container is taken for data, and not searched.
             inner = leaves(thing) if len(leaves(thing)) <= _FEW else []
         else:
             inner = [item for _, item in object_items(thing)]
         if inspect.isfunction(thing):
             named = inspect.getclosurevars(thing).globals.values()
-            # Functions of other files are not followed.
+            # Functions of other files, such as those of libraries, are not followed.
             inner += [one for one in named if not inspect.isroutine(one) or one.__module__ == thing.__module__]
         for one in inner:
             if one is not thing:

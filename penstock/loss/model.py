@@ -1,8 +1,8 @@
-"""Runs the Python of a model between its blocks, with noise in place of what the blocks return.
+"""Runs the Python of a model between its blocks, with noise in place of the results of blocks.
 
-So the loss that a model returns can be evaluated on parts of a batch, like that of a loss function, at the cost of the
-few functions between its blocks. The same runs show where samples act on each other before a block: what the block is
-given for all samples together must be what it is given for the parts.
+This evaluates the loss that a model returns on parts of a batch, like that of a loss function, at the cost of the few
+functions between its blocks. The same runs show where samples interact before a block: the inputs of the block for all
+samples together must equal those for the parts.
 """
 
 import math
@@ -35,8 +35,8 @@ from penstock.loss.probe import (
     ConstantRandomness,
     Evaluate,
     Evaluation,
+    FunctionTracker,
     ProbeError,
-    Watch,
     evaluation,
 )
 from penstock.loss.samples import SMALL_SCALE, Part, choose_parts, join, sample_dims, take
@@ -45,7 +45,7 @@ _NAMED = 3
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss among the outputs of a model: the scalar itself, what is named `loss`, or the first of a tuple.
+    """The loss among the outputs of a model: the scalar itself, the item named `loss`, or the first of a tuple.
 
     Raises a RunError if there is none.
     """
@@ -74,7 +74,7 @@ def _find_loss(
     parts, possible = parts_of(output), [output]
     if parts is not None:
         named = [item for key, item in zip(parts.keys, parts.items, strict=True) if key == "loss"]
-        # The first item of a tuple means something, that of a dict does not.
+        # The first item of a tuple is the loss by convention; dicts have no such convention.
         possible = named or list(parts.items[:1] if parts.keys[:1] == (0,) else ())
     found = [thing for thing in possible if shape_of(thing) == ()]
     if found:
@@ -96,11 +96,11 @@ def _find_loss(
 
 
 def couplings(model: nn.Module, recording: Recording) -> list[str]:
-    """Sentences on blocks that treat the samples of a batch together, which no probe sees as blocks stay whole."""
+    """Warnings about blocks in which samples interact; found by type, because probes do not run blocks."""
     blocks = {node.module for node in recording.graph.nodes if node.is_leaf}
 
-    def names(is_meant: Callable[[nn.Module], bool]) -> str:
-        found = [name for name, part in model.named_modules() if is_meant(part) and _is_within(name, blocks)]
+    def names(matches: Callable[[nn.Module], bool]) -> str:
+        found = [name for name, part in model.named_modules() if matches(part) and _is_within(name, blocks)]
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         return ", ".join(found[:_NAMED]) + more
 
@@ -131,7 +131,7 @@ class ModelLoss:
         microbatches: Sequence[Microbatch],
         remote_parameters: Mapping[int, str],
     ) -> None:
-        """`recording` holds for the first of the microbatches."""
+        """`recording` is that of the first microbatch."""
         self.captured, self.recording, self.microbatches = captured, recording, microbatches
         self._remote = set(remote_parameters.values())
         self._names = {id(module): name for name, module in recording.granularity.leaves(captured.model).items()}
@@ -141,7 +141,7 @@ class ModelLoss:
                 self._blocks.setdefault(call.target, []).append(call)
 
     def _is_replaced(self, call: Call) -> bool:
-        """Whether noise takes the place of a block: not if it has no parameters, or returns a number as a loss does."""
+        """Whether noise replaces a block: not if it has no parameters, or returns only scalars, as a loss does."""
         has_parameters = any(True for _ in self.captured.model.get_submodule(call.target).parameters())
         return has_parameters and any(self.recording.graph.spec(name).shape for name in call.results.values if name)
 
@@ -153,12 +153,12 @@ class ModelLoss:
         return max((math.prod(shape) for shape in shapes), default=1) // self.microbatches[0].size
 
     def tensors(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """The tensors that may tell how many labels of a microbatch count."""
+        """The tensors of the inputs, by name."""
         return self.captured.inputs(microbatch.args, microbatch.kwargs)
 
     @contextmanager
     def evaluator(self, parts: Sequence[Part], draw: int) -> Iterator[Evaluate]:
-        """Evaluate with noise that is another one in every `draw`."""
+        """Evaluate with noise that differs in every `draw`."""
         noise = Noise(self, parts, draw)
 
         def evaluate(chosen: Sequence[int]) -> Evaluation:
@@ -170,7 +170,7 @@ class ModelLoss:
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Nothing that the model changes inside stays changed, and hooks of the user do not run."""
+        """Restore everything that the model changes inside the context, and disable the user's hooks."""
         with ExitStack() as stack:
             stack.enter_context(self.captured.isolated(None, ()))
             stack.enter_context(uncompiled())
@@ -199,26 +199,26 @@ class ModelLoss:
                 return run_block(name, original, module, args, kwargs)
             if name in live:
                 run_block(name, original, module, args, kwargs)
-            # More calls than were recorded come from a checkpoint that runs its blocks again in the backward.
+            # Activation checkpointing runs blocks again in the backward: more calls than were recorded.
             call = self._blocks[name][num_calls[name] % len(self._blocks[name])]
             num_calls[name] += 1
             values = list(zip(_flat(call.args) + _flat(call.kwargs), leaves(args) + leaves(kwargs), strict=True))
             noise.compare(name, values, chosen)
             try:
                 if name not in noise.unreplaced:
-                    return self._answer(call, values, noise, chosen)
+                    return self._noisy_result(call, values, noise, chosen)
             except ProbeError:
                 noise.unreplaced.add(name)
             return run_block(name, original, module, args, kwargs)
 
-        watch = Watch()
+        tracker = FunctionTracker()
         state = self.captured.model.state_dict(keep_vars=True)
         written = {name for update in self.recording.graph.updates for name in update.names} & state.keys()
         before = {name: state[name].detach().clone() for name in written}
         given = transform(noise.batch(chosen), copy_leaf)
         with ExitStack() as stack:
             stack.enter_context(intercept_modules(self.captured.model, called))
-            stack.enter_context(watch)
+            stack.enter_context(tracker)
             stack.enter_context(collect_added(lambda value, _: added.append((inside[0] if inside else "", value))))
             if any(node.is_random for node in self.recording.graph.nodes):
                 stack.enter_context(ConstantRandomness())
@@ -226,7 +226,7 @@ class ModelLoss:
         # The next run must begin with the same state.
         for name, content in before.items():
             state[name].data.copy_(content)
-        return Run(output, tuple(added), watch.dtype)
+        return Run(output, tuple(added), tracker.dtype)
 
     def _whole(self, args: Any, kwargs: Any) -> Any:
         """Call the model. Parameters of other ranks that are used between blocks may have no values here."""
@@ -238,8 +238,10 @@ class ModelLoss:
         made = {name: torch.ones(p.shape, dtype=p.dtype, device=p.device) for name, p in missing.items()}
         return torch.func.functional_call(model, made, args, without_cache(model, kwargs))
 
-    def _answer(self, call: Call, values: Sequence[tuple[Tree, object]], noise: "Noise", chosen: Sequence[int]) -> Any:
-        """What a block returned when it was recorded, with noise for the tensors that it made."""
+    def _noisy_result(
+        self, call: Call, values: Sequence[tuple[Tree, object]], noise: "Noise", chosen: Sequence[int]
+    ) -> Any:
+        """The recorded result of a block, with noise for the tensors that it made."""
         graph = self.recording.graph
         fresh = {value.name for value in graph[call.name].makes}
         known = {tree.value: leaf for tree, leaf in values if isinstance(tree, Ref) and isinstance(leaf, Tensor)}
@@ -262,7 +264,7 @@ class ModelLoss:
 
 
 class Run(NamedTuple):
-    """What a model returned, the losses added in it, each with the block that added it, and the lowest precision."""
+    """The output of a model, the losses added in it, each with the block that added it, and the lowest precision."""
 
     output: Any
     added: tuple[tuple[str, Tensor], ...]
@@ -270,7 +272,7 @@ class Run(NamedTuple):
 
 
 class Noise:
-    """Results of blocks for the parts of a batch: the same for a part in every run, made again instead of kept."""
+    """Random results of blocks for the parts of a batch, drawn again from the same seeds in every run, not kept."""
 
     def __init__(self, model: ModelLoss, parts: Sequence[Part], draw: int) -> None:
         self._graph, self._draw = model.recording.graph, draw
@@ -287,9 +289,9 @@ class Noise:
         self._num_compared: Counter[str] = Counter()
         self._norms: dict[tuple[str, int, int], tuple[int | None, Tensor]] = {}
         self.unreplaced: set[str] = set()
-        """blocks that run after all: there is no noise for the experts that a router chose, or for packed sequences"""
+        """blocks that run, because noise cannot replace the experts that a router chose, or packed sequences"""
         self.mixing: dict[str, None] = {}
-        """the blocks before which samples act on each other"""
+        """the blocks before which samples interact"""
 
     def batch(self, chosen: Sequence[int]) -> Any:
         """The arguments of the model for some parts together; begins a run."""
@@ -298,7 +300,7 @@ class Noise:
         return join([self._given[number] for number in chosen], self._dims)
 
     def leaves(self) -> dict[tuple[int, str], Tensor]:
-        """The noise of this run that is still in use, by part and value; what leads to no loss is gone by now."""
+        """The noise of this run that is still in use, by part and value; without noise that no loss depends on."""
         found = {key: leaf() for key, leaf in self._leaves.items() if key[0] >= 0}
         return {key: leaf for key, leaf in found.items() if leaf is not None}
 
@@ -310,11 +312,11 @@ class Noise:
     def of(self, value: str, changed: Mapping[int, int], chosen: Sequence[int]) -> Tensor:
         """The noise of a value for some parts together.
 
-        `changed` maps the lengths of dimensions that the block was given when it was recorded to those of now.
+        `changed` maps the lengths of dimensions in the recorded inputs of the block to the current lengths.
         """
         shape = self._graph.spec(value).shape
         if value not in self._places:
-            # The first run is for all parts together, which are more samples than were recorded.
+            # The first run is for all parts together, more samples than were recorded: their dimension has grown.
             dim = next((place for place, length in enumerate(shape) if length in changed), None)
             total = 0 if dim is None else changed[shape[dim]]
             if dim is not None and total * self._recorded_size != shape[dim] * sum(self._sizes):
@@ -324,13 +326,13 @@ class Noise:
         if dim is None:
             return self._drawn(value, -1, shape).clone()
         shapes = {number: (*shape[:dim], lengths[number], *shape[dim + 1 :]) for number in chosen}
-        # A copy in any case: the model may write into it.
+        # Always a copy: the model may write into it.
         return torch.cat([self._drawn(value, number, own) for number, own in shapes.items()], dim).clone()
 
     def _drawn(self, value: str, part: int, shape: tuple[int, ...]) -> Tensor:
         dtype = getattr(torch, self._graph.spec(value).dtype)
         if not dtype.is_floating_point:
-            raise ProbeError("a block returns whole numbers")
+            raise ProbeError("a block returns integers")
         seed = (self._draw * 10_000 + list(self._places).index(value)) * 100 + part + 1
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         scale = SMALL_SCALE if (self._draw + part) % 2 else 1.0
@@ -339,10 +341,9 @@ class Noise:
         return leaf
 
     def compare(self, name: str, values: Sequence[tuple[Tree, object]], chosen: Sequence[int]) -> None:
-        """Note in `mixing` if activations that a block is given for a part are not those among all parts.
+        """Add a block to `mixing` if its input activations for one part differ from those for all parts together.
 
-        `values` are what it was given when it was recorded and what it is given now. Only the norm of each sample is
-        kept.
+        `values` pairs its recorded inputs with the current ones. Only the norm of each sample is kept.
         """
         call = self._num_compared[name]
         self._num_compared[name] += 1
@@ -367,10 +368,10 @@ class Noise:
 
 
 def mixing_blocks(model: ModelLoss, with_outputs: bool) -> list[str]:
-    """The blocks of a model before which samples act on each other; the outputs may count as one.
+    """The blocks of a model before which samples interact; `with_outputs` checks the outputs of the model too.
 
-    Found by running the Python between the blocks for some samples together and in parts. Nothing is found where that
-    fails, as it does in models that look at the values of activations.
+    Found by running the Python between the blocks for some samples together and in parts. Empty if that fails, as it
+    does in models whose control flow depends on the values of activations.
     """
     graph = model.recording.graph
     if all(node.is_leaf or node.from_inputs for node in graph.nodes):
@@ -384,7 +385,7 @@ def mixing_blocks(model: ModelLoss, with_outputs: bool) -> list[str]:
                 if with_outputs:
                     outputs = zip(_flat(model.recording.record.outputs), leaves(run.output), strict=True)
                     noise.compare("the outputs", list(outputs), chosen)
-    except Exception:  # whatever the user's model raises
+    except Exception:  # the user's model may raise anything
         return []
     return list(noise.mixing)
 

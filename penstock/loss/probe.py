@@ -30,7 +30,7 @@ COARSE = 5e-2
 VALUE_FACTOR = 10.0
 """how much further apart equal losses may be: a loss is a sum of many entries, which may cancel"""
 _FLOOR = 1e-6
-"""a gradient this much smaller than the largest one is taken for its rounding"""
+"""a gradient below this share of the largest one is treated as rounding"""
 
 Gradients = Mapping[str, Tensor]
 
@@ -49,17 +49,17 @@ class Evaluation:
 
 
 Evaluate = Callable[[Sequence[int]], Evaluation]
-"""evaluates a loss for the parts of these numbers together; the outputs of a part are the same in every call"""
+"""evaluates a loss for the parts with these indices together; the outputs of a part are the same in every call"""
 
 
 class ProbeError(Exception):
-    """The loss cannot be evaluated in parts; the text says why."""
+    """The loss cannot be evaluated in parts; the message gives the reason."""
 
 
 def evaluation(
     loss: Any, inputs: Mapping[tuple[int, str], Tensor], shared: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Evaluation:
-    """Take the gradients of a loss that was computed of `inputs`, by part and name, and of `shared` tensors."""
+    """Take the gradients of a loss that was computed from `inputs`, by part and name, and `shared` tensors."""
     number = loss.reshape(())
     tensors = [*inputs.values(), *shared.values()]
     found: Sequence[Tensor | None] = [None] * len(tensors)
@@ -81,7 +81,7 @@ class Probe:
 
     @classmethod
     def of(cls, evaluate: Evaluate, parts: Sequence[int], alone: dict[int, Evaluation] | None = None) -> "Probe":
-        """Make the evaluations. `alone` holds those of single parts that are known, and is filled with new ones."""
+        """Evaluate. `alone` holds known evaluations of single parts, and new ones are added to it."""
         alone = {} if alone is None else alone
         # All parts together first: a model's own loss shows only there which dimensions hold the samples.
         union = evaluate(parts)
@@ -92,7 +92,7 @@ class Probe:
 
     @cached_property
     def weights(self) -> tuple[float, ...]:
-        """The weights of the parts by their gradients: 0 for a part that does not count, NaN if there is none."""
+        """The weights of the parts from their gradients: 0 for a part that does not count, NaN if no weight exists."""
         found = []
         for part, alone in zip(self.parts, self.alone, strict=True):
             together, own = self.union.gradients[part], alone.gradients[part]
@@ -120,7 +120,7 @@ class Probe:
     def fits(self, weights: Sequence[float]) -> bool:
         """Whether the weighted losses and gradients of the parts are those of all parts together."""
         tolerance = self.tolerance
-        # What has no weight may be NaN, and is left out.
+        # A part of weight 0 may have a loss of NaN, and is left out.
         counted = [one for one in zip(weights, self.parts, self.alone, strict=True) if one[0]]
         losses = [weight * alone.loss for weight, _, alone in counted]
         scale = max(abs(self.union.loss), *map(abs, losses), 1e-12) if losses else 1.0
@@ -145,8 +145,8 @@ class Probe:
         return TOLERANCES.get(self.dtype, COARSE)
 
     def distance(self, weights: Sequence[float]) -> float:
-        """How far weights are from those that the gradients have; 0 if that is less than rounding."""
-        apart = [abs(one - own) for one, own in zip(weights, self.weights, strict=True) if own == own]
+        """How far weights are from those of the gradients, where these have one; 0 within rounding."""
+        apart = [abs(one - own) for one, own in zip(weights, self.weights, strict=True) if not math.isnan(own)]
         furthest = max(apart, default=0.0)
         return furthest if furthest > self.tolerance / 100 else 0.0
 
@@ -170,24 +170,24 @@ def _are_equal(
         wanted = expected[name] if name in expected else torch.zeros_like(total)
         if wanted.numel():
             scale = max(float(wanted.abs().max()), _FLOOR * largest)
-            # NaN compares as false.
+            # Not `>`: comparisons with NaN are false.
             if not float((wanted - total).abs().max()) <= tolerance * scale:
                 return False
     return True
 
 
-class Watch(TorchFunctionMode):
-    """Notes the lowest precision that functions of torch compute in, and parameters that they are given."""
+class FunctionTracker(TorchFunctionMode):
+    """Records the lowest precision that torch functions compute in, and parameters that they are given."""
 
     def __init__(self, parameters: Mapping[int, str] | None = None, only_trained: bool = False) -> None:
-        """`parameters` are looked out for, by identity; results without gradient are passed over if asked for."""
+        """`parameters`: names to record, by id. `only_trained`: ignore the precision of results without gradient."""
         super().__init__()
         self.dtype = torch.float64
         self.met: set[str] = set()
         self._parameters, self._only_trained = parameters or {}, only_trained
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called for every function of torch."""
+        """Called for every torch function."""
         if self._parameters:
             given = [leaf for leaf in leaves((args, kwargs or {})) if isinstance(leaf, nn.Parameter)]
             self.met.update(self._parameters[id(leaf)] for leaf in given if id(leaf) in self._parameters)
@@ -199,13 +199,13 @@ class Watch(TorchFunctionMode):
 
 
 class ConstantRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, torch draws 0.5 or 0 instead of random numbers: those of a batch and of its parts would differ."""
+    """Makes torch draw 0.5 or 0 instead of random numbers, which would differ between a batch and its parts."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called for every operator; dropout and the like then are a factor that is the same for all samples."""
+        """Called for every operator; dropout then multiplies all samples by the same factor."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten.native_dropout.default:

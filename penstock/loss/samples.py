@@ -31,10 +31,10 @@ class Part:
 def sample_dims(thing: Any, size: int, next_one: Any = None, preferred: int = 0) -> list[int | None]:
     """The dimension of samples in every leaf of the structure that a microbatch of `size` samples has.
 
-    `next_one` is the structure of the next microbatch: both are views of one tensor, and how far apart they are tells
-    the dimension; the same object was given whole to both. Else it is the `preferred` dimension if it is as long as
-    there are samples, or the only one that is. A multiple of it holds several rows for each sample, as after
-    `flatten(0, 1)`.
+    `next_one` is the structure of the next microbatch. Where both are views of one tensor, their distance in memory
+    gives the dimension; where both are the same object, it was passed whole and has none. Otherwise it is the
+    `preferred` dimension if that has length `size`, or the only one that has. A first dimension that is a multiple of
+    `size` holds several rows for each sample, as after `flatten(0, 1)`.
     """
     found: list[int | None] = []
     others: list[Any] = [None] * len(leaves(thing)) if next_one is None else leaves(next_one)
@@ -70,7 +70,7 @@ def take(thing: Any, dims: Dims, size: int, start: int, length: int) -> Any:
 
 
 def join(things: Sequence[Any], dims: Dims) -> Any:
-    """Structures for some samples each as one structure for all of them."""
+    """Concatenate structures of some samples each into one structure of all of them."""
     joined = iter(
         [
             torch.cat(column, dim) if dim is not None and len(column) > 1 else column[0]
@@ -86,12 +86,12 @@ def choose_parts(
     """Samples of at most `most` microbatches on which to evaluate a loss.
 
     Whole microbatches if their outputs, of `sample_size` entries per sample, are not too large: a loss may depend on
-    the number of samples. Labels that are ignored usually are the smallest or the largest ones, so the microbatches
-    that hold these are chosen; the others take turns.
+    the number of samples. Ignored labels are usually the smallest or the largest ones, so the microbatches that hold
+    these are chosen; `turn` rotates the choice among the others.
     """
     rows = max(1, LARGE // max(sample_size, 1))
     if len(sizes) == 1:
-        # Only replicas of the pipeline make this necessary: the microbatch is cut in two, or taken twice.
+        # There is no other microbatch to compare with: this one is cut in two, or its first sample is taken twice.
         first, second = min(rows, (sizes[0] + 1) // 2), min(rows, sizes[0] // 2)
         return [Part(0, 0, first), Part(0, first, second)] if second else [Part(0, 0, 1), Part(0, 0, 1)]
     starts = {place % len(sizes): 0 for place in range(turn, turn + len(sizes))}
@@ -115,11 +115,11 @@ def choose_parts(
 def stand_in(
     output: Any, dims: Dims, size: int, length: int, seed: int, scale: float, dtype: torch.dtype | None
 ) -> Any:
-    """An output for `length` samples, made of the real output of `size` samples and ready to take gradients of.
+    """An output for `length` samples that requires gradients, derived from the real output of `size` samples.
 
     Its entries are real ones, each made smaller by a random factor: losses of probabilities or of variances are not
-    defined on just any noise, and on a GPU an entry out of range ends the process. Only where all entries are zero,
-    as those of a head that was initialised with zeros are, they are normally distributed.
+    defined on arbitrary noise, and on a GPU an entry out of range ends the process. Only if all entries are zero, as
+    after a head that was initialised with zeros, are they drawn from a normal distribution.
     """
     left = iter(dims)
 

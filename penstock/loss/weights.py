@@ -32,15 +32,15 @@ class Replicas(Protocol):
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of replicas."""
 
-    def sum(self, figures: Tensor) -> Tensor:
-        """Figures summed over all of them."""
+    def sum(self, values: Tensor) -> Tensor:
+        """The values summed over all replicas."""
 
 
 @dataclass
 class LossStep:
-    """The microbatches of a step as the loss sees them; filled with their weights once these are known."""
+    """The microbatches of a step, without the stages; filled with their weights once these are known."""
 
     microbatches: Sequence[Microbatch]
     recordings: Sequence[Recording]
@@ -70,9 +70,9 @@ class LossWeights:
         reduction: str | None = None,
         remote_parameters: Mapping[int, str] | None = None,
     ) -> None:
-        """Without `loss_fn` the model returns its loss. `reduction` overrides what would be found.
+        """Without `loss_fn` the model returns its loss. `reduction` overrides the detection.
 
-        `remote_parameters`: names of the parameters that are trained on other ranks, by their identity.
+        `remote_parameters`: names of the parameters that are trained on other ranks, by their id.
         """
         if reduction is not None and reduction not in REDUCTIONS:
             raise RunError("unknown reduction", reduction=repr(reduction), hint='"mean", "tokens", "sum", or None')
@@ -99,14 +99,14 @@ class LossWeights:
         return "evaluated in every step" if found.count is None else found.count.kind
 
     def loss_name(self, recording: Recording) -> str:
-        """The value that is the loss of a model which returns it."""
+        """The name of the value that is the loss, for a model that returns its loss."""
         if id(recording) not in self._names:
-            # The recording is kept, so that no other one gets its identity.
+            # The recording is kept alive, so that its id cannot be reused.
             self._names[id(recording)] = recording, loss_name(recording)
         return self._names[id(recording)][1]
 
     def loss(self, step: LossStep, microbatch: int, output: Any) -> Any:
-        """The loss of a microbatch by the loss function; the first one of a step finds the weights."""
+        """The loss of a microbatch from the loss function; the first call of a step also finds the weights."""
         assert self._loss_fn is not None
         assert self._function is not None
         function, own = self._function, step.microbatches[microbatch]
@@ -143,7 +143,7 @@ class LossWeights:
     def _find_couplings(self, step: LossStep, place: int) -> tuple[str, ...]:
         """Where samples act on each other inside the model, by the recording of one microbatch."""
         recording, microbatches = step.recordings[place], list(step.microbatches)
-        # The microbatch that was recorded comes first.
+        # ModelLoss takes the recording to be that of the first microbatch.
         microbatches.insert(0, microbatches.pop(place))
         found = couplings(self._captured.model, recording)
         model = ModelLoss(self._captured, recording, microbatches, self._remote)
@@ -151,7 +151,7 @@ class LossWeights:
         if mixing:
             more = f" and {len(mixing) - _NUM_NAMED} more" if len(mixing) > _NUM_NAMED else ""
             where = ", ".join(mixing[:_NUM_NAMED]) + more
-            found.append(f"a value is taken over all samples of a batch, of which a microbatch has fewer: {where}")
+            found.append(f"a value depends on all samples of a batch, of which a microbatch has only some: {where}")
         return tuple(found)
 
     def _confirm(self, step: LossStep, microbatch: int, output: Any, loss: Any) -> bool:
@@ -169,7 +169,7 @@ class LossWeights:
         pieces: list[Piece] = [({}, one.size) for one in step.microbatches]
         if known.rivals or known.count.kind == "tokens":
             pieces = [(self._function.tensors(one), one.size) for one in step.microbatches]
-            if self._has_new_labels(0, pieces) or not all(one.is_of(pieces[0][0]) for one in known.counts):
+            if self._has_new_labels(0, pieces) or not all(one.applies_to(pieces[0][0]) for one in known.counts):
                 return False
         weights, *others = [count.weights(pieces) for count in known.counts]
         # The other microbatch takes turns.
@@ -227,7 +227,7 @@ class LossWeights:
         else:
             decision, weights = self._decided(source, pieces, key, step.is_training)
             if is_replicated and decision.problem:
-                # The reference may not be a valid target.
+                # The reference consists of ones, which may not be a valid target: decide without it.
                 decision, weights = self._decided(source, own, key, step.is_training)
             self._decisions[key] = decision
             is_counted_otherwise = decision.count is not None and decision.count.kind != "tokens"
@@ -240,7 +240,7 @@ class LossWeights:
     def _decided(
         self, source: Source, pieces: Sequence[Piece], key: int, is_training: bool
     ) -> tuple[Decision, tuple[float, ...]]:
-        """The decision that is known, if it still holds, or a new one; and the weights by it."""
+        """The known decision if it still holds, else a new one, and the weights that follow from it."""
         known, number = self._decisions.get(key), self._num_steps
         has_new_labels = self._has_new_labels(key, pieces)
         is_power_of_two = not number & (number - 1)
@@ -249,7 +249,7 @@ class LossWeights:
         if known.count is None:
             weights = evaluated_weights(source, pieces, number)
             return decide(source, pieces, number) if weights is None else (known, weights)
-        if not all(count.is_of(pieces[0][0]) for count in known.counts):
+        if not all(count.applies_to(pieces[0][0]) for count in known.counts):
             return decide(source, pieces, number)
         weights, *others = [count.weights(pieces) for count in known.counts]
         if known.problem:
@@ -260,7 +260,7 @@ class LossWeights:
         return known, weights
 
     def _has_new_labels(self, key: int, pieces: Sequence[Piece]) -> bool:
-        """Whether an integer is smaller or larger than all before in its tensor, as a label that is ignored is."""
+        """Whether an integer is smaller or larger than all before in its tensor, as an ignored label is."""
         is_new = False
         for name, first in pieces[0][0].items():
             if not first.is_floating_point() and first.dtype != torch.bool and first.numel():
@@ -276,8 +276,8 @@ class LossWeights:
     ) -> tuple[tuple[float, ...], str]:
         """The weights among the microbatches of all replicas, and why they are not right.
 
-        `weights` are those of the own microbatches and, where the loss was evaluated, of a reference microbatch that
-        is the same on all replicas: shares relative to it can be added up.
+        `weights` are those of this replica's microbatches and, where the loss was evaluated, of a reference microbatch
+        that is the same on all replicas: shares relative to it can be added up.
         """
         num_replicas, num_own = self._replicas.count, len(pieces)
         kinds = [(ignored, skips) for ignored in (IGNORE_INDEX, None) for skips in (False, True)]
@@ -293,25 +293,25 @@ class LossWeights:
                 problem, shares = INSEPARABLE, [float(size) for _, size in pieces]
         is_any = bool(problem) or decision.is_open
         fitting = [slot for slot in slots if is_any or slot in (decision.count, *decision.rivals)]
-        own = [slot.totals(pieces) if slot in fitting and slot.is_of(pieces[0][0]) else [] for slot in slots]
-        # A fixed number of figures, whatever each replica has found: they are summed in one message.
+        own = [slot.totals(pieces) if slot in fitting and slot.applies_to(pieces[0][0]) else [] for slot in slots]
+        # A fixed number of values, whatever each replica has found, because they are summed in one message.
         num_entries = float(sum(tensor.numel() // pieces[0][1] for tensor in pieces[0][0].values()))
         columns = [value for counts in (shares, *own) for value in (float(bool(counts)), sum(counts))]
-        figures = torch.zeros(4 + 2 * (3 + 4 * _NUM_TENSORS), dtype=torch.float64)
-        figures[: 2 + len(columns)] = torch.tensor([num_entries, num_entries**2, *columns], dtype=torch.float64)
-        entries, squares, num_shared, all_shares, *totals = self._replicas.sum(figures).tolist()
+        packed = torch.zeros(4 + 2 * (3 + 4 * _NUM_TENSORS), dtype=torch.float64)
+        packed[: 2 + len(columns)] = torch.tensor([num_entries, num_entries**2, *columns], dtype=torch.float64)
+        entries, squares, num_shared, all_shares, *totals = self._replicas.sum(packed).tolist()
         for place, slot in enumerate(slots):
             if totals[2 * place] == num_replicas:
                 total = totals[2 * place + 1]
                 if slot.kind == "sum":
                     return (1.0,) * num_own, problem
-                # The replicas average their gradients, so each one's weights are as many times larger.
+                # The replicas average their gradients, so weights are multiplied by the number of replicas.
                 return tuple(one / total * num_replicas if total else math.nan for one in own[place]), problem
-        # Shares are relative to the same reference only if samples are as long on all replicas.
+        # Shares are relative to the same reference only if samples have the same size on all replicas.
         if num_shared == num_replicas and entries**2 == num_replicas * squares:
             return tuple(share / all_shares * num_replicas for share in shares), problem
         raise RunError(
-            "the replicas of the pipeline find that the loss is averaged in different ways",
+            "the replicas disagree about how the loss is averaged",
             reduction=self.reduction,
             hint='reduction="mean", "tokens" or "sum"',
         )

@@ -51,7 +51,7 @@ def test_the_user_may_give_the_reduction() -> None:
 def test_labels_that_are_not_there_cannot_be_counted() -> None:
     captured = capture(nn.Linear(1, 1), (torch.zeros(1, 1),))
     step = LossStep([Microbatch((), {}, Y[:1], 1), Microbatch((), {}, Y[1:2], 1)], [captured.first] * 2, True)
-    with pytest.raises(RunError, match="needs labels to count"):
+    with pytest.raises(RunError, match="requires labels to count"):
         LossWeights(captured, OneReplica(), functional.mse_loss, "tokens").loss(step, 0, Y[:1])
 
 

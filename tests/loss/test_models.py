@@ -262,7 +262,7 @@ def test_samples_that_interact_between_blocks_cause_a_warning(between: Any, is_m
     captured = capture(model, pieces[0].args)
     step = LossStep(pieces, [captured.first] * 2, True, weights=(0.5, 0.5))
     found = LossWeights(captured, OneReplica(), functional.mse_loss).warnings(step)
-    assert ["taken over all samples of a batch" in warning and "layers.1" in warning for warning in found] == (
+    assert ["depends on all samples of a batch" in warning and "layers.1" in warning for warning in found] == (
         [True] if is_mixing else []
     )
 

@@ -103,5 +103,5 @@ def test_a_reduction_that_is_given_counts_in_all_replicas() -> None:
 
 
 def test_replicas_whose_losses_are_averaged_in_different_ways_are_refused() -> None:
-    with pytest.raises(RunError, match="averaged in different ways"):
+    with pytest.raises(RunError, match="disagree about how the loss is averaged"):
         weights([nn.MSELoss(), nn.MSELoss(reduction="sum")], VALUES, [[[0], [1]], [[2], [3]]])
