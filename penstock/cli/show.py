@@ -107,7 +107,7 @@ def _subject(record: Any, wanted: type) -> Any:
         return contents_of(record)
     if not isinstance(record, wanted):
         got, hint = type(record).__name__, f"a file with a {wanted.__name__.lower()}"
-        raise ViewError(f"this view needs a {wanted.__name__.lower()}", got=got, hint=hint)
+        raise ViewError(f"this view must be given a {wanted.__name__.lower()}", got=got, hint=hint)
     return record
 
 

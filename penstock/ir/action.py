@@ -1,6 +1,6 @@
-"""The instructions of a rank, one class each, and the rule that says what an action needs and makes.
+"""The instructions of a rank, one class each, and the rules for what an action needs and makes.
 
-The rule is stated over three facts about one (stage, microbatch): its output, its input gradient and its weight
+The rules are stated over three facts about one (stage, microbatch): its output, its input gradient and its weight
 gradient exist. Actions need facts and make facts; it does not matter whether a full or a split backward made them.
 `str(action)` is its cell in the grammar of torch's schedule CSV files, see text.py.
 """
@@ -42,7 +42,7 @@ class Fact(IntEnum):
     WEIGHT_GRADIENT = 2
 
 
-class Whose(Enum):
+class Relation(Enum):
     """The stages whose fact is needed, relative to the stage of the action."""
 
     OWN = "own"
@@ -53,17 +53,17 @@ class Whose(Enum):
 class Rule(NamedTuple):
     """The facts that one kind of compute action needs and makes."""
 
-    needs: tuple[tuple[Fact, Whose], ...]
+    needs: tuple[tuple[Fact, Relation], ...]
     makes: tuple[Fact, ...]
 
 
 # A full backward and an input gradient need the same; only what they make differs.
-_GRADIENT_NEEDS = ((Fact.OUTPUT, Whose.OWN), (Fact.INPUT_GRADIENT, Whose.CONSUMERS))
+_GRADIENT_NEEDS = ((Fact.OUTPUT, Relation.OWN), (Fact.INPUT_GRADIENT, Relation.CONSUMERS))
 RULES: dict[Kind, Rule] = {
-    Kind.FORWARD: Rule(needs=((Fact.OUTPUT, Whose.PRODUCERS),), makes=(Fact.OUTPUT,)),
+    Kind.FORWARD: Rule(needs=((Fact.OUTPUT, Relation.PRODUCERS),), makes=(Fact.OUTPUT,)),
     Kind.BACKWARD: Rule(needs=_GRADIENT_NEEDS, makes=(Fact.INPUT_GRADIENT, Fact.WEIGHT_GRADIENT)),
     Kind.INPUT_GRAD: Rule(needs=_GRADIENT_NEEDS, makes=(Fact.INPUT_GRADIENT,)),
-    Kind.WEIGHT_GRAD: Rule(needs=((Fact.INPUT_GRADIENT, Whose.OWN),), makes=(Fact.WEIGHT_GRADIENT,)),
+    Kind.WEIGHT_GRAD: Rule(needs=((Fact.INPUT_GRADIENT, Relation.OWN),), makes=(Fact.WEIGHT_GRADIENT,)),
 }
 
 
@@ -112,7 +112,7 @@ class ComputeAction(Action):
 
 @dataclass(frozen=True, slots=True)
 class Forward(ComputeAction):
-    """Before: the outputs of every producer stage are here. After: the stage's output exists, activations are kept."""
+    """Before: the outputs of every producer have arrived. After: the stage's output exists, activations are kept."""
 
     kind = Kind.FORWARD
     letter = "F"
@@ -120,7 +120,7 @@ class Forward(ComputeAction):
 
 @dataclass(frozen=True, slots=True)
 class Backward(ComputeAction):
-    """Before: own forward ran, every consumer's input gradient is here. After: both gradients exist.
+    """Before: own forward ran, every consumer's input gradient has arrived. After: both gradients exist.
 
     Activations are freed.
     """
@@ -270,12 +270,14 @@ class Free(Action):
 def needs(action: ComputeAction, cuts: Cuts) -> tuple[Need, ...]:
     """The facts that must hold before the action runs."""
     stages = {
-        Whose.OWN: (action.stage,),
-        Whose.PRODUCERS: cuts.producers(action.stage),
-        Whose.CONSUMERS: cuts.gradient_consumers(action.stage),
+        Relation.OWN: (action.stage,),
+        Relation.PRODUCERS: cuts.producers(action.stage),
+        Relation.CONSUMERS: cuts.gradient_consumers(action.stage),
     }
     return tuple(
-        Need(fact, stage, action.microbatch) for fact, whose in RULES[action.kind].needs for stage in stages[whose]
+        Need(fact, stage, action.microbatch)
+        for fact, relation in RULES[action.kind].needs
+        for stage in stages[relation]
     )
 
 

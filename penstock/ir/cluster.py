@@ -120,7 +120,7 @@ class Cluster:
         slowness = self.slowness or (1.0,) * placement.num_ranks
         if len(slowness) != placement.num_ranks:
             raise CostError(
-                "the cluster has another number of ranks", cluster=len(slowness), placement=placement.num_ranks
+                "the cluster must have the same number of ranks", cluster=len(slowness), placement=placement.num_ranks
             )
         return tuple(slowness[rank] for rank in placement.ranks)
 

@@ -75,7 +75,7 @@ class Comparison:
         return min(wrong, key=lambda one: one.stage, default=None)
 
     def __str__(self) -> str:
-        lines = [f"{self.against}: {self._verdict}, {len(self.differences)} numbers compared"]
+        lines = [f"{self.against}: {self._summary}, {len(self.differences)} tensors compared"]
         if not self.is_identical:
             lines.append(f"  largest difference: {self.largest}")
         if self.first_wrong is not None:
@@ -83,10 +83,10 @@ class Comparison:
         return "\n".join(lines)
 
     @property
-    def _verdict(self) -> str:
+    def _summary(self) -> str:
         if self.is_identical:
             return "identical"
-        rounding = f"rounding, that of {self.coarsest} in which parts compute" if self.coarsest else "rounding"
+        rounding = f"the rounding of {self.coarsest}, in which parts compute" if self.coarsest else "rounding"
         return f"equal up to {rounding}" if self.ok else "DIFFERENT"
 
 
@@ -108,7 +108,7 @@ def compare_tensors(
         tolerance = max(own, least) if own else 0.0
         floor = largest * (_COARSE_FLOOR if tolerance >= _TOLERANCES["float16"] else _FLOOR)
         scale = max(one.largest, floor if one.name.startswith(GRADIENT) else 0.0)
-        # If the expected tensor is all zero, the difference is taken as it is.
+        # If the expected tensor is all zero, the difference cannot be relative.
         relative = one.apart / (scale or 1.0) if one.apart else 0.0
         return Difference(one.name, stages.get(one.name, 0), relative, tolerance)
 

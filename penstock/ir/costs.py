@@ -1,4 +1,4 @@
-"""StageCosts: seconds and bytes per stage, and their computation from a Profile and a Partition."""
+"""Seconds and bytes per stage, and their computation from a Profile and a Partition."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -113,7 +113,7 @@ class StageCosts:
     def times(self, factors: Sequence[float]) -> "StageCosts":
         """The costs with the seconds of each stage multiplied by its factor; bytes stay."""
         if len(factors) != self.num_stages:
-            raise CostError("costs are for another number of stages", costs=self.num_stages, factors=len(factors))
+            raise CostError("costs must have the same number of stages", costs=self.num_stages, factors=len(factors))
         return replace(
             self,
             **{
@@ -258,7 +258,7 @@ def _summed_bytes(profile: Profile, nodes: Sequence[Node], stage: int, crossings
 
 
 class _StageMemory:
-    """Saved values of every stage, by the first name of their storage group, with what each stage receives."""
+    """Saved values of every stage, by the first name of their storage group, and values that each stage receives."""
 
     def __init__(
         self,

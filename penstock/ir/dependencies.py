@@ -1,11 +1,11 @@
-"""Which action waits for which, computed for whole orders at once from the rules of action.py."""
+"""Dependencies between actions, computed for whole orders at once from the rules of action.py."""
 
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.action import RULES, Fact, Kind, Whose
+from penstock.ir.action import RULES, Fact, Kind, Relation
 from penstock.ir.orders import Codes, Passes
 from penstock.ir.placement import Cuts, StageEdge
 
@@ -57,24 +57,24 @@ class Makers:
 def find_dependencies(passes: Passes, makers: Makers, cuts: Cuts) -> Dependencies:
     """All dependencies between compute actions, for any cuts."""
     found = [
-        _dependencies_of_kind(passes, makers, cuts, kind, fact, whose)
+        _dependencies_of_kind(passes, makers, cuts, kind, fact, relation)
         for kind, rule in RULES.items()
-        for fact, whose in rule.needs
+        for fact, relation in rule.needs
     ]
     return Dependencies(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
 
 def _dependencies_of_kind(
-    passes: Passes, makers: Makers, cuts: Cuts, kind: Kind, fact: Fact, whose: Whose
+    passes: Passes, makers: Makers, cuts: Cuts, kind: Kind, fact: Fact, relation: Relation
 ) -> Dependencies:
     """The dependencies of all passes of one kind on one fact."""
     chosen = np.flatnonzero(passes.kind == kind)
     stage = passes.stage[chosen]
-    if whose is Whose.OWN:
+    if relation is Relation.OWN:
         source = target = stage
     else:
-        edges = cuts.edges if whose is Whose.PRODUCERS else cuts.gradient_edges
-        own_end, far_end = (1, 0) if whose is Whose.PRODUCERS else (0, 1)
+        edges = cuts.edges if relation is Relation.PRODUCERS else cuts.gradient_edges
+        own_end, far_end = (1, 0) if relation is Relation.PRODUCERS else (0, 1)
         rows, source = _neighbours(stage, edges, own_end, far_end, cuts.num_stages)
         chosen, target = chosen[rows], stage[rows]
     microbatch = passes.microbatch[chosen]

@@ -146,7 +146,10 @@ class Graph:
             _check_known("a node reads a value that no earlier node makes", node.reads, known, node=node.name)
             if node.from_inputs:
                 _check_known(
-                    "a node marked from_inputs reads a value that is not", node.reads, from_inputs, node=node.name
+                    "a node marked from_inputs must read values from inputs only",
+                    node.reads,
+                    from_inputs,
+                    node=node.name,
                 )
                 from_inputs.update(value.name for value in node.makes)
             known.update(value.name for value in node.makes)

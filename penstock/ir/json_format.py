@@ -67,7 +67,7 @@ def to_json(record: object) -> str:
         raise FormatError("the record cannot be written as JSON", type=name, reason=error) from None
     text = f'{{"penstock": {VERSION}, "type": "{name}", "value": {{\n{lines}\n}}}}\n'
     if from_json(text, type(record)) != record:
-        raise FormatError("the record would not be read back as the same", type=name)
+        raise FormatError("the record would differ when read back", type=name)
     return text
 
 

@@ -139,7 +139,7 @@ class Orders:
     def __init__(self, per_rank: Sequence[Codes]) -> None:
         lengths = [len(codes) for codes in per_rank]
         if not lengths:
-            raise ScheduleError("orders need at least one rank")
+            raise ScheduleError("orders must have at least one rank")
         if sum(lengths) > MAX_ACTIONS:
             raise ScheduleError("too many actions", actions=sum(lengths), limit=MAX_ACTIONS)
         self.codes: Codes = np.concatenate([np.asarray(codes, dtype=np.int64) for codes in per_rank])

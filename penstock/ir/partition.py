@@ -1,4 +1,4 @@
-"""Partition: the nodes of every stage, and the values that cross each cut."""
+"""The nodes of every stage, and the values that cross each cut."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -52,10 +52,10 @@ class Partition:
             raise PartitionError("a partition must have stages")
         for stage, nodes in enumerate(self.stages):
             if not nodes:
-                raise PartitionError("an empty stage", stage=stage, stages=self.num_stages)
+                raise PartitionError("every stage must have a node", stage=stage, stages=self.num_stages)
         for node, times in Counter(chain.from_iterable(self.stages)).items():
             if times > 1:
-                raise PartitionError("a node in two places", node=repr(node), times=times)
+                raise PartitionError("a node must be in one stage only", node=repr(node), times=times)
 
     @property
     def num_stages(self) -> int:
@@ -75,7 +75,7 @@ class Partition:
             if node not in names:
                 raise PartitionError("no such node", node=repr(node), stage=stage, hint=_nearest(node, names))
         if missing := [node.name for node in graph.nodes if node.name not in self._stage_of]:
-            raise PartitionError("nodes in no stage", nodes=len(missing), first=repr(missing[0]))
+            raise PartitionError("every node must be in a stage", nodes=len(missing), first=repr(missing[0]))
         for producer, consumer, value in _sent_edges(graph):
             if self._stage_of[producer] > self._stage_of[consumer]:
                 raise PartitionError(
@@ -113,7 +113,7 @@ class Partition:
         nodes = (*makers, *(graph[name] for name in group.writers))
         stages = {node.name: self._stage_of[node.name] for node in nodes if not node.from_inputs}
         if len(set(stages.values())) > 1:
-            raise PartitionError("a cut between nodes that share memory", stages=stages, values=group.values)
+            raise PartitionError("nodes that share memory must be in one stage", stages=stages, values=group.values)
 
     def _check_updated(self, graph: Graph) -> None:
         """State that the forward writes must be used by one stage only: other stages would not see the write."""

@@ -1,4 +1,4 @@
-"""Where stages are and what they exchange: Placement maps stages to ranks, Cuts lists the edges between stages."""
+"""The rank of every stage (Placement), and the edges between stages (Cuts)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Placement:
             raise ScheduleError("a placement must name a rank, 0 or more, for every stage", placement=self.ranks)
         # A rank above the number of stages implies an empty rank below that number, so looking that far is enough.
         if missing := sorted(set(range(min(max(self.ranks), len(self.ranks)) + 1)) - set(self.ranks)):
-            raise ScheduleError("ranks without a stage", ranks=missing, placement=self.ranks)
+            raise ScheduleError("every rank must hold a stage", ranks=missing, placement=self.ranks)
 
     @classmethod
     def loop(cls, num_ranks: int, stages_per_rank: int = 1) -> "Placement":
@@ -73,7 +73,7 @@ class Cuts:
 
     def __post_init__(self) -> None:
         if not 1 <= (as_int(self.num_stages) or 0) <= MAX_STAGES:
-            raise PartitionError("cuts need at least one stage", stages=repr(self.num_stages), limit=MAX_STAGES)
+            raise PartitionError("cuts must have at least one stage", stages=repr(self.num_stages), limit=MAX_STAGES)
         for edges in (self.edges, self.without_gradient):
             if list(edges) != sorted(set(edges)):
                 raise PartitionError("cut edges must be sorted and distinct", edges=edges[:8], hint="Cuts.of(...)")

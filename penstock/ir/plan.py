@@ -1,4 +1,4 @@
-"""Plan: the choices for one model and the predicted step; Run: the training that followed a plan."""
+"""The choices for one model with the predicted step (Plan), and the training that followed them (Run)."""
 
 import math
 from collections.abc import Iterable
@@ -273,7 +273,7 @@ StepFigures = StepMetrics
 
 @dataclass(frozen=True)
 class Run:
-    """A training: the plan it followed, its steps in order, and what was recorded and measured."""
+    """A training: the plan it followed, its steps in order, recorded traces and measured peaks."""
 
     plan: Plan
     steps: tuple[StepMetrics, ...]

@@ -1,4 +1,4 @@
-"""Profile: measured seconds and bytes of every node, and where they were measured."""
+"""Measured seconds and bytes of every node, and where they were measured."""
 
 import math
 from collections import Counter
@@ -13,8 +13,8 @@ from penstock.ir.graph import Graph
 class NodeBytes:
     """Bytes of one node for one microbatch.
 
-    A saved tensor is counted at the node that makes it: what the node saves of its own, and its outputs that later
-    nodes save, but not its inputs.
+    A saved tensor is counted at the node that makes it: the node's own intermediate tensors and the outputs that
+    later nodes save, but not its inputs.
     """
 
     kept: int = 0
@@ -22,7 +22,7 @@ class NodeBytes:
     kept_for_weight_grad: int = 0
     """held between the input gradient and the weight gradient: a part of `kept`, plus output gradients"""
     peak: int = 0
-    """maximum while the node runs, above what was held before"""
+    """maximum while the node runs, in addition to the bytes held before"""
     parameters: int = 0
     buffers: int = 0
     inputs: int = 0

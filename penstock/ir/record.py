@@ -1,4 +1,4 @@
-"""Record: one forward of a model as a list of calls on named values.
+"""One forward of a model as a list of calls on named values.
 
 A record holds no tensor, module or function. Modules and parameters are named by their original names; functions,
 classes and constants that text cannot hold are named by keys into an *object table* that is kept beside the record.
@@ -145,7 +145,7 @@ def bind_state(tree: Tree, names: dict[str, str]) -> Tree:
 
 
 def leaf_names(tree: Tree) -> tuple[str, ...]:
-    """The names of the tensors among the leaves of a tree, in their order; a parameter or buffer has none, ""."""
+    """The names of the tensors among the leaves of a tree, in their order; "" for a parameter or buffer."""
     if isinstance(tree, Ref):
         return (tree.value,)
     if isinstance(tree, State):

@@ -1,4 +1,4 @@
-"""Schedule and Program: what every rank does in one step, before and after lowering."""
+"""The order of actions of every rank in one step, before lowering (Schedule) and after it (Program)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ class _Ordered:
         if self.num_stages > MAX_STAGES:
             raise ScheduleError("too many stages", stages=self.num_stages, limit=MAX_STAGES)
         if len(self.table) != self.num_ranks:
-            raise ScheduleError("one order per rank is needed", orders=len(self.table), ranks=self.num_ranks)
+            raise ScheduleError("there must be one order per rank", orders=len(self.table), ranks=self.num_ranks)
         self._check_stages_of_ranks()
 
     def _check_stages_of_ranks(self) -> None:
-        """Raise if an action is of a stage on another rank, or of a microbatch that does not exist."""
+        """Raise if an action belongs to a stage on another rank, or to a microbatch that does not exist."""
         passes = self.table.passes
         home = np.full(MAX_STAGES, -1)
         home[: self.num_stages] = self.placement.ranks
@@ -43,7 +43,7 @@ class _Ordered:
         first = int(np.argmax(wrong))
         index = int(passes.index[first])
         raise ScheduleError(
-            "an action of a stage or microbatch that this rank does not hold",
+            "an action must be of a stage and a microbatch of its rank",
             action=self.table.action(index),
             rank=int(rank[first]),
             position=self.table.position(index),
@@ -201,16 +201,18 @@ def _infer_sizes(orders: Orders) -> tuple[Placement, int]:
     passes = orders.passes
     ranks = orders.rank_of[passes.index]
     if not len(ranks):
-        raise FormatError("a schedule without actions", ranks=len(orders))
+        raise FormatError("a schedule must have actions", ranks=len(orders))
     home = np.full(int(passes.stage.max()) + 1, -1)
     home[passes.stage] = ranks
     if (astray := home[passes.stage] != ranks).any():
         stage = int(passes.stage[astray][0])
-        raise FormatError("a stage on two ranks", stage=stage, ranks=sorted(set(ranks[passes.stage == stage].tolist())))
+        raise FormatError(
+            "a stage must be on one rank", stage=stage, ranks=sorted(set(ranks[passes.stage == stage].tolist()))
+        )
     if (home < 0).any():
-        raise FormatError("a stage without actions", stage=int(np.argmax(home < 0)), stages=len(home))
+        raise FormatError("every stage must have actions", stage=int(np.argmax(home < 0)), stages=len(home))
     if missing := set(range(len(orders))) - set(home.tolist()):
-        raise FormatError("a rank without actions", rank=min(missing), ranks=len(orders))
+        raise FormatError("every rank must have actions", rank=min(missing), ranks=len(orders))
     return Placement(tuple(home.tolist())), int(passes.microbatch.max()) + 1
 
 

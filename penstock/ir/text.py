@@ -107,7 +107,7 @@ def _is_cell(text: str) -> bool:
 def parse_rows(rows: list[list[str]]) -> Orders:
     """The orders of rows of cells; the error for a bad cell gives its row and column, counted from 1."""
     if not rows:
-        raise FormatError("an empty schedule")
+        raise FormatError("a schedule must have at least one row")
     if sum(map(len, rows)) > MAX_ACTIONS:
         raise FormatError("too many cells", cells=sum(map(len, rows)), limit=MAX_ACTIONS)
     return Orders([_parse_row(number, row) for number, row in enumerate(rows, start=1)])

@@ -124,7 +124,7 @@ def pass_seconds(table: Orders, costs: StageCosts, overlap: float = 0.0) -> Seco
 
 
 def find_waits(table: Orders, dependencies: Dependencies) -> Needs:
-    """Per action what it has to wait for: actions of other ranks, and later actions of its own rank.
+    """Per action the actions that it has to wait for: those of other ranks, and later ones of its own rank.
 
     Earlier actions of its own rank are done anyway, as a rank runs its actions in order.
     """

@@ -1,4 +1,4 @@
-"""Trace: when every action and message of one step happened, predicted by the simulator or recorded by the runtime."""
+"""When every action and message of one step happened, predicted by the simulator or recorded by the runtime."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -135,7 +135,7 @@ class Trace:
             if (entries := len(getattr(self, name))) != length:
                 raise ScheduleError(f"{name} does not match the program", entries=entries, expected=length)
         if len(self.memory) != self.program.num_ranks:
-            raise ScheduleError("one memory curve per rank is needed", curves=len(self.memory), ranks=len(table))
+            raise ScheduleError("there must be one memory curve per rank", curves=len(self.memory), ranks=len(table))
         starts, ends, sent, arrived = (each.values for each in (self.starts, self.ends, self.sent, self.arrived))
         _refuse("start must be finite seconds, 0 or more", ~(np.isfinite(starts) & (starts >= 0)), start=starts)
         _refuse("end must be finite seconds, not before start", ~_spans(starts, ends), start=starts, end=ends)

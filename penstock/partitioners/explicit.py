@@ -56,7 +56,7 @@ def cut_at(graph: Graph, places: list[int]) -> Partition:
     names = [node.name for node in graph.nodes]
     bounds = [0, *sorted(places), len(names)]
     if len(set(bounds)) < len(bounds):
-        raise PartitionError("an empty stage", cuts=sorted(places), nodes=len(names))
+        raise PartitionError("every stage must have a node", cuts=sorted(places), nodes=len(names))
     return Partition(tuple(tuple(names[low:high]) for low, high in pairwise(bounds)))
 
 
@@ -73,7 +73,7 @@ def _owners(graph: Graph, stages: Any) -> dict[str, int]:
     for stage, modules in enumerate(stages):
         _check_names(modules)
         if not modules:
-            raise PartitionError("an empty stage", stage=stage)
+            raise PartitionError("every stage must have a node", stage=stage)
         for module in modules:
             nodes = [graph.nodes[place] for place in _places(graph, module)]
             if module in owner and not all(node.from_inputs for node in nodes):

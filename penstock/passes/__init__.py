@@ -41,7 +41,7 @@ def lower(schedule: Schedule, *, cuts: Cuts | None = None, passes: Sequence[str 
         raise ScheduleError("lower must be given a Schedule", got=type(schedule).__name__)
     chosen = sorted((_find_pass(entry, cuts) for entry in passes), key=lambda step: list(PASSES).index(step.name))
     if not chosen or not isinstance(chosen[0], AddTransfers):
-        raise ScheduleError("lowering needs add_transfers", passes=[step.name for step in chosen])
+        raise ScheduleError("lower must run add_transfers", passes=[step.name for step in chosen])
     program = chosen[0](schedule)
     for step in chosen[1:]:
         program = cast(ProgramPass, step)(program)

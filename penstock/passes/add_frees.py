@@ -1,4 +1,4 @@
-"""add_frees: marks where all tensors that a stage holds for a microbatch can be freed."""
+"""Marks where all tensors that a stage holds for a microbatch can be freed."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""add_reductions: reduces the gradients of a stage over its replicas as soon as the last of them exists."""
+"""Reduces the gradients of a stage over its replicas as soon as the last of them exists."""
 
 from dataclasses import dataclass
 

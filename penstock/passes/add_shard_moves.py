@@ -1,4 +1,4 @@
-"""add_shard_moves: gathers a stage's sharded parameters before they are needed and drops them to make room for others.
+"""Gathers a stage's sharded parameters before they are needed and drops them to make room for others.
 
 At any time the next few distinct stages that a rank computes are gathered, so that gathering overlaps with compute.
 """

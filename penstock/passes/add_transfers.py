@@ -1,4 +1,4 @@
-"""add_transfers: puts a Send and a Recv wherever a stage needs a value that another rank makes.
+"""Puts a Send and a Recv wherever a stage needs a value that another rank makes.
 
 All ranks are walked once with equal passes (a full backward counts two). A Send follows the action that made its
 values; its Recv goes before the first action that the receiving rank starts no earlier than that moment. Sending and

@@ -1,4 +1,4 @@
-"""The contract of a pass: a frozen record of its options that makes a new program and changes nothing."""
+"""The contract of a pass: a frozen record of its options that returns a new program and leaves its input unchanged."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""The error for orders that deadlock: where each rank is blocked, what it waits for, and the cycle they form."""
+"""The error for orders that deadlock: where each rank is blocked, the action it waits for, and the cycle of ranks."""
 
 from penstock.errors import ScheduleError
 from penstock.ir import Program, decode

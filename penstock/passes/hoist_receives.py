@@ -1,4 +1,4 @@
-"""hoist_receives: posts each receive earlier, by a bounded number of passes, so that its sender need not wait.
+"""Posts each receive earlier, by a bounded number of passes, so that its sender need not wait.
 
 A receive never moves above a Send to the same rank: the two ranks of a pair keep one common sequence of messages, as
 transports without tags require. It needs no value, so moving it up can block no rank; its buffer lives that much

@@ -1,4 +1,4 @@
-"""verify: accepts orders only if every rank gets to its end, on any transport, with the right result.
+"""Accepts orders only if every rank reaches its end, on any transport, with the right result.
 
 Two message semantics are proven. *Rendezvous* (gloo): a Recv posts a buffer and returns; a Send waits until its Recv is
 posted; a pass waits for its messages. *In order per pair of ranks* (NCCL): nothing waits at a Send or Recv, but the
@@ -90,7 +90,7 @@ def _check_once_each(program: Program) -> None:
 
 
 def _check_own_order(program: Program, dependencies: Dependencies) -> None:
-    """A rank makes what it needs of itself before it uses it."""
+    """A rank makes the values that it needs from its own stages before it uses them."""
     rank = program.table.rank_of
     waiter, needed = dependencies.waiter, dependencies.needed
     late = (rank[waiter] == rank[needed]) & (needed >= waiter)
@@ -134,11 +134,11 @@ class _Messages:
         place = np.minimum(np.searchsorted(self.keys, found), max(len(self.keys) - 1, 0))
         known = self.keys[place] == found if len(self.keys) else np.zeros(len(found), dtype=np.bool_)
         if not known.all():
-            raise _error("a message that no stage on another rank needs", program, int(index[np.argmin(known)]))
+            raise _error("a message must be needed by a stage on another rank", program, int(index[np.argmin(known)]))
         times = np.bincount(place, minlength=len(self.keys))
         if (times > 1).any():
             second = int(index[place == int(np.argmax(times))][1])
-            raise _error("a message that is issued twice", program, second)
+            raise _error("a message must be issued once", program, second)
         result = np.full(len(self.keys), -1, dtype=np.int64)
         result[place] = index
         return result

@@ -44,7 +44,7 @@ class Scheduler(ABC):
         self._check(ranks, microbatches)
         stages = ranks * self.stages_per_rank
         if costs is not None and costs.num_stages != stages:
-            raise CostError("costs are for another number of stages", costs=costs.num_stages, schedule=stages)
+            raise CostError("costs must have the same number of stages", costs=costs.num_stages, schedule=stages)
         schedule = self.build(ranks, microbatches)
         if costs is None or not self.splits_backward:
             return schedule

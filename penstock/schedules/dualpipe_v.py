@@ -1,4 +1,4 @@
-"""dualpipe_v: a V schedule whose steady state runs a forward and a backward together.
+"""A V schedule whose steady state runs a forward and a backward together.
 
 DeepSeek-AI 2024, "DeepSeek-V3 Technical Report" (DualPipe), folded to a V so that no parameter is held twice. Choose it
 when a forward's communication can hide behind a backward's compute, as in models with expert parallelism.

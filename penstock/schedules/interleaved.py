@@ -1,4 +1,4 @@
-"""interleaved: 1f1b with several stages per rank, which divides the bubble by their number.
+"""1f1b with several stages per rank, which divides the bubble by their number.
 
 Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM". Choose it when
 links are fast and one more fraction of activations is affordable; any number of microbatches works, a multiple of the
@@ -21,7 +21,7 @@ from penstock.schedules.base import Scheduler, passes, staggered
 
 @dataclass(frozen=True)
 class Interleaved(Scheduler):
-    """Any number of stages per rank, placed round and round."""
+    """Any number of stages per rank, placed round robin."""
 
     stages_per_rank: int = 2
     name = "interleaved"

@@ -1,4 +1,4 @@
-"""interleaved_zb: interleaved stages with the backward split, weight gradients filling the bubble.
+"""Interleaved stages with the backward split, weight gradients filling the bubble.
 
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (its one-fold memory variant, over several stages per rank). Choose
 it over interleaved when the backward can be split cheaply: a shorter warm-up, hence less memory and less bubble.

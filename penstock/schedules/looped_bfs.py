@@ -1,4 +1,4 @@
-"""looped_bfs: stages go round the ranks; each stage runs all microbatches before the next stage does.
+"""Stages are placed round robin; each stage runs all microbatches before the next stage does.
 
 Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism". Choose it with sharded parameters and several stages per
 rank: a stage's parameters are gathered once for all microbatches. It holds all microbatches of all stages.

@@ -1,4 +1,4 @@
-"""1f1b: after a short warm-up, one forward and one backward in turn.
+"""After a short warm-up, one forward and one backward in turn.
 
 Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", in its synchronous form. Choose
 it as the default with one stage per rank: rank r holds at most ranks - r microbatches.

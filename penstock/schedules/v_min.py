@@ -1,6 +1,6 @@
-"""v_min: a V schedule with the least activations, a third of 1f1b.
+"""A V schedule with the least activations, a third of 1f1b.
 
-Qi et al. 2024, "Pipeline Parallelism with Controllable Memory". Choose it when memory is what limits: at most
+Qi et al. 2024, "Pipeline Parallelism with Controllable Memory". Choose it when memory is the limit: at most
 (ranks + 4) // 3 microbatches are held, for a larger bubble than v_half.
 
 For 3 ranks and 3 microbatches:
@@ -27,6 +27,6 @@ class VMin(Scheduler):
     splits_backward = True
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
-        # The pause keeps the four passes of a rank on different remainders by six for every rank.
+        # The pause keeps the four passes of a rank on different remainders modulo six for every rank.
         pauses = (0, 0, 0) if ranks % 3 else (0, 2, 0)
         return repeat_block(Block(1, 1, 1, 1, pauses), ranks, microbatches)

@@ -1,9 +1,9 @@
 """Schedules on a V made by repeating the passes of one microbatch every six units of time.
 
-Qi et al. 2024, "Pipeline Parallelism with Controllable Memory". A block says when each rank runs the two forwards and
-the two input gradients of one microbatch. Repeated every six units it fills each rank exactly when no two of the four
-share a remainder by six; the two weight gradients take the remainders left over, as early as they can. How long a
-block keeps a microbatch alive decides the memory.
+Qi et al. 2024, "Pipeline Parallelism with Controllable Memory". A block gives the times at which each rank runs the
+two forwards and the two input gradients of one microbatch. Repeated every six units, it fills each rank exactly if the
+four times have different remainders modulo six; the two weight gradients take the other two remainders, as early as
+possible. How long a block keeps a microbatch alive decides the memory.
 """
 
 from dataclasses import dataclass

@@ -26,13 +26,15 @@ from penstock.ir import (
 )
 
 _PATIENCE = (0.0, 0.5, 1.0)
-"""shares of a weight gradient's time that a rank would rather wait than start one; each is tried"""
+"""a rank waits up to this share of a weight gradient's time before it starts one; each is tried"""
 
 
 def refill(schedule: Schedule, costs: StageCosts) -> Schedule:
     """The fastest of the schedule and its variants with weight gradients moved."""
     if costs.num_stages != schedule.num_stages:
-        raise CostError("costs are for another number of stages", costs=costs.num_stages, schedule=schedule.num_stages)
+        raise CostError(
+            "costs must have the same number of stages", costs=costs.num_stages, schedule=schedule.num_stages
+        )
     actions = _action_table(schedule, costs)
     variants = (schedule, *(_GreedyFill(schedule, actions, patience).run() for patience in _PATIENCE))
     lengths = [schedule_length(variant, costs) for variant in variants]

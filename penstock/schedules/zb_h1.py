@@ -1,4 +1,4 @@
-"""zb_h1: 1f1b with the backward split; weight gradients fill most of the bubble at the memory of 1f1b.
+"""1f1b with the backward split; weight gradients fill most of the bubble at the memory of 1f1b.
 
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism". Choose it over 1f1b whenever the backward can be split cheaply: the
 bubble shrinks from (ranks - 1)(F + I + W) to (ranks - 1)(F + I - W).

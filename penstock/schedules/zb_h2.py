@@ -1,4 +1,4 @@
-"""zb_h2: zb_h1 with a warm-up twice as long; no bubble between a rank's first and last pass at F = I = W.
+"""zb_h1 with a warm-up twice as long; no bubble between a rank's first and last pass at F = I = W.
 
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism". Choose it when twice the activations of 1f1b fit: 2 ranks - 1
 microbatches.

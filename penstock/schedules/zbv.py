@@ -1,4 +1,4 @@
-"""zbv: two stages per rank placed as a V; no bubble between a rank's first and last pass at F = I = W.
+"""Two stages per rank placed as a V; no bubble between a rank's first and last pass at F = I = W.
 
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 6. Choose it when the three passes take about equal time:
 the first and the last stage share rank 0, so the loss is near the start, and memory is that of 1f1b on every rank.

@@ -1,4 +1,4 @@
-"""simulate: predicts when every action and every message of a Program happens.
+"""Predicts when every action and every message of a Program happens.
 
 Ranks and links are lines that do one thing at a time: a rank its passes in order, a link (one direction between two
 ranks) its messages in the order of their Sends. A message leaves when its rank gets to the Send and the link is free,
@@ -47,9 +47,11 @@ def simulate(program: Program, costs: StageCosts | None = None, cluster: Cluster
     costs = costs or StageCosts.uniform(program.num_stages)
     cluster = cluster or Cluster(program.num_ranks)
     if costs.num_stages != program.num_stages:
-        raise CostError("costs are for another number of stages", costs=costs.num_stages, program=program.num_stages)
+        raise CostError("costs must have the same number of stages", costs=costs.num_stages, program=program.num_stages)
     if cluster.ranks != program.num_ranks:
-        raise CostError("the cluster has another number of ranks", cluster=cluster.ranks, program=program.num_ranks)
+        raise CostError(
+            "the cluster must have the same number of ranks", cluster=cluster.ranks, program=program.num_ranks
+        )
     _check_messages(program)
     messages = _find_messages(program, costs, cluster)
     computes = np.flatnonzero(np.isin(program.table.kinds, COMPUTE_KINDS))

@@ -1,4 +1,4 @@
-"""Views turn a record into a document to look at: text, a picture, or the report. One view per file, one table.
+"""Views turn a record into a document: text, a picture, or the report. One view per file, one table.
 
 The command line and the tests read the table: `penstock show FILE --view NAME` draws any of its views.
 """

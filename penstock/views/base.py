@@ -60,13 +60,13 @@ def traces_by_name(traces: Traces) -> dict[str, Trace]:
         entries: object = traces
         if not isinstance(entries, Mapping) or not entries or not all(isinstance(t, Trace) for t in entries.values()):
             got = type(traces).__name__
-            raise ViewError("a view needs a trace, or several by name", got=got, hint="simulate first")
+            raise ViewError("a view must be given a trace, or several by name", got=got, hint="simulate first")
         found = {}
         for name, trace in traces.items():
             shown = printable(str(name))
             found[shown if len(shown) <= MAX_NAME else f"{shown[: MAX_NAME - 3]}..."] = trace
         if len(found) < len(traces):
-            raise ViewError("two traces have the same name once it is printed", names=sorted(found))
+            raise ViewError("two traces must not have the same printable name", names=sorted(found))
     for trace in found.values():
         if not len(trace.starts):
             raise ViewError("the trace has no actions", ranks=trace.num_ranks)
@@ -82,7 +82,7 @@ def graph_and_partition(subject: Staged) -> tuple[Graph, Partition]:
         subject[1].check(subject[0])
         return subject
     hint = "capture first, then (graph, partition)"
-    raise ViewError("a view needs a graph, or a graph and its partition", got=type(pair).__name__, hint=hint)
+    raise ViewError("a view must be given a graph, or a graph and its partition", got=type(pair).__name__, hint=hint)
 
 
 def printable(name: str) -> str:

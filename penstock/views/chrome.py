@@ -1,4 +1,4 @@
-"""chrome: a trace as JSON for ui.perfetto.dev and chrome://tracing.
+"""A trace as JSON for ui.perfetto.dev and chrome://tracing.
 
 Choose it to zoom, search and measure, above all in recorded traces. A rank is a process: its passes are one track, its
 other actions that took time another, and the messages that it sends one track per receiving rank. Where spans of one

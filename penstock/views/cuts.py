@@ -1,4 +1,4 @@
-"""cuts: the tensors that cross every cut of a partition, and the nodes and parameters that several stages hold instead.
+"""The tensors that cross every cut of a partition, and the nodes and parameters that several stages hold instead.
 
 Choose it to explain a partition: the values that one stage sends to another for each microbatch, their bytes forward,
 and the bytes of the gradients that return. Further tables list the nodes that depend on inputs only, which stages run

@@ -77,7 +77,7 @@ def module_lists(plan: Plan) -> list[list[str]]:
         if not names:
             hint = "fewer stages: --stages-per-rank 1, or fewer --ranks"
             nodes = ", ".join(plan.partition.stages[stage][:3])
-            raise PartitionError("a stage without a module to name", stage=stage, nodes=nodes, hint=hint)
+            raise PartitionError("every stage must have a module to name", stage=stage, nodes=nodes, hint=hint)
     again = {_unit(node.module): None for node in plan.graph.nodes if node.from_inputs and node.buffers}
     return [[*names, *(name for name in again if name and name not in home)] for names in lists]
 
@@ -104,7 +104,7 @@ def _units(plan: Plan) -> dict[str, int]:
             continue
         if found.setdefault(name, stage) != stage:
             raise PartitionError(
-                "a cut inside a module, which no list of names can express",
+                "a cut must not be inside a module, which no list of names can express",
                 module=name,
                 stages=(found[name], stage),
                 hint="--partitioner uniform, or fewer stages",

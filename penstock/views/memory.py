@@ -1,4 +1,4 @@
-"""memory: the bytes that every rank holds over time, as an SVG or PNG picture.
+"""The bytes that every rank holds over time, as an SVG or PNG picture.
 
 Choose it to see which rank fills up, when and by how much, against the limit of a device. The peak of a rank is
 written at the right of its curve.
@@ -67,7 +67,7 @@ class Memory(View[Traces, str | bytes]):
             parts.append(draw_frame(panel, name or "memory", trace))
             parts += [_draw_rank(panel, trace, rank, top or 1.0, limit, steps) for rank in range(trace.num_ranks)]
         # One scale for all rows, so that ranks can be compared by height.
-        note = f"every row is 0 to {bytes_text(top)}" if top else "the trace holds no figures of memory"
+        note = f"every row is 0 to {bytes_text(top)}" if top else "the trace has no memory curves"
         note += f"; dashed: limit of {bytes_text(limit)}" if limit else ""
         caption = Label(MARGIN, height - MARGIN + 8, note, FAINT, SIZE)
         return Drawing(self.width, height - MARGIN + AXIS, labels=(caption,)).with_parts(*parts)

@@ -1,4 +1,4 @@
-"""model: a graph as an SVG picture: its modules from top to bottom, the tensors between them, and the stages.
+"""A graph as an SVG picture: its modules from top to bottom, the tensors between them, and the stages.
 
 Choose it to see the structure of a model and where a partition cuts it. A box is a module with its class and
 parameters; a slim box is the functions between modules; runs of equal parts are one box. Arrows carry shapes and

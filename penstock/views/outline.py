@@ -1,6 +1,6 @@
-"""outline: a graph as a table of text: the class, reads, results, parameters and stage of each part.
+"""A graph as a table of text: the class, reads, results, parameters and stage of each part.
 
-Choose it to look at a model in a terminal or a log. By default functions between modules are grouped and runs of equal
+Choose it to read a model in a terminal or a log. By default functions between modules are grouped and runs of equal
 parts are one line; `collapse=0` lists every node. On a terminal, parts that depend on inputs only are dim, and stages
 are separated.
 """

@@ -1,4 +1,4 @@
-"""profile: the measured costs of a model, a line per node: times in ms and memory in MB.
+"""The measured costs of a model, a line per node: times in ms and memory in MB.
 
 Choose it to see where a model spends time and memory before it is cut. Times are of one microbatch; `input` and
 `weight` are the two parts of a split backward. `kept` is held until the backward, `waiting` between its two parts;
@@ -32,7 +32,7 @@ class Profile(RichView[Costs]):
     """A Markdown table under two lines about the whole; the last line is the sum, and the maximum of the peaks."""
 
     collapse: int = 4
-    """number of nodes in a row with equal figures from which they are one line; 0 lists every node"""
+    """number of nodes in a row with equal costs from which they are one line; 0 lists every node"""
     name = "profile"
     record = Costs
 
@@ -66,7 +66,9 @@ def _figures(cost: NodeCost) -> tuple[object, ...]:
 
 def _heading(profile: Costs) -> list[str]:
     if not isinstance(profile, Costs):
-        raise ViewError("this view needs a profile", got=type(profile).__name__, hint="penstock.measure(captured)")
+        raise ViewError(
+            "this view must be given a profile", got=type(profile).__name__, hint="penstock.measure(captured)"
+        )
     step = f"{counted(len(profile), 'node')}, a step of one microbatch {seconds_text(profile.step_seconds)}"
     versions = (f"{short_name(name)} {short_name(value)}" for name, value in profile.versions)
     return [step, "; ".join((short_name(profile.device), *versions))]

@@ -1,4 +1,4 @@
-"""table: the figures of one trace, or of several side by side, a line each; and the text tables that all views use.
+"""The metrics of one trace, or of several side by side, a line each; and the text tables that all views use.
 
 Choose it to compare schedules or plans at a glance. The plain text is a Markdown table; on a terminal rich draws it.
 """
@@ -18,7 +18,7 @@ from penstock.views.base import RichView, Traces, traces_by_name
 
 @dataclass(frozen=True)
 class TextTable:
-    """Rows of text under a header, names in the first columns and figures in the others."""
+    """Rows of text under a header, names in the first columns and values in the others."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -69,7 +69,7 @@ class Summary(NamedTuple):
 
 
 def summary(trace: Trace) -> Summary:
-    """The figures of a trace."""
+    """The metrics of a trace."""
     capacity = trace.num_ranks * trace.makespan or 1.0
     return Summary(
         makespan=trace.makespan,

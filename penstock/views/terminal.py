@@ -1,8 +1,8 @@
-"""terminal: a trace as coloured text at the width of the terminal.
+"""A trace as coloured text at the width of the terminal.
 
-Choose it to look at a trace in place. Colours are kinds, lighter shades are later stages of a rank; a pass is named at
-its left end as far as there is room. A long trace is compressed, never cut: where passes are shorter than a
-character, the number of letters is proportional to time. Without colours a pass is continued by dashes.
+Choose it to see a trace without another program. Colours are kinds, lighter shades are later stages of a rank; a pass
+is named at its left end as far as there is room. A long trace is compressed, never cut: where passes are shorter than
+a character, the number of letters is proportional to time. Without colours a pass is continued by dashes.
 """
 
 from collections.abc import Iterator

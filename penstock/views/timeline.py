@@ -1,4 +1,4 @@
-"""timeline: one trace, or several on one scale of time, as an SVG or PNG picture with a row per rank.
+"""One trace, or several on one scale of time, as an SVG or PNG picture with a row per rank.
 
 Choose SVG for documents and browsers: sharp at every size, and a pointer on a box shows its times. Choose PNG where
 SVG cannot be shown (it needs the extra `plot`). Colours are kinds, lighter shades are later stages of a rank, grey is

@@ -125,7 +125,7 @@ def test_half_precision_inside_blocks_is_allowed_for_and_said():
     report = penstock.check(model, plan, (X.float(),), loss_fn=functional.mse_loss, target=Y.float())
     assert report.ok
     assert report.loop.is_identical
-    assert "the whole batch: equal up to rounding, that of bfloat16 in which parts compute" in str(report)
+    assert "the whole batch: equal up to the rounding of bfloat16, in which parts compute" in str(report)
     wrong = penstock.check(model, plan, (X.float(),), loss_fn=functional.mse_loss, target=Y.float(), reduction="sum")
     assert not wrong.ok
 

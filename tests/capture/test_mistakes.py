@@ -75,7 +75,7 @@ def test_a_partition_of_another_model_is_refused():
     captured, other = penstock.capture(Stack(4), (BATCH,)), penstock.capture(Stack(6), (BATCH,))
     with pytest.raises(PartitionError, match=r"no such node \(node: 'blocks.4', stage: 1\)"):
         penstock.split(captured, uniform(other.graph, 2))
-    with pytest.raises(PartitionError, match=r"nodes in no stage \(nodes: 2, first: 'blocks.4'\)"):
+    with pytest.raises(PartitionError, match=r"every node must be in a stage \(nodes: 2, first: 'blocks.4'\)"):
         penstock.split(other, uniform(captured.graph, 2))
 
 

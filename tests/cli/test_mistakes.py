@@ -135,8 +135,8 @@ MISTAKES = {
     "one bad cell": Mistake("check cell.csv", 2, "(file: cell.csv, row: 2, column: 3, cell: '1X0')", "such as 2F0"),
     "a CSV for other ranks": Mistake(f"{PLAN} --schedule three.csv", 2, "must have the requested sizes", "--ranks 3"),
     "orders that block": Mistake("check stuck.csv", 2, "rank 1 is blocked at 1F1 (position 1), which needs 0F1"),
-    "an empty CSV": Mistake("check empty.csv", 2, "an empty schedule"),
-    "a stage on two ranks": Mistake("check twice.csv", 2, "a stage on two ranks (file: twice.csv"),
+    "an empty CSV": Mistake("check empty.csv", 2, "a schedule must have at least one row"),
+    "a stage on two ranks": Mistake("check twice.csv", 2, "a stage must be on one rank (file: twice.csv"),
     # plans and other documents
     "a deeper model": Mistake(
         "check plan.json --model model.py:deeper", 2, "(name: 4.weight, planned: no parameter", "plan"

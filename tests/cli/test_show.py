@@ -123,7 +123,7 @@ def test_a_picture_is_a_png_if_the_file_is_one(call, tmp_path: Path) -> None:
     [
         (("--view", "hologram"), "unknown view"),
         (("--out", "picture.svg"), "--view with one of terminal, table, timeline"),
-        (("--view", "profile"), "this view needs a profile"),
+        (("--view", "profile"), "this view must be given a profile"),
     ],
 )
 def test_a_view_that_does_not_exist_or_fit_is_refused(options: tuple[str, ...], message: str, call, tmp_path) -> None:

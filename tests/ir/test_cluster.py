@@ -108,7 +108,7 @@ def test_slowness_is_saved_with_the_cluster():
 
 
 def test_a_placement_on_other_ranks_is_refused():
-    with pytest.raises(CostError, match=r"another number of ranks \(cluster: 2, placement: 3\)"):
+    with pytest.raises(CostError, match=r"the same number of ranks \(cluster: 2, placement: 3\)"):
         Cluster(2, slowness=(1, 2)).slowness_of(Placement.loop(3))
 
 

@@ -40,7 +40,7 @@ def test_what_parts_compute_in_widens_the_limits_and_is_named() -> None:
     assert not compare_tensors("the loop", distances, {}).ok
     found = compare_tensors("the whole batch", distances, {}, "bfloat16")
     assert found.ok
-    assert "equal up to rounding, that of bfloat16 in which parts compute, 2 numbers" in str(found)
+    assert "equal up to the rounding of bfloat16, in which parts compute, 2 tensors" in str(found)
     assert compare_tensors("x", [of(1e-2, 1.0, "bfloat16")], {}, "bfloat16").coarsest == ""
 
 
@@ -62,4 +62,4 @@ def test_nan_is_farther_off_than_anything() -> None:
 def test_identical_numbers_need_few_words() -> None:
     found = compare_tensors("the loop", [of(0.0), of(0.0, name="buffer b")], {})
     assert (found.is_identical, found.first_wrong) == (True, None)
-    assert str(found) == "the loop: identical, 2 numbers compared"
+    assert str(found) == "the loop: identical, 2 tensors compared"

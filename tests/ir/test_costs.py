@@ -105,7 +105,7 @@ def test_costs_that_make_no_sense_are_refused(wrong, problem):
 def test_passes_take_so_many_times_longer_stage_by_stage():
     longer = StageCosts((1.0, 2.0), (1.0, 2.0), (3.0, 4.0), (4.0, 5.0), (7, 8)).times((1.0, 1.5))
     assert longer == StageCosts((1.0, 3.0), (1.0, 3.0), (3.0, 6.0), (4.0, 7.5), (7, 8))
-    with pytest.raises(CostError, match=r"another number of stages \(costs: 2, factors: 1\)"):
+    with pytest.raises(CostError, match=r"the same number of stages \(costs: 2, factors: 1\)"):
         longer.times((1.0,))
 
 

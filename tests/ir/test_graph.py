@@ -166,7 +166,7 @@ def test_a_graph_that_contradicts_itself_is_refused(changed, problem):
 
 def test_a_node_from_inputs_reads_nothing_else():
     with pytest.raises(
-        GraphError, match=r"marked from_inputs reads a value that is not \(name: 'embed', node: block\)"
+        GraphError, match=r"marked from_inputs must read values from inputs only \(name: 'embed', node: block\)"
     ):
         replace(GRAPH, nodes=(*GRAPH.nodes[:2], replace(GRAPH["block"], from_inputs=True), GRAPH["head"]))
 

@@ -223,7 +223,7 @@ def test_a_record_that_would_be_read_as_another_is_not_written():
 
         __hash__ = None
 
-    with pytest.raises(FormatError, match="would not be read back as the same"):
+    with pytest.raises(FormatError, match="would differ when read back"):
         to_json(replace(PREDICTION, peaks=NeverEqual((1, 2))))
 
 
@@ -267,7 +267,7 @@ def test_a_path_that_cannot_be_written_is_named(name, tmp_path):
         (document(PLACEMENT, value={"ranks": [0, True]}), "value.ranks.1", "valid integer"),
         (document(PLACEMENT, value={"ranks": [0, 1.0]}), "value.ranks.1", "valid integer"),
         (document(PLACEMENT, value={"ranks": [0, None]}), "value.ranks.1", "valid integer"),
-        (document(PLACEMENT, value={"ranks": [0, 2**62]}), "value", "ranks without a stage"),
+        (document(PLACEMENT, value={"ranks": [0, 2**62]}), "value", "every rank must hold a stage"),
         (document(PLACEMENT, value={"ranks": [0], "a b": 1}), "value.a b", "unknown key"),
         (document(CURVE, value={"seconds": [0], "held": [float("nan")]}), "value.held.0", "finite number"),
         (document(CURVE, value={"seconds": [0], "held": [-float("inf")]}), "value.held.0", "finite number"),
@@ -280,7 +280,7 @@ def test_a_path_that_cannot_be_written_is_named(name, tmp_path):
         (document(VALUE).replace("bfloat16", "float17"), "value.spec", "unknown dtype"),
         (document(CHOICES).replace("true", "1"), "value.recompute.1", "valid boolean"),
         (document(SCHEDULE).replace("1B1", "1B1 1X0"), "value.table", "not an action"),
-        (document(SCHEDULE).replace("1B1", "1B9"), "value", "does not hold"),
+        (document(SCHEDULE).replace("1B1", "1B9"), "value", "must be of a stage"),
         (document(SCHEDULE).replace('"1B1"', "7"), "value.table.1", "valid string"),
         (document(SCHEDULE).replace('"1B1"', "[]"), "value.table.1", "valid string"),
     ],

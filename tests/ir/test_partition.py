@@ -98,9 +98,9 @@ def test_the_last_stage_returns_the_outputs_of_earlier_ones():
     ("stages", "problem"),
     [
         ((), "a partition must have stages"),
-        ((("a",), ()), r"an empty stage \(stage: 1, stages: 2\)"),
-        ((("a", "b"), ("a",)), r"a node in two places \(node: 'a', times: 2\)"),
-        ((("a", "a"),), r"a node in two places \(node: 'a', times: 2\)"),
+        ((("a",), ()), r"every stage must have a node \(stage: 1, stages: 2\)"),
+        ((("a", "b"), ("a",)), r"a node must be in one stage only \(node: 'a', times: 2\)"),
+        ((("a", "a"),), r"a node must be in one stage only \(node: 'a', times: 2\)"),
     ],
 )
 def test_stages_are_not_empty_and_do_not_share_nodes(stages, problem):
@@ -109,7 +109,7 @@ def test_stages_are_not_empty_and_do_not_share_nodes(stages, problem):
 
 
 def test_a_node_in_no_stage_is_named():
-    with pytest.raises(PartitionError, match=r"nodes in no stage \(nodes: 1, first: 'b'\)"):
+    with pytest.raises(PartitionError, match=r"every node must be in a stage \(nodes: 1, first: 'b'\)"):
         Partition((("a",), ("c",))).check(CHAIN)
 
 

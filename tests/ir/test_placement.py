@@ -33,7 +33,7 @@ def test_every_stage_needs_a_rank(ranks):
 
 @pytest.mark.parametrize("ranks", [(1,), (0, 2), (0, 0, 2), (0, 10**15)])
 def test_every_rank_needs_a_stage(ranks):
-    with pytest.raises(ScheduleError, match="ranks without a stage"):
+    with pytest.raises(ScheduleError, match="every rank must hold a stage"):
         Placement(ranks)
 
 

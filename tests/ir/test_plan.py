@@ -74,7 +74,7 @@ def test_the_cuts_of_a_plan_are_those_of_its_partition():
 
 
 def test_a_partition_of_another_graph_is_refused():
-    with pytest.raises(PartitionError, match="nodes in no stage"):
+    with pytest.raises(PartitionError, match="every node must be in a stage"):
         replace(PLAN, partition=Partition((("embed",), ("head",))))
 
 

@@ -54,7 +54,7 @@ def test_the_placement_is_read_from_the_orders():
     "action", [F(1, 0), F(2, 0), F(0, 2), Overlap(F(0, 0), B(1, 0)), Overlap(F(0, 0), B(0, 2))], ids=str
 )
 def test_a_rank_runs_only_stages_and_microbatches_that_it_holds(action):
-    with pytest.raises(ScheduleError, match="that this rank does not hold"):
+    with pytest.raises(ScheduleError, match="must be of a stage and a microbatch of its rank"):
         Schedule.of(LINE, 2, [[action], []])
 
 
@@ -82,7 +82,7 @@ def test_stages_have_a_limit():
 
 
 def test_every_rank_needs_an_order():
-    with pytest.raises(ScheduleError, match=r"one order per rank is needed \(orders: 1, ranks: 2\)"):
+    with pytest.raises(ScheduleError, match=r"there must be one order per rank \(orders: 1, ranks: 2\)"):
         Schedule.of(LINE, 1, [[F(0, 0)]])
 
 
@@ -154,5 +154,5 @@ def test_a_message_names_a_stage_that_exists():
 
 
 def test_a_rank_sends_only_for_stages_that_it_holds():
-    with pytest.raises(ScheduleError, match="that this rank does not hold"):
+    with pytest.raises(ScheduleError, match="must be of a stage and a microbatch of its rank"):
         Program.of(PROGRAM_LINE, 1, Cuts.chain(2), [[Send(1, 0, 0)], []])

@@ -166,7 +166,7 @@ def test_text_that_is_no_csv_is_refused_with_its_row():
 
 @pytest.mark.parametrize("document", ["", "\n\n"])
 def test_an_empty_document_is_refused(document):
-    with pytest.raises(FormatError, match="an empty schedule"):
+    with pytest.raises(FormatError, match="a schedule must have at least one row"):
         Schedule.from_csv(document)
 
 
@@ -208,10 +208,10 @@ def test_absurdly_many_cells_are_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("document", "problem"),
     [
-        ("0F0,1F0\n1B0,0B0", r"a stage on two ranks \(stage: 0, ranks: \[0, 1\]\)"),
-        ("0F0,2F0", r"a stage without actions \(stage: 1, stages: 3\)"),
-        ("0F0,0B0\n,", r"a rank without actions \(rank: 1, ranks: 2\)"),
-        (",", "a schedule without actions"),
+        ("0F0,1F0\n1B0,0B0", r"a stage must be on one rank \(stage: 0, ranks: \[0, 1\]\)"),
+        ("0F0,2F0", r"every stage must have actions \(stage: 1, stages: 3\)"),
+        ("0F0,0B0\n,", r"every rank must have actions \(rank: 1, ranks: 2\)"),
+        (",", "a schedule must have actions"),
     ],
 )
 def test_orders_without_a_placement_are_refused(document, problem):

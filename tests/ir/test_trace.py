@@ -119,7 +119,7 @@ def test_every_action_has_its_times(name):
 
 
 def test_every_rank_has_its_memory():
-    with pytest.raises(ScheduleError, match=r"one memory curve per rank is needed \(curves: 1, ranks: 2\)"):
+    with pytest.raises(ScheduleError, match=r"there must be one memory curve per rank \(curves: 1, ranks: 2\)"):
         trace(memory=CURVES[:1])
 
 

@@ -72,7 +72,7 @@ def test_a_parent_stands_for_its_parts():
     [
         ([["m.a"], ["m.b", "m.c"]], r"a module with parameters is in no stage \(module: m.d"),
         ([["m.a", "m.bb"], ["m.c", "m.d"]], r"no such module \(name: 'm.bb'\)\ntry: did you mean 'm.b'"),
-        ([["m.a", "m.b"], []], r"an empty stage \(stage: 1\)"),
+        ([["m.a", "m.b"], []], r"every stage must have a node \(stage: 1\)"),
         ([["m.a", "m.b"], ["m.b", "m.c", "m.d"]], r"a module in two stages \(module: 'm.b', stages: \(0, 1\)\)"),
     ],
 )
@@ -93,5 +93,5 @@ def test_a_stage_begins_with_each_module_to_cut_before():
 
 
 def test_a_cut_at_the_very_beginning_is_refused():
-    with pytest.raises(PartitionError, match="an empty stage"):
+    with pytest.raises(PartitionError, match="every stage must have a node"):
         cut_before(GRAPH, ["m.a"])

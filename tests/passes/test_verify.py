@@ -120,11 +120,11 @@ def test_a_rank_that_waits_for_itself_is_a_deadlock(order: str, needs: str) -> N
         ),
         (
             "0F0 0SEND_F0 0SEND_F0 0RECV_B0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0",
-            "a message that is issued twice (action: 0SEND_F0, rank: 0, position: 2)",
+            "a message must be issued once (action: 0SEND_F0, rank: 0, position: 2)",
         ),
         (
             "0F0 0SEND_F0 0RECV_B0 0B0\n1RECV_F0 1RECV_F0 1F0 1B0 1SEND_B0",
-            "a message that is issued twice (action: 1RECV_F0, rank: 1, position: 1)",
+            "a message must be issued once (action: 1RECV_F0, rank: 1, position: 1)",
         ),
     ],
 )
@@ -134,12 +134,15 @@ def test_a_message_out_of_place_is_named(text: str, problem: str) -> None:
 
 def test_a_message_that_no_cut_asks_for_is_refused() -> None:
     program = Program.from_csv(LAWFUL, Cuts.of(2, []))
-    assert refusal(program) == "a message that no stage on another rank needs (action: 0SEND_F0, rank: 0, position: 1)"
+    assert (
+        refusal(program)
+        == "a message must be needed by a stage on another rank (action: 0SEND_F0, rank: 0, position: 1)"
+    )
 
 
 def test_a_message_within_a_rank_is_refused() -> None:
     program = Program.from_csv("0F0 0SEND_F0 1RECV_F0 1F0 1B0 0B0")
-    assert "no stage on another rank needs (action: 0SEND_F0" in refusal(program)
+    assert "by a stage on another rank (action: 0SEND_F0" in refusal(program)
 
 
 def test_two_ranks_that_disagree_on_the_sequence_are_refused_with_both_sides() -> None:

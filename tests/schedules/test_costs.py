@@ -80,5 +80,5 @@ def test_equal_costs_give_equal_schedules(name):
 @pytest.mark.parametrize("name", SPLIT)
 def test_costs_of_another_number_of_stages_are_refused(name):
     stages = build(name, 4, 8).num_stages
-    with pytest.raises(CostError, match=rf"another number of stages \(costs: {stages + 1}, schedule: {stages}\)"):
+    with pytest.raises(CostError, match=rf"the same number of stages \(costs: {stages + 1}, schedule: {stages}\)"):
         build(name, 4, 8, costs=StageCosts.uniform(stages + 1))

@@ -94,12 +94,12 @@ def test_the_same_program_gives_the_same_trace(name):
 
 
 def test_costs_of_another_number_of_stages_are_refused():
-    with pytest.raises(CostError, match=r"costs are for another number of stages \(costs: 3, program: 2\)"):
+    with pytest.raises(CostError, match=r"costs must have the same number of stages \(costs: 3, program: 2\)"):
         simulate(PROGRAM, StageCosts.uniform(3))
 
 
 def test_a_cluster_of_another_number_of_ranks_is_refused():
-    with pytest.raises(CostError, match=r"the cluster has another number of ranks \(cluster: 4, program: 2\)"):
+    with pytest.raises(CostError, match=r"the cluster must have the same number of ranks \(cluster: 4, program: 2\)"):
         simulate(PROGRAM, None, Cluster(4))
 
 

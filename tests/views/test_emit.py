@@ -86,7 +86,7 @@ def test_a_stage_of_functions_only_gets_the_nearest_module() -> None:
 
 
 def test_a_cut_inside_a_layer_is_refused() -> None:
-    with pytest.raises(PartitionError, match=r"a cut inside a module.*module: layers.1, stages: \(0, 1\)"):
+    with pytest.raises(PartitionError, match=r"a cut must not be inside a module.*module: layers.1, stages: \(0, 1\)"):
         module_lists(cut(("layers.1.1",)))
 
 
@@ -96,7 +96,7 @@ def test_fewer_modules_than_stages_are_refused() -> None:
     found = replace(plan())
     object.__setattr__(found, "graph", graph)
     object.__setattr__(found, "partition", Partition((tuple(node.name for node in graph.nodes), ("nothing",))))
-    with pytest.raises(PartitionError, match="a stage without a module to name"):
+    with pytest.raises(PartitionError, match="every stage must have a module to name"):
         module_lists(found)
 
 

@@ -50,7 +50,7 @@ def test_all_ranks_have_one_scale_that_is_named() -> None:
 
 
 def test_a_trace_without_bytes_has_a_note() -> None:
-    assert "the trace holds no figures of memory" in texts(Memory()(run("0F0,0B0")))
+    assert "the trace has no memory curves" in texts(Memory()(run("0F0,0B0")))
 
 
 def test_a_rank_without_figures_has_an_empty_row() -> None:

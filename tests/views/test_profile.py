@@ -54,5 +54,5 @@ def test_a_profile_of_nothing_is_a_table_without_nodes():
 
 
 def test_anything_but_a_profile_is_refused():
-    with pytest.raises(ViewError, match="this view needs a profile"):
+    with pytest.raises(ViewError, match="this view must be given a profile"):
         Profile()("costs")

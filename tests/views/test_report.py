@@ -219,7 +219,7 @@ def test_contents_that_do_not_belong_together_are_refused() -> None:
         Contents(planned(), named("gpipe", 3, 2))
     with pytest.raises(ViewError, match="another plan"):
         replace(contents(), plan=planned("gpipe"))
-    with pytest.raises(ViewError, match="a report needs contents"):
+    with pytest.raises(ViewError, match="a report must be given contents"):
         Report()(planned())
 
 

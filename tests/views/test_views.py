@@ -120,25 +120,25 @@ def test_a_long_name_is_shortened() -> None:
 @pytest.mark.parametrize("view", OF_TRACES)
 @pytest.mark.parametrize("subject", [{"schedule": "0F0"}, {}, "trace", None], ids=str)
 def test_anything_but_traces_is_refused(view: str, subject: object) -> None:
-    with pytest.raises(ViewError, match="a view needs a trace"):
+    with pytest.raises(ViewError, match="a view must be given a trace"):
         VIEWS[view]()(subject)
 
 
 @pytest.mark.parametrize("view", OF_GRAPHS)
 @pytest.mark.parametrize("subject", ["graph", 3, (), (decoder(2),), (decoder(2), decoder(2))], ids=str)
 def test_anything_but_a_graph_is_refused(view: str, subject: object) -> None:
-    with pytest.raises(ViewError, match="a view needs a graph, or a graph and its partition"):
+    with pytest.raises(ViewError, match="a view must be given a graph, or a graph and its partition"):
         OF_GRAPHS[view]()(subject)
 
 
 @pytest.mark.parametrize("view", OF_GRAPHS)
 def test_a_partition_of_another_graph_is_refused(view: str) -> None:
-    with pytest.raises(PartitionError, match="nodes in no stage"):
+    with pytest.raises(PartitionError, match="every node must be in a stage"):
         OF_GRAPHS[view]()((decoder(4), cut(decoder(3))[1]))
 
 
 def test_two_names_that_print_alike_are_refused() -> None:
-    with pytest.raises(ViewError, match="the same name once it is printed"):
+    with pytest.raises(ViewError, match="the same printable name"):
         VIEWS["table"]()({"a\x00": TRACES["two ranks"], "a\x01": TRACES["two ranks"]})
 
 
@@ -171,5 +171,5 @@ def test_a_png_without_matplotlib_names_the_extra_to_install(view: str, monkeypa
 
 
 def test_a_report_is_of_contents() -> None:
-    with pytest.raises(ViewError, match="a report needs contents"):
+    with pytest.raises(ViewError, match="a report must be given contents"):
         VIEWS["report"]()(TRACES["two ranks"])

@@ -19,7 +19,7 @@ MAX_MEMORY_STEPS, ALL_MEMORY_STEPS, LEAST_MEMORY_STEPS = 160, 1600, 24
 
 
 def draw_all(contents: Contents, width: int, timelines: int, with_memory: bool) -> dict[str, Drawing]:
-    """The pictures for which there are figures, by name."""
+    """The pictures for which there are values, by name."""
     found: dict[str, Drawing | None] = {}
     if shown := dict(list(contents.traces.items())[:timelines]):
         # Narrow passes can be seen when the page is enlarged, so they are merged only where they are too many.
@@ -34,7 +34,7 @@ def draw_all(contents: Contents, width: int, timelines: int, with_memory: bool) 
 
 
 def _memory(contents: Contents, width: int) -> Drawing | None:
-    """The bytes that every rank holds over time; None if no trace has figures of memory."""
+    """The bytes that every rank holds over time; None if no trace has memory curves."""
     traces = {n: trace for n, trace in contents.traces.items() if any(curve.peak for curve in trace.memory)}
     if not traces:
         return None

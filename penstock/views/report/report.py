@@ -1,4 +1,4 @@
-"""report: a plan, its prediction and the run that followed it, as one HTML file that loads nothing else.
+"""A plan, its prediction and the run that followed it, as one HTML file that loads nothing else.
 
 Choose it to hand to others: it opens in any browser, from a disk and without a network, in light or dark mode, on a
 phone and in print. Timelines can be zoomed; without JavaScript they are pictures. The page never exceeds 300 KB: a
@@ -64,7 +64,7 @@ class Report(View[Contents, str]):
     def __call__(self, contents: Contents) -> str:
         given: object = contents
         if not isinstance(given, Contents):
-            raise ViewError("a report needs contents", got=type(given).__name__, hint="penstock.report(plan)")
+            raise ViewError("a report must be given contents", got=type(given).__name__, hint="penstock.report(plan)")
         # The size of a page is known only when it is written; the first attempt is nearly always small enough.
         pages = (self._page(contents, detail) for detail in DETAILS)
         page = next((page for page in pages if len(page.encode()) <= MAX_BYTES), None)
