@@ -138,7 +138,8 @@ def in_place(**options):
 
 def test_memory_that_is_written_is_not_cut():
     with pytest.raises(
-        PartitionError, match=r"share memory \(stages: {'a': 0, 'write': 1}, values: \('a', 'write'\)\)"
+        PartitionError,
+        match=r"share memory must be in one stage \(stages: {'a': 0, 'write': 1}, values: \('a', 'write'\)\)",
     ):
         Partition((("a",), ("write", "b"))).cuts(in_place())
 
