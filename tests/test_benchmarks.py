@@ -1,4 +1,4 @@
-"""The benchmarks run: all of them in tiny sizes, where only their shape is looked at."""
+"""All benchmarks run in tiny sizes; only the shape of their results is checked."""
 
 import json
 import re
@@ -32,12 +32,12 @@ from penstock.demo.gpt import Sizes
 from penstock.schedules import SCHEDULES
 
 
-def test_a_line_is_held_against_its_target_from_the_right_side():
+def test_a_line_is_compared_with_its_target_in_the_right_direction():
     assert Line(("a", "12.0"), 12.0, 10.0).row == ("a", "12.0", ">= 10", "PASS")
     assert Line(("a", "1.2"), 1.2, 1.1, at_least=False).row == ("a", "1.2", "<= 1.1", "FAIL")
 
 
-def test_a_table_says_whether_all_of_its_lines_pass(capsys):
+def test_a_table_reports_whether_all_of_its_lines_pass(capsys):
     good, bad = Line(("a", "300001"), 300_001.0, 300_000.0), Line(("b", "7"), 7.0, 300_000.0)
     assert Table("speed", ("schedule", "rate"), [good]).show()
     assert not Table("speed", ("schedule", "rate"), [bad, good]).show()
@@ -79,13 +79,13 @@ def test_every_schedule_that_torch_has_is_measured_beside_it():
     assert all(line.value > 0 for line in lines)
 
 
-def test_the_benchmark_of_capture_measures_recording_and_playing():
+def test_the_benchmark_of_capture_measures_recording_and_replay():
     (recorded,), (played,) = capture.recording(2, 16, 1).lines, capture.playing(2, 16, 1).lines
     assert recorded.value > 0
     assert 0 < played.value < 100
 
 
-def test_the_benchmark_of_measuring_holds_the_sum_of_nodes_against_the_step():
+def test_the_benchmark_of_measuring_compares_the_sum_of_nodes_with_the_step():
     models = {name: lambda build=build: build(16) for name, build in measure.MODELS.items() if name != "T5"}
     lines = list(measure.sums(models, iterations=1).lines)
     assert [line.cells[0] for line in lines] == list(models)
@@ -94,14 +94,14 @@ def test_the_benchmark_of_measuring_holds_the_sum_of_nodes_against_the_step():
     assert again.value > 0
 
 
-def test_the_benchmark_of_partitioners_holds_them_against_their_bounds():
+def test_the_benchmark_of_partitioners_compares_them_with_their_bounds():
     (line,) = partition.speed(nodes=50, stages=4, times=1).lines
     assert 0 < line.value < 1000
     assert all(line.passes for table in (partition.several_per_rank(), partition.mixed()) for line in table.lines)
 
 
 @pytest.mark.skipif(not partition.DATA.exists(), reason="the measured graphs are not here")
-def test_the_benchmark_of_partitioners_reads_what_others_measured():
+def test_the_benchmark_of_partitioners_reads_published_measurements():
     assert [line.passes for line in partition.measured(("vgg16",)).lines] == [True, True]
     assert [line.passes for line in partition.fewest_bytes(("vgg16",)).lines] == [True, True]
     assert [line.passes for line in partition.known_optima({"bert24_inference": 17.7899}).lines] == [True]
@@ -114,7 +114,7 @@ def test_the_benchmark_of_the_split_backward_measures_both_sides():
     assert [line.cells[0] for line in backward.growth((1, 2), 8, seconds=0.0).lines] == ["ours", "torch's"]
 
 
-def test_the_benchmark_of_broken_ranks_measures_their_end():
+def test_the_benchmark_of_failed_ranks_measures_the_time_until_all_stop():
     assert [float(line.cells[1]) > 0 for line in breaking.ends(repetitions=1).lines] == [True, True]
     assert [float(line.cells[1]) > 0 for line in breaking.entries(repetitions=1).lines] == [True]
 
@@ -147,7 +147,7 @@ def test_receive_buffers_exist_for_the_microbatches_in_flight_only():
     assert all(line.value < 0.5 for line in lines)
 
 
-def test_made_orders_are_held_against_the_solver_the_bound_and_named_schedules():
+def test_synthesised_orders_are_compared_with_the_solver_the_bound_and_named_schedules():
     pytest.importorskip("ortools")
     assert [line.value for line in synthesis.certified(count=4).lines] == [0, 0]
     share, worst = synthesis.optimal(count=2, budget_seconds=0.3).lines
@@ -157,17 +157,17 @@ def test_made_orders_are_held_against_the_solver_the_bound_and_named_schedules()
 
 
 @pytest.mark.skipif(not synthesis.GOLDEN.exists(), reason="the published figures are not here")
-def test_made_orders_are_held_against_published_rates():
+def test_synthesised_orders_are_compared_with_published_rates():
     line = next(iter(synthesis.published(budget_seconds=0.2).lines))
     assert line.cells[0] == "8 x 24"
 
 
-def test_a_searched_plan_is_held_against_an_even_division():
+def test_a_searched_plan_is_compared_with_an_even_division():
     even, linear, auto = joint_plan.heavy_head(8, 2.0, 2, 4).lines
     assert auto.value <= linear.value <= even.value
 
 
-def test_predictions_are_held_against_steps():
+def test_predictions_are_compared_with_steps():
     pytest.importorskip("torch")
     tiny = Sizes(layers=2, width=16, heads=2, words=16, length=8, samples=4, microbatches=2)
     (line,) = prediction.computing(tiny, times=1, names=("1f1b",)).lines
@@ -181,7 +181,7 @@ def test_a_save_is_measured_while_ranks_wait_and_beside_their_steps():
     assert line.value > 0
 
 
-def test_a_slow_rank_is_watched_for(capsys):
+def test_a_slow_rank_is_detected(capsys):
     setting = slow_ranks.Setting(ranks=2, microbatches=2, unit=0.001, clean=2)
     slow_ranks.delays(setting, factors=(4.0,)).show()
     assert re.search(r"^  4 times .*(PASS|FAIL)$", capsys.readouterr().out, re.MULTILINE)

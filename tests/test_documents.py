@@ -1,6 +1,6 @@
-"""The documents say what the code does: commands and Python blocks run, tables, grids and pictures are compared.
+"""The documents match the code: commands and Python blocks run, tables, grids and pictures are compared.
 
-A failing comparison shows what the document should say; copy it from there.
+A failing comparison shows the expected text of the document; copy it from there.
 """
 
 import ast
@@ -110,15 +110,15 @@ def test_paths_in_the_commands_of_contributing_exist() -> None:
 
 
 def run_python(code: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the code prints."""
+    """The output of the code."""
     (directory / "block.py").write_text(code, encoding="utf-8")
-    # What a page saves is not left in the project.
+    # Files that a page saves are not left in the project.
     with contextlib.chdir(directory):
         runpy.run_path(str(directory / "block.py"), run_name="__main__")
     return capsys.readouterr().out
 
 
-def test_the_python_of_the_readme_prints_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_of_the_readme_prints_its_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (_, code), (output,) = blocks(README, "python"), blocks(README, "text")
     assert run_python(code, tmp_path, capsys) == output
 
@@ -265,7 +265,7 @@ def test_the_help_in_the_documents_is_the_real_one(verb: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_pictures_lead_somewhere(page: Path) -> None:
+def test_the_targets_of_links_and_pictures_exist(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", text_of(page))
     included = re.findall(r"^```\{include\} (\S+)", text_of(page), re.MULTILINE)
     local = [target.split("#")[0] for target in (*links, *included) if not re.match(r"[a-z]+://|#", target)]

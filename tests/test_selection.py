@@ -1,4 +1,4 @@
-"""The selection of combinations shows every pair of values, is smaller than the whole, and is always the same."""
+"""The selection of combinations covers every pair of values, is smaller than the whole, and is deterministic."""
 
 from itertools import combinations, product
 
@@ -20,34 +20,34 @@ def pairs(cases: list[tuple[object, ...]]) -> set[object]:
 
 
 @pytest.mark.parametrize("cases", CASES, ids=len)
-def test_every_pair_of_values_is_shown(cases: list[tuple[object, ...]]) -> None:
+def test_every_pair_of_values_is_covered(cases: list[tuple[object, ...]]) -> None:
     assert pairs(covering(cases)) == pairs(cases)
 
 
 @pytest.mark.parametrize("together", [1, 2, 3])
-def test_all_that_the_first_values_are_together_is_shown(together: int) -> None:
+def test_all_combinations_of_the_first_values_are_covered(together: int) -> None:
     chosen = covering(CASES[0], together)
     assert {case[:together] for case in chosen} == {case[:together] for case in CASES[0]}
     assert len(chosen) < len(CASES[0])
 
 
-def test_fewer_than_all_are_taken_in_their_order() -> None:
+def test_the_selection_is_smaller_and_keeps_the_order() -> None:
     chosen = covering(CASES[0])
     assert 4 * 3 <= len(chosen) <= 16 < len(CASES[0])
     assert chosen == sorted(chosen)
 
 
-def test_of_two_dimensions_nothing_is_left_out() -> None:
+def test_two_dimensions_are_covered_completely() -> None:
     assert covering(CASES[1]) == CASES[1]
 
 
-def test_what_is_left_out_runs_with_the_whole() -> None:
+def test_unselected_cases_are_marked_whole() -> None:
     marked = [case for case in covered(CASES[0]) if getattr(case, "marks", ())]
     assert len(marked) == len(CASES[0]) - len(covering(CASES[0]))
     assert {mark.name for case in marked for mark in case.marks} == {"whole"}
 
 
-def test_three_places_meet_all_choices_by_turns() -> None:
+def test_three_positions_rotate_through_all_choices() -> None:
     chosen = ["".join(by_turns("abcde", place, is_whole=False)) for place in range(4)]
     assert chosen == ["ad", "be", "c", "ad"]
     assert by_turns("abcde", 1, is_whole=True) == list("abcde")
