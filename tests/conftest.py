@@ -28,7 +28,7 @@ settings.load_profile("penstock")
 
 _TESTS = Path(__file__).parent
 _PROJECT = tomllib.loads((_TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))
-_COUNTED = {Path(pattern).parts[1] for pattern in _PROJECT["tool"]["coverage"]["report"]["include"]}
+_COUNTED = {Path(pattern).parts[1] for pattern in _PROJECT["tool"]["coverage"]["run"]["include"]}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -199,7 +199,7 @@ def test_tests_mirror_the_packages() -> None:
 
 def test_the_list_of_planning_packages_is_the_same_in_the_makefile_and_the_coverage_settings() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
-    covered = project["tool"]["coverage"]["report"]["include"]
+    covered = project["tool"]["coverage"]["run"]["include"]
     linted = re.search(r"^PLANNING := (.*)$", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert linted
     assert sorted(re.sub(r"^penstock/|/\*$|\.py$", "", item) for item in covered) == sorted(PLANNING)

@@ -151,7 +151,7 @@ def test_backward_before_forward_and_of_no_output_is_refused():
     with pytest.raises(PartitionError, match="needs a forward"):
         run.backward({0: torch.ones(4, 8)})
     run(torch.randn(4, 8))
-    with pytest.raises(PartitionError, match=r"does not exist \(place: 3, outputs: 1\)"):
+    with pytest.raises(PartitionError, match=r"must belong to outputs of the model \(place: 3, outputs: 1\)"):
         run.backward({3: torch.ones(4, 8)})
 
 
