@@ -3,7 +3,7 @@
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +53,16 @@ def isolated(model: nn.Module, seed: int | None = None, written: Collection[str]
             generators.restore()
 
 
-def uncompiled() -> AbstractContextManager[Any]:
+@contextmanager
+def uncompiled() -> Iterator[None]:
     """Run compiled modules as they were written: a recording must not compile, nor use up the recompilation limit."""
     # Without the compiler loaded nothing can be compiled, and loading it takes seconds.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    # Not returned as it is: constructing a stance sets it, also where the context is never entered.
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 # Parameters

@@ -96,4 +96,4 @@ def test_numbers_that_are_not_those_of_the_model_end_with_5(call, written) -> No
 def test_samples_that_act_on_each_other_are_noted(call, written) -> None:
     written("model.py", FILE)
     call("plan", "model.py:coupled", *PLANNED)
-    assert "taken over all samples" in call("check", "plan.json", "--model", "model.py:coupled").stdout
+    assert "depends on all samples" in call("check", "plan.json", "--model", "model.py:coupled").stdout

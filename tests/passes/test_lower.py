@@ -25,7 +25,7 @@ def test_an_unknown_pass_is_named_with_the_known_ones() -> None:
 
 
 def test_lowering_without_messages_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="needs add_transfers"):
+    with pytest.raises(ScheduleError, match="must run add_transfers"):
         lower(build("gpipe", 2, 2), passes=["hoist_receives", "add_frees"])
 
 
