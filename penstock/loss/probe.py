@@ -5,11 +5,16 @@ so the step is right if there are numbers w_i with
 
     dL(B)/dy_i = w_i dL(i)/dy_i    for the outputs y_i of every microbatch,    and    L(B) = sum of w_i L(i).
 
-A mean over samples has w_i = n_i / n, a mean over labels the share of the labels, a sum w_i = 1. The identity needs no
-knowledge of how the loss is written: both sides are evaluated, on outputs that are not the real ones and with the
-targets that are, and w_i = <dL(B)/dy_i, dL(i)/dy_i> / <dL(i)/dy_i, dL(i)/dy_i>. If the two gradients are not parallel,
-no weights exist: the samples interact, or the loss is not linear in a sum over them. If the weights change with the
-outputs they were evaluated on, they are not those of the real outputs either.
+A mean over samples has w_i = n_i / n, a mean over labels the share of the labels, a sum w_i = 1. The identity does not
+depend on how the loss is written, so both sides are evaluated:
+
+    w_i = <dL(B)/dy_i, dL(i)/dy_i> / <dL(i)/dy_i, dL(i)/dy_i>
+
+The targets are the real ones, because labels, masks and class weights determine the weights. The outputs are not: when
+the first microbatch has been computed and its backward waits for its weight, the outputs of the others do not exist
+yet. This is enough, because weights must not depend on the outputs; two different sets of outputs show whether they do.
+If the gradients are not parallel, or the weights depend on the outputs, no weights exist: the samples interact, as in a
+contrastive loss, or the loss is not linear in a sum over samples, as the root of a mean.
 """
 
 import math
@@ -26,7 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.ir import leaves
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
+"""how far apart equal gradients may be because of rounding, relative to the largest entry, by the lowest precision"""
 COARSE = 5e-2
+"""the same for float16, bfloat16 and smaller types"""
 VALUE_FACTOR = 10.0
 """how much further apart equal losses may be: a loss is a sum of many entries, which may cancel"""
 _FLOOR = 1e-6

@@ -1,6 +1,7 @@
 """The weight of each microbatch's loss in the loss of the batch."""
 
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,8 +24,8 @@ _LABELS = Count("tokens", "", IGNORE_INDEX)
 _NUM_NAMED = 3
 _SMALLER = 0.75
 _ROUNDING = 1e-6
-_NUM_TENSORS = 4
-"""how many tensors may be counted where replicas compare counts"""
+_NUM_CODES = 1 << 20
+"""few enough that the squares of their sums are exact in float64"""
 
 
 class Replicas(Protocol):
@@ -276,39 +277,32 @@ class LossWeights:
     ) -> tuple[tuple[float, ...], str]:
         """The weights among the microbatches of all replicas, and why they are not right.
 
-        `weights` are those of this replica's microbatches and, where the loss was evaluated, of a reference microbatch
-        that is the same on all replicas: shares relative to it can be added up.
+        `weights` are those of the own microbatches and, unless it is no valid target, of the reference microbatch.
         """
-        num_replicas, num_own = self._replicas.count, len(pieces)
-        kinds = [(ignored, skips) for ignored in (IGNORE_INDEX, None) for skips in (False, True)]
-        named = [Count("tokens", name, *kind) for name in [*pieces[0][0]][:_NUM_TENSORS] for kind in kinds]
-        slots = [Count("mean"), Count("sum"), _LABELS, *named]
-        problem, shares = decision.problem, [float(size) for _, size in pieces]
-        if not problem and not decision.is_open:
-            is_sum = decision.count is not None and decision.count.kind == "sum"
-            has_reference = len(weights) > num_own and weights[-1] > 0 and not is_sum
-            shares = [weight / weights[-1] for weight in weights[:num_own]] if has_reference else []
-            # Only a divisor that adds up over microbatches, as a sum of class weights does, adds up over replicas.
-            if decision.count is None and not (shares and abs(sum(weights) - 1) <= _ROUNDING):
-                problem, shares = INSEPARABLE, [float(size) for _, size in pieces]
-        is_any = bool(problem) or decision.is_open
-        fitting = [slot for slot in slots if is_any or slot in (decision.count, *decision.rivals)]
-        own = [slot.totals(pieces) if slot in fitting and slot.applies_to(pieces[0][0]) else [] for slot in slots]
-        # A fixed number of values, whatever each replica has found, because they are summed in one message.
-        num_entries = float(sum(tensor.numel() // pieces[0][1] for tensor in pieces[0][0].values()))
-        columns = [value for counts in (shares, *own) for value in (float(bool(counts)), sum(counts))]
-        packed = torch.zeros(4 + 2 * (3 + 4 * _NUM_TENSORS), dtype=torch.float64)
-        packed[: 2 + len(columns)] = torch.tensor([num_entries, num_entries**2, *columns], dtype=torch.float64)
-        entries, squares, num_shared, all_shares, *totals = self._replicas.sum(packed).tolist()
-        for place, slot in enumerate(slots):
-            if totals[2 * place] == num_replicas:
-                total = totals[2 * place + 1]
-                if slot.kind == "sum":
-                    return (1.0,) * num_own, problem
-                # The replicas average their gradients, so weights are multiplied by the number of replicas.
-                return tuple(one / total * num_replicas if total else math.nan for one in own[place]), problem
-        # Shares are relative to the same reference only if samples have the same size on all replicas.
-        if num_shared == num_replicas and entries**2 == num_replicas * squares:
+        num_replicas, num_own, count = self._replicas.count, len(pieces), decision.count
+        has_reference = len(weights) > num_own and weights[-1] > 0
+        # Only a divisor that adds up over microbatches, as a sum of class weights does, adds up over replicas.
+        is_additive = has_reference and abs(sum(weights) - 1) <= _ROUNDING
+        problem = decision.problem or ("" if count is not None or is_additive else INSEPARABLE)
+        if problem or decision.is_open:
+            shares = [float(size) for _, size in pieces]
+        else:
+            # The reference is the same on all replicas, so that shares relative to it can be added up.
+            shares = [weight / weights[-1] for weight in weights[:num_own]] if is_additive else []
+        totals = [] if count is None else count.totals(pieces)
+        # What is counted, as a number, and how long samples are: replicas agree if n times the sum of squares is the
+        # square of the sum.
+        code = float(zlib.crc32(repr(count).encode()) % _NUM_CODES)
+        entries = float(sum(tensor.numel() // pieces[0][1] for tensor in pieces[0][0].values()))
+        values = [code, code**2, entries, entries**2, float(bool(shares)), sum(shares), sum(totals)]
+        found = self._replicas.sum(torch.tensor(values, dtype=torch.float64)).tolist()
+        codes, square_codes, lengths, square_lengths, num_shared, all_shares, total = found
+        # The replicas average their gradients, so each one's weights are as many times larger.
+        if count is not None and codes**2 == num_replicas * square_codes:
+            if count.kind == "sum":
+                return (1.0,) * num_own, problem
+            return tuple(one / total * num_replicas if total else math.nan for one in totals), problem
+        if num_shared == num_replicas and lengths**2 == num_replicas * square_lengths:
             return tuple(share / all_shares * num_replicas for share in shares), problem
         raise RunError(
             "the replicas disagree about how the loss is averaged",

@@ -154,6 +154,28 @@ class Learned(nn.Module):
         return functional.mse_loss(y, t) * torch.exp(-self.scale) + self.scale
 
 
+class Weighted:
+    """A loss that is an object with a tensor in it."""
+
+    def __init__(self) -> None:
+        self.weights = WEIGHTS.clone()
+
+    def __call__(self, y: Tensor, t: Tensor) -> Tensor:
+        """Class weights of its own."""
+        return flat(y, t, weight=self.weights)
+
+
+def closing_over(weights: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """A closure."""
+    return lambda y, t: 0.5 * flat(y, t, weight=weights)
+
+
+def printing(y: Tensor, t: Tensor) -> Tensor:
+    """Reads a number from the output."""
+    print(f"{y.sum().item():.1f}"[:0], end="")
+    return flat(y, t)
+
+
 def _row(expected: str, target: Any) -> Callable[[Callable[[Any, Any], Tensor]], Row]:
     return lambda loss_fn: Row(expected, loss_fn, target)
 
@@ -210,6 +232,15 @@ ENTROPIES = {
     "gathered and masked": _LABELLED(lambda y, t: -(chances(y, t) * (t >= 0)).sum() / (t >= 0).double().sum()),
     "a module": _LABELLED(Criterion()),
     "a partial": _LABELLED(functools.partial(flat, weight=WEIGHTS)),
+    "a method": _LABELLED(Criterion().forward),
+    "an object": _LABELLED(Weighted()),
+    "a closure": _LABELLED(closing_over(WEIGHTS.clone())),
+    "a function that prints": _LABELLED(printing),
+    "a sum of two": _LABELLED(lambda y, t: flat(y, t) + 0.1 * flat(2 * y, t)),
+    "squares of chosen rows": _LABELLED(lambda y, t: y[t != _IGNORED].square().mean()),
+    "selected rows": _LABELLED(
+        lambda y, t: y.flatten(0, 1).index_select(0, (t.flatten() != _IGNORED).nonzero().squeeze(1)).square().mean()
+    ),
     "focal": _LABELLED(Focal()),
     "in float32": _LABELLED(lambda y, t: flat(y.float(), t)),
     "in float32, over a count": _LABELLED(lambda y, t: flat(y.float(), t, reduction="sum") / counted(t).float()),

@@ -227,6 +227,34 @@ def test_a_function_may_write_into_its_arguments() -> None:
     torch.testing.assert_close(found, functional.mse_loss(own(X), VALUES).detach(), rtol=1e-12, atol=0)
 
 
+class Structured(nn.Module):
+    """Returns a dict whose scores have the tokens of all samples in one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, CLASSES)]).double()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        """Scores of tokens, and something else."""
+        first, second = self.layers
+        return {"scores": second(first(x)).flatten(0, 1), "more": (None, 3)}
+
+
+@pytest.mark.parametrize("microbatches", [3, SAMPLES])
+def test_structures_are_allowed_as_output_and_target(microbatches: int) -> None:
+    def loss_fn(output: dict[str, Any], target: tuple[Tensor, int]) -> Tensor:
+        return functional.cross_entropy(output["scores"], target[0].flatten())
+
+    own, target = Structured(), (LABELS, 1)
+    plan = quick_plan(own, (X,), ranks=2, microbatches=microbatches, schedule="1f1b")
+    pipe = penstock.Pipeline(own, plan, loss_fn=loss_fn, local=True)
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = pipe.step(X, target=target).loss
+        torch.testing.assert_close(found, loss_fn(own(X), target).detach(), rtol=1e-12, atol=0)
+
+
 def test_a_loss_of_a_value_without_samples_causes_a_warning() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:

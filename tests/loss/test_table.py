@@ -21,7 +21,9 @@ TOLERANCES = {"in float32": 1e-6, "in half": 3e-2}
 # Recording a model takes longer than recording a loss function: what is exact in the same way is tried once.
 ALONE = [name for name in TABLE if name.startswith(("entropy", "distribution"))]
 RETURNED = [name for name, row in TABLE.items() if name.startswith("entropy") or row.expected == "warned"]
+# What they read from outputs is not the same in every microbatch, which a recorded model may not do.
 RETURNED.remove("regression: by numpy")
+RETURNED.remove("entropy: a function that prints")
 
 
 class Scores(nn.Module):

@@ -111,6 +111,13 @@ def test_added_losses_count_in_an_evaluation_too() -> None:
     assert_equal({"loss": found}, {"loss": expected})
 
 
+def test_a_penalty_of_parameters_counts_once_where_it_is_the_only_loss_that_a_stage_adds() -> None:
+    model = fixed(Adding("of weights"))
+    plan = quick_plan(model, (X,), ranks=3, microbatches=3, schedule="interleaved", stages_per_rank=3)
+    found = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True).step(X, target=TARGET).loss
+    assert_equal(numbers(model, [found]), plain_numbers("of weights"))
+
+
 def test_outside_of_a_pipeline_nothing_is_added() -> None:
     model = fixed(Adding("in blocks, between blocks, and of weights"))
     assert torch.equal(model(X), fixed(Adding("in blocks, between blocks, and of weights"))(X))
