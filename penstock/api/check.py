@@ -52,7 +52,7 @@ def check(
     batch = (tuple(args), dict(kwargs or {}), target)
     pieces = split_batch(model.forward, *batch, plan.num_microbatches, split)
     found = bench.pipeline(plan, batch)
-    notes = [remark.cause for remark in found.remarks]
+    notes = [warning.cause for warning in found.issued]
     if any(node.is_random for node in bench.captured.recording(pieces[0].args, pieces[0].kwargs).graph.nodes):
         # The unsplit model as one stage: the same seeds go to the same blocks.
         loop = bench.pipeline(unsplit(plan), batch)
@@ -60,7 +60,7 @@ def check(
     else:
         loop = bench.plain(pieces, found.weights)
     stages, whole = _stages(plan), None
-    if len(notes) == sum(not remark.is_certain for remark in found.remarks):
+    if len(notes) == sum(not warning.is_certain for warning in found.issued):
         plain = bench.plain(split_batch(model.forward, *batch, 1, split), (1.0,))
         expected, own = plain.without_buffers, found.without_buffers
         whole = compare_tensors("the whole batch", distances(expected, own), stages, plain.coarsest)
@@ -92,7 +92,8 @@ class _Numbers:
 
     numbers: dict[str, Tensor | None]
     weights: tuple[float, ...] = ()
-    remarks: tuple[MicrobatchWarning, ...] = ()
+    issued: tuple[MicrobatchWarning, ...] = ()
+    """warnings that the step issued"""
     coarsest: str = ""
 
     @property
@@ -121,9 +122,9 @@ class _Bench:
         )
         with self._undisturbed():
             args, kwargs, target = transform(batch, _copied)
-            with _heard() as remarks:
+            with _collect_warnings() as issued:
                 result = pipe.step(*args, target=target, **kwargs)
-            return _Numbers(self._numbers(result.loss), result.weights, tuple(remarks))
+            return _Numbers(self._numbers(result.loss), result.weights, tuple(issued))
 
     def plain(self, pieces: Sequence[Microbatch], weights: Sequence[float]) -> _Numbers:
         """One step of plain PyTorch over microbatches, with weighted losses."""
@@ -159,15 +160,15 @@ class _Bench:
 
 
 @contextmanager
-def _heard() -> Iterator[list[MicrobatchWarning]]:
+def _collect_warnings() -> Iterator[list[MicrobatchWarning]]:
     """Collect warnings about microbatches instead of showing them."""
-    remarks: list[MicrobatchWarning] = []
+    issued: list[MicrobatchWarning] = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        yield remarks
+        yield issued
     for one in said:
         if isinstance(one.message, MicrobatchWarning):
-            remarks.append(one.message)
+            issued.append(one.message)
         else:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 

@@ -133,7 +133,7 @@ def pipe_model(
 ) -> PartitionedGraph:
     """Record the model on an example batch, measure each of its nodes alone, and cut it into stages for the ranks.
 
-    `depth` opens modules so many levels down; `basic_blocks`, names or classes, stay whole. `method` is "metis",
+    `depth` opens modules that many levels deep; `basic_blocks`, names or classes, stay whole. `method` is "metis",
     "mpipe" (mixed pipe: stages that are not neighbours may share a rank), "acyclic" or "pipedream"; any other
     partitioner of the table will do too. With a Cluster that has a bandwidth, what crosses between ranks counts. With a
     `loss_fn` gradients of all outputs return, else of the loss among them. A `profile` or `speed` spares the measuring.

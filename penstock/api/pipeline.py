@@ -136,7 +136,7 @@ class Pipeline:
     def largest(self, *values: float) -> tuple[float, ...]:
         """The maximum of each value over all ranks, for at most four values. Collective."""
         if len(values) > MAX_REDUCED:
-            raise RunError("so many values cannot be compared at once", values=len(values), limit=MAX_REDUCED)
+            raise RunError("too many values to compare at once", values=len(values), limit=MAX_REDUCED)
         request = SyncRequest("largest", self.num_steps, str(len(values)))
         result = self._sync.exchange(request, SyncVote(maxes=tuple(map(float, values))))
         self._sync.close()
@@ -270,7 +270,7 @@ def check_model_and_plan(model: object, plan: object) -> None:
 
 
 def check_loss_fn(model: nn.Module, loss_fn: object) -> None:
-    """Refuse a loss_fn that is no function, or beside a forward that takes the target itself."""
+    """Refuse a loss_fn that is not a function, or that is given beside a forward that takes the target itself."""
     if loss_fn is None:
         return
     if isinstance(loss_fn, type):

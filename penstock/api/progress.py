@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 _PATIENCE_SECONDS = 1.0
 
 Tell = Callable[[int, int], None]
-"""is told how many of how many pieces of work are done"""
+"""is called with the finished and the total number of work items"""
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def progress(text: str, wanted: bool | None = None) -> Iterator[Tell]:
 
 
 class _Bar:
-    """Drawn when it is told something: a bar that moves by itself would take time from what is measured."""
+    """Redrawn only on updates: a bar with a thread of its own would disturb what is measured."""
 
     def __init__(self, text: str) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files with their digests, written last. Without it, a directory is no checkpoint.
+"""The manifest of a checkpoint: its files with their digests, written last. A directory without it is incomplete.
 
 A new field is added to the record only: encoding, decoding and their checks derive from it.
 """

@@ -102,8 +102,8 @@ def body_lines(statements: Iterable[Statement], indent: str) -> list[str]:
             if statement.heading:
                 found.append(f"{inner}# {statement.heading}")
             lines = statement_lines(statement.code, inner)
-            beside = f"{lines[-1]}  # {statement.remark}"
-            found += [*lines[:-1], beside if statement.remark and len(beside) <= WIDTH else lines[-1]]
+            beside = f"{lines[-1]}  # {statement.comment}"
+            found += [*lines[:-1], beside if statement.comment and len(beside) <= WIDTH else lines[-1]]
     return found
 
 

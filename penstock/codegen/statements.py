@@ -39,7 +39,7 @@ class Statement:
 
     code: str
     context: CallContext = NO_CONTEXT
-    remark: str = ""
+    comment: str = ""
     heading: str = ""
 
 

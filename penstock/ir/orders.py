@@ -1,7 +1,7 @@
 """Orders of actions, one per rank, stored compactly.
 
 An action is one 64-bit integer, its *code*: kind, stage, microbatch, peer and peer microbatch in bit fields. The
-functions here work on single integers and on numpy arrays alike, so an order of a million actions is built, matched
+functions here work on single integers and on numpy arrays, so an order of a million actions is built, matched
 and verified with a few array operations. `peer` is the other stage of a message, or the stage of the backward half of
 an overlapped pair; `peer_microbatch` is used by overlapped pairs only.
 """

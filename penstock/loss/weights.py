@@ -158,7 +158,7 @@ class LossWeights:
     def _confirm(self, step: LossStep, microbatch: int, output: Any, loss: Any) -> bool:
         """Find the weights of an ordinary step at the cost of two calls of the loss function, without gradients.
 
-        False if it is no ordinary step, or if the decision does not hold any more.
+        False if the step is not an ordinary one, or if the decision no longer holds.
         """
         known, number = self._decisions.get(0), self._num_steps + 1
         if known is None or known.count is None or known.problem or known.is_open or not step.is_training:
@@ -277,7 +277,7 @@ class LossWeights:
     ) -> tuple[tuple[float, ...], str]:
         """The weights among the microbatches of all replicas, and why they are not right.
 
-        `weights` are those of the own microbatches and, unless it is no valid target, of the reference microbatch.
+        `weights` are those of the own microbatches and, unless it is an invalid target, of the reference microbatch.
         """
         num_replicas, num_own, count = self._replicas.count, len(pieces), decision.count
         has_reference = len(weights) > num_own and weights[-1] > 0

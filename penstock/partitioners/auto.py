@@ -48,13 +48,13 @@ class Auto(Partitioner):
 def _best(found: dict[str, Division]) -> Division:
     """The best for one placement, unless another placement is worth its additional stages."""
     fewest = min(division.partition.num_stages for division in found.values())
-    alike = [name for name, division in found.items() if division.partition.num_stages == fewest]
+    comparable = [name for name, division in found.items() if division.partition.num_stages == fewest]
     # Rounded, so that equal sums compare equal whatever their order.
-    name = min(alike, key=lambda each: (float(f"{found[each].bottleneck_seconds:.11g}"), found[each].cut_bytes))
-    others = [each for each in found if each not in alike]
+    name = min(comparable, key=lambda each: (float(f"{found[each].bottleneck_seconds:.11g}"), found[each].cut_bytes))
+    others = [each for each in found if each not in comparable]
     name = min([name, *others], key=lambda each: found[each].bottleneck_seconds * (1 + (each in others) * _WORTH))
     best = found[name]
-    alike = [each for each in found if found[each].placement == best.placement]
+    comparable = [each for each in found if found[each].placement == best.placement]
     behind = [
         f"{each} {division.bottleneck_seconds / best.bottleneck_seconds - 1:.1%}"
         for each, division in found.items()
@@ -62,7 +62,7 @@ def _best(found: dict[str, Division]) -> Division:
     ]
     return replace(
         best,
-        lower_bound_seconds=max(found[each].lower_bound_seconds for each in alike),
-        contiguous_bound_seconds=max(found[each].contiguous_bound_seconds for each in alike),
+        lower_bound_seconds=max(found[each].lower_bound_seconds for each in comparable),
+        contiguous_bound_seconds=max(found[each].contiguous_bound_seconds for each in comparable),
         why=f"{name}: {best.why}; longer by: {', '.join(behind) or 'nothing else was found'}",
     )

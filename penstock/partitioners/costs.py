@@ -82,7 +82,7 @@ class CostRates:
 
     @property
     def is_compute_only(self) -> bool:
-        """Whether nothing but seconds of compute counts, and counts alike on all ranks."""
+        """Whether only compute seconds count, with the same rate on all ranks."""
         return not self.has_messages and not self.has_limits and self.is_homogeneous
 
     @property

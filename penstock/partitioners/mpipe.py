@@ -79,7 +79,7 @@ def _free_placement(problem: Problem, number: int) -> Iterator[Score]:
     ranks = tuple(rank[starts].tolist())
     cluster = problem.cluster
     if not (cluster.slowness or cluster.links or len(set(cluster.limits)) > 1):
-        # Ranks that are alike are numbered by their first stage.
+        # Equal ranks are numbered by their first stage.
         numbers: dict[int, int] = {}
         ranks = tuple(numbers.setdefault(each, len(numbers)) for each in ranks)
     placed = problem.on(Placement(ranks))

@@ -1,6 +1,6 @@
 """uniform: the same number of nodes with parameters in every stage, in the order of the model.
 
-Choose it when blocks are alike, or as a first try before anything is measured.
+Choose it when blocks are equal, or as a first try before anything is measured.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """All forwards, then all backwards.
 
 Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism". Choose it when
-memory is no concern, as the simplest order; 1f1b takes the same time with less memory.
+memory does not matter, as the simplest order; 1f1b takes the same time with less memory.
 
 For 4 ranks and 4 microbatches:
 
