@@ -6,6 +6,7 @@
 #   make lint    ruff, and mypy --strict on the planning packages
 #   make bench   run the benchmarks, which print ratios
 #   make soak    break a training every 10 seconds for 10 minutes, and hold it against one that nothing happens to
+#   make survey  run models of timm, torchvision, diffusers and others, and write docs/architectures.md
 #   make docs    build the documentation, warnings are errors
 #   make clean   remove .venv and everything built
 
@@ -26,7 +27,7 @@ PLANNING := penstock/errors.py penstock/ir penstock/partitioners penstock/schedu
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-all lint bench soak docs clean
+.PHONY: help demo test test-all lint bench soak survey docs clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -77,6 +78,16 @@ bench: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.soak
+
+# Beside the packages of the tests, which must not find them. Without dependencies: some would replace torch.
+$(VENV)/survey/.ready: tests/survey/requirements.txt $(VENV)/.dev
+	@echo "installing the libraries of the survey"
+	@rm -rf $(VENV)/survey
+	@$(PIP) --no-deps --target $(VENV)/survey --requirement tests/survey/requirements.txt
+	@touch $@
+
+survey: $(VENV)/survey/.ready
+	PYTHONPATH=$(VENV)/survey $(BIN)/python -m tests.survey
 
 docs: $(VENV)/.dev
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

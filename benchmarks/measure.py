@@ -16,11 +16,11 @@ import penstock
 from benchmarks.capture import batch as tokens
 from benchmarks.capture import llama
 from benchmarks.table import Line, Table
+from penstock.api.measuring import measured_model
 from penstock.demo.gpt import Sizes, gpt
 from penstock.demo.gpt import batch as gpt_batch
 from penstock.measure.clock import Clock, typical
 from penstock.measure.timing import time_whole
-from penstock.runtime import measured_model
 
 _APART = 0.10
 """how far the sum of the nodes may be from the step"""
@@ -51,7 +51,7 @@ class Residual(nn.Module):
 
 def small_gpt(size: int = 256) -> Example:
     """Six blocks of attention."""
-    sizes = Sizes(layers=6, width=size, words=2 * size, length=128, samples=2, microbatches=1)
+    sizes = Sizes(layers=6, width=size, vocabulary=2 * size, length=128, samples=2, microbatches=1)
     return Example(gpt(sizes), (gpt_batch(sizes)[0],))
 
 

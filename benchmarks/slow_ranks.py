@@ -23,7 +23,7 @@ from penstock.planner import Measured, PlanOptions, SlowRankAdvisor, search
 FACTORS = (1.3, 1.5, 2.0, 4.0)
 WITHIN = 10
 """steps within which a rank that takes 1.5 times as long or more must be reported"""
-COMPUTING = Sizes(layers=8, width=64, words=64, length=32, samples=16, microbatches=8)
+COMPUTING = Sizes(layers=8, width=64, vocabulary=64, length=32, samples=16, microbatches=8)
 
 
 class Setting(NamedTuple):
@@ -175,5 +175,5 @@ def _batch(setting: Setting) -> Tensor:
 
 def _tokens() -> tuple[Tensor, Tensor]:
     shape = (COMPUTING.samples, COMPUTING.length)
-    both = torch.randint(COMPUTING.words, (2, *shape), generator=torch.Generator().manual_seed(0))
+    both = torch.randint(COMPUTING.vocabulary, (2, *shape), generator=torch.Generator().manual_seed(0))
     return both[0], both[1]

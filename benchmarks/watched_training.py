@@ -84,7 +84,7 @@ class WatchedTraining:
 
     def _on_line(self, line: dict[str, object]) -> None:
         step = int(str(line["step"]))
-        resumed = any("resumed from" in str(remark) for remark in line["remarks"])  # type: ignore[attr-defined]
+        resumed = any("resumed from" in str(note) for note in line["notes"])  # type: ignore[attr-defined]
         self._steps.append(Step(step, resumed or step == 0))
 
     @property

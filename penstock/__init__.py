@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.api.check import check
+    from penstock.api.check import ParityReport, check
     from penstock.api.measuring import clear_profiles, measure, measure_links, measure_speed
     from penstock.api.models import capture, explain, generate_code, split
     from penstock.api.pipe_model import PartitionedGraph, pipe_model
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         FitError,
         FormatError,
         GraphError,
+        NoLossError,
         PartitionError,
         PenstockError,
         PenstockWarning,
@@ -45,7 +46,9 @@ if TYPE_CHECKING:
         Plan,
         Profile,
         Program,
+        Ragged,
         Replicas,
+        Rows,
         Run,
         Schedule,
         StageCosts,
@@ -56,7 +59,7 @@ if TYPE_CHECKING:
     )
     from penstock.launch import launch
     from penstock.loss import add_loss, added_losses
-    from penstock.runtime import GradScaler, ParityReport, Result, RunOptions
+    from penstock.runtime import GradScaler, Result, RunOptions
 
 __version__ = "0.1.0"
 __all__ = [
@@ -77,6 +80,7 @@ __all__ = [
     "GraphError",
     "Link",
     "MessageCost",
+    "NoLossError",
     "ParallelizeFnProtocol",
     "ParityReport",
     "Partition",
@@ -90,8 +94,10 @@ __all__ = [
     "PlanError",
     "Profile",
     "Program",
+    "Ragged",
     "Replicas",
     "Result",
+    "Rows",
     "Run",
     "RunError",
     "RunOptions",
@@ -126,7 +132,7 @@ __all__ = [
     "verify",
 ]
 _HOMES = {
-    "penstock.api.check": ("check",),
+    "penstock.api.check": ("ParityReport", "check"),
     "penstock.api.measuring": ("clear_profiles", "measure", "measure_links", "measure_speed"),
     "penstock.api.models": ("capture", "explain", "generate_code", "split"),
     "penstock.api.pipe_model": ("PartitionedGraph", "pipe_model"),
@@ -146,6 +152,7 @@ _HOMES = {
         "FitError",
         "FormatError",
         "GraphError",
+        "NoLossError",
         "PartitionError",
         "PenstockError",
         "PenstockWarning",
@@ -165,7 +172,9 @@ _HOMES = {
         "Plan",
         "Profile",
         "Program",
+        "Ragged",
         "Replicas",
+        "Rows",
         "Run",
         "Schedule",
         "StageCosts",
@@ -176,7 +185,7 @@ _HOMES = {
     ),
     "penstock.launch": ("launch",),
     "penstock.loss": ("add_loss", "added_losses"),
-    "penstock.runtime": ("GradScaler", "ParityReport", "Result", "RunOptions"),
+    "penstock.runtime": ("GradScaler", "Result", "RunOptions"),
 }
 
 

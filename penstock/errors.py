@@ -106,3 +106,7 @@ class RunError(PenstockError):
         error = type(self)(self.problem, hint=hint, report=self.report, **values)
         error.is_shared = self.is_shared
         return error
+
+
+class NoLossError(RunError):
+    """A model without a loss function that returned no loss."""

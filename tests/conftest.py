@@ -14,7 +14,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Some processors lack instructions that bfloat16 kernels would use; asked before torch is loaded, they do without.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
-# What is measured here is of no use to the user, and what the user measured of none here.
+# Tests neither use nor change the profile cache of the user.
 if "PENSTOCK_CACHE" not in os.environ:
     os.environ["PENSTOCK_CACHE"] = tempfile.mkdtemp(prefix="penstock-test-profiles-")
     atexit.register(shutil.rmtree, os.environ["PENSTOCK_CACHE"], ignore_errors=True)
@@ -28,7 +28,7 @@ settings.load_profile("penstock")
 
 _TESTS = Path(__file__).parent
 _PROJECT = tomllib.loads((_TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))
-_COUNTED = {Path(pattern).parts[1] for pattern in _PROJECT["tool"]["coverage"]["run"]["include"]}
+_COVERED = {Path(pattern).parts[1] for pattern in _PROJECT["tool"]["coverage"]["run"]["include"]}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,20 +42,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Lines are counted while the pure rooms are tested: elsewhere it would double the time and show nothing."""
+    """Deselect the full products; measure coverage of planning only, as it would double the time of the rest."""
     if not config.getoption("--whole"):
         left_out = [item for item in items if item.get_closest_marker("whole")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("whole")]
     for item in items:
-        if item.path.relative_to(_TESTS).parts[0] not in _COUNTED:
+        if item.path.relative_to(_TESTS).parts[0] not in _COVERED:
             item.add_marker(pytest.mark.no_cover)
         if item.get_closest_marker("gloo"):
             item.add_marker(pytest.mark.xdist_group("gloo"))
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded by now stays: the collector of cycles need not look at a million objects again and again."""
+    """Exclude the million objects loaded by now from garbage collection, which would visit them repeatedly."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -63,17 +63,25 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def is_whole(request: pytest.FixtureRequest) -> bool:
-    """Whether every combination is asked for."""
+    """Whether the full products run."""
     return bool(request.config.getoption("--whole"))
 
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Any]:
-    """Processes to run jobs on, by their number."""
+    """Pools of processes to run jobs on, by number of ranks."""
     from penstock.launch import scratch_directory
-    from tests.runtime.workers import Pools
+    from tests.process_pool import Pools
 
-    with scratch_directory() as boards:
-        made = Pools(boards)
-        yield made
-        made.close()
+    with scratch_directory() as directory:
+        pools = Pools(directory)
+        yield pools
+        pools.close()
+
+
+@pytest.fixture(params=["local", pytest.param("processes", marks=pytest.mark.gloo)])
+def execution(request: pytest.FixtureRequest, pools: Any) -> Any:
+    """Runs the jobs of a test in this process or on several; see `tests/parity.py`."""
+    from tests.parity import Execution
+
+    return Execution(request.param, pools)

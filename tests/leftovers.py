@@ -15,18 +15,18 @@ DEADLINE_SECONDS = 300
 
 @pytest.fixture
 def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The directory for temporary files; empty again, and without children of this process, when the test ends."""
-    place = tmp_path / "temporary"
-    place.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(place))
-    monkeypatch.setattr(scratch, "_IN_MEMORY", place)
+    """The directory for temporary files; at the end of the test it must be empty, and all child processes gone."""
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    monkeypatch.setattr(scratch, "_IN_MEMORY", directory)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     before = children()
     signal.alarm(DEADLINE_SECONDS)
-    yield place
+    yield directory
     signal.alarm(0)
     assert children() <= before
-    assert list(place.iterdir()) == []
+    assert list(directory.iterdir()) == []
 
 
 def wait_until(condition: Callable[[], object]) -> None:

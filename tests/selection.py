@@ -1,4 +1,4 @@
-"""Selection: of all combinations, some that show every pair of values at least once; `--whole` runs them all."""
+"""Selects combinations that have every pair of values at least once; `--whole` runs all combinations."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import combinations
@@ -16,19 +16,19 @@ def covering(cases: Sequence[Case], together: int = 0) -> list[Case]:
     So does what the first values are `together`. They are always the same ones: the next is the first of those that
     show the most that none has shown yet.
     """
-    left = {place: {*combinations(enumerate(case), 2), case[:together]} for place, case in enumerate(cases)}
+    left = {index: {*combinations(enumerate(case), 2), case[:together]} for index, case in enumerate(cases)}
     chosen = []
     while left:
-        best = max(left, key=lambda place: len(left[place]))
+        best = max(left, key=lambda index: len(left[index]))
         shown = left[best]
         chosen.append(best)
-        left = {place: rest for place, pairs in left.items() if (rest := pairs - shown)}
-    return [cases[place] for place in sorted(chosen)]
+        left = {index: rest for index, pairs in left.items() if (rest := pairs - shown)}
+    return [cases[index] for index in sorted(chosen)]
 
 
-def by_turns(choices: Iterable[T], place: int, is_whole: bool) -> list[T]:
-    """Every third of the choices, others at the next place, so that three places meet all; or the whole."""
-    return list(choices) if is_whole else list(choices)[place % 3 :: 3]
+def every_third(choices: Iterable[T], offset: int, is_whole: bool) -> list[T]:
+    """Every third of the choices, so that three offsets in a row have all of them; all of them if `is_whole`."""
+    return list(choices) if is_whole else list(choices)[offset % 3 :: 3]
 
 
 def covered(cases: Sequence[Case]) -> list[Any]:

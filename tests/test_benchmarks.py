@@ -131,7 +131,7 @@ def test_recording_is_measured_against_steps_without_it():
 
 
 def test_a_gpt_is_trained_by_two_pipelines_and_one_process_in_turns():
-    sizes = Sizes(layers=2, width=8, heads=2, words=16, length=4, samples=2, microbatches=2)
+    sizes = Sizes(layers=2, width=8, heads=2, vocabulary=16, length=4, samples=2, microbatches=2)
     lines = list(runtime_compute.throughput(sizes, 1, ("1f1b",)).lines)
     assert [line.cells[5] for line in lines] == ["torch", "one process"]
     assert all(line.value > 0 for line in lines)
@@ -169,7 +169,7 @@ def test_a_searched_plan_is_compared_with_an_even_division():
 
 def test_predictions_are_compared_with_steps():
     pytest.importorskip("torch")
-    tiny = Sizes(layers=2, width=16, heads=2, words=16, length=8, samples=4, microbatches=2)
+    tiny = Sizes(layers=2, width=16, heads=2, vocabulary=16, length=8, samples=4, microbatches=2)
     (line,) = prediction.computing(tiny, times=1, names=("1f1b",)).lines
     assert line.cells[0] == "1f1b"
     assert len(list(prediction.against_torch(8, 2, 2, unit=0.0005, times=1, budget_seconds=0.5).lines)) >= 5

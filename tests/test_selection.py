@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.selection import by_turns, covered, covering
+from tests.selection import covered, covering, every_third
 
 CASES = [
     list(product("abcd", range(3), (False, True), "xyz")),
@@ -48,6 +48,6 @@ def test_unselected_cases_are_marked_whole() -> None:
 
 
 def test_three_positions_rotate_through_all_choices() -> None:
-    chosen = ["".join(by_turns("abcde", place, is_whole=False)) for place in range(4)]
+    chosen = ["".join(every_third("abcde", place, is_whole=False)) for place in range(4)]
     assert chosen == ["ad", "be", "c", "ad"]
-    assert by_turns("abcde", 1, is_whole=True) == list("abcde")
+    assert every_third("abcde", 1, is_whole=True) == list("abcde")

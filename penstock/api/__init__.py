@@ -1,1 +1,1 @@
-"""The doors for Python users, thin: each calls one room."""
+"""The functions and classes that Python users call; `penstock` exports them."""

@@ -1,30 +1,69 @@
 """check: compares one step of a plan with the unsplit model, and leaves the model unchanged."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.api.pipeline import Pipeline, check_loss_fn, check_model_and_plan, check_split
-from penstock.capture import Captured, Microbatch, Split, split_batch
+from penstock.capture import Captured, DrawSeed, Granularity, Microbatch, Split, isolated, split_batch
 from penstock.errors import RunError
-from penstock.ir import GRADIENT, Plan, compare_tensors, transform
-from penstock.loss import AddedLosses, FunctionTracker, LossStep, added_with_reductions, loss_of
-from penstock.planner import unsplit
-from penstock.runtime import (
-    MicrobatchWarning,
-    ParityReport,
-    RunOptions,
+from penstock.ir import GRADIENT, Comparison, Plan, compare_tensors, transform
+from penstock.loss import (
+    SINGLE,
+    Added,
+    AddedLosses,
+    FunctionTracker,
+    LossStep,
+    collect_added,
+    loss_module,
+    losses_of,
+    losses_of_function,
 )
+from penstock.runtime import LOSS_FN, MicrobatchWarning, RunOptions
 from penstock.stages import Ownership, distances
 
 LossFn = Callable[[Any, Any], Tensor]
 _SEED = 11
+_NUM_PERTURBED = 3
+"""runs with other last bits of the weights, to find how large rounding errors are"""
 _LOSS, _BUFFER = "loss", "buffer "
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """The differences in the loss, the gradient of every parameter, and the buffers."""
+
+    loop: Comparison
+    """against the unsplit model on the same microbatches, one after another"""
+    whole: Comparison | None
+    """against the unsplit model on the whole batch; None where that cannot be equal"""
+    notes: tuple[str, ...] = ()
+    """why the whole batch cannot be equal, or may not be"""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the pipeline has the loss and gradients of the unsplit model."""
+        return self.loop.ok and (self.whole is None or self.whole.ok)
+
+    def __str__(self) -> str:
+        parts = [str(part) for part in (self.loop, self.whole) if part is not None]
+        return "\n".join((self._summary, *parts, *self.notes))
+
+    @property
+    def _summary(self) -> str:
+        if self.ok:
+            return "the pipeline matches the unsplit model"
+        if self.loop.ok:
+            return (
+                "the stages are right, but the loss and gradients of the whole batch are not sums of those of its "
+                "microbatches: samples interact, or the loss is weighted differently (try reduction=...)"
+            )
+        return "the pipeline is WRONG"
 
 
 def check(
@@ -37,150 +76,204 @@ def check(
     target: Any = None,
     reduction: str | None = None,
     split: Split | None = None,
+    depth: int | None = None,
+    basic_blocks: Sequence[str | type] = (),
 ) -> ParityReport:
-    """Take one step by the plan, all ranks inside this process, and compare it with the unsplit model.
+    """Run one step of the plan, with all ranks in this process, and compare it with the unsplit model.
 
-    Compared are the loss, the gradient of every parameter and every buffer with a loop over the same microbatches, and
-    the loss and gradients with the whole batch, where buffers need not be the same. The model is left exactly as it
-    was.
+    `args`, `kwargs` and `target` are one batch; `loss_fn`, `reduction`, `split`, `depth` and `basic_blocks` are those
+    of a Pipeline. `print` the result, or test its `ok`.
+
+    Loss, gradients and buffers are compared with those of a loop over the same microbatches; loss and gradients also
+    with those of the whole batch, whose buffers may differ. The model is left exactly as it was.
     """
     check_model_and_plan(model, plan)
     check_loss_fn(model, loss_fn)
     check_split(split, model)
-    _check_batch(args, kwargs)
-    bench = _Bench(model, plan, _Loss(loss_fn, reduction), split)
-    batch = (tuple(args), dict(kwargs or {}), target)
-    pieces = split_batch(model.forward, *batch, plan.num_microbatches, split)
-    found = bench.pipeline(plan, batch)
-    notes = [warning.cause for warning in found.issued]
-    if any(node.is_random for node in bench.captured.recording(pieces[0].args, pieces[0].kwargs).graph.nodes):
-        # The unsplit model as one stage: the same seeds go to the same blocks.
-        loop = bench.pipeline(unsplit(plan), batch)
-        notes.append("the model draws random numbers: compared block by block from the same seeds")
-    else:
-        loop = bench.plain(pieces, found.weights)
-    stages, whole = _stages(plan), None
-    if len(notes) == sum(not warning.is_certain for warning in found.issued):
-        plain = bench.plain(split_batch(model.forward, *batch, 1, split), (1.0,))
-        expected, own = plain.without_buffers, found.without_buffers
-        whole = compare_tensors("the whole batch", distances(expected, own), stages, plain.coarsest)
-    looped = compare_tensors("the same microbatches, one after another", distances(loop.numbers, found.numbers), stages)
-    return ParityReport(looped, whole, tuple(notes))
-
-
-def _check_batch(args: object, kwargs: object) -> None:
     if not isinstance(args, list | tuple):
         raise RunError("args must be a tuple of the model's arguments", got=type(args).__name__, hint="(x,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise RunError("kwargs must be a dict", got=type(kwargs).__name__, hint='{"labels": labels}')
+    runner = _StepRunner(model, plan, loss_fn, reduction, split, Granularity(depth, basic_blocks))
+    batch = (tuple(args), dict(kwargs or {}), target)
+    microbatches = split_batch(model.forward, *batch, plan.num_microbatches, split, dict(plan.split))
+    actual = runner.run_pipeline(plan, batch)
+    notes = [warning.cause for warning in actual.warnings]
+    recording = runner.captured.recording(microbatches[0].args, microbatches[0].kwargs)
+    if any(node.is_random for node in recording.graph.nodes):
+        # The model itself, with every call seeded as in the stages.
+        loop = runner.run_plain(microbatches, actual.weights, actual.seed)
+        notes.append("the model draws random numbers: compared block by block from the same seeds")
+    else:
+        loop = runner.run_plain(microbatches, actual.weights)
+    stages, whole = _stages(plan, runner.loss_parameters), None
+    # Compared only if nothing is known that makes the whole batch differ from its microbatches.
+    if len(notes) == sum(not warning.is_certain for warning in actual.warnings):
+        one_batch = split_batch(model.forward, *batch, 1, split, dict(plan.split))
+        plain = runner.run_plain(one_batch)
+        differences = list(distances(plain.without_buffers, actual.without_buffers))
+        whole = compare_tensors("the whole batch", differences, stages, plain.coarsest_dtype)
+        if not whole.ok:
+            # Samples interact, or rounding errors are large.
+            noise: dict[str, float] = {}
+            for seed in range(_NUM_PERTURBED):
+                moved = runner.run_plain(one_batch, perturbed=seed)
+                for one in distances(plain.without_buffers, moved.without_buffers):
+                    noise[one.name] = max(noise.get(one.name, 0.0), one.apart)
+            whole = compare_tensors("the whole batch", differences, stages, plain.coarsest_dtype, noise)
+    differences = distances(loop.tensors, actual.tensors)
+    looped = compare_tensors("the same microbatches, one after another", differences, stages)
+    return ParityReport(looped, whole, tuple(notes))
 
 
 @dataclass(frozen=True)
-class _Loss:
-    """The user's loss function and reduction."""
+class _StepResult:
+    """Loss, gradients and buffers after one step."""
 
-    function: LossFn | None
-    reduction: str | None
-
-    def of(self, output: Any, target: Any) -> Tensor:
-        return loss_of(output) if self.function is None else self.function(output, target)
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    """The results of one step."""
-
-    numbers: dict[str, Tensor | None]
-    weights: tuple[float, ...] = ()
-    issued: tuple[MicrobatchWarning, ...] = ()
-    """warnings that the step issued"""
-    coarsest: str = ""
+    tensors: dict[str, Tensor | None]
+    weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """of the losses of the microbatches, by the name of the loss"""
+    warnings: tuple[MicrobatchWarning, ...] = ()
+    seed: int = 0
+    """of the random numbers of a pipeline's step"""
+    coarsest_dtype: str = ""
+    """the floating-point dtype with the fewest bits that the step computed in"""
 
     @property
     def without_buffers(self) -> dict[str, Tensor | None]:
-        return {name: number for name, number in self.numbers.items() if not name.startswith(_BUFFER)}
+        return {name: tensor for name, tensor in self.tensors.items() if not name.startswith(_BUFFER)}
 
 
-class _Bench:
-    """Runs steps of one model and collects losses, gradients and buffers."""
+class _StepRunner:
+    """Runs steps of one model, as a pipeline and in plain PyTorch; the model is left as it was."""
 
-    def __init__(self, model: nn.Module, plan: Plan, loss: _Loss, split: Split | None) -> None:
-        self._model, self._loss, self._split = model, loss, split
-        self.captured = Captured.planned(model, plan.graph)
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        loss_fn: LossFn | None,
+        reduction: str | None,
+        split: Split | None,
+        granularity: Granularity,
+    ) -> None:
+        self._model, self._loss_fn, self._reduction, self._split = model, loss_fn, reduction, split
+        self._granularity, self._loss_module = granularity, loss_module(loss_fn)
+        shared, own = set(model.parameters()), self._loss_module.named_parameters() if self._loss_module else ()
+        self.loss_parameters = {f"{LOSS_FN}.{name}": parameter for name, parameter in own if parameter not in shared}
+        self.captured = Captured.planned(model, plan.graph, granularity)
 
-    def pipeline(self, plan: Plan, batch: tuple[Any, Any, Any]) -> _Numbers:
-        """One step of the plan's pipeline, and the warnings it issued."""
+    def run_pipeline(self, plan: Plan, batch: tuple[Any, Any, Any]) -> _StepResult:
+        """Run one step of the plan."""
         options = RunOptions(nonfinite="ignore")
         pipe = Pipeline(
             self._model,
             plan,
-            loss_fn=self._loss.function,
-            reduction=self._loss.reduction,
+            loss_fn=self._loss_fn,
+            reduction=self._reduction,
             local=True,
             split=self._split,
             options=options,
+            depth=self._granularity.depth,
+            basic_blocks=self._granularity.basic_blocks,
         )
-        with self._undisturbed():
-            args, kwargs, target = transform(batch, _copied)
-            with _collect_warnings() as issued:
+        with self._isolated():
+            args, kwargs, target = transform(batch, _copy)
+            with _collect_warnings() as collected:
                 result = pipe.step(*args, target=target, **kwargs)
-            return _Numbers(self._numbers(result.loss), result.weights, tuple(issued))
+            weights = result.weights_by_name or {SINGLE: result.weights}
+            return _StepResult(self._tensors(result.loss), weights, tuple(collected), result.seed)
 
-    def plain(self, pieces: Sequence[Microbatch], weights: Sequence[float]) -> _Numbers:
-        """One step of plain PyTorch over microbatches, with weighted losses."""
-        samples, added_losses = sum(piece.size for piece in pieces), AddedLosses(self.captured)
-        recordings = [self.captured.recording(piece.args, piece.kwargs) for piece in pieces]
-        step = LossStep(pieces, recordings, True)
-        with self._undisturbed():
+    def run_plain(
+        self,
+        microbatches: Sequence[Microbatch],
+        weights: Mapping[str, Sequence[float]] | None = None,
+        seed: int | None = None,
+        perturbed: int | None = None,
+    ) -> _StepResult:
+        """Run a loop over the microbatches in plain PyTorch, with weighted losses; without weights all count once.
+
+        With a seed, every call draws the random numbers that it draws in a pipeline's step of this seed. `perturbed` is
+        a seed too: the last bits of the weights are changed at random for this run.
+        """
+        samples, added_losses = sum(microbatch.size for microbatch in microbatches), AddedLosses(self.captured)
+        pairs = self.captured.recordings([(part.args, part.kwargs) for part in microbatches], seed)
+        recordings = [recording for recording, _ in pairs]
+        step = LossStep(microbatches, recordings, True)
+        with self._isolated():
+            if perturbed is not None:
+                _change_last_bits(self._model, perturbed)
             total, tracker = torch.zeros((), dtype=torch.float64), FunctionTracker(only_trained=True)
-            for number, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
-                own = transform(piece, _copied)
-                with tracker, added_with_reductions() as added:
-                    output = self.captured.whole(*own.args, **own.kwargs)
-                    loss = self._loss.of(output, own.target)
-                terms = [(loss, weight)] if weight else []
+            for index, microbatch in enumerate(microbatches):
+                # Copies, because the model may write into its inputs.
+                inputs = transform(microbatch, _copy)
+                added: list[Added] = []
+                with tracker, collect_added(added.append):
+                    if seed is None:
+                        output = self.captured.whole(*inputs.args, **inputs.kwargs)
+                    else:
+                        seed_of_part = DrawSeed(seed, index)
+                        output = self.captured.whole_with_draws(seed_of_part, *inputs.args, **inputs.kwargs)
+                    function = self._loss_fn
+                    losses = losses_of_function(function(output, inputs.target)) if function else losses_of(output)
+                weighted = [(loss, weights[name][index] if weights else 1.0) for name, loss in losses.items()]
+                terms = [(loss, weight) for loss, weight in weighted if weight]
                 if added:
-                    nodes = {node.name for node in recordings[number].graph.nodes}
-                    terms.append((added_losses.total(step, number, 0, nodes, added, piece.size / samples), 1.0))
+                    nodes = {node.name for node in recordings[index].graph.nodes}
+                    share = microbatch.size / samples
+                    terms.append((added_losses.total(step, index, 0, nodes, added, share), 1.0))
                 for value, factor in terms:
                     total = total + value.detach().double().reshape(()).cpu() * factor
                 if terms:
                     torch.autograd.backward([v for v, _ in terms], [v.new_full(v.shape, f) for v, f in terms])
-            return _Numbers(self._numbers(total.to(loss)), coarsest=str(tracker.dtype).removeprefix("torch."))
+            dtype = str(tracker.dtype).removeprefix("torch.")
+            return _StepResult(self._tensors(total.to(next(iter(losses.values())))), coarsest_dtype=dtype)
 
-    def _numbers(self, loss: Tensor | None) -> dict[str, Tensor | None]:
-        gradients = {GRADIENT + name: p.grad for name, p in self._model.named_parameters()}
+    def _tensors(self, loss: Tensor | None) -> dict[str, Tensor | None]:
+        parameters = (*self._model.named_parameters(), *self.loss_parameters.items())
+        gradients = {GRADIENT + name: parameter.grad for name, parameter in parameters}
         buffers = {_BUFFER + name: buffer.clone() for name, buffer in self._model.named_buffers()}
         return {_LOSS: loss, **gradients, **buffers}
 
     @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        with self.captured.isolated(_SEED), self.captured.without_accumulation_hooks():
+    def _isolated(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._loss_module is not None:
+                stack.enter_context(isolated(self._loss_module))
+            stack.enter_context(self.captured.isolated(_SEED))
+            stack.enter_context(self.captured.without_accumulation_hooks())
             yield
 
 
 @contextmanager
 def _collect_warnings() -> Iterator[list[MicrobatchWarning]]:
     """Collect warnings about microbatches instead of showing them."""
-    issued: list[MicrobatchWarning] = []
-    with warnings.catch_warnings(record=True) as said:
+    collected: list[MicrobatchWarning] = []
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield issued
-    for one in said:
-        if isinstance(one.message, MicrobatchWarning):
-            issued.append(one.message)
+        yield collected
+    for warning in caught:
+        if isinstance(warning.message, MicrobatchWarning):
+            collected.append(warning.message)
         else:
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
-def _copied(leaf: object) -> object:
-    """Copies, because the model may write into its inputs."""
+def _change_last_bits(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter) * 2 - 1
+                parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
+
+
+def _copy(leaf: object) -> object:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-def _stages(plan: Plan) -> dict[str, int]:
+def _stages(plan: Plan, loss_parameters: Iterable[str]) -> dict[str, int]:
     """The stage that computes each value."""
     owners = Ownership(plan.graph, plan.partition)
-    found = {_LOSS: plan.num_stages - 1}
-    found |= {GRADIENT + value.name: owners.of(value.name) for value in plan.graph.parameters}
-    return found | {_BUFFER + value.name: owners.of(value.name) for value in plan.graph.buffers}
+    stages = dict.fromkeys((_LOSS, *(GRADIENT + name for name in loss_parameters)), plan.num_stages - 1)
+    stages |= {GRADIENT + value.name: owners.of(value.name) for value in plan.graph.parameters}
+    return stages | {_BUFFER + value.name: owners.of(value.name) for value in plan.graph.buffers}

@@ -15,20 +15,20 @@ from penstock.errors import PenstockError
 from penstock.ir import bytes_text, seconds_text
 from penstock.launch import launch
 
-_TRIED_PYTHON, _TRIED_TORCH = (3, 11), (2, 13)
-_LEAST_MEMORY = 2 * 2**30
+_TESTED_PYTHON, _TESTED_TORCH = (3, 11), (2, 13)
+_MIN_MEMORY = 2 * 2**30
 _RANKS = 2
 _REDUCED_BYTES = 4 * 2**20
 _THREADS = "OMP_NUM_THREADS"
 
 
 class Finding(NamedTuple):
-    """One check; a warning comes with a fix."""
+    """The result of one check. A warning comes with a hint how to fix it."""
 
     name: str
-    found: str
+    value: str
     warning: str = ""
-    mend: str = ""
+    hint: str = ""
 
 
 def diagnosis() -> Iterator[Finding]:
@@ -44,27 +44,25 @@ def diagnosis() -> Iterator[Finding]:
 
 def _python() -> Finding:
     finding = Finding("python", platform.python_version())
-    if sys.version_info[:2] == _TRIED_PYTHON:
+    if sys.version_info[:2] == _TESTED_PYTHON:
         return finding
-    return finding._replace(warning="not the version that penstock is tested with", mend="Python 3.11")
+    return finding._replace(warning="not the version that penstock is tested with", hint="Python 3.11")
 
 
 def _torch() -> Finding:
     finding = Finding("torch", torch.__version__)
-    if tuple(map(int, torch.__version__.split(".")[:2])) == _TRIED_TORCH:
+    if tuple(map(int, torch.__version__.split(".")[:2])) == _TESTED_TORCH:
         return finding
-    return finding._replace(warning="not the version that penstock is tested with", mend="pip install torch==2.13.0")
+    return finding._replace(warning="not the version that penstock is tested with", hint="pip install torch==2.13.0")
 
 
 def _backends() -> Finding:
-    have = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
+    available = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
     devices = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU"
-    finding = Finding("backends", f"{', '.join(have) or 'none'}; {devices}")
-    if "gloo" in have:
+    finding = Finding("backends", f"{', '.join(available) or 'none'}; {devices}")
+    if "gloo" in available:
         return finding
-    return finding._replace(
-        warning="ranks synchronise over gloo, which is missing", mend="a build of torch with gloo"
-    )
+    return finding._replace(warning="ranks synchronise over gloo, which is missing", hint="a build of torch with gloo")
 
 
 def _cores() -> Finding:
@@ -72,15 +70,15 @@ def _cores() -> Finding:
     finding = Finding("cores", str(count))
     if count >= _RANKS:
         return finding
-    return finding._replace(warning="ranks here share one core", mend="more cores, or ranks on other machines")
+    return finding._replace(warning="ranks here share one core", hint="more cores, or ranks on other machines")
 
 
 def _memory() -> Finding:
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     finding = Finding("memory", bytes_text(size))
-    if size >= _LEAST_MEMORY:
+    if size >= _MIN_MEMORY:
         return finding
-    return finding._replace(warning="every rank loads torch, about 300 MB each", mend="fewer local ranks")
+    return finding._replace(warning="every rank loads torch, about 300 MB each", hint="fewer local ranks")
 
 
 def _threads() -> Finding:
@@ -89,13 +87,13 @@ def _threads() -> Finding:
     if given is not None or len(os.sched_getaffinity(0)) == 1:
         return finding
     warning = "each rank on this machine starts that many threads, which then compete for cores"
-    return finding._replace(warning=warning, mend=f"export {_THREADS}=1")
+    return finding._replace(warning=warning, hint=f"export {_THREADS}=1")
 
 
 def _loopback() -> Iterator[Finding]:
     """Latency and bandwidth between two local processes, or why they cannot connect."""
     try:
-        latency, bandwidth, seconds = launch(_probe, _RANKS)[0]
+        latency, bandwidth, seconds = launch(_measure_on_rank, _RANKS)[0]
     except (PenstockError, OSError, RuntimeError) as error:
         first = str(error).splitlines()[0]
         fix = "allow sockets on 127.0.0.1: a firewall or sandbox may block them"
@@ -106,8 +104,8 @@ def _loopback() -> Iterator[Finding]:
     yield Finding("all-reduce", f"{bytes_text(_REDUCED_BYTES)} in {seconds_text(seconds)} on {_RANKS} local ranks")
 
 
-def _probe() -> tuple[float, float | None, float]:
-    """On each process: latency and bandwidth of a message, and seconds of an all-reduce."""
+def _measure_on_rank() -> tuple[float, float | None, float]:
+    """On each rank: latency and bandwidth of a message, and seconds of an all-reduce."""
     link = measure_links(progress=False).link(0, 1)
     values = torch.ones(_REDUCED_BYTES // 4)
     dist.all_reduce(values)

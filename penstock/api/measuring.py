@@ -1,6 +1,7 @@
 """measure, measure_speed and measure_links: costs of a model, a device and the links between ranks."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,14 @@ import torch
 
 from penstock.api.progress import progress as progress_bar
 from penstock.capture import Captured
-from penstock.errors import CaptureError, CostError
+from penstock.errors import CaptureError, CostError, RunError
 from penstock.ir import Cluster, DeviceSpeed, Profile, as_int, is_finite
-from penstock.measure import Cache, identity
+from penstock.loss import added_losses, loss_values
+from penstock.measure import Cache, MeasuredModel, identity
 from penstock.measure import estimate as estimate_nodes
 from penstock.measure import measure as measure_nodes
 from penstock.measure import measure_links as measure_group
 from penstock.measure import measure_speed as measure_device
-from penstock.runtime import measured_model
 
 BUDGET_SECONDS = 20.0
 
@@ -40,26 +41,37 @@ def measure(
 
     On the meta device, or if a `speed` is given, nothing is timed: seconds are estimated from operations and bytes.
     """
-    _check(captured, iterations, budget)
-    _check_kinds(loss_fn, speed, cache)
+    _check_arguments(captured, iterations, budget, loss_fn, speed, cache)
     subject = measured_model(captured, loss_fn is not None)
-    with progress_bar("measuring", progress) as tell:
+    with progress_bar("measuring", progress) as update:
         if captured.is_meta or speed is not None:
-            return estimate_nodes(subject, speed or measure_speed(), tell)
-        store = _store(cache)
-        key = f"{identity(subject)}-{iterations}" if store else ""
-        found = store.get(key) if store else None
-        if found is None or found.fingerprint != subject.graph.fingerprint:
-            found = measure_nodes(subject, iterations, budget, tell)
-            if store:
-                store.put(key, found)
-        return found
+            return estimate_nodes(subject, speed or measure_speed(), update)
+        if cache is None or cache is False:
+            return measure_nodes(subject, iterations, budget, update)
+        profiles, key = Cache(None if cache is True else cache), f"{identity(subject)}-{iterations}"
+        profile = profiles.get(key)
+        if profile is None or profile.fingerprint != subject.graph.fingerprint:
+            profile = measure_nodes(subject, iterations, budget, update)
+            profiles.put(key, profile)
+        return profile
+
+
+def measured_model(captured: Captured, has_loss_fn: bool = False) -> MeasuredModel:
+    """The model to be measured, trained as a plan with or without a loss function would train it.
+
+    Backward starts from the loss that the model returns, or from all outputs if a loss function takes them. A model
+    that returns no loss will be given a loss function later.
+    """
+    roots = captured.graph.outputs
+    if not has_loss_fn:
+        with suppress(RunError):
+            roots = tuple(loss_values(captured.first).values())
+    return MeasuredModel(captured, roots, added_losses)
 
 
 def measure_speed(device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> DeviceSpeed:
     """Measure operations and bytes per second of a device; by default the first GPU, or the CPU."""
-    usual = "cuda" if torch.cuda.is_available() else "cpu"
-    return measure_device(device or usual, dtype)
+    return measure_device(device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype)
 
 
 def measure_links(
@@ -69,8 +81,8 @@ def measure_links(
 
     Collective. `memory` is that of a rank, in bytes or as "24GiB", one value or one per rank.
     """
-    with progress_bar("measuring links", progress) as tell:
-        return replace(measure_group(group, progress=tell), memory=memory)
+    with progress_bar("measuring links", progress) as update:
+        return replace(measure_group(group, progress=update), memory=memory)
 
 
 def clear_profiles(directory: str | Path | None = None) -> int:
@@ -78,13 +90,9 @@ def clear_profiles(directory: str | Path | None = None) -> int:
     return Cache(directory).clear()
 
 
-def _store(cache: bool | str | Path | None) -> Cache | None:
-    if cache is None or cache is False:
-        return None
-    return Cache(None if cache is True else cache)
-
-
-def _check(captured: object, iterations: object, budget: object) -> None:
+def _check_arguments(
+    captured: object, iterations: object, budget: object, loss_fn: object, speed: object, cache: object
+) -> None:
     if not isinstance(captured, Captured):
         hint = "penstock.measure(penstock.capture(model, args))"
         raise CaptureError("captured must be a captured model", got=type(captured).__name__, hint=hint)
@@ -93,9 +101,6 @@ def _check(captured: object, iterations: object, budget: object) -> None:
         raise CostError("iterations must be a whole number, 1 or more", iterations=repr(iterations))
     if not is_finite(budget) or budget < 0:  # type: ignore[operator]  # a number by now
         raise CostError("budget must be 0 seconds or more", budget=repr(budget))
-
-
-def _check_kinds(loss_fn: object, speed: object, cache: object) -> None:
     if not (loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, type))):
         raise CostError("loss_fn must be a function", got=repr(loss_fn), hint="a function of output and target")
     if not (speed is None or isinstance(speed, DeviceSpeed)):

@@ -1,4 +1,4 @@
-"""capture, split, explain and generate_code: from a model to its stages."""
+"""capture, split, explain and generate_code: a model, its graph and its stages."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from penstock.capture import Captured
+from penstock.capture import Captured, Granularity
 from penstock.capture import capture as record_model
 from penstock.codegen import write_stages
-from penstock.errors import CaptureError, CodeError, PartitionError
+from penstock.errors import CodeError, PartitionError
 from penstock.ir import Graph, Partition, Placement, Plan
 from penstock.stages import Ownership, Stage
 from penstock.stages import check as check_stages
@@ -30,27 +30,21 @@ def capture(
     By default blocks, the elements of the outermost module lists, stay whole. `depth` opens modules that many levels
     deep; `basic_blocks`, names or classes, always stay whole.
     """
-    if isinstance(basic_blocks, str):
-        raise CaptureError("basic_blocks must be a list of names or classes", got=repr(basic_blocks))
-    return record_model(model, args, kwargs, depth=depth, basic_blocks=basic_blocks)
+    return record_model(model, args, kwargs, Granularity(depth, basic_blocks))
 
 
 def split(captured: Captured, partition: Partition, *, check: bool = True) -> tuple[Stage, ...]:
     """The stages of a partition. With `check`, they are first compared with the unsplit model on the example."""
-    _check_kinds(captured, partition)
-    stages = split_captured(captured, partition)
-    if check:
-        check_stages(captured, partition)
-    return stages
-
-
-def _check_kinds(captured: object, partition: object) -> None:
     if not isinstance(captured, Captured) or not isinstance(partition, Partition):
         raise PartitionError(
             "split needs a captured model and a partition of its graph",
             got=(type(captured).__name__, type(partition).__name__),
             hint="split(captured, penstock.partitioners.uniform(captured.graph, 4))",
         )
+    stages = split_captured(captured, partition)
+    if check:
+        check_stages(captured, partition)
+    return stages
 
 
 def explain(captured: Captured | Graph, partition: Partition) -> str:

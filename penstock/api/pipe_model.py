@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.api.measuring import measure
+from penstock.api.measuring import measure, measured_model
 from penstock.api.models import capture, split
 from penstock.capture import Captured
 from penstock.codegen import write_stages
 from penstock.errors import PartitionError
 from penstock.ir import Cluster, DeviceSpeed, Edge, Graph, Node, NodeCost, Partition, Placement, Profile, as_int
 from penstock.partitioners import Division, Problem, divide, find
-from penstock.runtime import measured_model
 from penstock.stages import Stage
 from penstock.views import TextTable
 
@@ -91,10 +90,10 @@ class PartitionedGraph:
 
     def stage_of(self, node: str) -> int:
         """The stage of a node."""
-        found = next((stage for stage, names in enumerate(self.stages) if node in names), None)
-        if found is None:
-            raise PartitionError("no such node", name=repr(node), hint="a name among .nodes")
-        return found
+        for stage, names in enumerate(self.stages):
+            if node in names:
+                return stage
+        raise PartitionError("no such node", name=repr(node), hint="a name among .nodes")
 
     def split(self) -> tuple[Stage, ...]:
         """The stages as modules, compared with the unsplit model first."""
@@ -110,11 +109,12 @@ class PartitionedGraph:
         return f"{self.method}: {self.division}\n\n{TextTable(names, rows).markdown()}"
 
     def _row(self, stage: int) -> tuple[str, ...]:
-        own = self.stages[stage]
-        found = [self.metrics[name] for name in own]
-        sums = [sum(getattr(each, field.name) for each in found) for field in fields(Metrics)[:5]]
-        sums[3] = max(each.cuda_memory_backward for each in found)
-        return (str(stage), str(self.placement[stage]), str(len(own)), own[0], own[-1], *(f"{x:.3g}" for x in sums))
+        nodes = self.stages[stage]
+        metrics = [self.metrics[name] for name in nodes]
+        sums = [sum(getattr(each, field.name) for each in metrics) for field in fields(Metrics)[:5]]
+        sums[3] = max(each.cuda_memory_backward for each in metrics)  # a peak: nodes run one after another
+        row = (str(stage), str(self.placement[stage]), str(len(nodes)), nodes[0], nodes[-1])
+        return (*row, *(f"{value:.3g}" for value in sums))
 
 
 def pipe_model(
@@ -134,22 +134,20 @@ def pipe_model(
     """Record the model on an example batch, measure each of its nodes alone, and cut it into stages for the ranks.
 
     `depth` opens modules that many levels deep; `basic_blocks`, names or classes, stay whole. `method` is "metis",
-    "mpipe" (mixed pipe: stages that are not neighbours may share a rank), "acyclic" or "pipedream"; any other
-    partitioner of the table will do too. With a Cluster that has a bandwidth, what crosses between ranks counts. With a
-    `loss_fn` gradients of all outputs return, else of the loss among them. A `profile` or `speed` spares the measuring.
+    "mpipe" (mixed pipe: stages that are not neighbours may share a rank), "acyclic", "pipedream" or any other
+    partitioner of the table. If `ranks` is a Cluster with a bandwidth, the cost of messages between ranks is included.
+    With a `loss_fn`, gradients of all outputs are propagated, else of the loss among them. With a `profile` nothing is
+    measured, with a `speed` costs are estimated.
     """
     find(method)
-    cluster = ranks if isinstance(ranks, Cluster) else _cluster(ranks)
-    given = (args,) if isinstance(args, Tensor) else args
-    captured = capture(model, given, kwargs, depth=depth, basic_blocks=basic_blocks)
+    if not isinstance(ranks, Cluster):
+        count = as_int(ranks)
+        if count is None or count < 1:
+            raise PartitionError("ranks must be a whole number, 1 or more, or a Cluster", got=repr(ranks))
+        ranks = Cluster(count)
+    args = (args,) if isinstance(args, Tensor) else args
+    captured = capture(model, args, kwargs, depth=depth, basic_blocks=basic_blocks)
     graph = measured_model(captured, loss_fn is not None).graph
     if profile is None:
         profile = measure(captured, iterations=iterations, loss_fn=loss_fn, speed=speed)
-    return PartitionedGraph(captured, graph, profile, divide(method, Problem(graph, profile, cluster)), method)
-
-
-def _cluster(ranks: object) -> Cluster:
-    count = as_int(ranks)
-    if count is None or count < 1:
-        raise PartitionError("ranks is a whole number, 1 or more, or a Cluster", given=repr(ranks))
-    return Cluster(count)
+    return PartitionedGraph(captured, graph, profile, divide(method, Problem(graph, profile, ranks)), method)

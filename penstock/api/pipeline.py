@@ -1,8 +1,8 @@
-"""Pipeline: trains a model by a plan with the gradients of the unsplit model."""
+"""Pipeline: trains a model with a plan, with exactly the gradients of the unsplit model."""
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.capture import Granularity, Split
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver, TrainingState
 from penstock.errors import CheckpointError, PlanError, RunError
-from penstock.ir import Plan, from_json, to_json
-from penstock.loss import REDUCTIONS, LossWeights
+from penstock.ir import SPLIT_HINT, Plan, from_json, is_split_rule, to_json
+from penstock.loss import REDUCTIONS, LossWeights, loss_module
 from penstock.planner import with_microbatches
 from penstock.runtime import (
     INPUTS,
@@ -23,6 +24,7 @@ from penstock.runtime import (
     GradScaler,
     LossHead,
     ModelPart,
+    OutputDims,
     ProcessGroups,
     RankSync,
     Result,
@@ -30,12 +32,13 @@ from penstock.runtime import (
     SyncRequest,
     SyncVote,
     check_clipping,
+    check_output_dims,
     check_tied_weights,
     clip,
-    describe,
     gather_tensors,
     global_norm,
 )
+from penstock.views import Cuts
 
 _DIGITS = 12  # of a digest, so that a float holds it exactly
 LossFn = Callable[[Any, Any], Tensor]
@@ -44,8 +47,17 @@ LossFn = Callable[[Any, Any], Tensor]
 class Pipeline:
     """This rank's stages of a model; `step` trains on a whole batch, with the gradients of the unsplit model.
 
-    Under torch.distributed every process is a rank, or a place in `mesh` with an axis "pp" and maybe "dp". With
-    `local=True` all ranks run inside this process, and gradients land in the model's own parameters.
+    Under torch.distributed every process is one rank; `mesh` has an axis "pp", and "dp" if there are replicas. With
+    `local=True` all ranks run inside this process, and gradients accumulate in the model's own parameters.
+
+    `loss_fn(output, target)` returns the loss; without it the model must return its loss. `reduction` is "mean" over
+    samples, "tokens" (mean over labels) or "sum"; by default it is detected. With `inputs="first"` only rank 0 needs
+    the batch, and sends it to the others. `split` maps the name of an argument to the dimension that holds its samples,
+    or to None to pass it whole to every microbatch. `parallelize_fn(stage)` or `parallelize_fn(stage, mesh)` is called
+    for every stage of this rank, such as to apply `fully_shard`. `scaler` scales losses for float16.
+
+    Modules are opened as in the plan; `depth` and `basic_blocks`, as in `capture`, change that for the batches that
+    this Pipeline records.
     """
 
     def __init__(
@@ -59,23 +71,29 @@ class Pipeline:
         parallelize_fn: Callable[..., Any] | None = None,
         reduction: str | None = None,
         inputs: str = "all",
-        split: Mapping[str, int | None] | None = None,
+        split: Split | None = None,
+        output_dims: OutputDims = None,
         scaler: GradScaler | None = None,
         options: RunOptions = RunOptions(),  # noqa: B008
+        depth: int | None = None,
+        basic_blocks: Sequence[str | type] = (),
     ) -> None:
+        granularity = Granularity(depth, basic_blocks)
         check_model_and_plan(model, plan)
         check_loss_fn(model, loss_fn)
         _check_execution(mesh, local, parallelize_fn)
         _check_choices(reduction, inputs, scaler, options)
         check_split(split, model)
+        check_output_dims(output_dims)
+        self._output_dims = output_dims
         self.num_steps = 0
         """number of steps taken; part of the seed of random numbers"""
         groups = _groups(plan, mesh, local, options.deadline_seconds)
         self._sync = RankSync(groups)
-        choices = {"reduction": reduction, "inputs": inputs, "split": split or {}, "scaler": _numbers(scaler)}
+        choices = {"reduction": reduction, "inputs": inputs, "split": split or {}, "scaler": _scaler_settings(scaler)}
         self.plan = plan = _agree_on_plan(plan, groups, self._sync, loss_fn, options, **choices)
         parallelize = _parallelize(parallelize_fn, mesh)
-        self._part = part = ModelPart(model, plan, groups, parallelize, options.restore_gradients)
+        self._part = part = ModelPart(model, plan, groups, parallelize, granularity, loss_module(loss_fn))
         loss_weights = LossWeights(part.captured, part.replicas, loss_fn, reduction, part.remote_parameters)
         self._saver, self._has_saved = Saver(part, self._sync), False
         if scaler is not None:
@@ -89,20 +107,50 @@ class Pipeline:
         self._engine = engine(plan)
 
     def step(
-        self, *args: Any, target: Any = None, return_outputs: bool = False, record: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: bool = False,
+        record: bool = False,
+        output_dims: OutputDims = None,
+        **kwargs: Any,
     ) -> Result:
-        """Forward and backward of one whole batch, the same call on every rank; gradients accumulate."""
+        """Run forward and backward of one whole batch; gradients accumulate. Every rank makes the same call.
+
+        `args` and `kwargs` go to the model, `target` to the loss function. The Result has the loss on every rank, with
+        `return_outputs` also the model's outputs, and with `record` the Trace of this step.
+
+        The batch dimension of each output is found from a recording of two microbatches together. `output_dims`, here
+        or in the constructor, overrides it by name: a dimension, None for a value that is the same for all samples,
+        "mean", "sum", or "list" for one value per microbatch.
+        """
         if self._has_saved:  # an asynchronous save may have failed meanwhile
             self._saver.check(SyncRequest("step", self.num_steps))
         if self._loss_head.scaler is not None:
             self._loss_head.scaler.begin()
-        result = self._engine.train((args, kwargs, target), self.num_steps, bool(return_outputs), bool(record))
+        batch, dims = (args, kwargs, target), self._dims_of_outputs(output_dims)
+        result = self._engine.train(batch, self.num_steps, bool(return_outputs), bool(record), dims)
         self.num_steps += 1
         return result
 
-    def eval(self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any) -> Result:
-        """Forward of one whole batch in eval mode, without gradients; changes nothing."""
-        return self._engine.evaluate((args, kwargs, target), self.num_steps, bool(return_outputs))
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: bool = False,
+        output_dims: OutputDims = None,
+        **kwargs: Any,
+    ) -> Result:
+        """Run the forward of one whole batch in eval mode, without gradients; arguments and result as in `step`."""
+        dims = self._dims_of_outputs(output_dims)
+        return self._engine.evaluate((args, kwargs, target), self.num_steps, bool(return_outputs), dims)
+
+    def _dims_of_outputs(self, given: OutputDims) -> OutputDims:
+        if given is None:
+            return self._output_dims
+        check_output_dims(given)
+        is_both = isinstance(given, Mapping) and isinstance(self._output_dims, Mapping)
+        return {**self._output_dims, **given} if is_both else given  # type: ignore[dict-item]
 
     @property
     def microbatches(self) -> int:
@@ -172,9 +220,9 @@ class Pipeline:
         """The whole model's parameters and buffers in host memory, on rank 0 or on all ranks; empty elsewhere."""
         options = "everywhere=True" if everywhere else ""
         self._sync.exchange(SyncRequest("full_state_dict", self.num_steps, options))
-        found = gather_tensors(self._part.groups, self._part.state_dict(), self._part.device, bool(everywhere))
+        state = gather_tensors(self._part.groups, self._part.state_dict(), self._part.device, bool(everywhere))
         self._sync.close()
-        return found
+        return state
 
     def save(
         self,
@@ -189,9 +237,10 @@ class Pipeline:
     ) -> Path:
         """Write a checkpoint into `path/step-000100`; a collective call. Returns that directory.
 
-        `extra` and `position` (in the data) may hold numbers, strings, lists, dicts and tensors; those of rank 0 are
-        saved. Only the newest `keep` checkpoints are kept. With `asynchronous` the state is copied and written by a
-        thread while training continues; if that fails, the next step or save raises the error.
+        The checkpoint holds weights, buffers and random generators, and the state of `optimizer`, `scheduler` and the
+        scaler. `extra` and `position` (in the data) may hold numbers, strings, lists, dicts and tensors; those of rank
+        0 are saved. Only the newest `keep` checkpoints are kept. With `asynchronous` the state is copied and written by
+        a thread while training continues; if that fails, the next step or save raises the error.
         """
         request = SyncRequest("save", self.num_steps)
         try:
@@ -215,8 +264,8 @@ class Pipeline:
         """Load a checkpoint of any plan, or a model written by `save_pretrained`; a collective call.
 
         `path` is a checkpoint, or a directory of checkpoints, of which the newest good one is loaded. Each rank reads
-        only its own tensors. A model on the meta device gets its weights here. Unless `random_state` is False, the
-        random number generators of torch, numpy and Python are restored too.
+        only its own tensors. A model that was on the meta device has its weights after this call. Unless `random_state`
+        is False, the random number generators of torch, numpy and Python are restored too.
         """
         self._saver.wait(self.num_steps)
         targets = LoadTargets(optimizer, scheduler, self._loss_head.scaler, bool(random_state))
@@ -227,19 +276,40 @@ class Pipeline:
 
     def describe(self) -> str:
         """Stages, parameters, crossing tensors, schedule, prediction and warnings as text."""
-        return describe(self.plan, self._part, self._loss_head.reduction)
+        cuts = Cuts()((self.plan.graph, self.plan.partition))
+        return "\n".join((str(self.plan), "", cuts, "", *_describe_part(self._part, self._loss_head.reduction)))
 
 
-def _parallelize(given: Callable[..., Any] | None, mesh: Any) -> Callable[[nn.Module], Any] | None:
+def _describe_part(part: ModelPart, reduction: str) -> Iterator[str]:
+    """The stages of this process and how they are trained, line by line."""
+    groups = part.groups
+    position = "all ranks inside this process" if groups.is_local else f"rank {groups.rank} of {groups.num_ranks}"
+    yield f"{position}, stages {', '.join(map(str, part.stages))}, {len(part.parameters)} parameters"
+    if groups.num_replicas > 1:
+        yield f"replica {groups.replica} of {groups.num_replicas}"
+    for shared in part.tied.tied:
+        yield f"{shared.name} is used on ranks {', '.join(map(str, shared.ranks))}: its gradients are summed"
+    for index, stage in part.stages.items():
+        if stage.split_backward_note:
+            yield f"stage {index} does a full backward where the schedule splits it: {stage.split_backward_note}"
+    yield f"recordings of the model: {part.captured.num_recordings}"
+    if reduction:
+        yield f"reduction of the loss: {reduction}"
+
+
+def _parallelize(parallelize_fn: Callable[..., Any] | None, mesh: Any) -> Callable[[nn.Module], Any] | None:
     """The user's parallelize_fn as a function of one stage; it is passed the mesh if it takes two arguments."""
-    if given is None:
+    if parallelize_fn is None:
         return None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [p for p in inspect.signature(given).parameters.values() if p.kind in kinds and p.default is p.empty]
-    return given if len(required) < 2 else lambda stage: given(stage, mesh)
+    parameters = inspect.signature(parallelize_fn).parameters.values()
+    required = [
+        parameter for parameter in parameters if parameter.kind in kinds and parameter.default is parameter.empty
+    ]
+    return parallelize_fn if len(required) < 2 else lambda stage: parallelize_fn(stage, mesh)
 
 
-def _numbers(scaler: GradScaler | None) -> tuple[float, ...] | None:
+def _scaler_settings(scaler: GradScaler | None) -> tuple[float, ...] | None:
     if scaler is None:
         return None
     return scaler.scale, scaler.growth_factor, scaler.backoff_factor, scaler.growth_interval
@@ -270,7 +340,7 @@ def check_model_and_plan(model: object, plan: object) -> None:
 
 
 def check_loss_fn(model: nn.Module, loss_fn: object) -> None:
-    """Refuse a loss_fn that is not a function, or that is given beside a forward that takes the target itself."""
+    """Refuse a loss_fn that is not a function, or whose target the model's forward takes as well."""
     if loss_fn is None:
         return
     if isinstance(loss_fn, type):
@@ -312,19 +382,19 @@ def _check_choices(reduction: object, inputs: object, scaler: object, options: o
 
 
 def check_split(split: object, model: nn.Module) -> None:
-    """Refuse a split that names no argument of the model or gives no dimension."""
+    """Refuse a split that names no argument of the model or gives no rule."""
     if split is None:
         return
     if not isinstance(split, Mapping):
-        hint = '{"mask": 1}, or {"table": None} for what is given whole'
-        raise RunError("split must be a dict from argument names to dimensions", got=_shown(split), hint=hint)
+        raise RunError("split must be a dict from argument names to rules", got=_shown(split), hint=SPLIT_HINT)
     parameters = inspect.signature(model.forward).parameters
-    takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-    for name, dim in split.items():
-        if not isinstance(name, str) or not (dim is None or type(dim) is int):
-            hint = '{"mask": 1}, or {"table": None} for what is given whole'
-            raise RunError("the values of split must be a dimension or None", name=repr(name), got=repr(dim), hint=hint)
-        if not takes_more and name.split(".")[0] not in (*parameters, "target"):
+    takes_any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    for name, rule in split.items():
+        if not isinstance(name, str):
+            raise RunError("split must name arguments by strings", got=repr(name), hint=SPLIT_HINT)
+        if not is_split_rule(rule):
+            raise RunError("a value of split must be a rule", name=repr(name), got=repr(rule), hint=SPLIT_HINT)
+        if not takes_any_name and name.split(".")[0] not in (*parameters, "target"):
             known = ", ".join((*parameters, "target"))
             raise RunError("split must name arguments of the model", name=repr(name), hint=f"one of {known}")
 
@@ -346,8 +416,8 @@ def _agree_on_plan(
 ) -> Plan:
     """Compare the arguments of all ranks, and return the plan that all of them follow.
 
-    Ranks that searched for a plan with the same options may have found different ones, because their measurements
-    differ: then all take that of the first rank.
+    Ranks that searched for a plan with the same options may have different plans, because their measurements differ:
+    then all ranks follow that of the first rank.
     """
     summary = _plan_summary(plan)
     given = {

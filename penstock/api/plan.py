@@ -4,9 +4,9 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import reduce
+from functools import cached_property, reduce
 from operator import or_
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock import errors
-from penstock.api.measuring import measure, measure_links
+from penstock.api.measuring import measure, measure_links, measured_model
 from penstock.api.pipeline import check_loss_fn, check_split
 from penstock.api.progress import progress
-from penstock.capture import Captured, Microbatch, split_batch
+from penstock.capture import Captured, Granularity, Microbatch, Split, explain_failure, find_split, split_batch
 from penstock.capture import capture as record_model
-from penstock.errors import PenstockError, PlanError, RunError
+from penstock.errors import CaptureError, PenstockError, PlanError, RunError
 from penstock.ir import (
     Cluster,
     DeviceSpeed,
@@ -30,18 +31,18 @@ from penstock.ir import (
     Plan,
     Profile,
     Schedule,
+    SplitRule,
     from_json,
     to_json,
 )
 from penstock.launch import host_id, one_line
 from penstock.planner import Measured, PlanOptions, interpolate_profile, search
-from penstock.runtime import measured_model
 
 LossFn = Callable[[Any, Any], Tensor]
-# Shares of the budget: searching gets at least the first, however long measuring takes; after the second no new
-# candidate is started.
-_LEAST_SEARCH, _SEARCH_ENDS = 0.2, 0.85
-_PER_RANK = (4, 1, 2, 8)  # microbatches per rank that "auto" considers, the usual number first
+# Shares of the budget: the least that is left for searching, however long measuring takes, and the share after which
+# no new candidate is started.
+_MIN_SEARCH_SHARE, _SEARCH_END_SHARE = 0.2, 0.85
+_MICROBATCHES_PER_RANK = (4, 1, 2, 8)  # those that "auto" considers, the usual number first
 _SLOW_SECONDS = 2.0  # if measuring one size of microbatch takes longer than this, no other size is measured
 _GROUP_TIMEOUT = timedelta(minutes=30)  # ranks wait this long for the plan of the first; its death is noticed at once
 _HOST_BYTES, _CORE_BYTES = 4, 128
@@ -61,37 +62,47 @@ def plan(
     recompute: str = "none",
     profile: Profile | None = None,
     loss_fn: LossFn | None = None,
-    split: Mapping[str, int | None] | None = None,
+    split: Split | None = None,
     speed: DeviceSpeed | None = None,
     budget_seconds: float = 10.0,
+    depth: int | None = None,
+    basic_blocks: Sequence[str | type] = (),
 ) -> Plan:
     """Search for the best plan: cuts, placement, schedule, microbatches and recomputation.
 
     `args` and `kwargs` are one example batch. `schedule` is a name, a Schedule or the path of a CSV file; `partitioner`
     a name, a Partition, or lists of module names per stage. Everything that is "auto" is searched together for about
-    `budget_seconds`; `plan.describe()` shows the candidates. With a `loss_fn`, the prediction sends gradients of all
-    outputs back, else of the loss among them. `split` is that of a Pipeline. A model on the meta device is not
-    measured but estimated for a device of the given `speed`, by default this one.
+    `budget_seconds`; `plan.describe()` shows the candidates.
+
+    `ranks` may be a Cluster with the memory, slowness and links of every rank. `memory` is the limit of a rank, in
+    bytes or as "24GiB". `recompute` is "none", "full", or "auto": recompute activations where memory requires it. With
+    a `profile` nothing is measured. A model on the meta device is estimated for a device of the given `speed`, by
+    default this one. Pass the `loss_fn` and `split` that the Pipeline will get: without a loss function, only the loss
+    that the model returns has a gradient. Where `split` and the shapes of the arguments leave open how they are split,
+    the model is run on the batch and on halves of it, and the plan holds the result. `depth` and `basic_blocks` are
+    those of `capture`: how deep modules are opened, and which stay whole.
     """
     start = time.monotonic()
     options = PlanOptions(
         ranks, microbatches, schedule, partitioner, stages_per_rank, memory, recompute, budget_seconds
     )
-    examples = Examples(model, args, kwargs, split, loss_fn, speed)
+    examples = Examples(model, args, kwargs, split, loss_fn, speed, Granularity(depth, basic_blocks))
     models = examples.measured(_microbatch_counts(options, examples), profile)
     # Measuring counts towards the budget that the user waits for.
-    left = max(_SEARCH_ENDS * budget_seconds - (time.monotonic() - start), _LEAST_SEARCH * budget_seconds)
-    with progress("planning") as tell:
-        return search(models, replace(options, budget_seconds=left), tell)
+    seconds_left = _SEARCH_END_SHARE * budget_seconds - (time.monotonic() - start)
+    seconds_left = max(seconds_left, _MIN_SEARCH_SHARE * budget_seconds)
+    with progress("planning") as update:
+        found = search(models, replace(options, budget_seconds=seconds_left), update)
+    return replace(found, split=tuple(examples.rules.items()))
 
 
 def _microbatch_counts(options: PlanOptions, examples: "Examples") -> list[int]:
-    """The numbers of microbatches to consider; a given schedule has its own."""
+    """The numbers of microbatches to consider; a Schedule that the user gives has one already."""
     if isinstance(options.microbatches, int):
         return [options.microbatches]
     if isinstance(options.schedule, Schedule):
         return [options.schedule.num_microbatches]
-    counts = [each * options.cluster.ranks for each in _PER_RANK]
+    counts = [each * options.cluster.ranks for each in _MICROBATCHES_PER_RANK]
     samples = examples.num_samples(max(counts))
     return [count for count in counts if count <= samples] or [samples]
 
@@ -103,10 +114,11 @@ class Examples:
     model: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any] | None
-    split: Mapping[str, int | None] | None = None
+    split: Split | None = None
     loss_fn: LossFn | None = None
     speed: DeviceSpeed | None = None
     """estimate for a device of this speed instead of measuring"""
+    granularity: Granularity = field(default_factory=Granularity)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -124,6 +136,11 @@ class Examples:
         check_loss_fn(self.model, self.loss_fn)
         check_split(self.split, self.model)
 
+    @cached_property
+    def rules(self) -> dict[str, SplitRule]:
+        """How the batch is split: as given, and as found for arguments whose shapes leave it open."""
+        return {**find_split(self.model, self.args, self.kwargs or {}, self.split), **(self.split or {})}
+
     def measured(self, counts: Sequence[int], profile: Profile | None) -> dict[int, Measured]:
         """Measure the model for the numbers of microbatches, at least for the first.
 
@@ -133,13 +150,13 @@ class Examples:
         if profile is not None:
             return self._with_profile(counts, profile)
         start = time.monotonic()
-        found = {counts[0]: self._measured(counts[0])}
+        models = {counts[0]: self._measured(counts[0])}
         if len(counts) == 1 or time.monotonic() - start > _SLOW_SECONDS:
-            return found
+            return models
         ends = (min(counts), max(counts))
-        found |= {count: self._measured(count) for count in ends if count not in found}
-        found |= {count: self._interpolated(count, ends, found) for count in counts if count not in found}
-        return found
+        models |= {count: self._measured(count) for count in ends if count not in models}
+        models |= {count: self._interpolated(count, ends, models) for count in counts if count not in models}
+        return models
 
     def _measured(self, count: int) -> Measured:
         captured = self._captured(count)
@@ -147,11 +164,11 @@ class Examples:
 
     def _interpolated(self, count: int, ends: tuple[int, int], known: Mapping[int, Measured]) -> Measured:
         captured = self._captured(count)
-        graph, sizes = self._graph(captured), [self._first(each).size for each in (ends[0], count, ends[1])]
+        graph, sizes = self._graph(captured), [self._microbatches(each)[0].size for each in (ends[0], count, ends[1])]
         share = (sizes[1] - sizes[0]) / (sizes[2] - sizes[0]) if sizes[2] != sizes[0] else 0.0
-        one, other = (known[end].profile for end in ends)
+        profiles = (known[end].profile for end in ends)
         try:
-            return Measured(graph, interpolate_profile(graph, share, one, other))
+            return Measured(graph, interpolate_profile(graph, share, *profiles))
         except PlanError:
             # The model takes another path for this size, so its nodes differ.
             return Measured(graph, measure(captured, loss_fn=self.loss_fn, speed=self.speed))
@@ -161,17 +178,25 @@ class Examples:
             hint = "penstock.measure(penstock.capture(model, args)), or None to measure here"
             raise PlanError("profile must be a Profile", got=type(profile).__name__, hint=hint)
         graphs = {count: self._graph(self._captured(count)) for count in counts}
-        found = {count: graph for count, graph in graphs.items() if graph.fingerprint == profile.fingerprint}
-        if not found:
+        matching = {count: graph for count, graph in graphs.items() if graph.fingerprint == profile.fingerprint}
+        if not matching:
             profile.check(graphs[counts[0]])
-        return {count: Measured(graph, profile) for count, graph in found.items()}
+        return {count: Measured(graph, profile) for count, graph in matching.items()}
 
-    def _first(self, count: int) -> Microbatch:
-        return split_batch(self.model.forward, tuple(self.args), dict(self.kwargs or {}), None, count, self.split)[0]
+    def _microbatches(self, count: int) -> tuple[Microbatch, ...]:
+        return split_batch(self.model.forward, tuple(self.args), dict(self.kwargs or {}), None, count, self.rules)
 
     def _captured(self, count: int) -> Captured:
-        first = self._first(count)
-        return record_model(self.model, first.args, first.kwargs)
+        microbatches = self._microbatches(count)
+        first, last = microbatches[0], microbatches[-1]
+        try:
+            captured = record_model(self.model, first.args, first.kwargs, self.granularity)
+            if last.size == 1 < first.size and any(isinstance(one, _BatchNorm) for one in self.model.modules()):
+                # Batch norm may refuse a single sample.
+                captured.recording(last.args, last.kwargs)
+        except CaptureError as error:
+            raise explain_failure(error, self.model.forward, microbatches) from error.__cause__
+        return captured
 
     def _graph(self, captured: Captured) -> Graph:
         """The graph of a microbatch, with gradients for the loss or, with a loss function, for all outputs."""
@@ -179,7 +204,7 @@ class Examples:
 
     def num_samples(self, most: int) -> int:
         """The number of samples of the batch, at most `most`."""
-        return len(split_batch(self.model.forward, tuple(self.args), dict(self.kwargs or {}), None, most, self.split))
+        return len(self._microbatches(most))
 
 
 def plan_together(
@@ -200,7 +225,8 @@ def plan_together(
         raise RunError("plan_together needs an initialised process group", hint=hint)
     is_first = dist.get_rank(group) == 0
     # A separate group, because planning may take longer than the timeout of the training group.
-    control = dist.new_group(_global_ranks(group), _GROUP_TIMEOUT, backend="gloo", use_local_synchronization=True)
+    ranks = dist.get_process_group_ranks(group)
+    control = dist.new_group(ranks, _GROUP_TIMEOUT, backend="gloo", use_local_synchronization=True)
     links = measure_links(group, memory=memory, progress=None if is_first else False)
     cluster = replace(links, cores=_shared_cores(control) if dist.get_backend(group) != "nccl" else None)
     text, cause = _plan_as_text(make, cluster) if is_first else ("", None)
@@ -213,19 +239,14 @@ def plan_together(
     return from_json(result["plan"], Plan)
 
 
-def _global_ranks(group: Any) -> list[int]:
-    size = dist.get_world_size(group)
-    return [rank if group is None else dist.get_global_rank(group, rank) for rank in range(size)]
-
-
 def _plan_as_text(make: Callable[[Cluster], Plan], cluster: Cluster) -> tuple[str, BaseException | None]:
     """The plan or the error as JSON for all ranks; and the cause, which only this rank has."""
     try:
         plan = make(cluster)
-        found = plan.num_ranks if isinstance(plan, Plan) else type(plan).__name__
-        if found != cluster.ranks:
+        got = plan.num_ranks if isinstance(plan, Plan) else type(plan).__name__
+        if got != cluster.ranks:
             hint = "penstock.plan(model, args, ranks=cluster, microbatches=8)"
-            raise PlanError("make must return a plan for all ranks", ranks=cluster.ranks, got=found, hint=hint)
+            raise PlanError("make must return a plan for all ranks", ranks=cluster.ranks, got=got, hint=hint)
         return json.dumps({"plan": to_json(plan)}), None
     except PenstockError as error:
         return json.dumps({"kind": type(error).__name__, **error.to_dict()}), error.__cause__
@@ -249,13 +270,14 @@ def _broadcast_text(group: Any, text: str) -> str:
 
 def _shared_cores(group: Any) -> int | None:
     """The number of ranks that can compute at once if a host has more ranks than cores, else None."""
-    own = host_id().to_bytes(_HOST_BYTES, "little") + _own_cores().to_bytes(_CORE_BYTES, "little")
-    rows = [torch.empty(len(own), dtype=torch.uint8) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, torch.tensor(list(own), dtype=torch.uint8), group=group)
-    found: dict[bytes, list[int]] = {}
-    for row in (bytes(row.tolist()) for row in rows):
-        found.setdefault(row[:_HOST_BYTES], []).append(int.from_bytes(row[_HOST_BYTES:], "little"))
-    at_once = sum(min(len(masks), reduce(or_, masks).bit_count()) for masks in found.values())
+    row = host_id().to_bytes(_HOST_BYTES, "little") + _own_cores().to_bytes(_CORE_BYTES, "little")
+    rows = [torch.empty(len(row), dtype=torch.uint8) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, torch.tensor(list(row), dtype=torch.uint8), group=group)
+    masks_by_host: dict[bytes, list[int]] = {}
+    for received in (bytes(tensor.tolist()) for tensor in rows):
+        mask = int.from_bytes(received[_HOST_BYTES:], "little")
+        masks_by_host.setdefault(received[:_HOST_BYTES], []).append(mask)
+    at_once = sum(min(len(masks), reduce(or_, masks).bit_count()) for masks in masks_by_host.values())
     return at_once if at_once < len(rows) else None
 
 

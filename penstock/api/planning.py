@@ -52,32 +52,31 @@ def _synthesise(
     ranks: int, microbatches: int, stages_per_rank: int | None, costs: StageCosts | None, memory: int | str | None
 ) -> Schedule:
     """The best order for stages placed in a loop or, with two per rank, in a V."""
-    depth = stages_per_rank
-    if depth is None:
-        depth = costs.num_stages // max(as_int(ranks) or 1, 1) if costs else 1
-    stages = (as_int(ranks) or 0) * (as_int(depth) or 0)
+    if stages_per_rank is None:
+        stages_per_rank = costs.num_stages // max(as_int(ranks) or 1, 1) if costs else 1
+    stages = (as_int(ranks) or 0) * (as_int(stages_per_rank) or 0)
     if not 1 <= stages <= MAX_STAGES or ranks < 1 or (costs is not None and costs.num_stages != stages):
         raise ScheduleError(
             "ranks * stages_per_rank must be the number of stages of the costs, and 1 or more",
             ranks=repr(ranks),
-            stages_per_rank=repr(depth),
+            stages_per_rank=repr(stages_per_rank),
             stages_of_costs=costs.num_stages if costs else None,
             hint="costs with ranks * stages_per_rank stages",
         )
-    costs = costs or StageCosts.uniform(ranks * depth)
+    costs = costs or StageCosts.uniform(ranks * stages_per_rank)
     if memory is not None:
         _check_bytes(costs, parse_bytes(memory))
-    placements = [Placement.loop(ranks, depth)] + [Placement.vee(ranks)] * (depth == 2 and ranks > 1)
+    placements = [Placement.loop(ranks, stages_per_rank)]
+    if stages_per_rank == 2 and ranks > 1:
+        placements.append(Placement.vee(ranks))
     cluster = Cluster(ranks, memory)
-    found = [synthesise(ScheduleProblem.of(costs, placement, microbatches, cluster)) for placement in placements]
-    return min(found, key=lambda one: one.seconds).best.schedule
+    results = [synthesise(ScheduleProblem.of(costs, placement, microbatches, cluster)) for placement in placements]
+    return min(results, key=lambda result: result.seconds).best.schedule
 
 
 def _check_memory(built: Schedule, costs: StageCosts | None, limit: int) -> None:
     if costs is None:
-        raise ScheduleError(
-            "a memory limit needs costs", hint="costs=StageCosts(..., activation_bytes=...)"
-        )
+        raise ScheduleError("a memory limit needs costs", hint="costs=StageCosts(..., activation_bytes=...)")
     _check_bytes(costs, limit)
     trace = simulate_program(lower_schedule(built), costs)
     peaks = [trace.peak_bytes(rank) for rank in range(trace.num_ranks)]

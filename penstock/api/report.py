@@ -17,40 +17,41 @@ from penstock.schedules import SCHEDULES, build
 from penstock.simulate import simulate as simulate_program
 from penstock.views import Advice, Contents, Report
 
-LEAST_GAIN = 0.005
-MOST = 6
+MIN_GAIN = 0.005
+MAX_ADVICE = 6
 MAX_PASSES = 20_000
 """larger plans get no advice"""
 SEARCH_SECONDS = 0.5
+_PACKAGES = ("penstock", "torch", "numpy")
 
 
 def advise(plan: Plan) -> tuple[Advice, ...]:
     """Changes that shorten a step by 0.5 % or more within the memory limits, the largest gain first."""
     if not plan.predicted.makespan or len(plan.schedule.table.codes) > MAX_PASSES:
         return ()
-    found = [each for change in _CHANGES for each in change(plan) if each.gain >= LEAST_GAIN]
-    return tuple(sorted(found, key=lambda each: -each.gain)[:MOST])
+    advice = [each for change in _CHANGES for each in change(plan) if each.gain >= MIN_GAIN]
+    return tuple(sorted(advice, key=lambda each: -each.gain)[:MAX_ADVICE])
 
 
 def _other_orders(plan: Plan) -> Iterator[Advice]:
     """The best other schedule of the table, and a synthesised order if it is better still."""
     seconds = plan.predicted.makespan
-    if fitting := {name: trace.makespan for name, trace in _of_table(plan).items() if _fits(plan, trace)}:
+    if fitting := {name: trace.makespan for name, trace in _table_traces(plan).items() if _fits(plan, trace)}:
         name = min(fitting, key=lambda each: fitting[each])
         seconds = min(seconds, fitting[name])
         yield _advice(plan, f"schedule {name}", fitting[name], "the same cuts in another order")
-    made = _synthesised_seconds(plan)
-    if made is not None and made < (1 - LEAST_GAIN) * seconds:
-        yield _advice(plan, "schedule auto", made, "an order searched for these cuts and costs")
+    synthesised = _synthesised_seconds(plan)
+    if synthesised is not None and synthesised < (1 - MIN_GAIN) * seconds:
+        yield _advice(plan, "schedule auto", synthesised, "an order searched for these cuts and costs")
 
 
-def _of_table(plan: Plan) -> dict[str, Trace]:
+def _table_traces(plan: Plan) -> dict[str, Trace]:
     """Traces of the schedules of the table with the same placement."""
-    depth, left = divmod(plan.num_stages, plan.num_ranks)
+    stages_per_rank, rest = divmod(plan.num_stages, plan.num_ranks)
     traces: dict[str, Trace] = {}
-    for name in SCHEDULES if not left else ():
+    for name in SCHEDULES if not rest else ():
         with suppress(PenstockError):
-            built = build(name, plan.num_ranks, plan.num_microbatches, depth, plan.costs)
+            built = build(name, plan.num_ranks, plan.num_microbatches, stages_per_rank, plan.costs)
             if built.placement == plan.schedule.placement and name != plan.choices.schedule:
                 traces[name] = _run(plan, built)
     return traces
@@ -58,14 +59,14 @@ def _of_table(plan: Plan) -> dict[str, Trace]:
 
 def _synthesised_seconds(plan: Plan) -> float | None:
     """Seconds of a synthesised order; None if the plan already has one or is near the lower bound."""
-    if plan.choices.schedule == "auto" or plan.lower_bound > (1 - LEAST_GAIN) * plan.predicted.makespan:
+    if plan.choices.schedule == "auto" or plan.lower_bound > (1 - MIN_GAIN) * plan.predicted.makespan:
         return None
     problem = ScheduleProblem(plan.costs, plan.schedule.placement, plan.num_microbatches, plan.cluster, plan.cuts)
     if is_too_large(problem, SEARCH_SECONDS):
         return None
     with suppress(PenstockError):
-        made = synthesise(problem, budget_seconds=SEARCH_SECONDS, may_prove=False)
-        return _run(plan, made.best.schedule).makespan
+        synthesis = synthesise(problem, budget_seconds=SEARCH_SECONDS, may_prove=False)
+        return _run(plan, synthesis.best.schedule).makespan
     return None
 
 
@@ -106,7 +107,7 @@ def _balance(plan: Plan) -> Iterator[Advice]:
 
 def _links(plan: Plan) -> Iterator[Advice]:
     """The cost of messages: the same order over instantaneous links."""
-    free = replace(plan.cluster, latency=0.0, bandwidth=None, links=())
+    free = plan.cluster.with_instant_messages()
     if free != plan.cluster:
         note = "at most: messages that take no time at all"
         yield _advice(plan, "faster links", _run(plan, plan.schedule, cluster=free).makespan, note)
@@ -165,13 +166,10 @@ def _scaled(costs: StageCosts, factor: float) -> StageCosts:
     )
 
 
-_PACKAGES = ("penstock", "torch", "numpy")
-
-
 def report(plan_or_run: Plan | Run, path: str | Path | None = None) -> str:
     """The report as one HTML document, at most 300 KB and needing no network; with a path it is also written there.
 
-    The plan is simulated again, so that its timeline can be shown, and changes that may make it faster are tried.
+    Simulates the plan for its timeline, and changes of it for the advice.
     """
     document = Report()(contents_of(plan_or_run))
     if path is not None:
@@ -180,10 +178,10 @@ def report(plan_or_run: Plan | Run, path: str | Path | None = None) -> str:
 
 
 def contents_of(plan_or_run: Plan | Run) -> Contents:
-    """All that a report shows, computed."""
+    """Simulate a plan and compute everything that its report shows."""
     if not isinstance(plan_or_run, Plan | Run):
-        hint = "penstock.report(plan), or the Run of a training"
-        raise ViewError("a report is of a plan or a run", given=type(plan_or_run).__name__, hint=hint)
+        hint = "penstock.report(plan), or the Run that a training loop returned"
+        raise ViewError("a report needs a plan or a run", got=type(plan_or_run).__name__, hint=hint)
     run = plan_or_run if isinstance(plan_or_run, Run) else None
     plan = run.plan if run else plan_or_run
     return Contents(plan, simulate(plan), run, advise(plan), digest_of(plan), _versions())
@@ -195,11 +193,11 @@ def digest_of(plan: Plan) -> str:
 
 
 def _versions() -> tuple[tuple[str, str], ...]:
-    """Of what the report is made with; torch is not loaded to ask it."""
-    found = [("python", platform.python_version())]
+    """Versions of Python and of installed packages, found without importing torch."""
+    versions = [("python", platform.python_version())]
     for name in _PACKAGES:
         try:
-            found.append((name, version(name)))
+            versions.append((name, version(name)))
         except PackageNotFoundError:
             continue
-    return tuple(found)
+    return tuple(versions)

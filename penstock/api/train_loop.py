@@ -24,11 +24,13 @@ from penstock.ir import Plan, Run, StepMetrics, Trace
 from penstock.launch import catch_stop_signals
 from penstock.planner import SlowRankAdvisor
 
+MAX_SKIPPED = 3  # consecutive skipped steps that end the training
+_NUM_RECENT = 9  # steps whose traces are kept; the one of median length goes into the Run
 _PAIR = "yield inputs, target"
 
 
 class StepCall(NamedTuple):
-    """What a step is called with."""
+    """The arguments of `Pipeline.step`."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -36,9 +38,9 @@ class StepCall(NamedTuple):
 
 
 def step_call(batch: Any, has_loss_fn: bool) -> StepCall:
-    """A batch in any usual form: with a loss function (inputs, target), else the inputs alone.
+    """Convert a batch to the arguments of a step. With a loss function, a batch is a pair of inputs and target.
 
-    Inputs are one tensor, a tuple of arguments, or a mapping of arguments by name.
+    Inputs are one tensor, a tuple of arguments, or a mapping from names to arguments.
     """
     if not has_loss_fn:
         return StepCall(*_inputs(batch))
@@ -52,7 +54,7 @@ def step_call(batch: Any, has_loss_fn: bool) -> StepCall:
 def _inputs(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(given, Mapping):
         if names := [key for key in given if not isinstance(key, str)]:
-            raise RunError("a batch by name needs names that are text", names=names[:3])
+            raise RunError("the names of a batch must be strings", got=names[:3])
         return (), dict(given)
     return (tuple(given) if isinstance(given, tuple | list) else (given,)), {}
 
@@ -67,13 +69,9 @@ def size_of(call: StepCall) -> tuple[int, int]:
     return len(first), first.numel() if is_text else 0
 
 
-_RECENT = 9  # steps whose traces are kept; the one of median length goes into the Run
-MOST_SKIPPED = 3  # consecutive steps that may be skipped
-
-
 @dataclass(frozen=True)
-class Recipe:
-    """Number of steps, clipping and form of the batches."""
+class LoopOptions:
+    """Options of the training loop."""
 
     steps: int | None = None
     """number of steps; None: until the batches end"""
@@ -97,12 +95,12 @@ class StepReport(NamedTuple):
     """One training step, for the log."""
 
     metrics: StepMetrics
-    of: int | None
+    num_steps: int | None
     """total number of steps, if it is known"""
     tokens: int
     """0 if the batch has no tokens"""
     pipeline_seconds: float
-    """from the first to the last action of the step, as predicted by the plan"""
+    """from the first to the last action of the step; the plan predicts this time"""
     slowest: tuple[int, float]
     """the stage with the longest compute time, and its seconds"""
     memory: int
@@ -114,31 +112,36 @@ class StepReport(NamedTuple):
     """messages for the user"""
 
 
-Tell = Callable[[StepReport], None]
+OnStep = Callable[[StepReport], None]
 
 
 def train(
-    pipe: Pipeline, batches: Batches, optimizer: Any, recipe: Recipe, tell: Tell, saver: PeriodicSaver | None = None
+    pipe: Pipeline,
+    batches: Batches,
+    optimizer: Any,
+    options: LoopOptions,
+    on_step: OnStep,
+    saver: PeriodicSaver | None = None,
 ) -> Run:
     """Train until batches or steps end or a stop is requested on any rank; all ranks stop after the same step.
 
-    The first rank calls `tell` for every step. Steps with NaN or Inf are skipped if the options of the pipeline say so;
-    several in a row raise. With a `saver`, checkpoints are written regularly and at the end, and the Run has the steps
-    since the checkpoint that training resumed from.
+    The first rank calls `on_step` after every step. With `RunOptions(nonfinite="skip")`, steps with NaN or Inf are
+    skipped, and several in a row raise. With a `saver`, checkpoints are written regularly and at the end, and the Run
+    has the steps since the checkpoint that training resumed from.
     """
     with catch_stop_signals() as stop:
         left, note = (batches_from(batches, 0), "") if saver is None else saver.resume(batches)
         num_before = pipe.num_steps
         log = _Log(pipe.plan, 0 if saver is None else saver.num_skipped)
-        for batch in islice(left, recipe.num_left(num_before)):
-            call = step_call(batch, recipe.has_loss_fn)
-            taken, problem = _retry_after_save(partial(_step, pipe, call, optimizer, recipe.clip), saver)
-            log.add(taken)
+        for batch in islice(left, options.num_left(num_before)):
+            call = step_call(batch, options.has_loss_fn)
+            outcome, problem = _retry_after_save(partial(_step, pipe, call, optimizer, options.clip), saver)
+            log.add(outcome)
             stop_requested, memory = pipe.largest(float(bool(stop)), float(_bytes_held()))
-            notes = (note, problem, "" if saver is None else saver.step_taken(taken.metrics, log.num_skipped))
+            notes = (note, problem, "" if saver is None else saver.step_taken(outcome.metrics, log.num_skipped))
             if pipe.is_first:
                 notes = (*notes, log.slow_ranks())
-                tell(_report(log.steps, recipe.steps, call, taken, int(memory), notes))
+                on_step(_report(log.steps, options.steps, call, outcome, int(memory), notes))
             note = ""
             log.check()
             if stop_requested:
@@ -147,7 +150,8 @@ def train(
             raise RunError("the data has no batches", hint="a data function that yields at least one")
         if saver is not None:
             saver.finish()
-    return Run(pipe.plan, tuple(log.steps), log.median_trace, versions=_versions())
+    versions = (("python", platform.python_version()), ("torch", str(torch.__version__)))
+    return Run(pipe.plan, tuple(log.steps), log.median_trace, versions=versions)
 
 
 class _Log:
@@ -158,16 +162,16 @@ class _Log:
         self.num_skipped = num_skipped
         """consecutive skipped steps"""
         self._advisor = SlowRankAdvisor(plan)
-        self._recent: deque[Trace] = deque(maxlen=_RECENT)
+        self._recent: deque[Trace] = deque(maxlen=_NUM_RECENT)
         self._skipped = ""
 
-    def add(self, taken: "_Taken") -> None:
+    def add(self, outcome: "_StepOutcome") -> None:
         """Append a step."""
-        self.steps.append(taken.metrics)
-        if taken.trace is not None:
-            self._recent.append(taken.trace)
-        self._skipped = taken.skipped
-        self.num_skipped = self.num_skipped + 1 if taken.skipped else 0
+        self.steps.append(outcome.metrics)
+        if outcome.trace is not None:
+            self._recent.append(outcome.trace)
+        self._skipped = outcome.skipped
+        self.num_skipped = self.num_skipped + 1 if outcome.skipped else 0
 
     def slow_ranks(self) -> str:
         """A message if the last steps show a slow rank, else empty."""
@@ -175,7 +179,7 @@ class _Log:
 
     def check(self) -> None:
         """Raise after too many consecutive skipped steps."""
-        if self.num_skipped >= MOST_SKIPPED:
+        if self.num_skipped >= MAX_SKIPPED:
             hint = "a lower learning rate, clipping, an earlier checkpoint, or inspect the batch"
             error = RunError(f"{self.num_skipped} steps in a row: {self._skipped}", hint=hint)
             error.is_final = True  # a restart would fail the same way
@@ -187,26 +191,26 @@ class _Log:
         return tuple(sorted(self._recent, key=lambda trace: trace.makespan)[len(self._recent) // 2 :][:1])
 
 
-class _Taken(NamedTuple):
-    """A step that was taken."""
+class _StepOutcome(NamedTuple):
+    """Metrics and trace of one step, and why it was skipped if it was."""
 
     metrics: StepMetrics
     trace: Trace | None
     skipped: str
 
 
-def _retry_after_save(take: Callable[[], _Taken], saver: PeriodicSaver | None) -> tuple[_Taken, str]:
-    """Take a step. If it failed only because the previous asynchronous save failed, repeat it and return a message."""
+def _retry_after_save(run_step: Callable[[], _StepOutcome], saver: PeriodicSaver | None) -> tuple[_StepOutcome, str]:
+    """Run a step. If it failed only because the previous asynchronous save failed, repeat it and return a message."""
     try:
-        return take(), ""
+        return run_step(), ""
     except (CheckpointError, RunError) as error:
         if saver is None:
             raise
         message = saver.step_refused(error)
-    return take(), message
+    return run_step(), message
 
 
-def _step(pipe: Pipeline, call: StepCall, optimizer: Any, clip: float | None) -> _Taken:
+def _step(pipe: Pipeline, call: StepCall, optimizer: Any, clip: float | None) -> _StepOutcome:
     began, number = time.perf_counter(), pipe.num_steps
     optimizer.zero_grad()
     with warnings.catch_warnings():
@@ -220,19 +224,25 @@ def _step(pipe: Pipeline, call: StepCall, optimizer: Any, clip: float | None) ->
         optimizer.step()
     seconds = time.perf_counter() - began
     metrics = StepMetrics(number, float(result.loss), seconds, size_of(call)[0], norm)
-    return _Taken(metrics, result.trace, result.skipped.partition("\n")[0])
+    return _StepOutcome(metrics, result.trace, result.skipped.partition("\n")[0])
 
 
 def _report(
-    steps: list[StepMetrics], of: int | None, call: StepCall, taken: _Taken, memory: int, notes: Sequence[str]
+    steps: list[StepMetrics],
+    num_steps: int | None,
+    call: StepCall,
+    outcome: _StepOutcome,
+    memory: int,
+    notes: Sequence[str],
 ) -> StepReport:
     # The first step also records the model and warms caches, so it is not representative.
     usual = statistics.median(metrics.seconds for metrics in steps[1:] or steps)
-    eta = None if of is None else (of - steps[-1].step - 1) * usual
-    trace = taken.trace
+    eta = None if num_steps is None else (num_steps - steps[-1].step - 1) * usual
+    trace = outcome.trace
     makespan = 0.0 if trace is None else trace.makespan
     shown = tuple(note for note in notes if note)
-    return StepReport(steps[-1], of, size_of(call)[1], makespan, _slowest(trace), memory, eta, taken.skipped, shown)
+    tokens = size_of(call)[1]
+    return StepReport(steps[-1], num_steps, tokens, makespan, _slowest(trace), memory, eta, outcome.skipped, shown)
 
 
 def _slowest(trace: Trace | None) -> tuple[int, float]:
@@ -247,7 +257,3 @@ def _bytes_held() -> int:
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _versions() -> tuple[tuple[str, str], ...]:
-    return (("python", platform.python_version()), ("torch", str(torch.__version__)))

@@ -1,1 +1,1 @@
-"""The names of NVIDIA's AutoPipeline over a Pipeline: a mesh and a configuration to a pipeline that trains."""
+"""AutoPipeline: builds a Pipeline from a mesh and a configuration, with the names of NVIDIA's AutoPipeline."""

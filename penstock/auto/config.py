@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.capture import Granularity
 from penstock.errors import PlanError
 from penstock.ir import as_int
 from penstock.schedules import find
@@ -57,11 +58,16 @@ class AutoPipelineConfig:
     """the dtype to convert the model to before it is cut; None: leave it"""
     scale_grads_in_schedule: bool = False
     """average gradients over microbatches; if False, sum them, and the caller divides"""
+    depth: int | None = None
+    """how deep modules are opened, as in `penstock.capture`; None: blocks stay whole"""
+    basic_blocks: tuple[str | type, ...] = ()
+    """modules that stay whole, by name or class, as in `penstock.capture`"""
 
     def __post_init__(self) -> None:
         self._check_meshes()
         self._check_sizes()
         self._check_choices()
+        Granularity(self.depth, self.basic_blocks)
 
     @property
     def num_microbatches(self) -> int:

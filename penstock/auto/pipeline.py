@@ -12,10 +12,11 @@ from markupsafe import Markup
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.api.pipeline import Pipeline
+from penstock.api.pipeline import Pipeline, check_split
 from penstock.api.planning import simulate
 from penstock.auto.config import AutoPipelineConfig
 from penstock.auto.planning import example_of, plan_of, schedule_name
+from penstock.capture import Split
 from penstock.errors import PlanError, RunError, ViewError
 from penstock.ir import Plan, Schedule, Trace, as_int, counted, is_finite, write_atomic
 from penstock.runtime import Result
@@ -171,22 +172,25 @@ class AutoPipeline:
         parallelize_fn: ParallelizeFnProtocol | None = None,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
+        split: Split | None = None,
     ) -> "AutoPipeline":
         """Cut the model and keep the stages of this rank. Collective: all ranks call it with the same arguments.
 
         Without a `loss_fn` the model returns its loss itself. `parallelize_fn` is called once for every stage of this
         rank and changes it in place. A model that is not from Hugging Face needs an example batch: `args`, `kwargs`.
+        `split` is that of a Pipeline.
         """
         config = self.config
         self._check_build(model, parallelize_fn)
         model.to(device=config.device, dtype=config.dtype)
         cache = None  # the model has no use_cache
         if "use_cache" in inspect.signature(model.forward).parameters:
-            own = getattr(getattr(model, "config", None), "use_cache", None)
-            cache = False if config.patch_inner_model else own
-        example = example_of(config, model, args, kwargs or {}, loss_fn is not None)
+            configured = getattr(getattr(model, "config", None), "use_cache", None)
+            cache = False if config.patch_inner_model else configured
+        check_split(split, model)
+        example, rules = example_of(config, model, args, kwargs or {}, loss_fn is not None, split)
         example = replace(example, kwargs=_with_cache(cache, example.kwargs))
-        plan = plan_of(config, model, example, loss_fn is not None)
+        plan = replace(plan_of(config, model, example, loss_fn is not None), split=tuple(rules.items()))
         parts: list[nn.Module] = []
 
         def take_stage(stage: nn.Module) -> None:
@@ -198,6 +202,8 @@ class AutoPipeline:
         wrapped = loss_fn
         if loss_fn is not None and takes_logits:
             wrapped = lambda output, target: loss_fn(_logits(output), target)  # noqa: E731
+            # The Pipeline trains the parameters of a loss function that is a module.
+            wrapped.__wrapped__ = loss_fn  # type: ignore[attr-defined]
         pipeline = Pipeline(
             model,
             plan,
@@ -205,6 +211,8 @@ class AutoPipeline:
             mesh=config.pipeline_mesh(),
             parallelize_fn=take_stage,
             reduction="mean" if config.scale_grads_in_schedule else "sum",
+            depth=config.depth,
+            basic_blocks=config.basic_blocks,
         )
         schedule = TrainingSchedule(_schedule_title(config, plan), pipeline, cache, takes_logits)
         self.info = PipelineInfo.of(schedule, parts)
@@ -257,8 +265,8 @@ class AutoPipeline:
 
     def pretty_print_stages(self, max_modules_per_stage: int = 16, trainable_only: bool = False) -> str:
         """This rank's stages as text: position, parameters, first modules."""
-        most = as_int(max_modules_per_stage)
-        if most is None or most < 0:
+        limit = as_int(max_modules_per_stage)
+        if limit is None or limit < 0:
             raise PlanError("max_modules_per_stage must be a whole number, 0 or more", got=repr(max_modules_per_stage))
         _ = self._schedule
         lines = []
@@ -267,9 +275,9 @@ class AutoPipeline:
             position = f"stage {stage.stage_index} of {stage.num_stages}" + (f" ({', '.join(marks)})" if marks else "")
             lines.append(f"{position}: {_num_parameters([stage.submod], trainable_only):,} parameters")
             names = _module_names(stage.submod)
-            lines += [f"  {name}" for name in names[:most]]
-            if len(names) > most:
-                lines.append(f"  and {counted(len(names) - most, 'module')} more")
+            lines += [f"  {name}" for name in names[:limit]]
+            if len(names) > limit:
+                lines.append(f"  and {counted(len(names) - limit, 'module')} more")
         return "\n".join(lines)
 
     def debug_summary(self) -> str:
@@ -316,7 +324,7 @@ class AutoPipeline:
 
 def _parallelize(function: ParallelizeFnProtocol, config: AutoPipelineConfig, stage: nn.Module) -> None:
     """Call the user's function; a module that it returns instead of changing the stage would be ignored."""
-    found: object = function(  # type: ignore[func-returns-value]
+    returned: object = function(  # type: ignore[func-returns-value]
         stage,
         config.world_mesh,
         config.moe_mesh,
@@ -327,8 +335,8 @@ def _parallelize(function: ParallelizeFnProtocol, config: AutoPipelineConfig, st
         ep_axis_name=config.ep_axis_name,
         ep_shard_axis_names=config.ep_shard_axis_names,
     )
-    if isinstance(found, nn.Module) and found is not stage:
-        kind = type(found).__name__
+    if isinstance(returned, nn.Module) and returned is not stage:
+        kind = type(returned).__name__
         raise PlanError("parallelize_fn must change the stage in place", returned=kind, hint="return nothing")
 
 
@@ -346,8 +354,8 @@ def _module_names(part: nn.Module) -> list[str]:
 
 def _num_parameters(parts: Iterable[nn.Module], trainable_only: bool = False) -> int:
     """Elements of all parameters, tied ones once; of sharded ones those of all shards."""
-    own = {id(parameter): parameter for part in parts for parameter in part.parameters()}
-    return sum(one.numel() for one in own.values() if one.requires_grad or not trainable_only)
+    parameters = {id(parameter): parameter for part in parts for parameter in part.parameters()}
+    return sum(each.numel() for each in parameters.values() if each.requires_grad or not trainable_only)
 
 
 def draw_schedule(schedule: Schedule, name: str, path: str | Path) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.api.measuring import measured_model
 from penstock.auto.config import AutoPipelineConfig
-from penstock.capture import Microbatch, capture, split_batch
+from penstock.capture import Granularity, Microbatch, Split, capture, find_split, split_batch
 from penstock.errors import PartitionError, PlanError
-from penstock.ir import Graph, Partition, Plan, Profile, Schedule, as_int
+from penstock.ir import Graph, Partition, Plan, Profile, Schedule, SplitRule, as_int
 from penstock.partitioners import by_modules, cut_before
 from penstock.passes import verify
 from penstock.planner import Measured, PlanOptions, search
-from penstock.runtime import measured_model
 from penstock.schedules import build, find
 
 # The schedules with several stages per rank that correspond to those with one.
@@ -25,7 +25,8 @@ _EXAMPLE_HINT = "build(model, loss_fn=..., args=(batch,)), with a batch like tho
 def plan_of(config: AutoPipelineConfig, model: nn.Module, example: Microbatch, has_loss_fn: bool) -> Plan:
     """The plan as configured. It depends on no measurement, so every rank computes the same one."""
     given = _schedule_from_csv(config)
-    graph = measured_model(capture(model, example.args, example.kwargs), has_loss_fn).graph
+    granularity = Granularity(config.depth, config.basic_blocks)
+    graph = measured_model(capture(model, example.args, example.kwargs, granularity), has_loss_fn).graph
     partition = partition_of(config, model, graph, given)
     schedule = given or schedule_of(config, partition.num_stages)
     if partition.num_stages != schedule.num_stages:
@@ -39,10 +40,10 @@ def _schedule_from_csv(config: AutoPipelineConfig) -> Schedule | None:
     if config.pp_schedule_csv is None:
         return None
     schedule = Schedule.from_csv(config.pp_schedule_csv)
-    found = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}
+    sizes = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}
     configured = {"ranks": config.num_ranks, "microbatches": config.num_microbatches}
-    if found != configured:
-        raise PlanError("the CSV must have the configured ranks and microbatches", csv=found, configured=configured)
+    if sizes != configured:
+        raise PlanError("the CSV must have the configured ranks and microbatches", csv=sizes, configured=configured)
     verify(schedule)
     return schedule
 
@@ -83,11 +84,11 @@ def num_stages_of(config: AutoPipelineConfig, num_layers: int, given: Schedule |
 
 def schedule_of(config: AutoPipelineConfig, num_stages: int) -> Schedule:
     """The named schedule for that many stages."""
-    depth, rest = divmod(num_stages, config.num_ranks)
+    stages_per_rank, rest = divmod(num_stages, config.num_ranks)
     if rest:
         sizes = {"stages": num_stages, "ranks": config.num_ranks}
         raise PlanError("the number of stages must be a multiple of the ranks", **sizes)
-    return build(schedule_name(config, num_stages), config.num_ranks, config.num_microbatches, depth)
+    return build(schedule_name(config, num_stages), config.num_ranks, config.num_microbatches, stages_per_rank)
 
 
 def schedule_name(config: AutoPipelineConfig, num_stages: int) -> str:
@@ -99,13 +100,13 @@ def schedule_name(config: AutoPipelineConfig, num_stages: int) -> str:
 
 def layers_of(model: nn.Module, graph: Graph) -> list[str]:
     """Names of the layers: elements of the outermost module lists that have parameters, in the order of calls."""
-    found = (_layer_of(model, node.module) for node in graph.nodes if node.module)
-    layers = dict.fromkeys(name for name in found if name)
+    names = (_layer_of(model, node.module) for node in graph.nodes if node.module)
+    layers = dict.fromkeys(name for name in names if name)
     return [name for name in layers if any(True for _ in model.get_submodule(name).parameters())]
 
 
 def _layer_of(model: nn.Module, path: str) -> str:
-    """The element of the outermost list that a module is or belongs to; "" if there is none."""
+    """The element of the outermost list that a module is or belongs to; or ""."""
     words = path.split(".")
     for length in range(len(words)):
         if isinstance(model.get_submodule(".".join(words[:length])), nn.ModuleList | nn.Sequential):
@@ -149,9 +150,14 @@ def generate_hf_model_fqn_per_model_part(
 
 
 def example_of(
-    config: AutoPipelineConfig, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], has_loss_fn: bool
-) -> Microbatch:
-    """The first microbatch of the given batch; else one made of the model's `dummy_inputs`.
+    config: AutoPipelineConfig,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    has_loss_fn: bool,
+    split: Split | None,
+) -> tuple[Microbatch, dict[str, SplitRule]]:
+    """The first microbatch of the given batch, or of one made of the model's `dummy_inputs`, and how it is split.
 
     Later batches may have other lengths and arguments: only the order of the layers is taken from the example.
     """
@@ -159,7 +165,8 @@ def example_of(
         raise PlanError("args must be a tuple of the model's arguments", got=type(args).__name__, hint=_EXAMPLE_HINT)
     if not args and not kwargs:
         args, kwargs = (), _dummy_batch(config, model, has_loss_fn)
-    return split_batch(model.forward, args, kwargs, None, config.num_microbatches)[0]
+    rules = {**find_split(model, args, kwargs, split), **(split or {})}
+    return split_batch(model.forward, args, kwargs, None, config.num_microbatches, rules)[0], rules
 
 
 def _dummy_batch(config: AutoPipelineConfig, model: nn.Module, has_loss_fn: bool) -> dict[str, Tensor]:
@@ -169,8 +176,8 @@ def _dummy_batch(config: AutoPipelineConfig, model: nn.Module, has_loss_fn: bool
         raise PlanError("a model that is not from Hugging Face needs an example batch", model=kind, hint=_EXAMPLE_HINT)
     device = next((parameter.device for parameter in model.parameters()), None)
     rows = config.pp_batch_size
-    found = {name: value[:1].repeat(rows, *[1] * (value.dim() - 1)).to(device) for name, value in inputs.items()}
-    ids = found.get("input_ids")
+    batch = {name: value[:1].repeat(rows, *[1] * (value.dim() - 1)).to(device) for name, value in inputs.items()}
+    ids = batch.get("input_ids")
     if not has_loss_fn and ids is not None and "labels" in inspect.signature(model.forward).parameters:
-        found["labels"] = ids
-    return found
+        batch["labels"] = ids
+    return batch

@@ -7,9 +7,10 @@ compared by their structure, one line of text.
 
 import enum
 import inspect
+import operator
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,10 +21,23 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import resolve_name
 
-from penstock.capture.objects import holds_tensors
+from penstock.capture.draws import ArrayOf, DrawnArray, DrawnNumber, NumberOf, PythonDraw
+from penstock.capture.objects import holds_tensors, register_class_of, register_containers
 from penstock.capture.tensor_table import same_content
+from penstock.capture.transforms import TransformedCall
 from penstock.errors import CaptureError
-from penstock.ir import Container, ObjectRef, Parts, Ref, State, Tree, leaves, take_apart
+from penstock.ir import (
+    Container,
+    ObjectRef,
+    Parts,
+    Ref,
+    State,
+    Tree,
+    attributes_of,
+    is_attributes_only,
+    leaves,
+    take_apart,
+)
 
 Naming = Callable[[Tensor], "Ref | State | None"]
 _NAN = float("nan")
@@ -56,39 +70,42 @@ class ArgumentWriter:
         self.live: dict[str, Any] = {}
         self._constants: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def write(self, thing: object, where: str) -> Tree:
+    def write(self, value: object, where: str) -> Tree:
         """The tree of a Python structure; raises a CaptureError that names `where` if it cannot be replayed."""
         # By exact type: a subclass of int or str may be more than a number or a text.
-        if thing is None or type(thing) in (bool, int, float, str):
+        if value is None or type(value) in (bool, int, float, str):
             # Records are compared with ==, and NaN is equal to nothing: use one object, which tuples compare by `is`.
-            return _NAN if thing != thing else thing  # type: ignore[return-value]
-        if isinstance(thing, Tensor):
-            return self._write_tensor(thing, where)
-        if parts := take_apart(thing):
+            return _NAN if value != value else value  # type: ignore[return-value]
+        if isinstance(value, Tensor):
+            return self._write_tensor(value, where)
+        if isinstance(value, DrawnNumber | DrawnArray):
+            kind = NumberOf if isinstance(value, DrawnNumber) else ArrayOf
+            return Container(self.key(kind), (0,), (self._write_tensor(value.tensor, where),))
+        if parts := take_apart(value):
             keys = tuple(self.write(key, where) for key in parts.keys)
             return Container(self.key(parts.kind), keys, tuple(self.write(item, where) for item in parts.items))
-        if isinstance(thing, nn.Module):
+        if isinstance(value, nn.Module):
             raise CaptureError(
                 "a module is passed to a function or to another module, which hides whose parameters are used",
-                module=type(thing).__name__,
+                module=type(value).__name__,
                 where=where,
                 hint="keep the module that contains both as one block (basic_blocks)",
             )
-        if holds_tensors(thing):
-            # Such as a key-value cache: a stage could not send it to another rank, nor see who writes into it.
+        if holds_tensors(value):
+            # Such as a closure: a stage could not send it to another rank, nor see who writes into it.
             raise CaptureError(
                 "an object that holds tensors is passed from one block of the model to another",
-                object=type(thing).__name__,
+                object=type(value).__name__,
                 where=where,
-                hint="pass tensors in lists, tuples, dicts or dataclasses, or keep the module around both whole "
-                "(basic_blocks); for Hugging Face models use_cache=False",
+                hint="pass tensors in lists, dicts, dataclasses or objects with plain attributes, or keep the module "
+                "around both whole (basic_blocks)",
             )
-        return ObjectRef(self.key(thing))
+        return ObjectRef(self.key(value))
 
     def _write_tensor(self, tensor: Tensor, where: str) -> Tree:
-        found = self._naming(tensor)
-        if found is not None:
-            return found
+        reference = self._naming(tensor)
+        if reference is not None:
+            return reference
         if is_functorch_wrapped_tensor(tensor):
             raise CaptureError(
                 "a function is transformed between blocks (torch.vmap, torch.func), which hides its arguments",
@@ -114,13 +131,13 @@ class ArgumentWriter:
             tensor.data.copy_(content)
         return [tensor for tensor, _ in changed]
 
-    def key(self, thing: Any) -> str:
+    def key(self, value: Any) -> str:
         """Put an object into the live table, if it is not there, and return its key."""
-        name = _live_name(thing)
-        if name in self.live and not _may_share_key(self.live[name], thing):
+        name = _live_name(value)
+        if name in self.live and not _may_share_key(self.live[name], value):
             numbered = (f"{name}@{number}" for number in range(2, 1 << 30))
-            name = next(key for key in numbered if _may_share_key(self.live.get(key, thing), thing))
-        self.live.setdefault(name, thing)
+            name = next(key for key in numbered if _may_share_key(self.live.get(key, value), value))
+        self.live.setdefault(name, value)
         return name
 
 
@@ -141,15 +158,18 @@ def short_name(function: Any) -> str:
     return words[-1].strip("_") or "call"
 
 
-def _live_name(thing: Any) -> str:
-    if isinstance(thing, _TORCH_CONSTANTS):
-        return f"{type(thing).__name__}:{thing}" if not isinstance(thing, torch.Generator) else "generator"
-    if isinstance(thing, enum.Enum):
-        return f"{type(thing).__name__}.{thing.name}"
-    return _function_name(thing) if callable(thing) else f"constant:{type(thing).__name__}"
+def _live_name(value: Any) -> str:
+    if isinstance(value, _TORCH_CONSTANTS):
+        return f"{type(value).__name__}:{value}" if not isinstance(value, torch.Generator) else "generator"
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    return _function_name(value) if callable(value) else f"constant:{type(value).__name__}"
 
 
 def _function_name(function: Any) -> str:
+    if isinstance(function, TransformedCall):
+        return f"torch.func.{function.transform}"
+    function = function.function if isinstance(function, PythonDraw) else function
     if isinstance(function, FunctionApply):
         return f"{function.function.__module__}.{function.function.__qualname__}.apply"
     name = _resolve_name()(function) or getattr(function, "__qualname__", None) or type(function).__name__
@@ -165,53 +185,112 @@ def _resolve_name() -> Callable[[Any], str | None]:
     return unwrapped
 
 
-def _may_share_key(one: Any, other: Any) -> bool:
-    if one is other or isinstance(one, Tensor) or isinstance(other, Tensor):
-        return one is other
+def _may_share_key(first: Any, second: Any) -> bool:
+    if first is second or isinstance(first, Tensor) or isinstance(second, Tensor):
+        return first is second
     try:
         # The types too: 1, 1.0 and True are equal.
-        return bool(type(one) is type(other) and one == other)
+        return bool(type(first) is type(second) and first == second)
     except (ValueError, RuntimeError, TypeError):
         return False
+
+
+# Containers among arguments
+
+
+class ArgumentContents:
+    """The contents of the containers among the arguments of a call, compared before and after it."""
+
+    def __init__(self, args: Any, kwargs: Any, held: Collection[int]) -> None:
+        """`held` has the identities of the objects that modules hold."""
+        self._given, self._held = (tuple(args), dict(kwargs)), held
+        self._tensors, self._structure = _tensors(self._given), structure_of(self._given)
+        self._objects = [
+            (container, _content(container)) for container in _containers(self._given) if id(container) in held
+        ]
+        # Objects that are passed on as they are: if the call changes one, every replay must be given a new one.
+        fresh = (leaf for leaf in leaves(self._given) if is_attributes_only(type(leaf)) and id(leaf) not in held)
+        self._leaves = [(leaf, structure_of(attributes_of(leaf))) for leaf in fresh]
+
+    def registers_containers(self, result: Any) -> bool:
+        """Register the classes of objects that the call returned or changed; returns whether some were new."""
+        changed = [leaf for leaf, before in self._leaves if structure_of(attributes_of(leaf)) != before]
+        # Both must run.
+        return any([register_containers((result, self._given)), *map(register_class_of, changed)])
+
+    def have_changed(self, where: str) -> bool:
+        """Whether a container holds other tensors or other plain values than before the call."""
+        for container, before in self._objects:
+            if _content(container) != before:
+                raise CaptureError(
+                    "a block changes an object that a module of the model holds, which other stages would not see",
+                    object=type(container).__name__,
+                    where=where,
+                    hint="make the object in the forward, or keep the module around both whole (basic_blocks)",
+                )
+        tensors = _tensors(self._given)
+        is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        return not is_same or structure_of(self._given) != self._structure
+
+    def are_shared(self) -> bool:
+        """Whether two arguments are, or hold, the same list, dict or object: a replay would give the call two."""
+        ids = [id(container) for container in _containers(self._given) if not isinstance(container, tuple | slice)]
+        return len(set(ids)) < len(ids)
+
+
+def _containers(structure: object) -> Iterator[object]:
+    parts = take_apart(structure)
+    if parts is not None:
+        yield structure
+        for item in parts.items:
+            yield from _containers(item)
+
+
+def _tensors(structure: object) -> list[Tensor]:
+    return [leaf for leaf in leaves(structure) if isinstance(leaf, Tensor)]
+
+
+def _content(structure: object) -> tuple[str, list[int]]:
+    return structure_of(structure), list(map(id, _tensors(structure)))
 
 
 # Structures of results
 
 
-def structure_of(thing: object) -> str:
+def structure_of(value: object) -> str:
     """Classes, keys and plain values of a structure in one line; every tensor is "*", an object only its class.
 
     A record holds for a batch only if every call returns the structure that it returned when it was recorded.
     """
-    if isinstance(thing, Tensor):
+    if isinstance(value, Tensor):
         return TENSOR
-    if parts := take_apart(thing):
+    if parts := take_apart(value):
         kind = parts.kind.__qualname__
         if issubclass(parts.kind, list | tuple):
             return f"{kind}({', '.join(map(structure_of, parts.items))})"
         pairs = zip(map(structure_of, parts.keys), map(structure_of, parts.items), strict=True)
         return f"{kind}({', '.join(f'{key}: {item}' for key, item in pairs)})"
-    if isinstance(thing, set | frozenset):
-        return f"{type(thing).__qualname__}({', '.join(sorted(map(structure_of, thing)))})"
-    if _is_shown_by_structure(thing):
-        if isinstance(thing, type | types.FunctionType | types.BuiltinFunctionType):
-            return f"{thing.__module__}.{thing.__qualname__}"
-        return repr(thing)
-    return f"object {type(thing).__qualname__}"
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__qualname__}({', '.join(sorted(map(structure_of, value)))})"
+    if _is_shown_by_structure(value):
+        if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+            return f"{value.__module__}.{value.__qualname__}"
+        return repr(value)
+    return f"object {type(value).__qualname__}"
 
 
-def opaque_leaves(thing: object, is_known: Callable[[Any], bool]) -> list[object]:
+def opaque_leaves(structure: object, is_known: Callable[[Any], bool]) -> list[object]:
     """The objects that the text of a structure shows only by class, except those that `is_known` accepts."""
-    return [leaf for leaf in leaves(thing) if not _is_shown_by_structure(leaf) and not is_known(leaf)]
+    return [leaf for leaf in leaves(structure) if not _is_shown_by_structure(leaf) and not is_known(leaf)]
 
 
-def structure_with_names(thing: object, name: Callable[[Tensor], str]) -> Any:
+def structure_with_names(structure: object, name: Callable[[Tensor], str]) -> Any:
     """The structure with containers as their Parts and tensors as references to their names."""
-    if isinstance(thing, Tensor):
-        return Ref(name(thing))
-    parts = take_apart(thing)
+    if isinstance(structure, Tensor):
+        return Ref(name(structure))
+    parts = take_apart(structure)
     if parts is None:
-        return thing
+        return structure
     return Parts(parts.kind, parts.keys, tuple(structure_with_names(item, name) for item in parts.items))
 
 
@@ -234,14 +313,14 @@ class Expected:
 
     value: Any
 
-    def agrees(self, found: Any) -> bool:
+    def agrees(self, value: Any) -> bool:
         """Whether the same value was read again."""
         if isinstance(self.value, np.ndarray):
-            return np.array_equal(found, self.value, equal_nan=True)
-        if type(found) is not type(self.value):
+            return np.array_equal(value, self.value, equal_nan=True)
+        if type(value) is not type(self.value):
             return False
         # By repr too, as NaN is not equal to itself, also inside a list.
-        return bool(found == self.value) or (isinstance(found, _TYPES_WITH_NAN) and repr(found) == repr(self.value))
+        return bool(value == self.value) or (isinstance(value, _TYPES_WITH_NAN) and repr(value) == repr(self.value))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Expected) and self.agrees(other.value)

@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from penstock.capture.objects import code_origin
 from penstock.errors import CaptureError
@@ -36,7 +35,6 @@ class ContextTracker:
         self._outer_saving = _saved_tensors_hooks()
         self._outer_inference = torch.is_inference_mode_enabled()
         self._num_running_functions = 0
-        self._rng_state: Tensor | None = None
 
     def current(self) -> CallContext:
         """The context of a call made now."""
@@ -60,15 +58,6 @@ class ContextTracker:
         """Whether an autograd function runs and has enabled gradients: its backward will run a backward inside."""
         return self._num_running_functions > 0 and torch.is_grad_enabled()
 
-    def start_rng(self) -> None:
-        """From now on only recorded calls may move torch's generator."""
-        self._rng_state = torch.get_rng_state()
-
-    def rng_was_set(self, before_call: Tensor) -> bool:
-        """Whether code between the last random call and this one moved torch's generator, as `manual_seed` does."""
-        last, self._rng_state = self._rng_state, torch.get_rng_state()
-        return last is not None and not torch.equal(last, before_call)
-
     def refuse_unsupported(self, scope: str) -> None:
         """Raise a CaptureError if a context is active that a replay could not enter again."""
         if torch.is_inference_mode_enabled() != self._outer_inference:
@@ -79,8 +68,8 @@ class ContextTracker:
             )
         hooks = _saved_tensors_hooks()
         # Those of torch recompute or offload saved tensors, which changes no number.
-        own = any(code_origin(getattr(hook, "__module__", "")) != "torch" for hook in hooks)
-        if own and hooks != self._outer_saving:
+        has_user_hooks = any(code_origin(getattr(hook, "__module__", "")) != "torch" for hook in hooks)
+        if has_user_hooks and hooks != self._outer_saving:
             raise CaptureError(
                 "the model changes between its blocks how tensors are saved for the backward (saved_tensors_hooks)",
                 module=scope or "the model",
@@ -94,6 +83,6 @@ def _torch_contexts() -> tuple[bool, tuple[str, bool, str]]:
 
 
 def _saved_tensors_hooks() -> tuple[Any, ...]:
-    """The innermost pair of pack and unpack hooks; empty if there is none."""
-    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return tuple(found or ())
+    """The innermost pair of pack and unpack hooks, or an empty tuple."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return tuple(hooks or ())

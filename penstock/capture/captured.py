@@ -10,32 +10,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from penstock.capture.draws import DrawSeed
 from penstock.capture.fingerprint import batch_signature, model_fingerprint
 from penstock.capture.granularity import Granularity
 from penstock.capture.guards import InputGuards
 from penstock.capture.isolation import isolated, without_accumulation_hooks
-from penstock.capture.recording import Recording, make_recording
+from penstock.capture.lru_cache import LruCache
+from penstock.capture.objects import register_containers
+from penstock.capture.recording import Recording, make_recording, run_with_draws
 from penstock.capture.replay import ArgumentReader, Getter, Replay, Values, WrapModule
 from penstock.capture.tensor_table import device_of, storage_id
 from penstock.errors import CaptureError
-from penstock.ir import Graph, leaf_names, leaves, named_inputs, signature_of, transform
+from penstock.ir import Graph, leaf_names, leaves, named_inputs, num_registered, signature_of, transform
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
+_MAX_EXAMPLE_SEEDS = 8
+"""with how many seeds the example is recorded, if random numbers decide which blocks are called"""
 
 
 def capture(
     model: nn.Module,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    *,
-    depth: int | None = None,
-    basic_blocks: Sequence[str | type] = (),
+    granularity: Granularity = Granularity(),  # noqa: B008
 ) -> "Captured":
     """Record the model on one example batch. The model is left exactly as it was."""
     _check_model(model)
-    _check_arguments(args, kwargs, depth, basic_blocks)
-    captured = Captured(model, Granularity(depth, tuple(basic_blocks)), tuple(args), dict(kwargs or {}))
-    captured.recording(*captured.example)
+    _check_arguments(args, kwargs)
+    captured = Captured(model, granularity, tuple(args), dict(kwargs or {}))
+    captured.record_example()
     return captured
 
 
@@ -56,16 +59,26 @@ class Captured:
         self._granularity = granularity
         self._recordings: dict[tuple[Any, ...], list[Recording]] = {}
         """by batch signature and model fingerprint; several if they differ in guards"""
+        self._kept: LruCache[Recording, tuple[tuple[Any, ...], Recording]] = LruCache()
+        """all of these, each with its key, in the order of their last use"""
+        self._forms: LruCache[tuple[Any, str], None] = LruCache()
+        """model fingerprints and forms of recordings: another recording of such a form needs one forward only"""
+        self._volatile: frozenset[str] = frozenset()
+        """settings that the forward itself changes"""
         self._first: Recording | None = None
+        self.seed = 0
+        """of the example's random numbers"""
         self._planned: Graph | None = None
-        # By id(recording). The recording is kept as well, so that its id is not reused.
-        self._guards: dict[int, tuple[Recording, InputGuards]] = {}
-        self._output_getters: dict[int, tuple[Recording, Getter]] = {}
+        self._guards: LruCache[Recording, InputGuards] = LruCache()
+        self._output_getters: LruCache[Recording, Getter] = LruCache()
 
     @classmethod
-    def planned(cls, model: nn.Module, graph: Graph) -> "Captured":
-        """A model whose graph is known from a plan; the first batch is recorded when it arrives."""
-        captured = cls(model, Granularity.of(graph), (), {})
+    def planned(cls, model: nn.Module, graph: Graph, granularity: Granularity = Granularity()) -> "Captured":  # noqa: B008
+        """A model whose graph is known from a plan; the first batch is recorded when it arrives.
+
+        It is opened as far as the graph is, unless `granularity` differs from the default.
+        """
+        captured = cls(model, Granularity.of(graph).changed(model, granularity), (), {})
         captured._planned = graph
         return captured
 
@@ -96,77 +109,108 @@ class Captured:
         has_rows = any(isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] > 1 for leaf in leaves(self.example))
         other = transform(self.example, _roll_rows if has_rows else _roll_last)
         try:
-            found = self.recording(*other)
+            recording = self.recording(*other)
         except CaptureError:
             return self.example
-        return other if found is self._first else self.example
+        return other if recording is self._first else self.example
 
     # Recordings
 
     @property
     def num_recordings(self) -> int:
-        """How many recordings have been made."""
-        return sum(map(len, self._recordings.values()))
+        """How many recordings are kept."""
+        return len(self._kept)
 
-    def recording(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
-        """The recording that holds for this batch; made now if there is none."""
-        return self.recordings([(args, kwargs)])[0][0]
+    def record_example(self) -> None:
+        """Record the example. If random numbers decide which blocks are called, with draws that call the most."""
+        self.recording(*self.example)
+        best, best_seed = self.first, self.seed
+        if self._guards_of(best).depend_on_draws:
+            for seed in range(1, _MAX_EXAMPLE_SEEDS):
+                found = self.recording(*self.example, seed)
+                if len(found.graph.nodes) > len(best.graph.nodes):
+                    best, best_seed = found, seed
+        self._first, self.seed = best, best_seed
 
-    def recordings(self, batches: Iterable[Batch]) -> list[tuple[Recording, Values]]:
-        """The recording of each batch, made now if there is none, and the batch's tensors by name.
+    def recording(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None = None) -> Recording:
+        """The recording that holds for this batch; recorded now if this batch is the first of its kind."""
+        return self.recordings([(args, kwargs)], seed)[0][0]
 
-        For all microbatches of a step: the fingerprint of the model is computed once.
+    def recordings(self, batches: Iterable[Batch], seed: int | None = None) -> list[tuple[Recording, Values]]:
+        """The recording of each microbatch of a step, and its tensors by name; records the model if no recording holds.
+
+        The recordings hold for the random numbers of the step's seed; without one, for those of the example. The
+        fingerprint of the model is computed once.
         """
+        seed = self.seed if seed is None else seed
         signature, fingerprint = signature_of(self.model.forward), self._fingerprint()
-        found: list[tuple[Recording, Values]] = []
+        results: list[tuple[Recording, Values]] = []
         candidates: dict[Any, list[Recording]] = {}
-        for args, kwargs in batches:
+        for index, (args, kwargs) in enumerate(batches):
+            own_seed = DrawSeed(seed, index)
+            register_containers((args, kwargs))
             kwargs = without_cache(self.model, kwargs)
-            given = named_inputs(self.model.forward, args, kwargs, signature)
-            inputs = {name: leaf for name, leaf in given.items() if isinstance(leaf, Tensor)}
-            batch = batch_signature(given)
+            named_values = named_inputs(self.model.forward, args, kwargs, signature)
+            inputs = {name: leaf for name, leaf in named_values.items() if isinstance(leaf, Tensor)}
+            batch = batch_signature(named_values)
             if batch not in candidates:
                 candidates[batch] = self._recordings.get((batch, fingerprint), [])
-            recording = next((one for one in candidates[batch] if self._holds(one, inputs)), None)
+            holding = (candidate for candidate in candidates[batch] if self._holds(candidate, inputs, own_seed))
+            recording = next(holding, None)
             if recording is None:
-                recording = self._record(batch, args, kwargs)
+                recording = self._record(batch, fingerprint, args, kwargs, own_seed)
                 # Recording may open leaves and find volatile settings, which changes the fingerprint.
                 fingerprint, candidates = self._fingerprint(), {}
+            self._kept.find(recording)
             if recording.written_inputs:
                 _refuse_shared_inputs(inputs, recording.written_inputs)
-            found.append((recording, inputs))
-        return found
+            results.append((recording, inputs))
+        return results
 
-    def _fingerprint(self, *more: Recording) -> Any:
-        volatile = [one.volatile for known in (*self._recordings.values(), more) for one in known]
-        return model_fingerprint(self.model, self._granularity, frozenset[str]().union(*volatile))
+    def _fingerprint(self) -> Any:
+        settings = model_fingerprint(self.model, self._granularity, self._volatile)
+        # A class that has become a container since a recording is taken apart in its calls from now on.
+        return settings, num_registered()
 
-    def _record(self, signature: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+    def _record(
+        self, signature: Any, fingerprint: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: DrawSeed
+    ) -> Recording:
         if torch.is_inference_mode_enabled():
             # Tensors made in inference mode have no version, so in-place writes would not be seen.
             raise CaptureError("a model cannot be recorded in inference mode", hint="torch.no_grad()")
         with self.recording_context():
-            made = make_recording(self.model, args, kwargs, self._granularity)
+            made = make_recording(
+                self.model, args, kwargs, self._granularity, seed, lambda form: (fingerprint, form) in self._forms
+            )
         self._first = self._first or made
         # Leaves that had to be opened stay open, also for the fingerprint.
         self._granularity = made.granularity
-        self._recordings.setdefault((signature, self._fingerprint(made)), []).append(made)
+        self._volatile |= made.volatile
+        key = (signature, self._fingerprint())
+        self._recordings.setdefault(key, []).append(made)
+        self._forms.put((key[1], made.form), None)
+        for old_key, old in self._kept.put(made, (key, made)):
+            self._recordings[old_key].remove(old)
+            if not self._recordings[old_key]:
+                del self._recordings[old_key]
         return made
 
-    def _holds(self, recording: Recording, inputs: Values) -> bool:
-        """Whether all guards on the inputs hold for this batch."""
-        if id(recording) not in self._guards:
-            self._guards[id(recording)] = recording, InputGuards(recording, self.model)
-        guards = self._guards[id(recording)][1]
-        # On the meta device there are no values to read.
-        return guards.always_hold or self.is_meta or guards.hold(inputs)
+    def _holds(self, recording: Recording, inputs: Values, seed: DrawSeed) -> bool:
+        """Whether all guards on inputs and random numbers hold for this batch."""
+        guards = self._guards_of(recording)
+        # On the meta device there are no values to read, except random numbers that are drawn on the CPU.
+        is_unreadable = self.is_meta and not guards.depend_on_draws
+        return guards.always_hold or is_unreadable or guards.hold(inputs, seed)
+
+    def _guards_of(self, recording: Recording) -> InputGuards:
+        return self._guards.get(recording, lambda: InputGuards(recording, self.model))
 
     # Parts of a recording
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
         """The tensors of a batch by the names of the graph's inputs."""
-        found = named_inputs(self.model.forward, args, without_cache(self.model, kwargs))
-        return {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
+        named = named_inputs(self.model.forward, args, without_cache(self.model, kwargs))
+        return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
 
     def replay(
         self,
@@ -187,7 +231,8 @@ class Captured:
     def unused_leaves(self) -> list[str]:
         """The modules that would be leaves but that the example never called."""
         called = {node.module for node in self.graph.nodes if node.is_leaf}
-        return [name for name in self._granularity.leaves(self.model) if name not in called]
+        granularity = self._granularity if self._planned is None else Granularity.of(self._planned)
+        return [name for name in granularity.leaves(self.model) if name not in called]
 
     def output_names(self, recording: Recording) -> tuple[str, ...]:
         """The values among the leaves of the model's output, in their order; "" for a parameter or buffer."""
@@ -195,16 +240,26 @@ class Captured:
 
     def output(self, recording: Recording, values: Values) -> Any:
         """The model's output, built from the values in it."""
-        if id(recording) not in self._output_getters:
-            getter = ArgumentReader(recording, self.model).getter(recording.record.outputs)
-            self._output_getters[id(recording)] = recording, getter
-        return self._output_getters[id(recording)][1](values)
+
+        def make() -> Getter:
+            return ArgumentReader(recording, self.model).getter(recording.record.outputs)
+
+        return self._output_getters.get(recording, make)(values)
 
     # The unsplit model
 
     def whole(self, *args: Any, **kwargs: Any) -> Any:
         """Call the unsplit model as it is recorded."""
         return self.model(*args, **without_cache(self.model, kwargs))
+
+    def whole_with_draws(self, seed: DrawSeed, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the unsplit model with the random numbers that its stages draw with this seed."""
+        kwargs = without_cache(self.model, kwargs)
+        return run_with_draws(self.model, args, kwargs, self.recording(args, kwargs, seed.step), seed)
+
+    def has_shared_draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the model draws numbers for the whole batch, which decide what it does or are drawn by all stages."""
+        return bool(self.recording(args, kwargs).shared_draws)
 
     def isolated(self, seed: int | None = None, written: Collection[str] | None = None) -> AbstractContextManager[None]:
         """Restore at exit whatever the body changes in the model; see `penstock.capture.isolated`."""
@@ -220,10 +275,12 @@ def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 
     The cache is an object that holds tensors, and only generation uses it.
     """
-    config = getattr(model, "config", None)
-    # Multimodal models have a configuration for text inside theirs.
-    configs = (config, *getattr(config, "__dict__", {}).values())
-    if not any(getattr(one, "use_cache", False) is True for one in configs) or kwargs.get("use_cache") is not None:
+    # The decoder of an encoder-decoder has a configuration of its own, and that of a multimodal model has one for text.
+    attributes = (getattr(model, "config", None), *(vars(module).get("config") for module in model.modules()))
+    distinct = {id(config): config for config in attributes if config is not None}
+    configs = [part for config in distinct.values() for part in (config, *getattr(config, "__dict__", {}).values())]
+    uses_cache = any(getattr(config, "use_cache", False) is True for config in configs)
+    if not uses_cache or kwargs.get("use_cache") is not None:
         return kwargs
     accepts = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepts.values())
@@ -247,17 +304,17 @@ def _roll_last(leaf: object) -> object:
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise CaptureError("model must be a torch.nn.Module", given=type(model).__name__)
+        raise CaptureError("model must be a torch.nn.Module", got=type(model).__name__)
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):
         raise CaptureError(
             "a model that is compiled as a whole cannot be captured",
-            given=type(model).__name__,
+            got=type(model).__name__,
             hint="capture the model that was compiled (model._orig_mod), and compile its blocks",
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError(
             "a model that is scripted as a whole cannot be captured",
-            given=type(model).__name__,
+            got=type(model).__name__,
             hint="capture the model before torch.jit.script; its blocks may be scripted",
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -269,48 +326,33 @@ def _check_model(model: Any) -> None:
             )
 
 
-def _check_arguments(args: Any, kwargs: Any, depth: Any, basic_blocks: Any) -> None:
+def _check_arguments(args: Any, kwargs: Any) -> None:
     if not isinstance(args, tuple | list):
         raise CaptureError(
             "args must be a tuple of the model's positional arguments",
-            given=type(args).__name__,
+            got=type(args).__name__,
             hint="capture(model, (batch,)), or capture(model, kwargs={...}) for arguments by name",
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise CaptureError("kwargs must be a dict of the model's keyword arguments", given=type(kwargs).__name__)
-    if depth is not None and not (type(depth) is int and depth >= 1):
-        raise CaptureError("depth must be 1 or more: the model itself is depth 0", depth=repr(depth))
-    if isinstance(basic_blocks, str) or not isinstance(basic_blocks, Collection):
-        raise CaptureError(
-            "basic_blocks must be a list of module names and classes",
-            given=getattr(basic_blocks, "__name__", repr(basic_blocks)),
-            hint="basic_blocks=[...]",
-        )
-    for block in basic_blocks:
-        if not isinstance(block, str | type):
-            raise CaptureError(
-                "a basic block must be the name of a module or a class",
-                basic_block=repr(block).partition("\n")[0],
-                hint="a name of named_modules(), or the class of the module",
-            )
+        raise CaptureError("kwargs must be a dict of the model's keyword arguments", got=type(kwargs).__name__)
 
 
 def _refuse_shared_inputs(inputs: Mapping[str, Tensor], written: Collection[str]) -> None:
     """Refuse inputs that overlap one that the model writes into: every stage gets its own copies."""
-    for one, other in combinations(inputs, 2):
-        if (one in written or other in written) and _overlap(inputs[one], inputs[other]):
+    for first, second in combinations(inputs, 2):
+        if (first in written or second in written) and _overlap(inputs[first], inputs[second]):
             raise CaptureError(
                 "two inputs share memory, and the model writes into one of them",
-                inputs=f"{one}, {other}",
-                written=one if one in written else other,
+                inputs=f"{first}, {second}",
+                written=first if first in written else second,
                 hint="give the model a copy (clone) of one of them",
             )
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    if storage_id(one) != storage_id(other):
+def _overlap(left: Tensor, right: Tensor) -> bool:
+    if storage_id(left) != storage_id(right):
         return False
-    (_, first_end), (second, _) = sorted(map(_byte_range, (one, other)))
+    (_, first_end), (second, _) = sorted(map(_byte_range, (left, right)))
     return second < first_end
 
 

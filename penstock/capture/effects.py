@@ -8,6 +8,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from penstock.capture.arguments import FunctionApply
+from penstock.capture.draws import PythonDraw
 from penstock.capture.generators import GeneratorStates, module_generators, python_generators, torch_generators
 from penstock.capture.tensor_table import TensorTable, buffers_and_attributes, same_content, storage_id
 from penstock.ir import leaves
@@ -22,7 +23,7 @@ class CallEffects:
         self._versions = [(tensor, tensor._version) for tensor in tensors]
         self.own = {id(tensor): tensor for tensor in _own_state(self._module)}
         """the state of the module itself, by identity"""
-        shared = [tensor for given in tensors for tensor in table.state_sharing(given)]
+        shared = [tensor for argument in tensors for tensor in table.state_sharing(argument)]
         state = {id(tensor): tensor for tensor in (*shared, *self.own.values()) if id(tensor) in table.state}
         self._state = [
             # Parameters are large and rarely written: they are not copied, and only their versions compared.
@@ -35,14 +36,10 @@ class CallEffects:
         ]
         # Held, so that the id() of a replaced buffer is not given to another tensor.
         self._buffers = _buffers_by_id(self._module)
-        sources = torch_generators(any(tensor.is_cuda for tensor in (*tensors, *state.values())))
-        if self._module is not None or isinstance(target, FunctionApply):
-            # Only Python code can draw from Python's generators; torch functions cannot.
-            parts = self._module.modules() if self._module is not None else ()
-            sources += [*python_generators(), *module_generators(parts)]
-        self._generators = GeneratorStates(sources)
-        self.rng_state = torch.get_rng_state()
-        """torch's generator before the call"""
+        parts = self._module.modules() if self._module is not None else ()
+        is_cuda = any(tensor.is_cuda for tensor in (*tensors, *state.values()))
+        self._generators = GeneratorStates([*torch_generators(is_cuda), *module_generators(parts)])
+        self._python_generators = GeneratorStates(python_generators() if runs_python(target) else ())
 
     def written_arguments(self, written_storage: set[int]) -> list[Tensor]:
         """The arguments that the call wrote into; `written_storage`: where it was seen to write in place."""
@@ -70,11 +67,20 @@ class CallEffects:
 
     def drew_random_numbers(self) -> bool:
         """Whether the call drew random numbers, or is a module that does so in this mode."""
-        if self._generators.have_moved():
+        if self._generators.have_moved() or self.drew_with_python():
             return True
         # On the meta device dropout draws nothing, but the real module will.
         parts = self._module.modules() if self._module is not None else ()
         return any(isinstance(part, _DropoutNd) and part.training and part.p > 0 for part in parts)
+
+    def drew_with_python(self) -> bool:
+        """Whether the call drew from the global generators of Python or numpy."""
+        return self._python_generators.have_moved()
+
+
+def runs_python(target: Any) -> bool:
+    """Whether a call runs Python code: a torch function cannot draw from the generators of Python and numpy."""
+    return isinstance(target, nn.Module | FunctionApply | PythonDraw)
 
 
 def _own_state(module: nn.Module | None) -> list[Tensor]:
@@ -147,6 +153,11 @@ def reads_size(func: Any) -> bool:
 def reads_gradient(func: Any) -> bool:
     """Whether the function reads `tensor.grad`."""
     return _getter_name(func) == "grad"
+
+
+def sets_requires_grad(func: Any) -> bool:
+    """Whether the function assigns `tensor.requires_grad`."""
+    return _name(func) == "__set__" and getattr(func.__self__, "__name__", "") == "requires_grad"
 
 
 def writes_in_place(func: Any) -> bool:

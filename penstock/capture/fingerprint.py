@@ -40,7 +40,7 @@ def batch_signature(named_leaves: Mapping[str, object]) -> Any:
     tensors = [leaf for leaf in named_leaves.values() if isinstance(leaf, Tensor)]
     return (
         tuple((name, _leaf_signature(leaf)) for name, leaf in named_leaves.items()),
-        tuple(next(place for place, other in enumerate(tensors) if other is leaf) for leaf in tensors),
+        tuple(next(index for index, other in enumerate(tensors) if other is leaf) for leaf in tensors),
     )
 
 
@@ -50,12 +50,12 @@ def _leaf_signature(leaf: object) -> object:
     if isinstance(leaf, (*_SCALARS, *_NUMPY)):
         return type(leaf), content_of(leaf)
     # By contents, not by identity as in a model: the caller may make an equal object for every batch.
-    held = _content_of_items(leaf, _MAX_DEPTH)
+    content = _content_of_items(leaf, _MAX_DEPTH)
     if isinstance(leaf, types.FunctionType):
-        return leaf.__code__, held
-    if isinstance(leaf, types.BuiltinFunctionType) or not (held or hasattr(leaf, "__dict__")):
+        return leaf.__code__, content
+    if isinstance(leaf, types.BuiltinFunctionType) or not (content or hasattr(leaf, "__dict__")):
         return type(leaf), repr(leaf)
-    return type(leaf), held
+    return type(leaf), content
 
 
 def model_fingerprint(model: nn.Module, granularity: Granularity, volatile: Collection[str] = ()) -> Any:
@@ -65,7 +65,7 @@ def model_fingerprint(model: nn.Module, granularity: Granularity, volatile: Coll
     """
     leaves, modules = granularity.find_leaves(model), list(model.modules())
     opened = _opened_modules(modules, leaves)
-    found = _settings(leaves, opened)
+    settings = _settings(leaves, opened)
     state = [
         tensor
         for module in modules
@@ -77,7 +77,7 @@ def model_fingerprint(model: nn.Module, granularity: Granularity, volatile: Coll
         tuple([(tensor.dtype, tensor.requires_grad, tensor.device) for tensor in state]),
         tuple([(id(module), module.training) for module in modules]),
         tuple(map(_hooks_and_state, opened)),
-        tuple([item for item in found.items() if item[0] not in volatile]),
+        tuple([item for item in settings.items() if item[0] not in volatile]),
         _torch_modes(),
     )
 
@@ -94,17 +94,17 @@ def _opened_modules(modules: Iterable[nn.Module], leaves: Mapping[str, nn.Module
 
 
 def _settings(leaves: Mapping[str, nn.Module], opened: list[nn.Module]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for place, module in enumerate(opened):
+    settings: dict[str, object] = {}
+    for index, module in enumerate(opened):
         for name, value in vars(module).items():
             if name not in MODULE_ATTRIBUTES:
-                found[f"{place}/{name}"] = content_of(value)
+                settings[f"{index}/{name}"] = content_of(value)
     for path, leaf in leaves.items():
         for name, value in vars(leaf).items():
             # Code outside a leaf seldom reads more of it than plain values, and many leaves cache objects inside.
             if type(value) in _PLAIN_TYPES and name not in MODULE_ATTRIBUTES:
-                found[f"{path}.{name}"] = type(value), value
-    return found | referenced_globals(dict.fromkeys(map(type, opened)))
+                settings[f"{path}.{name}"] = type(value), value
+    return settings | referenced_globals(dict.fromkeys(map(type, opened)))
 
 
 def _hooks_and_state(module: nn.Module) -> tuple[object, ...]:
@@ -121,7 +121,7 @@ def _torch_modes() -> tuple[object, ...]:
 
 
 def content_of(value: object, depth: int = _MAX_DEPTH) -> object:
-    """Something that compares equal later if the value still has the same content, down to some depth."""
+    """A key that compares equal to a later one if the value has the same content, down to `depth` levels."""
     if isinstance(value, _SCALARS):
         # True, 1 and 1.0 are equal, but not the same to a model.
         return type(value), value
@@ -142,10 +142,10 @@ def content_of(value: object, depth: int = _MAX_DEPTH) -> object:
     return id(value), _content_of_items(value, depth)
 
 
-def _content_of_items(thing: object, depth: int) -> tuple[tuple[str, object], ...]:
+def _content_of_items(value: object, depth: int) -> tuple[tuple[str, object], ...]:
     # Two levels, as for an object that holds a dict of its attributes.
-    below = max(depth - 2, 0)
-    return tuple((name, content_of(item, below)) for name, item in islice(object_items(thing), _MAX_ITEMS))
+    item_depth = max(depth - 2, 0)
+    return tuple((name, content_of(item, item_depth)) for name, item in islice(object_items(value), _MAX_ITEMS))
 
 
 # Global variables and class attributes
@@ -155,31 +155,31 @@ _Reference = tuple[dict[str, Any], str]
 _references: "WeakKeyDictionary[type, tuple[_Reference, ...]]" = WeakKeyDictionary()
 """by class; the code of a class does not change, the values of the names do"""
 _user_bases: "WeakKeyDictionary[type, tuple[type, ...]]" = WeakKeyDictionary()
-"""by class, those of it and its bases that are the user's"""
+"""by class: itself and its bases, as far as the user wrote them"""
 
 
-def referenced_globals(kinds: Iterable[type]) -> dict[str, object]:
+def referenced_globals(classes: Iterable[type]) -> dict[str, object]:
     """The contents of the settings that the user's classes may depend on besides attributes of their instances.
 
     These are class attributes and the global variables that their methods refer to, directly or through functions and
     modules of the user that they call.
     """
-    own: dict[type, None] = {}
-    for each in kinds:
-        if each not in _user_bases:
-            _user_bases[each] = tuple(kind for kind in each.__mro__ if code_origin(kind.__module__) == "user")
-        own.update(dict.fromkeys(_user_bases[each]))
-    found: dict[str, object] = {}
-    for kind in own:
-        for name, value in vars(kind).items():
+    user_classes: dict[type, None] = {}
+    for cls in classes:
+        if cls not in _user_bases:
+            _user_bases[cls] = tuple(base for base in cls.__mro__ if code_origin(base.__module__) == "user")
+        user_classes.update(dict.fromkeys(_user_bases[cls]))
+    contents: dict[str, object] = {}
+    for cls in user_classes:
+        for name, value in vars(cls).items():
             if not name.startswith("__") and _is_setting(value):
-                found[f"{kind.__module__}.{kind.__qualname__}.{name}"] = content_of(value)
-        if kind not in _references:
-            _references[kind] = tuple(_find_references(kind))
-        for namespace, name in _references[kind]:
+                contents[f"{cls.__module__}.{cls.__qualname__}.{name}"] = content_of(value)
+        if cls not in _references:
+            _references[cls] = tuple(_find_references(cls))
+        for namespace, name in _references[cls]:
             if name in namespace and _is_setting(namespace[name]):
-                found[f"{namespace.get('__name__')}:{name}"] = content_of(namespace[name])
-    return found
+                contents[f"{namespace.get('__name__')}:{name}"] = content_of(namespace[name])
+    return contents
 
 
 def _is_setting(value: object) -> bool:
@@ -191,25 +191,25 @@ def _is_setting(value: object) -> bool:
     return code_origin(type(value).__module__) == "user" and hasattr(value, "__dict__")
 
 
-def _find_references(kind: type) -> Iterator[_Reference]:
+def _find_references(cls: type) -> Iterator[_Reference]:
     """The global names that the methods of a class refer to, and the user's functions that these call by name."""
-    waiting = [
+    pending = [
         function
-        for value in vars(kind).values()
+        for value in vars(cls).values()
         # A method, the getter of a property, the function of a static or class method.
         for function in (value, getattr(value, "fget", None), getattr(value, "__func__", None))
         if isinstance(function, types.FunctionType)
     ]
     seen: set[int] = set()
-    while waiting:
-        function = waiting.pop()
+    while pending:
+        function = pending.pop()
         if id(function.__code__) in seen:
             continue
         seen.add(id(function.__code__))
         for namespace, name in _look_up(function.__globals__, set(_names_in(function.__code__))):
             value = namespace[name]
             if isinstance(value, types.FunctionType) and code_origin(value.__module__) == "user":
-                waiting.append(value)
+                pending.append(value)
             elif not isinstance(value, types.FunctionType | types.ModuleType | type):
                 yield namespace, name
 
@@ -221,8 +221,8 @@ def _look_up(namespace: dict[str, Any], names: set[str]) -> Iterator[_Reference]
         value = namespace[name]
         if isinstance(value, types.ModuleType) and code_origin(value.__name__) == "user":
             # `settings.scale` has both names in its code object.
-            inside = vars(value)
-            yield from ((inside, inner) for inner in names & inside.keys())
+            attributes = vars(value)
+            yield from ((attributes, attribute) for attribute in names & attributes.keys())
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

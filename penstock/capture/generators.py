@@ -22,10 +22,10 @@ class GeneratorAccess:
 
 def torch_generators(is_cuda: bool) -> list[GeneratorAccess]:
     """Torch's default generators: that of the CPU, and those of the GPUs if these are in use."""
-    found = [GeneratorAccess(torch.get_rng_state, torch.set_rng_state)]
+    generators = [GeneratorAccess(torch.get_rng_state, torch.set_rng_state)]
     if is_cuda:
-        found.append(GeneratorAccess(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
-    return found
+        generators.append(GeneratorAccess(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
+    return generators
 
 
 def python_generators() -> list[GeneratorAccess]:
@@ -38,35 +38,35 @@ def python_generators() -> list[GeneratorAccess]:
 
 def module_generators(modules: Iterable[nn.Module]) -> list[GeneratorAccess]:
     """Generators that modules keep as attributes."""
-    found = {id(thing): thing for module in modules for thing in module_attributes(module)}
-    return [access for thing in found.values() if (access := _access_of(thing))]
+    attributes = {id(value): value for module in modules for value in module_attributes(module)}
+    return [access for value in attributes.values() if (access := _access_of(value))]
 
 
-def _access_of(thing: Any) -> GeneratorAccess | None:
-    if isinstance(thing, torch.Generator):
-        return GeneratorAccess(thing.get_state, thing.set_state)
-    if isinstance(thing, random.Random):
-        return GeneratorAccess(thing.getstate, thing.setstate)
-    if isinstance(thing, np.random.RandomState):
-        return GeneratorAccess(thing.get_state, thing.set_state)
-    if isinstance(thing, np.random.Generator):
-        bits = thing.bit_generator
+def _access_of(generator: Any) -> GeneratorAccess | None:
+    if isinstance(generator, torch.Generator):
+        return GeneratorAccess(generator.get_state, generator.set_state)
+    if isinstance(generator, random.Random):
+        return GeneratorAccess(generator.getstate, generator.setstate)
+    if isinstance(generator, np.random.RandomState):
+        return GeneratorAccess(generator.get_state, generator.set_state)
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
         return GeneratorAccess(lambda: bits.state, lambda state: setattr(bits, "state", state))
     return None
 
 
 class GeneratorStates:
-    """The states of some generators at the time when this was made."""
+    """The states of some generators when this object was created."""
 
     def __init__(self, generators: Iterable[GeneratorAccess]) -> None:
         self._states = [(generator, generator.get_state()) for generator in generators]
 
     def have_moved(self) -> bool:
-        """Whether one of them has been drawn from or seeded since."""
+        """Whether a generator has been drawn from or seeded since."""
         return any(not _same_state(generator.get_state(), state) for generator, state in self._states)
 
     def restore(self) -> None:
-        """Set all of them back."""
+        """Restore the saved states."""
         for generator, state in self._states:
             generator.set_state(state)
 
@@ -78,13 +78,13 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _same_state(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    if isinstance(one, dict):
-        return all(_same_state(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and any(isinstance(item, Tensor | np.ndarray) for item in one):
-        return all(map(_same_state, one, other))
-    return bool(one == other)
+def _same_state(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, np.ndarray):
+        return np.array_equal(first, second)
+    if isinstance(first, dict):
+        return all(_same_state(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple) and any(isinstance(item, Tensor | np.ndarray) for item in first):
+        return all(map(_same_state, first, second))
+    return bool(first == second)

@@ -1,6 +1,6 @@
 """Which modules stay whole in a record (leaves), and which are opened to record the calls between their parts."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,16 +14,38 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Granularity:
-    """How far modules are opened.
+    """How far modules are opened: the options `depth` and `basic_blocks` of everything that captures a model.
 
     By default the elements of the outermost lists of modules are leaves, and so are modules of torch.nn and modules
     that have parameters but no submodules. With `depth`, every module that many levels down is a leaf. `basic_blocks`,
     names or classes, are leaves wherever they are; modules named in `opened` never are.
+
+    A module without a forward, such as a ModuleList, is never called: it cannot be a leaf and does not count as a
+    level, but its elements do.
     """
 
     depth: int | None = None
-    basic_blocks: tuple[str | type, ...] = ()
+    basic_blocks: Sequence[str | type] = ()
     opened: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.depth is not None and not (type(self.depth) is int and self.depth >= 1):
+            raise CaptureError("depth must be 1 or more: the model itself is depth 0", depth=repr(self.depth))
+        blocks = self.basic_blocks
+        if isinstance(blocks, str) or not isinstance(blocks, Collection):
+            raise CaptureError(
+                "basic_blocks must be a list of module names and classes",
+                got=getattr(blocks, "__name__", repr(blocks)),
+                hint="basic_blocks=[...]",
+            )
+        for block in blocks:
+            if not isinstance(block, str | type):
+                raise CaptureError(
+                    "a basic block must be the name of a module or a class",
+                    basic_block=repr(block).partition("\n")[0],
+                    hint="a name of named_modules(), or the class of the module",
+                )
+        object.__setattr__(self, "basic_blocks", tuple(blocks))
 
     @classmethod
     def of(cls, graph: Graph) -> "Granularity":
@@ -34,44 +56,72 @@ class Granularity:
         within = {".".join(name.split(".")[:end]) for name in scopes for end in range(name.count(".") + 2)}
         return cls(basic_blocks=leaves, opened=frozenset((around | within) - set(leaves)))
 
+    def changed(self, model: nn.Module, options: "Granularity") -> "Granularity":
+        """With the depth of `options`, if they have one, and their basic blocks beside the own ones."""
+        if options.depth is not None:
+            return options
+        kept = {name for name, module in model.named_modules() if options._is_basic_block(module, name)}
+        return replace(self, basic_blocks=(*self.basic_blocks, *options.basic_blocks), opened=self.opened - kept)
+
     def leaves(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The leaves of a model by name; raises a CaptureError if a basic block is not in the model."""
-        names, classes = dict(model.named_modules()), {type(module) for module in model.modules()}
-        known = {*names, *classes, *(kind.__name__ for kind in classes)}
+        """The leaves of a model by name; raises a CaptureError if a basic block is not in the model or never called."""
+        found = self.find_leaves(model)
+        modules: dict[object, nn.Module] = {}
+        for name, module in model.named_modules():
+            for key in (name, type(module), type(module).__name__):
+                modules.setdefault(key, module)
         for block in self.basic_blocks:
             # "" is the name of the model itself.
-            if block == "" or block not in known:
+            if block == "" or block not in modules:
                 raise CaptureError(
                     "no module of this name or class",
                     basic_block=block,
                     hint="a name of named_modules()",
                 )
-        return self.find_leaves(model)
+            if not _can_be_called(modules[block]):
+                parts = [name for name, part in modules[block].named_children() if _can_be_called(part)]
+                inside = f"{block}.{parts[0]}" if isinstance(block, str) and parts else "the modules in it"
+                raise CaptureError(
+                    "a basic block must be a module that is called, and this one has no forward",
+                    basic_block=block,
+                    kind=type(modules[block]).__name__,
+                    hint=f"basic_blocks=[...] with {inside}, or with their class",
+                )
+        return found
 
     def find_leaves(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The leaves of a model for which `leaves` was called before: without its checks."""
+        """The leaves of a model by name, as `leaves` returns them but without its checks, which take longer."""
         return dict(self._visit(model, "", 0, in_list=False))
 
     def open_like(self, model: nn.Module, leaf: str) -> "Granularity":
         """The same granularity with a leaf, and all leaves of its class, opened."""
-        found = self.leaves(model)
-        same_class = {name for name, module in found.items() if type(module) is type(found[leaf])}
-        return replace(self, opened=self.opened | same_class)
+        return self._open(model, leaf, "")
+
+    def open_siblings(self, model: nn.Module, leaf: str) -> "Granularity":
+        """The same granularity with a leaf, and all leaves of its class in the same module, opened."""
+        return self._open(model, leaf, leaf.rpartition(".")[0])
+
+    def _open(self, model: nn.Module, leaf: str, around: str) -> "Granularity":
+        found, prefix = self.find_leaves(model), f"{around}." if around else ""
+        names = (name for name, module in found.items() if type(module) is type(found[leaf]))
+        return replace(self, opened=self.opened | {name for name in names if name.startswith(prefix)})
 
     def _visit(self, module: nn.Module, path: str, level: int, in_list: bool) -> Iterator[tuple[str, nn.Module]]:
-        if path not in self.opened and self._is_leaf(module, path, level, in_list):
+        is_callable = _can_be_called(module)
+        if is_callable and path not in self.opened and self._is_leaf(module, path, level, in_list):
             yield path, module
             return
         children = list(module.named_children())
         # A list of one is only a wrapper: its element is treated like any other module.
         is_list = isinstance(module, _CONTAINERS) and len(children) > 1
+        if not is_callable and path:
+            # The elements of a list in a list take its place.
+            level, is_list = level - 1, is_list or in_list
         for name, child in children:
             yield from self._visit(child, f"{path}.{name}" if path else name, level + 1, is_list)
 
     def _is_leaf(self, module: nn.Module, path: str, level: int, in_list: bool) -> bool:
-        if self.basic_blocks and (path in self.basic_blocks or type(module) in self.basic_blocks):
-            return True
-        if type(module).__name__ in self.basic_blocks:
+        if self.basic_blocks and self._is_basic_block(module, path):
             return True
         if path and isinstance(module, torch.jit.ScriptModule):
             # No Python runs inside, so no call could be recorded.
@@ -84,5 +134,15 @@ class Granularity:
             return True
         has_parameters = any(True for _ in module.parameters(recurse=False))
         is_plain = not any(isinstance(part, _CONTAINERS) for part in module.modules())
-        is_torchs = type(module).__module__.startswith("torch.nn") and is_plain
-        return is_torchs or (has_parameters and not any(True for _ in module.children()))
+        is_from_torch = type(module).__module__.startswith("torch.nn") and is_plain
+        return is_from_torch or (has_parameters and not any(True for _ in module.children()))
+
+    def _is_basic_block(self, module: nn.Module, path: str) -> bool:
+        return any(name in self.basic_blocks for name in (path, type(module), type(module).__name__))
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    """Whether a module has a forward; a ModuleList, a ModuleDict or a bare nn.Module only holds other modules."""
+    if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
+        return True
+    return type(module).forward is not nn.Module.forward or type(module).__call__ is not nn.Module.__call__

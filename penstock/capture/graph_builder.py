@@ -13,8 +13,8 @@ from penstock.ir import Call, Graph, Node, Record, StorageGroup, Update, Value, 
 def build_graph(model: nn.Module, record: Record, table: TensorTable, notes: Mapping[str, CallNote]) -> Graph:
     """The graph of a record, with one node for each call."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    # Values that depend on the inputs of the model alone. The nodes that make them (masks, positions, rotary tables)
-    # are run again by every stage that needs them, instead of sending the values.
+    # Values that depend on the inputs of the model and the seed alone. The nodes that make them (masks, positions,
+    # rotary tables) are run again by every stage that needs them, instead of sending the values.
     from_inputs = set(record.inputs)
     written = {name for note in notes.values() for name in note.written_state}
     nodes = []
@@ -23,7 +23,8 @@ def build_graph(model: nn.Module, record: Record, table: TensorTable, notes: Map
         node = _build_node(model, call, table, note, parameters.keys())
         is_repeatable = not (
             node.parameters
-            or note.is_random
+            # A number for the whole batch is drawn alike by every stage.
+            or (note.is_random and not note.is_shared_draw)
             or (call.is_module and node.buffers)
             or written & set(node.buffers)
             or any(value.spec.requires_grad for value in node.makes)
@@ -45,9 +46,9 @@ def build_graph(model: nn.Module, record: Record, table: TensorTable, notes: Map
 
 
 def _build_node(model: nn.Module, call: Call, table: TensorTable, note: CallNote, parameters: Iterable[str]) -> Node:
-    own = _state_names(model, call.target, table) if call.is_module else {}
-    written = (name for name in note.written_state if name not in own)
-    used = tuple(dict.fromkeys((*states(call.args), *states(call.kwargs), *own.values(), *written)))
+    module_state = _state_names(model, call.target, table) if call.is_module else {}
+    written = (name for name in note.written_state if name not in module_state)
+    used = tuple(dict.fromkeys((*states(call.args), *states(call.kwargs), *module_state.values(), *written)))
     reads = tuple(dict.fromkeys((*refs(call.args), *refs(call.kwargs), *(old for _, old in call.writes))))
     made = dict.fromkeys((*(new for new, _ in (*call.writes, *call.results.updates)), *call.results.values))
     # A leaf may return one of its arguments: that is not a new value. State among the results has no name.
@@ -68,14 +69,14 @@ def _build_node(model: nn.Module, call: Call, table: TensorTable, note: CallNote
 
 
 def _state_names(model: nn.Module, path: str, table: TensorTable) -> dict[str, str]:
-    """The state of a module: by the first name that each tensor has in the model, the name that it has here.
+    """The names of a module's parameters and buffers, by the first name that each tensor has in the model.
 
-    They differ for tied parameters, which keep the name under which this module uses them.
+    The two differ for tied parameters, which keep the name under which this module uses them.
     """
     leaf = model.get_submodule(path)
     prefix = f"{path}." if path else ""
-    found = {table.state.get(id(tensor), prefix + name): prefix + name for name, tensor in leaf.named_parameters()}
-    return found | {name: name for buffer in leaf.buffers() if (name := table.state.get(id(buffer)))}
+    names = {table.state.get(id(tensor), prefix + name): prefix + name for name, tensor in leaf.named_parameters()}
+    return names | {name: name for buffer in leaf.buffers() if (name := table.state.get(id(buffer)))}
 
 
 def _tied_parameters(parameters: Mapping[str, nn.Parameter]) -> tuple[tuple[str, ...], ...]:

@@ -1,23 +1,27 @@
 """Checks for which batches the Python values and sizes that a model read from tensors stay the same.
 
 A recording freezes the branch that the model took. It holds for another batch only if everything that the model read
-reads the same again. Reads from inputs, or from values computed from inputs alone, are checked before the step, with
-the same outcome on every rank; the replay checks all others as soon as the value exists.
+reads the same again. Reads from inputs, from random numbers that the model draws between its blocks (layer drop), or
+from values computed from these alone, are checked before the step, with the same outcome on every rank; the replay
+checks all others as soon as the value exists.
 """
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.capture.arguments import TENSOR
+from penstock.capture.draws import DrawSeed
+from penstock.capture.generators import GeneratorStates, torch_generators
 from penstock.capture.hooks import without_user_hooks
 from penstock.capture.recording import Recording
 from penstock.capture.replay import Replay
-from penstock.ir import Call, Guard, refs
+from penstock.ir import Call, Guard, object_keys, refs
 
 
 class InputGuards:
-    """The guards of a recording that depend on the inputs alone, prepared to be checked for other batches."""
+    """The guards of a recording on inputs and random numbers, prepared to be checked for other batches and seeds."""
 
     def __init__(self, recording: Recording, model: nn.Module) -> None:
         self._written = recording.graph.written
@@ -26,31 +30,37 @@ class InputGuards:
         self.always_hold = self._replay is None
         """whether there is nothing to check"""
         chosen = [recording.graph[name] for name in nodes or ()]
+        self.depend_on_draws = any(node.is_random for node in chosen)
+        """whether random numbers decide what the model does"""
         self._leaves = [model.get_submodule(node.module) for node in chosen if node.is_leaf]
 
-    def hold(self, inputs: dict[str, Any]) -> bool:
-        """Whether everything reads the same in this batch."""
+    def hold(self, inputs: dict[str, Any], seed: DrawSeed) -> bool:
+        """Whether everything reads the same in this batch, with the random numbers of this seed."""
         if self._replay is None:
             return True
-        own = {name: tensor.clone() if name in self._written else tensor for name, tensor in inputs.items()}
+        copies = {name: tensor.clone() if name in self._written else tensor for name, tensor in inputs.items()}
+        # Drawing must not move the user's generators.
+        generators = GeneratorStates(torch_generators(torch.cuda.is_initialized()) if self.depend_on_draws else ())  # type: ignore[no-untyped-call]
         try:
             with without_user_hooks(self._leaves):
-                self._replay.run(own)
+                self._replay.run(copies, seed)
         except Exception:
             # A guard that fails raises, and so does a batch that the model cannot run on; then the recording that is
             # made next reports the reason.
             return False
+        finally:
+            generators.restore()
         return True
 
 
 def _nodes_to_check(recording: Recording) -> list[str] | None:
     """The nodes that must run to check all guards on the inputs; None if there are no such guards."""
     graph, record = recording.graph, recording.record
-    free = {node.name for node in graph.nodes if node.from_inputs}
+    free = _nodes_without_weights(recording)
     available = recording.available_values(free)
     has_guards, wanted = False, set[str]()
     # Values that may differ between two batches of the same signature.
-    varying = set(record.inputs)
+    varying = {*record.inputs, *(value.name for node in graph.nodes if node.is_random for value in node.makes)}
     for step in record.steps:
         if isinstance(step, Guard):
             names = {*refs(step.args), *refs(step.kwargs)}
@@ -70,6 +80,21 @@ def _nodes_to_check(recording: Recording) -> list[str] | None:
             needed.append(node.name)
             wanted |= set(node.reads)
     return needed[::-1]
+
+
+def _nodes_without_weights(recording: Recording) -> set[str]:
+    """The nodes that depend on the inputs, and on random numbers that are drawn between blocks, alone."""
+    graph, calls = recording.graph, {step.name: step for step in recording.record.steps if isinstance(step, Call)}
+    names, known = set[str](), set(recording.record.inputs)
+    for node in graph.nodes:
+        # A generator of the model's own would move in a second draw.
+        keys = (*object_keys(calls[node.name].args), *object_keys(calls[node.name].kwargs))
+        has_generator = any(isinstance(recording.live[key], torch.Generator) for key in keys)
+        is_plain = not (node.is_leaf or node.parameters or node.buffers or has_generator)
+        if node.from_inputs or (is_plain and known.issuperset(node.reads)):
+            names.add(node.name)
+            known.update(value.name for value in node.makes)
+    return names
 
 
 def _has_implicit_guard(call: Call, sized: frozenset[str]) -> bool:

@@ -61,13 +61,16 @@ def intercept_autograd_functions(handler: Handler) -> Iterator[None]:
 
 @contextmanager
 def intercept_scripted_functions(handler: Handler) -> Iterator[None]:
-    """Route scripted functions, which no mode sees, through `handler(function, original, args, kwargs)`."""
+    """Route every call of a scripted function, which no torch function mode sees, through the handler.
+
+    It is called as `handler(function, original, args, kwargs)`.
+    """
     owner = torch.jit.ScriptFunction
     original = owner.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        def run(*given: Any, **named: Any) -> Any:
-            return original(self, *given, **named)
+        def run(*run_args: Any, **run_kwargs: Any) -> Any:
+            return original(self, *run_args, **run_kwargs)
 
         return handler(self, run, args, kwargs)
 
@@ -85,35 +88,35 @@ def intercept_scripted_functions(handler: Handler) -> Iterator[None]:
 def without_user_hooks(leaves: Iterable[nn.Module]) -> Iterator[None]:
     """Remove the user's forward hooks and pre-hooks from some modules and their parts; restore them at the end.
 
-    Recording runs the model without the user asking for a forward, so hooks that count or log must not run. Hooks that
-    are registered inside stay.
+    Recording runs the model although the user did not call it, so hooks that count or log must not run. Hooks that are
+    registered in the body stay.
     """
     parts = {id(part): part for leaf in leaves for part in leaf.modules()}
     saved = [(hooks, dict(hooks)) for part in parts.values() for hooks in _forward_hooks(part) if hooks]
     try:
         for hooks, content in saved:
             for key, hook in content.items():
-                if _is_users(hook):
+                if _is_user_hook(hook):
                     del hooks[key]
         yield
     finally:
         for hooks, content in saved:
-            new = {key: hook for key, hook in hooks.items() if key not in content}
+            added = {key: hook for key, hook in hooks.items() if key not in content}
             hooks.clear()
             hooks.update(content)
-            hooks.update(new)
+            hooks.update(added)
 
 
 def has_user_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether some module, or a part of it, has a forward hook or pre-hook of the user."""
     parts = (part for module in modules for part in module.modules())
-    return any(_is_users(hook) for part in parts for hooks in _forward_hooks(part) for hook in hooks.values())
+    return any(_is_user_hook(hook) for part in parts for hooks in _forward_hooks(part) for hook in hooks.values())
 
 
 def refuse_backward_hooks(module: nn.Module, path: str) -> None:
     """Raise a CaptureError if an opened module has a backward hook of the user: a replay never calls the module."""
     hooks = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
-    if any(map(_is_users, hooks)):
+    if any(map(_is_user_hook, hooks)):
         raise CaptureError(
             "a backward hook is on a module that is opened, and would not be called",
             module=path or "the model",
@@ -125,7 +128,7 @@ def _forward_hooks(part: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     return part._forward_hooks, part._forward_pre_hooks
 
 
-def _is_users(hook: Any) -> bool:
+def _is_user_hook(hook: Any) -> bool:
     """Whether a hook is the user's, not part of the module's own computation as those of weight_norm and LoRA are."""
     inner = getattr(hook, "func", hook)
     module = str(getattr(inner, "__module__", ""))

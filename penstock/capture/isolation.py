@@ -1,10 +1,11 @@
-"""Runs a model without leaving a trace: everything that a forward or backward may change is restored."""
+"""Runs a model without side effects: everything that a forward or backward may change is restored."""
 
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -53,16 +54,37 @@ def isolated(model: nn.Module, seed: int | None = None, written: Collection[str]
             generators.restore()
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
+class _EagerStance:
+    """Turns torch's compiler off from the first entry in any thread until the last exit.
+
+    All threads share one stance. If overlapping contexts each restored the stance that they had found, the last one to
+    exit could leave the compiler off.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._num_active = Lock(), 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._num_active:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._num_active += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._num_active -= 1
+            if not self._num_active:
+                self._stance.__exit__(None, None, None)
+
+
+_EAGER = _EagerStance()
+
+
+def uncompiled() -> AbstractContextManager[None]:
     """Run compiled modules as they were written: a recording must not compile, nor use up the recompilation limit."""
     # Without the compiler loaded nothing can be compiled, and loading it takes seconds.
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    # Not returned as it is: constructing a stance sets it, also where the context is never entered.
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    return _EAGER if "torch._dynamo" in sys.modules else nullcontext()
 
 
 # Parameters
@@ -78,27 +100,27 @@ def _isolated_parameters(model: nn.Module, written: Collection[str] | None) -> I
         copies = _Copies()
         if written is not None:
             copies.add(model.get_parameter(name).detach() for name in written)
-        elif sum(one.memory.nbytes for one in saved) <= _MAX_COPIED_BYTES:
-            copies.add(one.memory for one in saved)
+        elif sum(snapshot.memory.nbytes for snapshot in saved) <= _MAX_COPIED_BYTES:
+            copies.add(snapshot.memory for snapshot in saved)
         else:
-            stack.enter_context(_CopyOnWrite(copies, [one.memory for one in saved]))
+            stack.enter_context(_CopyOnWrite(copies, [snapshot.memory for snapshot in saved]))
         try:
-            for one in saved:
-                one.parameter.grad = None
+            for snapshot in saved:
+                snapshot.parameter.grad = None
             yield
         finally:
             copies.restore()
-            for one in saved:
-                one.restore()
+            for snapshot in saved:
+                snapshot.restore()
 
 
 @contextmanager
 def without_accumulation_hooks(model: nn.Module) -> Iterator[None]:
     """Disable post-accumulate-grad hooks in the body: they may step an optimizer."""
-    found = [hooks for parameter in model.parameters() if (hooks := parameter._post_accumulate_grad_hooks)]
-    saved = [(hooks, dict(hooks)) for hooks in found]
+    registered = [parameter._post_accumulate_grad_hooks for parameter in model.parameters()]
+    saved = [(hooks, dict(hooks)) for hooks in registered if hooks]
     try:
-        for hooks in found:
+        for hooks, _ in saved:
             hooks.clear()
         yield
     finally:
@@ -120,7 +142,7 @@ class _ParameterSnapshot:
     @classmethod
     def of(cls, parameter: nn.Parameter) -> "_ParameterSnapshot":
         names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-        hooks = tuple((name, found := getattr(parameter, name), dict(found or {})) for name in names)
+        hooks = tuple((name, current := getattr(parameter, name), dict(current or {})) for name in names)
         return cls(parameter, parameter.detach(), parameter.grad, parameter.requires_grad, hooks)
 
     def restore(self) -> None:
@@ -171,10 +193,10 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            for place, argument in enumerate(func._schema.arguments):
+            for position, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    given = args[place] if place < len(args) else kwargs.get(argument.name)
-                    for leaf in leaves(given):
+                    value = args[position] if position < len(args) else kwargs.get(argument.name)
+                    for leaf in leaves(value):
                         if isinstance(leaf, Tensor):
                             self._copies.add(self._tensors.get(storage_id(leaf), ()))
         return func(*args, **kwargs)
@@ -234,11 +256,11 @@ class _AttributeSnapshot:
                     setattr(kind, name, before[name])
 
 
-def _mutable_content(thing: Any) -> Any:
-    """The container that a thing is, or the dict of its attributes if it is a plain object; else None."""
-    if isinstance(thing, _CONTAINERS):
-        return thing
-    if isinstance(thing, Tensor | nn.Module | type) or callable(thing):
+def _mutable_content(value: Any) -> Any:
+    """The value itself if it is a mutable container, the dict of its attributes if it is a plain object; else None."""
+    if isinstance(value, _CONTAINERS):
+        return value
+    if isinstance(value, Tensor | nn.Module | type) or callable(value):
         return None
-    attributes = getattr(thing, "__dict__", None) if code_origin(type(thing).__module__) != "torch" else None
+    attributes = getattr(value, "__dict__", None) if code_origin(type(value).__module__) != "torch" else None
     return attributes if isinstance(attributes, dict) else None

@@ -2,21 +2,30 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from penstock.errors import RunError
-from penstock.ir import named_inputs, named_leaves, transform
+from penstock.capture.cuts import (
+    TARGET,
+    Argument,
+    Cut,
+    Split,
+    batch_size,
+    check_split,
+    find_cuts,
+    has_rule,
+    named_arguments,
+)
+from penstock.capture.objects import register_containers
+from penstock.errors import CaptureError, RunError
+from penstock.ir import named_leaves, put_together, take_apart
 
-Split = Mapping[str, int | None]
-"""by the name of an argument or of a part of it: the dimension to split along, or None to pass it whole"""
-Leaf = tuple[str, object]
-
-_TARGET = "target"
+_TOO_FEW_VALUES = "Expected more than 1 value per channel when training"
+"""how the error of torch's batch norm begins"""
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,34 @@ class Microbatch:
     target: Any
     size: int
     """number of samples"""
+    cuts: dict[str, Cut]
+    """by path in (args, kwargs, target); everything else is the same for all samples"""
+
+    def take(self, start: int, length: int) -> "Microbatch":
+        """Some of the samples."""
+        args, kwargs, target = _part((self.args, self.kwargs, self.target), "", self.cuts, start, length)
+        cuts = {path: cut.within(start, length) for path, cut in self.cuts.items()}
+        return Microbatch(args, kwargs, target, length, cuts)
+
+    def countable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of the named tensors that every microbatch has, with the same number of rows for each sample."""
+        left_out = [cut.name for cut in self.cuts.values() if cut.dim is None or cut.offsets]
+        prefixes = tuple(f"{name}." for name in left_out)
+        return {name: tensor for name, tensor in tensors.items() if not f"{name}.".startswith(prefixes)}
+
+    @staticmethod
+    def join(parts: Sequence["Microbatch"]) -> "Microbatch":
+        """The samples of several microbatches of one batch together."""
+        if len(parts) == 1:
+            return parts[0]
+        structures = [(part.args, part.kwargs, part.target) for part in parts]
+        args, kwargs, target = _joined(structures, "", parts[0].cuts)
+        cuts = dict(parts[0].cuts)
+        for path, cut in cuts.items():
+            if cut.offsets:
+                lengths = [end - start for part in parts for start, end in pairwise(part.cuts[path].offsets)]
+                cuts[path] = replace(cut, offsets=tuple(accumulate(lengths, initial=0)))
+        return Microbatch(args, kwargs, target, sum(part.size for part in parts), cuts)
 
 
 def split_batch(
@@ -37,41 +74,38 @@ def split_batch(
     target: Any,
     num_microbatches: int,
     split: Split | None = None,
+    planned: Split | None = None,
 ) -> tuple[Microbatch, ...]:
     """Split a batch into microbatches, larger ones first; into fewer if there are fewer samples.
 
-    Tensors whose first dimension is the batch are split along it, everything else is passed whole to every microbatch.
-    `split` overrides this by the name of a parameter of the forward, of `target`, or of a part of either
-    (`batch.mask`). The size of the batch is that of the first tensor that `split` does not keep whole.
-    """
-    split = dict(split or {})
-    # Stand-ins pass through the signature in place of the arguments, so that each gets its parameter's name. They are
-    # no containers and are therefore never taken apart.
-    slots = [_Slot(place) for place in (*range(len(args)), *kwargs)]
-    named = named_inputs(forward, slots[: len(args)], dict(zip(kwargs, slots[len(args) :], strict=True)))
-    names = {slot.place: name for name, slot in named.items()}
-    arguments = {place: args[place] if isinstance(place, int) else kwargs[place] for place in names}
-    leaves = {place: named_leaves(arguments[place], name) for place, name in names.items()}
-    inputs = [leaf for place in names for leaf in leaves[place]]
-    targets = named_leaves(target, _TARGET)
-    _check_split(split, (*inputs, *targets), (*inspect.signature(forward).parameters, _TARGET))
+    Tensors whose first dimension is the batch are split along it. A list or tuple of dicts or dataclasses with one
+    entry per sample, as the labels of a detector, is split by its entries; any other list or tuple is searched for
+    tensors to split. Everything else is passed whole to every microbatch. A list that may be either, because it has
+    as many entries as the batch has samples, is refused. `split` overrides all this by the name of a parameter of the
+    forward, of `target`, or of a part of either (`batch.mask`); see `SplitRule`. `planned` are the rules of a plan
+    for arguments that `split` does not name; this batch need not have these arguments.
 
-    batch = _batch_size(inputs, split)
+    The size of the batch is that of the first argument from which it follows.
+    """
+    register_containers((args, kwargs, target))
+    split = dict(split or {})
+    arguments = named_arguments(forward, args, kwargs)
+    everything = (*arguments, Argument(TARGET, ".2", target))
+    check_split(split, everything, inspect.signature(forward).parameters)
+    split |= {name: rule for name, rule in (planned or {}).items() if not has_rule(name, split)}
+    batch = batch_size(arguments, split)
     sizes = microbatch_sizes(batch, num_microbatches)
-    spans = list(zip(accumulate(sizes, initial=0), sizes, strict=False))
-    columns = {
-        place: _parts(arguments[place], [_split_dim(name, leaf, batch, split) for name, leaf in leaves[place]], spans)
-        for place in (*range(len(args)), *kwargs)
-    }
-    target_column = _parts(target, [_target_dim(name, leaf, batch, split) for name, leaf in targets], spans)
+    cuts = find_cuts(everything, batch, split, is_final=len(sizes) == 1)
+    is_ragged = any(cut.offsets for cut in cuts.values())
     return tuple(
         Microbatch(
-            tuple(columns[place][index] for place in range(len(args))),
-            {key: columns[key][index] for key in kwargs},
-            target_column[index],
+            tuple(_part(arg, f".0.{position}", cuts, start, size) for position, arg in enumerate(args)),
+            {key: _part(arg, f".1.{key}", cuts, start, size) for key, arg in kwargs.items()},
+            _part(target, ".2", cuts, start, size),
             size,
+            {path: cut.within(start, size) for path, cut in cuts.items()} if is_ragged else cuts,
         )
-        for index, size in enumerate(sizes)
+        for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False)
     )
 
 
@@ -80,104 +114,69 @@ def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
     if num_microbatches < 1:
         raise RunError("a step needs at least one microbatch", microbatches=num_microbatches)
     least, more = divmod(batch, num_microbatches)
-    return tuple(size for size in (least + (place < more) for place in range(num_microbatches)) if size)
+    return tuple(size for size in (least + (index < more) for index in range(num_microbatches)) if size)
 
 
-class _Slot:
-    """Placeholder for the argument at a position or keyword of the call."""
-
-    def __init__(self, place: int | str) -> None:
-        self.place = place
-
-
-def _parts(thing: object, dims: Sequence[int | None], spans: Sequence[tuple[int, int]]) -> list[Any]:
-    """The structure for every microbatch, each leaf narrowed along its dimension if it has one."""
-
-    def narrowed(leaf: object, dim: int | None, span: tuple[int, int]) -> object:
-        return leaf.narrow(dim, *span) if isinstance(leaf, Tensor) and dim is not None else leaf
-
-    if isinstance(thing, Tensor):
-        # Most arguments are plain tensors: no walk over a structure for each microbatch.
-        return [narrowed(thing, dims[0], span) for span in spans]
-    found = []
-    for span in spans:
-        own = iter(dims)
-        found.append(transform(thing, lambda leaf, own=own, span=span: narrowed(leaf, next(own), span)))  # type: ignore[misc]
-    return found
+def _part(value: Any, path: str, cuts: Mapping[str, Cut], start: int, length: int) -> Any:
+    """The structure for some samples: whatever is cut is replaced by its part."""
+    cut = cuts.get(path)
+    if cut is not None:
+        return cut.part(value, start, length)
+    parts = take_apart(value)
+    if parts is None:
+        return value
+    pairs = zip(parts.keys, parts.items, strict=True)
+    items = [_part(item, f"{path}.{key}", cuts, start, length) for key, item in pairs]
+    return put_together(parts.kind, parts.keys, items)
 
 
-def _override(name: str, split: Split) -> str | None:
-    """The entry of `split` for a leaf: its own, else that of the closest container around it."""
-    words = name.split(".")
-    return next((key for end in range(len(words), 0, -1) if (key := ".".join(words[:end])) in split), None)
+def _joined(values: Sequence[Any], path: str, cuts: Mapping[str, Cut]) -> Any:
+    cut, first = cuts.get(path), values[0]
+    if cut is not None:
+        if cut.dim is not None:
+            return torch.cat(list(values), cut.dim)
+        entries = [entry for value in values for entry in value]
+        return put_together(type(first), range(len(entries)), entries)
+    parts = take_apart(first)
+    if parts is None:
+        return first
+    columns = zip(*(_items(value) for value in values), strict=True)
+    items = [_joined(column, f"{path}.{key}", cuts) for key, column in zip(parts.keys, columns, strict=True)]
+    return put_together(parts.kind, parts.keys, items)
 
 
-def _check_split(split: Split, found: Sequence[Leaf], parameters: Sequence[str]) -> None:
-    """Refuse names that match nothing. A parameter that this step leaves out may be used in another step."""
-    names = {name for name, _ in found}
-    for name, dim in split.items():
-        if name not in (*names, *parameters) and not any(leaf.startswith(f"{name}.") for leaf in names):
-            known = [leaf for leaf, thing in found if isinstance(thing, Tensor)]
-            close = get_close_matches(name, known, n=1)
-            hint = f"{close[0]!r}" if close else f"one of {', '.join(known) or 'none'}"
-            raise RunError("split must name an argument of this step", name=repr(name), hint=hint)
-        if not (dim is None or type(dim) is int):
-            raise RunError("the values of split must be a dimension or None", name=repr(name), given=repr(dim))
+def _items(value: Any) -> tuple[Any, ...]:
+    parts = take_apart(value)
+    assert parts is not None
+    return parts.items
 
 
-def _batch_size(inputs: Sequence[Leaf], split: Split) -> int:
-    for name, leaf in inputs:
-        key = _override(name, split)
-        dim = 0 if key is None else split[key]
-        if isinstance(leaf, Tensor) and dim is not None and leaf.dim():
-            size = int(leaf.shape[_checked_dim(name, leaf, dim)])
-            if not size:
-                raise RunError("the batch is empty", argument=name, shape=tuple(leaf.shape))
-            return size
-    raise RunError(
-        "the size of the batch is unknown: no argument is a tensor that can be split",
-        arguments=[name for name, _ in inputs],
-        hint="give the model at least one tensor whose first dimension is the batch",
-    )
-
-
-def _checked_dim(name: str, leaf: Tensor, dim: int) -> int:
-    if not -leaf.dim() <= dim < leaf.dim():
-        raise RunError("split must give a dimension of the tensor", name=name, dim=dim, shape=tuple(leaf.shape))
-    return dim % leaf.dim()
-
-
-def _split_dim(name: str, leaf: object, batch: int, split: Split) -> int | None:
-    """The dimension along which a leaf is split; None: it is passed whole."""
-    if not isinstance(leaf, Tensor):
-        return None
-    key = _override(name, split)
-    if key is None:
-        return 0 if leaf.dim() and leaf.shape[0] == batch else None
-    asked = split[key]
-    if asked is None:
-        return None
-    dim = _checked_dim(name, leaf, asked)
-    if leaf.shape[dim] != batch:
-        raise RunError(
-            "a tensor cannot be split along this dimension: it is not as long as the batch",
-            name=name,
-            dim=asked,
-            shape=tuple(leaf.shape),
+def explain_failure(
+    error: CaptureError, forward: Callable[..., Any], microbatches: Sequence[Microbatch]
+) -> CaptureError:
+    """The error of a model that cannot be run on a microbatch, with the way in which the batch was split."""
+    if error.__cause__ is None or len(microbatches) < 2:
+        return error
+    batch, first = sum(microbatch.size for microbatch in microbatches), microbatches[0]
+    if microbatches[-1].size == 1 and str(error.__cause__).startswith(_TOO_FEW_VALUES):
+        fewer = f"microbatches={batch // 2} or fewer" if batch > 3 else "microbatches=1"
+        return CaptureError(
+            "batch norm in training needs more than one value per channel, but a microbatch has a single sample",
+            module=error.values.get("module", ""),
             batch=batch,
+            microbatches=len(microbatches),
+            hint=f"{fewer}, so that each has at least two samples, or a larger batch",
         )
-    return dim
-
-
-def _target_dim(name: str, leaf: object, batch: int, split: Split) -> int | None:
-    """As for an argument, but a target that is not split is almost always a mistake, so it must be requested."""
-    dim = _split_dim(name, leaf, batch, split)
-    if dim is None and isinstance(leaf, Tensor) and leaf.dim() and _override(name, split) is None:
-        raise RunError(
-            "the first dimension of a target is not the batch",
-            target=name,
-            shape=tuple(leaf.shape),
-            batch=batch,
-            hint=f"split={{{name!r}: dim}} if another dimension is the batch, {{{name!r}: None}} to pass it whole",
-        )
-    return dim
+    cut_names = tuple(f"{cut.name}." for cut in first.cuts.values())
+    whole = [
+        (name, tuple(leaf.shape))
+        for argument in named_arguments(forward, first.args, first.kwargs)
+        for name, leaf in named_leaves(argument.value, argument.name)
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] > 1 and not f"{name}.".startswith(cut_names)
+    ]
+    if not whole:
+        return error
+    names = ", ".join(f"{name!r}: ..." for name, _ in whole)
+    values = {**error.values, "passed_whole": ", ".join(f"{name} {shape}" for name, shape in whole), "batch": batch}
+    hint = f"{error.hint}; if it runs on the whole batch, split={{{names}}} to split these arguments too"
+    return CaptureError(error.problem, hint=hint, report=error.report, **values)

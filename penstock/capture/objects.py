@@ -4,12 +4,21 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.utils._pytree import SUPPORTED_NODES
 
-from penstock.ir import leaves, take_apart
+from penstock.ir import (
+    Parts,
+    attributes_of,
+    is_attributes_only,
+    leaves,
+    register_attributes,
+    register_container,
+    take_apart,
+)
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """the attributes that every nn.Module has: parameters, buffers, submodules, hooks, `training`"""
@@ -34,53 +43,113 @@ def code_origin(module: object) -> Origin:
     return "python" if package in sys.stdlib_module_names and package != "__main__" else "user"
 
 
-def object_items(thing: Any) -> Iterator[tuple[str, Any]]:
+def user_line() -> str:
+    """The innermost line that runs now and is neither torch's nor Python's nor penstock's, as `file.py:12`."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if code_origin(module) in ("library", "user") and module.partition(".")[0] not in ("penstock", "numpy"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def object_items(value: Any) -> Iterator[tuple[str, Any]]:
     """The named contents of an object: attributes, slots, and whatever a function or method is bound to.
 
     Containers have none; take those apart with `penstock.ir.take_apart`.
     """
-    if isinstance(thing, functools.partial):
-        yield from (("func", thing.func), ("args", thing.args), ("keywords", thing.keywords))
-    elif isinstance(thing, types.FunctionType):
-        for number, cell in enumerate(thing.__closure__ or ()):
+    if isinstance(value, functools.partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    elif isinstance(value, types.FunctionType):
+        for number, cell in enumerate(value.__closure__ or ()):
             try:
                 yield f"cell {number}", cell.cell_contents
             except ValueError:
                 # The enclosing function has not assigned this variable yet.
                 continue
-        yield from (("defaults", thing.__defaults__), ("keyword defaults", thing.__kwdefaults__))
-    elif isinstance(thing, types.GeneratorType):
-        yield from thing.gi_frame.f_locals.items() if thing.gi_frame else ()
+        yield from (("defaults", value.__defaults__), ("keyword defaults", value.__kwdefaults__))
+    elif isinstance(value, types.GeneratorType):
+        yield from value.gi_frame.f_locals.items() if value.gi_frame else ()
     else:
-        if callable(thing):
+        if callable(value):
             # Bound methods; those written in C, such as `tensor.add`, have no __func__.
-            bound = ((name, getattr(thing, name, None)) for name in ("__self__", "__func__"))
+            bound = ((name, getattr(value, name, None)) for name in ("__self__", "__func__"))
             yield from (item for item in bound if item[1] is not None)
-        for kind in type(thing).__mro__:
+        for kind in type(value).__mro__:
             slots = vars(kind).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
-                if hasattr(thing, name):
-                    yield name, getattr(thing, name)
-        yield from getattr(thing, "__dict__", {}).items()
+                if hasattr(value, name):
+                    yield name, getattr(value, name)
+        yield from getattr(value, "__dict__", {}).items()
 
 
-def holds_tensors(thing: object, depth: int = 4) -> bool:
+def holds_tensors(value: object, depth: int = 4) -> bool:
     """Whether an object has a tensor somewhere inside.
 
     Modules are not looked into: their tensors have names. Neither are classes and Python modules.
     """
-    if isinstance(thing, Tensor):
+    if isinstance(value, Tensor):
         return True
-    if depth == 0 or isinstance(thing, type | types.ModuleType | nn.Module):
+    if depth == 0 or isinstance(value, type | types.ModuleType | nn.Module):
         return False
     held: Iterable[Any]
-    if take_apart(thing):
-        held = leaves(thing)
-    elif isinstance(thing, set | frozenset | deque):
-        held = thing
+    if take_apart(value):
+        held = leaves(value)
+    elif isinstance(value, set | frozenset | deque):
+        held = value
     else:
-        held = (item for _, item in object_items(thing))
+        held = (item for _, item in object_items(value))
     return any(holds_tensors(item, depth - 1) for item in held)
+
+
+def register_containers(structure: object) -> bool:
+    """Register the classes of objects in a structure that hold tensors as containers; returns whether some were new.
+
+    Such as key-value caches. A class that is registered with torch's pytree is taken apart by its functions, any other
+    into its attributes. Objects that are more than their attributes, or that refer to themselves, stay leaves.
+    """
+    is_new = False
+    for leaf in leaves(structure):
+        # Most leaves are tensors and plain values.
+        if isinstance(leaf, Tensor) or type(leaf) in PLAIN_TYPES or not holds_tensors(leaf):
+            continue
+        if register_class_of(leaf):
+            is_new = True
+            register_containers(leaf)
+    return is_new
+
+
+def register_class_of(value: object) -> bool:
+    """Register the class of an object as a container; returns whether that is possible."""
+    kind = type(value)
+    if kind in SUPPORTED_NODES:
+        _register_pytree_node(kind)
+    elif is_attributes_only(kind) and not _has_cycle(value):
+        register_attributes(kind)
+    else:
+        return False
+    return True
+
+
+def _register_pytree_node(kind: type) -> None:
+    node = SUPPORTED_NODES[kind]
+
+    def flattened(value: Any) -> Parts:
+        items, context = node.flatten_fn(value)
+        return Parts(kind, (*range(len(items)), "context"), (*items, context))
+
+    def made(_: Sequence[Any], items: Sequence[Any]) -> Any:
+        return node.unflatten_fn(items[:-1], items[-1])
+
+    register_container(kind, flattened, made)
+
+
+def _has_cycle(value: object, ancestors: tuple[int, ...] = ()) -> bool:
+    if id(value) in ancestors:
+        return True
+    parts = take_apart(value) or (attributes_of(value) if is_attributes_only(type(value)) else None)
+    return parts is not None and any(_has_cycle(item, (*ancestors, id(value))) for item in parts.items)
 
 
 def module_attributes(module: nn.Module) -> Iterator[Any]:
@@ -93,13 +162,13 @@ def module_attributes(module: nn.Module) -> Iterator[Any]:
 
 def reachable_objects(modules: Iterable[nn.Module]) -> dict[int, Any]:
     """Objects that modules hold as attributes, and the attributes of those objects, by identity."""
-    found: dict[int, Any] = {}
+    objects: dict[int, Any] = {}
     for module in modules:
-        for thing in module_attributes(module):
-            if id(thing) not in found:
-                found[id(thing)] = thing
-                found |= {id(inner): inner for inner in getattr(thing, "__dict__", {}).values()}
-    return found
+        for value in module_attributes(module):
+            if id(value) not in objects:
+                objects[id(value)] = value
+                objects |= {id(inner): inner for inner in getattr(value, "__dict__", {}).values()}
+    return objects
 
 
 def copy_leaf(leaf: object) -> object:

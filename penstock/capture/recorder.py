@@ -7,16 +7,19 @@ tensor enters or leaves it other than through arguments and results.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.capture.arguments import (
     TENSOR,
+    ArgumentContents,
     ArgumentWriter,
     Expected,
     FunctionApply,
@@ -26,6 +29,18 @@ from penstock.capture.arguments import (
     structure_with_names,
 )
 from penstock.capture.call_context import ContextTracker
+from penstock.capture.draws import (
+    RANDOMNESS_HINT,
+    DrawingFunction,
+    DrawnArray,
+    DrawnNumber,
+    DrawSeed,
+    PythonDraw,
+    find_drawing_function,
+    hash_name,
+    python_seeded,
+    seed_torch,
+)
 from penstock.capture.effects import (
     GRADIENT_FUNCTIONS,
     TENSOR_EFFECTS,
@@ -35,23 +50,47 @@ from penstock.capture.effects import (
     reads_gradient,
     reads_metadata,
     reads_size,
+    runs_python,
+    sets_requires_grad,
     writes_in_place,
 )
+from penstock.capture.generators import GeneratorStates, python_generators
 from penstock.capture.hooks import refuse_backward_hooks
-from penstock.capture.objects import reachable_objects
-from penstock.capture.tensor_table import TensorTable, storage_id
+from penstock.capture.objects import reachable_objects, register_containers, user_line
+from penstock.capture.tensor_table import TensorTable, has_gradient, storage_id
+from penstock.capture.transforms import TransformedCall, held_tensors
 from penstock.errors import CaptureError
-from penstock.ir import ADDED_LOSS, Call, Guard, Ref, Results, State, Tree, bind_state, leaves, transform
+from penstock.ir import ADDED_LOSS, Call, Guard, Ref, Results, State, Tree, bind_state, copy_into, leaves, transform
 
 
 class LeakyLeaf(Exception):  # noqa: N818
-    """A tensor entered or left a leaf other than through arguments and results: the leaf must be opened."""
+    """A tensor enters or leaves a leaf other than through arguments and results, or may: the leaf must be opened."""
 
     def __init__(self, leaf: str, maker: str = "") -> None:
         super().__init__(leaf)
         self.leaf = leaf
         self.maker = maker
         """the leaf in which the tensor was made, if it is another one"""
+
+
+class BypassedLeaf(Exception):  # noqa: N818
+    """A module inside a leaf was called while the leaf was not: the leaf only holds it, and must be opened."""
+
+    def __init__(self, leaf: str) -> None:
+        super().__init__(leaf)
+        self.leaf = leaf
+
+
+class NewContainer(Exception):  # noqa: N818
+    """A class of objects that hold tensors was registered as a container: the forward must be recorded again."""
+
+
+class DrawsInside(Exception):  # noqa: N818
+    """A function of the user's draws with Python's or numpy's generators: it must be recorded as one call."""
+
+    def __init__(self, function: DrawingFunction) -> None:
+        super().__init__(function.name)
+        self.function = function
 
 
 @dataclass(frozen=True)
@@ -68,6 +107,10 @@ class CallNote:
     adds_loss: bool
     takes_gradients: bool
     """whether it runs autograd in its forward"""
+    is_shared_draw: bool
+    """whether it draws one number for the whole batch"""
+    draws_with_python: bool
+    """whether it draws from the generators of Python or numpy"""
 
 
 @dataclass
@@ -90,13 +133,26 @@ class RunningCall:
 class Recorder(TorchFunctionMode):
     """Records the calls of one forward in `steps`, and further properties of each call in `notes`."""
 
-    def __init__(self, model: nn.Module, leaf_names: set[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        leaf_names: set[str],
+        seed: DrawSeed,
+        exposed_seed: int,
+        around_calls: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """`seed` determines all random numbers of the forward, and `exposed_seed` those in drawn numbers and arrays.
+
+        Every call is run inside of a context that `around_calls` makes.
+        """
         super().__init__()
         self.steps: list[Call | Guard] = []
         self.notes: dict[str, CallNote] = {}
         """by the name of the call"""
-        self.sized: set[str] = set()
-        """values whose size the model read"""
+        self.lines: list[str] = []
+        """the line of the user's code for each step"""
+        self.sized: dict[str, tuple[str, str]] = {}
+        """values whose size the model read; the module and the line that read it first"""
         self.returned: dict[str, Any] = {}
         """the structures that calls returned, except single tensors, by the name of the call"""
         self.state_before: dict[int, tuple[Tensor, Tensor]] = {}
@@ -106,6 +162,15 @@ class Recorder(TorchFunctionMode):
         self.table = TensorTable(model)
         self.writer = ArgumentWriter(self._reference)
         self.context = ContextTracker()
+        self.drawing_functions: list[Any] = []
+        """functions of the user's that draw with Python's or numpy's generators, each recorded as one call"""
+        self.has_single_sample = False
+        """whether the batch may have one sample only, so that a draw of one element may be one per sample"""
+        self._seed, self._exposed_seed = seed, exposed_seed
+        self._around_calls = around_calls
+        self._rng_state = torch.get_rng_state()
+        self._python_states = GeneratorStates(python_generators())
+        self._rng_was_set = False
         self._leaf_names = leaf_names
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._scopes: list[str] = []
@@ -117,12 +182,19 @@ class Recorder(TorchFunctionMode):
         # mode by itself, but a module's call is intercepted with the mode active.
         self._is_paused = False
 
+    def stop(self) -> None:
+        """Record nothing from now on: a checkpoint keeps the intercepted call of a module, and makes it in backward."""
+        self._is_paused = True
+
     # Observing calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
+        if sets_requires_grad(func):
+            # `x.requires_grad = True` is recorded as the method that does the same, which has a name to replay it by.
+            func = Tensor.requires_grad_
         if args and isinstance(args[0], Tensor) and writes_in_place(func):
             self._before_write(args[0])
         if self._running is not None:
@@ -130,7 +202,9 @@ class Recorder(TorchFunctionMode):
         if reads_metadata(func):
             if reads_size(func):
                 names = (self.table.name(arg) for arg in args if isinstance(arg, Tensor))
-                self.sized.update(name for name in names if name)
+                for name in names:
+                    if name and name not in self.sized:
+                        self.sized[name] = self._scope, user_line()
             if reads_gradient(func) and id(args[0]) in self.table.state:
                 raise self._refusal("the model reads the gradient of a parameter between its blocks", func)
             return func(*args, **kwargs)
@@ -150,16 +224,38 @@ class Recorder(TorchFunctionMode):
                 return original(module, *args, **kwargs)
             if path in self._leaf_names:
                 return self._record(lambda *a, **k: original(module, *a, **k), module, args, kwargs)
-            refuse_backward_hooks(module, path)
-            self._scopes.append(path)
-            try:
-                return original(module, *args, **kwargs)
-            finally:
-                self._scopes.pop()
+            return self._open(module, path, original, args, kwargs)
         except Exception as error:
             if path is not None and self.failure[0] is not error:
                 self.failure = (error, path)
             raise
+
+    def _open(self, module: nn.Module, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a module that is not a leaf: the calls inside are recorded."""
+        words = path.split(".")
+        around = (".".join(words[:end]) for end in range(1, len(words)))
+        if bypassed := next((name for name in around if name in self._leaf_names), None):
+            # As with an nn.Sequential that the model iterates over.
+            raise BypassedLeaf(bypassed)
+        refuse_backward_hooks(module, path)
+        num_steps = len(self.steps)
+        self._scopes.append(path)
+        try:
+            result = original(module, *args, **kwargs)
+            self.refuse_unseen_draws()
+        finally:
+            self._scopes.pop()
+        if len(self.steps) == num_steps and path and self._passes_through(module, result, args, kwargs):
+            # A dropout with p = 0: recorded like a leaf, so that the module has a node and with it a stage.
+            return self._record(lambda *_, **__: result, module, args, kwargs)
+        return result
+
+    def _passes_through(self, module: nn.Module, result: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a module in which nothing was recorded returned a value that it was given, and has no parameters."""
+        arguments = leaves((args, kwargs))
+        is_plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in arguments)
+        is_same = isinstance(result, Tensor) and any(result is leaf for leaf in arguments)
+        return is_plain and is_same and next(module.parameters(), None) is None
 
     def function_applied(self, cls: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Handle an autograd function: one recorded call, because its backward is not that of the calls inside."""
@@ -176,6 +272,20 @@ class Recorder(TorchFunctionMode):
             return self._inside_call(original, args, kwargs)
         return self._record(original, FunctionApply(cls), args, kwargs)
 
+    def transform_called(self, name: str, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+        """Handle a function that torch.vmap or torch.func transforms: one recorded call."""
+        if self._is_paused or self._running is not None:
+            return original(function, *args, **kwargs)
+        modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        target = TransformedCall(name, original, function, tuple(modes[modes.index(self) + 1 :]))
+        # Here the modes are active already.
+        return self._record(
+            lambda _, *given, **named: original(function, *given, **named),
+            target,
+            (held_tensors(function), *args),
+            kwargs,
+        )
+
     def script_called(self, function: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Handle a scripted function: one recorded call, because no Python runs inside."""
         if self._is_paused:
@@ -183,6 +293,45 @@ class Recorder(TorchFunctionMode):
         if self._running is not None:
             return self._inside_call(run, args, kwargs)
         return self._record(run, function, args, kwargs)
+
+    def function_drew(self, function: Any, args: Any, kwargs: Any, frame: Any) -> Any:
+        """Handle a draw with Python's or numpy's generators: a recorded call that returns tensors."""
+        if self._is_paused or self._running is not None:
+            return function(*args, **kwargs)
+        drawing, is_inside = find_drawing_function(frame)
+        if is_inside:
+            if drawing is not None and drawing.function not in self.drawing_functions:
+                raise DrawsInside(drawing)
+            # Not recorded: `refuse_unseen_draws` finds it.
+            return function(*args, **kwargs)
+        if getattr(function, "__name__", "") == "choice" and args and isinstance(args[0], list | tuple):
+            place = self._record(draw := PythonDraw(function.__self__.randrange), draw, (len(args[0]),), {})
+            return args[0][int(place)]
+        recorded = self._record(draw := PythonDraw(function), draw, args, kwargs)
+        self._is_paused = True
+        try:
+            with python_seeded(hash_name(f"{self._exposed_seed} {self._num_calls}")):
+                exposed = function(*args, **kwargs)
+        finally:
+            self._is_paused = False
+        if not any(isinstance(leaf, Tensor) for leaf in leaves(recorded)):
+            self._refuse_unseen_draw()
+        drawn = iter(leaves(recorded))
+        return transform(exposed, lambda leaf: _drawn(leaf, next(drawn)))
+
+    def refuse_unseen_draws(self) -> None:
+        """Raise a CaptureError if Python's or numpy's global generators moved outside of recorded calls."""
+        if self._running is None and not self._is_paused and self._python_states.have_moved():
+            self._refuse_unseen_draw()
+
+    def _refuse_unseen_draw(self) -> None:
+        raise CaptureError(
+            "the model draws random numbers with Python's or numpy's generators between its blocks, which cannot be "
+            "recorded as a call",
+            module=self._scope or "the model",
+            line=user_line(),
+            hint=RANDOMNESS_HINT,
+        )
 
     @property
     def _scope(self) -> str:
@@ -192,6 +341,7 @@ class Recorder(TorchFunctionMode):
         return CaptureError(
             problem,
             module=self._scope or "the model",
+            line=user_line(),
             function=short_name(func),
             hint="keep the module that does so whole (basic_blocks)",
         )
@@ -218,25 +368,52 @@ class Recorder(TorchFunctionMode):
         is_module = isinstance(target, nn.Module)
         kind = type(target).__name__ if is_module else short_name(target)
         where = self._paths[id(target)] if is_module else f"{self._scope}/{kind}"
+        if register_containers((args, kwargs)):
+            raise NewContainer
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if where in self._leaf_names and any(isinstance(leaf, nn.Module) for leaf in leaves((args, kwargs))):
+            # As with a module of position biases that every layer is given: only its calls show whose parameters it is.
+            raise LeakyLeaf(where)
         # Before the call: it may change the containers that it is given, and rename the values in them.
         trees = self.writer.write(tuple(args), where), self.writer.write(dict(kwargs), where)
-        effects = CallEffects(self.table, target, tensors)
         self._num_calls += 1
-        call = RunningCall(where, self._num_calls, set(effects.own) if is_module else None)
-        result = self._run(run, call, _is_on_meta(target, tensors), args, kwargs)
-        if isinstance(target, nn.Module | FunctionApply):
+        name_hash = hash_name(self._next_name(where))
+        # Torch's own functions put nothing into their arguments.
+        contents = ArgumentContents(args, kwargs, self._objects_before) if runs_python(target) else None
+        for is_shared_draw in (False, True):
+            with self._seeded(name_hash, is_shared_draw, runs_python(target)):
+                effects = CallEffects(self.table, target, tensors)
+                # A transformed function must not use state that it is not given either: nobody would see it.
+                own = set(effects.own) if is_module or isinstance(target, TransformedCall) else None
+                call = RunningCall(where, self._num_calls, own)
+                call.takes_gradients = isinstance(target, TransformedCall) and target.transform != "vmap"
+                result = returned = self._run(run, call, _is_on_meta(target, tensors), args, kwargs)
+                draws = call.draws_on_meta or effects.drew_random_numbers() or is_random(target, args, kwargs, result)
+                draws_with_python = effects.drew_with_python()
+            is_for_batch = draws and not is_module and all(map(self._is_for_whole_batch, leaves(result)))
+            if not is_for_batch or any(isinstance(leaf, Tensor | torch.Generator) for leaf in leaves((args, kwargs))):
+                break
+        has_changed = False
+        if contents is not None:
+            if contents.registers_containers(result):
+                raise NewContainer
+            has_changed = contents.have_changed(where)
+            if has_changed:
+                result = (result, tuple(args), dict(kwargs))
+                if contents.are_shared():
+                    raise LeakyLeaf(where)
             self._check_result(call, result)
         made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         has_effect = not is_module and getattr(target, "__name__", "") in TENSOR_EFFECTS
         written = tensors[:1] if has_effect else effects.written_arguments(call.written_storage)
         written_state = effects.written_state(written)
-        if not is_module and not written and not written_state:
+        if not is_module and not written and not written_state and not has_changed:
             if not made:
                 if tensors and result is not None:
                     # A Python value that was read from tensors: the record holds only while it is the same.
                     expected, key = self.writer.key(Expected(result)), self.writer.key(target)
                     self.steps.append(Guard(short_name(target), key, *trees, expected, self._scope))
+                    self.lines.append(user_line())
                 return result
             if all(map(self._is_known, made)):
                 # A call that returned its argument, as `to` and `contiguous` do where there is nothing to change.
@@ -249,9 +426,9 @@ class Recorder(TorchFunctionMode):
         results = Results(self._name_results(name, made), structure_of(result), updates)
         if results.structure != TENSOR:
             self.returned[name] = structure_with_names(result, self._name_or_empty)
-        self.steps.append(Call(name, key, is_module, *trees, results, writes, self.context.current()))
-        draws = call.draws_on_meta or effects.drew_random_numbers() or is_random(target, args, kwargs, result)
-        if draws and self.context.rng_was_set(effects.rng_state):
+        self.steps.append(Call(name, key, is_module, *trees, results, writes, self.context.current(), has_changed))
+        self.lines.append(user_line())
+        if draws and self._rng_was_set:
             raise self._refusal("the model sets torch's generator between its blocks, before it draws from it", target)
         self.notes[name] = CallNote(
             scope=where if is_module else self._scope,
@@ -260,35 +437,68 @@ class Recorder(TorchFunctionMode):
             written_state=tuple(self.table.state[id(tensor)] for tensor in written_state),
             adds_loss=call.adds_loss or kind == ADDED_LOSS,
             takes_gradients=call.takes_gradients,
+            is_shared_draw=is_shared_draw,
+            draws_with_python=draws_with_python,
         )
-        return result
+        return returned
+
+    @contextmanager
+    def _seeded(self, name_hash: int, is_shared: bool, runs_python: bool) -> Iterator[None]:
+        """Seed the generators for one call, in the same way as a replay does, and restore them after it."""
+        state = torch.get_rng_state()
+        # Code between the calls moved the generator, as `manual_seed` does.
+        self._rng_was_set |= not torch.equal(state, self._rng_state)
+        seed = self._seed.of_call(name_hash, is_shared)
+        seed_torch(seed, torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        try:
+            with python_seeded(seed) if runs_python else nullcontext(), self._around_calls():
+                yield
+        finally:
+            torch.set_rng_state(state)
+            self._rng_state = state
+
+    def _is_for_whole_batch(self, draw: Any) -> bool:
+        """Whether the unsplit model would draw the same number of elements for a batch of any size."""
+        return isinstance(draw, Tensor) and draw.numel() == 1 and (draw.dim() == 0 or not self.has_single_sample)
 
     def _run(self, run: Callable[..., Any], call: RunningCall, is_on_meta: bool, args: Any, kwargs: Any) -> Any:
-        given = leaves((args, kwargs))
+        arguments = leaves((args, kwargs))
+        if any(isinstance(leaf, DrawnNumber | DrawnArray) for leaf in arguments):
+            args, kwargs = transform(tuple(args), _plain_draw), transform(dict(kwargs), _plain_draw)
         # A model on the meta device gets a real batch. Calls without weights run on real tensors, as the model may
         # read values from them (masks, lengths); with weights, arguments go to the meta device.
         change = _to_meta if is_on_meta else _meta_to_cpu
-        if is_on_meta or any(isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in given):
-            args, kwargs = transform(tuple(args), change), transform(dict(kwargs), change)
-            given += leaves((args, kwargs))
-        call.given |= set(map(id, given))
+        original = moved = (tuple(args), dict(kwargs))
+        if is_on_meta or any(isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in arguments):
+            moved = transform(original, change)
+        copies = leaves(moved)
+        call.given |= {*map(id, arguments), *map(id, copies)}
         self._running, self._is_paused = call, False
         try:
-            return run(*args, **kwargs)
+            result = run(*moved[0], **moved[1])
         finally:
             self._running, self._is_paused = None, True
+        if moved is not original:
+            # The call may have changed the copies of containers: the model continues with the originals.
+            originals = {id(copy): leaf for copy, leaf in zip(copies, arguments, strict=True)}
+            copy_into(original, transform(moved, lambda leaf: originals.get(id(leaf), leaf)))
+        return result
 
     def _check_result(self, call: RunningCall, result: Any) -> None:
         """Open a leaf that returns an opaque object: a replay compares only the class of such an object."""
-        if opaque_leaves(result, lambda thing: id(thing) in call.given or id(thing) in self._objects_before):
+        if opaque_leaves(result, lambda leaf: id(leaf) in call.given or id(leaf) in self._objects_before):
             raise LeakyLeaf(call.name)
 
     # Names
 
-    def _unused_name(self, name: str) -> str:
+    def _next_name(self, name: str) -> str:
         """The name, with a number from the second use on."""
+        return name if not self._num_uses[name] else f"{name}@{self._num_uses[name] + 1}"
+
+    def _unused_name(self, name: str) -> str:
+        unused = self._next_name(name)
         self._num_uses[name] += 1
-        return name if self._num_uses[name] == 1 else f"{name}@{self._num_uses[name]}"
+        return unused
 
     def _rename_written(self, name: str, written: list[Tensor]) -> tuple[tuple[str, str], ...]:
         """Give new names to values that were written in place and all that share their memory; (new, old) pairs."""
@@ -317,8 +527,10 @@ class Recorder(TorchFunctionMode):
 
     def _name_results(self, name: str, made: list[Tensor]) -> tuple[str, ...]:
         fresh = {id(tensor): tensor for tensor in made if not self._is_known(tensor)}
-        for place, tensor in enumerate(fresh.values()):
-            self.table.add(tensor, name if len(fresh) == 1 else f"{name}:{place}")
+        # An argument of the model may have the name of the submodule that it is passed to.
+        is_own_name = len(fresh) == 1 and name not in self.table.specs
+        for index, tensor in enumerate(fresh.values()):
+            self.table.add(tensor, name if is_own_name else f"{name}:{index}")
         return tuple(map(self._name_or_empty, made))
 
     def _is_known(self, tensor: Tensor) -> bool:
@@ -331,13 +543,13 @@ class Recorder(TorchFunctionMode):
         """How a tree refers to a tensor; None if it is neither a value nor state."""
         name = self.table.name(tensor)
         if name is not None:
-            if tensor.requires_grad != self.table.specs[name].requires_grad:
+            if has_gradient(tensor) != self.table.specs[name].requires_grad:
                 raise CaptureError(
                     "the requires_grad of a tensor changed outside of any recorded call",
                     value=name,
                     module=self._scope or "the model",
-                    hint="call `Function.apply` rather than an `apply` kept from before, and requires_grad_() rather "
-                    "than setting requires_grad; or keep the module whole (basic_blocks)",
+                    hint="call `Function.apply` rather than an `apply` kept from before, or keep the module whole "
+                    "(basic_blocks)",
                 )
             return Ref(name)
         if id(tensor) in self.table.state:
@@ -351,8 +563,8 @@ class Recorder(TorchFunctionMode):
     def _inside_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         call = self._running
         assert call is not None
-        given = {id(leaf): leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        for tensor in given.values():
+        arguments = {id(leaf): leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for tensor in arguments.values():
             if self._is_foreign(tensor, call):
                 inside = self.table.made_inside(tensor)
                 raise LeakyLeaf(call.name, inside[0] if inside else "")
@@ -361,7 +573,7 @@ class Recorder(TorchFunctionMode):
         call.adds_loss |= getattr(func, "__name__", "") == ADDED_LOSS
         call.takes_gradients |= func in GRADIENT_FUNCTIONS or self.context.in_function_with_own_graph()
         for leaf in leaves(result):
-            if isinstance(leaf, Tensor) and id(leaf) not in given and self.table.name(leaf) is None:
+            if isinstance(leaf, Tensor) and id(leaf) not in arguments and self.table.name(leaf) is None:
                 self.table.add_inside(leaf, call.name, call.number)
         return result
 
@@ -376,6 +588,22 @@ class Recorder(TorchFunctionMode):
             return call.own is not None and id(tensor) not in call.own
         inside = self.table.made_inside(tensor)
         return self.table.name(tensor) is not None or (inside is not None and inside[1] != call.number)
+
+
+def _drawn(exposed: Any, recorded: Any) -> Any:
+    """A drawn number or array that remembers the tensor that was recorded for it."""
+    if not isinstance(recorded, Tensor) or isinstance(exposed, Tensor):
+        return recorded
+    if isinstance(exposed, np.ndarray):
+        return DrawnArray.of(exposed, recorded)
+    # A whole number is read as a guard, because it may be used as an index.
+    return DrawnNumber(exposed, recorded) if isinstance(exposed, float) else type(exposed)(int(recorded))
+
+
+def _plain_draw(leaf: object) -> object:
+    if isinstance(leaf, DrawnArray):
+        return leaf.tensor.numpy()
+    return leaf.tensor.item() if isinstance(leaf, DrawnNumber) else leaf
 
 
 def _is_on_meta(target: Any, tensors: list[Tensor]) -> bool:

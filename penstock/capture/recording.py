@@ -2,20 +2,26 @@
 
 `make_recording` runs the forward at least twice. A leaf that tensors enter or leave in unexpected ways is opened and
 the forward recorded again. Two forwards under different seeds must give the same record: a difference means that
-Python state or randomness would be frozen into it.
+Python state or randomness would be frozen into it. One forward is enough if its calls are those of an earlier recording
+with other numbers, as for a batch of another length.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.capture.arguments import structure_of, unknown_origin
+from penstock.capture.arguments import Expected, structure_of, unknown_origin
+from penstock.capture.draws import FIRST_SEED, DrawingFunction, DrawSeed, intercept_draws
 from penstock.capture.fingerprint import model_settings
-from penstock.capture.generators import seed_generators
+from penstock.capture.generators import GeneratorStates, python_generators, seed_generators
+from penstock.capture.gradient_paths import outputs_with_gradient
 from penstock.capture.granularity import Granularity
 from penstock.capture.graph_builder import build_graph
 from penstock.capture.hooks import (
@@ -26,19 +32,22 @@ from penstock.capture.hooks import (
     without_user_hooks,
 )
 from penstock.capture.isolation import isolated, uncompiled
-from penstock.capture.objects import copy_leaf
-from penstock.capture.recorder import LeakyLeaf, Recorder
-from penstock.capture.tensor_table import buffers_and_attributes, device_of
+from penstock.capture.objects import copy_leaf, register_containers
+from penstock.capture.recorder import BypassedLeaf, DrawsInside, LeakyLeaf, NewContainer, Recorder
+from penstock.capture.tensor_table import buffers_and_attributes, device_of, same_content
+from penstock.capture.transforms import TransformedCall, intercept_transforms
 from penstock.errors import CaptureError, PenstockError
-from penstock.ir import Call, Graph, Guard, Record, Tree, named_inputs, object_keys, refs, states, transform
+from penstock.ir import Call, Container, Graph, Guard, Record, Tree, named_inputs, object_keys, refs, states, transform
+from penstock.ir import leaves as leaves_of
 
 _SEEDS = (1, 2)
 _OUTPUT = "the output of the model"
+_NUMBER = re.compile(r"\d+")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recording:
-    """One forward of a model, for batches of one signature."""
+    """One forward of a model, for batches of one signature; compared by identity."""
 
     record: Record
     live: dict[str, Any]
@@ -55,13 +64,67 @@ class Recording:
     """nodes that add to the loss, and so are needed even if nothing reads their values"""
     nodes_taking_gradients: frozenset[str] = frozenset()
     """nodes that run autograd in their forward"""
+    outputs_with_gradient: dict[str, frozenset[str]] = field(default_factory=dict)
+    """for every value that requires a gradient, the outputs from which backward reaches it"""
     volatile: frozenset[str] = frozenset()
     """settings that the forward itself changes, so that a change does not make the recording invalid"""
+    seed: DrawSeed = FIRST_SEED
+    """the seed of its random numbers"""
+    shared_draws: frozenset[str] = frozenset()
+    """nodes that draw one number for the whole batch"""
+    python_draws: frozenset[str] = frozenset()
+    """nodes that draw from the generators of Python or numpy"""
+    drawing_functions: tuple[DrawingFunction, ...] = ()
+    """functions of the user's that draw so, each recorded as one call"""
+    lines: dict[int, str] = field(default_factory=dict)
+    """the line of the user's code for each step of the record, by the step's id()"""
+    size_reads: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """by value whose size the model read: the module and the line that did so"""
+    draws_in_python: bool = False
+    """whether anything in the forward, blocks included, drew from the global generators of Python or numpy"""
+    cached_constants: frozenset[str] = frozenset()
+    """attributes to which the forward assigned tensors that depend on nothing; only while recordings are compared"""
+    output_tensors: tuple[Tensor, ...] = ()
+    """the tensors of the output; only while recordings are compared"""
 
     @cached_property
     def written_inputs(self) -> frozenset[str]:
         """The inputs that the model writes into."""
         return self.graph.written & set(self.record.inputs)
+
+    @cached_property
+    def form(self) -> str:
+        """A hash of everything except numbers and sizes, which differ between batches of different lengths.
+
+        Recordings of one form make the same calls in the same order on the same values, with the same side effects.
+        """
+        record, graph = self.record, self.graph
+        steps = [
+            (
+                *(step.name, step.target, _erased(step.args), _erased(step.kwargs)),
+                (step.is_module, step.writes, step.context, step.changes_arguments, _erased(step.results.structure))
+                if isinstance(step, Call)
+                else (step.scope, _erased(structure_of(self.live[step.expected].value))),
+            )
+            for step in record.steps
+        ]
+        constants = [
+            (key, id(value) if isinstance(value, Tensor) else _erased(structure_of(value)))
+            for key, value in self.live.items()
+            if not isinstance(value, Expected)
+        ]
+        nodes = [replace(node, makes=()) for node in graph.nodes]
+        values = [
+            (value.name, len(value.spec.shape), value.spec.dtype, value.spec.requires_grad)
+            for value in (*graph.inputs, *(value for node in graph.nodes for value in node.makes))
+        ]
+        parts = (
+            *(steps, constants, _erased(record.outputs), sorted(record.sized)),
+            *(nodes, values, graph.storage, graph.updates, self.granularity, self.device),
+            *map(sorted, (self.state_views, self.nodes_adding_loss, self.nodes_taking_gradients, self.shared_draws)),
+            sorted((name, *sorted(outputs)) for name, outputs in self.outputs_with_gradient.items()),
+        )
+        return blake2b(repr(parts).encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     def available_values(self, nodes: Iterable[str]) -> set[str]:
         """The values that a stage with these nodes has: inputs, and whatever the nodes read and make."""
@@ -71,18 +134,29 @@ class Recording:
 
 
 def make_recording(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], granularity: Granularity
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    granularity: Granularity,
+    seed: DrawSeed = FIRST_SEED,
+    is_known: Callable[[str], bool] = lambda form: False,
 ) -> Recording:
-    """Record the forward of a model on a batch. The model is left as it was."""
+    """Record the forward of a model on a batch. The model is left as it was.
+
+    Random numbers between blocks, on which the forward may depend, are those that a replay with the same seed draws.
+    `is_known` returns whether a form is that of an earlier recording of this model with the same settings.
+    """
     with isolated(model), uncompiled():
         before = model_settings(model, granularity)
-        first = _record_opening(model, args, kwargs, granularity, _SEEDS[0])
-        # The second forward is not isolated from the first, so that a counter that the first increased shows up.
-        second = _record_opening(model, args, kwargs, first.granularity, _SEEDS[1])
+        first = _record_opening(model, args, kwargs, granularity, seed, _SEEDS[0])
+        difference = None
+        if first.draws_in_python or not is_known(first.form):
+            # The second forward is not isolated from the first, so that a counter that the first increased shows up.
+            second = _record_opening(model, args, kwargs, first.granularity, seed, _SEEDS[1])
+            difference = _difference(first, second)
         after = model_settings(model, granularity)
-        difference = _difference(first, second)
-        if difference is not None:
-            third = _record_opening(model, args, kwargs, first.granularity, _SEEDS[0])
+        if difference is not None and not _caches_constants(first, second):
+            third = _record_opening(model, args, kwargs, first.granularity, seed, _SEEDS[0])
             if _difference(second, third) is None:
                 raise CaptureError(
                     "the first forward initialises state that later ones use",
@@ -91,24 +165,50 @@ def make_recording(
                 )
             raise difference
     changed = (name for name in {**before, **after} if before.get(name) != after.get(name))
-    return replace(first, volatile=frozenset(changed))
+    return replace(first, volatile=frozenset(changed), cached_constants=frozenset(), output_tensors=())
+
+
+def _caches_constants(first: Recording, second: Recording) -> bool:
+    """Whether the second forward differs from the first only in that it uses constants that the first computed.
+
+    Such as tables of positions. Then the recording of the first, which computes them in every replay, is right.
+    """
+    used = {name for step in second.record.steps for name in (*states(step.args), *states(step.kwargs))}
+    if not used & first.cached_constants or first.graph.updates != second.graph.updates:
+        return False
+    one, other = first.output_tensors, second.output_tensors
+    return len(one) == len(other) and all(map(same_content, one, other))
 
 
 def _record_opening(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], granularity: Granularity, seed: int
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    granularity: Granularity,
+    seed: DrawSeed,
+    global_seed: int,
 ) -> Recording:
-    """Record one forward; if a leaf leaks, open it and all of its class, and record again."""
+    """Record one forward. A leaf that leaks, or whose parts are called instead of it, is opened; then record again.
+
+    `global_seed` seeds the global generators, which no call between blocks may draw from unseen.
+    """
     skip_hooks = True
+    functions: list[DrawingFunction] = []
     while True:
         leaves = granularity.leaves(model)
         try:
             with without_user_hooks(leaves.values() if skip_hooks else ()):
-                return _record_once(model, args, kwargs, granularity, seed)
+                return _record_once(model, args, kwargs, granularity, seed, global_seed, functions)
         except CaptureError:
             # The model may depend on its hooks, such as one that collects router logits for the loss.
             if not skip_hooks or not has_user_hooks(leaves.values()):
                 raise
             skip_hooks = False
+        except BypassedLeaf as bypassed:
+            granularity = granularity.open_siblings(model, bypassed.leaf)
+        except NewContainer:
+            # Calls before this one were recorded with the object as a constant.
+            continue
         except LeakyLeaf as leak:
             if leak.leaf not in leaves:
                 raise CaptureError(
@@ -118,24 +218,29 @@ def _record_opening(
                     hint="keep the module that contains both as one block (basic_blocks)",
                 ) from None
             granularity = granularity.open_like(model, leak.leaf)
+        except DrawsInside as draw:
+            functions.append(draw.function)
 
 
 def _record_once(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], granularity: Granularity, seed: int
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    granularity: Granularity,
+    seed: DrawSeed,
+    global_seed: int,
+    functions: list[DrawingFunction],
 ) -> Recording:
-    recorder = Recorder(model, set(granularity.leaves(model)))
+    register_containers((args, kwargs))
+    seed_generators(global_seed)
+    recorder = Recorder(model, set(granularity.leaves(model)), seed, global_seed)
     # Copies, as the model may write into its inputs. The same tensor given twice becomes two inputs: in another batch
     # they may differ.
     args, kwargs = transform(args, copy_leaf), transform(kwargs, copy_leaf)
-    inputs = [
-        (name, leaf) for name, leaf in named_inputs(model.forward, args, kwargs).items() if isinstance(leaf, Tensor)
-    ]
-    for name, tensor in inputs:
-        recorder.table.add(tensor, name)
-    seed_generators(seed)
-    recorder.context.start_rng()
+    inputs = [name for name, leaf in named_inputs(model.forward, args, kwargs).items() if isinstance(leaf, Tensor)]
+    generators = GeneratorStates(python_generators())
     try:
-        output = _run_model(model, recorder, args, kwargs)
+        output = _run_model(model, recorder, args, kwargs, functions)
     finally:
         for tensor, content in recorder.state_before.values():
             tensor.data.copy_(content)
@@ -147,10 +252,13 @@ def _record_once(
             dtype=changed[0].dtype,
             hint="make it a buffer (register_buffer), or keep the module whole (basic_blocks)",
         )
+    if register_containers(output):
+        raise NewContainer
     outputs = recorder.writer.write(output, _OUTPUT)
-    _refuse_replaced_state(model, recorder)
+    constants = _constant_values(recorder)
+    _refuse_replaced_state(model, recorder, constants)
     steps = _without_unread_updates(recorder.steps, outputs)
-    record = Record(tuple(name for name, _ in inputs), steps, outputs, frozenset(recorder.sized))
+    record = Record(tuple(inputs), steps, outputs, frozenset(recorder.sized))
     graph = build_graph(model, record, recorder.table, recorder.notes)
     notes = recorder.notes.items()
     return Recording(
@@ -163,20 +271,75 @@ def _record_once(
         returned=recorder.returned,
         nodes_adding_loss=frozenset(name for name, note in notes if note.adds_loss),
         nodes_taking_gradients=frozenset(name for name, note in notes if note.takes_gradients),
+        outputs_with_gradient=outputs_with_gradient(recorder.table.edges, graph.outputs),
+        seed=seed,
+        shared_draws=frozenset(name for name, note in notes if note.is_shared_draw),
+        python_draws=frozenset(name for name, note in notes if note.draws_with_python),
+        drawing_functions=tuple(functions),
+        lines=dict(zip(map(id, steps), recorder.lines, strict=True)),
+        size_reads=recorder.sized,
+        draws_in_python=any(note.draws_with_python for _, note in notes) or generators.have_moved(),
+        cached_constants=frozenset(
+            name for name, tensor in buffers_and_attributes(model).items() if recorder.table.name(tensor) in constants
+        ),
+        output_tensors=tuple(leaf.detach() for leaf in leaves_of(output) if isinstance(leaf, Tensor)),
     )
 
 
-def _run_model(model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _constant_values(recorder: Recorder) -> set[str]:
+    """The values that depend neither on inputs and state nor on random numbers."""
+    found: set[str] = set()
+    for step in recorder.steps:
+        if isinstance(step, Call) and not (step.is_module or step.writes or recorder.notes[step.name].is_random):
+            read = {*refs(step.args), *refs(step.kwargs)}
+            if read <= found and not states(step.args) and not states(step.kwargs):
+                found.update(step.results.values)
+    return found
+
+
+def run_with_draws(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording, seed: DrawSeed
+) -> Any:
+    """Call the model, not the recording, with the random numbers that a replay of the recording draws with the seed."""
+    recorder = Recorder(model, set(recording.granularity.leaves(model)), seed, seed.step, _keep_saved_tensors)
+    return _run_model(model, recorder, args, kwargs, recording.drawing_functions)
+
+
+def _keep_saved_tensors() -> AbstractContextManager[Any]:
+    """Autograd keeps what the calls inside save for backward, also if there is a checkpoint around them.
+
+    A checkpoint would run these calls again in backward, where nothing seeds them.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _run_model(
+    model: nn.Module,
+    recorder: Recorder,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    functions: Iterable[DrawingFunction],
+) -> Any:
     """Run the forward under the recorder; an error names the module in which it happened."""
+    for name, leaf in named_inputs(model.forward, args, kwargs).items():
+        if isinstance(leaf, Tensor):
+            recorder.table.add(leaf, name)
+            recorder.has_single_sample |= leaf.dim() > 0 and leaf.shape[0] == 1
+    recorder.drawing_functions = [one.function for one in functions]
     try:
         with (
+            intercept_draws(recorder.function_drew, functions),
             intercept_modules(model, recorder.module_called),
             intercept_autograd_functions(recorder.function_applied),
             intercept_scripted_functions(recorder.script_called),
+            intercept_transforms(recorder.transform_called),
             recorder,
         ):
-            return model(*args, **kwargs)
-    except (LeakyLeaf, PenstockError):
+            try:
+                return model(*args, **kwargs)
+            finally:
+                recorder.stop()
+    except (BypassedLeaf, DrawsInside, LeakyLeaf, NewContainer, PenstockError):
         raise
     except Exception as error:
         failed, module = recorder.failure
@@ -200,13 +363,21 @@ def _without_unread_updates(steps: Iterable[Call | Guard], outputs: Tree) -> tup
     return tuple(reduced(step) if isinstance(step, Call) else step for step in steps)
 
 
-def _refuse_replaced_state(model: nn.Module, recorder: Recorder) -> None:
-    """Refuse a forward that assigns a new tensor to a parameter or buffer between its blocks."""
+def _refuse_replaced_state(model: nn.Module, recorder: Recorder, constants: set[str]) -> None:
+    """Refuse a forward that assigns a new tensor to a parameter or buffer between its blocks.
+
+    A buffer that is not saved may be assigned a constant: the recording computes it in every replay.
+    """
     # A plain tensor attribute that is assigned in every forward matters only if the forward reads the old one.
     read = {name for step in recorder.steps for name in (*states(step.args), *states(step.kwargs))}
     attributes = [(name, tensor) for name, tensor in buffers_and_attributes(model).items() if name in read]
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *attributes):
-        if id(tensor) not in recorder.table.state and recorder.table.name(tensor) is not None:
+        value = recorder.table.name(tensor)
+        path, _, attribute = name.rpartition(".")
+        owner = model.get_submodule(path)
+        is_saved = attribute in {*owner._parameters.keys(), *owner._buffers.keys()} - owner._non_persistent_buffers_set
+        is_cached = value in constants and not is_saved
+        if id(tensor) not in recorder.table.state and value is not None and not is_cached:
             raise CaptureError(
                 "a parameter or buffer is replaced during the forward",
                 name=name,
@@ -218,15 +389,24 @@ def _refuse_replaced_state(model: nn.Module, recorder: Recorder) -> None:
 # Comparing two recordings
 
 
+def _erased(tree: Tree) -> Any:
+    """A tree without its numbers."""
+    if isinstance(tree, Container):
+        return tree.kind, tuple(map(_erased, tree.keys)), tuple(map(_erased, tree.items))
+    if isinstance(tree, str):
+        return _NUMBER.sub("#", tree)
+    return "#" if type(tree) in (int, float) else tree
+
+
 def _difference(first: Recording, second: Recording) -> CaptureError | None:
     """The error for the first difference between two recordings of the same batch; None if they are the same."""
     one, other = first.record, second.record
     for a, b in zip(one.steps, other.steps, strict=False):
         if a != b:
-            return _changed(a.name)
+            return _changed(a.name, first.lines[id(a)])
     if len(one.steps) != len(other.steps):
-        longer = max(one.steps, other.steps, key=len)
-        return _changed(longer[min(len(one.steps), len(other.steps))].name)
+        step = max(one.steps, other.steps, key=len)[min(len(one.steps), len(other.steps))]
+        return _changed(step.name, (first.lines | second.lines)[id(step)])
     for key, value in first.live.items():
         if isinstance(value, Tensor) and value is not second.live.get(key):
             # A constant tensor that every forward creates again, in a way that the torch function mode does not see.
@@ -238,28 +418,31 @@ def _difference(first: Recording, second: Recording) -> CaptureError | None:
     return _changed(_OUTPUT) if (one.outputs,) != (other.outputs,) else None
 
 
-def _same_constant(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
+def _same_constant(first: Any, second: Any) -> bool:
+    if type(first) is not type(second):
         return False
-    if isinstance(one, torch.Generator):
+    if isinstance(first, torch.Generator):
         # A generator made in every forward starts from its seed each time; a replay would keep drawing from one.
-        return one is other
+        return first is second
+    if isinstance(first, TransformedCall):
+        return first.is_like(second)
     try:
-        if one is other or bool(one == other) or callable(one):
+        if first is second or bool(first == second) or callable(first):
             return True
-        has_own_eq = any("__eq__" in vars(kind) for kind in type(one).__mro__ if kind is not object)
-        return not has_own_eq and structure_of(_attributes(one)) == structure_of(_attributes(other))
+        has_own_eq = any("__eq__" in vars(kind) for kind in type(first).__mro__ if kind is not object)
+        return not has_own_eq and structure_of(_attributes(first)) == structure_of(_attributes(second))
     except (ValueError, RuntimeError, TypeError):
-        return repr(one) == repr(other)
+        return repr(first) == repr(second)
 
 
-def _attributes(thing: Any) -> dict[str, Any]:
-    return dict(getattr(thing, "__dict__", {}))
+def _attributes(value: Any) -> dict[str, Any]:
+    return dict(getattr(value, "__dict__", {}))
 
 
-def _changed(where: str) -> CaptureError:
+def _changed(where: str, line: str = "") -> CaptureError:
     return CaptureError(
         "the model runs differently each time: Python state or randomness between its blocks",
+        **({"line": line} if line else {}),
         where=where,
         hint="turn it off (LayerDrop, masking by numpy ...), or keep the module whole with basic_blocks",
     )

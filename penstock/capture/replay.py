@@ -5,9 +5,8 @@ and write a dict of values by name.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -15,16 +14,30 @@ from torch import Tensor, nn
 
 from penstock.capture.arguments import TENSOR, structure_of
 from penstock.capture.call_context import entered
+from penstock.capture.draws import DrawSeed, hash_name, python_seeded, seed_torch
 from penstock.capture.hooks import has_user_hooks
 from penstock.capture.recording import Recording
 from penstock.capture.tensor_table import device_of, spec_of
-from penstock.errors import CaptureError
-from penstock.ir import Call, CallContext, Container, Guard, ObjectRef, Ref, State, Tree, leaves, put_together, refs
+from penstock.errors import CaptureError, PartitionError
+from penstock.ir import (
+    Call,
+    CallContext,
+    Container,
+    Guard,
+    ObjectRef,
+    Ref,
+    State,
+    Tree,
+    leaves,
+    put_together,
+    refs,
+    transform,
+)
 
 Values = dict[str, Any]
 Step = Callable[[Values], None]
 Getter = Callable[[Values], Any]
-WrapModule = Callable[[str, nn.Module], Callable[..., Any]]
+WrapModule = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 _MAX_LINE = 60
 
 CallHook = Callable[[str, Mapping[str, Any]], None]
@@ -40,7 +53,6 @@ def call_hook(hook: CallHook | None) -> Iterator[None]:
         yield
     finally:
         _active_hook.reset(token)
-
 
 
 class Replay:
@@ -62,35 +74,45 @@ class Replay:
         """
         self._recording, self._wrap = recording, wrap
         self._arguments = ArgumentReader(recording, modules, whole)
-        self._modules = modules
-        own = set(nodes)
-        available = recording.available_values(own)
+        self._modules, self._whole = modules, whole or modules
+        node_names = set(nodes)
+        available = recording.available_values(node_names)
         chosen = [
             step
             for step in recording.record.steps
-            if (step.name in own if isinstance(step, Call) else set(_reads(step)) <= available)
+            if (step.name in node_names if isinstance(step, Call) else set(_reads(step)) <= available)
         ]
         self._wanted = set(wanted)
         self._steps = list(zip(self._prepare(chosen), chosen, strict=True))
         self.takes_gradients = any(step.name in recording.nodes_taking_gradients for step in chosen)
         """whether some call runs autograd in its forward"""
         random = {node.name for node in recording.graph.nodes if node.is_random}
-        self._name_hashes = {place: _hash(step.name) for place, step in enumerate(chosen) if step.name in random}
+        self._draws = {
+            index: (hash_name(step.name), step.name in recording.shared_draws, step.name in recording.python_draws)
+            for index, step in enumerate(chosen)
+            if step.name in random
+        }
+        """of random calls: the hash of the name, whether the draw is for the whole batch, whether it is Python's"""
 
-    def run(self, values: Values, seed: int | None = None) -> Values:
+    def run(self, values: Values, seed: DrawSeed | None = None) -> Values:
         """Run all calls on `values`; returns the wanted values. Others are dropped after their last use.
 
         With a `seed`, the random numbers of each call depend only on the seed and the name of the call: they are the
         same for any partition and order.
         """
         values = dict(values)
-        hashes = self._name_hashes if seed is not None else {}
-        is_cuda = bool(hashes) and device_of(self._modules).type == "cuda"
+        draws = self._draws if seed is not None else {}
+        is_cuda = bool(draws) and device_of(self._modules).type == "cuda"
         hook = _active_hook.get()
-        for place, (step, recorded) in enumerate(self._steps):
-            if place in hashes:
-                _seed_torch(seed, hashes[place], is_cuda)  # type: ignore[arg-type]
-            step(values)
+        for index, (step, recorded) in enumerate(self._steps):
+            if index in draws:
+                name_hash, is_shared, is_python = draws[index]
+                mixed = seed.of_call(name_hash, is_shared)  # type: ignore[union-attr]
+                seed_torch(mixed, is_cuda)
+                with python_seeded(mixed) if is_python else nullcontext():
+                    step(values)
+            else:
+                step(values)
             if hook is not None:
                 hook(recorded.name, {name: values[name] for name in _makes(recorded) if name in values})
         views = self._recording.state_views
@@ -99,33 +121,38 @@ class Replay:
 
     def _prepare(self, steps: list[Call | Guard]) -> Iterator[Step]:
         last_use: dict[str, int] = {}
-        for place, step in enumerate(steps):
+        for index, step in enumerate(steps):
             for name in (*_reads(step), *_makes(step)):
-                last_use[name] = place
+                last_use[name] = index
         dropped: dict[int, list[str]] = {}
         for name in last_use.keys() - self._wanted:
             dropped.setdefault(last_use[name], []).append(name)
-        for place, step in enumerate(steps):
+        for index, step in enumerate(steps):
             run = self._prepare_call(step) if isinstance(step, Call) else self._prepare_guard(step)
-            yield _then_drop(run, dropped[place]) if place in dropped else run
+            yield _then_drop(run, dropped[index]) if index in dropped else run
 
     def _prepare_call(self, call: Call) -> Step:
-        function = self._modules.get_submodule(call.target) if call.is_module else self._recording.live[call.target]
-        wrapped = self._wrap(call.name, function) if self._wrap and call.is_module else function
+        function = self._arguments.module(call.target) if call.is_module else self._recording.live[call.target]
+        called = _returning_arguments(function) if call.changes_arguments else function
+        wrapped = self._wrap(call.name, called) if self._wrap and call.is_module else called
         args, kwargs = self._arguments.getter(call.args), self._arguments.getter(call.kwargs)
         results, structure, writes = call.results.values, call.results.structure, call.writes
         updates = [(new, self._updated_buffer(new, state)) for new, state in call.results.updates]
         record, graph = self._recording.record, self._recording.graph
+        scope, line, size_reads = graph[call.name].module, self._recording.lines[id(call)], self._recording.size_reads
+        if call.is_module:
+            # The code that depends on the result of a block is in the module around it.
+            scope = _called_parent(self._whole, scope)
         sizes = [(name, graph.spec(name).shape) for name in dict.fromkeys(results) if name in record.sized]
 
         def run(values: Values) -> None:
             result = wrapped(*args(values), **kwargs(values))
             for new, old in writes:
                 values[new] = values[old]
-            found = TENSOR if isinstance(result, Tensor) else structure_of(result)
-            if found != structure:
-                raise _data_dependent(call.name, structure, found)
-            if found == TENSOR:
+            result_structure = TENSOR if isinstance(result, Tensor) else structure_of(result)
+            if result_structure != structure:
+                raise _data_dependent(call.name, scope, line, structure, result_structure)
+            if result_structure == TENSOR:
                 values[results[0]] = result
             else:
                 values.update(zip(results, (leaf for leaf in leaves(result) if isinstance(leaf, Tensor)), strict=True))
@@ -133,7 +160,8 @@ class Replay:
                 values[new] = buffer(values)
             for name, size in sizes:
                 if values[name].shape != size:
-                    raise _data_dependent(name, f"size {tuple(size)}", f"size {tuple(values[name].shape)}")
+                    found_size = f"size {tuple(values[name].shape)}"
+                    raise _data_dependent(name, *size_reads[name], f"size {tuple(size)}", found_size)
 
         # The user's hooks did not run while this was recorded, so their return values are unknown.
         step = self._then_check_specs(run, call) if call.is_module and has_user_hooks([function]) else run
@@ -174,6 +202,7 @@ class Replay:
 
     def _prepare_guard(self, guard: Guard) -> Step:
         function, expected = self._recording.live[guard.target], self._recording.live[guard.expected]
+        line = self._recording.lines[id(guard)]
         args, kwargs = self._arguments.getter(guard.args), self._arguments.getter(guard.kwargs)
 
         def run(values: Values) -> None:
@@ -182,11 +211,12 @@ class Replay:
                 raise CaptureError(
                     "data-dependent control flow: the model read a different value from a tensor than when recorded",
                     module=guard.scope or "the model",
+                    line=line,
                     read_by=guard.name,
                     recorded=_shortened(expected.value),
                     found=_shortened(found),
-                    hint="keep the module that decides whole (basic_blocks), or record with a batch of this kind; a "
-                    "number that is only reported can be returned as a tensor (detach)",
+                    hint=f"{_keep_whole(guard.scope)}; a number that is only reported can be returned as a tensor "
+                    "(detach)",
                 )
 
         return run
@@ -208,15 +238,29 @@ class ArgumentReader:
             # Looked up in every call: the attribute may be assigned later.
             return lambda values: getattr(owner, attribute)
         if isinstance(tree, ObjectRef):
-            thing = self._recording.live[tree.key]
-            if isinstance(thing, torch.device) and str(thing) == self._recording.device:
+            value = self._recording.live[tree.key]
+            if isinstance(value, torch.device) and str(value) == self._recording.device:
                 # The model was recorded on one device and runs on another.
                 modules = self._modules
-                return lambda values: device_of(modules, thing)
-            return lambda values: thing
+                return lambda values: device_of(modules, value)
+            return lambda values: value
         if isinstance(tree, Container):
             return self._container_getter(tree)
         return lambda values: tree
+
+    def module(self, path: str) -> nn.Module:
+        """The module of this name; from the unsplit model if it is not a leaf of the plan, as a dropout with p = 0."""
+        with suppress(AttributeError):
+            module = self._modules.get_submodule(path)
+            # A stage has bare modules in place of those that it has only parts of.
+            if type(module) is not nn.Module:
+                return module
+        module = self._whole.get_submodule(path)
+        own = {id(tensor) for tensor in (*self._modules.parameters(), *self._modules.buffers())}
+        state = (*module.named_parameters(), *module.named_buffers())
+        if name := next((name for name, tensor in state if id(tensor) not in own), None):
+            raise PartitionError("a stage must have all parameters of a block that it runs", block=path, missing=name)
+        return module
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         """The module that has a parameter, buffer or plain tensor, and the name of the attribute."""
@@ -241,6 +285,19 @@ class ArgumentReader:
         if kind is dict:
             return lambda values: {key: item(values) for key, item in zip(keys, items, strict=True)}
         return lambda values: put_together(kind, keys, [item(values) for item in items])
+
+
+def _returning_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function for a call that changes containers among its arguments: it returns them too.
+
+    It changes copies: when a block is recomputed in backward, it is given the same arguments again.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        copies = transform((args, kwargs), lambda leaf: leaf)
+        return function(*copies[0], **copies[1]), *copies
+
+    return call
 
 
 def _reads(step: Call | Guard) -> tuple[str, ...]:
@@ -271,38 +328,32 @@ def _in_context(run: Step, context: CallContext) -> Step:
     return run_in_context
 
 
-def _data_dependent(where: str, recorded: object, found: object) -> CaptureError:
+def _data_dependent(where: str, module: str, line: str, recorded: object, found: object) -> CaptureError:
     return CaptureError(
         f"data-dependent control flow: {where} returned a different structure or size than when it was recorded",
-        where=where,
+        module=module or "the model",
+        line=line,
         recorded=recorded,
         found=found,
-        hint="keep the module that uses it whole (basic_blocks), or record with a batch of this kind",
+        hint=_keep_whole(module),
     )
+
+
+def _called_parent(model: nn.Module, path: str) -> str:
+    """The innermost module around a module that is not a list of modules."""
+    while path := path.rpartition(".")[0]:
+        if not isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict):
+            break
+    return path
+
+
+def _keep_whole(module: str) -> str:
+    """How to keep the smallest module whole that contains the decision."""
+    if module:
+        return f'basic_blocks=["{module}"], which keeps the module that decides whole'
+    return "move the decision into a submodule, and keep that whole (basic_blocks)"
 
 
 def _shortened(value: object) -> str:
     line = " ".join(str(value).split())
     return line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}..."
-
-
-# Random numbers
-
-_64_BITS = (1 << 64) - 1
-
-
-def _hash(name: str) -> int:
-    """64 bits that are the same in every process, unlike `hash(name)`."""
-    return int.from_bytes(blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
-
-
-def _seed_torch(seed: int, name_hash: int, is_cuda: bool) -> None:
-    """Seed torch's generators with a mix of both numbers."""
-    # The finalizer of splitmix64: every bit depends on every bit, so neighbouring seeds give unrelated streams.
-    mixed = (seed * 0x9E3779B97F4A7C15 + name_hash) & _64_BITS
-    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _64_BITS
-    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _64_BITS
-    mixed ^= mixed >> 31
-    torch.default_generator.manual_seed(mixed)
-    if is_cuda:
-        torch.cuda.manual_seed(mixed)

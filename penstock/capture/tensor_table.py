@@ -6,6 +6,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from penstock.capture.gradient_paths import Edge
 from penstock.ir import TensorSpec
 
 
@@ -26,9 +27,11 @@ class TensorTable:
         for tensor in (*model.parameters(), *self.buffers.values()):
             self._state_by_storage.setdefault(storage_id(tensor), []).append(tensor)
         self.specs: dict[str, TensorSpec] = {}
-        """of every value"""
+        """the spec of every value"""
         self.storage: dict[str, int] = {}
         """the storage id of every value"""
+        self.edges: dict[str, Edge] = {}
+        """where every value that a gradient reaches is in autograd's graph"""
         # The tensors are held: a freed tensor's id() would be given to another one.
         self._values: dict[int, tuple[Tensor, str]] = {}
         self._values_by_storage: dict[int, list[Tensor]] = {}
@@ -42,11 +45,14 @@ class TensorTable:
         self._values[id(tensor)] = (tensor, name)
         self.specs[name] = spec_of(tensor)
         self.storage[name] = storage_id(tensor)
+        if tensor.grad_fn is not None:
+            # Noted now: a value that is written in place later gets another name and another node.
+            self.edges[name] = tensor.grad_fn, tensor.output_nr
 
     def name(self, tensor: Tensor) -> str | None:
         """The name of a value; None if the tensor is not one."""
-        found = self._values.get(id(tensor))
-        return found[1] if found else None
+        entry = self._values.get(id(tensor))
+        return entry[1] if entry else None
 
     def values_sharing(self, tensor: Tensor) -> list[Tensor]:
         """All values in the memory of a tensor, itself included if it is a value."""
@@ -66,14 +72,24 @@ class TensorTable:
 
     def made_inside(self, tensor: Tensor) -> tuple[str, int] | None:
         """The leaf in which a tensor was made, and the number of its call; None if it was made elsewhere."""
-        found = self._inside.get(id(tensor))
-        return (found[1], found[2]) if found is not None and found[0]() is tensor else None
+        entry = self._inside.get(id(tensor))
+        return (entry[1], entry[2]) if entry is not None and entry[0]() is tensor else None
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
     """Shape, dtype, `requires_grad` and memory order of a tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(tuple(tensor.shape), dtype, tensor.requires_grad, _memory_order(tensor))
+    return TensorSpec(tuple(tensor.shape), dtype, has_gradient(tensor), _memory_order(tensor))
+
+
+def has_gradient(tensor: Tensor) -> bool:
+    """Whether backward computes a gradient for the tensor.
+
+    A view of a parameter that was made under `torch.no_grad` reports `requires_grad`, as its base does, but is not
+    connected to it.
+    """
+    is_cut_off = tensor.grad_fn is None and tensor._is_view() and tensor._base.requires_grad  # type: ignore[union-attr]
+    return tensor.requires_grad and not is_cut_off
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:
@@ -96,23 +112,23 @@ def storage_id(tensor: Tensor) -> int:
 
 def buffers_and_attributes(model: nn.Module) -> dict[str, Tensor]:
     """Buffers, and tensors that modules hold as plain attributes, by name."""
-    found = dict(model.named_buffers())
+    tensors = dict(model.named_buffers())
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        found |= {prefix + name: thing for name, thing in vars(module).items() if isinstance(thing, Tensor)}
-    return found
+        tensors |= {prefix + name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    return tensors
 
 
-def same_content(one: Tensor, other: Tensor) -> bool:
+def same_content(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors hold the same numbers; NaN equals NaN."""
-    if one.layout is not torch.strided:
+    if first.layout is not torch.strided:
         # torch.equal does not support sparse tensors; for these only versions are compared.
         return True
-    if torch.equal(one, other):
+    if torch.equal(first, second):
         return True
-    if one.shape != other.shape or not one.is_floating_point():
+    if first.shape != second.shape or not first.is_floating_point():
         return False
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+    return torch.equal(first.isnan(), second.isnan()) and torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
 def device_of(model: nn.Module, default: torch.device | None = None) -> torch.device:

@@ -11,17 +11,17 @@ from penstock.checkpoint.directory import (
 )
 from penstock.checkpoint.loading import Loader, LoadTargets
 from penstock.checkpoint.manifest import Manifest, check_digests, read_manifest, step_of
-from penstock.checkpoint.names import ModelNames, match_names
-from penstock.checkpoint.options import CheckpointOptions
+from penstock.checkpoint.names import LOSS_STATE, ModelNames, match_names
 from penstock.checkpoint.periodic import Batches, PeriodicSaver, batches_from
 from penstock.checkpoint.reader import CONFIG, PLAN, RUN, CheckpointReader, Loaded, TensorReader
-from penstock.checkpoint.saving import Saver, TrainingState
+from penstock.checkpoint.saving import CheckpointOptions, Saver, TrainingState
 from penstock.checkpoint.tensor_file import DTYPES
 from penstock.checkpoint.writer import BackgroundWriter, CheckpointWriter
 
 __all__ = [
     "CONFIG",
     "DTYPES",
+    "LOSS_STATE",
     "PLAN",
     "RUN",
     "TEMPORARY",

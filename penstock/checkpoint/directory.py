@@ -24,7 +24,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 class CheckpointDir:
-    """The checkpoints of one training."""
+    """The checkpoints of one training run."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -34,12 +34,12 @@ class CheckpointDir:
         """All checkpoints, newest first; symbolic links do not count. Empty if the directory does not exist."""
         if not self.root.is_dir():
             return []
-        found = [
+        checkpoints = [
             path
             for path in self.root.iterdir()
             if step_of(path) is not None and path.is_dir() and not path.is_symlink()
         ]
-        return sorted(found, key=lambda path: (step_of(path), path.name), reverse=True)
+        return sorted(checkpoints, key=lambda path: (step_of(path), path.name), reverse=True)
 
     @property
     def newest_step(self) -> int | None:
@@ -61,11 +61,11 @@ class CheckpointDir:
                 continue
             if path.name.startswith(f"{_REPLACED}step-"):
                 # The process ended between the two renames of `publish`: the older checkpoint counts.
-                place = path.with_name(path.name.removeprefix(_REPLACED))
-                if place.exists():
+                original = path.with_name(path.name.removeprefix(_REPLACED))
+                if original.exists():
                     _discard(path)
                 else:
-                    path.rename(place)
+                    path.rename(original)
             if (
                 path.name.startswith((f"{TEMPORARY}step-", f"{_DISCARDED}step-", f"{_DISCARDED}replaced-step-"))
                 and (lock := lock_directory(path)) is not None  # else its writer is alive
@@ -77,24 +77,24 @@ class CheckpointDir:
 
     def publish(self, temporary: Path, step: int) -> Path:
         """Give a complete checkpoint its final name; an older one of that name exists until then."""
-        place = self.root / step_name(step)
-        older = place.with_name(f"{_REPLACED}{place.name}")
+        final = self.root / step_name(step)
+        older = final.with_name(f"{_REPLACED}{final.name}")
         # A directory cannot replace another one atomically. Between the two renames there is no checkpoint of this
         # name, but `clean_up` puts the older one back.
-        if os.path.lexists(place):
-            place.rename(older)
-        temporary.rename(place)
+        if os.path.lexists(final):
+            final.rename(older)
+        temporary.rename(final)
         sync_directory(self.root)
         if os.path.lexists(older):
             _discard(older)
-        return place
+        return final
 
     def prune(self, keep: int, newest: Path) -> list[str]:
         """Remove all checkpoints before `newest` but the last good ones, so that `keep` remain; returns their names."""
         kept, removed = 1, []
         for path in self.checkpoints:
             if (step_of(path) or 0) >= (step_of(newest) or 0):
-                continue  # the newest itself, or one of another training
+                continue  # the newest itself, or one of another run
             if kept < keep and _has_manifest(path):
                 kept += 1
             else:
@@ -133,16 +133,16 @@ def _has_manifest(path: Path) -> bool:
 
 def _discard(path: Path) -> None:
     """Remove a checkpoint. The rename comes first: half removed, it must not look like a checkpoint."""
-    away = path.with_name(f"{_DISCARDED}{path.name.lstrip('.')}.{os.getpid()}")
-    path.rename(away)
-    if away.is_symlink() or away.is_file():
-        away.unlink()
+    discarded = path.with_name(f"{_DISCARDED}{path.name.lstrip('.')}.{os.getpid()}")
+    path.rename(discarded)
+    if discarded.is_symlink() or discarded.is_file():
+        discarded.unlink()
     else:
-        shutil.rmtree(away, ignore_errors=True)
+        shutil.rmtree(discarded, ignore_errors=True)
 
 
 def find_checkpoints(path: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints at a path, newest first: itself, or those in it. Refused if there are none."""
+    """The checkpoints at a path, newest first: itself, or those in it. Raises an error if it finds no checkpoint."""
     directory = check_directory(path)
     if is_checkpoint(directory):
         return [directory]
@@ -174,14 +174,14 @@ class CheckpointSummary(NamedTuple):
     @property
     def row(self) -> tuple[str, ...]:
         """The cells of a table."""
-        known = (self.written, bytes_text(self.bytes), str(self.ranks), self.schedule) if self.written else ("",) * 4
-        return (self.name, *known, self.state)
+        details = (self.written, bytes_text(self.bytes), str(self.ranks), self.schedule) if self.written else ("",) * 4
+        return (self.name, *details, self.state)
 
 
 def list_checkpoints(path: Path) -> Iterator[CheckpointSummary]:
     """The checkpoints of a directory, newest first, and then interrupted saves. Only manifests and sizes are read."""
-    found = find_checkpoints(path)
-    for directory in found:
+    checkpoints = find_checkpoints(path)
+    for directory in checkpoints:
         try:
             with CheckpointReader(directory) as reader:
                 manifest = reader.manifest
@@ -192,10 +192,10 @@ def list_checkpoints(path: Path) -> Iterator[CheckpointSummary]:
         yield CheckpointSummary(
             directory.name, manifest.written, manifest.total_bytes, plan.ranks, plan.schedule, "complete"
         )
-    if found != [path]:
-        for left in sorted(path.iterdir()):
-            if left.name.startswith(f"{TEMPORARY}step-"):
-                yield CheckpointSummary(left.name)
+    if checkpoints != [path]:
+        for entry in sorted(path.iterdir()):
+            if entry.name.startswith(f"{TEMPORARY}step-"):
+                yield CheckpointSummary(entry.name)
 
 
 class VerifyResult(NamedTuple):

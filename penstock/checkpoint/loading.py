@@ -12,11 +12,10 @@ from torch import Tensor
 
 from penstock.checkpoint.collective import errors_on_all_ranks, run_on_first_rank
 from penstock.checkpoint.directory import CheckpointDir, find_checkpoints, is_checkpoint, open_tensors
-from penstock.checkpoint.names import ModelNames, match_names
+from penstock.checkpoint.names import LOSS_STATE, ModelNames, match_names
 from penstock.checkpoint.optimizer_state import check_optimizer
-from penstock.checkpoint.random_state import random_state_restorer
 from penstock.checkpoint.reader import PLAN, CheckpointReader, Loaded
-from penstock.checkpoint.saving import parameter_names, plan_text
+from penstock.checkpoint.saving import parameter_names, plan_text, random_state_restorer
 from penstock.checkpoint.scheduler_state import SavedSchedulers
 from penstock.checkpoint.sources import is_hugging_face
 from penstock.errors import CheckpointError, DamagedError, PenstockWarning
@@ -61,8 +60,8 @@ class Loader:
             elif targets.optimizer is not None:
                 check_optimizer(targets.optimizer, parameter_names(self._part))
         # The first rank decides which checkpoints there are: a file system may show the others an older state.
-        found = run_on_first_rank(self._groups, lambda: json.dumps(_candidates(Path(path), is_foreign)), request)
-        names = json.loads(found)
+        text = run_on_first_rank(self._groups, lambda: json.dumps(_candidates(Path(path), is_foreign)), request)
+        names = json.loads(text)
         skipped: list[str] = []
         for index, name in enumerate(names):
             is_last = index + 1 == len(names)
@@ -70,8 +69,8 @@ class Loader:
             if isinstance(pending, _Pending):
                 if skipped and self._groups.rank == 0 and self._groups.replica == 0:
                     reasons = "\n  ".join(skipped)
-                    text = f"newer checkpoints are damaged and were skipped; training resumes from {name}:\n  {reasons}"
-                    warnings.warn(text, PenstockWarning, stacklevel=4)
+                    problem = "newer checkpoints are damaged and were skipped; training resumes from"
+                    warnings.warn(f"{problem} {name}:\n  {reasons}", PenstockWarning, stacklevel=4)
                 pending.apply()
                 return pending.loaded
             skipped.append(f"{name}: {pending}")
@@ -93,7 +92,7 @@ class Loader:
         """
         error: Exception | None = None
         try:
-            done = work()
+            result = work()
         except Exception as caught:
             error = caught
         is_damaged = isinstance(error, DamagedError) and not is_last
@@ -104,14 +103,14 @@ class Loader:
                 if error is not None and not is_damaged:
                     raise error
         self._sync.close()
-        return self._damage_reason(error) if some_damaged else done
+        return self._damage_reason(error) if some_damaged else result
 
     def _damage_reason(self, error: Exception | None) -> str:
         """The error of the first rank that found damage, on every rank."""
         groups, text = self._groups, "" if error is None else str(error)
         texts = [text] if groups.is_local else [groups.broadcast_text(text, rank) for rank in range(groups.num_ranks)]
-        found = ((rank, text) for rank, text in enumerate(texts) if text)
-        rank, reason = next(found, (0, "another replica cannot read it"))
+        reasons = ((rank, text) for rank, text in enumerate(texts) if text)
+        rank, reason = next(reasons, (0, "another replica cannot read it"))
         return f"{reason.splitlines()[0]} [rank {rank}]"
 
     @property
@@ -133,9 +132,9 @@ class Loader:
             run = reader.run
             steps = [lambda: self._part.load_state_dict(weights), *self._restorers(reader, run, targets)]
             if targets.random:
-                # Ranks that the saved training did not have continue with the random numbers of its first rank.
-                own = f"random-{self._rank_and_ranks[0]:03d}"
-                document = reader.document(own if reader.has(f"{own}.json") else "random-000")
+                # Ranks that the saved run did not have continue with the random numbers of its first rank.
+                stem = f"random-{self._rank_and_ranks[0]:03d}"
+                document = reader.document(stem if reader.has(f"{stem}.json") else "random-000")
                 steps.append(random_state_restorer(document))
             loaded = replace(
                 loaded,
@@ -157,15 +156,15 @@ class Loader:
         self, reader: CheckpointReader, run: dict[str, Any], targets: LoadTargets
     ) -> list[Callable[[], None]]:
         """Functions that restore optimizer, scheduler and scaler; everything is read and checked here."""
-        found: list[Callable[[], None]] = []
+        restorers: list[Callable[[], None]] = []
         if targets.optimizer is not None:
-            found.append(reader.optimizer.restorer(targets.optimizer, parameter_names(self._part), shard_like))
+            restorers.append(reader.optimizer.restorer(targets.optimizer, parameter_names(self._part), shard_like))
         if targets.scheduler is not None:
             state = self._scheduler_state(reader, targets)
-            found.append(lambda: targets.scheduler.load_state_dict(state()))
+            restorers.append(lambda: targets.scheduler.load_state_dict(state()))
         if targets.scaler is not None and "scaler" in run:
-            found.append(lambda: targets.scaler.load_state_dict(run["scaler"]))
-        return found
+            restorers.append(lambda: targets.scaler.load_state_dict(run["scaler"]))
+        return restorers
 
     def _scheduler_state(self, reader: CheckpointReader, targets: LoadTargets) -> Callable[[], Any]:
         """A function that returns the scheduler's state, to be called once the optimizer has been restored."""
@@ -175,23 +174,27 @@ class Loader:
         rank, ranks = self._rank_and_ranks
         saved = SavedSchedulers([reader.plain(stem) for stem in stems], [reader.find(stem) for stem in stems])
         if len(stems) == ranks and reader.text(PLAN) == plan_text(self._plan):
-            own = saved.of_rank(rank)
-            return lambda: own
+            state = saved.of_rank(rank)
+            return lambda: state
         return saved.for_optimizer(targets.optimizer)
 
 
 def _read_weights(part: ModelPart, directory: Path) -> tuple[dict[str, Tensor], Loaded]:
     """Read the weights of this process from a directory, and nothing else of it."""
-    model = part.captured.model
+    model, reader, own = part.captured.model, open_tensors(directory), part.own_state()
+    loss_state = part.loss_state
+    if not loss_state & set(reader.names):
+        # A checkpoint of the model alone: the loss module keeps its state.
+        loss_state, own = frozenset(), {name: tensor for name, tensor in own.items() if name not in loss_state}
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     names = ModelNames(
-        frozenset(model.state_dict()),
+        frozenset(model.state_dict()) | loss_state,
         part.captured.graph.tied,
         unsaved_buffer_names(model),
         str(getattr(model, "base_model_prefix", "")),
-        tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+        (*ignored, *(() if part.loss_state else (LOSS_STATE,))),
     )
-    reader = open_tensors(directory)
-    return reader.read(match_names(reader.names, names), part.own_state())
+    return reader.read(match_names(reader.names, names), own)
 
 
 def _candidates(path: Path, is_foreign: bool) -> list[str]:
@@ -201,7 +204,7 @@ def _candidates(path: Path, is_foreign: bool) -> list[str]:
     if not is_checkpoint(path):
         with suppress(OSError):  # the directory may be read-only
             CheckpointDir(path).clean_up()
-    return [str(found.relative_to(path)) for found in find_checkpoints(path)]
+    return [str(checkpoint.relative_to(path)) for checkpoint in find_checkpoints(path)]
 
 
 def _check_foreign(targets: LoadTargets) -> None:

@@ -34,8 +34,8 @@ def step_name(step: int) -> str:
 
 def step_of(path: Path) -> int | None:
     """The step in the name of a checkpoint; None if the name is not that of a checkpoint."""
-    found = _STEP.fullmatch(path.name)
-    return int(found[1]) if found else None
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,9 @@ def files_to_check(manifest: Manifest, rank: int, ranks: int) -> list[str]:
     if manifest.plan.processes == ranks:
         return [name for name, record in manifest.files.items() if record.rank % ranks == rank]
     loads = [0] * ranks
-    own = []
+    names = []
     for name in sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name)):
         least = loads.index(min(loads))
         loads[least] += manifest.files[name].bytes
-        own += [name] if least == rank else []
-    return own
+        names += [name] if least == rank else []
+    return names

@@ -9,6 +9,8 @@ from penstock.errors import CheckpointError
 from penstock.ir import printable
 
 _SHOWN = 5
+LOSS_STATE = r"^loss_fn_*\."
+"""pattern of the names of a loss module, which a pipeline without one, and the model alone, do not need"""
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,10 @@ class _Match:
         known: dict[str, str] = {}
         self.unexpected: list[str] = []
         for name in found:
-            own = rename(name)
-            if own in names.saved and own not in known:
-                known[own] = name
-            elif own in known or not (names.is_ignored(own) or names.is_ignored(name)):
+            renamed = rename(name)
+            if renamed in names.saved and renamed not in known:
+                known[renamed] = name
+            elif renamed in known or not (names.is_ignored(renamed) or names.is_ignored(name)):
                 self.unexpected.append(name)
         self.sources = {
             name: tuple(known[other] for other in names.names_of(name) if other in known)

@@ -41,10 +41,13 @@ def split_optimizer_state(
             part = parts.setdefault(stage_of[name], empty)
             state = encode_tree(dict(states.get(parameter, {})), part.tensors, name)
             part.document["parameters"][name] = {"group": index, "state": state}
+    group_options = [
+        {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
     for part in parts.values():
         part.document["groups"] = [
-            encode_tree(_options(group), part.tensors, f"group-{index}")
-            for index, group in enumerate(optimizer.param_groups)
+            encode_tree(options, part.tensors, f"group-{index}") for index, options in enumerate(group_options)
         ]
         part.document["others"] = encode_tree(others, part.tensors, "others")
     return parts
@@ -53,11 +56,11 @@ def split_optimizer_state(
 def check_optimizer(optimizer: object, names: Mapping[int, str]) -> None:
     """Refuse anything but an optimizer of torch over parameters of this rank."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise CheckpointError("optimizer must be a torch.optim.Optimizer", given=type(optimizer).__name__)
+        raise CheckpointError("optimizer must be a torch.optim.Optimizer", got=type(optimizer).__name__)
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         raise CheckpointError(
             "an optimizer with its own state_dict method cannot be saved by parameter name",
-            given=type(optimizer).__name__,
+            got=type(optimizer).__name__,
             hint="the optimizer inside, if it is a wrapper; else extra=optimizer.state_dict()",
         )
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
@@ -77,25 +80,25 @@ class SavedOptimizer:
         self.kind = ""
         self._groups: list[tuple[Any, FindTensor]] = []
         self._others: list[tuple[Any, FindTensor]] = []
-        self._found: dict[str, tuple[dict[str, Any], Any, FindTensor]] = {}
+        self._states: dict[str, tuple[dict[str, Any], Any, FindTensor]] = {}
         """per parameter: its state, the options of its group, and the function that reads tensors"""
         for document, find in parts:
             self.kind, groups = document["optimizer"], document["groups"]
             self._groups = self._groups or [(group, find) for group in groups]
             self._others.append((document["others"], find))
-            for name, own in document["parameters"].items():
-                state, group = own["state"], groups[own["group"]]
+            for name, saved in document["parameters"].items():
+                state, group = saved["state"], groups[saved["group"]]
                 if not (isinstance(state, dict) and isinstance(group, dict)):
                     raise DamagedError("the optimizer state of a parameter cannot be read", name=name)
-                self._found[name] = (state, group, find)
+                self._states[name] = (state, group, find)
 
     def restorer(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], shard: Shard) -> Callable[[], None]:
         """Read and check the state for an optimizer; the returned function applies it."""
         self._check(optimizer, names)
         options = [self._group_options(index, group, names) for index, group in enumerate(optimizer.param_groups)]
         states = {
-            parameter: self._parameter_state(parameter, names[id(parameter)], own, shard)
-            for group, own in zip(optimizer.param_groups, options, strict=True)
+            parameter: self._parameter_state(parameter, names[id(parameter)], group_options, shard)
+            for group, group_options in zip(optimizer.param_groups, options, strict=True)
             for parameter in group["params"]
         }
         others = decode_tree(*self._others[0])
@@ -106,24 +109,24 @@ class SavedOptimizer:
             for parameter, state in states.items():
                 if state:
                     optimizer.state[parameter] = state
-            for group, own in zip(optimizer.param_groups, options, strict=True):
-                group.update(own)
+            for group, group_options in zip(optimizer.param_groups, options, strict=True):
+                group.update(group_options)
 
         return restore
 
     def _check(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-        if not self._found:
+        if not self._states:
             hint = "load without the optimizer, and start with a new one"
             raise CheckpointError("the checkpoint has no optimizer state", hint=hint)
         if type(optimizer).__name__ != self.kind:
             raise CheckpointError(
                 "the checkpoint has the state of another optimizer",
                 saved=self.kind,
-                given=type(optimizer).__name__,
+                got=type(optimizer).__name__,
                 hint=self.kind,
             )
-        own = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-        if missing := [name for name in own if name not in self._found]:
+        wanted = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+        if missing := [name for name in wanted if name not in self._states]:
             problem = "the saved optimizer state lacks parameters of this optimizer"
             raise CheckpointError(problem, missing=shorten(missing))
         # Such state has no parameter name, so a rank of another plan could not tell which rank's to take.
@@ -134,16 +137,16 @@ class SavedOptimizer:
             )
 
     def _group_options(self, index: int, group: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-        found = [self._found[names[id(parameter)]][1:] for parameter in group["params"]]
-        if any(options != found[0][0] for options, _ in found):
+        saved = [self._states[names[id(parameter)]][1:] for parameter in group["params"]]
+        if any(options != saved[0][0] for options, _ in saved):
             raise CheckpointError(
                 "parameters of one group were saved in groups with different options",
                 group=index,
                 hint="the groups that the optimizer had when it was saved",
             )
         # A group without parameters on this rank still has a learning rate, which a scheduler reads.
-        if found:
-            options, find = found[0]
+        if saved:
+            options, find = saved[0]
         elif index < len(self._groups):
             options, find = self._groups[index]
         else:
@@ -153,7 +156,7 @@ class SavedOptimizer:
     def _parameter_state(
         self, parameter: nn.Parameter, name: str, options: Mapping[str, Any], shard: Shard
     ) -> dict[str, Any]:
-        state, _, find = self._found[name]
+        state, _, find = self._states[name]
         # torch keeps scalars such as `step` on the host unless the optimizer is capturable or fused.
         on_device = bool(options.get("capturable") or options.get("fused"))
 
@@ -164,7 +167,3 @@ class SavedOptimizer:
             return tensor.to(parameter.device) if tensor.dim() or on_device else tensor
 
         return dict(decode_tree(state, place))
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}

@@ -1,4 +1,4 @@
-"""Saves a training loop every few steps, and resumes it where an earlier one ended."""
+"""Saves a training loop every few steps, and resumes it from a checkpoint."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -6,9 +6,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.options import CheckpointOptions
-from penstock.checkpoint.random_state import random_state, random_state_restorer
 from penstock.checkpoint.reader import Loaded
+from penstock.checkpoint.saving import CheckpointOptions, random_state, random_state_restorer
 from penstock.errors import CheckpointError, RunError
 from penstock.ir import StepMetrics, as_int
 
@@ -156,9 +155,9 @@ def batches_from(batches: Batches, index: int) -> Iterator[Any]:
     """The batches from an index on."""
     if callable(batches):
         return iter(batches(index))
-    found = iter(batches)
-    next(islice(found, index, index), None)
-    return found
+    iterator = iter(batches)
+    next(islice(iterator, index, index), None)
+    return iterator
 
 
 def _position(loaded: Loaded) -> tuple[int, int]:

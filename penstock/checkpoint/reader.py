@@ -75,8 +75,8 @@ class TensorReader:
             tensors = {source: handle.get_tensor(source) for source, handle in handles.items()}
             _check_ties(tensors, sources, wanted)
             size = sum(tensor.nbytes for tensor in tensors.values())
-            found = {name: tensors[sources[name][0]] for name in wanted}
-            return found, Loaded(len(tensors), size, tuple(sorted(file.name for file in opened)))
+            by_name = {name: tensors[sources[name][0]] for name in wanted}
+            return by_name, Loaded(len(tensors), size, tuple(sorted(file.name for file in opened)))
 
 
 def _open(file: Path) -> Any:
@@ -91,16 +91,16 @@ def _check_shapes(
 ) -> None:
     missing, shapes, dtypes = [], [], []
     names = {id(handle): set(handle.keys()) for handle in handles.values()}
-    for name, own in wanted.items():
+    for name, tensor in wanted.items():
         for source in sources[name]:
             if source not in names[id(handles[source])]:
                 missing.append(source)
                 continue
             view = handles[source].get_slice(source)
-            if list(view.get_shape()) != list(own.shape):
-                shapes.append(f"{name} {list(view.get_shape())}, the model {list(own.shape)}")
-            elif DTYPES.get(view.get_dtype()) is not own.dtype:
-                dtypes.append(f"{name} {view.get_dtype()}, the model {str(own.dtype).removeprefix('torch.')}")
+            if list(view.get_shape()) != list(tensor.shape):
+                shapes.append(f"{name} {list(view.get_shape())}, the model {list(tensor.shape)}")
+            elif DTYPES.get(view.get_dtype()) is not tensor.dtype:
+                dtypes.append(f"{name} {view.get_dtype()}, the model {str(tensor.dtype).removeprefix('torch.')}")
     if missing:
         raise DamagedError("a file lacks tensors that the index lists for it", names=shorten(missing), hint=_AGAIN)
     if shapes:
@@ -118,8 +118,8 @@ def _check_ties(
         first, *others = sources[name]
         for other in others:
             # Compared as bytes, so that NaN equals itself.
-            one, two = (tensors[source].reshape(-1).view(torch.uint8) for source in (first, other))
-            if not torch.equal(one, two):
+            contents = [tensors[source].reshape(-1).view(torch.uint8) for source in (first, other)]
+            if not torch.equal(*contents):
                 raise CheckpointError(
                     "names that are one parameter in the model have different values in the checkpoint",
                     names=(first, other),
@@ -182,10 +182,10 @@ class CheckpointReader:
     @property
     def run(self) -> dict[str, Any]:
         """Scaler, position and extra."""
-        found = self.document(RUN)
-        if not isinstance(found, dict):
+        content = self.document(RUN)
+        if not isinstance(content, dict):
             raise DamagedError("a document is not a JSON object", file=RUN)
-        return found
+        return content
 
     @property
     def optimizer(self) -> SavedOptimizer:
@@ -198,7 +198,7 @@ class CheckpointReader:
     def stems(self, kind: str) -> list[str]:
         """Names without suffix of the numbered documents of a kind, such as optimizer-000."""
         numbered = re.compile(rf"({kind}-\d{{3,}})\.json")
-        return [found[1] for name in sorted(self.manifest.files) if (found := numbered.fullmatch(name))]
+        return [match[1] for name in sorted(self.manifest.files) if (match := numbered.fullmatch(name))]
 
     def find(self, stem: str) -> FindTensor:
         """A function that reads tensors by name from the tensor file of a document."""

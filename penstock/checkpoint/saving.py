@@ -1,15 +1,18 @@
-"""Saves the state of a training from all ranks into one checkpoint, while they wait or while they continue."""
+"""Saves the state of a training run from all ranks into one checkpoint, synchronously or in a thread."""
 
 import functools
 import json
+import os
 import platform
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -18,16 +21,41 @@ from penstock.checkpoint.collective import errors_on_all_ranks, run_on_first_ran
 from penstock.checkpoint.directory import CheckpointDir
 from penstock.checkpoint.manifest import Manifest, PlanSummary, TensorRecord, fingerprint, step_name
 from penstock.checkpoint.optimizer_state import check_optimizer, split_optimizer_state
-from penstock.checkpoint.options import CheckpointOptions
-from penstock.checkpoint.random_state import random_state
 from penstock.checkpoint.reader import CONFIG, PLAN, RUN
 from penstock.checkpoint.scheduler_state import scheduler_document
 from penstock.checkpoint.tensor_file import FileRecord, dtype_and_shape
 from penstock.checkpoint.writer import BackgroundWriter, CheckpointWriter, Content, MakeManifest
-from penstock.errors import CheckpointError
-from penstock.ir import Plan, to_json
+from penstock.errors import CheckpointError, DamagedError
+from penstock.ir import Plan, as_int, to_json
 from penstock.launch import run_before_exit
 from penstock.runtime import ModelPart, RankSync, SyncRequest, Tensors, encode_tree, json_bytes
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Where and how often checkpoints are written, how many are kept, and what to resume from."""
+
+    directory: Path
+    every: int = 100
+    """steps between two checkpoints of a training loop"""
+    keep: int | None = None
+    """number of newest checkpoints to keep; None: all"""
+    asynchronous: bool = False
+    """whether a thread writes while training continues"""
+    resume: Path | None = None
+    """a checkpoint, or a directory of checkpoints, to resume from; None: start from the beginning"""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.directory, str | os.PathLike):
+            raise CheckpointError("the checkpoint directory must be a path", got=repr(self.directory))
+        object.__setattr__(self, "directory", Path(self.directory))
+        for name in ("every", "keep"):
+            value = getattr(self, name)
+            count = as_int(value)
+            if (count is None or count < 1) and not (name == "keep" and value is None):
+                raise CheckpointError(f"{name} must be a positive integer", got=repr(value))
+        if not isinstance(self.asynchronous, bool):
+            raise CheckpointError("asynchronous must be True or False", got=repr(self.asynchronous))
 
 
 @dataclass(frozen=True)
@@ -116,18 +144,18 @@ class Saver:
 
     def _create(self, root: Path, request: SyncRequest) -> CheckpointWriter:
         """The writer in a temporary directory that the first rank makes."""
-        made: list[CheckpointWriter] = []
+        created: list[CheckpointWriter] = []
 
         def create() -> str:
             directory = CheckpointDir(root)
             directory.create()
             directory.clean_up()
             ranks = 1 if self._groups.is_local else self._groups.num_ranks
-            made.append(CheckpointWriter.create(root, request.step, ranks))
-            return made[0].path.name
+            created.append(CheckpointWriter.create(root, request.step, ranks))
+            return created[0].path.name
 
         name = run_on_first_rank(self._groups, create, request)
-        return made[0] if made else CheckpointWriter(root / name, self._groups.num_ranks)
+        return created[0] if created else CheckpointWriter(root / name, self._groups.num_ranks)
 
     def _own_files(self, writer: CheckpointWriter, state: TrainingState, copies: bool) -> dict[str, Content]:
         """The files that this rank writes. Ranks of other replicas take part because sharded tensors are gathered."""
@@ -135,22 +163,22 @@ class Saver:
         rank, weights = self._groups.rank, self._part.state_dict()
         if not self._groups.replica:
             writer.join(rank)
-        found: dict[str, Content] = {}
+        files: dict[str, Content] = {}
         for stage, names in self._layout.own.items():
             if names:
-                found[_stage_file(stage)] = {name: _snapshot(weights[own], copies) for name, own in names.items()}
+                files[_stage_file(stage)] = {name: _snapshot(weights[at], copies) for name, at in names.items()}
         if state.optimizer is not None:
             parts = split_optimizer_state(state.optimizer, parameter_names(self._part), self._layout.stage_of)
             for stage, part in parts.items():
-                found |= _document_files(f"optimizer-{stage:03d}", part.document, part.tensors, copies)
-        own = {"random": random_state()}
+                files |= _document_files(f"optimizer-{stage:03d}", part.document, part.tensors, copies)
+        rank_state = {"random": random_state()}
         if state.scheduler is not None:
-            own["scheduler"] = scheduler_document(state.scheduler, state.optimizer)
-        for kind, value in own.items():
+            rank_state["scheduler"] = scheduler_document(state.scheduler, state.optimizer)
+        for kind, value in rank_state.items():
             tensors: Tensors = {}
             document = encode_tree(value, tensors, kind)
-            found |= _document_files(f"{kind}-{rank:03d}", document, tensors, copies)
-        return found
+            files |= _document_files(f"{kind}-{rank:03d}", document, tensors, copies)
+        return files
 
     def _manifest_maker(self, plan: Plan, step: int, layout: "StateLayout") -> MakeManifest:
         tied = plan.graph.tied
@@ -215,7 +243,7 @@ class StateLayout:
             here[index] = {}
             for name in weights:  # tied parameters have several names and are saved under the first
                 here[index].setdefault(tensor_of(name), name)
-            formats[index] = {name: dtype_and_shape(weights[own], name) for name, own in here[index].items()}
+            formats[index] = {name: dtype_and_shape(weights[at], name) for name, at in here[index].items()}
         groups = part.groups
         everywhere: list[tuple[int, dict[str, Any]]] = list(formats.items())
         if not groups.is_local:
@@ -223,10 +251,10 @@ class StateLayout:
             texts = [
                 groups.broadcast_text(text if groups.rank == rank else "", rank) for rank in range(groups.num_ranks)
             ]
-            everywhere = [(int(index), found) for one in texts for index, found in json.loads(one).items()]
+            everywhere = [(int(index), names) for text in texts for index, names in json.loads(text).items()]
         tensors: dict[str, TensorRecord] = {}
-        for index, found in sorted(everywhere):
-            for name, (dtype, shape) in found.items():
+        for index, names in sorted(everywhere):
+            for name, (dtype, shape) in names.items():
                 tensors.setdefault(name, TensorRecord(_stage_file(index), dtype, tuple(shape)))
         own = {
             index: {name: at for name, at in names.items() if tensors[name].file == _stage_file(index)}
@@ -244,6 +272,33 @@ def parameter_names(part: ModelPart) -> dict[int, str]:
     """Names of this process's parameters by their ids; of tied ones the name that checkpoints have."""
     tensor_of = part.captured.graph.tensor_of
     return {id(parameter): tensor_of(name) for name, parameter in part.parameters.items()}
+
+
+def random_state() -> dict[str, Any]:
+    """The state of this process's generators."""
+    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def random_state_restorer(state: Any) -> Callable[[], None]:
+    """Check a state on separate generators; the returned function applies it."""
+    try:
+        torch.Generator().set_state(state["torch"])
+        np.random.RandomState().set_state(state["numpy"])
+        random.Random().setstate(state["python"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise DamagedError("the state of random numbers cannot be read", reason=error) from None
+
+    def restore() -> None:
+        torch.set_rng_state(state["torch"])
+        np.random.set_state(state["numpy"])
+        random.setstate(state["python"])
+        if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda"])
+
+    return restore
 
 
 # Cached, because a large plan takes a while to write and is the same for every checkpoint.
@@ -268,15 +323,15 @@ def _run_files(run: Mapping[str, Any] | None) -> dict[str, Content]:
 
 def _plan_files(plan: Plan, part: ModelPart) -> dict[str, Content]:
     """The plan, and the configuration of a model that has one, as those of transformers do."""
-    found: dict[str, Content] = {PLAN: plan_text(plan)}
+    files: dict[str, Content] = {PLAN: plan_text(plan)}
     model = part.captured.model
     config: Any = getattr(model, "config", None)
     if callable(getattr(config, "to_dict", None)):
         try:
-            found[CONFIG] = json_bytes({**config.to_dict(), "architectures": [type(model).__name__]})
+            files[CONFIG] = json_bytes({**config.to_dict(), "architectures": [type(model).__name__]})
         except (TypeError, ValueError):
-            return found  # not JSON: the checkpoint is complete without it
-    return found
+            return files  # not JSON: the checkpoint is complete without it
+    return files
 
 
 def _document_files(stem: str, document: Any, tensors: Tensors, copies: bool) -> dict[str, Content]:

@@ -41,7 +41,7 @@ class SavedSchedulers:
         same_count = counts == {len(groups)} or not groups
         if groups and all(_follows_groups(document["state"], document["rates"]) for document in self._documents):
             rest = [_without_groups(document["state"]) for document in self._documents]
-            if all(one == rest[0] for one in rest) and (same_count or not _has_unknown_lists(state)):
+            if all(other == rest[0] for other in rest) and (same_count or not _has_unknown_lists(state)):
                 return lambda: _for_groups(state, groups)
         elif same_count and all(document == self._documents[0] for document in self._documents):
             return lambda: state
@@ -55,14 +55,14 @@ class SavedSchedulers:
 
 def _inner(state: Any) -> list[Any]:
     """The states of the schedulers inside a SequentialLR or ChainedScheduler."""
-    found = state.get(_INNER) if isinstance(state, Mapping) else None
-    return found if isinstance(found, list) else []
+    inner = state.get(_INNER) if isinstance(state, Mapping) else None
+    return inner if isinstance(inner, list) else []
 
 
 def _follows_groups(state: Any, rates: list[Any]) -> bool:
     """Whether the base learning rates are those of the groups, so that they can be taken from other groups."""
-    own = state.get("base_lrs", rates) if isinstance(state, Mapping) else rates
-    return bool(own == rates) and all(_follows_groups(one, rates) for one in _inner(state))
+    base_rates = state.get("base_lrs", rates) if isinstance(state, Mapping) else rates
+    return bool(base_rates == rates) and all(_follows_groups(inner, rates) for inner in _inner(state))
 
 
 def _without_groups(state: Any) -> Any:
@@ -96,5 +96,5 @@ def _for_groups(state: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
     if "lr_lambdas" in state and not any(state["lr_lambdas"]):
         rebuilt["lr_lambdas"] = [None] * len(groups)
     if _inner(state):
-        rebuilt[_INNER] = [_for_groups(one, groups) for one in _inner(state)]
+        rebuilt[_INNER] = [_for_groups(inner, groups) for inner in _inner(state)]
     return {**state, **rebuilt}

@@ -18,7 +18,7 @@ _ADAPTERS = ("adapter_model.safetensors", "adapter_config.json")
 def check_directory(path: object) -> Path:
     """The path of an existing directory; refused otherwise."""
     if not isinstance(path, str | os.PathLike):
-        raise CheckpointError("a checkpoint must be given as the path of a directory", given=repr(path))
+        raise CheckpointError("a checkpoint must be given as the path of a directory", got=repr(path))
     directory = Path(path)
     if directory.is_dir():
         return directory
@@ -57,10 +57,10 @@ def hugging_face_files(directory: Path) -> dict[str, Path]:
 
 def _weight_map(index: Path) -> dict[str, object]:
     try:
-        found = json.loads(index.read_text(encoding="utf-8"))
+        document = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError("the index cannot be read", file=index, error=error, hint=_AGAIN) from None
-    names = found.get("weight_map") if isinstance(found, dict) else None
+    names = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(names, dict) or not names:
         raise CheckpointError("the index must have a weight_map of files by name", file=index, hint=_AGAIN)
     return names
@@ -82,14 +82,14 @@ def _file_name(file: object, index: Path) -> str:
 
 def unknown_contents(directory: Path) -> CheckpointError:
     """The error for a directory that is neither a checkpoint nor a Hugging Face model."""
-    found = sorted(item.name for item in directory.iterdir())
-    if any(name in found for name in _PICKLED):
+    names = sorted(item.name for item in directory.iterdir())
+    if any(name in names for name in _PICKLED):
         return CheckpointError(
             "these weights are pickled, and loading them could run any code",
             path=directory,
             hint="Model.from_pretrained(path).save_pretrained(new_path), which writes safetensors",
         )
-    if any(name in found for name in _ADAPTERS):
+    if any(name in names for name in _ADAPTERS):
         return CheckpointError(
             "this directory holds an adapter without its base model",
             path=directory,
@@ -98,6 +98,6 @@ def unknown_contents(directory: Path) -> CheckpointError:
     return CheckpointError(
         "no checkpoint found in this directory",
         path=directory,
-        found=", ".join(found[:5]) or "nothing",
+        found=", ".join(names[:5]) or "nothing",
         hint=f"the directory given to pipe.save, or one with {SINGLE} or {INDEX}, as written by save_pretrained",
     )

@@ -81,9 +81,7 @@ class CheckpointWriter:
             with suppress(FileNotFoundError):  # the first rank has given up and removed the directory
                 self._mark(rank, "failed", str(write_error(error)))
 
-    def finish(
-        self, step: int, keep: int | None, make_manifest: Callable[[Mapping[str, FileRecord]], Manifest]
-    ) -> Path:
+    def finish(self, step: int, keep: int | None, make_manifest: MakeManifest) -> Path:
         """Wait for all ranks, write the manifest and give the checkpoint its name; on failure nothing is left."""
         root = CheckpointDir(self.path.parent)
         try:
@@ -92,16 +90,16 @@ class CheckpointWriter:
                 self._marker(rank, "done").unlink()
             write_bytes(self.path / NAME, [make_manifest(records).to_bytes()])
             sync_directory(self.path)
-            place = root.publish(self.path, step)
+            final = root.publish(self.path, step)
             if keep is not None:
-                root.prune(keep, place)
+                root.prune(keep, final)
         except Exception as error:
             shutil.rmtree(self.path, ignore_errors=True)
             raise write_error(error) from None
         finally:
             if self.lock is not None:
                 os.close(self.lock)
-        return place
+        return final
 
     def abandon(self) -> None:
         """Remove the directory if this process made it: nothing will be written."""
@@ -115,25 +113,25 @@ class CheckpointWriter:
 
     def _gather_records(self) -> dict[str, FileRecord]:
         """The records of the files of all ranks, from their markers."""
-        found: dict[int, Any] = {}
+        markers: dict[int, Any] = {}
 
         def all_have_finished() -> bool:
             for rank in range(self.ranks):
-                if rank not in found and self._marker(rank, "failed").exists():
+                if rank not in markers and self._marker(rank, "failed").exists():
                     reason = parse_json(read_bytes(self._marker(rank, "failed"), _MAX_MARKER_BYTES) or b'""', "marker")
-                    found[rank] = reason or "its files could not be written"
-                elif rank not in found and self._marker(rank, "done").exists():
-                    found[rank] = parse_json(read_bytes(self._marker(rank, "done"), _MAX_MARKER_BYTES), "marker")
-            return len(found) == self.ranks
+                    markers[rank] = reason or "its files could not be written"
+                elif rank not in markers and self._marker(rank, "done").exists():
+                    markers[rank] = parse_json(read_bytes(self._marker(rank, "done"), _MAX_MARKER_BYTES), "marker")
+            return len(markers) == self.ranks
 
         if not self._poll(all_have_finished):
-            late = [rank for rank in range(self.ranks) if rank not in found]
+            late = [rank for rank in range(self.ranks) if rank not in markers]
             problem = "timed out waiting for ranks to write their checkpoint files"
             raise CheckpointError(problem, ranks=late, seconds=STALL_SECONDS)
-        for rank, records in sorted(found.items()):
+        for rank, records in sorted(markers.items()):
             if isinstance(records, str):
                 raise CheckpointError(f"a rank could not write its files: {records}", rank=rank)
-        return {name: FileRecord(**record) for _, part in sorted(found.items()) for name, record in part.items()}
+        return {name: FileRecord(**record) for _, part in sorted(markers.items()) for name, record in part.items()}
 
     def _poll(self, is_over: Callable[[], bool]) -> bool:
         """Wait until `is_over`; False if no file has grown for STALL_SECONDS."""

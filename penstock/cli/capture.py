@@ -1,7 +1,6 @@
-"""`penstock capture`: show a model as a graph, and what crosses its cuts."""
+"""`penstock capture`: show a model as a graph, and the tensors that cross its cuts."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +9,7 @@ from typer import Option
 
 from penstock.cli.files import check_targets, write
 from penstock.cli.models import Model, build_model, source_of
-from penstock.cli.options import AsJson, Example
+from penstock.cli.options import AsJson, Blocks, Depth, Example
 from penstock.cli.output import note, print_json, print_view
 from penstock.cli.user_code import user_errors
 from penstock.errors import CaptureError
@@ -18,26 +17,15 @@ from penstock.errors import CaptureError
 if TYPE_CHECKING:
     from penstock.ir import Graph, Partition
 
-Stages = Annotated[int, Option(min=1, metavar="N", help="Cut into N stages and show what crosses.")]
+Stages = Annotated[int, Option(min=1, metavar="N", help="Cut into N stages and list the tensors that cross.")]
 Picture = Annotated[Path | None, Option(metavar="FILE", help="Draw the graph and its stages as an SVG picture.")]
-
-
-@dataclass(frozen=True)
-class Granularity:
-    """How deep modules are opened."""
-
-    depth: Annotated[int | None, Option(min=1, metavar="N", help="Open modules N levels deep; else find blocks.")] = (
-        None
-    )
-    block: Annotated[
-        list[str] | None, Option(metavar="NAME", help="A module or class to keep whole; may be repeated.")
-    ] = None
 
 
 def capture(
     *,
     target: Model,
-    granularity: Granularity,
+    depth: Depth = None,
+    block: Blocks = None,
     stages: Stages = 1,
     svg: Picture = None,
     example: Example,
@@ -54,10 +42,9 @@ def capture(
     from penstock.views import Model as ModelView
 
     check_targets((svg,), source=source_of(target))
-    blocks = tuple(granularity.block or ())
     with build_model(target, example) as (model, args, kwargs):
         with user_errors("the model failed on the batch while it was recorded", source_of(target), CaptureError):
-            captured = penstock.capture(model, args, kwargs, depth=granularity.depth, basic_blocks=blocks)
+            captured = penstock.capture(model, args, kwargs, depth=depth, basic_blocks=block or ())
         graph, title = captured.graph, type(model).__name__
     partition = uniform(graph, stages)
     if as_json:

@@ -9,16 +9,16 @@ from typer import Argument, Option
 
 from penstock.cli.files import read_record
 from penstock.cli.models import HF, NO_EXAMPLE, build_model, source_of
-from penstock.cli.options import AsJson, Example
+from penstock.cli.options import AsJson, Blocks, Depth, Example
 from penstock.cli.output import BAD_INPUT, RUN_FAILED, failed, print_json
 from penstock.cli.show import sizes_line
 from penstock.cli.simulate import prove
 from penstock.cli.user_code import user_errors
-from penstock.errors import CaptureError, FormatError, PenstockError, RunError
+from penstock.errors import CaptureError, FormatError, NoLossError, PenstockError
 
 if TYPE_CHECKING:
+    from penstock.api.check import ParityReport
     from penstock.ir import Comparison, Program, Schedule
-    from penstock.runtime import ParityReport
 
 File = Annotated[Path, Argument(metavar="FILE", help="CSV, text or JSON of a schedule, program, trace or plan.")]
 InFlight = Annotated[int | None, Option(metavar="N", help="Maximum (stage, microbatch) pairs that a rank may hold.")]
@@ -34,15 +34,22 @@ _PROVEN = """\
 
 
 def check(
-    *, file: File, model: Compared = None, example: Example, in_flight: InFlight = None, as_json: AsJson = False
+    *,
+    file: File,
+    model: Compared = None,
+    example: Example,
+    depth: Depth = None,
+    block: Blocks = None,
+    in_flight: InFlight = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Prove that an order cannot deadlock, or show where it can.
+    """Prove that a schedule cannot deadlock, or show where it can.
 
     A schedule is proven as it is and as the program that it is lowered to. With --model, one step of the plan, with all
     ranks in this process, is compared with the unsplit model: loss, gradients and buffers.
     """
-    if model is None and example != NO_EXAMPLE:
-        raise PenstockError("--batch, --sequence and --weights need a model", hint="--model hf:NAME")
+    if model is None and (example != NO_EXAMPLE or depth or block):
+        raise PenstockError("--batch, --sequence, --weights, --depth and --block need --model", hint="--model hf:NAME")
     try:
         record = read_record(file)
         orders = _prove(record, in_flight)
@@ -52,7 +59,8 @@ def check(
         values = {name: str(value) for name, value in error.values.items()}
         print_json({"proven": False, "problem": error.problem, **values})
         raise typer.Exit(BAD_INPUT) from None
-    report = _compare(record, model, example) if model else None
+    granularity = {"depth": depth, "basic_blocks": block or ()}
+    report = _compare(record, model, example, granularity) if model else None
     if as_json:
         sizes = {
             "ranks": orders.num_ranks,
@@ -83,7 +91,7 @@ def _prove(record: Any, in_flight: int | None) -> "Schedule | Program":
     return orders
 
 
-def _compare(record: Any, model: str, example: Example) -> "ParityReport":
+def _compare(record: Any, model: str, example: Example, granularity: dict[str, Any]) -> "ParityReport":
     """Run `penstock.check`; a model that returns no loss gets the mean of its squared outputs as loss."""
     import penstock
     from penstock.ir import Plan
@@ -96,11 +104,9 @@ def _compare(record: Any, model: str, example: Example) -> "ParityReport":
     problem = "the model failed on the batch"
     with build_model(model, example) as (module, args, kwargs), user_errors(problem, source_of(model), CaptureError):
         try:
-            return penstock.check(module, record, args, kwargs)
-        except RunError as error:
-            if error.problem != "the model returned no loss":
-                raise
-        return penstock.check(module, record, args, kwargs, loss_fn=_mean_square)
+            return penstock.check(module, record, args, kwargs, **granularity)
+        except NoLossError:
+            return penstock.check(module, record, args, kwargs, loss_fn=_mean_square, **granularity)
 
 
 def _mean_square(output: Any, target: Any) -> Any:

@@ -45,16 +45,17 @@ def verify(*, path: Where, as_json: AsJson = False) -> None:
     """
     from penstock.checkpoint import verify_checkpoints
 
-    found = list(verify_checkpoints(path))
-    good = [one.name for one in found if not one.problem]
+    results = list(verify_checkpoints(path))
+    good = [result.name for result in results if not result.problem]
     if as_json:
-        print_json({"checkpoints": [one._asdict() for one in found], "newest_good": good[0] if good else None})
+        checkpoints = [result._asdict() for result in results]
+        print_json({"checkpoints": checkpoints, "newest_good": good[0] if good else None})
     else:
-        for one in found:
-            typer.echo(f"{one.name}: {one.problem or f'good, {one.files} files, {one.bytes:,} bytes'}")
-    if len(good) == len(found):
+        for result in results:
+            typer.echo(f"{result.name}: {result.problem or f'good, {result.files} files, {result.bytes:,} bytes'}")
+    if len(good) == len(results):
         return
-    problem = "a checkpoint is damaged" if len(found) == 1 else f"{len(found) - len(good)} checkpoints are damaged"
+    problem = "a checkpoint is damaged" if len(results) == 1 else f"{len(results) - len(good)} checkpoints are damaged"
     hint = f"a run resumes from {good[0]}" if good else "no checkpoint here is good"
     raise CheckpointError(problem, path=path, hint=hint)
 
@@ -63,8 +64,8 @@ def show(*, path: Where, as_json: AsJson = False) -> None:
     """Show the contents of a checkpoint, or of the newest in a directory."""
     from penstock.ir import printable
 
-    with _newest(path) as stored:
-        contents = _contents(stored)
+    with _newest(path) as checkpoint:
+        contents = _contents(checkpoint)
     if as_json:
         print_json(contents)
         return
@@ -72,9 +73,7 @@ def show(*, path: Where, as_json: AsJson = False) -> None:
     lines = (f"{name}: {_text(value)}" for name, value in contents.items() if value is not None)
     typer.echo("\n".join(map(printable, lines)))
     typer.echo("")
-    print_table(
-        ("tensor", "file", "type", "shape"), [(one["name"], one["file"], one["type"], one["shape"]) for one in tensors]
-    )
+    print_table(("tensor", "file", "type", "shape"), [tuple(tensor.values()) for tensor in tensors])
 
 
 def export(*, path: Where, out: Out, config: Config = None, as_json: AsJson = False) -> None:
@@ -85,9 +84,9 @@ def export(*, path: Where, out: Out, config: Config = None, as_json: AsJson = Fa
     """
     from penstock.hf.export import export as export_checkpoint
 
-    with _newest(path) as stored:
-        written = export_checkpoint(stored, out, config)
-        step = stored.manifest.step
+    with _newest(path) as checkpoint:
+        written = export_checkpoint(checkpoint, out, config)
+        step = checkpoint.manifest.step
     if as_json:
         print_json({"directory": str(out), "step": step, **written})
     else:
@@ -100,22 +99,22 @@ def _newest(path: Path) -> "CheckpointReader":
     return CheckpointReader(find_checkpoints(path)[0])
 
 
-def _contents(stored: "CheckpointReader") -> dict[str, Any]:
+def _contents(checkpoint: "CheckpointReader") -> dict[str, Any]:
     from penstock.checkpoint import RUN
 
-    manifest = stored.manifest
-    schedulers = stored.stems("scheduler")
+    manifest = checkpoint.manifest
+    schedulers = checkpoint.stems("scheduler")
     return {
-        "checkpoint": str(stored.directory),
+        "checkpoint": str(checkpoint.directory),
         "step": manifest.step,
         "written": manifest.written,
         "bytes": manifest.total_bytes,
         "plan": asdict(manifest.plan),
         "versions": dict(manifest.versions),
         "model": manifest.model,
-        "optimizer": stored.optimizer.kind if stored.stems("optimizer") else None,
-        "scheduler": stored.plain(schedulers[0]) if schedulers else None,
-        **{name: value for name, value in stored.plain(RUN).items() if value is not None},
+        "optimizer": checkpoint.optimizer.kind if checkpoint.stems("optimizer") else None,
+        "scheduler": checkpoint.plain(schedulers[0]) if schedulers else None,
+        **{name: value for name, value in checkpoint.plain(RUN).items() if value is not None},
         "tied": [list(group) for group in manifest.tied] or None,
         "tensors": [
             {"name": name, "file": record.file, "type": record.dtype, "shape": str(list(record.shape))}
@@ -126,5 +125,5 @@ def _contents(stored: "CheckpointReader") -> dict[str, Any]:
 
 def _text(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {found}" for name, found in value.items())
+        return ", ".join(f"{name} {item}" for name, item in value.items())
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -26,8 +26,8 @@ Print = Callable[[str], None]
 SEARCH_SECONDS = 5.0
 PRINT_EVERY = 5  # steps
 # Thirty steps of rounding stay below this; a wrong gradient is far above it.
-LARGEST_DIFFERENCE = 1e-4
-MAX_CANDIDATES = 6
+MAX_DIFFERENCE = 1e-4
+MAX_CANDIDATES = 6  # shown
 TRY_NEXT = """\
 try next
   open {out}/report.html
@@ -79,7 +79,7 @@ def demo(
         )
     else:
         _print_results(plan, run, files, out)
-    if (run.largest_difference or 0.0) > LARGEST_DIFFERENCE:
+    if (run.largest_difference or 0.0) > MAX_DIFFERENCE:
         raise failed(f"the pipeline differs from one process ({run.largest_difference:.1e})", RUN_FAILED)
 
 
@@ -87,21 +87,18 @@ def _plan(ranks: int, echo: Print) -> "Plan":
     import torch
 
     import penstock
-    from penstock.demo.text import batches
-    from penstock.demo.training import SIZES, model
+    from penstock.demo.training import SIZES, batches, model
     from penstock.ir import counted
 
     torch.set_num_threads(1)  # as each of the ranks will have
-    whole = model()
+    gpt = model()
     tokens, _ = next(batches(SIZES, 1))
-    count = f"{sum(value.numel() for value in whole.parameters()):,}"
+    count = f"{sum(value.numel() for value in gpt.parameters()):,}"
     echo(f"a GPT of {SIZES.layers} blocks and {count} parameters; a batch is {len(tokens)} x {SIZES.length} characters")
     cluster = Machine.here(ranks).cluster(ranks)
     if cluster.cores:
         echo(f"{ranks} ranks share {counted(cluster.cores, 'core')} here; the plan and its prediction account for that")
-    plan = penstock.plan(
-        whole, (tokens,), ranks=cluster, microbatches=SIZES.microbatches, budget_seconds=SEARCH_SECONDS
-    )
+    plan = penstock.plan(gpt, (tokens,), ranks=cluster, microbatches=SIZES.microbatches, budget_seconds=SEARCH_SECONDS)
     echo(f"measured, and searched for the best of {counted(len(plan.search.candidates), 'plan')}:\n")
     best = replace(plan.search, candidates=plan.search.candidates[:MAX_CANDIDATES])
     echo(f"{best}\n\n{plan}\n")
@@ -111,19 +108,19 @@ def _plan(ranks: int, echo: Print) -> "Plan":
 def _train(plan: "Plan", steps: int, echo: Print) -> "Run":
     """Prove the program, train on processes and in one process, and compare."""
     import penstock
-    from penstock.demo.training import in_one_process, largest_difference, on_rank
+    from penstock.demo.training import largest_difference, train_rank, train_unsplit
     from penstock.ir import Run, from_json
 
     def print_step(report: "StepReport") -> None:
-        if report.metrics.step % PRINT_EVERY == 0 or report.metrics.step + 1 == report.of:
+        if report.metrics.step % PRINT_EVERY == 0 or report.metrics.step + 1 == report.num_steps:
             echo("  " + step_line(report, plan.predicted.makespan))
 
     penstock.verify(penstock.lower(plan.schedule, cuts=plan.cuts))
     echo(f"proven: the program of {plan.choices.schedule} cannot deadlock")
     echo(f"training {steps} steps on {plan.num_ranks} processes")
-    ranks = penstock.launch(on_rank, plan.num_ranks, plan, steps, print_step)
+    ranks = penstock.launch(train_rank, plan.num_ranks, plan, steps, print_step)
     echo(f"the same {steps} steps in one process, in plain PyTorch")
-    plain = in_one_process(steps)
+    plain = train_unsplit(steps)
     return replace(from_json(ranks[0].run, Run), largest_difference=largest_difference(ranks, plain))
 
 

@@ -28,11 +28,11 @@ try next
   penstock check {out}/orders/zbv.csv
       the proof of any order, also your own
   penstock trace {out}/orders/zbv.csv {out}/zbv.json
-      a trace to zoom and measure in, at ui.perfetto.dev"""
+      a Chrome trace, for ui.perfetto.dev"""
 
 
 class Formula(NamedTuple):
-    """A known metric of a schedule for P ranks and M microbatches at F = I = W = 1 per rank, with v = 2 where v > 1."""
+    """A published formula for a schedule with P ranks and M microbatches, F = I = W = 1, and v = 2 stages per rank."""
 
     schedule: str
     metric: str
@@ -86,14 +86,14 @@ class Comparison(NamedTuple):
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         formula = self.formula
-        names = {"schedule": formula.schedule, "figure": formula.metric, "formula": formula.text}
-        return {**names, "claimed": self.known, "simulated": self.simulated, "agrees": self.agrees}
+        names = {"schedule": formula.schedule, "metric": formula.metric, "formula": formula.text}
+        return {**names, "known": self.known, "simulated": self.simulated, "agrees": self.agrees}
 
     @property
     def texts(self) -> tuple[str, str]:
         """Both values as they are printed."""
-        form = "g" if self.formula.metric == "in_flight" else ".1%"
-        return format(self.known, form), format(self.simulated, form)
+        spec = "g" if self.formula.metric == "in_flight" else ".1%"
+        return format(self.known, spec), format(self.simulated, spec)
 
 
 def compare_formulas(runs: Iterable[Simulated]) -> list[Comparison]:
@@ -119,7 +119,7 @@ def compare_schedules(out: Path, as_json: bool) -> None:
         print_json(
             {
                 "runs": [each.metrics() for each in runs],
-                "claims": [each.as_dict() for each in compared],
+                "formulas": [each.as_dict() for each in compared],
                 "files": [str(path) for path in files],
             }
         )
@@ -161,8 +161,8 @@ def _write(runs: Sequence[Simulated], out: Path) -> list[Path]:
     # PNG needs matplotlib, an extra; the SVG shows the same.
     png = out / "schedules.png" if find_spec("matplotlib") else None
     outputs = Outputs(out / "schedules.svg", png, out / "memory.svg", out / "trace.json.gz")
-    wanted = documents(runs, outputs)
-    wanted |= {orders / f"{each.name}.csv": each.schedule.to_csv for each in runs}
-    for path, document in wanted.items():
+    contents = documents(runs, outputs)
+    contents |= {orders / f"{each.name}.csv": each.schedule.to_csv for each in runs}
+    for path, document in contents.items():
         write(path, document())
-    return [path for path in wanted if path.parent == out] + [orders / "*.csv"]
+    return [path for path in contents if path.parent == out] + [orders / "*.csv"]

@@ -17,7 +17,7 @@ def doctor(*, as_json: AsJson = False) -> None:
     if as_json:
         print_json([finding._asdict() for finding in findings])
         return
-    print_table(("what", "found"), [(finding.name, finding.found) for finding in findings])
+    print_table(("check", "result"), [(finding.name, finding.value) for finding in findings])
     for finding in findings:
         if finding.warning:
-            typer.echo(f"\nwarning: {finding.name}: {finding.warning}\ntry: {finding.mend}")
+            typer.echo(f"\nwarning: {finding.name}: {finding.warning}\ntry: {finding.hint}")

@@ -35,6 +35,7 @@ def explain(*, file: File, options: PlanFlags, machine: Machine, example: Exampl
             hint = "penstock plan MODEL with these options, or explain without them"
             raise PlanError("options have no effect on a saved plan", file=file, hint=hint)
     if as_json:
-        print_json({"reasons": plan.search.reasons, "asked": dict(plan.search.asked), "bound": plan.lower_bound})
+        search = plan.search
+        print_json({"reasons": search.reasons, "options": dict(search.asked), "lower_bound_seconds": plan.lower_bound})
     else:
         typer.echo(plan.describe())

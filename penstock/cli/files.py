@@ -70,7 +70,7 @@ def write(path: Path, document: str | bytes) -> None:
         path.write_bytes(content)  # a device or pipe cannot be replaced
         return
     target = path.resolve()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.draft")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(content)
         temporary.replace(target)
@@ -88,15 +88,15 @@ def check_targets(targets: Iterable[Path | None], source: Path | None = None) ->
         check_target(path)
     if source is not None and any(_same_file(path, source) for path in paths):
         raise PenstockError("the output would overwrite its input", file=source, hint="another name")
-    if twice := next((one for one, other in combinations(paths, 2) if _same_file(one, other)), None):
+    if twice := next((first for first, second in combinations(paths, 2) if _same_file(first, second)), None):
         raise PenstockError("two outputs must not be the same file", file=twice, hint="a name for each")
 
 
-def _same_file(one: Path, other: Path) -> bool:
+def _same_file(first: Path, second: Path) -> bool:
     """Whether two paths are the same regular file, also through links; a device or pipe may be used twice."""
-    if one.exists() and other.exists():
-        return one.samefile(other) and one.is_file()
-    return one.resolve() == other.resolve()
+    if first.exists() and second.exists():
+        return first.samefile(second) and first.is_file()
+    return first.resolve() == second.resolve()
 
 
 def check_target(path: Path) -> None:

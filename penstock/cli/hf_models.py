@@ -124,11 +124,11 @@ def _config_from_cache(name: str) -> Any:
     from transformers.utils import cached_file
 
     try:
-        found = cached_file(name, CONFIG, local_files_only=True)
+        path = cached_file(name, CONFIG, local_files_only=True)
     except (OSError, ValueError):
-        found = None
-    if found:
-        return _config_from_file(Path(found))
+        path = None
+    if path:
+        return _config_from_file(Path(path))
     if "/" in name:
         hint = f"hf download {name} {CONFIG}, then this again; or hf:DIRECTORY with a {CONFIG} in it"
         raise PenstockError("not in the local cache, and penstock downloads nothing", name=repr(name), hint=hint)
@@ -146,8 +146,8 @@ def _known_types() -> Any:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    found = get_close_matches(str(name).lower(), list(known), n=1, cutoff=0.7)
-    return f"did you mean {found[0]}?" if found else ""
+    close = get_close_matches(str(name).lower(), list(known), n=1, cutoff=0.7)
+    return f"did you mean {close[0]}?" if close else ""
 
 
 def _model_class(config: Any) -> tuple[Any, str]:
@@ -166,8 +166,8 @@ def _model_class(config: Any) -> tuple[Any, str]:
         return model_class, HEADS[kinds[0]] if kinds else ""
     for kind, table in tables.items():
         if type(config) in table and not (kind == "MASKED_LM" and getattr(config, "is_decoder", False)):
-            found = table[type(config)]
-            return (found[0] if isinstance(found, tuple) else found), HEADS[kind]
+            classes = table[type(config)]
+            return (classes[0] if isinstance(classes, tuple) else classes), HEADS[kind]
     raise PenstockError(
         "no causal, masked or sequence-to-sequence language model and no classifier has this type",
         model_type=config.model_type,
@@ -204,12 +204,13 @@ def _example_batch(model: Any, labels: str, example: Example) -> dict[str, Any]:
 
 
 def _num_tokens(config: Any, example: Example) -> int:
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if example.sequence is None:
-        return min(_TOKENS, most or _TOKENS)
-    if most and example.sequence > most:
-        hint = f"--sequence {most}"
-        raise PenstockError("--sequence exceeds the model's positions", got=example.sequence, positions=most, hint=hint)
+        return min(_TOKENS, positions or _TOKENS)
+    if positions and example.sequence > positions:
+        hint = f"--sequence {positions}"
+        problem = "--sequence must not exceed the model's positions"
+        raise PenstockError(problem, got=example.sequence, positions=positions, hint=hint)
     return example.sequence
 
 

@@ -53,17 +53,18 @@ def build_model(target: str, example: Example = NO_EXAMPLE) -> Iterator[BuiltMod
     if example != NO_EXAMPLE:
         hint = f"make the batch in {target}, or name an hf: model"
         raise PenstockError("--batch, --sequence and --weights are for hf: models only", model=target, hint=hint)
-    with user_function(target, example=_BODY) as found, redirect_stdout(sys.stderr):
-        full = f'python -c "import {found.path.stem}; {found.path.stem}.{found.name}()" shows the whole traceback'
-        with user_errors(f"the function {found.name} failed", found.path, hint=full):
-            returned = found.function()
-        built = _as_built_model(returned, found.name)
+    with user_function(target, example=_BODY) as build, redirect_stdout(sys.stderr):
+        module = build.path.stem
+        hint = f'python -c "import {module}; {module}.{build.name}()" shows the whole traceback'
+        with user_errors(f"the function {build.name} failed", build.path, hint=hint):
+            returned = build.function()
+        built = _as_built_model(returned, build.name)
         try:
             signature(built.model.forward).bind(*built.args, **built.kwargs)
         except TypeError as error:
             raise CaptureError(
                 "the model cannot be called with the batch that the function returned",
-                function=found.name,
+                function=build.name,
                 model=type(built.model).__name__,
                 reason=error,
                 hint=_BODY,

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from penstock.ir import Cluster, Placement, StageCosts
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
+Depth = Annotated[int | None, Option(min=1, metavar="N", help="Open modules N levels deep; default: down to blocks.")]
+Blocks = Annotated[list[str] | None, Option(metavar="NAME", help="A module or class to keep whole; may be repeated.")]
 _Seconds = partial(Option, metavar="SECONDS")
 _File = partial(Option, metavar="FILE")
 
@@ -49,7 +51,7 @@ class Times:
     ] = "1GiB"
 
     @property
-    def equal(self) -> bool:
+    def are_equal(self) -> bool:
         """Whether forward, input gradient and weight gradient take the same time."""
         return self.forward == self.input_grad == self.weight_grad
 

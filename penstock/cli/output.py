@@ -42,6 +42,7 @@ _FLAGS = {
     "basic_blocks": "block",
 }
 _KEYWORD = re.compile(rf"\b({'|'.join(_FLAGS)})=(\w[\w.]*)")
+_BLOCKS = re.compile(r"\bbasic_blocks(=\[[^]]*\])?")
 
 
 @contextmanager
@@ -81,6 +82,7 @@ def failed(message: str, code: int) -> typer.Exit:
 def _with_flags(error: PenstockError) -> str:
     """The message, with Python arguments of the hint as options: `--stages-per-rank 2` for `stages_per_rank=2`."""
     hint = _KEYWORD.sub(lambda found: f"--{_FLAGS[found[1]].replace('_', '-')} {found[2]}", error.hint)
+    hint = _BLOCKS.sub("--block NAME", hint)
     return str(error).removesuffix(error.hint) + hint
 
 

@@ -12,7 +12,7 @@ from typer import Option
 
 from penstock.cli.files import check_targets, write
 from penstock.cli.models import Model, build_model, source_of
-from penstock.cli.options import AsJson, Example
+from penstock.cli.options import AsJson, Blocks, Depth, Example
 from penstock.cli.output import note, print_json
 from penstock.cli.user_code import user_errors
 from penstock.errors import CaptureError, PartitionError, PlanError
@@ -27,16 +27,27 @@ SCHEDULE_NAME = "schedule.csv"  # the name of the order in printed configuration
 
 @dataclass(frozen=True)
 class PlanFlags:
-    """Options of a plan; "auto" is searched for."""
+    """The options of a plan as flags; see `penstock.planner.PlanOptions`."""
 
     ranks: Annotated[int, Option(metavar="P", help="Pipeline ranks.")] = 4
     microbatches: Annotated[str, Option(metavar="M", help='Microbatches per batch, or "auto".')] = "auto"
     schedule: Annotated[str, Option(metavar="NAME", help='A schedule, the CSV file of one, or "auto".')] = "auto"
     partitioner: Annotated[str, Option(metavar="NAME", help='A partitioner, or "auto".')] = "auto"
-    stages_per_rank: Annotated[int | None, Option(metavar="V", help="Stages per rank.")] = None
+    stages_per_rank: Annotated[int | None, Option(metavar="V", help="Stages per rank; default: the best number.")] = (
+        None
+    )
     memory: Annotated[str | None, Option(metavar="SIZE", help="Memory of each rank, such as 24GiB.")] = None
-    recompute: Annotated[str, Option(metavar="WHICH", help="Activation recomputation: none, full or auto.")] = "none"
-    budget: Annotated[float, Option(metavar="SECONDS", help="Time for the search.")] = 10.0
+    recompute: Annotated[
+        str, Option(metavar="WHICH", help="Recompute activations: none, full, or auto (where memory requires it).")
+    ] = "none"
+    budget: Annotated[float, Option(metavar="SECONDS", help="How long to search.")] = 10.0
+    depth: Depth = None
+    block: Blocks = None
+
+    @property
+    def granularity(self) -> dict[str, Any]:
+        """`depth` and `basic_blocks` of the Python functions."""
+        return {"depth": self.depth, "basic_blocks": self.block or ()}
 
 
 @dataclass(frozen=True)
@@ -116,7 +127,7 @@ def plan(
 
     The model is measured on its batch, on this machine; a model without weights (hf:) is estimated. Cuts, placement,
     order, microbatches and recomputation are searched together for the shortest predicted step that fits into memory.
-    Prints the best plan, the runners-up and why each lost. Under torchrun, plans for the running ranks with the
+    Prints the best plan, the other candidates and why each lost. Under torchrun, plans for the running ranks with the
     measured links between them.
     """
     from penstock.ir import to_json
@@ -129,24 +140,24 @@ def plan(
         if machine != Machine():
             hint = "leave them out: links are measured and cores are counted"
             raise PlanError("options that describe the machine must not be given under torchrun", hint=hint)
-        found = _plan_under_torchrun(target, options, example, by_module=bool(results.emit))
+        best = _plan_under_torchrun(target, options, example, by_module=bool(results.emit))
     else:
-        found = make_plan(target, options, machine, example, by_module=bool(results.emit))
-    if found is None:
+        best = make_plan(target, options, machine, example, by_module=bool(results.emit))
+    if best is None:
         return  # not the first rank
     if results.emit:
-        _emit(found, results.emit, out, as_json)
+        _emit(best, results.emit, out, as_json)
     else:
         if as_json:
-            print_json(json.loads(to_json(found)))
+            print_json(json.loads(to_json(best)))
         else:
-            typer.echo(found.describe())
+            typer.echo(best.describe())
         if out:
-            write(out, to_json(found))
+            write(out, to_json(best))
             note(f"wrote {out}")
-    is_default = replace(machine, slowness=None) == Machine() and not found.cluster.links
-    if is_default and found.num_ranks > (cores := os.cpu_count() or 1):
-        note(f"predicted for {found.num_ranks} ranks with one core each; for this machine: --cores {cores}")
+    is_default = replace(machine, slowness=None) == Machine() and not best.cluster.links
+    if is_default and best.num_ranks > (cores := os.cpu_count() or 1):
+        note(f"predicted for {best.num_ranks} ranks with one core each; for this machine: --cores {cores}")
 
 
 def make_plan(
@@ -170,6 +181,7 @@ def make_plan(
         "recompute": options.recompute,
         "budget_seconds": options.budget,
         "speed": machine.speed,
+        **options.granularity,
     }
     problem = "the model failed on the batch while it was recorded or measured"
     with build_model(target, example) as (model, args, kwargs), user_errors(problem, source_of(target), CaptureError):
@@ -180,20 +192,20 @@ def make_plan(
                 hint = f"--microbatches {samples}, or a batch with more samples"
                 sizes = {"samples": samples, "microbatches": microbatches}
                 raise PlanError("the batch has fewer samples than microbatches", hint=hint, **sizes)
-        found = penstock.plan(model, args, kwargs, **arguments)
+        best = penstock.plan(model, args, kwargs, **arguments)
         if not by_module:
-            return found
+            return best
 
         def plan_modules(lists: list[list[str]], schedule: "Schedule") -> "Plan":
             given = {"partitioner": lists, "schedule": schedule, "microbatches": "auto", "stages_per_rank": None}
             return penstock.plan(model, args, kwargs, **arguments | given)
 
         try:
-            return _cut_at_modules(found, plan_modules)
+            return _cut_at_modules(best, plan_modules)
         except PartitionError as error:
-            if options.schedule != "auto" or options.stages_per_rank is not None or found.num_stages == found.num_ranks:
+            if options.schedule != "auto" or options.stages_per_rank is not None or best.num_stages == best.num_ranks:
                 raise
-            note(f"planned again with one stage per rank, because with {found.num_stages} stages: {error.problem}")
+            note(f"planned again with one stage per rank, because with {best.num_stages} stages: {error.problem}")
         return _cut_at_modules(penstock.plan(model, args, kwargs, **arguments | {"stages_per_rank": 1}), plan_modules)
 
 
@@ -244,8 +256,8 @@ def _plan_under_torchrun(target: str, options: PlanFlags, example: Example, by_m
 
     dist.init_process_group("gloo")
     try:
-        found = plan_for_group(target, options, example, by_module)
-        return found if dist.get_rank() == 0 else None
+        best = plan_for_group(target, options, example, by_module)
+        return best if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()
 

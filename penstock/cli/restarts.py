@@ -58,9 +58,9 @@ def _check_directory(directory: Path, resume: str | None) -> None:
     CheckpointDir(directory).create()
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PenstockError("no permission to write there", checkpoint=directory, hint="another directory")
-    found = CheckpointDir(directory).checkpoints
-    if resume is None and found:
-        newest = found[0].name
+    checkpoints = CheckpointDir(directory).checkpoints
+    if resume is None and checkpoints:
+        newest = checkpoints[0].name
         hint = "--resume auto to resume it, or another directory"
         problem = "the directory already has checkpoints of a run"
         raise PenstockError(problem, checkpoint=directory, newest=newest, hint=hint)
@@ -69,7 +69,7 @@ def _check_directory(directory: Path, resume: str | None) -> None:
             hint = "--resume auto, or the path of a checkpoint"
             raise PenstockError("no such checkpoint to resume from", resume=resume, hint=hint)
         # After a failure the newest checkpoint of the directory counts: two runs must not be mixed.
-        source, newest_path = find_checkpoints(Path(str(resume)))[0], next(iter(found), None)
+        source, newest_path = find_checkpoints(Path(str(resume)))[0], next(iter(checkpoints), None)
         if newest_path is not None and (step_of(newest_path) or 0) > (step_of(source) or 0):
             hint = "--resume auto, or another directory for the checkpoints"
             raise PenstockError("the directory has newer checkpoints", newest=newest_path, resume=source, hint=hint)
@@ -154,30 +154,30 @@ class Supervisor:
                 return from_json(results[0], Run)
             except RunError as error:
                 failure = RankFailure.of(error)
-                following = controller.decide(failure, self._newest)
-                if following.end or self._stop or not self._flags.restart_policy.restarts:
-                    self._give_up(error, following)
-                note(self._restart_message(failure, following, controller.restarts, plan.num_ranks))
-            end = time.monotonic() + following.pause_seconds
+                decision = controller.decide(failure, self._newest)
+                if decision.end or self._stop or not self._flags.restart_policy.restarts:
+                    self._give_up(error, decision)
+                note(self._restart_message(failure, decision, controller.restarts, plan.num_ranks))
+            end = time.monotonic() + decision.pause_seconds
             while time.monotonic() < end and not self._stop:
                 time.sleep(_POLL_SECONDS)
             if self._stop:
                 note(f"stopped before the restart from {self._source}")
                 return None
-            if following.ranks < plan.num_ranks:
-                plan = replan(following.ranks)
+            if decision.ranks < plan.num_ranks:
+                plan = replan(decision.ranks)
 
-    def _restart_message(self, failure: "RankFailure", following: "RestartDecision", restart: int, ranks: int) -> str:
+    def _restart_message(self, failure: "RankFailure", decision: "RestartDecision", restart: int, ranks: int) -> str:
         from penstock.ir import counted
 
-        place = f" after {failure.step} steps" if failure.step else ""
-        place += f", in {failure.action}" if failure.action else ""
+        location = f" after {failure.step} steps" if failure.step else ""
+        location += f", in {failure.action}" if failure.action else ""
         source = self._source
-        if following.ranks < ranks:
-            source += f" with {counted(following.ranks, 'rank')}, because rank {failure.rank} failed permanently"
+        if decision.ranks < ranks:
+            source += f" with {counted(decision.ranks, 'rank')}, because rank {failure.rank} failed permanently"
         return (
-            f"rank {failure.rank} failed{place}: {failure.summary}\n"
-            f"restart {restart} of {self._flags.restarts} in {following.pause_seconds:g} s from {source}"
+            f"rank {failure.rank} failed{location}: {failure.summary}\n"
+            f"restart {restart} of {self._flags.restarts} in {decision.pause_seconds:g} s from {source}"
         )
 
     @property
@@ -195,9 +195,9 @@ class Supervisor:
             return f"step {self._newest}"
         return "the beginning" if self._flags.resume in (None, AUTO) else str(self._flags.resume)
 
-    def _give_up(self, error: RunError, following: "RestartDecision") -> NoReturn:
+    def _give_up(self, error: RunError, decision: "RestartDecision") -> NoReturn:
         # An error raised on purpose explains itself; its traceback is not shown.
         text = (error.rank_message or str(error)).replace("loss_fn=...", "--loss NAME")
-        reason = f"\nnot restarted: {following.end}" if following.end else ""
+        reason = f"\nnot restarted: {decision.end}" if decision.end else ""
         is_checkpoint = error.rank_error_type in (CheckpointError.__name__, DamagedError.__name__)
         raise failed(text + reason, BAD_CHECKPOINT if is_checkpoint else RUN_FAILED)

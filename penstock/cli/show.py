@@ -86,7 +86,7 @@ def _show_view(record: Any, name: str, out: Path | None) -> None:
 
 
 def _subject(record: Any, wanted: type) -> Any:
-    """What a view of `wanted` records shows of this record."""
+    """Convert a record to what a view of `wanted` records takes; refused if it cannot be."""
     import penstock
     from penstock.cli.simulate import prove
     from penstock.ir import Graph, Plan, Program, Run, Schedule, Trace

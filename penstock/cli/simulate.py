@@ -31,13 +31,13 @@ class Simulated(NamedTuple):
         """Sizes, time, bubble and memory as JSON values."""
         from penstock.views import summary
 
-        found = summary(self.trace)
+        metrics = summary(self.trace)
         sizes = {
             "ranks": self.schedule.num_ranks,
             "stages_per_rank": self.schedule.num_stages // self.schedule.num_ranks,
             "microbatches": self.schedule.num_microbatches,
         }
-        return {"schedule": self.name, **sizes, **found._asdict(), "idle": found.idle._asdict()}
+        return {"schedule": self.name, **sizes, **metrics._asdict(), "idle": metrics.idle._asdict()}
 
 
 def simulate(
@@ -75,7 +75,7 @@ def simulate_schedule(name: str, sizes: Sizes, times: Times) -> Simulated:
 
     build = partial(penstock.schedule, name, sizes.ranks, sizes.microbatches, stages_per_rank=sizes.stages_per_rank)
     schedule = build()
-    if not times.equal:
+    if not times.are_equal:
         # Weight gradients are placed where they fill gaps, which depends on how long passes take.
         schedule = build(costs=times.costs(schedule.placement))
     program = penstock.lower(schedule)

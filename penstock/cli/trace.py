@@ -17,7 +17,7 @@ Flows = Annotated[bool, Option("--flows", help="Draw an arrow from the producer 
 
 
 def trace(*, file: File, target: Target, times: Times, flows: Flows = False, as_json: AsJson = False) -> None:
-    """Write a Chrome trace, to zoom and measure in.
+    """Write a Chrome trace, for a trace viewer.
 
     Open it in ui.perfetto.dev or chrome://tracing. Orders are proven and simulated first, with the given seconds; a
     plan has its own costs, and a recorded trace is written as it is.

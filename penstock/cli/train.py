@@ -1,4 +1,4 @@
-"""`penstock train`: train a model by a plan, on local processes or as one rank of torchrun."""
+"""`penstock train`: train a model with a plan, on local processes or as one rank of torchrun."""
 
 import os
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Files:
     """Input, output and format."""
 
-    plan: Annotated[Path | None, Option(metavar="FILE", help="Train by this plan; default: search for one.")] = None
+    plan: Annotated[Path | None, Option(metavar="FILE", help="Use this plan; default: search for one.")] = None
     out: Annotated[Path | None, Option(metavar="DIRECTORY", help="Write plan, run, trace and report there.")] = None
     as_json: AsJson = False
 
@@ -44,7 +44,7 @@ def train(
     files: Files,
     checkpoints: CheckpointFlags,
 ) -> None:
-    """Train a model by a plan.
+    """Train a model with a plan.
 
     Every rank is a process of this machine; under torchrun, this process is one rank. Prints a line per step: loss,
     gradient norm, time against the prediction, time left. The first ctrl-c stops all ranks after their step, and saves
@@ -174,8 +174,8 @@ class PlanChoice:
         saved = self._saved
         if saved is not None and self._is_wanted(saved) and saved.plan.num_ranks == ranks:
             return saved.plan
-        known = self._given if self._file is not None else saved.plan if saved is not None else None
-        options = self._options if known is None else self._same_microbatches(known)
+        previous = self._given if self._file is not None else saved.plan if saved is not None else None
+        options = self._options if previous is None else self._same_microbatches(previous)
         return plan_for_group(self._job.model, replace(options, ranks=ranks), self._job.example)
 
     @property
@@ -191,7 +191,7 @@ class PlanChoice:
         return saved_plan(checkpoints.source(self._job.attempt)) if checkpoints.checkpoint is not None else None
 
     def _is_wanted(self, saved: "SavedPlan") -> bool:
-        """Whether a saved plan was made with the present options, or --ranks is the only option given."""
+        """Whether a saved plan was made with the present options, or no option but --ranks is given."""
         return self._file is None and (
             saved.options == asdict(self._options) or self._options == PlanFlags(self._options.ranks)
         )

@@ -73,13 +73,13 @@ class StepsFile:
             lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
             return ()
-        found: list[StepMetrics] = []
+        steps: list[StepMetrics] = []
         for line in lines:
             try:
-                found.append(StepMetrics(**json.loads(line)))
+                steps.append(StepMetrics(**json.loads(line)))
             except (ValueError, TypeError):
                 break
-        return tuple(found)
+        return tuple(steps)
 
     def with_earlier_steps(self, run: "Run") -> "Run":
         """The run with the steps of earlier attempts; a run that had nothing left to do is the earlier one."""
@@ -137,7 +137,7 @@ def step_line(report: "StepReport", predicted_seconds: float) -> str:
     from penstock.ir import bytes_text, seconds_text
 
     metrics = report.metrics
-    number = f"{metrics.step + 1}/{report.of}" if report.of else str(metrics.step + 1)
+    number = f"{metrics.step + 1}/{report.num_steps}" if report.num_steps else str(metrics.step + 1)
     rate = (report.tokens or metrics.samples) / max(metrics.seconds, 1e-9)
     parts = [
         f"step {number}",
@@ -162,7 +162,7 @@ def step_dict(report: "StepReport", predicted_seconds: float) -> dict[str, Any]:
     metrics = report.metrics
     return {
         "step": metrics.step,
-        "steps": report.of,
+        "steps": report.num_steps,
         "loss": metrics.loss,
         "grad_norm": metrics.grad_norm,
         "seconds": metrics.seconds,
@@ -175,7 +175,7 @@ def step_dict(report: "StepReport", predicted_seconds: float) -> dict[str, Any]:
         "memory_bytes": report.memory,
         "eta_seconds": report.eta_seconds,
         "skipped": report.skipped,
-        "remarks": list(report.notes),
+        "notes": list(report.notes),
     }
 
 

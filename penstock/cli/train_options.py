@@ -46,9 +46,7 @@ class CheckpointFlags:
     resume: Annotated[
         str | None, Option(metavar="WHERE", help='A checkpoint to resume from, or "auto": the newest good one, if any.')
     ] = None
-    restarts: Annotated[
-        int, Option(min=0, metavar="N", help="Maximum automatic restarts after a rank failure.")
-    ] = 3
+    restarts: Annotated[int, Option(min=0, metavar="N", help="Maximum automatic restarts after a rank failure.")] = 3
     min_ranks: Annotated[
         int | None,
         Option(min=1, metavar="K", help="Minimum ranks: re-plan and continue if a rank fails permanently."),

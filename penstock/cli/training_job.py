@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from penstock.checkpoint import Loaded
     from penstock.ir import Plan
 
-# Keys under which a checkpoint keeps the options of its run.
-TRAIN_OPTIONS, PLAN_OPTIONS = "how", "wishes"
+# Keys of a checkpoint's `extra` for the options of its run.
+TRAIN_OPTIONS, PLAN_OPTIONS = "train_options", "plan_options"
 _START = "start"  # parameter of a data function: the number of the batch to begin with
 _DATA_BODY = "yield inputs, target"
 _LOSS_BODY = "return functional.cross_entropy(output, target)"
@@ -61,7 +61,7 @@ def check_job(job: Job) -> None:
 def run_rank(job: Job, plan: "Plan") -> str:
     """Train on this rank; returns the Run as JSON."""
     from penstock.api.pipeline import Pipeline
-    from penstock.api.train_loop import Recipe, train
+    from penstock.api.train_loop import LoopOptions, train
     from penstock.capture import seed_generators
     from penstock.checkpoint import PeriodicSaver
     from penstock.ir import to_json
@@ -77,10 +77,10 @@ def run_rank(job: Job, plan: "Plan") -> str:
         built = enter(build_model(job.model, job.example))
         loss_fn = enter(_loss_function(options.loss))
         run_options = RunOptions(seed=options.seed, nonfinite="skip", deadline_seconds=options.deadline)
-        pipe = Pipeline(built.model, plan, loss_fn=loss_fn, options=run_options)
+        pipe = Pipeline(built.model, plan, loss_fn=loss_fn, options=run_options, **job.plan_options.granularity)
         optimizer = enter(_optimizer_maker(options))(pipe.parameters())
         data = enter(user_function(options.data, _DATA_BODY))
-        recipe = Recipe(options.steps, options.clip, loss_fn is not None)
+        loop_options = LoopOptions(options.steps, options.clip, loss_fn is not None)
         _inject_faults(job)
         log = TrainLog(plan, job.model, job.out, job.as_json, stdout)
         checkpoints, saver = job.checkpoints.options(job.attempt), None
@@ -93,7 +93,7 @@ def run_rank(job: Job, plan: "Plan") -> str:
                 on_resume=lambda loaded: _changes(options, optimizer, loaded),
                 on_step=log.write_step,
             )
-        return to_json(train(pipe, lambda start: _batches_from(data, start), optimizer, recipe, log, saver))
+        return to_json(train(pipe, lambda start: _batches_from(data, start), optimizer, loop_options, log, saver))
 
 
 def _inject_faults(job: Job) -> None:
@@ -109,8 +109,8 @@ def _inject_faults(job: Job) -> None:
         error = PenstockError("a fault names a rank that does not exist", rank=unknown[0].rank, ranks=ranks)
         error.is_final = True
         raise error
-    if own := [fault for fault in faults if fault.applies_to(dist.get_rank(), job.attempt)]:
-        FaultInjector(own, TEMPORARY).start()
+    if faults_here := [fault for fault in faults if fault.applies_to(dist.get_rank(), job.attempt)]:
+        FaultInjector(faults_here, TEMPORARY).start()
 
 
 def _changes(options: TrainOptions, optimizer: Any, loaded: "Loaded") -> str:
@@ -149,11 +149,11 @@ def _batches_from(data: UserFunction, number: int) -> Iterator[Any]:
 
 
 def _iterate(batches: Iterable[Any], data: UserFunction) -> Iterator[Any]:
-    found = iter(batches)
+    iterator = iter(batches)
     while True:
         with user_errors(f"the function {data.name} failed", data.path):
             try:
-                batch = next(found)
+                batch = next(iterator)
             except StopIteration:
                 return
         yield batch
@@ -166,8 +166,8 @@ def _loss_function(target: str | None) -> Iterator[Callable[[Any, Any], Any] | N
     if target is None:
         yield None
     elif ":" in target:
-        with user_function(target, _LOSS_BODY) as found:
-            yield found.function
+        with user_function(target, _LOSS_BODY) as loss:
+            yield loss.function
     elif target.isidentifier() and callable(known := vars(functional).get(target)):
         yield known
     else:
@@ -182,13 +182,13 @@ def _optimizer_maker(options: TrainOptions) -> Iterator[Callable[[Any], Any]]:
 
     name = options.optimizer
     classes = {
-        key.lower(): found
-        for key, found in vars(optim).items()
-        if isinstance(found, type) and issubclass(found, optim.Optimizer) and found is not optim.Optimizer
+        key.lower(): value
+        for key, value in vars(optim).items()
+        if isinstance(value, type) and issubclass(value, optim.Optimizer) and value is not optim.Optimizer
     }
     if ":" in name:
-        with user_function(name, _OPTIMIZER_BODY) as found:
-            yield lambda parameters: _call_optimizer_function(found, parameters)
+        with user_function(name, _OPTIMIZER_BODY) as make:
+            yield lambda parameters: _call_optimizer_function(make, parameters)
     elif (known := classes.get(name.lower())) is not None:
         yield lambda parameters: _make_optimizer(known, parameters, options.lr)
     else:
@@ -196,15 +196,15 @@ def _optimizer_maker(options: TrainOptions) -> Iterator[Callable[[Any], Any]]:
         raise PenstockError("no such optimizer in torch.optim", optimizer=repr(name), hint=hint)
 
 
-def _call_optimizer_function(found: UserFunction, parameters: Any) -> Any:
+def _call_optimizer_function(make: UserFunction, parameters: Any) -> Any:
     from torch import optim
 
-    with user_errors(f"the function {found.name} failed", found.path):
-        made = found.function(parameters)
-    if not isinstance(made, optim.Optimizer):
-        got, hint = type(made).__name__, _OPTIMIZER_BODY
-        raise PenstockError("the function must return an optimizer", function=found.name, got=got, hint=hint)
-    return made
+    with user_errors(f"the function {make.name} failed", make.path):
+        optimizer = make.function(parameters)
+    if not isinstance(optimizer, optim.Optimizer):
+        got, hint = type(optimizer).__name__, _OPTIMIZER_BODY
+        raise PenstockError("the function must return an optimizer", function=make.name, got=got, hint=hint)
+    return optimizer
 
 
 def _make_optimizer(known: type, parameters: Any, lr: float) -> Any:

@@ -54,10 +54,10 @@ def user_errors(problem: str, path: Path, kind: type[PenstockError] = PenstockEr
         lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
         if isinstance(error, SyntaxError):
             lines.append(error.lineno)
-        place = f"{path}:{lines[-1]}" if lines else path
+        location = f"{path}:{lines[-1]}" if lines else path
         message = " ".join(str(error).split())
         text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-        raise kind(problem, file=place, error=text, hint=hint) from error
+        raise kind(problem, file=location, error=text, hint=hint) from error
 
 
 def _parse(target: str) -> tuple[Path, str]:
@@ -94,11 +94,12 @@ def _load(path: Path, module_name: str) -> ModuleType:
 
 
 def _find(module: ModuleType, path: Path, name: str, example: str) -> Callable[..., Any]:
-    found = vars(module).get(name)
-    if callable(found):
-        return found  # type: ignore[no-any-return]
-    own = [key for key, value in vars(module).items() if isfunction(value) and value.__module__ == module.__name__]
-    hint = f"one of {', '.join(own)}" if own else f"def {name}(): ... {example}"
-    if close := get_close_matches(name, own, n=1):
+    value = vars(module).get(name)
+    if callable(value):
+        return value  # type: ignore[no-any-return]
+    own = module.__name__  # not those that it imports
+    functions = [key for key, value in vars(module).items() if isfunction(value) and value.__module__ == own]
+    hint = f"one of {', '.join(functions)}" if functions else f"def {name}(): ... {example}"
+    if close := get_close_matches(name, functions, n=1):
         hint = f"did you mean {close[0]}?"
     raise PenstockError("no such function in the file", function=repr(name), file=path, hint=hint)

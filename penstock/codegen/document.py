@@ -61,7 +61,10 @@ def stage_document(captured: Any, partition: Partition, placement: Placement, be
         *statement_lines(f"TIED = {graph.tied!r}"),
         *statement_lines(f"STAGES = {tuple_of(stage.name for stage in stages)}"),
     ]
-    blocks = [*_support_lines(bool(reading)), *([statement_lines(reading)] if reading else [])]
+    written = "\n".join(line for lines in (*classes, run) for line in lines)
+    needed = tuple(thing for thing in (support.with_attributes, support.with_arguments) if thing.__name__ in written)
+    needed += (support.constants,) if reading else ()
+    blocks = [*_support_lines(needed), *([statement_lines(reading)] if reading else [])]
     body = "\n\n\n".join("\n".join(block) for block in (*blocks, *classes, settings, run))
     head = [
         *docstring_lines(_header(graph, captured.model, stages)),
@@ -266,8 +269,7 @@ def _import_lines(imports: Imports, body: str, reads_constants: bool) -> list[st
 
 
 @cache
-def _support_lines(reads_constants: bool) -> list[list[str]]:
-    """The source of the definitions in `support` that the file needs."""
-    things: list[Any] = [support.Part, support.Stage, support.expect, support.arguments, support.is_default]
-    things += [support.constants] if reads_constants else []
+def _support_lines(needed: tuple[Any, ...]) -> list[list[str]]:
+    """The source of the definitions in `support` that every file needs, and of those that this one needs."""
+    things: list[Any] = [support.Part, support.Stage, support.expect, support.arguments, support.is_default, *needed]
     return [inspect.getsource(thing).rstrip().splitlines() for thing in things]

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from safetensors.torch import save
 from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES
 
 from penstock.codegen import support
 from penstock.codegen.names import Imports, applied_function, is_identifier, is_index, tensor_attribute
 from penstock.errors import CodeError
-from penstock.ir import Container, ObjectRef, Ref, State, Tree, take_apart
+from penstock.ir import Container, ObjectRef, Ref, State, Tree, is_attributes_only, take_apart
 
 # fmt: off
 _BINARY = {
@@ -179,6 +180,10 @@ class Expressions:
             if not kind.__dataclass_params__.init:  # type: ignore[attr-defined]
                 raise _not_writable(kind, where)
             return f"{name}({keyword_arguments(names, keys, items)})"
+        if not issubclass(kind, Mapping):
+            if not is_attributes_only(kind) or kind in SUPPORTED_NODES:
+                raise _not_writable(kind, where)
+            return f"with_attributes({name}, {dict_of(keys, items)})"
         # A defaultdict is written with no factory, as nothing adds keys to it any more.
         return f"{name}({'None, ' if issubclass(kind, defaultdict) else ''}{dict_of(keys, items)})"
 
@@ -221,6 +226,10 @@ class Expressions:
         keys, items = ([self.argument(item, where) for item in side] for side in (kwargs.keys, kwargs.items))
         positional = [self.argument(item, where) for item in args.items]
         return f"{module}({', '.join([*positional, *([keyword_arguments(kwargs.keys, keys, items)] if keys else [])])})"
+
+    def changing_call(self, function: str, args: Tree, kwargs: Tree, where: str) -> str:
+        """A call that changes its arguments, which belong to its result."""
+        return f"with_arguments({function}, {self.argument(args, where)}, {self.argument(kwargs, where)})"
 
     def function_call(self, function: Any, args: Tree, kwargs: Tree, where: str) -> tuple[str, bool]:
         """A call of a function, with operators where a reader expects them; and whether it is a statement.

@@ -116,7 +116,14 @@ class StepWriter:
     def _call_and_unpack(self, step: Call) -> list[str]:
         """The call and the statements that unpack its result."""
         recording, where, is_statement = self.expressions.recording, step.name, False
-        if step.is_module:
+        if step.changes_arguments:
+            function = (
+                self.expressions.part(step.target)
+                if step.is_module
+                else self.expressions.imported(recording.live[step.target], where)
+            )
+            code = self.expressions.changing_call(function, step.args, step.kwargs, where)
+        elif step.is_module:
             code = self.expressions.module_call(self.expressions.part(step.target), step.args, step.kwargs, where)
         else:
             function = recording.live[step.target]

@@ -75,6 +75,19 @@ def expect(found: object, recorded: object, what: str) -> None:
         raise ValueError(f"{what} must be {recorded!r} as recorded, got {found!r}: generate the stages again")
 
 
+def with_attributes(kind: type, attributes: dict[str, Any]) -> Any:
+    """An object of a class, with these attributes."""
+    thing = kind.__new__(kind)
+    for name, value in attributes.items():
+        object.__setattr__(thing, name, value)
+    return thing
+
+
+def with_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a function that changes its arguments, and the arguments after the call."""
+    return function(*args, **kwargs), args, kwargs
+
+
 def arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of the model that differ from their defaults, by name."""
     signature = inspect.signature(model.forward)

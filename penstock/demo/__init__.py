@@ -1,1 +1,1 @@
-"""What the demo trains: a small GPT on text that ships with Python."""
+"""The demo: a small GPT, trained on text that ships with Python."""

@@ -1,68 +1,92 @@
-"""The demo's training, on the ranks of a pipeline and in one process, from the same weights over the same batches."""
+"""The training of the demo: its text, and the same steps on the ranks of a pipeline and in plain PyTorch."""
 
-from collections.abc import Callable
+import builtins
+import inspect
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from penstock.api.pipeline import Pipeline
-from penstock.api.train_loop import Recipe, StepReport, train
+from penstock.api.train_loop import LoopOptions, StepReport, train
 from penstock.demo.gpt import Sizes, gpt, loss
-from penstock.demo.text import NUM_LETTERS, batches
 from penstock.ir import Plan, to_json
 
-SIZES = Sizes(layers=8, width=128, heads=4, words=NUM_LETTERS, length=64, samples=48, microbatches=8)
-CLIP, RATE, EPSILON = 1.0, 3e-3, 1e-5
-"""the biases of keys have gradients that are rounding alone, which Adam would make large with a smaller epsilon"""
+NUM_CHARACTERS = 128
+"""ASCII; any other character becomes a space"""
+SIZES = Sizes(layers=8, width=128, heads=4, vocabulary=NUM_CHARACTERS, length=64, samples=48, microbatches=8)
+CLIP, LEARNING_RATE = 1.0, 3e-3
+# The gradients of the biases of keys are rounding errors, which Adam would magnify with a smaller epsilon.
+EPSILON = 1e-5
 
 
-class Trained(NamedTuple):
-    """What one process holds after training: the Run as JSON (of the pipeline), losses and its share of parameters."""
+def shipped_text() -> str:
+    """The topics of Python's help, or, where a distribution leaves them out, the docstrings of its builtins."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return "\n\n".join(filter(None, map(inspect.getdoc, vars(builtins).values())))
+    return "\n\n".join(topics.values())
 
-    run: str
-    losses: list[float]
-    parameters: dict[str, Tensor]
+
+def batches(sizes: Sizes, steps: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Random excerpts of the text as character codes, and the character after each; the same in every process."""
+    text = torch.tensor([ord(letter) if ord(letter) < NUM_CHARACTERS else ord(" ") for letter in shipped_text()])
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.arange(sizes.length + 1)
+    for _ in range(steps):
+        starts = torch.randint(0, len(text) - len(offsets), (sizes.samples, 1), generator=generator)
+        excerpts = text[starts + offsets]
+        yield excerpts[:, :-1].contiguous(), excerpts[:, 1:].contiguous()
 
 
 def model() -> nn.Module:
-    """The GPT, with the same weights wherever it is made."""
+    """The GPT, with the same weights in every process."""
     torch.manual_seed(0)
     return gpt(SIZES)
 
 
-def on_rank(plan: Plan, steps: int, tell: Callable[[StepReport], None]) -> Trained:
-    """Train this rank's stages."""
+class Trained(NamedTuple):
+    """The result of training in one process."""
+
+    run: str
+    """the Run as JSON, on the first rank of a pipeline; else empty"""
+    losses: list[float]
+    parameters: dict[str, Tensor]
+    """the parameters of this rank"""
+
+
+def train_rank(plan: Plan, steps: int, on_step: Callable[[StepReport], None]) -> Trained:
+    """Train the stages of this rank."""
     pipe = Pipeline(model(), plan, loss_fn=loss)
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=RATE, eps=EPSILON)
-    recipe = Recipe(steps, CLIP, has_loss_fn=True)
-    run = train(pipe, batches(SIZES, steps), optimizer, recipe, tell)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE, eps=EPSILON)
+    run = train(pipe, batches(SIZES, steps), optimizer, LoopOptions(steps, CLIP, has_loss_fn=True), on_step)
     text = to_json(run) if pipe.is_first else ""
     return Trained(text, list(run.losses), {name: value.detach() for name, value in pipe.named_parameters()})
 
 
-def in_one_process(steps: int) -> Trained:
-    """The same in plain PyTorch."""
+def train_unsplit(steps: int) -> Trained:
+    """Train the unsplit model in plain PyTorch."""
     whole = model()
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=RATE, eps=EPSILON)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE, eps=EPSILON)
     losses = []
-    for tokens, wanted in batches(SIZES, steps):
+    for tokens, target in batches(SIZES, steps):
         optimizer.zero_grad()
-        found = loss(whole(tokens), wanted)
-        found.backward()
+        value = loss(whole(tokens), target)
+        value.backward()
         nn.utils.clip_grad_norm_(whole.parameters(), CLIP)
         optimizer.step()
-        losses.append(found.item())
+        losses.append(value.item())
     return Trained("", losses, {name: value.detach() for name, value in whole.named_parameters()})
 
 
 def largest_difference(ranks: list[Trained], plain: Trained) -> float:
-    """The largest relative difference of a loss, or of a parameter measured by the largest number in it."""
-    found = {name: value for rank in ranks for name, value in rank.parameters.items()}
+    """The largest relative difference of a loss, or of a parameter relative to its largest element."""
     losses = [abs(ours - theirs) / abs(theirs) for ours, theirs in zip(ranks[0].losses, plain.losses, strict=True)]
-    weights = [_apart(found[name], value) for name, value in plain.parameters.items()]
-    return max(losses + weights)
-
-
-def _apart(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
+    parameters = {name: value for rank in ranks for name, value in rank.parameters.items()}
+    differences = [
+        float((parameters[name] - value).abs().max() / value.abs().max().clamp_min(1e-30))
+        for name, value in plain.parameters.items()
+    ]
+    return max(losses + differences)

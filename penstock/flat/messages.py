@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.capture import spec_of
 from penstock.errors import RunError
 from penstock.ir import Message, TensorSpec, Value
-from penstock.runtime import DistributedTransport, MessageKey, RecvSlot, Route, SendSlot, TensorCodec, message_key
+from penstock.runtime import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Transport, message_key
 
 HEADER_BYTES = 4096
 _HEADER_TAG, _CONTENT_TAG = 2_000_000_021, 2_000_000_022
@@ -27,7 +27,7 @@ _MAX_IN_FLIGHT = 2
 class Messages:
     """Sends without waiting for the receiver; `take` waits for a message."""
 
-    def __init__(self, transport: DistributedTransport, call: int) -> None:
+    def __init__(self, transport: Transport, call: int) -> None:
         self._transport, self._call = transport, call
         self._expected: dict[MessageKey, RecvSlot] = {}
         self._sent: dict[int, deque[SendSlot]] = {}

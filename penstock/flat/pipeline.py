@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from penstock.errors import RunError
 from penstock.runtime import (
-    DistributedTransport,
     ProcessGroups,
     RankSync,
     SyncRequest,
     SyncResult,
     SyncVote,
+    make_transport,
     watch_step,
 )
 
@@ -26,7 +26,7 @@ class FlatPipeline:
         assert groups.monitor is not None
         self.groups, self._monitor = groups, groups.monitor
         self.sync = RankSync(groups)
-        self.transport = DistributedTransport(groups.group, _device_of(groups.group), groups.monitor)
+        self.transport = make_transport(groups, _device_of(groups.group))
         self.num_calls = 0
         self.replicated: dict[Any, None] | None = None
         """DDP modules that computed gradients in the present call; None between calls"""

@@ -81,7 +81,7 @@ def forward_backward(
         if not pipeline.is_last:
             return None
         results = [stage.results[microbatch] for microbatch in range(len(split.sizes))]
-        return merge(results, split.sizes, [1.0] * len(results))
+        return merge(results, split.sizes, [1.0] * len(results)).output
 
 
 def forward_eval(fwd_fn: ForwardFn, inputs: Inputs, dtype: torch.dtype | None = None) -> Any:
@@ -140,9 +140,7 @@ class _SplitInputs(NamedTuple):
     inputs: tuple[tuple[Tensor, ...], ...]
 
 
-def _split_inputs(
-    pipeline: FlatPipeline, request: SyncRequest, inputs: Inputs, num_microbatches: int
-) -> _SplitInputs:
+def _split_inputs(pipeline: FlatPipeline, request: SyncRequest, inputs: Inputs, num_microbatches: int) -> _SplitInputs:
     """Split the inputs. Collective: if one rank cannot, all raise the same error."""
     try:
         given = [inputs] if isinstance(inputs, Tensor) else list(inputs or ())
@@ -167,8 +165,8 @@ def _batch_size(pipeline: FlatPipeline, given: Sequence[Any], num_microbatches: 
     if count is None or count < 1:
         raise RunError("num_microbatches must be a whole number, 1 or more", got=repr(num_microbatches))
     if not all(isinstance(tensor, Tensor) and tensor.dim() for tensor in given):
-        found = [type(entry).__name__ for entry in given]
-        raise RunError("inputs must be tensors with the batch as their first dimension", got=found)
+        types = [type(entry).__name__ for entry in given]
+        raise RunError("inputs must be tensors with the batch as their first dimension", got=types)
     if pipeline.is_first and not given:
         raise RunError("the first rank of the pipeline needs inputs", hint="inputs=[samples]")
     sizes = {tensor.shape[0] for tensor in given}
@@ -228,8 +226,8 @@ class _UserStage:
             self._backward_from_loss(output)
         else:
             self._backward_from_gradients(output, gradients)
-        found = list(returned.values())
-        return [_zeros(spec, device) if value is None else value for value, spec in zip(found, specs, strict=True)]
+        pairs = zip(returned.values(), specs, strict=True)
+        return [_zeros(spec, device) if gradient is None else gradient for gradient, spec in pairs]
 
     def _backward_from_loss(self, output: Any) -> None:
         if self._backward is not None:
@@ -246,8 +244,8 @@ class _UserStage:
     def _backward_from_gradients(self, output: Any, gradients: Sequence[Tensor]) -> None:
         """Backward from the received gradients, one per value that needs one."""
         values = _tensors(output)
-        left = iter(gradients)
-        matched = [next(left) if value.requires_grad else None for value in values]
+        remaining = iter(gradients)
+        matched = [next(remaining) if value.requires_grad else None for value in values]
         if self._backward is not None:
             self._backward(output, matched[0] if isinstance(output, Tensor) else tuple(matched))
         elif gradients:
@@ -256,9 +254,9 @@ class _UserStage:
     def _values_to_send(self, output: Any) -> list[Tensor]:
         values = _tensors(output)
         expected = self._dtype
-        found = {value.dtype for value in values if value.is_floating_point()}
-        if expected is not None and found - {expected}:
-            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found - {expected}))
+        unexpected = {value.dtype for value in values if value.is_floating_point()} - {expected}
+        if expected is not None and unexpected:
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in unexpected))
             message = f"values are sent to the next stage as {names}, not as {expected}: dtype does not convert them"
             warnings.warn(message, PenstockWarning, stacklevel=2)
         return values

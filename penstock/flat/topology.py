@@ -52,17 +52,18 @@ class Grid:
     @property
     def kinds(self) -> tuple[str, ...]:
         """All group names; "model" groups are the ranks that hold one replica."""
-        own_model = (MODEL,) if {PIPE, TENSOR} & set(self.names) else ()
-        return (*self.names, *own_model, WORLD)
+        model = (MODEL,) if {PIPE, TENSOR} & set(self.names) else ()
+        return (*self.names, *model, WORLD)
 
     def groups(self, kind: str) -> tuple[tuple[int, ...], ...]:
         """The ranks of each group of a kind: those that differ only in its dimensions."""
         along = self._along(kind)
-        found: dict[tuple[int, ...], list[int]] = {}
+        ranks: dict[tuple[int, ...], list[int]] = {}
+        """by position in the other dimensions"""
         for rank, position in enumerate(product(*map(range, self.sizes))):
             rest = tuple(at for at, (name, _) in zip(position, self.dimensions, strict=True) if name not in along)
-            found.setdefault(rest, []).append(rank)
-        return tuple(map(tuple, found.values()))
+            ranks.setdefault(rest, []).append(rank)
+        return tuple(map(tuple, ranks.values()))
 
     def group_of(self, kind: str, rank: int) -> tuple[int, ...]:
         """The ranks of the group of that kind that contains a rank."""
@@ -124,8 +125,8 @@ class Topology:
         if PIPE in grid.names:
             host = self._groups[PIPE] if is_gloo else _new_group(grid.groups(PIPE), rank, "gloo")
             replicas = self._groups[DATA] if DATA in grid.names and self.get_group_size(DATA) > 1 else None
-            own = ProcessGroups(pipe.index(rank), len(pipe), self._groups[PIPE], host, replicas, None, monitor)
-            self._pipeline = FlatPipeline(own)
+            groups = ProcessGroups(pipe.index(rank), len(pipe), self._groups[PIPE], host, replicas, None, monitor)
+            self._pipeline = FlatPipeline(groups)
         monitor.idle()
 
     @property

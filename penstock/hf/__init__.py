@@ -1,6 +1,6 @@
 """PipelineTrainer: the Trainer of transformers on a Pipeline."""
 
-from penstock.hf.installed import check_installed
+from penstock.hf.settings import check_installed
 
 check_installed()
 

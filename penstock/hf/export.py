@@ -8,40 +8,40 @@ import torch
 import transformers
 from torch import Tensor
 
-from penstock.checkpoint import CONFIG, CheckpointReader, ModelNames, match_names
+from penstock.checkpoint import CONFIG, DTYPES, LOSS_STATE, CheckpointReader, ModelNames, match_names
 from penstock.errors import CheckpointError
 
 _CONFIG_HINT = "a config.json for from_pretrained, or its directory: --config PATH"
 
 
-def export(stored: CheckpointReader, out: Path, config: Path | None = None) -> dict[str, Any]:
+def export(checkpoint: CheckpointReader, out: Path, config: Path | None = None) -> dict[str, Any]:
     """Verify the checkpoint and write weights and configuration; returns the model class and number of tensors."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError("the output directory must be empty", path=out)
-    values = _read_config(stored, config)
-    stored.verify()
+    values = _read_config(checkpoint, config)
+    checkpoint.verify()
     model = _meta_model(values)
-    names = ModelNames(frozenset(model.state_dict()), stored.manifest.tied)
-    places = match_names(stored.tensors.names, names)
+    names = ModelNames(frozenset(model.state_dict()), checkpoint.manifest.tied, ignored=(LOSS_STATE,))
+    sources = match_names(checkpoint.tensors.names, names)
     with torch.device("meta"):
-        state, _ = stored.tensors.read(places, _meta_tensors(stored, places))
+        state, _ = checkpoint.tensors.read(sources, _meta_tensors(checkpoint, sources))
     model.load_state_dict(state, strict=True, assign=True)
     model.tie_weights()
     model.save_pretrained(out)
-    return {"model": type(model).__name__, "tensors": len(stored.manifest.tensors)}
+    return {"model": type(model).__name__, "tensors": len(checkpoint.manifest.tensors)}
 
 
-def _read_config(stored: CheckpointReader, config: Path | None) -> dict[str, Any]:
-    if config is None and not stored.has(CONFIG):
+def _read_config(checkpoint: CheckpointReader, config: Path | None) -> dict[str, Any]:
+    if config is None and not checkpoint.has(CONFIG):
         raise CheckpointError("the checkpoint has no configuration of a transformers model", hint=_CONFIG_HINT)
     file = None if config is None else config / CONFIG if config.is_dir() else config
     try:
-        found = json.loads(stored.text(CONFIG) if file is None else file.read_text(encoding="utf-8"))
+        values = json.loads(checkpoint.text(CONFIG) if file is None else file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError("cannot read the configuration", file=file, reason=error, hint=_CONFIG_HINT) from None
-    if not isinstance(found, dict) or "model_type" not in found:
+    if not isinstance(values, dict) or "model_type" not in values:
         raise CheckpointError("not the configuration of a transformers model", file=file, hint=_CONFIG_HINT)
-    return found
+    return values
 
 
 def _meta_model(values: dict[str, Any]) -> Any:
@@ -62,9 +62,7 @@ def _meta_model(values: dict[str, Any]) -> Any:
         raise CheckpointError("cannot build the model of this configuration", model=name, reason=error) from None
 
 
-def _meta_tensors(stored: CheckpointReader, places: dict[str, tuple[str, ...]]) -> dict[str, Tensor]:
+def _meta_tensors(checkpoint: CheckpointReader, sources: dict[str, tuple[str, ...]]) -> dict[str, Tensor]:
     """Meta tensors with the shape and dtype that each tensor has in the checkpoint."""
-    from penstock.checkpoint import DTYPES
-
-    records = {name: stored.manifest.tensors[found[0]] for name, found in places.items()}
+    records = {name: checkpoint.manifest.tensors[names[0]] for name, names in sources.items()}
     return {name: torch.empty(record.shape, dtype=DTYPES[record.dtype]) for name, record in records.items()}

@@ -1,5 +1,11 @@
-"""Refuses settings of TrainingArguments and Trainer that a PipelineTrainer cannot follow, with an alternative."""
+"""Refuses versions of transformers and settings of Trainer that PipelineTrainer does not support.
 
+transformers is not imported here before it is known to be installed.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch.distributed as dist
@@ -7,6 +13,22 @@ import torch.distributed as dist
 from penstock.errors import RunError
 from penstock.runtime import RunOptions
 
+_LIBRARIES = ("transformers", "accelerate")
+_METHODS = (
+    "create_accelerator_and_postprocess",
+    "training_step",
+    "prediction_step",
+    "create_optimizer",
+    "get_decay_parameter_names",
+    "save_model",
+    "_wrap_model",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_get_num_items_in_batch",
+    "_load_best_model",
+    "_move_model_to_device",
+)
+"""methods that PipelineTrainer overrides: a Trainer without one of them would silently train without the Pipeline"""
 _PRECISION = "a model in that type: from_pretrained(..., dtype=torch.bfloat16)"
 _NO_HUB = "save_model(directory), and upload the directory"
 _UNSUPPORTED = {
@@ -40,13 +62,27 @@ _REFUSED = {
 }
 
 
+def check_installed() -> None:
+    """Refuse a missing library or an incompatible Trainer."""
+    for name in _LIBRARIES:
+        if find_spec(name) is None:
+            raise RunError(f"penstock.hf needs {name}, which is not installed", hint='pip install "penstock[hf]"')
+    trainer = import_module("transformers").Trainer
+    lacking = [name for name in _METHODS if not hasattr(trainer, name)]
+    if lacking:
+        raise RunError(
+            "this version of transformers is not supported by penstock.hf",
+            installed=version("transformers"),
+            lacks=lacking[0],
+            hint='pip install "transformers>=5.22"',
+        )
+
+
 def check_settings(args: Any) -> None:
     """Refuse settings that would have no effect or a wrong one."""
     for name, hint in _UNSUPPORTED.items():
         if getattr(args, name, None):
-            raise RunError(
-                f"PipelineTrainer does not support {name}", got=repr(getattr(args, name)), hint=hint
-            )
+            raise RunError(f"PipelineTrainer does not support {name}", got=repr(getattr(args, name)), hint=hint)
     optim = getattr(args.optim, "value", args.optim)
     if optim not in _OPTIMIZERS:
         hint = ", ".join(_OPTIMIZERS)

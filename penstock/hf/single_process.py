@@ -1,4 +1,4 @@
-"""Makes a rank of a pipeline look like a single process to Trainer and accelerate, which know only replicas.
+"""Makes a rank of a pipeline look like a single process to Trainer and accelerate, which support replicas only.
 
 All ranks have the same batch and return the same loss, so for accelerate each is the only process: batches are neither
 sharded nor gathered. Only rank 0 writes and logs.
@@ -31,26 +31,26 @@ def as_single_process(args: Any, local: bool) -> Any:
     """A copy of the TrainingArguments as they are for a single process."""
     rank = 0 if local or not dist.is_initialized() else dist.get_rank()
     device = args.device  # the first access initialises the device
-    found = copy.copy(args)
-    found.distributed_state = SimpleNamespace(
+    copied = copy.copy(args)
+    copied.distributed_state = SimpleNamespace(
         num_processes=1,
         process_index=rank,
         local_process_index=0 if local else int(os.environ.get("LOCAL_RANK", rank)),
         distributed_type=DistributedType.NO,
         device=device,
     )
-    found._n_gpu = min(args.n_gpu, 1)  # several devices must not select DataParallel
+    copied._n_gpu = min(args.n_gpu, 1)  # several devices must not select DataParallel
     # Show NaN losses instead of replacing them by earlier ones.
-    found.logging_nan_inf_filter = False
+    copied.logging_nan_inf_filter = False
     # Optimizer state is spread over the ranks, where Trainer cannot read it back.
-    found.save_only_model = True
-    return found
+    copied.save_only_model = True
+    return copied
 
 
 @contextmanager
 def single_process_accelerate(device: Any) -> Iterator[None]:
     """Inside, accelerate sets up for one process."""
-    kept = {name: os.environ.pop(name) for name in (*_VARIABLES, _DEVICE) if name in os.environ}
+    saved = {name: os.environ.pop(name) for name in (*_VARIABLES, _DEVICE) if name in os.environ}
     os.environ[_DEVICE] = str(device)
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
@@ -58,7 +58,7 @@ def single_process_accelerate(device: Any) -> Iterator[None]:
         yield
     finally:
         del os.environ[_DEVICE]
-        os.environ.update(kept)
+        os.environ.update(saved)
 
 
 @contextmanager

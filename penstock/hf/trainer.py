@@ -1,7 +1,7 @@
 """PipelineTrainer: the Trainer of transformers, with steps, evaluation, clipping and saving run by a Pipeline."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from penstock.api.pipeline import Pipeline
 from penstock.api.plan import plan as make_plan
 from penstock.capture import GeneratorStates, python_generators, torch_generators
-from penstock.errors import CheckpointError, PlanError, RunError
+from penstock.errors import CheckpointError, NoLossError, PlanError, RunError
 from penstock.hf.settings import check_arguments, check_options, check_process_group, check_settings
 from penstock.hf.single_process import as_rank_zero, as_single_process, single_process_accelerate
 from penstock.ir import Plan
@@ -50,9 +50,14 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         schedule: str = "auto",
         local: bool = False,
         options: RunOptions | None = None,
+        depth: int | None = None,
+        basic_blocks: Sequence[str | type] = (),
         **refused: object,
     ) -> None:
-        """`local` runs all ranks inside this process; `options` are the run options of the Pipeline."""
+        """`local` runs all ranks inside this process; `options` are the run options of the Pipeline.
+
+        `depth` and `basic_blocks` are those of `penstock.capture`: how deep modules are opened, and which stay whole.
+        """
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         check_arguments(refused)
         check_settings(args)
@@ -61,14 +66,12 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         check_options(options)
         self._is_local = local
         check_process_group(local, ranks, plan)
-        own = as_single_process(args, local)
-        if args.save_strategy != "no" and not args.save_only_model and own.should_save:
-            _LOGGER.warning(
-                "checkpoints of a PipelineTrainer contain the model only: training cannot resume from them"
-            )
+        single = as_single_process(args, local)
+        if args.save_strategy != "no" and not args.save_only_model and single.should_save:
+            _LOGGER.warning("checkpoints of a PipelineTrainer contain the model only: training cannot resume from them")
         super().__init__(
             model,
-            own,
+            single,
             data_collator,
             train_dataset,
             eval_dataset,
@@ -78,9 +81,11 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             callbacks=callbacks,
         )
         self.model.train()
+        granularity: dict[str, Any] = {"depth": depth, "basic_blocks": basic_blocks}
         if plan is None:
-            plan = self._plan(ranks or dist.get_world_size(), microbatches, schedule)
-        self.pipe = Pipeline(self.model, plan, local=local, options=options)
+            choices = {"microbatches": microbatches, "schedule": schedule, **granularity}
+            plan = self._plan(ranks=ranks or dist.get_world_size(), **choices)
+        self.pipe = Pipeline(self.model, plan, local=local, options=options, **granularity)
         self._pipeline_model = PipelineModel(self.pipe, self.model)
 
     def _check_own_methods(self) -> None:
@@ -91,7 +96,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
                 hint="a model whose forward computes its loss",
             )
 
-    def _plan(self, ranks: int, microbatches: int | str, schedule: str) -> Plan:
+    def _plan(self, **choices: Any) -> Plan:
         """Search for a plan with the first samples as the example batch."""
         with _preserve_random_state():
             is_training = self.train_dataset is not None
@@ -101,7 +106,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             batch = self._with_items(
                 self._prepare_inputs(batch), self._get_num_items_in_batch([batch], self.args.device)
             )
-            return make_plan(self.model, kwargs=batch, ranks=ranks, microbatches=microbatches, schedule=schedule)
+            return make_plan(self.model, kwargs=batch, **choices)
 
     # --------------------------------------------------------------------------- every rank appears as a single process
 
@@ -129,7 +134,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         model.train()
         loss = self.pipe.step(**self._with_items(self._prepare_inputs(inputs), num_items_in_batch)).loss
         if loss is None:
-            raise RunError("the model returned no loss", given=", ".join(inputs), hint="labels in the batch")
+            raise NoLossError("the model returned no loss", inputs=", ".join(inputs), hint="labels in the batch")
         if not self._is_divided(num_items_in_batch):
             loss = loss / self.current_gradient_accumulation_steps
             self._divide_gradients()
@@ -184,7 +189,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         if resume_from_checkpoint:
             raise RunError(
                 "a PipelineTrainer cannot resume: its checkpoints have no optimizer state",
-                given=resume_from_checkpoint,
+                got=resume_from_checkpoint,
                 hint="trainer.pipe.load(checkpoint) loads the model; then train() starts again",
             )
         return super().train(None, *args, **kwargs)
@@ -216,7 +221,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 
 
 class PipelineModel(nn.Module):
-    """Takes the place of the wrapped model in Trainer.
+    """The model that Trainer sees in place of its wrapped model.
 
     A call evaluates the batch on all ranks; `named_parameters` are this rank's, with the names of the whole model.
     """
@@ -235,8 +240,8 @@ class PipelineModel(nn.Module):
             return {"loss": result.loss}
         if not hasattr(result.outputs, "items"):
             return result.outputs if result.loss is None else (result.loss, *result.outputs[1:])
-        found = {name: value for name, value in result.outputs.items() if name != "loss" and value is not None}
-        return found if result.loss is None else {"loss": result.loss, **found}
+        outputs = {name: value for name, value in result.outputs.items() if name != "loss" and value is not None}
+        return outputs if result.loss is None else {"loss": result.loss, **outputs}
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters; a tied one by its first name, as in the whole model."""

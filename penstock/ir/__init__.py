@@ -25,21 +25,26 @@ from penstock.ir.action import (
     needs,
 )
 from penstock.ir.arguments import as_int, find_named, is_finite, parse_bytes
-from penstock.ir.cluster import MAX_RANKS, Cluster, DeviceSpeed, Link, Replicas
+from penstock.ir.cluster import MAX_RANKS, Cluster, DeviceSpeed, Link, LinkRates, Replicas
 from penstock.ir.comparison import GRADIENT, Comparison, Difference, Distance, compare_tensors
 from penstock.ir.containers import (
     Parts,
+    attributes_of,
+    copy_into,
+    is_attributes_only,
     leaves,
     named_inputs,
     named_leaves,
+    num_registered,
     put_together,
+    register_attributes,
+    register_container,
     signature_of,
     take_apart,
     transform,
 )
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes, compute_stage_costs
 from penstock.ir.dependencies import Dependencies, Makers, find_dependencies
-from penstock.ir.files import write_atomic
 from penstock.ir.graph import (
     ADDED_LOSS,
     ITEM_BYTES,
@@ -90,7 +95,8 @@ from penstock.ir.record import (
     states,
 )
 from penstock.ir.schedule import Program, Schedule
-from penstock.ir.text import format_lines, parse_action, read_orders, write_csv
+from penstock.ir.splitting import SPLIT_HINT, Ragged, Rows, SplitRule, is_split_rule
+from penstock.ir.text import format_lines, parse_action, read_orders, write_atomic, write_csv
 from penstock.ir.timing import Needs, Seconds, find_waits, pass_seconds, schedule_length, walk, walk_passes
 from penstock.ir.trace import Curve, Idle, Series, Span, Trace, Transfer, critical_path
 from penstock.ir.units import (
@@ -117,6 +123,7 @@ __all__ = [
     "MAX_STAGES",
     "RECORDS",
     "RULES",
+    "SPLIT_HINT",
     "Action",
     "Backward",
     "Call",
@@ -145,6 +152,7 @@ __all__ = [
     "InputGrad",
     "Kind",
     "Link",
+    "LinkRates",
     "Makers",
     "Message",
     "MessageCost",
@@ -164,6 +172,7 @@ __all__ = [
     "Prediction",
     "Profile",
     "Program",
+    "Ragged",
     "Record",
     "Recv",
     "Reduce",
@@ -171,6 +180,7 @@ __all__ = [
     "Replicas",
     "Reshard",
     "Results",
+    "Rows",
     "Run",
     "SavedTensors",
     "Schedule",
@@ -179,6 +189,7 @@ __all__ = [
     "Send",
     "Series",
     "Span",
+    "SplitRule",
     "StageCosts",
     "State",
     "StateBytes",
@@ -194,10 +205,12 @@ __all__ = [
     "Value",
     "WeightGrad",
     "as_int",
+    "attributes_of",
     "bind_state",
     "bytes_text",
     "compare_tensors",
     "compute_stage_costs",
+    "copy_into",
     "count_text",
     "counted",
     "critical_path",
@@ -209,7 +222,9 @@ __all__ = [
     "find_waits",
     "format_lines",
     "from_json",
+    "is_attributes_only",
     "is_finite",
+    "is_split_rule",
     "kind_of",
     "leaf_names",
     "leaves",
@@ -219,6 +234,7 @@ __all__ = [
     "named_inputs",
     "named_leaves",
     "needs",
+    "num_registered",
     "number_text",
     "object_keys",
     "pack",
@@ -233,6 +249,8 @@ __all__ = [
     "put_together",
     "read_orders",
     "refs",
+    "register_attributes",
+    "register_container",
     "round_step",
     "save_record",
     "schedule_length",

@@ -2,14 +2,21 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import CostError
 from penstock.ir.arguments import as_int, is_finite, parse_bytes
 from penstock.ir.placement import Placement
 
 MAX_RANKS = 65536
+
+Ranks = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,31 @@ class Link:
         if as_int(self.source) is None or as_int(self.target) is None:
             raise CostError("source and target must be ranks", source=repr(self.source), target=repr(self.target))
         _check_link(self.latency, self.bandwidth)
+
+
+@dataclass(frozen=True, eq=False)
+class LinkRates:
+    """Converts the bytes of messages to seconds; an entry per link, in arrays of one shape.
+
+    Simulation, partitioners and synthesis all take the time of a message from here, so a new cost of messages is a
+    field of Link and of Cluster, computed here. Within one rank nothing is sent: callers do not ask for it.
+    """
+
+    seconds_per_byte: Floats
+    latency: Floats
+    """seconds from the end of sending to the arrival; the link is free meanwhile"""
+
+    def __getitem__(self, index: Any) -> "LinkRates":
+        """The rates of some links, selected as numpy does."""
+        return LinkRates(self.seconds_per_byte[index], self.latency[index])
+
+    def occupied(self, num_bytes: Floats) -> Floats:
+        """Seconds for which messages of these sizes occupy their links."""
+        return num_bytes * self.seconds_per_byte
+
+    def total(self, num_bytes: Floats) -> Floats:
+        """Seconds from sending to arrival over free links; 0 for messages without bytes."""
+        return self.occupied(num_bytes) + self.latency * (num_bytes > 0)
 
 
 @dataclass(frozen=True)
@@ -114,6 +146,26 @@ class Cluster:
     def link(self, source: int, target: int) -> Link:
         """The link that carries messages from one rank to another."""
         return self._named_links.get((source, target)) or Link(source, target, self.latency, self.bandwidth)
+
+    def link_rates(self, source: Ranks, target: Ranks) -> LinkRates:
+        """The rates of the links between pairs of ranks, given as arrays of one shape."""
+        pairs, which = np.array([0]), np.zeros(source.shape, dtype=np.int64)
+        if self.links:
+            pairs, which = np.unique(source * self.ranks + target, return_inverse=True)
+        links = [self.link(*divmod(int(pair), self.ranks)) for pair in pairs]
+        return LinkRates(
+            np.array([1.0 / link.bandwidth if link.bandwidth else 0.0 for link in links]),
+            np.array([link.latency for link in links], dtype=np.float64),
+        )[which.reshape(source.shape)]
+
+    def with_bandwidth_times(self, factor: float) -> "Cluster":
+        """The cluster with the bandwidth of every link multiplied by the factor; infinite bandwidth stays."""
+        links = tuple(replace(link, bandwidth=link.bandwidth and link.bandwidth * factor) for link in self.links)
+        return replace(self, bandwidth=self.bandwidth and self.bandwidth * factor, links=links)
+
+    def with_instant_messages(self) -> "Cluster":
+        """The cluster with messages that take no time."""
+        return replace(self, latency=0.0, bandwidth=None, links=())
 
     def slowness_of(self, placement: Placement) -> tuple[float, ...]:
         """Per stage, how many times longer its passes take on the rank that holds it."""

@@ -12,6 +12,10 @@ _TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5
 # A gradient that is zero in exact arithmetic consists of rounding errors only. Its difference is therefore divided by
 # at least this share of the largest gradient of the run; the second share is for half precision.
 _FLOOR, _COARSE_FLOOR = 1e-3, 1e-1
+# Where terms cancel, as in the gradient of a mean square behind a layer norm, rounding errors grow. They are of the
+# size of the change that other last bits of the weights make, up to this factor. Beyond the limit nothing is left to
+# compare.
+_NOISE_FACTOR, _NOISE_LIMIT = 32.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,8 @@ class Comparison:
             lines.append(f"  largest difference: {self.largest}")
         if self.first_wrong is not None:
             lines.append(f"  first difference: {self.first_wrong}")
+        if lost := [printable(one.name) for one in self.differences if one.tolerance > _NOISE_LIMIT]:
+            lines.append(f"  not comparable, as rounding errors are about as large: {lost[0]} and {len(lost) - 1} more")
         return "\n".join(lines)
 
     @property
@@ -91,11 +97,16 @@ class Comparison:
 
 
 def compare_tensors(
-    against: str, distances: Iterable[Distance], stages: Mapping[str, int], coarsest: str = ""
+    against: str,
+    distances: Iterable[Distance],
+    stages: Mapping[str, int],
+    coarsest: str = "",
+    noise: Mapping[str, float] | None = None,
 ) -> Comparison:
     """The comparison made from distances; `stages` maps each name to the stage that makes or owns it.
 
-    `coarsest` is the lowest precision in which the two runs may round differently.
+    `coarsest` is the lowest precision in which the two runs may round differently, `noise` how far each tensor moves if
+    the last bits of the weights are changed.
     """
     found = tuple(distances)
     least = _TOLERANCES.get(coarsest, 0.0)
@@ -110,6 +121,9 @@ def compare_tensors(
         scale = max(one.largest, floor if one.name.startswith(GRADIENT) else 0.0)
         # If the expected tensor is all zero, the difference cannot be relative.
         relative = one.apart / (scale or 1.0) if one.apart else 0.0
+        moved = (noise or {}).get(one.name, 0.0) / (scale or 1.0)
+        if tolerance:
+            tolerance = max(tolerance, _NOISE_FACTOR * moved)
         return Difference(one.name, stages.get(one.name, 0), relative, tolerance)
 
     return Comparison(against, tuple(map(difference, found)), coarsest if is_coarser else "")

@@ -1,14 +1,16 @@
 """Flattening and rebuilding of Python containers that hold values.
 
 Containers are lists, tuples (named tuples and torch.Size included), mappings, dataclasses and slices, with their
-subclasses. Everything else is a leaf. Nothing here depends on tensors.
+subclasses, and classes that were registered. Everything else is a leaf. Nothing here depends on tensors.
 """
 
 import dataclasses
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from enum import EnumType
 from functools import lru_cache
+from types import MemberDescriptorType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from penstock.errors import CaptureError
@@ -33,6 +35,8 @@ def take_apart(thing: object) -> Parts | None:
         return Parts(type(thing), tuple(thing.keys()), tuple(thing.values()))
     if isinstance(thing, slice):
         return Parts(slice, ("start", "stop", "step"), (thing.start, thing.stop, thing.step))
+    if kind in _registered:
+        return _registered[kind].take_apart(thing)
     fields: Any = dataclasses.fields(thing)  # type: ignore[arg-type]
     names = tuple(field.name for field in fields if field.init)
     return Parts(type(thing), names, tuple(getattr(thing, name) for name in names))
@@ -41,7 +45,8 @@ def take_apart(thing: object) -> Parts | None:
 @lru_cache(maxsize=4096)
 def _is_container(kind: type) -> bool:
     """Cached, because it is called for every leaf of every call."""
-    return issubclass(kind, list | tuple | Mapping | slice) or dataclasses.is_dataclass(kind)
+    is_known = issubclass(kind, list | tuple | Mapping | slice) or kind in _registered
+    return is_known or dataclasses.is_dataclass(kind)
 
 
 def put_together(kind: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:
@@ -52,6 +57,8 @@ def put_together(kind: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:
         return kind(*items) if hasattr(kind, "_fields") else kind(items)
     if issubclass(kind, list):
         return kind(items)
+    if kind in _registered:
+        return _registered[kind].put_together(keys, items)
     content = dict(zip(keys, items, strict=True))
     if hasattr(kind, "__dataclass_fields__"):
         if kind.__dataclass_params__.init:
@@ -64,6 +71,91 @@ def put_together(kind: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:
     if issubclass(kind, defaultdict):
         return defaultdict(None, content)
     return kind(content)
+
+
+def copy_into(target: Any, source: Any) -> Any:
+    """Change a container, and those inside it, to hold the items of another one.
+
+    Returns what belongs in the place of `target`: itself, or the source where it cannot be changed.
+    """
+    old, new = take_apart(target), take_apart(source)
+    if old is None or new is None or old.kind is not new.kind:
+        return source
+    held = dict(zip(old.keys, old.items, strict=True))
+    items = [copy_into(held[key], item) if key in held else item for key, item in zip(new.keys, new.items, strict=True)]
+    if isinstance(target, list):
+        target[:] = items
+    elif isinstance(target, MutableMapping):
+        target.clear()
+        target.update(zip(new.keys, items, strict=True))
+    elif is_attributes_only(new.kind) and not isinstance(target, tuple):
+        for name, item in zip(new.keys, items, strict=True):
+            object.__setattr__(target, name, item)
+    else:
+        return put_together(new.kind, new.keys, items)
+    return target
+
+
+# Other classes
+
+
+class _Registered(NamedTuple):
+    take_apart: Callable[[Any], Parts]
+    put_together: Callable[[Sequence[Any], Sequence[Any]], Any]
+
+
+_registered: dict[type, _Registered] = {}
+
+
+def register_container(
+    kind: type, take_apart: Callable[[Any], Parts], put_together: Callable[[Sequence[Any], Sequence[Any]], Any]
+) -> None:
+    """Treat the instances of a class, not of its subclasses, as containers from now on."""
+    _registered[kind] = _Registered(take_apart, put_together)
+    _is_container.cache_clear()
+
+
+def register_attributes(kind: Any) -> None:
+    """Treat the instances of a class for which `is_attributes_only` holds as containers of their attributes."""
+
+    def made(names: Sequence[Any], items: Sequence[Any]) -> Any:
+        thing = kind.__new__(kind)
+        for name, item in zip(names, items, strict=True):
+            object.__setattr__(thing, name, item)
+        return thing
+
+    register_container(kind, attributes_of, made)
+
+
+def attributes_of(thing: object) -> Parts:
+    """The attributes of an object, in slots and in its dict."""
+    kind: Any = type(thing)
+    found = {name: getattr(thing, name) for name in _slots(kind) if hasattr(thing, name)}
+    found |= getattr(thing, "__dict__", {})
+    return Parts(kind, tuple(found), tuple(found.values()))
+
+
+@lru_cache(maxsize=4096)
+def is_attributes_only(kind: Any) -> bool:
+    """Whether an object of this class can be made again from its attributes, as far as the class shows."""
+    # A class with a base written in C may keep state there, and functions and open files are more than attributes.
+    is_python = kind.__new__ in (object.__new__, SimpleNamespace.__new__) and kind is not object
+    methods = {name for base in kind.__mro__ for name in vars(base)}
+    return is_python and not isinstance(kind, EnumType) and methods.isdisjoint(("__call__", "__del__", "__next__"))
+
+
+def num_registered() -> int:
+    """How many classes have been registered."""
+    return len(_registered)
+
+
+@lru_cache(maxsize=4096)
+def _slots(kind: type) -> tuple[str, ...]:
+    members = ((name, found) for base in kind.__mro__ for name, found in vars(base).items())
+    return tuple(name for name, found in members if isinstance(found, MemberDescriptorType) and name != "__dict__")
+
+
+# Structures
 
 
 def leaves(thing: object) -> list[object]:

@@ -17,7 +17,6 @@ import numpy as np
 from penstock.errors import FormatError, PenstockError
 from penstock.ir.cluster import Cluster, DeviceSpeed, Link, Replicas
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes
-from penstock.ir.files import write_atomic
 from penstock.ir.graph import Graph, Node, StorageGroup, TensorSpec, Update, Value
 from penstock.ir.orders import Orders
 from penstock.ir.partition import Crossing, Partition
@@ -25,6 +24,8 @@ from penstock.ir.placement import Cuts, Placement
 from penstock.ir.plan import Candidate, Choices, Plan, Prediction, Run, Search, StepMetrics
 from penstock.ir.profile import NodeBytes, NodeCost, Profile, SavedTensors
 from penstock.ir.schedule import Program, Schedule
+from penstock.ir.splitting import Ragged, Rows
+from penstock.ir.text import write_atomic
 from penstock.ir.trace import Curve, Series, Trace
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ RECORDS: dict[str, type] = {
         *(Link, Replicas, Cluster),
         *(Placement, Schedule, Program),
         *(Curve, Trace),
+        *(Rows, Ragged),
         *(Choices, Prediction, Candidate, Search, Plan),
         *(StepMetrics, Run),
     )

@@ -19,6 +19,8 @@ class Crossing:
     producer: int
     consumer: int
     values: tuple[Value, ...]
+    optional_gradients: tuple[str, ...] = ()
+    """names of values for which the loss may leave no gradient, not even zeros"""
 
     @property
     def forward_bytes(self) -> int:

@@ -16,6 +16,7 @@ from penstock.ir.graph import Graph
 from penstock.ir.partition import Partition
 from penstock.ir.placement import Cuts
 from penstock.ir.schedule import Schedule
+from penstock.ir.splitting import SplitRule
 from penstock.ir.trace import Trace
 from penstock.ir.units import align_columns, bytes_text, counted, percent_text, printable, seconds_text
 
@@ -143,6 +144,8 @@ class Plan:
     predicted: Prediction
     search: Search = Search()
     """the other candidates and why this one was chosen; empty if all choices were given"""
+    split: tuple[tuple[str, SplitRule], ...] = ()
+    """how arguments are split whose shape leaves that open, by name; found by running the model on the example"""
 
     def __post_init__(self) -> None:
         self.partition.check(self.graph)
@@ -229,6 +232,8 @@ class Plan:
         step, least = seconds_text(predicted.makespan), seconds_text(predicted.lower_bound)
         yield f"step {step}, bubble {percent_text(predicted.bubble)}, at best {least}"
         yield "peak per rank: " + ", ".join(map(bytes_text, predicted.peaks))
+        if self.split:
+            yield "split: " + ", ".join(f"{name} {rule}" for name, rule in self.split)
         if self.cluster.slowness:
             yield "slowness per rank: " + ", ".join(f"{factor:g}" for factor in self.cluster.slowness)
 

@@ -71,6 +71,8 @@ class Call:
     """One call of a module or function.
 
     `writes` are pairs (new name, old name) of values that it changed in place: the same tensor with other contents.
+    If it `changes_arguments`, it put other tensors or numbers into a container among its arguments: then `results` are
+    those of the tuple (result, args, kwargs), as they are after the call.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Call:
     results: Results
     writes: tuple[tuple[str, str], ...] = ()
     context: CallContext = CallContext()
+    changes_arguments: bool = False
 
 
 @dataclass(frozen=True, slots=True)

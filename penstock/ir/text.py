@@ -10,6 +10,7 @@ import csv
 import io
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.errors import FormatError, ScheduleError
@@ -27,7 +28,6 @@ from penstock.ir.action import (
     Unshard,
     WeightGrad,
 )
-from penstock.ir.files import write_atomic
 from penstock.ir.orders import MAX_ACTIONS, Codes, Orders, encode
 
 _NUMBER = r"(0|[1-9][0-9]{0,5})"
@@ -139,3 +139,20 @@ def write_csv(orders: Orders, path: str | Path | None = None) -> str:
     if path is not None:
         write_atomic(path, buffer.getvalue())
     return buffer.getvalue()
+
+
+def write_atomic(path: str | Path, document: str | bytes) -> None:
+    """Write the document to a temporary file and rename it, so that the path never holds a partial document."""
+    content = document.encode() if isinstance(document, str) else document
+    draft = Path(f"{path}.{os.getpid()}.draft")
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            Path(path).write_bytes(content)  # a device or a pipe cannot be replaced by rename
+            return
+        draft.write_bytes(content)
+        draft.replace(path)
+    except (OSError, ValueError, TypeError) as error:
+        raise FormatError("cannot write the file", file=path, reason=error) from None
+    finally:
+        with suppress(OSError, ValueError):
+            draft.unlink()

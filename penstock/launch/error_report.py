@@ -9,7 +9,7 @@ from enum import Enum
 
 from penstock.errors import PenstockError
 
-OWN, FOLLOWS, FINAL = "own", "follows", "final"
+CAUSE, FOLLOWS, FINAL = "cause", "follows", "final"
 _LOCATION = ("step", "stage", "microbatch", "action")
 _CUT = "\n  [...]\n"
 
@@ -25,8 +25,8 @@ class ErrorReport:
     """the whole traceback; empty for a rank that ended without one"""
     location: dict[str, str] = field(default_factory=dict)
     """step, stage, microbatch and action, as far as they are known"""
-    kind: str = OWN
-    """`own`, `follows`: a consequence of another rank's failure, or `final`: another attempt would fail as well"""
+    kind: str = CAUSE
+    """`cause`, `follows`: a consequence of another rank's failure, or `final`: another attempt would fail as well"""
     hint: str = ""
     message: str = ""
     """the whole message of a PenstockError, which is readable without its traceback"""
@@ -41,7 +41,7 @@ class ErrorReport:
         text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
         values = error.values if isinstance(error, PenstockError) else {}
         location = {name: str(values[name]) for name in _LOCATION if name in values}
-        kind = OWN
+        kind = CAUSE
         if is_consequence(error):
             kind = FOLLOWS
         elif isinstance(error, PenstockError) and error.is_final:
@@ -92,7 +92,7 @@ def _parse(text: str) -> ErrorReport | None:
         return None
 
 
-class Loss(Enum):
+class WaitFailure(Enum):
     """Why a wait of torch.distributed ended without its message."""
 
     TIMEOUT = "timeout"
@@ -113,19 +113,21 @@ _CLOSED = re.compile(
 )
 
 
-def loss_of(error: BaseException) -> Loss:
+def classify_wait_error(error: BaseException) -> WaitFailure:
     """Classify an error of torch.distributed by its text."""
     text = str(error)
     if _CLOSED.search(text):  # first, because the text of a closed connection may mention a timeout
-        return Loss.CLOSED
-    return Loss.TIMEOUT if _TIMEOUT.search(text) else Loss.OTHER
+        return WaitFailure.CLOSED
+    return WaitFailure.TIMEOUT if _TIMEOUT.search(text) else WaitFailure.OTHER
 
 
 def is_consequence(error: BaseException) -> bool:
     """Whether the error, or one that caused it, only reports that another rank has ended."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, RuntimeError) and (loss_of(seen) is Loss.CLOSED or "pair closure" in str(seen)):
+    link: BaseException | None = error
+    while link is not None:
+        # After a timeout gloo closes the pair of ranks, and reports "pair closure" for every later message.
+        is_closed = classify_wait_error(link) is WaitFailure.CLOSED or "pair closure" in str(link)
+        if isinstance(link, RuntimeError) and is_closed:
             return True
-        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return False

@@ -37,7 +37,7 @@ class InjectedError(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """The kind of a fault, its rank and its time."""
+    """A fault, the rank on which it occurs, and when."""
 
     kind: str
     rank: int = 0
@@ -51,39 +51,39 @@ class Fault:
     """seconds after the rank began to train"""
     seconds: float = 0.0
     """for `slow`: the sleep before every action from then on"""
-    life: int | None = 0
-    """which attempt of the run, counted from 0; None: every one"""
+    attempt: int | None = 0
+    """the attempt of the run in which it occurs, counted from 0; None: every one"""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise PenstockError("unknown fault", given=repr(self.kind), known=", ".join(KINDS), hint=_EXAMPLE)
-        if sum(moment is not None for moment in (self.step, self.save, self.after)) != 1:
+            raise PenstockError("unknown fault", got=repr(self.kind), known=", ".join(KINDS), hint=_EXAMPLE)
+        if sum(when is not None for when in (self.step, self.save, self.after)) != 1:
             problem = "a fault must have exactly one of step, save and after"
-            raise PenstockError(problem, given=self, hint=_EXAMPLE)
+            raise PenstockError(problem, got=self, hint=_EXAMPLE)
         if self.kind == "full-disk" and self.step is None:
             hint = "full-disk,rank=1,step=100"
-            raise PenstockError("full-disk must have the step of a checkpoint", given=self, hint=hint)
-        numbers = (self.rank, self.step, self.action, self.save, self.after, self.seconds, self.life)
+            raise PenstockError("full-disk must have the step of a checkpoint", got=self, hint=hint)
+        numbers = (self.rank, self.step, self.action, self.save, self.after, self.seconds, self.attempt)
         if not all(value is None or 0 <= value < math.inf for value in numbers):
-            raise PenstockError("numbers of a fault must be 0 or more", given=self, hint=_EXAMPLE)
+            raise PenstockError("numbers of a fault must be 0 or more", got=self, hint=_EXAMPLE)
         if (self.kind == "slow") != (self.seconds > 0):
-            raise PenstockError("seconds must be given for slow, and only for it", given=self, hint=_SLOW_EXAMPLE)
+            raise PenstockError("seconds must be given for slow, and only for it", got=self, hint=_SLOW_EXAMPLE)
 
     @classmethod
     def parse(cls, text: str) -> "Fault":
         """Read a fault from its text."""
         kind, *pairs = text.split(",")
-        given = dict(pair.partition("=")[::2] for pair in pairs)
+        values = dict(pair.partition("=")[::2] for pair in pairs)
         known = {field.name for field in fields(cls)} - {"kind"}
-        if len(given) < len(pairs):
-            raise PenstockError("a fault has the same key twice", given=text, hint=_EXAMPLE)
-        if unknown := given.keys() - known:
-            raise PenstockError("unknown keys in a fault", given=text, keys=", ".join(sorted(unknown)), hint=_EXAMPLE)
-        return cls(kind, **{name: _number(text, name, value) for name, value in given.items()})  # type: ignore[arg-type]
+        if len(values) < len(pairs):
+            raise PenstockError("a fault has the same key twice", got=text, hint=_EXAMPLE)
+        if unknown := values.keys() - known:
+            raise PenstockError("unknown keys in a fault", got=text, keys=", ".join(sorted(unknown)), hint=_EXAMPLE)
+        return cls(kind, **{name: _number(text, name, value) for name, value in values.items()})  # type: ignore[arg-type]
 
     def applies_to(self, rank: int, attempt: int) -> bool:
-        """Whether it happens on a rank in an attempt."""
-        return self.rank == rank and self.life in (None, attempt)
+        """Whether the fault occurs on a rank in an attempt."""
+        return self.rank == rank and self.attempt in (None, attempt)
 
 
 def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
@@ -91,18 +91,18 @@ def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
     faults = tuple(map(Fault.parse, texts))
     if faults and os.environ.get(ALLOW_VARIABLE) != "1":
         hint = f"{ALLOW_VARIABLE}=1 in the environment, if that is intended"
-        raise PenstockError("fault injection is not allowed in this environment", given=len(faults), hint=hint)
+        raise PenstockError("fault injection is not allowed in this environment", got=len(faults), hint=hint)
     return faults
 
 
 def _number(text: str, name: str, value: str) -> int | float | None:
-    if name == "life" and value == "every":
+    if name == "attempt" and value == "every":
         return None
     try:
         return float(value) if name in ("after", "seconds") else int(value)
     except ValueError:
         problem = "values of a fault must be numbers"
-        raise PenstockError(problem, given=text, name=name, value=repr(value), hint=_EXAMPLE) from None
+        raise PenstockError(problem, got=text, name=name, value=repr(value), hint=_EXAMPLE) from None
 
 
 class FaultInjector:

@@ -51,7 +51,7 @@ def explain_hang(statuses: Sequence[RankStatus], now: float) -> str:
         is_cycle = culprit in chain[:-1]
         if culprit.rank in culprits or (is_cycle and any(member.rank in culprits for member in chain)):
             continue  # already explained, or a cycle that was entered at another rank
-        culprits[culprit.rank] = _blame(chain, is_cycle, now)
+        culprits[culprit.rank] = _explain_culprit(chain, is_cycle, now)
     rest = [status_line(status, now) for status in statuses if status.rank not in culprits]
     return "\n".join([*culprits.values(), *rest])
 
@@ -103,7 +103,7 @@ def _awaited(status: RankStatus, by_rank: dict[int, RankStatus]) -> RankStatus |
     return min(others, key=lambda other: (_is_waiting(other), _can_progress(other), other.since), default=None)
 
 
-def _blame(chain: Sequence[RankStatus], is_cycle: bool, now: float) -> str:
+def _explain_culprit(chain: Sequence[RankStatus], is_cycle: bool, now: float) -> str:
     culprit = chain[-1]
     waiter = chain[-2] if len(chain) > 1 else None
     activity = _activity(culprit, now)
@@ -158,19 +158,16 @@ def _entry_text(status: RankStatus, now: float) -> str:
         case "working":
             return f"working on {status.action} of step {status.step} {duration}"
         case "waiting":
-            direction = "to reach" if _is_send(status) else "from"
+            is_send = status.now.code is not None and isinstance(action_of(status.now.code), Send)
+            direction = "to reach" if is_send else "from"
             return f"waiting for {status.action} of step {status.step} {direction} rank {status.peer} {duration}"
         case "ended":
             return f"finished {_ago(status.since, now)}"
         case "failed":
-            place = f" in {status.action} of step {status.step}" if status.action else ""
-            place = f" at {status.now.sync_point}" if status.now.sync_point else place
-            return f"failed{place}: {summary_of(status.failure)}"
+            location = f" in {status.action} of step {status.step}" if status.action else ""
+            location = f" at {status.now.sync_point}" if status.now.sync_point else location
+            return f"failed{location}: {summary_of(status.failure)}"
     return "no status on this host"
-
-
-def _is_send(status: RankStatus) -> bool:
-    return status.now.code is not None and isinstance(action_of(status.now.code), Send)
 
 
 def _ago(since: float, now: float) -> str:
@@ -237,19 +234,8 @@ def _location(report: ErrorReport, statuses: Sequence[RankStatus]) -> dict[str, 
 
 
 def _stopped_text(status: RankStatus, now: float) -> str:
-    seconds = f"{max(0.0, now - status.since):.1f} s"
-    match status.state:
-        case "working":
-            return f"stopped in {status.action}, working {seconds}"
-        case "waiting":
-            direction = "to" if _is_send(status) else "from"
-            return f"stopped in {status.action} {direction} rank {status.peer}, waiting {seconds}"
-        case "syncing":
-            return f"stopped at {status.now.sync_point}, waiting for all ranks {seconds}"
-        case "preparing":
-            return f"stopped preparing step {status.step}, {seconds}"
-        case "ended":
-            return "had finished"
-        case "idle":
-            return f"stopped between steps, after step {status.step}"
-    return "stopped"
+    """The activity of a rank when the launch was stopped because of another rank."""
+    if status.state in (ABSENT, STARTED):
+        return "stopped"  # there was no step yet
+    text = _entry_text(status, now)
+    return text if status.state in (ENDED, FAILED) else f"stopped: {text}"

@@ -249,25 +249,25 @@ class _Collector:
         self._polled = time.monotonic()
 
     def _exited(self, rank: int, code: int) -> ErrorReport:
-        noted = next((status.failure for status in StatusFile.read(self._statuses) if status.rank == rank), "")
-        if noted:
-            return ErrorReport.from_text(rank, noted)
+        failure = next((status.failure for status in StatusFile.read(self._statuses) if status.rank == rank), "")
+        if failure:
+            return ErrorReport.from_text(rank, failure)
         # Neighbours may report the lost contact before the exit is seen here: date it to when the rank was last alive.
         return exit_report(rank, code, self._polled)
 
 
 def _check_arguments(fn: object, ranks: object, start: object, threads: object, timeout: Any, path: object) -> None:
     if not callable(fn):
-        raise RunError("fn must be a function", given=type(fn).__name__, hint="launch(train, 4, model, data)")
+        raise RunError("fn must be a function", got=type(fn).__name__, hint="launch(train, 4, model, data)")
     for name, number in (("ranks", ranks), ("threads", threads)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise RunError(f"{name} must be a positive integer", given=repr(number))
+            raise RunError(f"{name} must be a positive integer", got=repr(number))
     if not isinstance(start, str) or start not in START_METHODS:
         raise RunError("unknown start method", start=repr(start), known=", ".join(START_METHODS))
     if timeout is not None and not (is_finite(timeout) and timeout > 0):
-        raise RunError("timeout must be a positive number of seconds", given=repr(timeout), hint="60.0, or None")
+        raise RunError("timeout must be a positive number of seconds", got=repr(timeout), hint="60.0, or None")
     if path is not None and not isinstance(path, str | Path):
-        raise RunError("status_dir must be a path", given=repr(path))
+        raise RunError("status_dir must be a path", got=repr(path))
     # The ranks would inherit the process group and could not join another one.
     if dist.is_available() and dist.is_initialized():
         raise RunError(

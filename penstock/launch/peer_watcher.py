@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.errors import RunError
 from penstock.ir import Free, Message
-from penstock.launch.error_report import FOLLOWS, ErrorReport, Loss, loss_of, one_line, summary_of
+from penstock.launch.error_report import FOLLOWS, ErrorReport, WaitFailure, classify_wait_error, one_line, summary_of
 from penstock.launch.hang_report import explain_hang, status_line
 from penstock.launch.process_state import GONE
 from penstock.launch.status_file import (
@@ -82,38 +82,39 @@ class PeerWatcher:
             return ""
         awaited = self._peers if now.state == SYNCING else (now.peer,)
         ended = [rank for rank in awaited if rank is not None and self._read(rank).state == ENDED]
-        place = now.sync_point if now.state == SYNCING else f"{now.action} of step {now.step}"
-        return f"rank {ended[0]} finished before {place}" if ended else ""
+        point = now.sync_point if now.state == SYNCING else f"{now.action} of step {now.step}"
+        return f"rank {ended[0]} finished before {point}" if ended else ""
 
     def message_error(self, code: int, peer: int, error: BaseException) -> RunError:
         """Explain a RuntimeError of torch.distributed that ended a wait for the message `code`."""
         self._noticed.set()
-        own, text = self._status.rank, action_text(code)
-        match loss_of(error):
-            case Loss.TIMEOUT:
+        rank, text = self._status.rank, action_text(code)
+        match classify_wait_error(error):
+            case WaitFailure.TIMEOUT:
                 return RunError(
-                    f"rank {own} timed out waiting for {text} from rank {peer}",
+                    f"rank {rank} timed out waiting for {text} from rank {peer}",
                     **self._location(code),
                     deadline_seconds=self.deadline_seconds,
                     report=explain_hang(self._read_all(), time.monotonic()),
                     hint="look at the rank named first, or set a longer deadline",
                 )
-            case Loss.CLOSED:
+            case WaitFailure.CLOSED:
                 end = time.monotonic() + _EVIDENCE_SECONDS
                 status = self._read(peer)
                 while not (status.failure or status.process == GONE) and time.monotonic() < end:
                     time.sleep(_EVIDENCE_SECONDS / 20)
                     status = self._read(peer)
-                problem = f"rank {own} lost contact with rank {peer} while waiting for {text}"
+                problem = f"rank {rank} lost contact with rank {peer} while waiting for {text}"
                 return RunError(problem, **self._location(code), report=status_line(status, time.monotonic()))
-        problem = f"rank {own} could not receive {text} from rank {peer}"
+        problem = f"rank {rank} could not receive {text} from rank {peer}"
         return RunError(problem, **self._location(code), reason=one_line(error))
 
     def sync_error(self, error: BaseException) -> RunError:
         """Explain a RuntimeError of torch.distributed that ended a synchronisation of all ranks."""
         self._noticed.set()
-        is_timeout = loss_of(error) is Loss.TIMEOUT
-        end = time.monotonic() + (_EVIDENCE_SECONDS if loss_of(error) is Loss.CLOSED else 0.0)
+        failure = classify_wait_error(error)
+        is_timeout = failure is WaitFailure.TIMEOUT
+        end = time.monotonic() + (_EVIDENCE_SECONDS if failure is WaitFailure.CLOSED else 0.0)
         while not self.failed_peer() and time.monotonic() < end:
             time.sleep(_EVIDENCE_SECONDS / 20)
         now = self._status.now
@@ -148,9 +149,9 @@ class PeerWatcher:
             polls += 1
             checked: Sequence[int] | None = None
             if since is None:
-                # One peer per turn is enough, as every rank is watched by all others.
-                turn, left = divmod(polls, _POLLS_PER_PROCESS_CHECK)
-                checked = () if left or not self._peers else (self._peers[turn % len(self._peers)],)
+                # One peer per check is enough, as every rank is watched by all others.
+                check, rest = divmod(polls, _POLLS_PER_PROCESS_CHECK)
+                checked = () if rest or not self._peers else (self._peers[check % len(self._peers)],)
             reason = self.failed_peer(checked) or self.finished_peer()
             if not reason or self._noticed.is_set() or self._status.failure:
                 since = None

@@ -195,9 +195,9 @@ class StatusFile:
     def read(directory: str | Path) -> tuple[RankStatus, ...]:
         """The status of every rank, in order; a rank without a file is `absent`."""
         readers = [reader for reader in map(StatusReader.open, _paths(directory)) if reader]
-        found = {reader.rank: reader.status() for reader in readers}
+        statuses = {reader.rank: reader.status() for reader in readers}
         ranks = max((reader.ranks for reader in readers), default=0)
-        return tuple(found.get(rank, RankStatus(rank)) for rank in range(ranks))
+        return tuple(statuses.get(rank, RankStatus(rank)) for rank in range(ranks))
 
     def preparing(self, step: int) -> None:
         """Record that this rank was called for a step and prepares it."""

@@ -3,25 +3,28 @@
 `LossWeights` is used by the runtime: it computes the losses of a loss function and finds the weight of each
 microbatch. `probe.py` explains the identity that it rests on.
 
-    weights.py        LossWeights: what is known of a loss from step to step, replicas, warnings
+    weights.py        LossWeights: the weights of every step, also over replicas, and warnings
     decide.py         whether weights can be counted, must be evaluated in every step, or do not exist
     counts.py         weights that are the shares of samples, labels or a mask
     probe.py          compares gradients for some samples together with those for the same samples in parts
     samples.py        selects samples of a batch and makes outputs for them
+    terms.py          finds the losses in what a model or a loss function returns
     function.py       evaluates a loss function
     model.py          evaluates the loss that a model returns, without running its blocks
     added.py          add_loss; added_weights.py finds the weights of added losses
 """
 
-from penstock.loss.added import Added, add_loss, added_losses, added_with_reductions
+from penstock.loss.added import Added, add_loss, added_losses, collect_added
 from penstock.loss.added_weights import AddedLosses
 from penstock.loss.counts import REDUCTIONS, weighted_sum
-from penstock.loss.model import loss_name, loss_of
+from penstock.loss.function import loss_module
 from penstock.loss.probe import FunctionTracker
+from penstock.loss.terms import SINGLE, loss_values, losses_of, losses_of_function
 from penstock.loss.weights import LossStep, LossWeights
 
 __all__ = [
     "REDUCTIONS",
+    "SINGLE",
     "Added",
     "AddedLosses",
     "FunctionTracker",
@@ -29,8 +32,10 @@ __all__ = [
     "LossWeights",
     "add_loss",
     "added_losses",
-    "added_with_reductions",
-    "loss_name",
-    "loss_of",
+    "collect_added",
+    "loss_module",
+    "loss_values",
+    "losses_of",
+    "losses_of_function",
     "weighted_sum",
 ]

@@ -10,8 +10,6 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from penstock.errors import RunError
 
-Collect = Callable[[Tensor, str | None], None]
-_COLLECT: ContextVar[Collect | None] = ContextVar("penstock_added_losses", default=None)
 _REDUCTIONS = ("mean", "sum")
 
 
@@ -20,6 +18,10 @@ class Added(NamedTuple):
 
     value: Tensor
     reduction: str | None = None
+
+
+Collect = Callable[[Added], object]
+_COLLECT: ContextVar[Collect | None] = ContextVar("penstock_added_losses", default=None)
 
 
 def add_loss(value: Tensor, reduction: str | None = None) -> None:
@@ -31,8 +33,8 @@ def add_loss(value: Tensor, reduction: str | None = None) -> None:
     Pipeline this is a no-op, unless `added_losses` collects.
     """
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
-        given = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise RunError("an added loss must be one number in a tensor", given=given, hint="(0.01 * x.square()).mean()")
+        got = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise RunError("an added loss must be one number in a tensor", got=got, hint="(0.01 * x.square()).mean()")
     if reduction is not None and reduction not in _REDUCTIONS:
         raise RunError("unknown reduction of an added loss", reduction=repr(reduction), hint='"mean", "sum" or None')
     if has_torch_function_unary(value):
@@ -45,13 +47,13 @@ def added_loss(value: Tensor, reduction: str | None = None) -> Tensor:
     """Collect a loss. Recorded like any torch function between blocks, so that it runs again in its stage."""
     collect = _COLLECT.get()
     if collect is not None:
-        collect(value, reduction)
+        collect(Added(value, reduction))
     return value.clone()
 
 
 @contextmanager
 def collect_added(collect: Collect) -> Iterator[None]:
-    """Call `collect` with every loss that is added inside, and with the reduction that was given for it."""
+    """Call `collect` with every loss that is added inside: `added = []; with collect_added(added.append): ...`."""
     token = _COLLECT.set(collect)
     try:
         yield
@@ -62,14 +64,6 @@ def collect_added(collect: Collect) -> Iterator[None]:
 @contextmanager
 def added_losses() -> Iterator[list[Tensor]]:
     """Collect the losses added inside: `with added_losses() as extra: ...; loss = loss + sum(extra)`."""
-    found: list[Tensor] = []
-    with collect_added(lambda value, reduction: found.append(value)):
-        yield found
-
-
-@contextmanager
-def added_with_reductions() -> Iterator[list[Added]]:
-    """Collect the losses added inside, with the reductions that the user gave."""
-    found: list[Added] = []
-    with collect_added(lambda value, reduction: found.append(Added(value, reduction))):
-        yield found
+    values: list[Tensor] = []
+    with collect_added(lambda added: values.append(added.value)):
+        yield values

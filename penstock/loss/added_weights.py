@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from penstock.capture import Captured, Recording
+from penstock.capture import Captured, LruCache, Recording
 from penstock.loss.added import Added
 from penstock.loss.counts import Count, Kind
 from penstock.loss.model import ModelLoss, Noise
@@ -24,8 +24,7 @@ class AddedLosses:
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
-        self._kinds: dict[tuple[int, int], tuple[Recording, list[Kind]]] = {}
-        """by stage and recording, which is kept so that no other one gets its identity"""
+        self._kinds: LruCache[tuple[int, Recording], list[Kind]] = LruCache()
         self.warnings: tuple[str, ...] = ()
         """added losses that may not count as in one process"""
 
@@ -36,15 +35,15 @@ class AddedLosses:
 
         `nodes` are those of the stage, and `weight` is the microbatch's share of the samples of the batch.
         """
-        kinds: Sequence[str | None] = [one.reduction for one in added]
+        kinds: Sequence[str | None] = [loss.reduction for loss in added]
         if weight != 1.0 and None in kinds:
             recording = step.recordings[microbatch]
-            key = (stage, id(recording))
-            if key not in self._kinds:
-                self._kinds[key] = recording, self._find_kinds(step, microbatch, stage, nodes, len(added))
-            kinds = [given or found for given, found in zip(kinds, self._kinds[key][1], strict=True)]
+            detected_kinds = self._kinds.get(
+                (stage, recording), lambda: self._find_kinds(step, microbatch, stage, nodes, len(added))
+            )
+            kinds = [reduction or detected for reduction, detected in zip(kinds, detected_kinds, strict=True)]
         parts = [
-            one.value.reshape(()) * (1.0 if kind == "sum" else weight) for one, kind in zip(added, kinds, strict=True)
+            loss.value.reshape(()) * (1.0 if kind == "sum" else weight) for loss, kind in zip(added, kinds, strict=True)
         ]
         return torch.stack(parts).sum()
 
@@ -56,20 +55,17 @@ class AddedLosses:
             probes = self._probes(step, microbatch, nodes)
         except Exception:  # the user's model may raise anything
             probes = []
-        found: list[Kind] = []
+        kinds: list[Kind] = []
         for number in range(count):
-            own = [draw[number] for draw in probes if len(draw) == count]
-            fitting = [
-                kind
-                for kind in _KINDS
-                if own and all(one.fits(Count(kind).weights([({}, size) for size in self._sizes])) for one in own)
-            ]
-            found.append(fitting[0] if fitting else "mean")
+            draws = [draw[number] for draw in probes if len(draw) == count]
+            weights = {kind: Count(kind).weights([({}, size) for size in self._sizes]) for kind in _KINDS if draws}
+            fitting = [kind for kind in weights if all(probe.fits(weights[kind]) for probe in draws)]
+            kinds.append(fitting[0] if fitting else "mean")
             if not fitting:
                 problem = "could not be identified as a mean or a sum over samples, and is weighted like a mean"
                 hint = 'add_loss(..., reduction="mean" or "sum") overrides'
                 self.warnings += (f"a loss added by add_loss in stage {stage} (number {number}) {problem}: {hint}",)
-        return found
+        return kinds
 
     def _probes(self, step: LossStep, microbatch: int, nodes: Collection[str]) -> list[list[Probe]]:
         """For each of two draws of noise, the probes of the losses that the nodes of a stage add, in their order."""
@@ -80,20 +76,20 @@ class AddedLosses:
         adding = [node for node in recording.graph.nodes if node.name in recording.nodes_adding_loss]
         live = {node.module for node in adding if node.is_leaf and node.name in nodes}
         between = [node.name in nodes for node in adding if not node.is_leaf]
-        parts = choose_parts([one.size for one in microbatches], model.sample_size)
+        parts = choose_parts([each.size for each in microbatches], model.sample_size)
         self._sizes = [part.length for part in parts]
 
         def evaluations(noise: Noise, chosen: Sequence[int]) -> list[Evaluation]:
-            run, own = model.run(noise, chosen, live), iter(between)
-            values = [value for owner, value in run.added if (owner in live if owner else next(own))]
+            run, is_of_stage = model.run(noise, chosen, live), iter(between)
+            values = [value for owner, value in run.added if (owner in live if owner else next(is_of_stage))]
             return [evaluation(value, noise.leaves(), noise.shared(), run.dtype) for value in values]
 
-        found = []
+        draws = []
         with model.isolated():
             for draw in range(2):
                 noise = Noise(model, parts, draw)
                 union = evaluations(noise, range(len(parts)))
                 alone = [evaluations(noise, [number]) for number in range(len(parts))]
                 columns = zip(union, *alone, strict=True)
-                found.append([Probe(range(len(parts)), together, own) for together, *own in columns])
-        return found
+                draws.append([Probe(range(len(parts)), together, separate) for together, *separate in columns])
+        return draws

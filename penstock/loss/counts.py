@@ -42,15 +42,15 @@ class Count:
             return [float(size) for _, size in pieces]
         counts = []
         for tensors, _ in pieces:
-            found = [tensors[self.tensor]] if self.tensor else _labels(tensors)
-            if not found:
+            counted_tensors = [tensors[self.tensor]] if self.tensor else _labels(tensors)
+            if not counted_tensors:
                 raise RunError(
                     'reduction="tokens" requires labels to count, got none',
                     hint="give class indices as target= or labels=, or another reduction",
                 )
-            own = [tensor.detach()[:, 1:] if self.skips_first else tensor.detach() for tensor in found]
-            counted = [one if self.ignore_index is None else one != self.ignore_index for one in own]
-            counts.append(torch.stack([one.sum(dtype=torch.float64) for one in counted]).sum())
+            positions = [tensor.detach()[:, 1:] if self.skips_first else tensor.detach() for tensor in counted_tensors]
+            counted = [entries if self.ignore_index is None else entries != self.ignore_index for entries in positions]
+            counts.append(torch.stack([entries.sum(dtype=torch.float64) for entries in counted]).sum())
         return torch.stack(counts).tolist()
 
     def weights(self, pieces: Sequence[Piece]) -> tuple[float, ...]:
@@ -64,7 +64,7 @@ class Count:
             return (1.0,) * len(pieces)
         counts = self.totals(pieces)
         total = sum(counts)
-        return tuple(one / total if total else float("nan") for one in counts)
+        return tuple(count / total if total else float("nan") for count in counts)
 
 
 def _labels(tensors: Mapping[str, Tensor]) -> list[Tensor]:
@@ -82,7 +82,7 @@ def candidates(pieces: Sequence[Piece]) -> Iterator[Count]:
         positions = (False, True) if tensor.dim() > 1 and tensor.shape[1] > 1 else (False,)
         if not tensor.is_floating_point() and tensor.dtype != torch.bool:
             # Besides -100, the label of padding that is ignored is usually the smallest or the largest one.
-            ends = torch.stack([torch.stack(own[name].aminmax()) for own, _ in pieces])
+            ends = torch.stack([torch.stack(tensors[name].aminmax()) for tensors, _ in pieces])
             ignored = dict.fromkeys((IGNORE_INDEX, int(ends.min()), int(ends.max())))
             yield from (Count("tokens", name, value, skips) for value in ignored for skips in positions)
         yield from (Count("tokens", name, None, skips) for skips in positions)

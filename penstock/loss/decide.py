@@ -1,4 +1,4 @@
-"""Decides how the weights of microbatches are found: by counting, by evaluating the loss in every step, or not."""
+"""Decides how the weights of microbatches are found: by counting, or by evaluating the loss in every step."""
 
 import math
 from collections.abc import Sequence
@@ -15,11 +15,12 @@ from penstock.loss.counts import IGNORE_INDEX, Count, Piece, candidates
 from penstock.loss.probe import Evaluate, Evaluation, Probe
 from penstock.loss.samples import LARGE, Part, choose_parts, sample_dims, take
 
-_AT_ONCE = 8 * LARGE
+_MAX_TOGETHER = 8 * LARGE
 """entries of the outputs of a batch above which microbatches are evaluated in pairs instead of all together"""
 INSEPARABLE = (
     "the loss of the batch is not a weighted sum of the losses of its microbatches: its samples interact, as in a "
-    "contrastive loss, or it has terms that are averaged over different numbers, or it is a function of an average"
+    "contrastive loss, or it has terms that are averaged over different numbers (exact if returned as a dict of "
+    "losses), or it is a function of an average"
 )
 UNDECIDED = "how the loss is averaged over samples could not be determined, so each sample is given the same weight"
 
@@ -44,55 +45,56 @@ class Decision:
 
     count: Count | None
     """what is counted; None: the loss is evaluated in every step"""
-    rivals: tuple[Count, ...] = ()
+    alternatives: tuple[Count, ...] = ()
     """other counts that fitted as well, because they have given the same weights so far"""
     problem: str = ""
     """why the weights are not, or may not be, right"""
-    is_open: bool = False
+    is_provisional: bool = False
     """whether the next step should decide again, because this one was not conclusive"""
 
     @cached_property
     def counts(self) -> tuple[Count, ...]:
-        """The count and its rivals."""
-        return () if self.count is None else (self.count, *self.rivals)
+        """The count and its alternatives."""
+        return () if self.count is None else (self.count, *self.alternatives)
 
 
-def decide(source: Source, pieces: Sequence[Piece], turn: int) -> tuple[Decision, tuple[float, ...]]:
-    """Find out how the loss of a step is averaged, and the weights of its microbatches; `turn` varies the outputs.
+def decide(source: Source, pieces: Sequence[Piece], step_number: int) -> tuple[Decision, tuple[float, ...]]:
+    """Find out how the loss of a step is averaged, and the weights of its microbatches.
 
-    If the outputs are large, a few samples of every microbatch are tried first. That is enough if the weights are
-    counts of samples, labels or mask entries.
+    The outputs that the loss is evaluated on vary with `step_number`. If they are large, a few samples of every
+    microbatch are tried first. That is enough if the weights are counts of samples, labels or mask entries.
     """
     sizes = [size for _, size in pieces]
-    everything = [Part(place, 0, size) for place, size in enumerate(sizes)]
-    for parts in (choose_parts(sizes, source.sample_size, [own for own, _ in pieces], len(sizes), turn), everything):
+    everything = [Part(index, 0, size) for index, size in enumerate(sizes)]
+    few = choose_parts(sizes, source.sample_size, [tensors for tensors, _ in pieces], len(sizes), step_number)
+    for parts in (few, everything):
         weights = None
         try:
-            found, weights = _compare(source, parts, _rows(pieces, parts), turn)
+            decision, weights = _compare(source, parts, _rows(pieces, parts), step_number)
         except PenstockError:
             raise
         except Exception as error:  # a user's loss may raise anything for parts of a batch
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            found = Decision(
+            decision = Decision(
                 Count("mean"), problem=f"{UNDECIDED} (it cannot be evaluated on part of a batch: {reason})"
             )
-        if found.count is None:
+        if decision.count is None:
             if parts == everything and weights is not None:
-                return found, weights
-        elif parts == everything or not (found.problem or found.is_open):
-            own = [count.weights(pieces) for count in (found.count, *found.rivals)]
+                return decision, weights
+        elif parts == everything or not (decision.problem or decision.is_provisional):
+            weights, *others = [count.weights(pieces) for count in decision.counts]
             # Counts that agree on a few samples may differ on all of them.
-            if parts == everything or all(one == own[0] for one in own):
-                return found, own[0]
-    raise AssertionError("all microbatches together decide")
+            if parts == everything or all(other == weights for other in others):
+                return decision, weights
+    raise AssertionError("unreachable: evaluating all microbatches always gives a decision")
 
 
-def holds(count: Count, source: Source, pieces: Sequence[Piece], turn: int) -> bool:
+def holds(count: Count, source: Source, pieces: Sequence[Piece], step_number: int) -> bool:
     """Whether a count gives the weights of two microbatches of a step, or of a few samples of them."""
     sizes = [size for _, size in pieces]
-    parts = choose_parts(sizes, source.sample_size, [own for own, _ in pieces], 2, turn)
+    parts = choose_parts(sizes, source.sample_size, [tensors for tensors, _ in pieces], 2, step_number)
     try:
-        with source.evaluator(parts, turn) as evaluate:
+        with source.evaluator(parts, step_number) as evaluate:
             probe = Probe.of(evaluate, range(len(parts)))
     except PenstockError:
         raise
@@ -101,13 +103,13 @@ def holds(count: Count, source: Source, pieces: Sequence[Piece], turn: int) -> b
     return not probe.is_decisive or probe.fits(count.weights(_rows(pieces, parts)))
 
 
-def evaluated_weights(source: Source, pieces: Sequence[Piece], turn: int) -> tuple[float, ...] | None:
+def evaluated_weights(source: Source, pieces: Sequence[Piece], step_number: int) -> tuple[float, ...] | None:
     """The weights of a step from the gradients of its loss; None if no weights fit them."""
-    parts = [Part(place, 0, size) for place, (_, size) in enumerate(pieces)]
+    parts = [Part(index, 0, size) for index, (_, size) in enumerate(pieces)]
     try:
-        probes = _probes(source, parts, (turn,), [])
+        probes = _probes(source, parts, (step_number,), [])
         if probes[0].is_decisive and not all(probes[0].weights):
-            probes += _probes(source, parts, (turn + 1,), [])
+            probes += _probes(source, parts, (step_number + 1,), [])
     except PenstockError:
         raise
     except Exception:
@@ -117,17 +119,17 @@ def evaluated_weights(source: Source, pieces: Sequence[Piece], turn: int) -> tup
 
 
 def _compare(
-    source: Source, parts: Sequence[Part], pieces: Sequence[Piece], turn: int
+    source: Source, parts: Sequence[Part], pieces: Sequence[Piece], step_number: int
 ) -> tuple[Decision, tuple[float, ...] | None]:
     """The decision from the gradients for some parts, and the weights of these if they cannot be counted."""
     known = {count: count.weights(pieces) for count in candidates(pieces)}
-    probes = _probes(source, parts, (2 * turn, 2 * turn + 1), list(known.values()))
+    probes = _probes(source, parts, (2 * step_number, 2 * step_number + 1), list(known.values()))
     weights = _combined(probes)
     if weights is None:
         # A loss of NaN or 0 comes from a batch without labels, for which any weights are right. In either case the
         # next step may be conclusive.
         has_loss = any(math.isfinite(probe.loss) and probe.loss for probe in probes)
-        return Decision(Count("mean"), problem=UNDECIDED if has_loss else "", is_open=True), None
+        return Decision(Count("mean"), problem=UNDECIDED if has_loss else "", is_provisional=True), None
     decisive = [probe for probe in probes if probe.is_decisive]
 
     def distance(count: Count) -> float:
@@ -135,8 +137,8 @@ def _compare(
 
     fitting = [count for count in known if all(probe.fits(known[count]) for probe in decisive)]
     if fitting:
-        best, *rivals = sorted(fitting, key=distance)
-        return Decision(best, tuple(rivals)), None
+        best, *alternatives = sorted(fitting, key=distance)
+        return Decision(best, tuple(alternatives)), None
     if all(probe.fits(weights) for probe in decisive):
         return Decision(None), weights
     # The weights of the largest term: those of labels if only a small term is averaged over samples.
@@ -151,7 +153,7 @@ def _probes(
 ) -> list["Probe | _Pairs"]:
     """Evaluations of some draws; `known` are weights that will be compared with them."""
     probes: list[Probe | _Pairs] = []
-    is_large = source.sample_size * sum(part.length for part in parts) > _AT_ONCE
+    is_large = source.sample_size * sum(part.length for part in parts) > _MAX_TOGETHER
     for draw in draws:
         with source.evaluator(parts, draw) as evaluate:
             if is_large and len(parts) > 2:
@@ -196,17 +198,18 @@ class _Pairs:
                 pair = (weights[pivot], weights[other])
                 total = 1.0 if pair == (1.0, 1.0) else sum(pair) or 1.0
                 self._fits[weights] &= probe.fits((pair[0] / total, pair[1] / total))
-            one, two = probe.weights
-            self._is_right &= probe.fits((one, two))
-            if one and two:
+            pivot_weight, other_weight = probe.weights
+            self._is_right &= probe.fits((pivot_weight, other_weight))
+            if pivot_weight and other_weight:
                 # Only two parts that both count distinguish a sum from a mean.
-                kinds.add("sum" if abs(one - 1) <= probe.tolerance else "mean")
-                self._is_right &= abs(one + two - (2.0 if kinds == {"sum"} else 1.0)) <= probe.tolerance
-            if one or not two:
-                shares.append(two / one if two else max(0.0, 1 / (one or 1.0) - 1))
+                kinds.add("sum" if abs(pivot_weight - 1) <= probe.tolerance else "mean")
+                expected_sum = 2.0 if kinds == {"sum"} else 1.0
+                self._is_right &= abs(pivot_weight + other_weight - expected_sum) <= probe.tolerance
+            if pivot_weight or not other_weight:
+                shares.append(other_weight / pivot_weight if other_weight else max(0.0, 1 / (pivot_weight or 1.0) - 1))
             else:
                 # Gradients of the pivot are zero: this part becomes the pivot, and earlier shares are rescaled to it.
-                shares, pivot = [share * max(0.0, 1 / two - 1) for share in shares] + [1.0], other
+                shares, pivot = [share * max(0.0, 1 / other_weight - 1) for share in shares] + [1.0], other
         self.weights = (1.0,) * count if kinds == {"sum"} else tuple(share / sum(shares) for share in shares)
 
     def fits(self, weights: tuple[float, ...]) -> bool:
@@ -215,12 +218,12 @@ class _Pairs:
 
     def distance(self, weights: Sequence[float]) -> float:
         """How far weights are from those of the pairs; 0 within rounding."""
-        apart = max(abs(one - own) for one, own in zip(weights, self.weights, strict=True))
+        apart = max(abs(weight - expected) for weight, expected in zip(weights, self.weights, strict=True))
         return apart if apart > self.tolerance / 100 else 0.0
 
 
 def _rows(pieces: Sequence[Piece], parts: Sequence[Part]) -> list[Piece]:
     """The tensors of the samples of each part."""
     dims = sample_dims(pieces[0][0], pieces[0][1], pieces[1][0] if len(pieces) > 1 else None)
-    own = [(pieces[part.microbatch], part) for part in parts]
-    return [(take(tensors, dims, size, part.start, part.length), part.length) for (tensors, size), part in own]
+    sources = [(pieces[part.microbatch], part) for part in parts]
+    return [(take(tensors, dims, size, part.start, part.length), part.length) for (tensors, size), part in sources]

@@ -22,7 +22,8 @@ from penstock.capture import (
 from penstock.errors import PenstockError, RunError
 from penstock.ir import leaves, named_leaves, take_apart, transform
 from penstock.loss.probe import ConstantRandomness, Evaluate, Evaluation, FunctionTracker, ProbeError, evaluation
-from penstock.loss.samples import LARGE, SMALL_SCALE, Part, join, sample_dims, stand_in, take
+from penstock.loss.samples import LARGE, SMALL_SCALE, Part, join, sample_dims, stand_in
+from penstock.loss.terms import SINGLE, losses_of_function
 
 LossFn = Callable[[Any, Any], Any]
 _NAMED = 3
@@ -30,12 +31,25 @@ _DEPTH = 4
 _FEW = 64
 
 
+def loss_module(loss_fn: object) -> nn.Module | None:
+    """The module that a loss function is, or is a method, a partial or a wrapper of; None for a plain function."""
+    while not isinstance(loss_fn, nn.Module):
+        inner = (getattr(loss_fn, name, None) for name in ("__self__", "func", "__wrapped__"))
+        loss_fn = next((one for one in inner if callable(one)), None)
+        if loss_fn is None:
+            return None
+    return loss_fn
+
+
 class LossFunction:
     """A loss function that can be evaluated on samples of a batch, once one real output is known."""
 
-    def __init__(self, loss_fn: LossFn, remote_parameters: Mapping[int, str]) -> None:
-        """`remote_parameters`: names of the parameters that are trained on other ranks, by their id."""
-        self._loss_fn, self._remote = loss_fn, remote_parameters
+    def __init__(self, loss_fn: LossFn, remote_parameters: Mapping[int, str], name: str = SINGLE) -> None:
+        """`remote_parameters`: names of the parameters that are trained on other ranks, by their id.
+
+        `name` is that of the loss, if the function returns several.
+        """
+        self._loss_fn, self._remote, self._name = loss_fn, remote_parameters, name
         self._microbatches: Sequence[Microbatch] = ()
         self._output: Any = None
         self._size = 0
@@ -44,7 +58,7 @@ class LossFunction:
         """whether the function accepts only the dtype of the real outputs"""
         self.dtype = torch.float64
         """the lowest precision that it computed in"""
-        # What torch.compile made has one of these; it would be compiled again for every number of samples.
+        # A compiled function has one of these attributes; it would be compiled again for every number of samples.
         self.is_plain = not hasattr(loss_fn, "_torchdynamo_orig_callable") and not hasattr(loss_fn, "_orig_mod")
         """whether it can be called without precautions: it draws no random numbers, has no state that a call changes,
         does not write into its arguments and is not compiled"""
@@ -66,7 +80,8 @@ class LossFunction:
 
     def tensors(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """The tensors of the target, by name."""
-        return {name: leaf for name, leaf in named_leaves(microbatch.target, "target") if isinstance(leaf, Tensor)}
+        named = named_leaves(microbatch.target, "target")
+        return microbatch.countable({name: leaf for name, leaf in named if isinstance(leaf, Tensor)})
 
     def refuse_remote_parameters(self) -> None:
         """Raise a RunError if the function uses parameters whose values are out of date in this process."""
@@ -81,38 +96,32 @@ class LossFunction:
     @contextmanager
     def evaluator(self, parts: Sequence[Part], draw: int) -> Iterator[Evaluate]:
         """Evaluate on artificial outputs, which differ in every `draw`."""
-        first, second = self._microbatches[0], self._microbatches[1] if len(self._microbatches) > 1 else None
-        target_dims = sample_dims(first.target, first.size, second and second.target)
         # If several dimensions of the output could hold the samples, it is the one that holds them in the inputs.
-        given = sample_dims((first.args, first.kwargs), first.size, second and (second.args, second.kwargs))
-        dims = sample_dims(self._output, self._size, preferred=next((dim for dim in given if dim is not None), 0))
-        targets = []
-        for part in parts:
-            own = self._microbatches[part.microbatch]
-            targets.append(take(own.target, target_dims, own.size, part.start, part.length))
+        given = (cut.dim for cut in self._microbatches[0].cuts.values() if cut.dim is not None)
+        dims = sample_dims(self._output, self._size, preferred=next(given, 0))
+        taken = [self._microbatches[part.microbatch].take(part.start, part.length) for part in parts]
         outputs: dict[torch.dtype | None, list[Any]] = {}
 
         def evaluated(chosen: Sequence[int], dtype: torch.dtype | None) -> Evaluation:
             if dtype not in outputs:
-                scales = [SMALL_SCALE if (draw + place) % 2 else 1.0 for place in range(len(parts))]
+                scales = [SMALL_SCALE if (draw + index) % 2 else 1.0 for index in range(len(parts))]
                 outputs[dtype] = [
-                    stand_in(self._output, dims, self._size, part.length, 100 * draw + place, scale, dtype)
-                    for place, (part, scale) in enumerate(zip(parts, scales, strict=True))
+                    stand_in(self._output, dims, self._size, part.length, 100 * draw + index, scale, dtype)
+                    for index, (part, scale) in enumerate(zip(parts, scales, strict=True))
                 ]
-            own = {number: leaves(outputs[dtype][number]) for number in chosen}
             inputs = {
-                (number, str(place)): leaf
-                for number, found in own.items()
-                for place, leaf in enumerate(found)
+                (number, str(index)): leaf
+                for number in chosen
+                for index, leaf in enumerate(leaves(outputs[dtype][number]))
                 if isinstance(leaf, Tensor) and leaf.requires_grad
             }
             output = join([outputs[dtype][number] for number in chosen], dims)
-            target = join([targets[number] for number in chosen], target_dims)
-            found = self._call(output, transform(target, lambda leaf: _converted(leaf, dtype)), inputs)
-            if any(dims[int(name)] is None for name in found.gradients[chosen[0]]):
+            target = Microbatch.join([taken[number] for number in chosen]).target
+            result = self._call(output, transform(target, lambda leaf: _converted(leaf, dtype)), inputs)
+            if any(dims[int(name)] is None for name in result.gradients[chosen[0]]):
                 # Such an output depends on the whole batch, and differs between microbatches.
                 raise ProbeError("it uses an output of the model that has no batch dimension")
-            return found
+            return result
 
         def evaluate(chosen: Sequence[int]) -> Evaluation:
             if not self._is_native:
@@ -123,9 +132,9 @@ class LossFunction:
                 except PenstockError:
                     raise
                 except (RuntimeError, TypeError, ValueError):
-                    found = evaluated(chosen, None)
+                    result = evaluated(chosen, None)
                 self._is_native = True
-                return found
+                return result
             return evaluated(chosen, None)
 
         with self._isolated():
@@ -141,7 +150,7 @@ class LossFunction:
             if held.modules_held:
                 stack.enter_context(isolated(held, None, ()))
                 # Modules of the user may count their calls.
-                self.is_plain &= all(code_origin(type(one).__module__) == "torch" for one in held.modules_held)
+                self.is_plain &= all(code_origin(type(module).__module__) == "torch" for module in held.modules_held)
             stack.enter_context(uncompiled())
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
@@ -156,7 +165,7 @@ class LossFunction:
         # A copy: the function may write into it.
         copy = transform(output, _copied)
         with tracker, ConstantRandomness() if self._is_random else nullcontext():
-            loss = self._loss_fn(copy, target)
+            loss = losses_of_function(self._loss_fn(copy, target))[self._name]
         self.dtype = tracker.dtype
         self.is_plain &= not any(isinstance(leaf, Tensor) and leaf._version for leaf in leaves((copy, target)))
         # Losses that keep state, or draw one random number for all samples, must start every call from the same state.
@@ -170,8 +179,8 @@ class LossFunction:
             if not self._is_random:
                 self._is_random, self.is_plain = True, False
                 return self._call(output, target, inputs)
-        if tracker.met:
-            names = sorted(tracker.met)
+        if tracker.used_parameters:
+            names = sorted(tracker.used_parameters)
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             raise RunError(
                 "the loss function uses parameters of the model that are on another rank: their values are out of "
@@ -183,7 +192,7 @@ class LossFunction:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ProbeError("it does not return a single number")
         leaf_tensors = enumerate([*self._held.parameters(), *self._held.tensors])
-        shared = {str(place): leaf for place, leaf in leaf_tensors if leaf.requires_grad and leaf.is_leaf}
+        shared = {str(index): leaf for index, leaf in leaf_tensors if leaf.requires_grad and leaf.is_leaf}
         return evaluation(loss, inputs, shared, tracker.dtype)
 
 
@@ -192,28 +201,28 @@ class _Held(nn.Module):
 
     def __init__(self, loss_fn: LossFn) -> None:
         super().__init__()
-        found = {id(thing): thing for thing in _referenced(loss_fn, _DEPTH)}
-        self.modules_held = nn.ModuleList(thing for thing in found.values() if isinstance(thing, nn.Module))
-        self.tensors = [thing for thing in found.values() if isinstance(thing, Tensor)]
+        objects = {id(value): value for value in _referenced(loss_fn, _DEPTH)}
+        self.modules_held = nn.ModuleList(value for value in objects.values() if isinstance(value, nn.Module))
+        self.tensors = [value for value in objects.values() if isinstance(value, Tensor)]
 
 
-def _referenced(thing: Any, depth: int) -> Iterator[Any]:
+def _referenced(value: Any, depth: int) -> Iterator[Any]:
     """Modules and tensors in closures, globals, attributes and bound arguments of a function."""
-    if isinstance(thing, Tensor | nn.Module):
-        yield thing
-    elif depth and not isinstance(thing, type) and not inspect.ismodule(thing):
-        if take_apart(thing) is not None:
+    if isinstance(value, Tensor | nn.Module):
+        yield value
+    elif depth and not isinstance(value, type) and not inspect.ismodule(value):
+        if take_apart(value) is not None:
             # A long container is taken for data, and not searched.
-            inner = leaves(thing) if len(leaves(thing)) <= _FEW else []
+            inner = leaves(value) if len(leaves(value)) <= _FEW else []
         else:
-            inner = [item for _, item in object_items(thing)]
-        if inspect.isfunction(thing):
-            named = inspect.getclosurevars(thing).globals.values()
+            inner = [item for _, item in object_items(value)]
+        if inspect.isfunction(value):
+            named = inspect.getclosurevars(value).globals.values()
             # Functions of other files, such as those of libraries, are not followed.
-            inner += [one for one in named if not inspect.isroutine(one) or one.__module__ == thing.__module__]
-        for one in inner:
-            if one is not thing:
-                yield from _referenced(one, depth - 1)
+            inner += [item for item in named if not inspect.isroutine(item) or item.__module__ == value.__module__]
+        for item in inner:
+            if item is not value:
+                yield from _referenced(item, depth - 1)
 
 
 def _copied(leaf: object) -> object:

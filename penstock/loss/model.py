@@ -26,8 +26,7 @@ from penstock.capture import (
     without_cache,
     without_user_hooks,
 )
-from penstock.errors import RunError
-from penstock.ir import Call, Container, Parts, Ref, Tree, leaves, put_together, take_apart, transform
+from penstock.ir import Call, Container, Parts, Ref, Tree, copy_into, leaves, put_together, transform
 from penstock.loss.added import collect_added
 from penstock.loss.probe import (
     COARSE,
@@ -39,60 +38,10 @@ from penstock.loss.probe import (
     ProbeError,
     evaluation,
 )
-from penstock.loss.samples import SMALL_SCALE, Part, choose_parts, join, sample_dims, take
+from penstock.loss.samples import SMALL_SCALE, Part, choose_parts
+from penstock.loss.terms import SINGLE, losses_of
 
 _NAMED = 3
-
-
-def loss_of(output: Any) -> Tensor:
-    """The loss among the outputs of a model: the scalar itself, the item named `loss`, or the first of a tuple.
-
-    Raises a RunError if there is none.
-    """
-
-    def shape_of(thing: object) -> tuple[int, ...] | None:
-        return tuple(thing.shape) if isinstance(thing, Tensor) else None
-
-    return _find_loss(output, take_apart, shape_of)  # type: ignore[no-any-return]
-
-
-def loss_name(recording: Recording) -> str:
-    """The value of a recording that is the loss, by the same rule."""
-
-    def parts_of(tree: Tree) -> Parts | None:
-        return Parts(recording.live[tree.kind], tree.keys, tree.items) if isinstance(tree, Container) else None
-
-    def shape_of(tree: Tree) -> tuple[int, ...] | None:
-        return recording.graph.spec(tree.value).shape if isinstance(tree, Ref) else None
-
-    return _find_loss(recording.record.outputs, parts_of, shape_of).value  # type: ignore[no-any-return]
-
-
-def _find_loss(
-    output: Any, parts_of: Callable[[Any], Parts | None], shape_of: Callable[[Any], tuple[int, ...] | None]
-) -> Any:
-    parts, possible = parts_of(output), [output]
-    if parts is not None:
-        named = [item for key, item in zip(parts.keys, parts.items, strict=True) if key == "loss"]
-        # The first item of a tuple is the loss by convention; dicts have no such convention.
-        possible = named or list(parts.items[:1] if parts.keys[:1] == (0,) else ())
-    found = [thing for thing in possible if shape_of(thing) == ()]
-    if found:
-        return found[0]
-
-    def shown(thing: Any) -> str:
-        parts, shape = parts_of(thing), shape_of(thing)
-        if parts is None:
-            return type(thing).__name__ if shape is None else f"tensor{list(shape)}"
-        pairs = zip(parts.keys[:4], map(shown, parts.items[:4]), strict=True)
-        items = [text if isinstance(key, int) else f"{key}={text}" for key, text in pairs]
-        return f"{parts.kind.__name__}({', '.join(items)}{', ...' if len(parts.items) > 4 else ''})"
-
-    raise RunError(
-        "the model returned no loss",
-        returned=shown(output),
-        hint="loss_fn=..., or give the model its labels so that it returns a loss: a scalar, or first or named `loss`",
-    )
 
 
 def couplings(model: nn.Module, recording: Recording) -> list[str]:
@@ -100,9 +49,9 @@ def couplings(model: nn.Module, recording: Recording) -> list[str]:
     blocks = {node.module for node in recording.graph.nodes if node.is_leaf}
 
     def names(matches: Callable[[nn.Module], bool]) -> str:
-        found = [name for name, part in model.named_modules() if matches(part) and _is_within(name, blocks)]
-        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-        return ", ".join(found[:_NAMED]) + more
+        matching = [name for name, part in model.named_modules() if matches(part) and _is_within(name, blocks)]
+        more = f" and {len(matching) - _NAMED} more" if len(matching) > _NAMED else ""
+        return ", ".join(matching[:_NAMED]) + more
 
     normed = names(lambda part: isinstance(part, _BatchNorm) and (part.training or part.running_mean is None))
     counted = names(lambda part: isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.scale_grad_by_freq)
@@ -130,9 +79,13 @@ class ModelLoss:
         recording: Recording,
         microbatches: Sequence[Microbatch],
         remote_parameters: Mapping[int, str],
+        name: str = SINGLE,
     ) -> None:
-        """`recording` is that of the first microbatch."""
+        """`recording` is that of the first microbatch; `name` that of the loss, if there are several."""
+        self._loss_name = name
         self.captured, self.recording, self.microbatches = captured, recording, microbatches
+        self.mixing: list[str] | None = None
+        """the blocks before which samples interact, once the loss was evaluated"""
         self._remote = set(remote_parameters.values())
         self._names = {id(module): name for name, module in recording.granularity.leaves(captured.model).items()}
         self._blocks: dict[str, list[Call]] = {}
@@ -154,7 +107,7 @@ class ModelLoss:
 
     def tensors(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """The tensors of the inputs, by name."""
-        return self.captured.inputs(microbatch.args, microbatch.kwargs)
+        return microbatch.countable(self.captured.inputs(microbatch.args, microbatch.kwargs))
 
     @contextmanager
     def evaluator(self, parts: Sequence[Part], draw: int) -> Iterator[Evaluate]:
@@ -163,10 +116,11 @@ class ModelLoss:
 
         def evaluate(chosen: Sequence[int]) -> Evaluation:
             run = self.run(noise, chosen)
-            return evaluation(loss_of(run.output), noise.leaves(), noise.shared(), run.dtype)
+            return evaluation(losses_of(run.output)[self._loss_name], noise.leaves(), noise.shared(), run.dtype)
 
         with self.isolated():
             yield evaluate
+        self.mixing = list(noise.mixing)
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -206,7 +160,11 @@ class ModelLoss:
             noise.compare(name, values, chosen)
             try:
                 if name not in noise.unreplaced:
-                    return self._noisy_result(call, values, noise, chosen)
+                    made = self._noisy_result(call, values, noise, chosen)
+                    if call.changes_arguments:
+                        made, *changed = made
+                        copy_into((args, kwargs), tuple(changed))
+                    return made
             except ProbeError:
                 noise.unreplaced.add(name)
             return run_block(name, original, module, args, kwargs)
@@ -215,14 +173,14 @@ class ModelLoss:
         state = self.captured.model.state_dict(keep_vars=True)
         written = {name for update in self.recording.graph.updates for name in update.names} & state.keys()
         before = {name: state[name].detach().clone() for name in written}
-        given = transform(noise.batch(chosen), copy_leaf)
+        arguments = transform(noise.batch(chosen), copy_leaf)
         with ExitStack() as stack:
             stack.enter_context(intercept_modules(self.captured.model, called))
             stack.enter_context(tracker)
-            stack.enter_context(collect_added(lambda value, _: added.append((inside[0] if inside else "", value))))
+            stack.enter_context(collect_added(lambda loss: added.append((inside[0] if inside else "", loss.value))))
             if any(node.is_random for node in self.recording.graph.nodes):
                 stack.enter_context(ConstantRandomness())
-            output = self._whole(*given)
+            output = self._whole(*arguments)
         # The next run must begin with the same state.
         for name, content in before.items():
             state[name].data.copy_(content)
@@ -252,13 +210,13 @@ class ModelLoss:
             if length != now
         }
 
-        def built(thing: Any) -> Any:
-            if isinstance(thing, Parts):
-                return put_together(thing.kind, thing.keys, [built(item) for item in thing.items])
-            if not isinstance(thing, Ref):
-                return thing
+        def built(result: Any) -> Any:
+            if isinstance(result, Parts):
+                return put_together(result.kind, result.keys, [built(item) for item in result.items])
+            if not isinstance(result, Ref):
+                return result
             # A block may return something that it was given.
-            return noise.of(thing.value, changed, chosen) if thing.value in fresh else known[thing.value]
+            return noise.of(result.value, changed, chosen) if result.value in fresh else known[result.value]
 
         return built(self.recording.returned.get(call.name, Ref(call.results.values[0])))
 
@@ -277,10 +235,7 @@ class Noise:
     def __init__(self, model: ModelLoss, parts: Sequence[Part], draw: int) -> None:
         self._graph, self._draw = model.recording.graph, draw
         self._sizes, self._recorded_size = [part.length for part in parts], model.microbatches[0].size
-        given = [(one.args, one.kwargs) for one in model.microbatches]
-        samples = [one.size for one in model.microbatches]
-        self._dims = sample_dims(given[0], samples[0], given[1] if len(given) > 1 else None)
-        self._given = [take(given[p.microbatch], self._dims, samples[p.microbatch], p.start, p.length) for p in parts]
+        self._parts = [model.microbatches[part.microbatch].take(part.start, part.length) for part in parts]
         first = next(model.captured.model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
         self._places: dict[str, tuple[int | None, tuple[int, ...]]] = {}
@@ -297,17 +252,18 @@ class Noise:
         """The arguments of the model for some parts together; begins a run."""
         self._leaves.clear()
         self._num_compared.clear()
-        return join([self._given[number] for number in chosen], self._dims)
+        joined = Microbatch.join([self._parts[number] for number in chosen])
+        return joined.args, joined.kwargs
 
     def leaves(self) -> dict[tuple[int, str], Tensor]:
         """The noise of this run that is still in use, by part and value; without noise that no loss depends on."""
-        found = {key: leaf() for key, leaf in self._leaves.items() if key[0] >= 0}
-        return {key: leaf for key, leaf in found.items() if leaf is not None}
+        live = {key: leaf() for key, leaf in self._leaves.items() if key[0] >= 0}
+        return {key: leaf for key, leaf in live.items() if leaf is not None}
 
     def shared(self) -> dict[str, Tensor]:
         """The noise of blocks that do not depend on the samples, such as embeddings of positions."""
-        found = {name: leaf() for (part, name), leaf in self._leaves.items() if part < 0}
-        return {name: leaf for name, leaf in found.items() if leaf is not None}
+        live = {name: leaf() for (part, name), leaf in self._leaves.items() if part < 0}
+        return {name: leaf for name, leaf in live.items() if leaf is not None}
 
     def of(self, value: str, changed: Mapping[int, int], chosen: Sequence[int]) -> Tensor:
         """The noise of a value for some parts together.
@@ -317,7 +273,7 @@ class Noise:
         shape = self._graph.spec(value).shape
         if value not in self._places:
             # The first run is for all parts together, more samples than were recorded: their dimension has grown.
-            dim = next((place for place, length in enumerate(shape) if length in changed), None)
+            dim = next((index for index, length in enumerate(shape) if length in changed), None)
             total = 0 if dim is None else changed[shape[dim]]
             if dim is not None and total * self._recorded_size != shape[dim] * sum(self._sizes):
                 raise ProbeError("a block returns a tensor without a dimension of samples, as a packed sequence is")
@@ -327,7 +283,7 @@ class Noise:
             return self._drawn(value, -1, shape).clone()
         shapes = {number: (*shape[:dim], lengths[number], *shape[dim + 1 :]) for number in chosen}
         # Always a copy: the model may write into it.
-        return torch.cat([self._drawn(value, number, own) for number, own in shapes.items()], dim).clone()
+        return torch.cat([self._drawn(value, number, part_shape) for number, part_shape in shapes.items()], dim).clone()
 
     def _drawn(self, value: str, part: int, shape: tuple[int, ...]) -> Tensor:
         dtype = getattr(torch, self._graph.spec(value).dtype)
@@ -347,10 +303,10 @@ class Noise:
         """
         call = self._num_compared[name]
         self._num_compared[name] += 1
-        for place, (tree, leaf) in enumerate(values):
+        for index, (tree, leaf) in enumerate(values):
             if not isinstance(tree, Ref) or not isinstance(leaf, Tensor) or not leaf.requires_grad:
                 continue
-            key, shape = (name, call, place), self._graph.spec(tree.value).shape
+            key, shape = (name, call, index), self._graph.spec(tree.value).shape
             if len(chosen) > 1:
                 lengths = enumerate(zip(shape, leaf.shape, strict=False))
                 dim = next((dim for dim, (recorded, now) in lengths if recorded != now), None)
@@ -360,10 +316,11 @@ class Noise:
                 dim, whole = self._norms[key]
                 rows = len(whole) // sum(self._sizes)
                 start = rows * sum(self._sizes[: chosen[0]])
-                own = whole if dim is None else whole[start : start + rows * self._sizes[chosen[0]]]
-                found = _norms(leaf, dim)
+                expected = whole if dim is None else whole[start : start + rows * self._sizes[chosen[0]]]
+                norms = _norms(leaf, dim)
                 tolerance = TOLERANCES.get(leaf.dtype, COARSE)
-                if own.shape != found.shape or float((own - found).abs().max()) > tolerance * float(whole.max()):
+                limit = tolerance * float(whole.max())
+                if expected.shape != norms.shape or float((expected - norms).abs().max()) > limit:
                     self.mixing[name] = None
 
 
@@ -376,7 +333,7 @@ def mixing_blocks(model: ModelLoss, with_outputs: bool) -> list[str]:
     graph = model.recording.graph
     if all(node.is_leaf or node.from_inputs for node in graph.nodes):
         return []
-    parts = choose_parts([one.size for one in model.microbatches], model.sample_size)
+    parts = choose_parts([microbatch.size for microbatch in model.microbatches], model.sample_size)
     noise = Noise(model, parts, 0)
     try:
         with model.isolated():

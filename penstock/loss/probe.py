@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.ir import leaves
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
-"""how far apart equal gradients may be because of rounding, relative to the largest entry, by the lowest precision"""
+"""by the lowest precision: how far apart equal gradients may be because of rounding, relative to the largest entry"""
 COARSE = 5e-2
 """the same for float16, bfloat16 and smaller types"""
 VALUE_FACTOR = 10.0
@@ -69,14 +69,14 @@ def evaluation(
     """Take the gradients of a loss that was computed from `inputs`, by part and name, and `shared` tensors."""
     number = loss.reshape(())
     tensors = [*inputs.values(), *shared.values()]
-    found: Sequence[Tensor | None] = [None] * len(tensors)
+    computed: Sequence[Tensor | None] = [None] * len(tensors)
     if number.requires_grad and tensors:
-        found = torch.autograd.grad(number, tensors, allow_unused=True, retain_graph=True)
+        computed = torch.autograd.grad(number, tensors, allow_unused=True, retain_graph=True)
     gradients: dict[int, dict[str, Tensor]] = {part: {} for part, _ in inputs}
-    for (part, name), gradient in zip(inputs, found, strict=False):
+    for (part, name), gradient in zip(inputs, computed, strict=False):
         if gradient is not None:
             gradients[part][name] = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    others = zip(shared, found[len(inputs) :], strict=True)
+    others = zip(shared, computed[len(inputs) :], strict=True)
     return Evaluation(float(number.detach()), gradients, {n: g for n, g in others if g is not None}, dtype)
 
 
@@ -100,16 +100,16 @@ class Probe:
     @cached_property
     def weights(self) -> tuple[float, ...]:
         """The weights of the parts from their gradients: 0 for a part that does not count, NaN if no weight exists."""
-        found = []
+        weights = []
         for part, alone in zip(self.parts, self.alone, strict=True):
-            together, own = self.union.gradients[part], alone.gradients[part]
-            square = _dot(own, own)
+            together, separate = self.union.gradients[part], alone.gradients[part]
+            square = _dot(separate, separate)
             if not any(bool(gradient.any()) for gradient in together.values()):
                 # A microbatch without labels: its own loss is 0/0, and its gradient zero or NaN.
-                found.append(0.0)
+                weights.append(0.0)
             else:
-                found.append(_dot(together, own) / square if square else math.nan)
-        return tuple(found)
+                weights.append(_dot(together, separate) / square if square else math.nan)
+        return tuple(weights)
 
     @property
     def loss(self) -> float:
@@ -121,30 +121,32 @@ class Probe:
         """Whether there is anything to compare: not if all labels are ignored, or a clamp cuts off every gradient."""
         if not math.isfinite(self.union.loss):
             return False
-        found = [own for one in (self.union, *self.alone) for part in one.gradients.values() for own in part.values()]
-        return any(bool(gradient.any()) for gradient in found) or (not found and self.union.loss != 0)
+        parts = [part for evaluated in (self.union, *self.alone) for part in evaluated.gradients.values()]
+        gradients = [gradient for part in parts for gradient in part.values()]
+        return any(bool(gradient.any()) for gradient in gradients) or (not gradients and self.union.loss != 0)
 
     def fits(self, weights: Sequence[float]) -> bool:
         """Whether the weighted losses and gradients of the parts are those of all parts together."""
         tolerance = self.tolerance
         # A part of weight 0 may have a loss of NaN, and is left out.
-        counted = [one for one in zip(weights, self.parts, self.alone, strict=True) if one[0]]
-        losses = [weight * alone.loss for weight, _, alone in counted]
+        counted = [(weight, alone) for weight, alone in zip(weights, self.alone, strict=True) if weight]
+        losses = [weight * alone.loss for weight, alone in counted]
         scale = max(abs(self.union.loss), *map(abs, losses), 1e-12) if losses else 1.0
         if not abs(sum(losses) - self.union.loss) <= VALUE_FACTOR * tolerance * scale:
             return False
-        largest = max((_largest(own) for own in self.union.gradients.values()), default=0.0)
+        largest = max(map(_largest, self.union.gradients.values()), default=0.0)
         for weight, part, alone in zip(weights, self.parts, self.alone, strict=True):
-            own = {} if weight == 0 else alone.gradients[part]
-            if not _are_equal(self.union.gradients[part], [(weight, own)], tolerance, largest):
+            separate = {} if weight == 0 else alone.gradients[part]
+            if not _are_equal(self.union.gradients[part], [(weight, separate)], tolerance, largest):
                 return False
-        shared = [(weight, alone.shared) for weight, _, alone in counted]
+        shared = [(weight, alone.shared) for weight, alone in counted]
         return _are_equal(self.union.shared, shared, tolerance, _largest(self.union.shared))
 
     @cached_property
     def dtype(self) -> torch.dtype:
         """The lowest precision of all evaluations."""
-        return max((one.dtype for one in (self.union, *self.alone)), key=lambda dtype: torch.finfo(dtype).eps)
+        dtypes = [evaluated.dtype for evaluated in (self.union, *self.alone)]
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
     @property
     def tolerance(self) -> float:
@@ -153,13 +155,13 @@ class Probe:
 
     def distance(self, weights: Sequence[float]) -> float:
         """How far weights are from those of the gradients, where these have one; 0 within rounding."""
-        apart = [abs(one - own) for one, own in zip(weights, self.weights, strict=True) if not math.isnan(own)]
-        furthest = max(apart, default=0.0)
+        pairs = zip(weights, self.weights, strict=True)
+        furthest = max((abs(weight - expected) for weight, expected in pairs if not math.isnan(expected)), default=0.0)
         return furthest if furthest > self.tolerance / 100 else 0.0
 
 
-def _dot(one: Gradients, other: Gradients) -> float:
-    return sum(float((one[name] * other[name]).sum(dtype=torch.float64)) for name in one.keys() & other.keys())
+def _dot(left: Gradients, right: Gradients) -> float:
+    return sum(float((left[name] * right[name]).sum(dtype=torch.float64)) for name in left.keys() & right.keys())
 
 
 def _largest(gradients: Gradients) -> float:
@@ -170,15 +172,15 @@ def _are_equal(
     expected: Gradients, weighted: Sequence[tuple[float, Gradients]], tolerance: float, largest: float
 ) -> bool:
     """Whether gradients are a weighted sum of others, each tensor up to rounding relative to its own size."""
-    names = {*expected, *(name for _, own in weighted for name in own)}
+    names = {*expected, *(name for _, gradients in weighted for name in gradients)}
     for name in names:
-        found = [own[name] * weight for weight, own in weighted if name in own]
-        total = sum(found[1:], found[0]) if found else torch.zeros_like(expected[name])
-        wanted = expected[name] if name in expected else torch.zeros_like(total)
-        if wanted.numel():
-            scale = max(float(wanted.abs().max()), _FLOOR * largest)
+        terms = [gradients[name] * weight for weight, gradients in weighted if name in gradients]
+        total = sum(terms[1:], terms[0]) if terms else torch.zeros_like(expected[name])
+        target = expected[name] if name in expected else torch.zeros_like(total)
+        if target.numel():
+            scale = max(float(target.abs().max()), _FLOOR * largest)
             # Not `>`: comparisons with NaN are false.
-            if not float((wanted - total).abs().max()) <= tolerance * scale:
+            if not float((target - total).abs().max()) <= tolerance * scale:
                 return False
     return True
 
@@ -190,14 +192,14 @@ class FunctionTracker(TorchFunctionMode):
         """`parameters`: names to record, by id. `only_trained`: ignore the precision of results without gradient."""
         super().__init__()
         self.dtype = torch.float64
-        self.met: set[str] = set()
+        self.used_parameters: set[str] = set()
         self._parameters, self._only_trained = parameters or {}, only_trained
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called for every torch function."""
         if self._parameters:
             given = [leaf for leaf in leaves((args, kwargs or {})) if isinstance(leaf, nn.Parameter)]
-            self.met.update(self._parameters[id(leaf)] for leaf in given if id(leaf) in self._parameters)
+            self.used_parameters.update(self._parameters[id(leaf)] for leaf in given if id(leaf) in self._parameters)
         result = func(*args, **(kwargs or {}))
         is_real = isinstance(result, Tensor) and result.is_floating_point()
         if is_real and (result.requires_grad or not self._only_trained):

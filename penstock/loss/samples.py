@@ -28,88 +28,93 @@ class Part:
     length: int
 
 
-def sample_dims(thing: Any, size: int, next_one: Any = None, preferred: int = 0) -> list[int | None]:
+def sample_dims(structure: Any, size: int, following: Any = None, preferred: int = 0) -> list[int | None]:
     """The dimension of samples in every leaf of the structure that a microbatch of `size` samples has.
 
-    `next_one` is the structure of the next microbatch. Where both are views of one tensor, their distance in memory
+    `following` is the structure of the next microbatch. Where both are views of one tensor, their distance in memory
     gives the dimension; where both are the same object, it was passed whole and has none. Otherwise it is the
     `preferred` dimension if that has length `size`, or the only one that has. A first dimension that is a multiple of
     `size` holds several rows for each sample, as after `flatten(0, 1)`.
     """
-    found: list[int | None] = []
-    others: list[Any] = [None] * len(leaves(thing)) if next_one is None else leaves(next_one)
-    for leaf, other in zip(leaves(thing), others, strict=True):
-        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf is other:
-            found.append(None)
+    dims: list[int | None] = []
+    next_leaves: list[Any] = [None] * len(leaves(structure)) if following is None else leaves(following)
+    for leaf, next_leaf in zip(leaves(structure), next_leaves, strict=True):
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf is next_leaf:
+            dims.append(None)
             continue
         fitting = [dim for dim, length in enumerate(leaf.shape) if length == size]
-        if isinstance(other, Tensor) and leaf.untyped_storage().data_ptr() == other.untyped_storage().data_ptr():
-            distance = other.storage_offset() - leaf.storage_offset()
+        storage = leaf.untyped_storage().data_ptr()
+        if isinstance(next_leaf, Tensor) and next_leaf.untyped_storage().data_ptr() == storage:
+            distance = next_leaf.storage_offset() - leaf.storage_offset()
             fitting = [dim for dim in fitting if leaf.stride(dim) * size == distance] or fitting
         if preferred in fitting:
-            found.append(preferred)
+            dims.append(preferred)
         elif len(fitting) == 1:
-            found.append(fitting[0])
+            dims.append(fitting[0])
         else:
-            found.append(0 if leaf.shape[0] % size == 0 else None)
-    return found
+            dims.append(0 if leaf.shape[0] % size == 0 else None)
+    return dims
 
 
-def take(thing: Any, dims: Dims, size: int, start: int, length: int) -> Any:
+def take(structure: Any, dims: Dims, size: int, start: int, length: int) -> Any:
     """The same structure for `length` of its `size` samples."""
-    left = iter(dims)
+    remaining_dims = iter(dims)
 
     def narrowed(leaf: object) -> object:
-        dim = next(left)
+        dim = next(remaining_dims)
         if not isinstance(leaf, Tensor) or dim is None:
             return leaf
         rows = leaf.shape[dim] // size
         return leaf.narrow(dim, start * rows, length * rows)
 
-    return transform(thing, narrowed)
+    return transform(structure, narrowed)
 
 
-def join(things: Sequence[Any], dims: Dims) -> Any:
+def join(structures: Sequence[Any], dims: Dims) -> Any:
     """Concatenate structures of some samples each into one structure of all of them."""
     joined = iter(
         [
             torch.cat(column, dim) if dim is not None and len(column) > 1 else column[0]
-            for column, dim in zip(zip(*map(leaves, things), strict=True), dims, strict=True)
+            for column, dim in zip(zip(*map(leaves, structures), strict=True), dims, strict=True)
         ]
     )
-    return transform(things[0], lambda leaf: next(joined))
+    return transform(structures[0], lambda leaf: next(joined))
 
 
 def choose_parts(
-    sizes: Sequence[int], sample_size: int, tensors: Sequence[Mapping[str, Tensor]] = (), most: int = 2, turn: int = 0
+    sizes: Sequence[int],
+    sample_size: int,
+    tensors: Sequence[Mapping[str, Tensor]] = (),
+    most: int = 2,
+    step_number: int = 0,
 ) -> list[Part]:
     """Samples of at most `most` microbatches on which to evaluate a loss.
 
     Whole microbatches if their outputs, of `sample_size` entries per sample, are not too large: a loss may depend on
     the number of samples. Ignored labels are usually the smallest or the largest ones, so the microbatches that hold
-    these are chosen; `turn` rotates the choice among the others.
+    these are chosen; `step_number` rotates the choice among the others.
     """
     rows = max(1, LARGE // max(sample_size, 1))
     if len(sizes) == 1:
         # There is no other microbatch to compare with: this one is cut in two, or its first sample is taken twice.
         first, second = min(rows, (sizes[0] + 1) // 2), min(rows, sizes[0] // 2)
         return [Part(0, 0, first), Part(0, first, second)] if second else [Part(0, 0, 1), Part(0, 0, 1)]
-    starts = {place % len(sizes): 0 for place in range(turn, turn + len(sizes))}
+    # By microbatch, the first sample to take; the microbatches to prefer come first.
+    starts = {index % len(sizes): 0 for index in range(step_number, step_number + len(sizes))}
     for name, leaf in tensors[0].items() if tensors else ():
         is_integer = not leaf.is_floating_point() and leaf.dtype != torch.bool
-        if (
-            is_integer
-            and leaf.numel()
-            and all(own[name].shape[:1] == (n,) for own, n in zip(tensors, sizes, strict=True))
-        ):
-            labels = [own[name].reshape(size, -1) for own, size in zip(tensors, sizes, strict=True)]
-            lows, highs = torch.cat([one.amin(1) for one in labels]), torch.cat([one.amax(1) for one in labels])
-            places = [(place, row) for place, size in enumerate(sizes) for row in range(size)]
-            extremes = dict(places[place] for place in torch.stack([lows.argmin(), highs.argmax()]).tolist())
-            starts = {**extremes, **{place: 0 for place in starts if place not in extremes}}
+        labels = [named[name] for named in tensors]
+        if is_integer and leaf.numel() and all(t.shape[:1] == (n,) for t, n in zip(labels, sizes, strict=True)):
+            rows_of_labels = [tensor.reshape(size, -1) for tensor, size in zip(labels, sizes, strict=True)]
+            smallest = torch.cat([tensor.amin(1) for tensor in rows_of_labels]).argmin()
+            largest = torch.cat([tensor.amax(1) for tensor in rows_of_labels]).argmax()
+            samples = [(index, row) for index, size in enumerate(sizes) for row in range(size)]
+            # Read at once: on a GPU every read waits for the device.
+            extremes = dict(samples[position] for position in torch.stack([smallest, largest]).tolist())
+            starts = {**extremes, **{index: 0 for index in starts if index not in extremes}}
             break
     chosen = sorted(list(starts)[:most])
-    return [Part(one, min(starts[one], max(0, sizes[one] - rows)), min(rows, sizes[one])) for one in chosen]
+    return [Part(i, min(starts[i], max(0, sizes[i] - rows)), min(rows, sizes[i])) for i in chosen]
 
 
 def stand_in(
@@ -121,10 +126,10 @@ def stand_in(
     defined on arbitrary noise, and on a GPU an entry out of range ends the process. Only if all entries are zero, as
     after a head that was initialised with zeros, are they drawn from a normal distribution.
     """
-    left = iter(dims)
+    remaining_dims = iter(dims)
 
     def drawn(leaf: object) -> object:
-        dim = next(left)
+        dim = next(remaining_dims)
         if not isinstance(leaf, Tensor):
             return leaf
         picked = leaf.detach()

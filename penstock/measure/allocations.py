@@ -1,4 +1,4 @@
-"""Tracks the memory that operations allocate until it is freed, whoever holds it."""
+"""Tracks the memory that operations allocate until it is freed."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -64,19 +64,19 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.bytes -= self.alive.pop(number)
 
 
-def tensors(thing: Any) -> Iterator[Tensor]:
+def tensors(value: Any) -> Iterator[Tensor]:
     """The tensors among the arguments or results of an operation."""
-    if isinstance(thing, Tensor):
-        yield thing
-    elif isinstance(thing, list | tuple):
-        for item in thing:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
             yield from tensors(item)
-    elif isinstance(thing, dict):
-        yield from tensors(list(thing.values()))
+    elif isinstance(value, dict):
+        yield from tensors(list(value.values()))
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number for the storage of a tensor; -1 for sparse and other tensors without plain storage: not counted."""
+    """An id of the storage of a tensor; -1 for sparse and other tensors without plain storage: not counted."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except RuntimeError:
@@ -89,6 +89,6 @@ def bytes_behind(tensor: Tensor) -> int:
     return int(tensor.untyped_storage().nbytes()) if plain else tensor.numel() * tensor.element_size()
 
 
-def storage_ids(some: Iterable[Tensor]) -> set[int]:
-    """The storages of some tensors."""
-    return {storage_id for tensor in some if (storage_id := storage_of(tensor)) >= 0}
+def storage_ids(tensors: Iterable[Tensor]) -> set[int]:
+    """The ids of the storages of tensors, except those without plain storage."""
+    return {storage_id for tensor in tensors if (storage_id := storage_of(tensor)) >= 0}

@@ -1,4 +1,4 @@
-"""Profiles that were measured before, one file each, in a directory of the user."""
+"""A cache of measured profiles: one file each, in a directory of the user."""
 
 import os
 import tempfile
@@ -15,7 +15,7 @@ _MAX_FILES = 512
 
 
 class Cache:
-    """Profiles by key. Problems with the directory are warned of and cost no more than another measurement."""
+    """Profiles by key. A file that cannot be read or written is a warning, and the model is measured again."""
 
     def __init__(self, directory: str | Path | None = None) -> None:
         self.directory = Path(directory) if directory is not None else default_directory()
@@ -46,20 +46,17 @@ class Cache:
             except BaseException:
                 Path(temporary).unlink(missing_ok=True)
                 raise
-            self._remove_oldest()
+            for path in sorted(self._files(), key=_last_used)[:-_MAX_FILES]:
+                path.unlink(missing_ok=True)
         except (OSError, FormatError) as error:
             warnings.warn(f"cannot store a profile in the cache: {error}", PenstockWarning, stacklevel=2)
 
     def clear(self) -> int:
         """Remove all profiles; returns their number."""
-        found = self._files()
-        for path in found:
+        files = self._files()
+        for path in files:
             path.unlink(missing_ok=True)
-        return len(found)
-
-    def _remove_oldest(self) -> None:
-        for path in sorted(self._files(), key=_last_used)[:-_MAX_FILES]:
-            path.unlink(missing_ok=True)
+        return len(files)
 
     def _files(self) -> list[Path]:
         return sorted(self.directory.glob("*.json")) if self.directory.is_dir() else []
@@ -70,10 +67,10 @@ class Cache:
 
 def default_directory() -> Path:
     """PENSTOCK_CACHE, else penstock/profiles in XDG_CACHE_HOME or in ~/.cache."""
-    if own := os.environ.get(VARIABLE):
-        return Path(own)
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~")) / ".cache"
+    if directory := os.environ.get(VARIABLE):
+        return Path(directory)
+    cache_home = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(cache_home) if os.path.isabs(cache_home) else Path(os.path.expanduser("~")) / ".cache"
     return base / "penstock" / "profiles"
 
 

@@ -1,4 +1,4 @@
-"""Times calls on a device, and finds the typical of several times."""
+"""Times calls on a device, and computes a robust average of several times."""
 
 import gc
 import time
@@ -27,7 +27,7 @@ class Clock:
         """The seconds of a call, and its result."""
         self._synchronize()
         start = time.perf_counter()
-        # Between the two readings of the clock: waiting outside of them is in neither figure.
+        # Read between the two readings of the clock, so that only waiting inside the timed interval is subtracted.
         waited = waited_seconds()
         result = call()
         self._synchronize()
@@ -67,7 +67,7 @@ def without_gc() -> Iterator[None]:
 
 
 _MIN_SHARE = 0.05
-"""of a time is left after subtracting the overhead: both are noisy"""
+"""the share of a time that is kept at least when the overhead is subtracted, because both are noisy"""
 
 
 class Times(NamedTuple):

@@ -11,7 +11,7 @@ from penstock.measure.clock import Clock
 
 _ROWS = {"cpu": 768, "cuda": 8192}
 _COPIED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
-_TIMES, _TINY_TIMES = 5, 200
+_REPEATS, _TINY_REPEATS = 5, 200
 
 
 @cache
@@ -31,18 +31,18 @@ def _processor() -> str:
 
 
 def measure_speed(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> DeviceSpeed:
-    """The speed of a device, measured in a moment by matrix products, copies, and tiny operations.
+    """The speed of a device, measured quickly by matrix products, copies, and tiny operations.
 
     A CPU is measured in float32: some lack fast products of other types.
     """
     device = torch.device(device)
     clock, kind = Clock(device), "cpu" if device.type == "cpu" else "cuda"
     rows = _ROWS[kind]
-    one = torch.ones(rows, rows, device=device, dtype=torch.float32 if kind == "cpu" else dtype)
-    product = min(clock.seconds(lambda: one @ one)[0] for _ in range(_TIMES))
+    matrix = torch.ones(rows, rows, device=device, dtype=torch.float32 if kind == "cpu" else dtype)
+    product = min(clock.seconds(lambda: matrix @ matrix)[0] for _ in range(_REPEATS))
     source = torch.ones(_COPIED_BYTES[kind], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy = min(clock.seconds(lambda: target.copy_(source))[0] for _ in range(_TIMES))
+    copy = min(clock.seconds(lambda: target.copy_(source))[0] for _ in range(_REPEATS))
     tiny = torch.ones(1, device=device)
-    many, _ = clock.seconds(lambda: [tiny + tiny for _ in range(_TINY_TIMES)])
-    return DeviceSpeed(2 * rows**3 / product, 2 * source.nbytes / copy, many / _TINY_TIMES)
+    many, _ = clock.seconds(lambda: [tiny + tiny for _ in range(_TINY_REPEATS)])
+    return DeviceSpeed(2 * rows**3 / product, 2 * source.nbytes / copy, many / _TINY_REPEATS)

@@ -1,4 +1,4 @@
-"""What the cost of a node depends on, as text: to group equal nodes, and as the key of cached profiles."""
+"""Describes everything that the cost of a node depends on, to group equal nodes and as the key of cached profiles."""
 
 import functools
 import hashlib
@@ -175,13 +175,13 @@ class Describer:
 
 def _sharing(graph: Graph, names: Iterable[str]) -> list[int]:
     """Equal numbers for values that share memory; odd ones for values that are written in place."""
-    group_of = {name: place for place, group in enumerate(graph.storage) for name in group.values}
-    seen: dict[int, int] = {}
-    found = []
-    for place, name in enumerate(names):
-        group = group_of.get(name, -1 - place)
-        found.append(seen.setdefault(group, place) * 2 + (name in graph.written))
-    return found
+    group_of = {name: index for index, group in enumerate(graph.storage) for name in group.values}
+    first_position: dict[int, int] = {}
+    numbers = []
+    for position, name in enumerate(names):
+        group = group_of.get(name, -1 - position)
+        numbers.append(first_position.setdefault(group, position) * 2 + (name in graph.written))
+    return numbers
 
 
 def _tensor(tensor: Tensor | None) -> str:
@@ -206,15 +206,15 @@ def _source_digest(model: nn.Module) -> str:
 @functools.cache
 def _class_source(kind: type) -> str:
     """The code of a class, and of its file, as the class may call functions beside it."""
-    functions = [thing for thing in vars(kind).values() if inspect.isfunction(thing)]
-    own = _digest(_code_digest(function.__code__) for function in functions)
+    functions = [value for value in vars(kind).values() if inspect.isfunction(value)]
+    methods = _digest(_code_digest(function.__code__) for function in functions)
     path = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return f"{_class_name(kind)} {own} {_file_digest(path)}"
+    return f"{_class_name(kind)} {methods} {_file_digest(path)}"
 
 
 @functools.cache
 def _file_digest(path: str) -> str:
-    """Of the file when it is first looked at; empty where there is none, as in a notebook."""
+    """A digest of the file when it is first read; empty if there is none, as in a notebook."""
     try:
         with open(path, "rb") as file:
             return hashlib.sha256(file.read()).hexdigest()
@@ -226,10 +226,10 @@ def _code_digest(code: CodeType) -> str:
     return _digest((code.co_code.hex(), *map(_constant, code.co_consts), *code.co_names))
 
 
-def _constant(thing: object) -> str:
-    if isinstance(thing, CodeType):
-        return _code_digest(thing)
-    return repr(sorted(map(repr, thing)) if isinstance(thing, frozenset) else thing)
+def _constant(value: object) -> str:
+    if isinstance(value, CodeType):
+        return _code_digest(value)
+    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
 
 
 def _digest(lines: Iterable[str]) -> str:

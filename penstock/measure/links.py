@@ -30,10 +30,12 @@ class Messages:
     """after which only one more message of a kind is sent: a slow link needs fewer samples"""
 
 
-USUAL = Messages()
+DEFAULT_MESSAGES = Messages()
 
 
-def measure_links(group: Any = None, messages: Messages = USUAL, progress: Progress = no_progress) -> Cluster:
+def measure_links(
+    group: Any = None, messages: Messages = DEFAULT_MESSAGES, progress: Progress = no_progress
+) -> Cluster:
     """A Cluster with the links between the ranks of the group, the same on every rank; all ranks must call this.
 
     A small message there and back takes twice the latency; the bandwidth is from the extra time of a large one.
@@ -44,22 +46,24 @@ def measure_links(group: Any = None, messages: Messages = USUAL, progress: Progr
             hint="call it in a function that penstock.launch or torchrun runs, after init_process_group",
         )
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    found = torch.zeros(2, ranks, ranks, dtype=torch.float64, device=_device(group))
-    rounds = list(tournament(ranks))
+    # Latency and bandwidth from each rank to each other one; zero where another rank measures.
+    results = torch.zeros(2, ranks, ranks, dtype=torch.float64, device=_device(group))
+    rounds = list(round_robin(ranks))
     for number, pairs in enumerate(rounds):
         for turn in [[pair] for pair in pairs] if ranks <= _MAX_SEQUENTIAL else [pairs]:
             # All other ranks wait, so that they do not disturb the measurement.
             dist.barrier(group)
-            for one, other in turn:
-                if rank in (one, other):
-                    _Pair(group, other if rank == one else one, rank == one, messages).measure(found)
+            for first, second in turn:
+                if rank in (first, second):
+                    peer = second if rank == first else first
+                    _Pair(group, peer, rank == first, messages).measure(results)
         progress(number + 1, len(rounds))
-    dist.all_reduce(found, group=group)
-    return _cluster(found.cpu())
+    dist.all_reduce(results, group=group)
+    return _cluster(results.cpu())
 
 
-def tournament(ranks: int) -> Iterator[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs (a round-robin tournament) in which every rank meets every other once."""
+def round_robin(ranks: int) -> Iterator[list[tuple[int, int]]]:
+    """Rounds of disjoint pairs (a round-robin tournament) that contain every pair of ranks once."""
     circle: list[int | None] = [*range(ranks), *([None] if ranks % 2 else [])]
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
@@ -69,16 +73,16 @@ def tournament(ranks: int) -> Iterator[list[tuple[int, int]]]:
 
 
 class _Pair:
-    """Two ranks, of which the first sends and measures the time, and the other replies."""
+    """Two ranks that exchange messages: the first one sends and measures the time, the other one replies."""
 
-    def __init__(self, group: Any, peer: int, asks: bool, messages: Messages) -> None:
-        self._group, self._peer, self._asks, self._messages = group, peer, asks, messages
+    def __init__(self, group: Any, peer: int, is_timer: bool, messages: Messages) -> None:
+        self._group, self._peer, self._is_timer, self._messages = group, peer, is_timer, messages
         self._small, self._large = (
             torch.zeros(size, dtype=torch.uint8, device=_device(group))
             for size in (messages.small_bytes, messages.large_bytes)
         )
 
-    def measure(self, found: Tensor) -> None:
+    def measure(self, results: Tensor) -> None:
         """Write latency and bandwidth of both directions, on the rank that measures."""
         few, many = self._messages.large_times, self._messages.small_times
         # The first messages establish connections and allocate memory.
@@ -86,50 +90,48 @@ class _Pair:
         both = self._seconds(self._small, self._small, many)
         there = self._seconds(self._large, self._small, few)
         back = self._seconds(self._small, self._large, few)
-        if self._asks:
+        if self._is_timer:
             rank, peer = dist.get_rank(self._group), self._peer
-            found[0, rank, peer] = found[0, peer, rank] = both / 2
+            results[0, rank, peer] = results[0, peer, rank] = both / 2
             extra = self._messages.large_bytes - self._messages.small_bytes
             # Where the difference is lost in noise, the time of the whole round trip is taken.
-            found[1, rank, peer] = extra / (there - both if there > both else there)
-            found[1, peer, rank] = extra / (back - both if back > both else back)
+            results[1, rank, peer] = extra / (there - both if there > both else there)
+            results[1, peer, rank] = extra / (back - both if back > both else back)
 
-    def _seconds(self, question: Tensor, answer: Tensor, times: int) -> float:
+    def _seconds(self, request: Tensor, reply: Tensor, times: int) -> float:
         """The median time from a message to its reply; the first byte of a message marks the last one."""
-        if not self._asks:
-            while not self._reply(question, answer):
-                pass
+        if not self._is_timer:
+            is_last = False
+            while not is_last:
+                dist.recv(request, group=self._group, group_src=self._peer)
+                dist.send(reply, group=self._group, group_dst=self._peer)
+                is_last = bool(request[0])
             return 0.0
-        found: list[float] = []
+        samples: list[float] = []
         is_last = False
         while not is_last:
-            is_last = len(found) + 1 == times or sum(found) > self._messages.max_seconds
-            question[0] = is_last
-            found.append(self._ask(question, answer))
-        return median(found)
+            is_last = len(samples) + 1 == times or sum(samples) > self._messages.max_seconds
+            request[0] = is_last
+            samples.append(self._round_trip(request, reply))
+        return median(samples)
 
-    def _ask(self, question: Tensor, answer: Tensor) -> float:
+    def _round_trip(self, request: Tensor, reply: Tensor) -> float:
         start = time.perf_counter()
-        dist.send(question, group=self._group, group_dst=self._peer)
-        dist.recv(answer, group=self._group, group_src=self._peer)
-        _settle(answer)
+        dist.send(request, group=self._group, group_dst=self._peer)
+        dist.recv(reply, group=self._group, group_src=self._peer)
+        _synchronize(reply)
         return time.perf_counter() - start
 
-    def _reply(self, question: Tensor, answer: Tensor) -> bool:
-        dist.recv(question, group=self._group, group_src=self._peer)
-        dist.send(answer, group=self._group, group_dst=self._peer)
-        return bool(question[0])
 
-
-def _cluster(found: Tensor) -> Cluster:
-    latency, bandwidth = found[0].tolist(), found[1].tolist()
+def _cluster(results: Tensor) -> Cluster:
+    latency, bandwidth = results[0].tolist(), results[1].tolist()
     ranks = len(latency)
     pairs = [(source, target) for source in range(ranks) for target in range(ranks) if source != target]
     links = tuple(Link(source, target, latency[source][target], bandwidth[source][target]) for source, target in pairs)
     if not links:
         return Cluster(ranks)
-    usual = median(link.latency for link in links), median(bandwidth[source][target] for source, target in pairs)
-    return Cluster(ranks, None, *usual, links=links)
+    typical = median(link.latency for link in links), median(bandwidth[source][target] for source, target in pairs)
+    return Cluster(ranks, None, *typical, links=links)
 
 
 def _device(group: Any) -> torch.device:
@@ -137,6 +139,6 @@ def _device(group: Any) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
-def _settle(tensor: Tensor) -> None:
+def _synchronize(tensor: Tensor) -> None:
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import Captured, copy_leaf
-from penstock.ir import Call, Graph, Node, TensorSpec, leaves, prune_gradients, transform
+from penstock.capture import Captured, DrawSeed, copy_leaf
+from penstock.ir import Call, Graph, Node, leaves, prune_gradients, transform
 from penstock.measure.allocations import bytes_behind, storage_ids, storage_of
 from penstock.stages import DeferredAccumulator, StageRun
 
@@ -71,7 +71,9 @@ class MeasuredModel:
         if node not in self._replays:
             nodes = [node, *self._makers_of_weight_views(values)]
             wanted = tuple(value.name for value in self.graph[node].makes if value.name in self._read)
-            self._replays[node] = self._captured.replay(self._recording, nodes, self.model, wanted).run
+            replay = self._captured.replay(self._recording, nodes, self.model, wanted)
+            # With the recorded random numbers, on which control flow may depend.
+            self._replays[node] = partial(replay.run, seed=self._recording.seed)
         # Nodes that depend on the inputs only may read their content; all others run on the meta device.
         if self.is_meta and not self.graph[node].from_inputs:
             values = {
@@ -89,8 +91,8 @@ class MeasuredModel:
     def _prepare(
         self, forward: Callable[[Values], Values], values: Mapping[str, Any], is_split: bool
     ) -> Callable[[], "NodeRun"]:
-        own = {name: _as_leaf(value) for name, value in values.items()}
-        return lambda: NodeRun(_NodeStage(forward, own), self._recording, self._added_losses, is_split)
+        inputs = {name: _as_leaf(value) for name, value in values.items()}
+        return lambda: NodeRun(_NodeStage(forward, inputs), self._recording, self._added_losses, is_split)
 
     @cached_property
     def _read(self) -> set[str]:
@@ -129,8 +131,8 @@ class MeasuredModel:
             with self._added_losses() as added:
                 output = self._captured.whole(*args, **kwargs)
             tensors = (leaf for leaf in leaves(output) if isinstance(leaf, Tensor))
-            found = {name: tensor for name, tensor in zip(names, tensors, strict=True) if name in self.roots}
-            return [root for root in (*found.values(), *added) if root.requires_grad]
+            roots = [tensor for name, tensor in zip(names, tensors, strict=True) if name in self.roots]
+            return [root for root in (*roots, *added) if root.requires_grad]
 
         return forward
 
@@ -151,14 +153,14 @@ def _as_leaf(value: Any) -> Any:
 
 
 class _NodeStage:
-    """Takes the place of the stage in a StageRun: one forward on values of its own, which it then frees."""
+    """A stage for StageRun that runs one forward on given values, and then frees them."""
 
     __slots__ = ("_forward", "_values")
 
     def __init__(self, forward: Callable[[Values], Values], values: Values) -> None:
         self._forward, self._values = forward, values
 
-    def __call__(self, recording: Any, inputs: Any, incoming: Values, seed: int | None) -> Values:
+    def __call__(self, recording: Any, inputs: Any, incoming: Values, seed: DrawSeed | None) -> Values:
         values, self._values = self._values, {}
         return self._forward(values)
 
@@ -252,7 +254,8 @@ def visit_nodes(subject: MeasuredModel, visit: Callable[[NodeVisit], object]) ->
         storages = {name: storage_of(value) for name, value in made.items()}
         for name, value in made.items():
             sizes[name] = 0 if storages[name] in state else bytes_behind(value)
-            values[name] = _without_graph(value, graph.spec(name))
+            # Cut from its graph, but still trained where the model trains it.
+            values[name] = value.detach().requires_grad_(graph.spec(name).requires_grad and value.requires_grad)
         del outputs, made
         if not storages or not weights.issuperset(storages.values()):
             visit(visited)
@@ -260,11 +263,6 @@ def visit_nodes(subject: MeasuredModel, visit: Callable[[NodeVisit], object]) ->
             if last_readers.get(name, node.name) == node.name:
                 values.pop(name, None)
     return sizes
-
-
-def _without_graph(value: Tensor, spec: TensorSpec) -> Tensor:
-    own = value.detach()
-    return own.requires_grad_() if spec.requires_grad and value.requires_grad else own
 
 
 def _writable_copy(value: Any) -> Any:

@@ -37,8 +37,8 @@ class _Start(Function):
 
 
 def _started(value: Tensor) -> Tensor:
-    made: Tensor = _Start.apply(_ANCHOR, [value.detach()])  # type: ignore[no-untyped-call]
-    return made
+    started: Tensor = _Start.apply(_ANCHOR, [value.detach()])  # type: ignore[no-untyped-call]
+    return started
 
 
 def memory_of(visited: NodeVisit) -> Memory:
@@ -86,11 +86,11 @@ def _copied(value: Tensor, copies: dict[int, Tensor]) -> Tensor:
         return _started(value.detach().clone()) if value.requires_grad else value.detach().clone()
     storage = value.untyped_storage()
     if storage._cdata not in copies:
-        # All of the memory, as far as elements of this type go.
+        # The whole storage, as elements of this dtype.
         whole = value.detach().as_strided((storage.nbytes() // value.element_size(),), (1,), 0)
         copies[storage._cdata] = whole.clone()
-    own = copies[storage._cdata].view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
-    return _started(own) if value.requires_grad else own
+    copy = copies[storage._cdata].view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
+    return _started(copy) if value.requires_grad else copy
 
 
 def _without(alive: Mapping[int, int], numbers: Iterable[int | None]) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""Measures or estimates every node of a model alone, and puts the results together to a Profile."""
+"""Measures or estimates every node of a model alone, and combines the results into a Profile."""
 
 import gc
 import math
@@ -36,9 +36,9 @@ def measure(
     device = device_of(subject.model)
     end = time.monotonic() + budget_seconds
     with subject.isolated(), without_gc():
-        found, whole, factors = _Measurement(subject, Clock(device), _Rounds(iterations, end, progress)).findings()
+        findings, whole, factors = _Measurement(subject, Clock(device), _Rounds(iterations, end, progress)).findings()
     calibration = "forward x{:.3f}, backward x{:.3f}".format(*factors)
-    return found.profile(whole.step, device_name(device), (*_versions(), ("calibrated", calibration)))
+    return findings.profile(whole.step, device_name(device), (*_versions(), ("calibrated", calibration)))
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,16 @@ class _NodeFindings:
 
     def profile(self, step_seconds: float | None, device: str, versions: tuple[tuple[str, str], ...]) -> Profile:
         """Put the profile together; without the seconds of a step, the sum of all nodes is taken."""
-        held, late = self._held(), self._late()
+        memories = self.memory.values()
+        held = {name for memory in memories for name in self._shared(memory.holds.values)}
+        late = {name for memory in memories for name in self._shared(memory.holds.late_values)}
         costs = tuple(self._cost(node, held, late) for node in self.graph.nodes)
         total = math.fsum(times.step for times in self.times.values())
         pairs = tuple((name, size) for name, size in self.sizes.items() if self._first(name) == name)
         seconds = total if step_seconds is None else step_seconds
         return Profile(costs, seconds, self.graph.fingerprint, device, versions, pairs)
 
-    def _cost(self, node: Node, held: Mapping[str, None], late: Mapping[str, None]) -> NodeCost:
+    def _cost(self, node: Node, held: set[str], late: set[str]) -> NodeCost:
         (holds, peak), graph = self.memory.get(node.name, Memory()), self.graph
         made = {self._first(value.name) for value in node.makes}
         own = [name for name in made if name in graph.makers and graph.makers[name] is node]
@@ -88,12 +90,6 @@ class _NodeFindings:
     def _shared(self, values: tuple[str, ...]) -> tuple[str, ...]:
         names = dict.fromkeys(map(self._first, values))
         return tuple(name for name in names if name in self.graph.makers)
-
-    def _held(self) -> dict[str, None]:
-        return {name: None for found in self.memory.values() for name in self._shared(found.holds.values)}
-
-    def _late(self) -> dict[str, None]:
-        return {name: None for found in self.memory.values() for name in self._shared(found.holds.late_values)}
 
     def _state_bytes(self, names: tuple[str, ...]) -> int:
         return sum(self._state[name] for name in {self.graph.tensor_of(name) for name in names})
@@ -184,14 +180,14 @@ class _Measurement:
 
     def _all_times(self) -> dict[str, Times]:
         """The times of every node; in an even group, the median of those that were timed."""
-        found: dict[str, Times] = {}
+        times: dict[str, Times] = {}
         for group in self._groups:
             known = {node.name: self._times[node.name] for node in group if node.name in self._times}
             if known and self._is_even(group):
-                found |= dict.fromkeys((node.name for node in group), Times.median(known.values()))
+                times |= dict.fromkeys((node.name for node in group), Times.median(known.values()))
             else:
-                found |= known
-        return found
+                times |= known
+        return times
 
     def _all_memory(self) -> dict[str, Memory]:
         known = [(self._memory[group[0].name], group) for group in self._groups if group[0].name in self._memory]

@@ -1,4 +1,4 @@
-"""Times one node alone, or the unsplit model, again and again."""
+"""Times one node alone, or the unsplit model, repeatedly."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from penstock.measure.clock import Clock, Times
 from penstock.measure.measured_model import MeasuredModel, NodeRun, NodeVisit
 from penstock.measure.work import WorkCounter
 
-_SAMPLE_SECONDS, _MOST_REPEATED = 0.005, 32
+_SAMPLE_SECONDS, _MAX_REPEATS = 0.005, 32
 """shorter runs are repeated several times in a row, as reading the clock would disturb them"""
 Prepare = Callable[[bool], Callable[[], NodeRun]]
 Gradients = Callable[[dict[str, Any]], dict[str, Tensor]]
@@ -23,7 +23,7 @@ class Timing:
     def __init__(self, prepare: Prepare, gradients: Gradients, clock: Clock | WorkCounter) -> None:
         self._prepare, self._gradients, self._clock = prepare, gradients, clock
         first = self.once(1)
-        self._times = min(max(math.ceil(_SAMPLE_SECONDS / max(first.step, 1e-9)), 1), _MOST_REPEATED)
+        self._repeats = min(max(math.ceil(_SAMPLE_SECONDS / max(first.step, 1e-9)), 1), _MAX_REPEATS)
         self._samples: list[Times] = []
 
     @classmethod
@@ -40,7 +40,7 @@ class Timing:
 
     def sample(self) -> None:
         """Take one more sample."""
-        self._samples.append(self.once(self._times))
+        self._samples.append(self.once(self._repeats))
 
     @property
     def typical(self) -> Times:
@@ -49,8 +49,8 @@ class Timing:
 
     def once(self, times: int) -> Times:
         """Run `times` forwards with full backwards, and as many with split ones; the seconds of one of each."""
-        waiting = [self._prepare(False) for _ in range(times)]
-        forward, runs = self._clock.seconds(lambda: [start() for start in waiting])
+        prepared = [self._prepare(False) for _ in range(times)]
+        forward, runs = self._clock.seconds(lambda: [run() for run in prepared])
         given = [self._gradients(run.take_outputs()) for run in runs]
         if not any(given) and not any(run.adds_loss for run in runs):
             return Times(forward / times)

@@ -1,4 +1,4 @@
-"""acyclic: any partition in which values go forward only, not just runs of the model's order.
+"""Searches all partitions in which values go forward only, not just runs of the model's order.
 
 Choose it when the model has branches, or when the best cut into runs is uneven and a few nodes beside the main path
 could move. Where the model has few branches (at most `ideals` prefixes), all partitions are compared, and the result is
@@ -27,7 +27,7 @@ _CLOSE = 1.001
 
 @dataclass(frozen=True)
 class Acyclic(Partitioner):
-    """Exact where possible, else a search; never worse than linear and pipedream."""
+    """Compares all partitions where they are few, else searches; never worse than linear and pipedream."""
 
     name = "acyclic"
     ideals: int = 2000
@@ -38,7 +38,7 @@ class Acyclic(Partitioner):
     def __post_init__(self) -> None:
         for option in ("ideals", "attempts"):
             if (as_int(getattr(self, option)) or 0) < 1:
-                raise PartitionError(f"{option} must be a whole number, 1 or more", given=repr(getattr(self, option)))
+                raise PartitionError(f"{option} must be a whole number, 1 or more", got=repr(getattr(self, option)))
 
     def divide(self, problem: Problem) -> Division:
         rates = CostRates.of(problem)

@@ -1,4 +1,4 @@
-"""auto: the best division that the other partitioners find.
+"""Tries the other partitioners and returns the best division.
 
 Choose it if you have no preference; the result names the partitioner and how far the others are behind. It tries every
 member of the table that compares seconds: optional ones if they are installed, those for slow links if messages take
@@ -17,7 +17,7 @@ _WORTH = 0.01
 
 @dataclass(frozen=True)
 class Auto(Partitioner):
-    """The least bottleneck and, among equals, the fewest bytes over the cuts."""
+    """Prefers the least bottleneck and, among equals, the fewest bytes over the cuts."""
 
     name = "auto"
     compares = False

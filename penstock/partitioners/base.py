@@ -61,7 +61,7 @@ class Problem:
         flight = self.holding.in_flight
         if isinstance(flight, tuple) and len(flight) != self.num_stages:
             raise PartitionError(
-                "microbatches in flight must be given once per stage", given=len(flight), stages=self.num_stages
+                "microbatches in flight must be given once per stage", got=len(flight), stages=self.num_stages
             )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The cost of candidate stages: of runs of consecutive atoms, for many runs at once, and in seconds on a given rank."""
+"""Computes the costs of many candidate stages at once, each a run of consecutive atoms, and their seconds on a rank."""
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.ir import LinkRates
 from penstock.partitioners.atoms import Atoms, Floats, Incidence, Ints
 from penstock.partitioners.base import Problem
 
@@ -39,11 +40,10 @@ class CostRates:
     """Converts a StageCost to seconds and bytes on the rank of each stage."""
 
     slowness: Floats
-    seconds_per_byte: Floats
+    links: LinkRates
     """per stage, of the links for received, returned, sent and regained bytes"""
-    latency: Floats
-    """per stage, of the same links; 0 if messages overlap with compute"""
     overlaps: bool
+    """whether messages travel while ranks compute, see Problem.overlaps"""
     in_flight: Floats
     limit: Floats
     """bytes of memory"""
@@ -51,24 +51,26 @@ class CostRates:
     @classmethod
     def of(cls, problem: Problem) -> "CostRates":
         """Returns the rates of every stage on its rank; links are those to the ranks of the stages beside it."""
-        ranks = problem.placed.ranks
-        last = len(ranks) - 1
-        around = [(ranks[max(stage - 1, 0)], rank, ranks[min(stage + 1, last)]) for stage, rank in enumerate(ranks)]
-        ways = [((before, own), (own, before), (own, after), (after, own)) for before, own, after in around]
-        links = {way: _link_rates(problem, way) for way in {way for each in ways for way in each}}
+        ranks = np.array(problem.placed.ranks)
+        before, after = np.append(ranks[:1], ranks[:-1]), np.append(ranks[1:], ranks[-1:])
+        source = np.stack((before, ranks, ranks, after), axis=1)
+        target = np.stack((ranks, before, after, ranks), axis=1)
+        links = problem.cluster.link_rates(source, target)
+        # Between stages of one rank nothing is sent.
+        crosses = source != target
+        links = LinkRates(links.seconds_per_byte * crosses, links.latency * crosses)
         return cls(
-            problem.slowness_of[list(ranks)],
-            np.array([[links[way][0] for way in each] for each in ways]),
-            np.array([[links[way][1] for way in each] for each in ways]) * (not problem.overlaps),
+            problem.slowness_of[ranks],
+            links,
             problem.overlaps,
             problem.in_flight,
-            problem.limit_of[list(ranks)],
+            problem.limit_of[ranks],
         )
 
     @property
     def has_messages(self) -> bool:
         """Whether messages take time."""
-        return bool(self.seconds_per_byte.any() or self.latency.any())
+        return bool(self.message_seconds(self.links, np.ones(1)).any())
 
     @property
     def has_limits(self) -> bool:
@@ -88,7 +90,11 @@ class CostRates:
     @property
     def without_messages(self) -> "CostRates":
         """The same with messages that take no time."""
-        return replace(self, seconds_per_byte=0 * self.seconds_per_byte, latency=0 * self.latency)
+        return replace(self, links=LinkRates(0 * self.links.seconds_per_byte, 0 * self.links.latency))
+
+    def message_seconds(self, links: LinkRates, num_bytes: Floats) -> Floats:
+        """Returns the seconds that messages count for; a latency hidden by compute does not."""
+        return links.occupied(num_bytes) if self.overlaps else links.total(num_bytes)
 
     def loads(self, cost: StageCost) -> Floats:
         """Returns seconds per stage and candidate; inf where a candidate alone exceeds the memory of the rank."""
@@ -96,10 +102,10 @@ class CostRates:
         load = self.slowness.reshape(shape) * cost.seconds
         if self.has_messages:
             ways = (cost.received, cost.returned, cost.sent, cost.regained)[: 2 if self.overlaps else 4]
-            for way, size in enumerate(ways):
-                pace, latency = self.seconds_per_byte[:, way].reshape(shape), self.latency[:, way].reshape(shape)
-                taken = pace * size + latency * (size > 0)
-                load = np.maximum(load, taken) if self.overlaps else load + taken
+            for way, num_bytes in enumerate(ways):
+                per_stage = (slice(None), way, *(None,) * num_bytes.ndim)
+                seconds = self.message_seconds(self.links[per_stage], num_bytes)
+                load = np.maximum(load, seconds) if self.overlaps else load + seconds
         if self.has_limits:
             load = np.where(self.memory(cost) > self.limit.reshape(shape), np.inf, load)
         return load
@@ -112,15 +118,6 @@ class CostRates:
     def memory_shares(self, cost: StageCost) -> Floats:
         """Returns bytes per stage and candidate, as a share of the limit."""
         return self.memory(cost) / self.limit.reshape(-1, *(1,) * cost.seconds.ndim)
-
-
-def _link_rates(problem: Problem, way: tuple[int, int]) -> tuple[float, float]:
-    """Returns seconds per byte and latency from rank to rank; both are 0 within a rank."""
-    cluster = problem.cluster
-    link = cluster.link(*way) if cluster.links else cluster
-    if way[0] == way[1]:
-        return 0.0, 0.0
-    return 1 / link.bandwidth if link.bandwidth else 0.0, link.latency
 
 
 class Box(NamedTuple):

@@ -1,4 +1,4 @@
-"""Cuts that the user names: modules per stage, or modules to cut before.
+"""Cuts where the user says: by the modules of every stage, or by the modules to cut before.
 
 Choose them to reproduce a split made elsewhere, or to move a boundary by hand.
 """
@@ -63,13 +63,13 @@ def cut_at(graph: Graph, places: list[int]) -> Partition:
 def _check_names(modules: Any) -> None:
     is_list = isinstance(modules, Iterable) and not isinstance(modules, str)
     if not is_list or not all(isinstance(module, str) for module in modules):
-        raise PartitionError("modules must be a list of module names", given=repr(modules))
+        raise PartitionError("modules must be a list of module names", got=repr(modules))
 
 
 def _owners(graph: Graph, stages: Any) -> dict[str, int]:
     owner: dict[str, int] = {}
     if not isinstance(stages, Iterable) or isinstance(stages, str):
-        raise PartitionError("stages must be lists of module names", given=repr(stages))
+        raise PartitionError("stages must be lists of module names", got=repr(stages))
     for stage, modules in enumerate(stages):
         _check_names(modules)
         if not modules:

@@ -1,4 +1,4 @@
-"""linear: runs of the model's order, with the least compute on the busiest rank that any such cut allows.
+"""Cuts the model's order into runs with the least possible compute on the busiest rank.
 
 Choose it when links are fast compared with the blocks, or when a cut is wanted at once: 10,000 nodes take milliseconds.
 It is exact for one stage per rank. With several stages per rank it evens out their sums under the placement: exact for

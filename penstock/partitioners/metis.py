@@ -1,4 +1,4 @@
-"""metis: k-way parts of METIS, by seconds of nodes and bytes of values, made acyclic and improved.
+"""Makes the k-way parts of METIS, which weigh seconds of nodes and bytes of values, acyclic and improves them.
 
 Choose it for wide models with many branches, where the order of the model is a poor guide to cuts with few bytes.
 METIS ignores direction: its parts are put in order, nodes that would read from a later part are moved, and the result
@@ -27,7 +27,7 @@ _RESOLUTION = 1_000_000
 
 @dataclass(frozen=True)
 class Metis(Partitioner):
-    """The best of several attempts, each with another seed."""
+    """Takes the best of several attempts, each with another seed."""
 
     name = "metis"
     is_optional = True

@@ -1,4 +1,4 @@
-"""mpipe: a rank may hold several stages that are not neighbours, as many as make the ranks even (mixed-pipe).
+"""Gives a rank several stages that are not neighbours, as many as make the ranks even (mixed-pipe).
 
 Choose it when blocks differ so much that no cut into one run per rank is even: eight blocks that cost 4 and eight that
 cost 1 give the busiest of 4 ranks 12 in runs, and 10 with two stages per rank. It chooses the number of stages and
@@ -24,7 +24,7 @@ from penstock.partitioners.search.contiguous import DENSE, coarsen, cut_runs, st
 
 @dataclass(frozen=True)
 class MPipe(Partitioner):
-    """Runs of the model's order, and a placement for them."""
+    """Cuts the model's order into runs and chooses a placement for them."""
 
     name = "mpipe"
     chooses_placement = True
@@ -35,7 +35,7 @@ class MPipe(Partitioner):
 
     def __post_init__(self) -> None:
         if (as_int(self.stages_per_rank) or 0) < 1:
-            raise PartitionError("stages per rank must be a whole number, 1 or more", given=repr(self.stages_per_rank))
+            raise PartitionError("stages per rank must be a whole number, 1 or more", got=repr(self.stages_per_rank))
         if not is_finite(self.worth) or self.worth < 0:
             raise PartitionError("worth must be a share, 0 or more", worth=repr(self.worth))
 

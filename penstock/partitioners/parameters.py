@@ -1,4 +1,4 @@
-"""parameters: runs of the model's order, with the fewest bytes of parameters on the rank that has the most.
+"""Cuts the model's order into runs with the fewest bytes of parameters on the rank that has the most.
 
 Choose it before anything is measured, when blocks differ in size, or when parameters fill the memory. Tied parameters
 count once per stage.

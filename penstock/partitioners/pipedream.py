@@ -1,4 +1,4 @@
-"""pipedream: runs of the model's order, even in the longer of compute and of messages over the cuts.
+"""Cuts the model's order into runs that are even in the longer of compute and messages.
 
 Choose it when links are slow: it takes into account the bandwidth of every link of the Cluster and all values that a
 stage receives, skip connections included, and cuts where few bytes cross. Without bandwidth it equals linear. It is

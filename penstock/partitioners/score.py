@@ -1,4 +1,4 @@
-"""How good a partition is: seconds and bytes of every rank, a lower bound, and the Division that is returned."""
+"""Computes how good a partition is: seconds and bytes of every rank, and a lower bound; builds the Division."""
 
 import math
 from dataclasses import dataclass
@@ -91,8 +91,9 @@ class Score:
         values, number = self.atoms.values, self.problem.cluster.ranks
         value, source, target = self.sent
         owner, user = self.ranks[source], self.ranks[target]
-        received = sums(user, values.forward[value] * self._seconds_per_byte(owner, user), number)
-        returned = sums(user, values.backward[value] * self._seconds_per_byte(user, owner), number)
+        rates = self.problem.cluster.link_rates
+        received = sums(user, rates(owner, user).occupied(values.forward[value]), number)
+        returned = sums(user, rates(user, owner).occupied(values.backward[value]), number)
         if self.problem.overlaps:
             return np.maximum(self.compute_loads, np.maximum(received, returned))
         return self.compute_loads + received + returned + self._sending() + self._latencies()
@@ -104,30 +105,26 @@ class Score:
         source = self.sent[1][first]
         owner = self.ranks[source]
         user = self.ranks[np.minimum(source + 1, self.num_stages - 1)]
-        there = values.forward[value] * self._seconds_per_byte(owner, user)
-        return sums(owner, there + values.backward[value] * self._seconds_per_byte(user, owner), number)
+        rates = self.problem.cluster.link_rates
+        sending = rates(owner, user).occupied(values.forward[value])
+        receiving = rates(user, owner).occupied(values.backward[value])
+        return sums(owner, sending + receiving, number)
 
     def _latencies(self) -> Floats:
         """Latencies of a stage's messages in and out, and of the gradients for them."""
         values, link = self.atoms.values, self.problem.cluster.link
         value, source, target = self.sent
         waits = np.zeros(self.problem.cluster.ranks)
-        for size, is_back in ((values.forward, False), (values.backward, True)):
-            some = size[value] > 0
-            for stages, step in ((target[some], -1), (source[some], 1)):
+        for size, is_gradient in ((values.forward, False), (values.backward, True)):
+            has_bytes = size[value] > 0
+            # As in CostRates, all messages of a stage count as one to or from the stage beside it.
+            for stages, step in ((target[has_bytes], -1), (source[has_bytes], 1)):
                 for stage in np.unique(stages):
                     own, peer = self.ranks[stage], self.ranks[np.clip(stage + step, 0, self.num_stages - 1)]
-                    way = (own, peer) if (step > 0) != is_back else (peer, own)
-                    waits[own] += link(*way).latency if own != peer else 0.0
+                    is_outgoing = (step > 0) != is_gradient
+                    pair = (own, peer) if is_outgoing else (peer, own)
+                    waits[own] += link(*pair).latency if own != peer else 0.0
         return waits
-
-    def _seconds_per_byte(self, source: Ints, target: Ints) -> Floats:
-        cluster = self.problem.cluster
-        if not cluster.links:
-            return np.full(len(source), 1 / cluster.bandwidth if cluster.bandwidth else 0.0)
-        pairs, which = np.unique(source * cluster.ranks + target, return_inverse=True)
-        links = [cluster.link(*divmod(int(pair), cluster.ranks)) for pair in pairs]
-        return np.array([1 / link.bandwidth if link.bandwidth else 0.0 for link in links])[which]
 
     @cached_property
     def memory(self) -> Floats:
@@ -215,9 +212,9 @@ def partition_of(problem: Problem, atoms: Atoms, stage: Ints) -> Partition:
 
 def _check_memory(score: Score, keeps_limits: bool) -> None:
     limit = score.problem.limit_of
-    short = score.memory - limit
-    rank = int(short.argmax())
-    if short[rank] <= 0:
+    excess = score.memory - limit
+    rank = int(excess.argmax())
+    if excess[rank] <= 0:
         return
     ways_out = "more ranks, fewer microbatches in flight, recomputation, or an optimizer that holds less"
     raise PartitionError(
@@ -225,7 +222,7 @@ def _check_memory(score: Score, keeps_limits: bool) -> None:
         rank=rank,
         needs=round(score.memory[rank]),
         limit=round(limit[rank]),
-        short_by=round(short[rank]),
+        short_by=round(excess[rank]),
         all_ranks_need=round(score.memory.sum()),
         hint=ways_out if keeps_limits else f"linear or auto, which keep limits in mind; {ways_out}",
     )

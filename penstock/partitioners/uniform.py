@@ -1,4 +1,4 @@
-"""uniform: the same number of nodes with parameters in every stage, in the order of the model.
+"""Cuts the model's order into runs with the same number of nodes with parameters.
 
 Choose it when blocks are equal, or as a first try before anything is measured.
 """

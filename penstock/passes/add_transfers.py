@@ -25,7 +25,7 @@ from penstock.ir import (
     walk_passes,
 )
 from penstock.passes.base import Pass
-from penstock.passes.deadlock import deadlock_error
+from penstock.passes.verification import deadlock_error
 
 
 @dataclass(frozen=True)

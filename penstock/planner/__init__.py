@@ -1,10 +1,9 @@
 """Chooses cuts, placement, order, microbatches and recomputation, and synthesises schedules."""
 
-
 from penstock.planner.candidates import Measured
 from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.plan_search import search
-from penstock.planner.resize import interpolate_profile, unsplit, with_microbatches
+from penstock.planner.resize import interpolate_profile, with_microbatches
 from penstock.planner.slow_ranks import SlowRankAdvisor
 from penstock.planner.synthesis import ScheduleProblem, is_too_large, synthesise
 
@@ -18,6 +17,5 @@ __all__ = [
     "is_too_large",
     "search",
     "synthesise",
-    "unsplit",
     "with_microbatches",
 ]

@@ -168,12 +168,8 @@ def _low_traffic(layout: StageLayout, options: PlanOptions, name: str) -> Iterat
     Partitioners accept messages as long as the passes that hide them; but nothing hides the first and last messages,
     and with few microbatches in flight hardly any are hidden.
     """
-    cluster = options.cluster
-    links = tuple(
-        replace(link, bandwidth=link.bandwidth and link.bandwidth / _TRAFFIC_FACTOR) for link in cluster.links
-    )
-    slower = replace(cluster, bandwidth=cluster.bandwidth and cluster.bandwidth / _TRAFFIC_FACTOR, links=links)
-    if slower == cluster:
+    slower = options.cluster.with_bandwidth_times(1 / _TRAFFIC_FACTOR)
+    if slower == options.cluster:
         return
     measured = layout.measured
     problem = Problem(measured.graph, measured.profile, replace(slower, memory=None), layout.placement)

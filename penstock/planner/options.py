@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,36 +15,26 @@ RECOMPUTE = ("none", "full", "auto")
 AUTO = "auto"
 
 
-def _cli(metavar: str, text: str) -> dict[str, str]:
-    """Metadata of a field: the placeholder and the help text that the command line shows."""
-    return {"metavar": metavar, "help": text}
-
-
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of a plan; those that are "auto" are searched for.
+    """Options of a plan; those that are "auto" are searched for."""
 
-    In Python `ranks` may also be a Cluster (memory, slowness and links of the ranks), `schedule` a Schedule or the text
-    of a CSV, and `partitioner` a Partition or lists of module names per stage. The metadata of a field has its `help`
-    and `metavar` for the command line.
-    """
-
-    ranks: int | Cluster = field(default=4, metadata=_cli("P", "Pipeline ranks."))
-    microbatches: int | str = field(default=AUTO, metadata=_cli("M", 'Microbatches per batch, or "auto".'))
-    schedule: str | Path | Schedule = field(
-        default=AUTO, metadata=_cli("NAME", 'A schedule, the CSV file of one, or "auto".')
-    )
-    partitioner: str | Partition | Sequence[Sequence[str]] = field(
-        default=AUTO, metadata=_cli("NAME", 'A partitioner, or "auto".')
-    )
-    stages_per_rank: int | None = field(
-        default=None, metadata=_cli("V", "Stages per rank; by default the best.")
-    )
-    memory: int | str | None = field(default=None, metadata=_cli("SIZE", "Memory of a rank, such as 24GiB."))
-    recompute: str = field(
-        default="none", metadata=_cli("WHICH", "Recompute activations: none, full, or auto (where memory requires it).")
-    )
-    budget_seconds: float = field(default=10.0, metadata=_cli("SECONDS", "How long to search for a better plan."))
+    ranks: int | Cluster = 4
+    """number of ranks, or a Cluster with their memory, slowness and links"""
+    microbatches: int | str = AUTO
+    """microbatches per batch"""
+    schedule: str | Path | Schedule = AUTO
+    """a name, a Schedule, or a CSV file"""
+    partitioner: str | Partition | Sequence[Sequence[str]] = AUTO
+    """a name, a Partition, or lists of module names per stage"""
+    stages_per_rank: int | None = None
+    """None: the best number"""
+    memory: int | str | None = None
+    """of a rank, in bytes or as text such as 24GiB"""
+    recompute: str = "none"
+    """one of "none", "full", or "auto": recompute activations where memory requires it"""
+    budget_seconds: float = 10.0
+    """how long to search for a better plan"""
 
     def __post_init__(self) -> None:
         if not isinstance(self.ranks, Cluster):
@@ -52,30 +42,30 @@ class PlanOptions:
         if self.microbatches != AUTO:
             count = _count("microbatches", self.microbatches, 'microbatches=4, or "auto"')
             if count > MAX_MICROBATCHES:
-                raise PlanError("too many microbatches", given=count, hint=f"at most {MAX_MICROBATCHES}")
+                raise PlanError("too many microbatches", got=count, hint=f"at most {MAX_MICROBATCHES}")
             object.__setattr__(self, "microbatches", count)
         if self.recompute not in RECOMPUTE:
             hint = ", ".join(f'"{choice}"' for choice in RECOMPUTE)
-            raise PlanError("unknown recompute", given=repr(self.recompute), hint=f"one of {hint}")
+            raise PlanError("unknown recompute", got=repr(self.recompute), hint=f"one of {hint}")
         if not is_finite(self.budget_seconds) or self.budget_seconds < 0:
             raise PlanError(
-                "budget_seconds must be 0 or more", given=repr(self.budget_seconds), hint="budget_seconds=10.0"
+                "budget_seconds must be 0 or more", got=repr(self.budget_seconds), hint="budget_seconds=10.0"
             )
-        self._check_depth()
+        self._check_stages_per_rank()
         object.__setattr__(self, "schedule", _schedule(self.schedule))
         object.__setattr__(self, "partitioner", _partitioner(self.partitioner))
 
-    def _check_depth(self) -> None:
-        depth = self.stages_per_rank
-        if depth is None:
+    def _check_stages_per_rank(self) -> None:
+        count = self.stages_per_rank
+        if count is None:
             return
-        if (as_int(depth) or 0) < 1:
+        if (as_int(count) or 0) < 1:
             hint = "stages_per_rank=2, or None for the best number"
-            raise PlanError("stages_per_rank must be a whole number, 1 or more", given=repr(depth), hint=hint)
-        if depth * self.cluster.ranks > MAX_STAGES:
+            raise PlanError("stages_per_rank must be a whole number, 1 or more", got=repr(count), hint=hint)
+        if count * self.cluster.ranks > MAX_STAGES:
             raise PlanError(
                 "too many stages",
-                stages_per_rank=depth,
+                stages_per_rank=count,
                 ranks=self.cluster.ranks,
                 hint=f"at most {MAX_STAGES} in all",
             )
@@ -115,7 +105,7 @@ class PlanOptions:
 def _count(name: str, given: object, hint: str) -> int:
     number = as_int(given) if not isinstance(given, str) else None
     if number is None or number < 1:
-        raise PlanError(f"{name} must be a whole number, 1 or more", given=repr(given), hint=hint)
+        raise PlanError(f"{name} must be a whole number, 1 or more", got=repr(given), hint=hint)
     return number
 
 
@@ -127,7 +117,7 @@ def _schedule(given: object) -> str | Schedule:
         return Schedule.from_csv(given)
     if not isinstance(given, str):
         hint = 'a name such as "1f1b", a Schedule, or the path of a CSV'
-        raise PlanError("schedule must be a name or a Schedule", given=repr(given), hint=hint)
+        raise PlanError("schedule must be a name or a Schedule", got=repr(given), hint=hint)
     return AUTO if given.lower() == AUTO else find_schedule(given).name
 
 
@@ -137,7 +127,7 @@ def _partitioner(given: object) -> str | Partition | Sequence[Sequence[str]]:
         return find_partitioner(given).name
     if not isinstance(given, Partition | list | tuple) or not given:
         hint = 'a name such as "linear", a Partition, or a list of names of modules per stage'
-        raise PlanError("partitioner must be a name or stages", given=repr(given), hint=hint)
+        raise PlanError("partitioner must be a name or stages", got=repr(given), hint=hint)
     return given
 
 

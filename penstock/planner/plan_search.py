@@ -122,7 +122,12 @@ class _Search:
             self._report()
             plan, layout = self._winner
             moved = list(self._moves(plan, layout))
-            better = [(move, cut) for move, cut in moved if _is_better(move.plan, plan)]
+            shorter = plan.predicted.makespan * (1 - 1e-9)
+            better = [
+                (move, cut)
+                for move, cut in moved
+                if excess_bytes(move.plan) <= 0 and move.plan.predicted.makespan < shorter
+            ]
             if not better or self._options.partitioner != AUTO or not self._seconds_left:
                 return [move for move, _ in moved]
             move, cut = min(better, key=lambda pair: pair[0].plan.predicted.makespan)
@@ -170,10 +175,6 @@ def node_moves(graph: Graph, partition: Partition) -> Iterator[tuple[Partition, 
             except PartitionError:
                 continue
             yield moved, node, source, target
-
-
-def _is_better(plan: Plan, other: Plan) -> bool:
-    return excess_bytes(plan) <= 0 and plan.predicted.makespan < other.predicted.makespan * (1 - 1e-9)
 
 
 def _rank(plan: Plan) -> tuple[bool, float, int]:

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from penstock.errors import PlanError
-from penstock.ir import Choices, Cluster, Graph, NodeCost, Partition, Plan, Prediction, Profile, StageCosts
+from penstock.ir import Graph, NodeCost, Plan, Prediction, Profile
 from penstock.passes import lower
 from penstock.planner.synthesis import ScheduleProblem, lower_bound
 from penstock.schedules import SCHEDULES, build
@@ -23,23 +23,6 @@ def with_microbatches(plan: Plan, count: int) -> Plan:
     trace = simulate(lower(built, cuts=plan.cuts), plan.costs, plan.cluster)
     bound = lower_bound(ScheduleProblem(plan.costs, built.placement, count, plan.cluster, plan.cuts)).seconds
     return replace(plan, schedule=built, predicted=Prediction.of(trace, min(bound, trace.makespan)))
-
-
-def unsplit(plan: Plan) -> Plan:
-    """Returns the plan that runs the same microbatches through one stage on one rank."""
-    partition = Partition((tuple(node.name for node in plan.graph.nodes),))
-    cluster, schedule = Cluster(1), build("gpipe", 1, plan.num_microbatches)
-    # The one rank has slowness 1, whichever ranks of the plan are slow.
-    equal = plan.costs_on(replace(plan.cluster, slowness=None))
-    costs = StageCosts(
-        forward=(sum(equal.forward),),
-        input_grad=(sum(equal.input_grad),),
-        weight_grad=(sum(equal.weight_grad),),
-        activation_bytes=(sum(equal.activation_bytes),),
-    )
-    trace = simulate(lower(schedule), costs, cluster)
-    choices = Choices("given", "gpipe", (False,), "loop")
-    return Plan(plan.graph, partition, schedule, choices, costs, cluster, Prediction.of(trace, trace.makespan))
 
 
 def interpolate_profile(graph: Graph, share: float, small: Profile, large: Profile) -> Profile:

@@ -2,7 +2,6 @@
 
 from penstock.runtime.broadcast import gather_tensors
 from penstock.runtime.compile import message_key
-from penstock.runtime.description import describe
 from penstock.runtime.engine import Engine
 from penstock.runtime.executor import located_error, watch_step
 from penstock.runtime.gradients import ReplicaReducer, check_clipping, clip, global_norm
@@ -10,31 +9,29 @@ from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.inputs import INPUTS
 from penstock.runtime.loss_head import LossHead, MicrobatchWarning
 from penstock.runtime.meta_init import unsaved_buffer_names
-from penstock.runtime.model_part import ModelPart, check_tied_weights
+from penstock.runtime.model_part import LOSS_FN, ModelPart, check_tied_weights, shard_like
 from penstock.runtime.monitor import RankMonitor
 from penstock.runtime.options import RunOptions
-from penstock.runtime.outputs import merge
-from penstock.runtime.parity import ParityReport
-from penstock.runtime.roots import measured_model
+from penstock.runtime.outputs import OutputDims, check_output_dims, merge
 from penstock.runtime.scaler import GradScaler
-from penstock.runtime.state_dict import shard_like
 from penstock.runtime.step import Result
 from penstock.runtime.sync import MAX_REDUCED, Agreement, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.tensor_json import FindTensor, Tensors, decode_tree, encode_tree, json_bytes, parse_json
 from penstock.runtime.transports import (
-    DistributedTransport,
     MessageKey,
     RecvSlot,
     Route,
     SendSlot,
     TensorCodec,
+    Transport,
+    make_transport,
 )
 
 __all__ = [
     "INPUTS",
+    "LOSS_FN",
     "MAX_REDUCED",
     "Agreement",
-    "DistributedTransport",
     "Engine",
     "FindTensor",
     "GradScaler",
@@ -42,7 +39,7 @@ __all__ = [
     "MessageKey",
     "MicrobatchWarning",
     "ModelPart",
-    "ParityReport",
+    "OutputDims",
     "ProcessGroups",
     "RankMonitor",
     "RankSync",
@@ -57,17 +54,18 @@ __all__ = [
     "SyncVote",
     "TensorCodec",
     "Tensors",
+    "Transport",
     "check_clipping",
+    "check_output_dims",
     "check_tied_weights",
     "clip",
     "decode_tree",
-    "describe",
     "encode_tree",
     "gather_tensors",
     "global_norm",
     "json_bytes",
     "located_error",
-    "measured_model",
+    "make_transport",
     "merge",
     "message_key",
     "parse_json",

@@ -17,32 +17,32 @@ from penstock.runtime.tensor_json import Tensors, decode_tree, encode_tree
 _REFUSED = "refused: "
 
 
-def flatten_structure(thing: Any) -> tuple[str, list[Tensor]]:
+def flatten_structure(structure: Any) -> tuple[str, list[Tensor]]:
     """Return a JSON text of a structure of lists, tuples, dicts and plain values, and its tensors in order."""
-    _check_structure(thing)
+    _check_structure(structure)
     tensors: Tensors = {}
-    tree = encode_tree(thing, tensors, "batch")
-    specs = {name: [_dtype_name(one), list(one.shape), one.requires_grad] for name, one in tensors.items()}
+    tree = encode_tree(structure, tensors, "batch")
+    specs = {name: [_dtype_name(tensor), list(tensor.shape), tensor.requires_grad] for name, tensor in tensors.items()}
     text = json.dumps({"tree": tree, "tensors": specs})
     return text, [tensor.detach().contiguous() for tensor in tensors.values()]
 
 
-def _check_structure(thing: Any) -> None:
+def _check_structure(structure: Any) -> None:
     """Refuse everything that would arrive as something else, such as a subclass of a list."""
-    if isinstance(thing, Tensor):
-        if thing.layout is not torch.strided or _dtype_name(thing) not in ITEM_BYTES or thing.is_quantized:
-            kind = f"{thing.dtype}, {thing.layout}".replace("torch.", "")
+    if isinstance(structure, Tensor):
+        if structure.layout is not torch.strided or _dtype_name(structure) not in ITEM_BYTES or structure.is_quantized:
+            kind = f"{structure.dtype}, {structure.layout}".replace("torch.", "")
             raise RunError("a tensor of this kind cannot be sent to the other ranks", kind=kind)
-    elif type(thing) in (list, tuple):
-        for item in thing:
+    elif type(structure) in (list, tuple):
+        for item in structure:
             _check_structure(item)
-    elif type(thing) is dict and all(type(key) is str for key in thing):
-        for item in thing.values():
+    elif type(structure) is dict and all(type(key) is str for key in structure):
+        for item in structure.values():
             _check_structure(item)
-    elif thing is not None and type(thing) not in (bool, int, float, str):
+    elif structure is not None and type(structure) not in (bool, int, float, str):
         raise RunError(
             'with inputs="first" a batch must consist of tensors, lists, tuples, dicts, numbers, strings and None',
-            found=type(thing).__name__,
+            got=type(structure).__name__,
             hint='inputs="all", and the same batch on every rank',
         )
 
@@ -67,11 +67,11 @@ def read_structure(text: str) -> tuple[Callable[[Sequence[Tensor]], Any], list[T
     return build, buffers
 
 
-def broadcast_structure(groups: ProcessGroups, thing: Any, source: int, device: torch.device) -> Any:
-    """The structure of rank `source` on every rank of the pipeline; `thing` is used on the source only."""
+def broadcast_structure(groups: ProcessGroups, structure: Any, source: int, device: torch.device) -> Any:
+    """The structure of rank `source` on every rank of the pipeline; `structure` is used on the source only."""
     if groups.rank == source:
         try:
-            text, tensors = flatten_structure(thing)
+            text, tensors = flatten_structure(structure)
         except RunError as error:
             broadcast_refusal(groups, error, source)
             raise
@@ -87,7 +87,7 @@ def broadcast_structure(groups: ProcessGroups, thing: Any, source: int, device: 
             # As bytes, which every backend can send, whatever the dtype.
             content = tensor.reshape(-1).view(torch.uint8)
             groups.run(dist.broadcast, content, group=groups.group, group_src=source, async_op=True)
-    return thing if groups.rank == source else build(tensors)
+    return structure if groups.rank == source else build(tensors)
 
 
 def broadcast_refusal(groups: ProcessGroups, error: Exception, source: int) -> None:
@@ -96,13 +96,13 @@ def broadcast_refusal(groups: ProcessGroups, error: Exception, source: int) -> N
 
 
 def gather_tensors(
-    groups: ProcessGroups, own: Mapping[str, Tensor], device: torch.device, everywhere: bool = False
+    groups: ProcessGroups, tensors: Mapping[str, Tensor], device: torch.device, everywhere: bool = False
 ) -> dict[str, Tensor]:
     """The named tensors of all ranks in host memory, on rank 0 or everywhere; other ranks get an empty dict.
 
     Sharded tensors are gathered. If several ranks have a name, the tensor of the first of them is returned.
     """
-    whole = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in own.items()}
+    whole = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
     detached = {name: tensor.detach() for name, tensor in whole.items()}
     if groups.is_local:
         return {name: tensor.cpu().clone() for name, tensor in detached.items()}

@@ -2,12 +2,11 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
-from penstock.capture import Recording
+from penstock.capture import LruCache, Recording
 from penstock.ir import (
     Action,
     ComputeAction,
@@ -25,7 +24,16 @@ from penstock.ir import (
     prune_gradients,
 )
 from penstock.passes import lower, verify
-from penstock.runtime.stage_runner import LocalSlot, Pass, StageRunner, ValuesFrom, ValuesTo
+from penstock.runtime.executor import (
+    CompiledAction,
+    LocalSlot,
+    Pass,
+    RankProgram,
+    Run,
+    StageRunner,
+    ValuesFrom,
+    ValuesTo,
+)
 from penstock.runtime.sync import Agreement
 from penstock.runtime.transports import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Transport
 from penstock.stages import Ownership
@@ -34,45 +42,8 @@ Edges = Mapping[tuple[int, int], Crossing]
 """the values that cross between stages, by producer and consumer, for one microbatch"""
 Roots = tuple[str, ...]
 """the values of a microbatch that its loss is computed from"""
-Run = Callable[[], None]
-
-
-class CompiledAction(NamedTuple):
-    """One action, ready to run."""
-
-    code: int
-    run: Run | None = None
-    """None if there is nothing to do, as for a message without content"""
-    waits: tuple[Run, ...] = ()
-    """to be called before `run`"""
-    recv_slots: tuple[RecvSlot, ...] = ()
-    """the messages that it waits for"""
-    is_reported: bool = True
-    """whether the monitor is notified; not for posting a receive, which takes no time"""
-
-
-@dataclass(frozen=True)
-class RankProgram:
-    """The compiled actions of one rank in order, and the slots that they use."""
-
-    rank: int
-    actions: tuple[CompiledAction, ...]
-    runner: StageRunner
-    send_slots: tuple[SendSlot, ...]
-    recv_slots: tuple[RecvSlot, ...]
-    local_slots: tuple[LocalSlot, ...]
-
-    @cached_property
-    def busy(self) -> tuple[tuple[int, tuple[Run, ...], bool, Run], ...]:
-        """Code, waits, is_reported and run of the actions that do something, for the executor's inner loop."""
-        return tuple((one.code, one.waits, one.is_reported, one.run) for one in self.actions if one.run is not None)
-
-    def clear(self) -> None:
-        """Drop everything that an interrupted step has left behind."""
-        self.runner.clear()
-        slots: tuple[SendSlot | RecvSlot | LocalSlot, ...] = (*self.send_slots, *self.recv_slots, *self.local_slots)
-        for slot in slots:
-            slot.clear()
+_MAX_PROGRAMS = 16
+"""lowered programs that are kept; most batches of a model are cut alike and differ in shapes only"""
 
 
 @dataclass(frozen=True)
@@ -81,7 +52,6 @@ class CompiledStep:
 
     is_training: bool
     recordings: tuple[Recording, ...]
-    """kept alive, because their ids are keys of the cache of compiled steps"""
     roots: tuple[Roots, ...]
     program: Program
     agreement: Agreement
@@ -89,7 +59,7 @@ class CompiledStep:
     """one per rank of this process"""
 
     def clear(self) -> None:
-        """Drop everything that an interrupted step has left behind."""
+        """Drop the values and messages of an interrupted step."""
         for rank in self.ranks:
             rank.clear()
 
@@ -103,35 +73,53 @@ class StepCompiler:
         self._plan, self._ranks, self._runner, self._transport = plan, ranks, runner, transport
         self._passes = tuple(passes)
         self._owners = Ownership(plan.graph, plan.partition)
-        self._edges: dict[tuple[int, Roots, bool], Edges] = {}
+        self._edges: LruCache[tuple[Recording, Roots, bool], Edges] = LruCache()
+        self._programs: LruCache[tuple[bool, int, Cuts], Program] = LruCache(_MAX_PROGRAMS)
 
     def compile(self, is_training: bool, recordings: tuple[Recording, ...], roots: tuple[Roots, ...]) -> CompiledStep:
         """Lower the schedule for microbatches with these recordings and roots, and compile it for each rank."""
         pairs = zip(recordings, roots, strict=True)
-        edges = [self._crossings(recording, own, is_training) for recording, own in pairs]
+        edges = [self._crossings(recording, loss_roots, is_training) for recording, loss_roots in pairs]
         # An edge exists if any microbatch has it, and carries gradients if it does for any microbatch.
-        every = {edge for crossings in edges for edge in crossings}
+        all_edges = {edge for crossings in edges for edge in crossings}
         with_gradients = {edge for crossings in edges for edge, crossing in crossings.items() if crossing.gradients}
-        cuts = Cuts.of(self._plan.num_stages, every, every - with_gradients)
-        schedule = self._plan.schedule.first(len(edges))
-        if is_training:
-            program = lower(schedule, cuts=cuts, passes=self._passes)
-            verify(program)
-        else:
-            program = lower(schedule.forwards(), cuts=cuts, passes=("add_transfers", "hoist_receives"))
+        cuts = Cuts.of(self._plan.num_stages, all_edges, all_edges - with_gradients)
+        program = self._programs.get(
+            (is_training, len(edges), cuts), lambda: self._lower(is_training, len(edges), cuts)
+        )
         ranks = tuple(compile_rank(program, rank, edges, self._runner, self._transport) for rank in self._ranks)
         name = f"{'train' if is_training else 'eval'} on {len(edges)} microbatches"
         agreement = Agreement.of_step(program, edges, name)
         return CompiledStep(is_training, recordings, roots, program, agreement, ranks)
 
+    def _lower(self, is_training: bool, num_microbatches: int, cuts: Cuts) -> Program:
+        """The program for all batches that are cut alike, whatever their shapes."""
+        schedule = self._plan.schedule.first(num_microbatches)
+        if not is_training:
+            return lower(schedule.forwards(), cuts=cuts, passes=("add_transfers", "hoist_receives"))
+        program = lower(schedule, cuts=cuts, passes=self._passes)
+        verify(program)
+        return program
+
     def _crossings(self, recording: Recording, roots: Roots, is_training: bool) -> Edges:
-        key = (id(recording), roots, is_training)
-        if key not in self._edges:
+        def find() -> Edges:
             adding = recording.nodes_adding_loss if is_training else ()
             graph = prune_gradients(recording.graph, roots if is_training else (), adding)
             partition = self._owners.fit(graph)
-            self._edges[key] = {(c.producer, c.consumer): c for c in partition.crossings(graph)}
-        return self._edges[key]
+            # A loss may use some of the roots only: a value that others do not pass a gradient to may have none.
+            possible = {root for root in roots if graph.spec(root).requires_grad}
+            optional = {
+                name for name, reached_by in recording.outputs_with_gradient.items() if not possible <= reached_by
+            }
+            return {
+                (crossing.producer, crossing.consumer): replace(
+                    crossing,
+                    optional_gradients=tuple(value.name for value in crossing.gradients if value.name in optional),
+                )
+                for crossing in partition.crossings(graph)
+            }
+
+        return self._edges.get((recording, roots, is_training), find)
 
 
 def compile_rank(
@@ -185,7 +173,7 @@ class _Compiler:
         )
 
     def _make_message_slots(self) -> None:
-        """A slot for every message that has content."""
+        """Create a slot for every message that has content."""
         for action, code in zip(self._actions, self._codes, strict=True):
             if not isinstance(action, Message):
                 continue
@@ -196,18 +184,19 @@ class _Compiler:
             if values:
                 # One tag per edge and direction is enough: messages of one tag arrive in the order of their sends.
                 tag = source * self._program.num_stages + target
-                codecs = tuple(self._codec(value, action.is_gradient) for value in values)
+                optional = crossing.optional_gradients if action.is_gradient else ()  # type: ignore[union-attr]
+                codecs = tuple(self._codec(value, action.is_gradient, value.name in optional) for value in values)
                 route = Route(code, key, self._program.placement[action.peer], tag, codecs)
                 if action.kind is Kind.SEND:
                     self._sends[key] = self._transport.send_slot(route)
                 else:
                     self._recvs[key] = self._transport.recv_slot(route)
 
-    def _codec(self, value: Value, is_gradient: bool) -> TensorCodec:
+    def _codec(self, value: Value, is_gradient: bool, is_optional: bool) -> TensorCodec:
         # The codec keeps the value alive, so its id cannot be reused.
         key = (id(value), is_gradient)
         if key not in self._codecs:
-            self._codecs[key] = TensorCodec(value, is_gradient)
+            self._codecs[key] = TensorCodec(value, is_gradient, is_optional)
         return self._codecs[key]
 
     def _compile(self, action: Action, code: int, arrived: Sequence[int]) -> CompiledAction:
@@ -224,8 +213,8 @@ class _Compiler:
             run = {Kind.REDUCE: runner.reduce, Kind.UNSHARD: runner.unshard, Kind.RESHARD: runner.reshard}[action.kind]
             return CompiledAction(code, partial(run, action.stage))
         passes = [self._pass(part) for part in action.parts]
-        runs = [partial(self._method(part), own) for part, own in zip(action.parts, passes, strict=True)]
-        recvs = tuple(slot for own in passes for _, slot in own.sources if isinstance(slot, RecvSlot))
+        runs = [partial(self._method(part), stage_pass) for part, stage_pass in zip(action.parts, passes, strict=True)]
+        recvs = tuple(slot for stage_pass in passes for _, slot in stage_pass.sources if isinstance(slot, RecvSlot))
         sent = [self._sends.get(message_key(self._actions[index])) for index in arrived]  # type: ignore[arg-type]
         waits = (*(slot.wait for slot in recvs), *(slot.release for slot in sent if slot is not None))
         return CompiledAction(code, runs[0] if len(runs) == 1 else partial(_run_all, runs), waits, recvs)
@@ -281,7 +270,7 @@ def arrived_sends(program: Program, rank: int) -> dict[int, list[int]]:
     had used ours proves that ours arrived: once that message is here, waiting for our send takes no time, and the
     memory of our send can be freed.
     """
-    found: dict[int, list[int]] = {}
+    arrived: dict[int, list[int]] = {}
     users = [_user_positions(order) for order in program.orders]
     for peer in range(program.num_ranks):
         if peer == rank:
@@ -293,8 +282,8 @@ def arrived_sends(program: Program, rank: int) -> dict[int, list[int]]:
         for sent, used in ours:
             first = bisect_right(theirs, used, key=lambda message: message[0])
             if first < len(theirs):
-                found.setdefault(earliest[first], []).append(sent)
-    return found
+                arrived.setdefault(earliest[first], []).append(sent)
+    return arrived
 
 
 def _messages(
@@ -310,10 +299,10 @@ def _messages(
 
 def _user_positions(order: Sequence[Action]) -> dict[tuple[int, int, bool], int]:
     """Where a rank waits for the values (False) or gradients (True) of each stage and microbatch."""
-    found = {}
+    positions = {}
     for index, action in enumerate(order):
         if isinstance(action, ComputeAction | Overlap):
             for part in action.parts:
                 if part.kind is not Kind.WEIGHT_GRAD:
-                    found[part.stage, part.microbatch, part.kind is not Kind.FORWARD] = index
-    return found
+                    positions[part.stage, part.microbatch, part.kind is not Kind.FORWARD] = index
+    return positions

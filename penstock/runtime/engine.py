@@ -1,31 +1,35 @@
-"""Runs the training and evaluation steps of one plan."""
+"""Runs the training and evaluation steps of one plan, and undoes a training step that fails."""
 
+import inspect
+import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from penstock.errors import PenstockError, PenstockWarning, RunError
-from penstock.ir import Plan
+from penstock.capture import LruCache, Recording, Split, explain_failure, split_batch
+from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
+from penstock.ir import Plan, named_inputs, named_leaves
 from penstock.passes import DEFAULT_PASSES
 from penstock.runtime.compile import CompiledStep, StepCompiler
-from penstock.runtime.executor import ActionTimes, execute, execute_local, watch_step
-from penstock.runtime.health import NonfiniteProbe, agree_on_origin, last_nonfinite_gradient
-from penstock.runtime.inputs import Batch, BatchSender, BatchSplitter, SplitBatch
+from penstock.runtime.executor import ActionTimes, StageRunner, execute, execute_local, watch_step
+from penstock.runtime.health import Extremes, NonfiniteProbe, agree_on_origin
+from penstock.runtime.inputs import BatchSender
 from penstock.runtime.loss_head import LossHead, StepWarnings
-from penstock.runtime.model_part import ModelPart
+from penstock.runtime.model_part import BufferName, ModelPart
 from penstock.runtime.options import RunOptions
-from penstock.runtime.outputs import share_outputs
-from penstock.runtime.stage_runner import StageRunner
-from penstock.runtime.step import Result, Step
-from penstock.runtime.sync import MAX_CONTENT, Agreement, RankSync, SyncRequest, SyncResult, SyncVote
+from penstock.runtime.outputs import OutputDims, OutputMerger, share_outputs
+from penstock.runtime.step import TARGET, Batch, Result, SplitBatch, Step
+from penstock.runtime.sync import MAX_CONTENT, Agreement, RankSync, SyncRequest, SyncResult, SyncVote, checksum
 from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import make_transport
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""of a loss; ranks exchange the index of its dtype"""
+"""the dtypes that a loss may have; ranks exchange the index in this tuple"""
 _MASK = (1 << 64) - 1
 
 
@@ -40,7 +44,7 @@ class Engine:
         loss_head: LossHead,
         options: RunOptions,
         inputs: str = "all",
-        split: Mapping[str, int | None] | None = None,
+        split: Split | None = None,
     ) -> None:
         """`inputs` and `split` are those of `Pipeline`."""
         groups = part.groups
@@ -51,20 +55,30 @@ class Engine:
         ranks = range(plan.num_ranks) if groups.is_local else (groups.rank,)
         passes = (*DEFAULT_PASSES, "add_shard_moves") if part.sharded.modules else DEFAULT_PASSES
         self._compiler = StepCompiler(plan, ranks, self._runner, self._transport, passes)
-        self.compiled_steps: dict[tuple[object, ...], CompiledStep] = {}
-        self._splitter = BatchSplitter(part, plan, split or {})
-        self._sender = BatchSender(part, self._splitter) if inputs == "first" and not groups.is_local else None
-        self._agreed_kinds: set[tuple[int, bool]] = set()
+        self.compiled_steps: LruCache[tuple[bool, tuple[Recording, ...]], CompiledStep] = LruCache()
+        self._split_rules = dict(split or {})
+        is_sent = inputs == "first" and not groups.is_local
+        self._sender = BatchSender(part, plan, self._split_batch) if is_sent else None
+        self._seed = 0
+        """of the random numbers of the current step"""
+        self._snapshot = StepSnapshot(
+            (*part.replicas.parameters, *part.tied.parameters),
+            part.parameters.values(),
+            options.restore_gradients,
+            part.written_buffers,
+        )
         self._warnings = StepWarnings(groups)
+        self._merger = OutputMerger(part.captured, is_warning=groups.replica == 0)
         self._last_rank = plan.schedule.placement[plan.num_stages - 1]
 
-    def train(self, batch: Batch, number: int, keeps_outputs: bool, records: bool) -> Result:
+    def train(
+        self, batch: Batch, number: int, keeps_outputs: bool, records: bool, output_dims: OutputDims = None
+    ) -> Result:
         """Run forward and backward of one batch (args, kwargs, target) as step `number`."""
         flags = {"return_outputs": keeps_outputs, "record": records}
         request = SyncRequest("step", number, ", ".join(f"{name}=True" for name, is_on in flags.items() if is_on))
-        snapshot = self._part.snapshot
         with watch_step(self._groups.monitor, number, True):
-            step, compiled = self._begin_step(batch, request, True, keeps_outputs)
+            step, compiled = self._begin_step(batch, request, True, keeps_outputs, output_dims)
             try:
                 times = self._run_training(step, compiled, records)
                 result = self._end_step(step, compiled, number, times)
@@ -74,37 +88,66 @@ class Engine:
             if result.skipped:
                 self._undo()
             else:
-                snapshot.commit()
+                self._snapshot.commit()
             return result
 
-    def evaluate(self, batch: Batch, number: int, keeps_outputs: bool) -> Result:
+    def evaluate(self, batch: Batch, number: int, keeps_outputs: bool, output_dims: OutputDims = None) -> Result:
         """Run the forward of one batch in eval mode, without gradients."""
         request = SyncRequest("eval", number, "return_outputs=True" if keeps_outputs else "")
         with watch_step(self._groups.monitor, number, False), torch.no_grad(), _eval_mode(self._part.captured.model):
-            step, compiled = self._begin_step(batch, request, False, keeps_outputs)
+            step, compiled = self._begin_step(batch, request, False, keeps_outputs, output_dims)
             self._execute(step, compiled, False)
             return self._end_step(step, compiled, number, None)
 
     def _begin_step(
-        self, batch: Batch, request: SyncRequest, is_training: bool, keeps_outputs: bool
+        self, batch: Batch, request: SyncRequest, is_training: bool, keeps_outputs: bool, output_dims: OutputDims
     ) -> tuple[Step, CompiledStep]:
         """Split the batch and agree with all ranks on the step; raises the same error on every rank if one cannot."""
+        seed = self._seed = _mix(self._options.seed, request.step, self._groups.replica)
         if self._sender is None:
             split, compiled, mean_size = self._begin_given(batch, request, is_training)
         else:
             split, compiled, mean_size = self._begin_sent(self._sender, batch, request, is_training)
-        seed = _mix(self._options.seed, request.step, self._groups.replica)
-        microbatches, recordings, inputs = split
+        scaler, (microbatches, recordings, inputs) = self._loss_head.scaler, split
         step = Step(
             microbatches,
             recordings,
             is_training,
             inputs=inputs,
             keeps_outputs=keeps_outputs,
+            output_dims=output_dims,
             seed=seed,
             mean_size=mean_size,
+            loss_scale=1.0 if scaler is None else scaler.scale,
         )
         return step, compiled
+
+    def _target_as_argument(self, batch: Batch) -> Batch:
+        """The batch with its target among the keyword arguments, if the model's forward has a parameter `target`."""
+        args, kwargs, target = batch
+        if target is None or TARGET not in inspect.signature(self._part.captured.model.forward).parameters:
+            return batch
+        return args, {**kwargs, TARGET: target}, None
+
+    def _split_batch(self, batch: Batch, recordings: tuple[Recording, ...] | None = None) -> SplitBatch:
+        """Split a batch into microbatches, and find the recording of each unless they are given."""
+        if not self._part.has_weights:
+            self._part.check_weights()
+        for stage in self._part.stages.values():
+            stage.check_state()
+        captured, (args, kwargs, target) = self._part.captured, batch
+        plan, forward = self._plan, captured.model.forward
+        microbatches = split_batch(
+            forward, args, kwargs, target, plan.num_microbatches, self._split_rules, dict(plan.split)
+        )
+        if recordings is not None:
+            inputs = tuple(captured.inputs(microbatch.args, microbatch.kwargs) for microbatch in microbatches)
+            return SplitBatch(microbatches, recordings, inputs)
+        try:
+            pairs = captured.recordings([(part.args, part.kwargs) for part in microbatches], self._seed)
+        except CaptureError as error:
+            raise explain_failure(error, forward, microbatches) from error.__cause__
+        return SplitBatch(microbatches, *zip(*pairs, strict=True))
 
     def _begin_given(
         self, batch: Batch, request: SyncRequest, is_training: bool
@@ -112,14 +155,19 @@ class Engine:
         """Begin a step whose batch every rank was given; the ranks compare the steps that they derive from it."""
         groups, every = self._groups, self._options.check_inputs_every
         with self._refusing(request):
-            split = self._splitter.split(self._splitter.arranged(batch))
+            split = self._split_batch(self._target_as_argument(batch))
             compiled = self._compiled(split, is_training)
-            compares = every and request.step % every == 0 and not groups.is_local
-            checksum = self._splitter.checksum(split) if compares else 0
+            batch_checksum = 0
+            if every and request.step % every == 0 and not groups.is_local:
+                forward = self._part.captured.model.forward
+                # By name, so that arguments by position and by name give the same checksum.
+                batch_checksum = checksum(
+                    {**named_inputs(forward, part.args, part.kwargs), **dict(named_leaves(part.target, TARGET))}
+                    for part in split.microbatches
+                )
         sums = self._size_and_loss(split, compiled)
         # Only rank 0 of each pipeline contributes, so that the sum over all ranks is a sum over the replicas.
-        own_sums = sums if groups.rank == 0 else (0.0, 0.0)
-        vote = SyncVote(compiled.agreement, checksum, own_sums)
+        vote = SyncVote(compiled.agreement, batch_checksum, sums if groups.rank == 0 else (0.0, 0.0))
         if groups.monitor is not None and groups.replicas is None:
             self._sync.start(request, vote)
             # The first stage computes while the votes travel: only the first message waits for the result.
@@ -132,54 +180,53 @@ class Engine:
         self, sender: BatchSender, batch: Batch, request: SyncRequest, is_training: bool
     ) -> tuple[SplitBatch, CompiledStep, float]:
         """Begin a step whose batch only rank 0 was given; the ranks sync first, then receive their parts of it."""
-        # The ranks must know the same kinds of batches, or they would wait for tensors that are not sent.
-        count = self._plan.num_microbatches
-        agreement = Agreement.of_options(
-            {"microbatches": f"{count}, after {sender.num_kinds} kinds of batches"}
-        )
-        offer, vote = None, SyncVote(agreement, sums=(0.0, 0.0), maxes=(0.0,))
+        # All ranks must have the same list of signatures, or they would wait for tensors that are not sent.
+        known = f"{self._plan.num_microbatches}, after {sender.num_signatures} kinds of batches"
+        agreement = Agreement.of_options({"microbatches": known})
+        outgoing, vote = None, SyncVote(agreement, sums=(0.0, 0.0), maxes=(0.0,))
         if self._groups.rank == 0:
             with self._refusing(request):
-                offer = sender.offer(self._splitter.arranged(batch))
-                sums = self._size_and_loss(offer.split, self._compiled(offer.split, is_training))
-            is_new = (offer.number, is_training) not in self._agreed_kinds
-            vote = SyncVote(agreement, sums=sums, maxes=(float(is_new),), content=(float(offer.number),))
+                outgoing = sender.prepare(self._target_as_argument(batch))
+                sums = self._size_and_loss(outgoing.split, self._compiled(outgoing.split, is_training))
+            index = outgoing.signature_index
+            is_new = not sender.is_agreed(index, is_training)
+            vote = SyncVote(agreement, sums=sums, maxes=(float(is_new),), content=(float(index),))
         result = self._sync.exchange(request, vote)
-        number = int(result.content(0)[0])
+        index = int(result.content(0)[0])
         if result.maxes[0] <= 0:
-            split = sender.receive(number) if offer is None else sender.send(offer)
+            split = sender.receive(index) if outgoing is None else sender.send(outgoing)
             compiled = self._compiled(split, is_training)
         else:
-            # The kind is new to at least one replica: all ranks agree on the step that they derive from it.
+            # The signature is new to at least one replica: all ranks agree on the step that they derive from it.
             new = SyncRequest("the shapes of a batch", request.step)
             with self._refusing(new):
-                split = sender.receive(number) if offer is None else sender.send(offer)
+                split = sender.receive(index) if outgoing is None else sender.send(outgoing)
                 compiled = self._compiled(split, is_training)
             self._sync.exchange(new, SyncVote(compiled.agreement))
-            sender.commit()
-            self._agreed_kinds.add((number, is_training))
+            sender.commit(index, is_training)
         return split, compiled, self._mean_size(result)
 
     def _compiled(self, split: SplitBatch, is_training: bool) -> CompiledStep:
-        """The compiled step for a batch; the first batch of each kind compiles it."""
-        roots = tuple([self._loss_head.roots(recording, is_training) for recording in split.recordings])
-        key = (is_training, roots, *map(id, split.recordings))
-        if key not in self.compiled_steps:
-            self.compiled_steps[key] = self._compiler.compile(is_training, split.recordings, roots)
-        return self.compiled_steps[key]
+        """The compiled step for the recordings of a batch; compiled now if it is the first with these recordings."""
+
+        def make() -> CompiledStep:
+            roots = tuple(self._loss_head.roots(recording, is_training) for recording in split.recordings)
+            return self._compiler.compile(is_training, split.recordings, roots)
+
+        return self.compiled_steps.get((is_training, split.recordings), make)
 
     @contextmanager
     def _refusing(self, request: SyncRequest) -> Iterator[None]:
-        """Raise an error that occurs inside on every rank, at the sync of this request."""
+        """Raise an error of the body on every rank: the other ranks raise it in the sync of `request`."""
         try:
             yield
         except Exception as error:
-            own = error if isinstance(error, PenstockError) else RunError(f"{type(error).__name__}: {error}")
-            self._sync.refuse(request, own)
-            if isinstance(own, RunError) and not self._groups.is_local:
-                own = own.at(rank=self._groups.rank)
-            own.is_shared = True
-            raise own from (error.__cause__ if isinstance(error, PenstockError) else error)
+            shared = error if isinstance(error, PenstockError) else RunError(f"{type(error).__name__}: {error}")
+            self._sync.refuse(request, shared)
+            if isinstance(shared, RunError) and not self._groups.is_local:
+                shared = shared.at(rank=self._groups.rank)
+            shared.is_shared = True
+            raise shared from (error.__cause__ if isinstance(error, PenstockError) else error)
 
     def _size_and_loss(self, split: SplitBatch, compiled: CompiledStep) -> tuple[float, float]:
         """The number of samples of this pipeline's batch, and whether it has a loss (1 or 0)."""
@@ -203,19 +250,19 @@ class Engine:
 
     def _run_training(self, step: Step, compiled: CompiledStep, records: bool) -> list[ActionTimes] | None:
         """Run forward and backward, and reduce the gradients."""
-        self._part.snapshot.take()
+        self._snapshot.take()
         if self._part.sharded.modules:
             self._part.sharded.begin_step(len(step.microbatches))
         times = self._execute(step, compiled, records)
-        self._part.replicas.finish()
-        self._part.tied.finish()
+        for reducer in self._part.reducers:
+            reducer.finish()
         return times
 
     def _undo(self) -> None:
         """Restore gradients and buffers to their values before the step."""
         self._part.replicas.clear()
         self._part.sharded.clear()
-        self._part.snapshot.restore()
+        self._snapshot.restore()
 
     def _execute(self, step: Step, compiled: CompiledStep, records: bool) -> list[ActionTimes] | None:
         times = [ActionTimes() for _ in compiled.ranks] if records else None
@@ -252,66 +299,103 @@ class Engine:
     def _end_step(self, step: Step, compiled: CompiledStep, number: int, times: Sequence[ActionTimes] | None) -> Result:
         """Gather losses on every rank, and check losses and gradients for NaN and Inf."""
         groups, count = self._groups, len(step.microbatches)
-        own: tuple[float, ...] = ()
+        losses_and_weights: tuple[float, ...] = ()
         loss, has_loss, dtype = 0.0, 0.0, -1.0
         if step.losses:
             # Only the rank of the last stage has losses: it sends them, and their weights, with its vote.
-            weights, losses = self._loss_head.weights(step), [step.losses[index] for index in range(count)]
+            assert step.weights is not None
+            weights, losses = step.weights, [step.losses[index] for index in range(count)]
             values = torch.stack(losses).tolist()
-            own, has_loss, dtype = (*values, *weights), 1.0, float(_DTYPES.index(losses[0].dtype))
+            losses_and_weights = (*values, *weights)
+            has_loss, dtype = (2.0 if step.named_steps else 1.0), float(_DTYPES.index(losses[0].dtype))
             # A microbatch of weight 0 does not count, even if its loss is NaN.
             loss = sum([weights[index] * values[index] for index in step.losses if weights[index]])
         added = sum([float(value) for values in step.added.values() for value in values])
         first, last = math.inf, -math.inf
         if step.is_training and self._options.nonfinite != "ignore" and self._loss_head.scaler is None:
-            first = step.extremes.first_nonfinite_stage()
-            last = last_nonfinite_gradient({i: stage.parameters() for i, stage in self._part.stages.items()})
-        found = self._warnings.new(step, self._loss_head, lambda: self._part.parameters)
+            gradients = Extremes()
+            for index, stage in self._part.stages.items():
+                gradients.add(index, [parameter.grad for parameter in stage.parameters()])
+            # NaN spreads to later stages in forward and to earlier ones in backward.
+            first = min(step.extremes.nonfinite_stages(), default=math.inf)
+            last = max(gradients.nonfinite_stages(), default=-math.inf)
+        new_warnings = self._warnings.new(step, self._loss_head, lambda: self._part.parameters)
         request = SyncRequest("the end of step" if step.is_training else "the end of eval", number)
-        content = own if len(own) <= MAX_CONTENT else ()
+        content = losses_and_weights if len(losses_and_weights) <= MAX_CONTENT else ()
         # The first stage is negated, so that the maximum over the ranks gives the minimum.
-        vote = SyncVote(sums=(loss, added, len(found)), maxes=(has_loss, dtype, -first, last), content=content)
+        vote = SyncVote(sums=(loss, added, len(new_warnings)), maxes=(has_loss, dtype, -first, last), content=content)
         result = self._sync.exchange(request, vote)
         if result.sums[2]:
-            self._warnings.issue(found, step.is_training)
-        has_loss, dtype, first, last = result.maxes
-        kind = _DTYPES[int(dtype)] if has_loss > 0 else torch.float64
-        if has_loss > 0:
-            own = own if groups.is_local else result.content(self._last_rank) or self._broadcast_losses(own, count)
+            self._warnings.issue(new_warnings, step.is_training)
+        has_loss, dtype, first, last = result.maxes[0], result.maxes[1], -result.maxes[2], result.maxes[3]
+        loss_dtype = _DTYPES[int(dtype)] if has_loss > 0 else torch.float64
+        if has_loss > 0 and not groups.is_local:
+            sent = result.content(self._last_rank)
+            losses_and_weights = sent or self._broadcast_losses(losses_and_weights, count)
+        by_name = self._share_named_losses(step) if has_loss > 1 else {}
         total = (result.sums[0] + result.sums[1]) / groups.num_replicas
         outputs = None
         if step.keeps_outputs:
-            merged_weights = self._loss_head.weights(step) if step.losses else None
-            kept = [step.outputs.get(index) for index in range(count)]
-            sizes = [microbatch.size for microbatch in step.microbatches]
-            outputs = share_outputs(groups, self._last_rank, self._part.device, kept, sizes, merged_weights)
+            outputs = share_outputs(groups, self._last_rank, self._part.device, lambda: self._merge_outputs(step))
+        trace = None if times is None else recorded_trace(compiled.program, self._plan.costs, groups, times)
+        skipped = ""
+        if math.isfinite(first) or math.isfinite(last):
+            skipped = self._handle_nonfinite(step, compiled, number, first, last)
         return Result(
-            torch.tensor(total, dtype=torch.float64).to(kind) if has_loss > 0 else None,
-            tuple(torch.tensor(own[:count], dtype=torch.float64).to(kind).unbind()),
-            tuple(own[count:]),
+            torch.tensor(total, dtype=torch.float64).to(loss_dtype) if has_loss > 0 else None,
+            tuple(torch.tensor(losses_and_weights[:count], dtype=torch.float64).to(loss_dtype).unbind()),
+            tuple(losses_and_weights[count:]),
             outputs,
-            None if times is None else recorded_trace(compiled.program, self._plan.costs, groups, times),
-            self._check_finite(step, compiled, number, -first, last) if step.is_training else "",
+            trace,
+            skipped,
+            {name: torch.tensor(loss, dtype=torch.float64).to(loss_dtype) for name, (loss, _) in by_name.items()},
+            {name: tuple(weights) for name, (_, weights) in by_name.items()},
+            step.seed,
         )
 
-    def _broadcast_losses(self, own: Sequence[float], count: int) -> tuple[float, ...]:
+    def _share_named_losses(self, step: Step) -> dict[str, tuple[float, Sequence[float]]]:
+        """Each of several losses, for the batches of all replicas, and its weights, on every rank."""
+        text = ""
+        if step.named_steps:
+            weights = {name: own.weights or () for name, own in step.named_steps.items()}
+            # In the same order on every replica. A loss of weight 0 does not count, even if it is NaN.
+            totals = []
+            for name in sorted(weights):
+                values = [(weights[name][index], losses[name]) for index, losses in step.named_losses.items()]
+                totals.append(sum(weight * float(value) for weight, value in values if weight))
+            means = self._part.replicas.sum(torch.tensor(totals, dtype=torch.float64)) / self._groups.num_replicas
+            means_by_name = dict(zip(sorted(weights), means.tolist(), strict=True))
+            text = json.dumps({name: (means_by_name[name], weights[name]) for name in weights})
+        found: dict[str, tuple[float, Sequence[float]]] = json.loads(self._groups.broadcast_text(text, self._last_rank))
+        return found
+
+    def _merge_outputs(self, step: Step) -> Any:
+        """The outputs of the batch, on the rank of the last stage."""
+        outputs = [step.outputs[index] for index in range(len(step.microbatches))]
+        weights, weights_by_value = self._loss_head.output_weights(step)
+        return self._merger.merged(
+            outputs, step.microbatches, step.recordings, weights, weights_by_value, step.output_dims
+        )
+
+    def _broadcast_losses(self, losses_and_weights: Sequence[float], count: int) -> tuple[float, ...]:
         """Broadcast losses and weights of more microbatches than fit into a vote."""
-        values = torch.tensor(own or [0.0] * 2 * count, dtype=torch.float64)
+        values = torch.tensor(losses_and_weights or [0.0] * 2 * count, dtype=torch.float64)
         return tuple(self._groups.broadcast(values, self._last_rank).tolist())
 
-    def _check_finite(self, step: Step, compiled: CompiledStep, number: int, first: float, last: float) -> str:
-        """Raise an error if NaN or Inf was produced; with nonfinite="skip", warn and return why the step is skipped."""
+    def _handle_nonfinite(self, step: Step, compiled: CompiledStep, number: int, first: float, last: float) -> str:
+        """Raise an error about NaN or Inf; with nonfinite="skip", warn and return why the step is skipped.
+
+        `first` is the first stage whose forward produced such a value, `last` the last one with such a gradient.
+        """
         is_forward = math.isfinite(first)
-        if not is_forward and not math.isfinite(last):
-            return ""
         stage = int(first) if is_forward else int(last)
         probe = self._run_again(step, compiled)
         origin = agree_on_origin(self._groups, probe.origin(stage if is_forward else None))
         nodes = self._plan.partition.stages[stage]
         is_restored = self._options.restore_gradients
-        left = ", gradients, weights and buffers are as before it" if is_restored else ", and with it all gradients"
+        kept = ", gradients, weights and buffers are as before it" if is_restored else ", and with it all gradients"
         error = RunError(
-            f"a loss or gradient is not a finite number; this step was dropped{left}",
+            f"a loss or gradient is not a finite number; this step was dropped{kept}",
             step=number,
             stage=origin.stage if origin else stage,
             during="forward" if is_forward else "backward",
@@ -340,7 +424,9 @@ class Engine:
             inputs=step.inputs,
             seed=step.seed,
             mean_size=step.mean_size,
+            loss_scale=step.loss_scale,
             weights=step.weights,
+            named_steps=step.named_steps,
         )
         with NonfiniteProbe(self._part.stages).active() as probe:
             self._runner.probe = probe
@@ -349,6 +435,92 @@ class Engine:
             finally:
                 self._runner.probe = None
         return probe
+
+
+class StepSnapshot:
+    """Saves the state before a step; afterwards `commit` keeps the results of the step, `restore` undoes it.
+
+    The gradients of `reduced` parameters are set aside during the step, because only the gradients that the step adds
+    are summed over other ranks. Other gradients are accumulated in place, as in plain training, which gives the same
+    bits; a copy is kept of those that exist.
+    """
+
+    def __init__(
+        self,
+        reduced: Iterable[nn.Parameter],
+        parameters: Iterable[nn.Parameter],
+        restores: bool,
+        buffers: Iterable[BufferName] = (),
+    ) -> None:
+        """Without `restores` nothing is copied, and a step that fails drops all gradients."""
+        self._reduced = tuple(dict.fromkeys(reduced))
+        self._others = tuple(
+            parameter for parameter in dict.fromkeys(parameters) if parameter not in set(self._reduced)
+        )
+        self._buffer_names = tuple(buffers) if restores else ()
+        self._restores = restores
+        self._aside: dict[nn.Parameter, Tensor | None] = {}
+        self._gradients: dict[nn.Parameter, Tensor | None] = {}
+        self._buffers: list[tuple[BufferName, Tensor, Tensor]] = []
+        """name, the tensor of that name before the step, and a copy of its values"""
+        self._memory: dict[object, Tensor] = {}
+        """memory of the copies, reused in every step: allocating would cost more than copying"""
+
+    def take(self) -> None:
+        """Save the current state; call this before the step."""
+        for parameter in self._reduced:
+            self._aside[parameter], parameter.grad = parameter.grad, None
+        if not self._restores:
+            return
+        for parameter in self._others:
+            gradient = parameter.grad
+            self._gradients[parameter] = None if gradient is None else self._copy(parameter, gradient.detach())
+        for name in self._buffer_names:
+            buffer = getattr(*name)
+            self._buffers.append((name, buffer, self._copy(name, buffer.detach())))
+
+    def _copy(self, key: object, tensor: Tensor) -> Tensor:
+        memory = self._memory.get(key)
+        if memory is None or not _fits(memory, tensor):
+            memory = self._memory[key] = tensor.clone()
+            return memory
+        return memory.copy_(tensor)
+
+    def commit(self) -> None:
+        """Keep a successful step: add the gradients that were set aside to those of the step."""
+        for parameter, earlier in self._aside.items():
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        self._forget()
+
+    def restore(self) -> None:
+        """Undo a failed step: restore gradients and buffers to their values before it."""
+        for (owner, name), buffer, values in self._buffers:
+            with torch.no_grad():
+                buffer.copy_(values)
+            # The model may have assigned another tensor.
+            setattr(owner, name, buffer)
+        for parameter, earlier in self._aside.items():
+            parameter.grad = earlier if self._restores else None
+        for parameter in self._others:
+            copy = self._gradients.get(parameter)
+            if copy is None:
+                parameter.grad = None
+            elif parameter.grad is None or not _fits(copy, parameter.grad):
+                parameter.grad = copy.clone()
+            else:
+                # In place, so that other references to the gradient, such as flat buffers, see the restored values.
+                parameter.grad.copy_(copy)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._aside, self._gradients, self._buffers = {}, {}, []
+
+
+def _fits(memory: Tensor, tensor: Tensor) -> bool:
+    """Whether `tensor` can be copied into `memory` in place."""
+    specs = [(type(each), each.dtype, each.device, each.layout, each.shape) for each in (memory, tensor)]
+    return specs[0] == specs[1] and not tensor.is_sparse
 
 
 @contextmanager
@@ -364,7 +536,7 @@ def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _generators_restored() -> Iterator[None]:
-    """Restore torch's generators, which replay seeds, so that the user's random numbers continue as without it."""
+    """Restore torch's generators at exit: replay seeds them, and a step must not change the user's random numbers."""
     host = torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:

@@ -1,20 +1,223 @@
-"""Executes compiled programs, that of one rank or those of all ranks in one process, and reports their errors."""
+"""Runs the compiled actions of a step: the order of each rank, and the passes of this process's stages in it.
+
+`compile.py` turns the order of a rank into a RankProgram, whose actions call the methods of one StageRunner.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from penstock.capture import DrawSeed, call_hook
 from penstock.errors import PenstockError, RunError
 from penstock.ir import ComputeAction, Message, decode_one
-from penstock.runtime.compile import CompiledAction, RankProgram
+from penstock.loss import Added, collect_added
+from penstock.runtime.health import NonfiniteProbe
+from penstock.runtime.loss_head import LossHead
+from penstock.runtime.model_part import ModelPart
 from penstock.runtime.monitor import RankMonitor
+from penstock.runtime.step import Step
+from penstock.runtime.transports import RecvSlot, SendSlot, Tensors
+from penstock.stages import StageRun
 
+Run = Callable[[], None]
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 _OUT_OF_MEMORY_TEXTS = ("not enough memory", "can't allocate memory")
 _MEMORY_HINT = "more microbatches, recompute='full', more ranks, or a schedule that holds less (1f1b, v_half, v_min)"
+
+LOSS, ADDED = "the loss", "added losses"
+"""names of the values that backward starts from, beside those that leave a stage"""
+
+
+class LocalSlot:
+    """Values that one stage passes to another stage of the same rank."""
+
+    __slots__ = ("_tensors",)
+
+    def __init__(self) -> None:
+        self._tensors: Tensors = ()
+
+    def put(self, tensors: Tensors) -> None:
+        """Store the values."""
+        self._tensors = tensors
+
+    def take(self) -> Tensors:
+        """The values; the slot keeps no reference."""
+        tensors, self._tensors = self._tensors, ()
+        return tensors
+
+    def clear(self) -> None:
+        """Drop the values, after a failure."""
+        self._tensors = ()
+
+
+class ValuesFrom(NamedTuple):
+    """Values that a pass takes from another stage."""
+
+    names: tuple[str, ...]
+    slot: RecvSlot | LocalSlot
+
+
+class ValuesTo(NamedTuple):
+    """Values that a pass gives to another stage."""
+
+    names: tuple[str, ...]
+    slot: SendSlot | LocalSlot
+
+
+class Pass(NamedTuple):
+    """One forward, backward or weight gradient of a stage on a microbatch."""
+
+    stage: int
+    microbatch: int
+    sources: tuple[ValuesFrom, ...]
+    """for a backward in the order in which gradients are added up"""
+    targets: tuple[ValuesTo, ...]
+    is_split: bool
+    """whether backward computes input gradients only, and weight gradients follow later"""
+
+
+class StageRunner:
+    """Runs the passes of this process's stages; `step` is the step that they belong to."""
+
+    def __init__(self, part: ModelPart, last_stage: int, loss_head: LossHead) -> None:
+        self._part, self._last_stage, self._loss_head = part, last_stage, loss_head
+        self.has_replicas = part.groups.num_replicas > 1
+        self.step: Step | None = None
+        self.probe: NonfiniteProbe | None = None
+        """set while a step is run again to find where NaN or Inf came from"""
+        self._runs: dict[tuple[int, int], StageRun] = {}
+        """forwards that wait for their backward, by stage and microbatch"""
+
+    def forward(self, stage_pass: Pass) -> None:
+        """Run a stage on its incoming values, and the loss after the last stage; pass on the outputs."""
+        stage, microbatch, step = stage_pass.stage, stage_pass.microbatch, self.step
+        assert step is not None
+        incoming: dict[str, Any] = {}
+        for names, slot in stage_pass.sources:
+            incoming.update(zip(names, slot.take(), strict=True))
+        recording, inputs = step.recordings[microbatch], step.inputs[microbatch]
+        probe = self.probe.start(stage, microbatch, recording.graph, inputs) if self.probe else None
+        added: list[Added] = []
+        with collect_added(added.append), call_hook(probe.check_call) if probe else nullcontext():
+            seed = DrawSeed(step.seed, microbatch)
+            run = StageRun(self._part.stages[stage], recording, inputs, incoming, stage_pass.is_split, seed)
+        loss = self._loss_head.loss(step, microbatch, run.outputs) if stage == self._last_stage else None
+        if loss is not None:
+            run.add_root(LOSS, loss)
+        # A loss of weight 0, of a microbatch without any label that counts, is 0/0: it is not checked.
+        if step.is_training and (loss is None or step.weights[microbatch]):
+            step.extremes.add(stage, (*run.outputs.values(), loss))
+            if probe is not None:
+                probe.end(run.outputs.values(), loss)
+        if added:
+            total = self._loss_head.added_loss(step, stage, microbatch, added)
+            step.added.setdefault(microbatch, []).append(total.detach())
+            run.add_root(ADDED, total)
+        if step.is_training:
+            self._runs[stage, microbatch] = run
+        outputs = run.take_outputs()
+        for names, target in stage_pass.targets:
+            target.put([outputs[name] for name in names])
+
+    def backward(self, stage_pass: Pass) -> None:
+        """Run the backward of a stage, whole or for the inputs only; pass back the gradients of its incoming values."""
+        stage, microbatch, step = stage_pass.stage, stage_pass.microbatch, self.step
+        assert step is not None
+        if stage in self._part.sharded.modules:
+            self._part.sharded.before_backward(stage)
+        gradients: dict[str, Tensor | None] = {}
+        if microbatch in step.added:
+            gradients[ADDED] = torch.full_like(step.added[microbatch][0], step.loss_scale)
+        if stage == self._last_stage:
+            weight = step.weights[microbatch]
+            # Backward through a loss of weight 0 could give 0 * NaN: it is left out instead.
+            if weight:
+                gradients[LOSS] = torch.full_like(step.losses[microbatch], weight * step.loss_scale)
+        for names, slot in stage_pass.sources:
+            for name, gradient in zip(names, slot.take(), strict=True):
+                if gradient is not None:
+                    sum_so_far = gradients.get(name)
+                    gradients[name] = gradient if sum_so_far is None else sum_so_far + gradient
+        if stage_pass.is_split:
+            returned = self._runs[stage, microbatch].input_grad(gradients)
+        else:
+            returned = self._runs.pop((stage, microbatch)).backward(gradients)
+        for names, target in stage_pass.targets:
+            target.put([returned.get(name) for name in names])
+
+    def weight_grad(self, stage_pass: Pass) -> None:
+        """Compute the weight gradients of a split backward; a no-op if backward was not split."""
+        run = self._runs.pop((stage_pass.stage, stage_pass.microbatch), None)
+        if run is not None:
+            run.weight_grad()
+
+    def can_split(self, stage: int) -> bool:
+        """Whether backward may be split: not in a sharded stage, as FSDP reduces gradients at the end of backward."""
+        return stage not in self._part.sharded.modules
+
+    def reduce(self, stage: int) -> None:
+        """Start averaging the gradients of the stage over the replicas, after its last microbatch."""
+        self._part.replicas.start(stage)
+
+    def unshard(self, stage: int) -> None:
+        """Gather the parameters of the stage."""
+        self._part.sharded.unshard(stage)
+
+    def reshard(self, stage: int) -> None:
+        """Keep only this rank's shard of the stage's parameters."""
+        self._part.sharded.reshard(stage)
+
+    def clear(self) -> None:
+        """Drop the forwards that a failed step has left."""
+        self._runs.clear()
+
+
+class CompiledAction(NamedTuple):
+    """One action, ready to run."""
+
+    code: int
+    run: Run | None = None
+    """None if there is nothing to do, as for a message without content"""
+    waits: tuple[Run, ...] = ()
+    """to be called before `run`"""
+    recv_slots: tuple[RecvSlot, ...] = ()
+    """the messages that it waits for"""
+    is_reported: bool = True
+    """whether the monitor is notified; not for posting a receive, which takes no time"""
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """The compiled actions of one rank in order, and the slots that they use."""
+
+    rank: int
+    actions: tuple[CompiledAction, ...]
+    runner: StageRunner
+    send_slots: tuple[SendSlot, ...]
+    recv_slots: tuple[RecvSlot, ...]
+    local_slots: tuple[LocalSlot, ...]
+
+    @cached_property
+    def busy(self) -> tuple[tuple[int, tuple[Run, ...], bool, Run], ...]:
+        """Code, waits, is_reported and run of the actions that do something, for the executor's inner loop."""
+        return tuple(
+            (action.code, action.waits, action.is_reported, action.run)
+            for action in self.actions
+            if action.run is not None
+        )
+
+    def clear(self) -> None:
+        """Drop the values and messages of an interrupted step."""
+        self.runner.clear()
+        slots: tuple[SendSlot | RecvSlot | LocalSlot, ...] = (*self.send_slots, *self.recv_slots, *self.local_slots)
+        for slot in slots:
+            slot.clear()
 
 
 @dataclass
@@ -113,8 +316,8 @@ def located_error(error: Exception, rank: int, code: int) -> Exception:
     """The error as a RunError with rank, stage, microbatch and action; a RunError keeps its text."""
     action = decode_one(code)
     microbatch = action.microbatch if isinstance(action, ComputeAction | Message) else None
-    place = {"rank": rank, "stage": action.stage, "microbatch": microbatch, "action": str(action)}
-    known = {name: value for name, value in place.items() if value is not None}
+    position = {"rank": rank, "stage": action.stage, "microbatch": microbatch, "action": str(action)}
+    known = {name: value for name, value in position.items() if value is not None}
     if isinstance(error, RunError):
         return error.at(**known)
     is_memory = isinstance(error, _OUT_OF_MEMORY) or any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)

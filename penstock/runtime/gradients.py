@@ -19,31 +19,27 @@ from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 
 
 class ReplicaReducer:
-    """Averages the gradients that one step adds over the replicas, each stage after its last backward."""
+    """Averages over the replicas the gradients that one step adds, each stage after its last backward."""
 
     def __init__(self, groups: ProcessGroups, parameters: Mapping[int, Sequence[nn.Parameter]]) -> None:
         """`parameters` by stage."""
         self._groups = groups
+        self.count = groups.num_replicas
         self._parameters = parameters if groups.replicas is not None else {}
         self._started: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
 
     @property
-    def count(self) -> int:
-        """The number of replicas."""
-        return self._groups.num_replicas
-
-    @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that are averaged here. FSDP averages sharded ones itself."""
-        found = (parameter for stage in self._parameters.values() for parameter in stage)
-        return [parameter for parameter in dict.fromkeys(found) if not isinstance(parameter, DTensor)]
+        parameters = (parameter for stage in self._parameters.values() for parameter in stage)
+        return [parameter for parameter in dict.fromkeys(parameters) if not isinstance(parameter, DTensor)]
 
     def start(self, stage: int) -> None:
         """Start averaging the gradients of a stage, while other stages still compute."""
-        own = [p for p in self._parameters.get(stage, ()) if p.requires_grad and not isinstance(p, DTensor)]
+        parameters = [p for p in self._parameters.get(stage, ()) if p.requires_grad and not isinstance(p, DTensor)]
         # One message per dtype, so that no gradient is converted.
-        for dtype in dict.fromkeys(parameter.dtype for parameter in own):
-            same_dtype = [parameter for parameter in own if parameter.dtype == dtype]
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+            same_dtype = [parameter for parameter in parameters if parameter.dtype == dtype]
             # A gradient may be missing on some replicas: flags, one per parameter, travel behind the gradients.
             flags = [parameter.grad is not None for parameter in same_dtype]
             device = same_dtype[0].device
@@ -96,7 +92,7 @@ class TiedParameter:
 
 
 class TiedReducer:
-    """Sums the gradients that one step adds to tied parameters over the ranks that use them."""
+    """Sums the gradients that one step adds to a tied parameter over the ranks that use the parameter."""
 
     def __init__(self, groups: ProcessGroups, tied: Sequence[TiedParameter]) -> None:
         self._groups = groups
@@ -105,47 +101,47 @@ class TiedReducer:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that are summed."""
-        return [one.parameter for one in self.tied]
+        return [tied.parameter for tied in self.tied]
 
     @property
     def not_owned(self) -> set[int]:
         """The ids of parameters that another rank owns and counts in norms."""
-        return {id(one.parameter) for one in self.tied if one.ranks[0] != self._groups.rank}
+        return {id(tied.parameter) for tied in self.tied if tied.ranks[0] != self._groups.rank}
 
     def finish(self) -> None:
         """Sum on the owner and send the sum back; every rank visits the parameters in the same order."""
-        for one in self.tied:
-            if one.parameter.requires_grad:
-                one.parameter.grad = self._summed(one)
+        for tied in self.tied:
+            if tied.parameter.requires_grad:
+                tied.parameter.grad = self._summed(tied)
 
-    def _summed(self, one: TiedParameter) -> Tensor | None:
-        owner, *others = one.ranks
-        total = one.parameter.grad
+    def _summed(self, tied: TiedParameter) -> Tensor | None:
+        owner, *others = tied.ranks
+        total = tied.parameter.grad
         if total is not None and total.is_sparse:
             total = total.to_dense()
         if self._groups.rank != owner:
-            self._send(total, one, owner)
-            return self._receive(one, owner)
+            self._send(total, tied, owner)
+            return self._receive(tied, owner)
         for rank in others:
-            part = self._receive(one, rank)
+            part = self._receive(tied, rank)
             total = part if total is None else total if part is None else total + part
         for rank in others:
-            self._send(total, one, rank)
+            self._send(total, tied, rank)
         return total
 
-    def _send(self, gradient: Tensor | None, one: TiedParameter, rank: int) -> None:
+    def _send(self, gradient: Tensor | None, tied: TiedParameter, rank: int) -> None:
         # A flag goes first: a rank may have no gradient to send.
-        flag = torch.tensor([int(gradient is not None)], device=one.parameter.device)
+        flag = torch.tensor([int(gradient is not None)], device=tied.parameter.device)
         self._groups.run(dist.isend, flag, group=self._groups.group, group_dst=rank)
         if gradient is not None:
             self._groups.run(dist.isend, gradient.contiguous(), group=self._groups.group, group_dst=rank)
 
-    def _receive(self, one: TiedParameter, rank: int) -> Tensor | None:
-        flag = torch.zeros(1, dtype=torch.int64, device=one.parameter.device)
+    def _receive(self, tied: TiedParameter, rank: int) -> Tensor | None:
+        flag = torch.zeros(1, dtype=torch.int64, device=tied.parameter.device)
         self._groups.run(dist.irecv, flag, group=self._groups.group, group_src=rank)
         if not int(flag):
             return None
-        gradient = torch.empty_like(one.parameter, memory_format=torch.contiguous_format).detach()
+        gradient = torch.empty_like(tied.parameter, memory_format=torch.contiguous_format).detach()
         self._groups.run(dist.irecv, gradient, group=self._groups.group, group_src=rank)
         return gradient
 
@@ -155,7 +151,7 @@ class ShardedStages:
 
     def __init__(self, stages: Mapping[int, nn.Module]) -> None:
         modules = {i: [m for m in stage.modules() if isinstance(m, FSDPModule)] for i, stage in stages.items()}
-        self.modules = {index: found for index, found in modules.items() if found}
+        self.modules = {index: sharded for index, sharded in modules.items() if sharded}
         """by stage; empty if no stage is sharded"""
         self._num_left: dict[int, int] = {}
         """backwards that each stage still has to run in this step"""
@@ -212,10 +208,10 @@ def _set_last_backward(module: FSDPModule, is_last: bool) -> None:
 
 
 def check_clipping(max_norm: object, norm_type: object) -> tuple[float, float]:
-    """The arguments of clip_grad_norm_ as numbers."""
+    """Check the arguments of clip_grad_norm_; returns `max_norm` and `norm_type` as floats."""
     limit = _number(max_norm)
     if limit is None or not limit >= 0:
-        raise RunError("max_norm must be a number of 0 or more", given=repr(max_norm), hint="clip_grad_norm_(1.0)")
+        raise RunError("max_norm must be a number of 0 or more", got=repr(max_norm), hint="clip_grad_norm_(1.0)")
     power = _number(norm_type)
     if power is None or not power > 0:
         raise RunError(
@@ -258,7 +254,7 @@ def global_norm(sync: RankSync, request: SyncRequest, gradients: Sequence[Tensor
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that their norm becomes at most `max_norm`, by the formula of torch."""
+    """Scale gradients in place so that their norm becomes at most `max_norm`, by the formula of torch.nn.utils."""
     factor = float(max_norm) / (float(norm) + 1e-6)
     if factor < 1.0 or math.isnan(factor):
         for gradient in gradients:
@@ -267,14 +263,14 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
 
 def _largest_entry(gradients: Sequence[Tensor]) -> float:
     """The largest absolute entry; NaN if one is NaN."""
-    found = [torch.zeros((), dtype=torch.float64)]
+    largest = [torch.zeros((), dtype=torch.float64)]
     for gradient in gradients:
-        own = _local(gradient)
-        if own.numel():
+        local = _local(gradient)
+        if local.numel():
             # aminmax is many times faster on the host than torch.linalg.vector_norm with ord=inf.
-            low, high = torch.aminmax(own.abs() if own.is_complex() else own)
-            found.append(torch.maximum(low.abs(), high.abs()).to("cpu", torch.float64))
-    return float(torch.stack(found).max())
+            low, high = torch.aminmax(local.abs() if local.is_complex() else local)
+            largest.append(torch.maximum(low.abs(), high.abs()).to("cpu", torch.float64))
+    return float(torch.stack(largest).max())
 
 
 def _local(gradient: Tensor) -> Tensor:

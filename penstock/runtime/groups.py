@@ -71,17 +71,19 @@ class ProcessGroups:
                 axes=names,
                 hint=f'init_device_mesh(device, (2, 2), mesh_dim_names=("{REPLICAS}", "{PIPELINE}"))',
             )
-        found = mesh[PIPELINE].size()
-        if found != num_ranks:
+        mesh_ranks = mesh[PIPELINE].size()
+        if mesh_ranks != num_ranks:
             raise RunError(
-                f"the {PIPELINE!r} axis of the mesh must be as long as the plan has ranks", plan=num_ranks, mesh=found
+                f"the {PIPELINE!r} axis of the mesh must be as long as the plan has ranks",
+                plan=num_ranks,
+                mesh=mesh_ranks,
             )
         group = mesh.get_group(PIPELINE)
         control, replicas, replica_control = _gloo_group(mesh, PIPELINE), None, None
         if REPLICAS in names and mesh[REPLICAS].size() > 1:
             replicas, replica_control = mesh.get_group(REPLICAS), _gloo_group(mesh, REPLICAS)
-        own = [dist.get_global_rank(group, rank) for rank in range(num_ranks)]
-        monitor = RankMonitor(own, mesh.mesh.flatten().tolist(), deadline_seconds)
+        pipeline_ranks = [dist.get_global_rank(group, rank) for rank in range(num_ranks)]
+        monitor = RankMonitor(pipeline_ranks, mesh.mesh.flatten().tolist(), deadline_seconds)
         return cls(mesh.get_local_rank(PIPELINE), num_ranks, group, control, replicas, replica_control, monitor)
 
     def start(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -161,4 +163,4 @@ def _gloo_group(mesh: Any, axis: str) -> Any:
     rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim]).tolist()
     # new_group is collective: every process creates the groups of all rows, in the same order.
     groups = [dist.new_group(row, backend="gloo") for row in rows]
-    return next(one for one, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
+    return next(gloo for gloo, row in zip(groups, rows, strict=True) if dist.get_rank() in row)

@@ -22,38 +22,33 @@ from penstock.stages import Stage
 
 
 class Extremes:
-    """The smallest and largest entries that stages produced, kept on the device until the step is over."""
+    """The smallest and largest entries of tensors by stage, kept on the device until `nonfinite_stages` reads them."""
 
     def __init__(self) -> None:
         self._extremes: dict[int, list[Tensor]] = {}
 
     def add(self, stage: int, values: Iterable[object]) -> None:
-        """Record the values that a stage produced for one microbatch."""
-        found = self._extremes.setdefault(stage, [])
+        """Record outputs or gradients of a stage. Of a sharded tensor only this rank's shard is recorded."""
+        extremes = self._extremes.setdefault(stage, [])
         for value in values:
-            if isinstance(value, Tensor) and value.is_floating_point():
-                found += _extremes(value.detach())
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+                extremes += _extremes(value.detach())
 
-    def first_nonfinite_stage(self) -> float:
-        """The first stage whose forward produced NaN or Inf; inf if all are finite."""
-        return min((stage for stage, found in self._extremes.items() if not _all_finite(found)), default=math.inf)
-
-
-def last_nonfinite_gradient(parameters: Mapping[int, Iterable[nn.Parameter]]) -> float:
-    """The last stage with NaN or Inf in a gradient, which is where it came from; -inf if all are finite."""
-    nonfinite = (
-        stage for stage, own in parameters.items() if not all_finite(p.grad for p in own if p.grad is not None)
-    )
-    return max(nonfinite, default=-math.inf)
+    def nonfinite_stages(self) -> list[int]:
+        """The stages with NaN or Inf in a value."""
+        # Stacked, because on a GPU every read waits for the device.
+        return [
+            stage
+            for stage, extremes in self._extremes.items()
+            if extremes and not bool(torch.stack(extremes).isfinite().all())
+        ]
 
 
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no entry is NaN or Inf; of sharded tensors, this rank's part is checked."""
-    return _all_finite([extreme for tensor in tensors for extreme in _extremes(tensor)])
-
-
-def _all_finite(values: list[Tensor]) -> bool:
-    return not values or bool(torch.stack(values).isfinite().all())
+def all_finite(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether no entry of any tensor is NaN or Inf."""
+    extremes = Extremes()
+    extremes.add(0, tensors)
+    return not extremes.nonfinite_stages()
 
 
 def _extremes(tensor: Tensor) -> Sequence[Tensor]:
@@ -92,17 +87,17 @@ class NonfiniteOrigin:
     @property
     def error_values(self) -> dict[str, object]:
         """The values of an error message."""
-        place = {} if self.microbatch is None else {"microbatch": self.microbatch}
-        return {"first_not_finite": self.description, **place}
+        position = {} if self.microbatch is None else {"microbatch": self.microbatch}
+        return {"first_not_finite": self.description, **position}
 
 
-def agree_on_origin(groups: ProcessGroups, own: NonfiniteOrigin | None) -> NonfiniteOrigin | None:
+def agree_on_origin(groups: ProcessGroups, local: NonfiniteOrigin | None) -> NonfiniteOrigin | None:
     """Agree on one origin on every rank: the one in the last stage, of the first replica that found any."""
-    stages = groups.gather(torch.tensor([-1 if own is None else own.stage])).flatten().tolist()
-    text = json.dumps(None if own is None else [own.stage, own.microbatch, own.description])
+    stages = groups.gather(torch.tensor([-1 if local is None else local.stage])).flatten().tolist()
+    text = json.dumps(None if local is None else [local.stage, local.microbatch, local.description])
     text = groups.broadcast_text(text, stages.index(max(stages)))
-    found = groups.gather_replicas(torch.tensor([int(max(stages) >= 0)])).flatten().tolist()
-    origin = json.loads(groups.broadcast_text_to_replicas(text, found.index(max(found))))
+    has_origin = groups.gather_replicas(torch.tensor([int(max(stages) >= 0)])).flatten().tolist()
+    origin = json.loads(groups.broadcast_text_to_replicas(text, has_origin.index(max(has_origin))))
     return None if origin is None else NonfiniteOrigin(*origin)
 
 
@@ -138,21 +133,21 @@ class NonfiniteProbe:
         """The origin found by this process in the forward of a stage; with None, in the backward of its last stage."""
         if stage is not None:
             return self.forward.get(stage)
-        found = {index: own for index in self.stages if (own := self._gradient_origin(index))} | self.backward
-        return found[max(found)] if found else None
+        origins = {index: origin for index in self.stages if (origin := self._gradient_origin(index))} | self.backward
+        return origins[max(origins)] if origins else None
 
     def _gradient_origin(self, index: int) -> NonfiniteOrigin | None:
         # Deferred weight gradients are computed outside of the autograd graph, where no hook sees them.
-        named = [(name, one.grad) for name, one in self.stages[index].named_parameters() if one.grad is not None]
-        nonfinite = [name for name, gradient in named if not all_finite((gradient,))]
+        parameters = self.stages[index].named_parameters()
+        nonfinite = [name for name, parameter in parameters if not all_finite((parameter.grad,))]
         return NonfiniteOrigin(index, None, f"the gradient of {nonfinite[-1]}") if nonfinite else None
 
 
 class StageProbe:
     """Checks one forward of a stage, call by call."""
 
-    def __init__(self, probe: NonfiniteProbe, place: NonfiniteOrigin, graph: Graph, inputs: Mapping[str, Any]) -> None:
-        self._probe, self._place, self._graph, self._inputs = probe, place, graph, inputs
+    def __init__(self, probe: NonfiniteProbe, origin: NonfiniteOrigin, graph: Graph, inputs: Mapping[str, Any]) -> None:
+        self._probe, self._origin, self._graph, self._inputs = probe, origin, graph, inputs
         self.inside: dict[int, str] = {}
         """by severity, the first module within the current call that returned such a value"""
         self._first: dict[int, str] = {}
@@ -172,24 +167,24 @@ class StageProbe:
         if loss is not None:
             self._hook_backward("the loss function", (loss,))
         if severity := _severity(outputs):
-            found = self._first.get(severity) or next(iter(self._first.values()), "")
+            description = self._first.get(severity) or next(iter(self._first.values()), "")
         else:
-            found = "the loss" if _severity((loss,)) else ""
-        if found:
-            self._probe.forward.setdefault(self._place.stage, replace(self._place, description=found))
+            description = "the loss" if _severity((loss,)) else ""
+        if description:
+            self._probe.forward.setdefault(self._origin.stage, replace(self._origin, description=description))
 
     def _cause(self, node: Node, severity: int) -> str:
         """The input, parameter or buffer that was not finite; else the inner module or the call that produced it."""
-        stage = self._probe.stages[self._place.stage]
+        stage = self._probe.stages[self._origin.stage]
         sources = (
             ("input", node.reads, self._inputs),
             ("parameter", node.parameters, dict(stage.named_parameters(remove_duplicate=False))),
             ("buffer", node.buffers, dict(stage.named_buffers(remove_duplicate=False))),
         )
         for kind, names, values in sources:
-            found = [name for name in names if _severity((values.get(name),)) >= severity]
-            if found:
-                return f"the {kind} {found[0]}"
+            nonfinite = [name for name in names if _severity((values.get(name),)) >= severity]
+            if nonfinite:
+                return f"the {kind} {nonfinite[0]}"
         return f"the output of {self.inside.get(severity, node.name)}"
 
     def _hook_backward(self, node: str, values: Iterable[object]) -> None:
@@ -204,19 +199,19 @@ class StageProbe:
                 function.register_hook(partial(self._check_backward, node))
                 pending += [following for following, _ in function.next_functions if following is not None]
 
-    def _check_backward(self, node: str, returned: Sequence[Any], given: Sequence[Any]) -> None:
-        stage = self._place.stage
-        if stage not in self._probe.backward and _severity(returned) and not _severity(given):
+    def _check_backward(self, node: str, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> None:
+        stage = self._origin.stage
+        if stage not in self._probe.backward and _severity(grad_inputs) and not _severity(grad_outputs):
             description = f"the gradient returned by {node}"
-            self._probe.backward[stage] = replace(self._place, description=description)
+            self._probe.backward[stage] = replace(self._origin, description=description)
 
 
 def _hookable_modules(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a stage by name, except inside compiled ones, which a hook would cause to be recompiled."""
     compiled: list[str] = []
     for name, module in stage.named_modules():
-        own = vars(module)
-        is_wrapped = "_orig_mod" in own.get("_modules", {}) or own.get("_compiled_call_impl") is not None
+        attributes = vars(module)
+        is_wrapped = "_orig_mod" in attributes.get("_modules", {}) or attributes.get("_compiled_call_impl") is not None
         if is_wrapped or isinstance(module, torch.jit.ScriptModule):
             compiled.append(f"{name}.")
         elif name and not any(f"{name}.".startswith(prefix) for prefix in compiled):

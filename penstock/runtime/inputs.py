@@ -1,85 +1,46 @@
-"""Splits the batch of a step into microbatches, and sends it from rank 0 to the others if only rank 0 has it."""
+"""Sends the batch of a step from rank 0 to the other ranks, with `Pipeline(..., inputs="first")`."""
 
-import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.capture import Microbatch, Recording, split_batch
+from penstock.capture import LruCache, Recording
 from penstock.ir import Plan, leaves, named_inputs, named_leaves
 from penstock.runtime.broadcast import flatten_structure, read_structure
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.model_part import ModelPart
-from penstock.runtime.sync import checksum
+from penstock.runtime.step import TARGET, Batch, SplitBatch
 from penstock.stages import Ownership
 
 INPUTS = ("all", "first")
 """which ranks are given the batch"""
-Batch = tuple[Any, Any, Any]
-"""args, kwargs and target of a step"""
-_TARGET = "target"
+Split = Callable[[Batch, tuple[Recording, ...] | None], SplitBatch]
+"""splits a batch into microbatches, and finds their recordings unless they are given"""
 
 
-class SplitBatch(NamedTuple):
-    """A batch as microbatches, with the recording and the named input tensors of each."""
-
-    microbatches: tuple[Microbatch, ...]
-    recordings: tuple[Recording, ...]
-    inputs: tuple[dict[str, Any], ...]
-
-
-class BatchSplitter:
-    """Splits batches into the number of microbatches of a plan."""
-
-    def __init__(self, part: ModelPart, plan: Plan, split: Mapping[str, int | None]) -> None:
-        """`split`: see `split_batch`."""
-        self._part, self._split, self.plan = part, dict(split), plan
-        self._num_microbatches = plan.num_microbatches
-
-    def arranged(self, batch: Batch) -> Batch:
-        """The batch with the target among the arguments, if the model's forward takes a `target`."""
-        args, kwargs, target = batch
-        if target is None or _TARGET not in inspect.signature(self._part.captured.model.forward).parameters:
-            return batch
-        return args, {**kwargs, _TARGET: target}, None
-
-    def split(self, batch: Batch, recordings: tuple[Recording, ...] | None = None) -> SplitBatch:
-        """Split a batch, and find the recording of each microbatch unless they are given."""
-        if not self._part.has_weights:
-            self._part.check_weights()
-        for stage in self._part.stages.values():
-            stage.check_state()
-        captured, (args, kwargs, target) = self._part.captured, batch
-        parts = split_batch(captured.model.forward, args, kwargs, target, self._num_microbatches, self._split)
-        if recordings is not None:
-            return SplitBatch(parts, recordings, tuple(captured.inputs(part.args, part.kwargs) for part in parts))
-        found, inputs = zip(*captured.recordings((part.args, part.kwargs) for part in parts), strict=True)
-        return SplitBatch(parts, found, inputs)
-
-    def checksum(self, batch: SplitBatch) -> int:
-        """A checksum of the batch; arguments by position and by name give the same checksum."""
-        forward = self._part.captured.model.forward
-        return checksum(
-            {**named_inputs(forward, part.args, part.kwargs), **dict(named_leaves(part.target, _TARGET))}
-            for part in batch.microbatches
-        )
-
-
-class BatchKind(NamedTuple):
-    """Batches of one structure and one sequence of recordings."""
+class BatchSignature(NamedTuple):
+    """Structure and recordings of a batch; batches with equal signatures are sent in the same way."""
 
     recordings: tuple[Recording, ...]
     input_names: tuple[str, ...]
-    """of every tensor of the batch in order; "" for those of the target"""
+    """name of every tensor of the batch in order; "" for those of the target"""
     structure: str
+    sizes: frozenset[int]
+    """the indices of the tensors that every rank reads to split the batch"""
+    lists: tuple[str, ...]
+    """the names of the lists with an entry per sample, whose tensors have other names in a microbatch"""
+    needed: dict[int, set[int]]
+    """by rank, the indices of the tensors that it needs, once that is known"""
+    agreed: set[bool]
+    """the kinds of step (True: training, False: evaluation) with this signature on which all ranks have agreed"""
 
 
-class Offer(NamedTuple):
-    """A batch that rank 0 is about to send: the number of its kind, and its content."""
+class OutgoingBatch(NamedTuple):
+    """A batch that rank 0 is about to send."""
 
-    number: int
+    signature_index: int
     structure: str
     tensors: list[Tensor]
     batch: Batch
@@ -89,75 +50,95 @@ class Offer(NamedTuple):
 class BatchSender:
     """Sends batches from rank 0 to the ranks that need parts of them.
 
-    A batch of a new kind is sent whole, and every rank records the model. A kind has the same
-    number on all ranks: for a known kind the other ranks find their recordings by its number, and are sent only the
-    tensors that their stages read.
+    A batch of a new signature is sent whole, and every rank records the model. All ranks number signatures alike: for a
+    known one the other ranks look up their recordings by its index, and are sent only the tensors that their stages
+    read. All ranks use signatures in the same order, so they also drop the same least recently used ones.
     """
 
-    def __init__(self, part: ModelPart, splitter: BatchSplitter) -> None:
-        self._part, self._plan, self._splitter = part, splitter.plan, splitter
-        self._kinds: list[BatchKind] = []
-        self._numbers: dict[tuple[object, ...], int] = {}
-        self._needed: dict[tuple[int, int], set[int]] = {}
-        self._new: BatchKind | None = None
+    def __init__(self, part: ModelPart, plan: Plan, split: Split) -> None:
+        self._part, self._plan, self._split = part, plan, split
+        self._signatures: LruCache[int, BatchSignature] = LruCache()
+        """by index"""
+        self._indices: dict[tuple[str, tuple[Recording, ...]], int] = {}
+        """of the signatures, by structure and recordings"""
+        self.num_signatures = 0
+        """how many signatures all ranks have agreed on, including those that were dropped"""
+        self._new: BatchSignature | None = None
+        """of the last batch, until all ranks have agreed on its step"""
 
-    @property
-    def num_kinds(self) -> int:
-        """The number of kinds that all ranks have agreed on."""
-        return len(self._kinds)
+    def is_agreed(self, index: int, is_training: bool) -> bool:
+        """Whether all ranks have agreed on a step with the signature of this index."""
+        # Not marked as used: only rank 0 asks.
+        return index in self._signatures and is_training in self._signatures[index].agreed
 
-    def offer(self, batch: Batch) -> Offer:
+    def prepare(self, batch: Batch) -> OutgoingBatch:
         """On rank 0: prepare a batch; nothing is sent yet."""
         structure, tensors = flatten_structure(batch)
         # Rebuilt from what is sent, so that rank 0 trains on the same structure as the other ranks.
-        own = _as_batch(read_structure(structure)[0](tensors))
-        split = self._splitter.split(own)
-        number = self._numbers.get(_key(structure, split.recordings), len(self._kinds))
-        return Offer(number, structure, tensors, own, split)
+        rebuilt = _as_batch(read_structure(structure)[0](tensors))
+        split = self._split(rebuilt, None)
+        index = self._indices.get((structure, split.recordings), self.num_signatures)
+        return OutgoingBatch(index, structure, tensors, rebuilt, split)
 
-    def send(self, offer: Offer) -> SplitBatch:
+    def send(self, outgoing: OutgoingBatch) -> SplitBatch:
         """On rank 0: send each rank the tensors that it needs."""
-        if offer.number == len(self._kinds):
-            self._part.groups.broadcast_text(offer.structure, 0)
-        send_tensors(self._part.groups, offer.tensors, lambda rank: self._needed_by(offer.number, rank))
-        self._note_kind(offer.number, offer.structure, offer.split, offer.batch)
-        return offer.split
+        index = outgoing.signature_index
+        if self._signatures.find(index) is None:
+            self._part.groups.broadcast_text(outgoing.structure, 0)
+        send_tensors(self._part.groups, outgoing.tensors, lambda rank: self._needed_by(index, rank))
+        self._keep_signature(index, outgoing.structure, outgoing.split, outgoing.batch)
+        return outgoing.split
 
-    def receive(self, number: int) -> SplitBatch:
+    def receive(self, index: int) -> SplitBatch:
         """On the other ranks: receive a batch; the tensors that this rank does not need are uninitialised memory."""
-        groups, is_new = self._part.groups, number == len(self._kinds)
-        structure = groups.broadcast_text("", 0) if is_new else self._kinds[number].structure
+        groups, known = self._part.groups, self._signatures.find(index)
+        structure = groups.broadcast_text("", 0) if known is None else known.structure
         build, buffers = read_structure(structure)
         buffers = [buffer.to(self._part.device) for buffer in buffers]
-        batch = _as_batch(build(receive_tensors(groups, buffers, self._needed_by(number, groups.rank))))
-        split = self._splitter.split(batch, None if is_new else self._kinds[number].recordings)
-        self._note_kind(number, structure, split, batch)
+        batch = _as_batch(build(receive_tensors(groups, buffers, self._needed_by(index, groups.rank))))
+        split = self._split(batch, None if known is None else known.recordings)
+        self._keep_signature(index, structure, split, batch)
         return split
 
-    def commit(self) -> None:
-        """Register the kind of the last batch; call this once all ranks have agreed on its step."""
+    def commit(self, index: int, is_training: bool) -> None:
+        """Keep the signature of the last batch; call this once all ranks agree on its step."""
         if self._new is not None:
-            self._numbers[_key(self._new.structure, self._new.recordings)] = len(self._kinds)
-            self._kinds.append(self._new)
+            self._indices[self._new.structure, self._new.recordings] = index
+            for old in self._signatures.put(index, self._new):
+                del self._indices[old.structure, old.recordings]
+            self.num_signatures += 1
             self._new = None
+        self._signatures[index].agreed.add(is_training)
 
-    def _note_kind(self, number: int, structure: str, split: SplitBatch, batch: Batch) -> None:
+    def _keep_signature(self, index: int, structure: str, split: SplitBatch, batch: Batch) -> None:
+        """Keep the signature of a batch for `commit`, if it is new."""
         self._new = None
-        if number == len(self._kinds):
+        if index not in self._signatures:
             named = named_inputs(self._part.captured.model.forward, batch[0], batch[1])
             names = {id(leaf): name for name, leaf in named.items()}
-            tensors = (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))
-            self._new = BatchKind(split.recordings, tuple(names.get(id(leaf), "") for leaf in tensors), structure)
+            tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+            cuts = split.microbatches[0].cuts.values()
+            tables = {cut.sizes for cut in cuts}
+            read = {id(leaf) for name, leaf in (*named.items(), *named_leaves(batch[2], TARGET)) if name in tables}
+            self._new = BatchSignature(
+                split.recordings,
+                tuple(names.get(id(leaf), "") for leaf in tensors),
+                structure,
+                frozenset(index for index, leaf in enumerate(tensors) if id(leaf) in read),
+                tuple(cut.name for cut in cuts if cut.dim is None),
+                {},
+                set(),
+            )
 
-    def _needed_by(self, number: int, rank: int) -> set[int] | None:
-        """The indices of the tensors that a rank needs; None: all of them, because the kind is new."""
-        if number == len(self._kinds):
+    def _needed_by(self, index: int, rank: int) -> set[int] | None:
+        """The indices of the tensors that a rank needs; None: all of them, because the signature is new."""
+        signature, placement = self._signatures.find(index), self._plan.schedule.placement
+        if signature is None:
             return None
-        if (number, rank) not in self._needed:
-            kind, placement = self._kinds[number], self._plan.schedule.placement
+        if rank not in signature.needed:
             is_last = placement[self._plan.num_stages - 1] == rank
             read: set[str] = set()
-            for recording in kind.recordings:
+            for recording in signature.recordings:
                 graph = recording.graph
                 runs = Ownership(self._plan.graph, self._plan.partition).fit(graph).runs(graph)
                 nodes = [node for stage in placement.stages[rank] for node in runs[stage]]
@@ -166,9 +147,17 @@ class BatchSender:
                     nodes += [node for node in graph.nodes if node.from_inputs]
                     read.update(graph.outputs)
                 read.update(name for node in nodes for name in node.reads)
-            names = enumerate(kind.input_names)
-            self._needed[number, rank] = {index for index, name in names if name in read or (is_last and not name)}
-        return self._needed[number, rank]
+            # The third sample of a batch may be the first of a microbatch: entries of lists are sent all or none.
+            lists = [name for name in signature.lists if any(value.startswith(f"{name}.") for value in read)]
+            signature.needed[rank] = {
+                position
+                for position, name in enumerate(signature.input_names)
+                if name in read
+                or (is_last and not name)
+                or position in signature.sizes
+                or name.startswith(tuple(f"{prefix}." for prefix in lists))
+            }
+        return signature.needed[rank]
 
 
 def send_tensors(
@@ -197,10 +186,6 @@ def receive_tensors(
 
 def _sent(tensors: Sequence[Tensor], needed: Collection[int] | None) -> list[int]:
     return [index for index, tensor in enumerate(tensors) if tensor.numel() and (needed is None or index in needed)]
-
-
-def _key(structure: str, recordings: Iterable[Recording]) -> tuple[object, ...]:
-    return structure, *map(id, recordings)
 
 
 def _as_batch(structure: Any) -> Batch:

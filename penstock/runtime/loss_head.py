@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ from torch import Tensor
 from penstock.capture import Captured, Recording
 from penstock.errors import PenstockWarning, RunError
 from penstock.ir import Partition, transform
-from penstock.loss import Added, AddedLosses, LossWeights
+from penstock.loss import SINGLE, Added, AddedLosses, LossStep, LossWeights
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.scaler import GradScaler
 from penstock.runtime.step import Step
 
-_TRAINING = "gradients are those of a loop over the microbatches"
-_EVALUATION = "the loss is the mean over the microbatches"
+_TRAINING_EFFECT = "gradients are those of a loop over the microbatches"
+_EVALUATION_EFFECT = "the loss is the mean over the microbatches"
 _NUM_NAMED = 3
 
 
@@ -29,65 +30,107 @@ class LossHead:
     ) -> None:
         self._captured, self._loss_weights, self.scaler = captured, loss_weights, scaler
         self._partition, self._added = partition, AddedLosses(captured)
-
-    @property
-    def has_loss_fn(self) -> bool:
-        """Whether the loss is computed by a loss function, and not by the model."""
-        return self._loss_weights.has_function
+        self.has_loss_fn = loss_weights.has_function
+        """whether the loss is computed by a loss function, and not by the model"""
+        self._names: tuple[str, ...] = ()
+        """the names of the losses of the last step, if there are several"""
 
     @property
     def reduction(self) -> str:
-        """How the loss is averaged over samples; empty if that is not known yet."""
-        return self._loss_weights.reduction
-
-    @property
-    def scale(self) -> float:
-        """The factor of all gradients, set by the scaler."""
-        return 1.0 if self.scaler is None else self.scaler.scale
+        """How the loss, or each of several, is averaged over samples; empty if that is not known yet."""
+        reductions = {name: self._loss_weights.by_name(name).reduction for name in self._names}
+        text = ", ".join(f"{name}: {reduction}" for name, reduction in reductions.items())
+        return text or self._loss_weights.reduction
 
     def roots(self, recording: Recording, is_training: bool) -> tuple[str, ...]:
         """The values that the loss is computed from; empty if an evaluated model returns no loss."""
-        if self._loss_weights.has_function:
+        if self.has_loss_fn:
             return tuple(recording.graph.outputs)
         try:
-            return (self._loss_weights.loss_name(recording),)
+            return tuple(self._loss_weights.loss_values(recording).values())
         except RunError:
             if is_training:
                 raise
             return ()
 
     def loss(self, step: Step, microbatch: int, stage_outputs: dict[str, Any]) -> Tensor | None:
-        """Compute and store the loss of a microbatch; None if an evaluation has none."""
-        recording, own = step.recordings[microbatch], step.microbatches[microbatch]
+        """Compute and store the loss of a microbatch; None if an evaluation has none.
+
+        The first loss of a step also finds the weights of all its microbatches, and stores them in the step.
+        """
+        recording, target = step.recordings[microbatch], step.microbatches[microbatch].target
         values = {**step.inputs[microbatch], **stage_outputs}
         output = self._captured.output(recording, values)
         if step.keeps_outputs:
             step.outputs[microbatch] = transform(output, _detached)
-        if self._loss_weights.has_function:
-            if not step.is_training and own.target is None:
+        if self.has_loss_fn:
+            if not step.is_training and target is None:
                 return None
-            loss = self._loss_weights.loss(step, microbatch, output)
+            losses = self._loss_weights.losses(output, target)
         else:
-            roots = self.roots(recording, step.is_training)
-            if not roots:
+            if not self.roots(recording, step.is_training):
                 return None
-            loss = values[roots[0]]
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise RunError("a loss must be one number", found=found, microbatch_size=own.size)
-        if not loss.is_floating_point():
-            raise RunError("a loss must be a floating-point number", found=loss.dtype, hint="loss.float()")
+            losses = {name: values[value] for name, value in self._loss_weights.loss_values(recording).items()}
+        size = step.microbatches[microbatch].size
+        losses = {name: _checked_loss(name, loss, size) for name, loss in losses.items()}
+        if SINGLE in losses:
+            loss = losses[SINGLE]
+            self._loss_weights.weigh(step, microbatch, output, loss)
+        else:
+            loss = self._sum_of_losses(step, microbatch, output, losses)
         if step.is_training and not loss.requires_grad:
             hint = "unfreeze a parameter, or use eval"
             hint = hint if torch.is_grad_enabled() else "call step outside of torch.no_grad()"
             raise RunError("the loss does not depend on anything that requires a gradient", hint=hint)
         # A copy, because some losses are views of a tensor as large as the output, which would stay in memory.
-        step.losses[microbatch] = loss.detach().reshape(()).clone()
-        return loss.reshape(())
+        step.losses[microbatch] = loss.detach().clone()
+        return loss
 
-    def weights(self, step: Step) -> tuple[float, ...]:
-        """The weight of every microbatch's loss in that of the batch."""
-        return self._loss_weights.weights(step)
+    def _sum_of_losses(self, step: Step, microbatch: int, output: Any, losses: Mapping[str, Tensor]) -> Tensor:
+        """The sum of several losses of a microbatch; stores each of them, and finds the weights of the step.
+
+        If the losses have different weights, the sum is weighted already, and the weight of the microbatch is 1.
+        """
+        if not step.named_steps:
+            self._loss_weights.agree_on_names(losses)
+            self._names = tuple(losses)
+            step.named_steps = {name: LossStep(step.microbatches, step.recordings, step.is_training) for name in losses}
+        elif losses.keys() != step.named_steps.keys():
+            raise RunError(
+                "all microbatches must have losses of the same names",
+                names=", ".join(losses),
+                others=", ".join(step.named_steps),
+                hint="a loss of 0 for a microbatch that does not have it: (0 * output).sum()",
+            )
+        step.named_losses[microbatch] = {name: loss.detach().clone() for name, loss in losses.items()}
+        for name, loss in losses.items():
+            loss_step = step.named_steps[name]
+            self._loss_weights.by_name(name).weigh(loss_step, microbatch, output, loss)
+            if loss_step.loss_problem and not step.loss_problem:
+                step.loss_problem = f"{name}: {loss_step.loss_problem}"
+        weights = {name: loss_step.weights or () for name, loss_step in step.named_steps.items()}
+        if len(set(weights.values())) == 1:
+            step.weights = next(iter(weights.values()))
+            return reduce(torch.add, losses.values())
+        step.weights = tuple(float(any(column)) for column in zip(*weights.values(), strict=True))
+        # A loss of weight 0 may be NaN, and is left out.
+        weighted = [loss * weights[name][microbatch] for name, loss in losses.items() if weights[name][microbatch]]
+        return reduce(torch.add, weighted or losses.values())
+
+    def output_weights(self, step: Step) -> tuple[Sequence[float] | None, dict[str, Sequence[float]]]:
+        """The weights of scalars among the outputs, and those of the values that are losses of the model, by value.
+
+        Without a loss, or with several that have different weights, other scalars have no weights.
+        """
+        if not step.losses:
+            return None, {}
+        steps = step.named_steps or {SINGLE: step}
+        weights = {name: loss_step.weights or () for name, loss_step in steps.items()}
+        usual = next(iter(weights.values())) if len(set(weights.values())) == 1 else None
+        if self.has_loss_fn:
+            return usual, {}
+        values = self._loss_weights.loss_values(step.recordings[0])
+        return usual, {value: weights[name] for name, value in values.items()}
 
     def added_loss(self, step: Step, stage: int, microbatch: int, added: Sequence[Added]) -> Tensor:
         """The weighted sum of the losses that `add_loss` added in one stage for a microbatch."""
@@ -98,8 +141,19 @@ class LossHead:
 
     def warnings(self, step: Step) -> tuple[str, ...]:
         """Why the loss or gradients of a step are not, or may not be, those of the whole batch."""
-        found = self._loss_weights.warnings(step) if step.losses else ()
-        return (*found, *self._added.warnings) if step.is_training else found
+        causes = self._loss_weights.warnings(step) if step.losses else ()
+        return (*causes, *self._added.warnings) if step.is_training else causes
+
+
+def _checked_loss(name: str, loss: Any, microbatch_size: int) -> Tensor:
+    """A loss as a scalar; raises a RunError if it is not one floating-point number."""
+    which = {"loss": name} if name else {}
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise RunError("a loss must be one number", **which, got=got, microbatch_size=microbatch_size)
+    if not loss.is_floating_point():
+        raise RunError("a loss must be a floating-point number", **which, got=loss.dtype, hint="loss.float()")
+    return loss.reshape(())
 
 
 def _detached(leaf: object) -> object:
@@ -107,11 +161,15 @@ def _detached(leaf: object) -> object:
 
 
 class MicrobatchWarning(PenstockWarning):
-    """The loss or gradients of microbatches are not, or if not `is_certain` may not be, those of the whole batch."""
+    """The loss or gradients of a step are not those of the whole batch, or may not be if `is_certain` is False."""
 
     def __init__(self, cause: str, is_certain: bool = True, is_training: bool = True) -> None:
-        super().__init__(f"{cause}; {_TRAINING if is_training else _EVALUATION}")
-        self.cause, self.is_certain = cause, is_certain
+        # As its arguments, so that a copy made from them, as in another process, is the same warning.
+        super().__init__(cause, is_certain, is_training)
+        self.cause, self.is_certain, self.is_training = cause, is_certain, is_training
+
+    def __str__(self) -> str:
+        return f"{self.cause}; {_TRAINING_EFFECT if self.is_training else _EVALUATION_EFFECT}"
 
 
 class StepWarnings:
@@ -120,7 +178,7 @@ class StepWarnings:
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
         self._issued: dict[str, bool] = {}
-        """causes, and whether they were issued for training; those issued for an evaluation are then issued again"""
+        """by cause, whether it was issued for training; one issued for evaluation only is issued again in training"""
         self._num_steps = 0
 
     def new(
@@ -130,25 +188,26 @@ class StepWarnings:
 
         Parameters are checked for hooks in the 1st, 2nd, 4th, 8th ... step.
         """
-        found = [(cause, True) for cause in loss_head.warnings(step)]
+        causes = [(cause, True) for cause in loss_head.warnings(step)]
         self._num_steps += step.is_training
         if step.is_training and not self._num_steps & (self._num_steps - 1):
-            found += [(cause, False) for cause in _hook_causes(parameters())]
+            causes += [(cause, False) for cause in _hook_causes(parameters())]
         return [
-            one
-            for one in dict.fromkeys(found)
-            if one[0] not in self._issued or (step.is_training and not self._issued[one[0]])
+            (cause, is_certain)
+            for cause, is_certain in dict.fromkeys(causes)
+            if cause not in self._issued or (step.is_training and not self._issued[cause])
         ]
 
-    def issue(self, own: list[tuple[str, bool]], is_training: bool) -> None:
+    def issue(self, new_causes: list[tuple[str, bool]], is_training: bool) -> None:
         """Gather the new warnings of all ranks and issue them on the first; all ranks call this."""
         groups = self._groups
         texts = [
-            groups.broadcast_text(json.dumps(own), rank) for rank in range(1 if groups.is_local else groups.num_ranks)
+            groups.broadcast_text(json.dumps(new_causes), rank)
+            for rank in range(1 if groups.is_local else groups.num_ranks)
         ]
-        whole = json.dumps([one for text in texts for one in json.loads(text)])
+        whole = json.dumps([entry for text in texts for entry in json.loads(text)])
         replicas = [groups.broadcast_text_to_replicas(whole, replica) for replica in range(groups.num_replicas)]
-        for cause, is_certain in dict.fromkeys(tuple(one) for text in replicas for one in json.loads(text)):
+        for cause, is_certain in dict.fromkeys(tuple(entry) for text in replicas for entry in json.loads(text)):
             self._issued[cause] = is_training
             if groups.is_first:
                 # Points at the user's call of step or eval.

@@ -1,4 +1,4 @@
-"""Meta-device models: gives one rank's part of a model memory, and placeholders for the parameters of other ranks.
+"""Meta-device models: allocates the parameters of one rank, and placeholders for those of other ranks.
 
 A placeholder has the shape of a parameter and the memory of one element, which is NaN: the model can be recorded with
 it, and a computation that uses it by mistake is noticed at once.
@@ -31,32 +31,32 @@ def is_meta(model: nn.Module) -> bool:
     return bool(on_meta)
 
 
-def materialize(model: nn.Module, own: Collection[str], device: torch.device) -> None:
-    """Allocate the parameters named in `own` and all buffers of a meta-device model; other parameters get placeholders.
+def materialize(model: nn.Module, owned: Collection[str], device: torch.device) -> None:
+    """Allocate the `owned` parameters and all buffers of a meta-device model; other parameters get placeholders.
 
     Weights and persistent buffers are zero until they are loaded; non-persistent buffers have their values.
     """
     _check_attributes(model)
     unsaved = _initial_buffers(model, device)
-    made: dict[int, Tensor] = {}  # by the id of the old tensor, so that tied parameters stay tied
-    names = set(own)
-    mine = {id(tensor) for name, tensor in _named_tensors(model) if name in names}
+    allocated: dict[int, Tensor] = {}  # by the id of the old tensor, so that tied parameters stay tied
+    names = set(owned)
+    owned_ids = {id(tensor) for name, tensor in _named_tensors(model) if name in names}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if id(parameter) not in made:
-                allocate = _allocate if id(parameter) in mine else _placeholder
+            if id(parameter) not in allocated:
+                allocate = _allocate if id(parameter) in owned_ids else _placeholder
                 new = nn.Parameter(allocate(parameter, device), parameter.requires_grad)
                 vars(new).update(vars(parameter))  # attributes that the user set on the parameter
-                made[id(parameter)] = new
-            module._parameters[name] = made[id(parameter)]
+                allocated[id(parameter)] = new
+            module._parameters[name] = allocated[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            if id(buffer) not in made:
-                made[id(buffer)] = _allocate(buffer, device)
-            module._buffers[name] = unsaved.get(_join(path, name), made[id(buffer)])
+            if id(buffer) not in allocated:
+                allocated[id(buffer)] = _allocate(buffer, device)
+            module._buffers[name] = unsaved.get(_join(path, name), allocated[id(buffer)])
 
 
 def unsaved_buffer_names(model: nn.Module) -> frozenset[str]:
@@ -103,25 +103,27 @@ def _unsaved(module: nn.Module) -> list[str]:
 
 def _initial_buffers(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """The values of all non-persistent buffers of a meta-device model, by name."""
-    found: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         missing = [name for name in _unsaved(module) if module._buffers[name].is_meta]
         if missing:
-            found |= {_join(path, name): buffer for name, buffer in _compute(model, module, path, missing, device)}
-    return found
+            buffers |= {
+                _join(path, name): buffer for name, buffer in _compute_buffers(model, module, path, missing, device)
+            }
+    return buffers
 
 
-def _compute(
+def _compute_buffers(
     model: nn.Module, module: nn.Module, path: str, names: list[str], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    found: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     for initialize in _initializers(model, module, path):
-        first, second = (_run(initialize, module, device, seed) for seed in (1, 2))
+        first, second = (_initialize_copy(initialize, module, device, seed) for seed in (1, 2))
         for name in names:
-            one, other = first.get(name), second.get(name)
-            if name not in found and one is not None and _agree(one, other, module._buffers[name]):
-                found[name] = one
-    unknown = [name for name in names if name not in found]
+            buffer, other = first.get(name), second.get(name)
+            if name not in buffers and buffer is not None and _agree(buffer, other, module._buffers[name]):
+                buffers[name] = buffer
+    unknown = [name for name in names if name not in buffers]
     if unknown:
         raise RunError(
             "the model's initialisation must set its non-persistent buffers, which no checkpoint has",
@@ -130,42 +132,44 @@ def _compute(
             hint="give the module a reset_parameters method that sets them, register them as persistent, "
             "or give the Pipeline a model that is not on the meta device",
         )
-    yield from found.items()
+    yield from buffers.items()
 
 
 def _initializers(model: nn.Module, module: nn.Module, path: str) -> Iterator[Initialize]:
     """Ways to initialise a module: `_init_weights` of a model around it (transformers), or `reset_parameters`."""
     words = path.split(".")
-    around = (model.get_submodule(".".join(words[:end])) for end in range(len(words), -1, -1))
-    owner = next((one for one in around if callable(getattr(one, "_init_weights", None))), None)
+    ancestors = (model.get_submodule(".".join(words[:end])) for end in range(len(words), -1, -1))
+    owner = next((outer for outer in ancestors if callable(getattr(outer, "_init_weights", None))), None)
     if owner is not None:
         yield owner._init_weights  # type: ignore[misc]
     if callable(getattr(module, "reset_parameters", None)):
-        yield lambda double: double.reset_parameters()  # type: ignore[operator]
+        yield lambda copy: copy.reset_parameters()  # type: ignore[operator]
 
 
-def _run(initialize: Initialize, module: nn.Module, device: torch.device, seed: int) -> dict[str, Tensor | None]:
+def _initialize_copy(
+    initialize: Initialize, module: nn.Module, device: torch.device, seed: int
+) -> dict[str, Tensor | None]:
     """The buffers after initialising a copy of the module whose memory is filled with `seed % 2`; {} on an error."""
 
     def fill(old: Tensor | None) -> Tensor | None:
         return None if old is None else torch.full_like(old, seed % 2, device=device)
 
-    double = object.__new__(type(module))
-    vars(double).update(vars(module))
+    copy = object.__new__(type(module))
+    vars(copy).update(vars(module))
     parameters = {name: fill(old) for name, old in module._parameters.items()}
-    double._parameters = {name: new if new is None else nn.Parameter(new, False) for name, new in parameters.items()}
-    double._buffers = {name: fill(old) for name, old in module._buffers.items()}
+    copy._parameters = {name: new if new is None else nn.Parameter(new, False) for name, new in parameters.items()}
+    copy._buffers = {name: fill(old) for name, old in module._buffers.items()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         try:
-            initialize(double)
+            initialize(copy)
         except Exception:
             return {}
-    return double._buffers
+    return copy._buffers
 
 
-def _agree(one: Tensor, other: Tensor | None, old: Tensor | None) -> bool:
+def _agree(first: Tensor, second: Tensor | None, expected: Tensor | None) -> bool:
     """Whether both runs made the same tensor, with the shape and dtype of the model's buffer."""
-    if other is None or old is None or one.is_meta or other.is_meta:
+    if second is None or expected is None or first.is_meta or second.is_meta:
         return False
-    return one.shape == old.shape and one.dtype is old.dtype and torch.equal(one, other)
+    return first.shape == expected.shape and first.dtype is expected.dtype and torch.equal(first, second)

@@ -1,31 +1,35 @@
 """The part of a model that one process holds: its stages, parameters and buffers."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from penstock.capture import Captured
+from penstock.capture import Captured, Granularity
 from penstock.errors import PlanError, RunError
-from penstock.ir import Graph, Plan
+from penstock.ir import Plan
 from penstock.runtime.gradients import ReplicaReducer, ShardedStages, TiedParameter, TiedReducer
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.meta_init import is_meta, materialize
-from penstock.runtime.snapshot import BufferName, StepSnapshot
-from penstock.runtime.state_dict import check_state_dict, shard_like
 from penstock.runtime.sync import checksum
 from penstock.stages import Stage
 
+_STATE_HINT = "the state dict of the whole model, or of this rank"
 Parallelize = Callable[[nn.Module], Any]
+BufferName = tuple[nn.Module, str]
+"""a module, and the name of one of its buffers"""
+LOSS_FN = "loss_fn"
+"""the parameters of a loss module have names that begin with this, and with more underscores if the model has it"""
 _NUM_SAMPLED = 1024
 """entries of each parameter that replicas compare"""
 _SAME_START = "use the same seed on every rank before creating the model, or load the same state on every rank"
 
 
 class ModelPart:
-    """The stages of this process, and how their gradients become those of all ranks and replicas."""
+    """The stages of this process, with the reducers that sum their gradients over ranks and replicas."""
 
     def __init__(
         self,
@@ -33,12 +37,13 @@ class ModelPart:
         plan: Plan,
         groups: ProcessGroups,
         parallelize: Parallelize | None = None,
-        restores: bool = True,
+        granularity: Granularity = Granularity(),  # noqa: B008
+        loss_module: nn.Module | None = None,
     ) -> None:
-        """`parallelize` is applied to every stage. `restores`: whether a failed step restores earlier gradients."""
+        """`parallelize` is applied to every stage. The last stage trains the parameters of `loss_module`."""
         _check_model(plan, model)
         self.groups = groups
-        self.captured = Captured.planned(model, plan.graph)
+        self.captured = Captured.planned(model, plan.graph, granularity)
         self.stages = self._make_stages(plan)
         self.has_weights = not is_meta(model)
         """False until weights are loaded into a model that was on the meta device"""
@@ -46,12 +51,20 @@ class ModelPart:
             names = {name for stage in self.stages.values() for name, _ in _named_parameters(stage)}
             materialize(model, names, torch.get_default_device())
             self.stages = self._make_stages(plan)
-        else:
-            _check_replicas(groups, self.stages)
+        loss_parts = self._parts_of_loss(loss_module)
+        self.loss_state = frozenset(loss_parts.state_dict())
+        """names of the parameters and buffers of the loss module, on every rank"""
+        last_stage = self.stages.get(plan.num_stages - 1)
+        if self.has_weights:
+            _check_replicas(groups, (*self.stages.values(), *([loss_parts] if last_stage is not None else ())))
         for index, stage in self.stages.items():
             stage.recomputes = plan.choices.recompute[index]
             if parallelize is not None:
                 parallelize(stage)
+        if last_stage is not None:
+            # After `parallelize`: the loss module is not called in the forward of the stage that FSDP would wrap.
+            for name, module in loss_parts.named_children():
+                last_stage.add_module(name, module)
         self.sharded = ShardedStages(self.stages)
         # Recording runs the model as a whole, which needs whole parameters.
         self.captured.recording_context = self.sharded.gathered
@@ -59,28 +72,38 @@ class ModelPart:
             groups, {index: list(stage.parameters()) for index, stage in self.stages.items()}
         )
         self.tied = TiedReducer(groups, self._tied_parameters(plan))
+        self.reducers = [reducer for reducer in (self.replicas, self.tied) if reducer.parameters]
+        """those with gradients to reduce, in the order in which they run after the last backward"""
         if self.has_weights:
             check_tied_weights(plan, self.tied, groups)
-        self.snapshot = StepSnapshot(
-            (*self.replicas.parameters, *self.tied.parameters),
-            self.parameters.values(),
-            restores,
-            _written_buffers(self.captured.graph, self.stages.values()),
-        )
 
     def _make_stages(self, plan: Plan) -> dict[int, Stage]:
         placement = plan.schedule.placement
         ranks = range(plan.num_ranks) if self.groups.is_local else (self.groups.rank,)
-        own = (index for index in range(plan.num_stages) if placement[index] in ranks)
-        return {index: Stage(self.captured, plan.partition, index) for index in own}
+        indices = (index for index in range(plan.num_stages) if placement[index] in ranks)
+        return {index: Stage(self.captured, plan.partition, index) for index in indices}
+
+    def _parts_of_loss(self, loss_module: nn.Module | None) -> nn.Module:
+        """A module with the loss module as its child `loss_fn`, without the parts that are the model's.
+
+        Empty if the loss module has no parameters of its own.
+        """
+        parts, model = nn.Module(), self.captured.model
+        shared = {id(parameter) for parameter in model.parameters()}
+        if loss_module is not None and any(id(parameter) not in shared for parameter in loss_module.parameters()):
+            name = LOSS_FN
+            while hasattr(model, name):
+                name += "_"
+            parts.add_module(name, _without_parameters(loss_module, shared))
+        return parts
 
     def _tied_parameters(self, plan: Plan) -> list[TiedParameter]:
         """The parameters of this rank that other ranks use too, in the order of the graph."""
         pairs = [pair for stage in self.stages.values() for pair in _named_parameters(stage)]
-        own = {plan.graph.tensor_of(name): parameter for name, parameter in pairs}
+        parameters = {plan.graph.tensor_of(name): parameter for name, parameter in pairs}
         users = parameter_ranks(plan).items()
         tied = [(name, sorted(ranks)) for name, ranks in users if len(ranks) > 1 and self.groups.rank in ranks]
-        return [TiedParameter(name, own[name], tuple(ranks)) for name, ranks in tied]
+        return [TiedParameter(name, parameters[name], tuple(ranks)) for name, ranks in tied]
 
     @property
     def device(self) -> torch.device:
@@ -91,23 +114,35 @@ class ModelPart:
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters by their original names, tied ones once, under their first name."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
+        by_id: dict[int, tuple[str, nn.Parameter]] = {}
         for stage in self.stages.values():
             for name, parameter in _named_parameters(stage):
-                found.setdefault(id(parameter), (name, parameter))
-        return dict(found.values())
+                by_id.setdefault(id(parameter), (name, parameter))
+        return dict(by_id.values())
+
+    @property
+    def written_buffers(self) -> list[BufferName]:
+        """The buffers that the forward of these stages writes, such as the running means of a batch norm."""
+        written = {name for update in self.captured.graph.updates for name in update.names}
+        buffers = []
+        for stage in self.stages.values():
+            for full_name, _ in stage.named_buffers(remove_duplicate=False):
+                if full_name in written:
+                    path, _, name = full_name.rpartition(".")
+                    buffers.append((stage.get_submodule(path), name))
+        return buffers
 
     @property
     def remote_parameters(self) -> dict[int, str]:
         """The names of the model's parameters that other ranks train, by the id of this process's copy."""
-        own = {id(parameter) for stage in self.stages.values() for parameter in stage.parameters()}
-        return {id(p): name for name, p in self.captured.model.named_parameters() if id(p) not in own}
+        local = {id(parameter) for stage in self.stages.values() for parameter in stage.parameters()}
+        return {id(p): name for name, p in self.captured.model.named_parameters() if id(p) not in local}
 
     def gradients(self, owned: bool = False) -> list[Tensor]:
-        """The gradients of this process; with `owned`, without those that another rank counts."""
+        """The gradients of this process; with `owned`, only those of parameters that this rank owns."""
         skipped = self.tied.not_owned if owned else set()
-        found = (parameter for parameter in self.parameters.values() if id(parameter) not in skipped)
-        return [parameter.grad for parameter in found if parameter.grad is not None]
+        parameters = (parameter for parameter in self.parameters.values() if id(parameter) not in skipped)
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def check_weights(self) -> None:
         """Raise an error if the weights have not been loaded yet."""
@@ -128,12 +163,50 @@ class ModelPart:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the tensors of this process; nothing is changed unless all of them fit."""
-        whole = set(self.captured.model.state_dict())
-        check_state_dict(state, self.own_state(), whole)
+        if isinstance(state, Mapping) and not self.loss_state & state.keys():
+            # The state dict of the model alone: the loss module keeps its state.
+            state = {**state, **{name: tensor for name, tensor in self.own_state().items() if name in self.loss_state}}
+        whole = {*self.captured.model.state_dict(), *self.loss_state}
+        _check_state_dict(state, self.own_state(), whole)
         for stage in self.stages.values():
-            own = stage.state_dict()
-            stage.load_state_dict({name: shard_like(state[name], tensor) for name, tensor in own.items()})
+            tensors = stage.state_dict()
+            stage.load_state_dict({name: shard_like(state[name], tensor) for name, tensor in tensors.items()})
         self.has_weights = True
+
+
+def _check_state_dict(state: Any, expected: Mapping[str, Tensor], model_names: set[str]) -> None:
+    """Refuse a state dict that lacks a name of `expected`, or has an unknown name, another shape or a meta tensor."""
+    if not isinstance(state, Mapping):
+        raise RunError("a state dict must map names to tensors", got=type(state).__name__, hint=_STATE_HINT)
+    missing = [name for name in expected if name not in state]
+    if missing:
+        raise RunError(
+            "the state dict lacks parameters or buffers", missing=len(missing), first=missing[0], hint=_STATE_HINT
+        )
+    for name, value in state.items():
+        if name not in model_names and name not in expected:
+            close = get_close_matches(str(name), model_names, n=1)
+            hint = f"{close[0]!r}" if close else _STATE_HINT
+            raise RunError("the model has no parameter or buffer of this name", name=repr(name), hint=hint)
+        if name not in expected:
+            continue
+        if not isinstance(value, Tensor):
+            raise RunError(
+                "a state dict must map names to tensors", name=name, got=type(value).__name__, hint=_STATE_HINT
+            )
+        if value.shape != expected[name].shape:
+            problem = "the shape of a tensor differs from the model's"
+            raise RunError(problem, name=name, got=list(value.shape), model=list(expected[name].shape))
+        if value.is_meta:
+            raise RunError("a tensor has no values: it is on the meta device", name=name)
+
+
+def shard_like(value: Tensor, other: Tensor) -> Tensor:
+    """This rank's shard of a whole tensor, laid out like `other`; the tensor itself if `other` is not sharded."""
+    if isinstance(other, DTensor) and not isinstance(value, DTensor):
+        # Every rank has the whole tensor, so nothing needs to be sent.
+        return distribute_tensor(value.to(other.device), other.device_mesh, other.placements, src_data_rank=None)
+    return value
 
 
 def parameter_ranks(plan: Plan) -> dict[str, set[int]]:
@@ -151,8 +224,8 @@ def check_tied_weights(plan: Plan, tied: TiedReducer, groups: ProcessGroups) -> 
     names = [name for name, ranks in parameter_ranks(plan).items() if len(ranks) > 1]
     if groups.is_local or not names:
         return
-    own = {one.name: one.parameter for one in tied.tied if not isinstance(one.parameter, DTensor)}
-    sums = torch.tensor([checksum([{name: own[name]}]) if name in own else 0 for name in names])
+    parameters = {entry.name: entry.parameter for entry in tied.tied if not isinstance(entry.parameter, DTensor)}
+    sums = torch.tensor([checksum([{name: parameters[name]}]) if name in parameters else 0 for name in names])
     for name, column in zip(names, groups.gather(sums).t().tolist(), strict=True):
         if len(set(column) - {0}) > 1:
             raise RunError(
@@ -163,52 +236,55 @@ def check_tied_weights(plan: Plan, tied: TiedReducer, groups: ProcessGroups) -> 
             )
 
 
-def _check_replicas(groups: ProcessGroups, stages: Mapping[int, Stage]) -> None:
+def _without_parameters(module: nn.Module, shared: Collection[int]) -> nn.Module:
+    """The module itself if it has none of these parameters, by id; else a module with all of its other state."""
+    if not any(id(parameter) in shared for parameter in module.parameters()):
+        return module
+    rest = nn.Module()
+    for name, parameter in module._parameters.items():
+        if id(parameter) not in shared:
+            rest.register_parameter(name, parameter)
+    for name, buffer in module._buffers.items():
+        rest.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
+    for name, child in module.named_children():
+        rest.add_module(name, _without_parameters(child, shared))
+    return rest
+
+
+def _check_replicas(groups: ProcessGroups, stages: Iterable[nn.Module]) -> None:
     """Raise an error, on every rank, if replicas start with different weights; called before they are sharded."""
     if groups.replica_control is None:
         return
     sampled = []
-    for stage in stages.values():
+    for stage in stages:
         for name, parameter in _named_parameters(stage):
             # A few entries are enough: weights of another seed differ everywhere.
             flat = parameter.detach().reshape(-1)
             sampled.append({name: flat[:: max(1, len(flat) // _NUM_SAMPLED)]})
     # Combined over the ranks of the pipeline first, so that every rank of every replica sees the same difference.
     whole = checksum([{"ranks": groups.gather(torch.tensor([checksum(sampled)]))}])
-    found = groups.gather_replicas(torch.tensor([whole])).flatten().tolist()
-    if len(set(found)) > 1:
-        other = next(replica for replica, number in enumerate(found) if number != found[0])
+    checksums = groups.gather_replicas(torch.tensor([whole])).flatten().tolist()
+    if len(set(checksums)) > 1:
+        other = next(replica for replica, value in enumerate(checksums) if value != checksums[0])
         raise RunError("the replicas start with different weights", replicas=(0, other), hint=_SAME_START)
 
 
 def _check_model(plan: Plan, model: nn.Module) -> None:
     """Raise an error if the model's parameters are not those of the plan."""
     parameters = model.named_parameters(remove_duplicate=False)
-    found = {name: f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for name, p in parameters}
+    given = {name: f"{str(p.dtype).removeprefix('torch.')}{list(p.shape)}" for name, p in parameters}
     planned = {value.name: f"{value.spec.dtype}{list(value.spec.shape)}" for value in plan.graph.parameters}
-    for name in (*planned, *found):
-        if planned.get(name) != found.get(name):
+    for name in (*planned, *given):
+        if planned.get(name) != given.get(name):
             missing = "no parameter of this name"
             raise PlanError(
                 "the plan is for another model",
                 name=name,
                 planned=planned.get(name, missing),
-                model=found.get(name, missing),
+                model=given.get(name, missing),
                 hint="plan this model",
             )
 
 
-def _written_buffers(graph: Graph, stages: Iterable[Stage]) -> list[BufferName]:
-    """The buffers that the forward of these stages writes, such as the running means of a batch norm."""
-    written = {name for update in graph.updates for name in update.names}
-    found = []
-    for stage in stages:
-        for full_name, _ in stage.named_buffers(remove_duplicate=False):
-            if full_name in written:
-                path, _, name = full_name.rpartition(".")
-                found.append((stage.get_submodule(path), name))
-    return found
-
-
-def _named_parameters(stage: Stage) -> list[tuple[str, nn.Parameter]]:
+def _named_parameters(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(stage.named_parameters(remove_duplicate=False))

@@ -23,7 +23,7 @@ from penstock.launch import (
 
 VARIABLE = "PENSTOCK_WATCH"
 FIRST_STEP_SECONDS = 600.0
-"""minimum deadline of a first step, in which models are recorded and compiled and kernels are chosen"""
+"""minimum deadline of a first step, which records the model, compiles the program and selects kernels"""
 
 
 class RankMonitor:
@@ -36,7 +36,7 @@ class RankMonitor:
         self._watcher = PeerWatcher(self._status, deadline_seconds, sorted({*ranks, *replicas}))
         self._deadline_seconds = deadline_seconds
         self._warm: set[bool] = set()
-        """the kinds of step (training, evaluation) of which one has succeeded"""
+        """the kinds of step (True: training, False: evaluation) of which at least one has succeeded"""
         self.step = 0
         self._set_deadline(is_first=True)
         if os.environ.get(VARIABLE, "1") != "0":

@@ -17,7 +17,7 @@ class RunOptions:
     nonfinite: str = "raise"
     """what to do when a loss or gradient is NaN or Inf: "raise", "skip" the step, or "ignore" it"""
     deadline_seconds: float = 60.0
-    """how long a rank waits for another before it raises an error; first steps have more time"""
+    """how long a rank waits for another before it raises an error; the first step may take longer"""
     check_inputs_every: int = 100
     """interval in steps at which the ranks compare their batches; 0: never"""
     restore_gradients: bool = True
@@ -26,7 +26,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         if self.nonfinite not in NONFINITE:
-            raise RunError('nonfinite must be "raise", "skip" or "ignore"', given=repr(self.nonfinite), hint='"skip"')
+            raise RunError('nonfinite must be "raise", "skip" or "ignore"', got=repr(self.nonfinite), hint='"skip"')
         if not (is_finite(self.deadline_seconds) and self.deadline_seconds > 0):
             raise RunError(
                 "deadline_seconds must be a number above 0", deadline_seconds=repr(self.deadline_seconds), hint="60.0"
@@ -34,6 +34,6 @@ class RunOptions:
         for name, value in (("seed", self.seed), ("check_inputs_every", self.check_inputs_every)):
             number = as_int(value)
             if number is None or number < 0:
-                raise RunError(f"{name} must be an integer of 0 or more", given=repr(value))
+                raise RunError(f"{name} must be an integer of 0 or more", got=repr(value))
         if not isinstance(self.restore_gradients, bool):
-            raise RunError("restore_gradients must be True or False", given=repr(self.restore_gradients))
+            raise RunError("restore_gradients must be True or False", got=repr(self.restore_gradients))

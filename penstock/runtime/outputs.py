@@ -1,142 +1,318 @@
-"""The outputs of the last stage, merged over the microbatches and sent to every rank."""
+"""The outputs of the last stage, merged over the microbatches and sent to every rank.
 
-from collections.abc import Sequence
-from typing import Any
+Which dimension of an output is the batch does not follow from its shape: a sequence may be as long as a microbatch has
+samples. It follows from a recording of two microbatches together: there a dimension of samples is as long as in both
+microbatches together, and a dimension of positions or classes is as long as in each.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.ir import Parts, leaves, put_together, take_apart
+from penstock.capture import Captured, LruCache, Microbatch, Recording, additive_dim
+from penstock.errors import CaptureError, PenstockWarning, RunError
+from penstock.ir import Container, Parts, Ref, Tree, leaves, named_leaves, put_together, take_apart
 from penstock.loss import weighted_sum
 from penstock.runtime.broadcast import broadcast_refusal, broadcast_structure
 from penstock.runtime.groups import ProcessGroups
 
+OutputDims = int | Mapping[str, int | str | None] | None
+"""the batch dimension of every output, or a rule by the name of an output or of a part of it; see `merge`"""
+OUTPUT_HINT = '{"logits": 1}, {"table": None}, {"scores": "mean"}, {"count": "sum"} or {"boxes": "list"}'
+_WORDS = ("mean", "sum", "list")
 Shape = tuple[int, ...]
 
 
-def share_outputs(
-    groups: ProcessGroups,
-    source: int,
-    device: torch.device,
-    outputs: Sequence[Any],
-    sizes: Sequence[int],
-    weights: Sequence[float] | None,
-) -> Any:
+def share_outputs(groups: ProcessGroups, source: int, device: torch.device, merged: Callable[[], Any]) -> Any:
     """Merge the outputs on rank `source`, which has the last stage, and return the result on every rank.
 
     On other ranks, containers of types that only the model defines become dicts.
     """
     if groups.is_local:
-        return merge(outputs, sizes, weights)
+        return merged()
     if groups.rank != source:
         return broadcast_structure(groups, None, source, device)
     try:
-        merged = merge(outputs, sizes, weights)
+        output = merged()
     except Exception as error:
         broadcast_refusal(groups, error, source)
         raise
-    broadcast_structure(groups, _plain(merged), source, device)
-    return merged
+    broadcast_structure(groups, _plain(output), source, device)
+    return output
 
 
-def _plain(thing: Any) -> Any:
+def _plain(structure: Any) -> Any:
     """The same structure of lists, tuples and dicts; leaves that are neither tensors nor plain values become None."""
-    parts = take_apart(thing)
+    parts = take_apart(structure)
     if parts is None:
-        is_known = hasattr(thing, "shape") or thing is None or type(thing) in (bool, int, float, str)
-        return thing if len(leaves(thing)) == 1 and is_known else None
+        is_known = hasattr(structure, "shape") or structure is None or type(structure) in (bool, int, float, str)
+        return structure if len(leaves(structure)) == 1 and is_known else None
     items = [_plain(item) for item in parts.items]
     if parts.kind in (list, tuple):
         return put_together(parts.kind, parts.keys, items)
     return {str(key): item for key, item in zip(parts.keys, items, strict=True)}
 
 
+def check_output_dims(output_dims: object) -> None:
+    """Refuse anything but a dimension or a dict of rules."""
+    if output_dims is None or type(output_dims) is int:
+        return
+    if not isinstance(output_dims, Mapping):
+        raise RunError("output_dims must be a dimension or a dict by the names of outputs", got=repr(output_dims))
+    for name, rule in output_dims.items():
+        if not isinstance(name, str) or not (rule is None or type(rule) is int or rule in _WORDS):
+            hint = OUTPUT_HINT
+            raise RunError("a value of output_dims must be a rule", name=repr(name), got=repr(rule), hint=hint)
+
+
+class OutputMerger:
+    """Merges the outputs of the microbatches of a step into those of the batch, on the rank of the last stage."""
+
+    def __init__(self, captured: Captured, is_warning: bool = True) -> None:
+        """`is_warning`: whether this rank issues warnings."""
+        self._captured, self._is_warning = captured, is_warning
+        self._joined: LruCache[tuple[int, int], tuple[Sequence[Recording], Any]] = LruCache()
+        """the shapes of the outputs of two microbatches together, by the ids of their recordings, which are kept"""
+        self._warned: set[str] = set()
+
+    def merged(
+        self,
+        outputs: Sequence[Any],
+        microbatches: Sequence[Microbatch],
+        recordings: Sequence[Recording],
+        weights: Sequence[float] | None,
+        weights_by_value: Mapping[str, Sequence[float]],
+        output_dims: OutputDims = None,
+    ) -> Any:
+        """The output of the batch. `weights_by_value` has the weights of the values that are losses of the model."""
+
+        def joined() -> Any:
+            key = id(recordings[0]), id(recordings[1])
+            return self._joined.get(key, lambda: (recordings[:2], self._record_joined(microbatches)))[1]
+
+        sizes = [microbatch.size for microbatch in microbatches]
+        names = self._captured.output_names(recordings[0])
+        tensors = [name for name, leaf in named_leaves(outputs[0], "") if isinstance(leaf, Tensor)]
+        pairs = zip(tensors, names, strict=False)
+        losses = {name: weights_by_value[value] for name, value in pairs if value in weights_by_value}
+        result = merge(outputs, sizes, weights, joined, output_dims, losses)
+        if self._is_warning and (averaged := result.averaged - self._warned):
+            self._warned |= averaged
+            text = ", ".join(sorted(averaged))
+            message = (
+                f"outputs that are one number for each microbatch are averaged with the weights of the loss: {text}; "
+                'output_dims={"name": "mean", "sum" or "list"} chooses another way'
+            )
+            # Points at the user's call of step or eval.
+            warnings.warn(message, PenstockWarning, stacklevel=8)
+        return result.output
+
+    def _record_joined(self, microbatches: Sequence[Microbatch]) -> Any:
+        both = Microbatch.join(microbatches[:2])
+        try:
+            recording = self._captured.recording(both.args, both.kwargs)
+        except CaptureError as error:
+            raise RunError(
+                "the batch dimensions of the outputs are unknown: two microbatches together cannot be recorded",
+                reason=error.problem,
+                hint=f"output_dims={OUTPUT_HINT}",
+            ) from error
+
+        def shapes(tree: Tree) -> Any:
+            if isinstance(tree, Container):
+                return Parts(recording.live[tree.kind], tree.keys, tuple(map(shapes, tree.items)))
+            return recording.graph.spec(tree.value).shape if isinstance(tree, Ref) else None
+
+        return shapes(recording.record.outputs)
+
+
+class Merged(NamedTuple):
+    """The output of a batch, and the names of the numbers in it that were averaged without a rule."""
+
+    output: Any
+    averaged: frozenset[str]
+
+
 def merge(
     outputs: Sequence[Any],
     sizes: Sequence[int],
     weights: Sequence[float] | None = None,
-    whole: Sequence[Shape] | None = None,
-) -> Any:
+    joined: Callable[[], Any] | None = None,
+    output_dims: OutputDims = None,
+    losses: Mapping[str, Sequence[float]] | None = None,
+) -> Merged:
     """Merge the outputs of microbatches with these numbers of samples into the output of the batch.
 
-    Tensors with a batch dimension are concatenated. Floating-point scalars, such as losses, are summed with the weights
-    (default: the shares of the samples). Other values that are equal in all microbatches
-    become one value, and any others a list.
+    `joined` returns the structure of the output of the first two microbatches together, with Parts for containers and
+    shapes for tensors. Tensors are concatenated along the one dimension whose lengths add up there, and so are
+    lists whose lengths add up. Whatever has no such dimension must be equal in all microbatches.
+    Floating-point scalars are summed with the weights (default: the shares of the samples), those in `losses` with
+    their own. Without `joined` the first dimension is the batch if it is as long as the microbatch has samples, and
+    values that are neither split nor equal become a list.
 
-    The batch dimension follows from `whole`, the shapes of the tensors for the whole batch, left to right. Without
-    them it is the one that differs between microbatches of different sizes; among equal ones a first dimension of that
-    size, unless all tensors share one memory: such a tensor was passed whole to every microbatch.
+    `output_dims` overrides this for every output, or by name: a dimension; None for a value that is the same for all
+    samples; "mean" (weighted by samples) or "sum" for numbers; "list" for a list with one value per microbatch.
+
+    Raises a RunError that names an output which cannot be merged.
     """
-    weights = [size / sum(sizes) for size in sizes] if weights is None else weights
-    return _merged(list(outputs), sizes, weights, iter(whole) if whole is not None else None)
+    shares = [size / sum(sizes) for size in sizes]
+    merging = _Merging(sizes, shares, weights or shares, joined, output_dims, losses or {})
+    return Merged(merging.merged(list(outputs), "", ()), frozenset(merging.averaged))
 
 
-def _merged(things: list[Any], sizes: Sequence[int], weights: Sequence[float], whole: Any) -> Any:
-    taken = [take_apart(thing) for thing in things]
-    parts = [part for part in taken if part is not None]
-    if len(parts) == len(things) and all(_has_structure_of(part, parts[0]) for part in parts):
-        columns = zip(*(part.items for part in parts), strict=True)
-        items = [_merged(list(column), sizes, weights, whole) for column in columns]
-        return put_together(parts[0].kind, parts[0].keys, items)
-    if all(isinstance(thing, Tensor) for thing in things):
-        return _tensor(things, sizes, weights, next(whole, None) if whole is not None else None)
-    return _one_or_all(things)
+_NO_RULE: Any = object()
 
 
-def _has_structure_of(one: Parts, other: Parts) -> bool:
-    return one.kind is other.kind and one.keys == other.keys and one.kind is not slice
+class _Merging:
+    """The options of one call of `merge`, and the names of the numbers that it averaged."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        shares: Sequence[float],
+        weights: Sequence[float],
+        joined: Callable[[], Any] | None,
+        output_dims: OutputDims,
+        losses: Mapping[str, Sequence[float]],
+    ) -> None:
+        self._sizes, self._shares, self._weights = sizes, shares, weights
+        self._joined, self._dims, self._losses = joined, output_dims, losses
+        self.averaged: set[str] = set()
+
+    def merged(self, values: list[Any], name: str, keys: tuple[Any, ...]) -> Any:
+        """The merged value of this name; `keys` lead to it in the joined structure."""
+        rule = self._rule(name)
+        if len(values) == 1:
+            return values[0]
+        if rule == "list":
+            return values
+        taken = [take_apart(value) for value in values]
+        parts = [part for part in taken if part is not None]
+        if len(parts) == len(values):
+            return self._container(values, parts, name, keys, rule)
+        if all(isinstance(value, Tensor) for value in values):
+            return self._tensor(values, name, keys, rule)
+        return self._equal(values, name)
+
+    def _rule(self, name: str) -> Any:
+        if self._dims is None or type(self._dims) is int:
+            return _NO_RULE if self._dims is None else self._dims
+        assert isinstance(self._dims, Mapping)
+        words = name.split(".")
+        prefixes = (".".join(words[:end]) for end in range(len(words), 0, -1))
+        return next((self._dims[prefix] for prefix in prefixes if prefix in self._dims), _NO_RULE)
+
+    def _shape_of(self, keys: Sequence[Any]) -> Any:
+        """The shape or container at some keys of the joined structure, or None."""
+        structure = self._joined() if self._joined is not None else None
+        for key in keys:
+            if not isinstance(structure, Parts) or key not in structure.keys:
+                return None
+            structure = structure.items[structure.keys.index(key)]
+        return structure
+
+    def _container(self, values: list[Any], parts: list[Parts], name: str, keys: tuple[Any, ...], rule: Any) -> Any:
+        first = parts[0]
+        is_list = issubclass(first.kind, list | tuple) and not hasattr(first.kind, "_fields")
+        # A rule for one of its items makes it a structure.
+        has_rule = isinstance(self._dims, Mapping) and any(f".{key}".startswith(f".{name}") for key in self._dims)
+        if is_list and rule is _NO_RULE and not has_rule and self._joined is not None:
+            both = self._shape_of(keys)
+            lengths = [len(part.items) for part in parts]
+            if isinstance(both, Parts) and len(both.items) == lengths[0] + lengths[1] != 0:
+                # One entry per sample.
+                entries = [entry for part in parts for entry in part.items]
+                return put_together(first.kind, range(len(entries)), entries)
+        if any(part.kind is not first.kind or part.keys != first.keys for part in parts) or first.kind is slice:
+            return self._equal(values, name)
+        columns = zip(first.keys, zip(*(part.items for part in parts), strict=True), strict=True)
+        items = [self.merged(list(column), f"{name}.{key}".lstrip("."), (*keys, key)) for key, column in columns]
+        return put_together(first.kind, first.keys, items)
+
+    def _tensor(self, tensors: list[Tensor], name: str, keys: tuple[Any, ...], rule: Any) -> Any:
+        if not any(tensor.dim() for tensor in tensors):
+            return self._number(tensors, name, rule)
+        if rule in ("mean", "sum"):
+            return self._combined(tensors, rule)
+        if rule is None:
+            return self._equal(tensors, name)
+        if _share_memory(tensors):
+            # Passed whole to every microbatch.
+            return tensors[0]
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if type(rule) is int:
+            dim: int | None = rule
+        elif self._joined is None:
+            has_batch = all(shape[:1] == (size,) for shape, size in zip(shapes, self._sizes, strict=True))
+            dim = 0 if has_batch else None
+        else:
+            whole = self._shape_of(keys)
+            dim = additive_dim(whole, shapes[:2]) if isinstance(whole, tuple) else None
+            if dim is None and (whole is None or any(shape != whole for shape in shapes[:2])):
+                problem = "an output has no dimension along which microbatches can be concatenated"
+                raise _refusal(problem, name, tensors, of_both=whole)
+        if dim is None:
+            return self._equal(tensors, name)
+        try:
+            return torch.cat(tensors, dim)
+        except (RuntimeError, IndexError):
+            raise _refusal("the outputs of microbatches cannot be concatenated", name, tensors, dim=dim) from None
+
+    def _number(self, tensors: list[Tensor], name: str, rule: Any) -> Any:
+        if rule in ("mean", "sum"):
+            return self._combined(tensors, rule)
+        if rule is None or not tensors[0].is_floating_point():
+            return self._equal(tensors, name)
+        if name not in self._losses and self._joined is not None and not _are_equal(tensors):
+            self.averaged.add(name)
+        return weighted_sum(tensors, self._losses.get(name, self._weights))
+
+    def _combined(self, tensors: list[Tensor], rule: str) -> Tensor:
+        return weighted_sum(tensors, self._shares if rule == "mean" else [1.0] * len(tensors))
+
+    def _equal(self, values: list[Any], name: str) -> Any:
+        """The value that is the same in all microbatches."""
+        if _are_equal(values):
+            return values[0]
+        if self._joined is None:
+            return values
+        raise _refusal("an output without a batch dimension differs between microbatches", name, values)
 
 
-def _tensor(tensors: list[Tensor], sizes: Sequence[int], weights: Sequence[float], whole: Shape | None) -> Any:
-    if all(not tensor.dim() and tensor.is_floating_point() for tensor in tensors):
-        return weighted_sum(tensors, weights)
-    if len(tensors) == 1:
-        return tensors[0]
-    dim = batch_dim([tuple(tensor.shape) for tensor in tensors], sizes, whole)
-    if dim is None or (whole is None and _is_one_memory(tensors)):
-        return _one_or_all(tensors)
-    return torch.cat(tensors, dim)
+def _refusal(problem: str, name: str, outputs: Sequence[Any], **details: object) -> RunError:
+    shown = [tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__ for output in outputs[:2]]
+    rules = f"{{{name!r}: ...}}" if name else "..."
+    return RunError(
+        problem,
+        output=name or "the output",
+        of_microbatches=shown,
+        **details,
+        hint=f'output_dims={rules} with a dimension, "mean", "sum", or "list" for one value per microbatch',
+    )
 
 
-def batch_dim(shapes: Sequence[Shape], sizes: Sequence[int], whole: Shape | None = None) -> int | None:
-    """The batch dimension of a tensor, from its shapes in microbatches of these sizes.
-
-    None if no dimension, or more than one, depends on the batch, as in a product of all samples with each other.
-    """
-    if len({len(shape) for shape in (*shapes, *([whole] if whole is not None else []))}) > 1:
-        return None
-    if whole is not None:
-        changed = [dim for dim, size in enumerate(whole) if any(shape[dim] != size for shape in shapes)]
-        fits = len(changed) == 1 and sum(shape[changed[0]] for shape in shapes) == whole[changed[0]]
-        return changed[0] if fits else None
-    if len(set(sizes)) > 1:
-        changed = [dim for dim, column in enumerate(zip(*shapes, strict=True)) if len(set(column)) > 1]
-        fits = len(changed) == 1 and _is_proportional([shape[changed[0]] for shape in shapes], sizes)
-        return changed[0] if fits else None
-    return 0 if len(set(shapes)) == 1 and shapes[0] and shapes[0][0] == sizes[0] else None
-
-
-def _is_proportional(lengths: Sequence[int], sizes: Sequence[int]) -> bool:
-    # Samples may have several rows each, as where the tokens of all samples are one dimension.
-    return all(length * sizes[0] == lengths[0] * size for length, size in zip(lengths, sizes, strict=True))
-
-
-def _is_one_memory(tensors: Sequence[Tensor]) -> bool:
+def _share_memory(tensors: Sequence[Tensor]) -> bool:
     first = tensors[0]
-    return all(other.data_ptr() == first.data_ptr() and other.stride() == first.stride() for other in tensors)
+    return all(
+        other.data_ptr() == first.data_ptr() and other.stride() == first.stride() and other.shape == first.shape
+        for other in tensors
+    )
 
 
-def _one_or_all(things: list[Any]) -> Any:
-    return things[0] if all(_is_equal(thing, things[0]) for thing in things) else things
+def _are_equal(values: Sequence[Any]) -> bool:
+    return all(_is_equal(value, values[0]) for value in values)
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    if one is other:
+def _is_equal(first: Any, second: Any) -> bool:
+    if first is second:
         return True
     try:
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            return torch.equal(one, other)
-        return type(one) is type(other) and bool(one == other)
+        if isinstance(first, Tensor) and isinstance(second, Tensor):
+            return torch.equal(first, second)
+        return type(first) is type(second) and bool(first == second)
     except (ValueError, TypeError, RuntimeError):
         # The comparison of arrays is an array, which has no truth value.
         return False

@@ -34,7 +34,7 @@ class GradScaler:
         """number of optimizer steps that were skipped"""
         self._clean = 0
         """updates since the last overflow or growth"""
-        self._round = _Round()
+        self._gradients = _GradientState()
         self._sync = RankSync(ProcessGroups.local(1))
 
     def bind(self, sync: RankSync) -> None:
@@ -42,70 +42,70 @@ class GradScaler:
         self._sync = sync
 
     def begin(self) -> None:
-        """Called before a step, which adds scaled gradients."""
-        if self._round.overflows:
+        """Begin a training step, which adds scaled gradients; the Pipeline calls this."""
+        if self._gradients.overflows:
             raise RunError(
                 "a step would add scaled gradients to unscaled ones",
                 hint="scaler.step(optimizer) and scaler.update() before the next step",
             )
-        self._round = _Round(is_scaled=True)
+        self._gradients = _GradientState(is_scaled=True)
 
     def scale_of(self, parameters: Iterable[nn.Parameter]) -> float:
-        """The scale that the gradients of these parameters have at present."""
-        now = self._round
-        unscaled = {id(parameter) in now.unscaled for parameter in parameters if parameter.grad is not None}
-        if now.is_scaled and len(unscaled) > 1:
+        """The scale of the current gradients of these parameters: 1.0 once they are unscaled."""
+        state = self._gradients
+        unscaled = {id(parameter) in state.unscaled for parameter in parameters if parameter.grad is not None}
+        if state.is_scaled and len(unscaled) > 1:
             raise RunError(
                 "some gradients are unscaled and others are not",
                 hint="scaler.unscale_ for every optimizer, or for none, before clip_grad_norm_",
             )
-        is_unscaled = True in unscaled if unscaled else now.was_unscaled
-        return 1.0 if is_unscaled or not now.is_scaled else self.scale
+        is_unscaled = True in unscaled if unscaled else state.was_unscaled
+        return 1.0 if is_unscaled or not state.is_scaled else self.scale
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, and check for overflow on all ranks."""
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise RunError("optimizer must be a torch optimizer", given=type(optimizer).__name__)
-        if id(optimizer) in self._round.overflows:
+            raise RunError("optimizer must be a torch optimizer", got=type(optimizer).__name__)
+        if id(optimizer) in self._gradients.overflows:
             raise RunError("the gradients are already unscaled", hint="call update after each step")
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._round.was_unscaled = True
+        self._gradients.was_unscaled = True
         for parameter in parameters:
             parameter.grad.div_(self.scale)
-            self._round.unscaled.add(id(parameter))
-        here = not all_finite(parameter.grad for parameter in parameters)
-        self._round.overflows[id(optimizer)] = self._any_rank(here)
+            self._gradients.unscaled.add(id(parameter))
+        has_overflow = not all_finite(parameter.grad for parameter in parameters)
+        self._gradients.overflows[id(optimizer)] = self._on_any_rank(has_overflow)
 
-    def _any_rank(self, here: bool) -> bool:
+    def _on_any_rank(self, has_overflow: bool) -> bool:
         request = SyncRequest("unscale_", self._sync.step)
-        result = self._sync.exchange(request, SyncVote(maxes=(float(here),)))
+        result = self._sync.exchange(request, SyncVote(maxes=(float(has_overflow),)))
         self._sync.close()
         return result.maxes[0] > 0
 
     def step(self, optimizer: torch.optim.Optimizer) -> Any:
         """Step the optimizer, unless gradients overflowed on any rank."""
-        if id(optimizer) in self._round.stepped:
+        if id(optimizer) in self._gradients.stepped:
             raise RunError("the optimizer has already taken this step", hint="call update after each step")
-        if id(optimizer) not in self._round.overflows:
+        if id(optimizer) not in self._gradients.overflows:
             self.unscale_(optimizer)
-        self._round.stepped.add(id(optimizer))
-        if self._round.overflows[id(optimizer)]:
+        self._gradients.stepped.add(id(optimizer))
+        if self._gradients.overflows[id(optimizer)]:
             self.skipped += 1
             return None
         return optimizer.step()
 
     def update(self) -> None:
         """Reduce the scale after an overflow, and increase it after `growth_interval` steps without one."""
-        if not self._round.overflows:
+        if not self._gradients.overflows:
             raise RunError("update must follow a step", hint="scaler.step(optimizer), then scaler.update()")
-        overflowed = any(self._round.overflows.values())
+        overflowed = any(self._gradients.overflows.values())
         self._clean = 0 if overflowed else self._clean + 1
         if overflowed:
             self.scale *= self.backoff_factor
         elif self._clean == self.growth_interval:
             self.scale, self._clean = self.scale * self.growth_factor, 0
-        self._round.overflows.clear()
-        self._round.stepped.clear()
+        self._gradients.overflows.clear()
+        self._gradients.stepped.clear()
 
     def state_dict(self) -> dict[str, float]:
         """The state for a checkpoint."""
@@ -115,14 +115,14 @@ class GradScaler:
         """Restore the state of a checkpoint."""
         names = ("scale", "clean", "skipped")
         if not isinstance(state, Mapping) or not all(is_finite(state.get(name)) for name in names):
-            raise RunError("the state of a scaler must have three numbers", names=names, given=repr(state))
+            raise RunError("the state of a scaler must have three numbers", names=names, got=repr(state))
         if not state["scale"] > 0:
             raise RunError("scale must be above 0", scale=state["scale"])
         self.scale, self._clean, self.skipped = float(state["scale"]), int(state["clean"]), int(state["skipped"])
 
 
-class _Round:
-    """The state of the gradients since they were computed."""
+class _GradientState:
+    """Which gradients are scaled, and which optimizers have used them, since the last training step."""
 
     def __init__(self, is_scaled: bool = False) -> None:
         self.is_scaled = is_scaled
@@ -139,11 +139,11 @@ def _check(init_scale: object, growth_factor: object, backoff_factor: object, gr
     values = {**factors, "growth_interval": growth_interval}
     for name, value in factors.items():
         if not is_finite(value):
-            raise RunError(f"{name} must be a number", given=repr(value), hint="GradScaler(init_scale=65536.0)")
+            raise RunError(f"{name} must be a number", got=repr(value), hint="GradScaler(init_scale=65536.0)")
     interval = as_int(growth_interval)
     if not (init_scale > 0 and growth_factor >= 1 and 0 < backoff_factor < 1):  # type: ignore[operator]
         raise RunError(
             "init_scale must be above 0, growth_factor at least 1 and backoff_factor between 0 and 1", **values
         )
     if interval is None or interval < 1:
-        raise RunError("growth_interval must be an integer above 0", given=repr(growth_interval))
+        raise RunError("growth_interval must be an integer above 0", got=repr(growth_interval))

@@ -1,13 +1,28 @@
-"""The data of one training or evaluation step, and its result."""
+"""The data of one training or evaluation step: its batch, the values computed from it, and its result."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from penstock.capture import Microbatch, Recording
 from penstock.ir import Trace
 from penstock.loss import LossStep
 from penstock.runtime.health import Extremes
+
+Batch = tuple[Any, Any, Any]
+"""args, kwargs and target of a step"""
+TARGET = "target"
+"""keyword argument of `Pipeline.step` that the loss function gets; the model gets it if its forward has a parameter of
+this name"""
+
+
+class SplitBatch(NamedTuple):
+    """A batch as microbatches, with the recording and the named input tensors of each."""
+
+    microbatches: tuple[Microbatch, ...]
+    recordings: tuple[Recording, ...]
+    inputs: tuple[dict[str, Any], ...]
 
 
 @dataclass
@@ -17,11 +32,19 @@ class Step(LossStep):
     inputs: tuple[dict[str, Tensor], ...] = ()
     """the tensors of each microbatch by the names of the model's inputs"""
     keeps_outputs: bool = False
+    output_dims: Any = None
+    """how outputs are merged, see `penstock.runtime.outputs.merge`"""
     seed: int = 0
     mean_size: float = 1.0
     """samples of the batch, averaged over the replicas"""
+    loss_scale: float = 1.0
+    """factor of all gradients: the scale of the GradScaler, or 1"""
     losses: dict[int, Tensor] = field(default_factory=dict)
     """by microbatch, on the rank of the last stage"""
+    named_losses: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """by microbatch and name, if there are several losses, on the rank of the last stage"""
+    named_steps: dict[str, LossStep] = field(default_factory=dict)
+    """the weights of each of several losses"""
     added: dict[int, list[Tensor]] = field(default_factory=dict)
     """by microbatch, the losses that `add_loss` added in stages of this process"""
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -46,3 +69,9 @@ class Result:
     trace: Trace | None = None
     skipped: str = ""
     """why the gradients of this step were dropped; empty if they were not"""
+    losses_by_name: dict[str, Tensor] = field(default_factory=dict)
+    """each loss of the whole batch, if the model or the loss function returns several; `loss` is their sum"""
+    weights_by_name: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """the factors of the microbatches for each of several losses"""
+    seed: int = 0
+    """of the random numbers of this step"""

@@ -35,7 +35,7 @@ MAX_REDUCED = 4
 """how many sums, and how many maxima, a vote can contribute to"""
 
 TAG = 2_000_000_011
-"""of the messages of a sync, which keeps them apart from the user's own on the same group"""
+"""message tag of a sync, which separates its messages from the user's own on the same group"""
 
 _STAGES, _OPTION = "stages ", "option "
 _REFUSED = -1
@@ -60,6 +60,7 @@ class Agreement:
                 for value in crossing.values:
                     strides = f" order {list(value.spec.order)}" if value.spec.order else ""
                     gradient = " with gradient" if value.spec.requires_grad else ""
+                    gradient += ", if it has one" if value.name in crossing.optional_gradients else ""
                     edge = f"{_STAGES}{producer} to {consumer}, microbatch {microbatch}"
                     lines.append(f"{edge}: {value.name!r} {value.spec}{strides}{gradient}")
         return cls(lines)
@@ -89,7 +90,7 @@ class SyncVote(NamedTuple):
 
     agreement: Agreement | None = None
     checksum: int = 0
-    """of the batch, where batches are compared"""
+    """checksum of the batch, in steps in which batches are compared; else 0"""
     sums: tuple[float, ...] = ()
     """values to add up over all ranks, at most MAX_REDUCED"""
     maxes: tuple[float, ...] = ()
@@ -129,7 +130,7 @@ class RankSync:
         self._replicas = None if groups.replica_control is None else _Exchange(groups, groups.replica_control)
         self._number, self._pipeline = 0, -1
         self.step = 0
-        """of the last request"""
+        """the step of the last request"""
         self._open: tuple[SyncRequest, SyncVote, _Row | None] | None = None
 
     def establish(self, options: Agreement, plan_digest: int = 0) -> bool:
@@ -210,35 +211,37 @@ class RankSync:
         return SyncResult(sums, maxes, pipeline_sums, data)
 
     def _finish_replicas(
-        self, replicas: "_Exchange", own: "_Row", vote: SyncVote, problem: RunError | None
+        self, replicas: "_Exchange", pipeline_row: "_Row", vote: SyncVote, problem: RunError | None
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Combine the pipelines' results over the replicas; a problem of one replica is a problem of all."""
-        agreement, digest = Agreement(), own.key.request
+        agreement, digest = Agreement(), pipeline_row.key.request
         if problem is not None:
             agreement, digest = Agreement([_error_text(problem)]), _REFUSED
         elif vote.agreement is not None and (vote.includes_replicas or digest == _REFUSED):
             agreement = vote.agreement
-        key = _Key(own.key.number, own.key.step, digest, agreement.digest)
-        replicas.start(_Row(key, own.text, len(agreement.text.encode()), own.sums, own.maxes).pack())
-        rows = _rows(replicas.finish())
-        other = _problem(replicas, rows, SyncVote(agreement), "replica")
+        key = _Key(pipeline_row.key.number, pipeline_row.key.step, digest, agreement.digest)
+        replicas.start(
+            _Row(key, pipeline_row.text, len(agreement.text.encode()), pipeline_row.sums, pipeline_row.maxes).pack()
+        )
+        replica_rows = _rows(replicas.finish())
+        other = _problem(replicas, replica_rows, SyncVote(agreement), "replica")
         if other is not None and problem is None:
             raise other
-        return _reduced([(row.sums, row.maxes) for row in rows])
+        return _reduced([(row.sums, row.maxes) for row in replica_rows])
 
 
 def checksum(batches: Iterable[Mapping[str, object]]) -> int:
     """A number that differs, almost certainly, if a tensor entry or plain value differs; never 0, which means none."""
-    found = 1
+    crc = 1
     for batch in batches:
         for name, leaf in batch.items():
             if isinstance(leaf, Tensor):
-                found = zlib.crc32(f"{name} {leaf.dtype} {tuple(leaf.shape)}".encode(), found)
+                crc = zlib.crc32(f"{name} {leaf.dtype} {tuple(leaf.shape)}".encode(), crc)
                 content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                found = zlib.crc32(content.numpy().data, found)
+                crc = zlib.crc32(content.numpy().data, crc)
             elif type(leaf) in (bool, int, float, complex, str, bytes, type(None)):
-                found = zlib.crc32(f"{name} {leaf!r}".encode(), found)
-    return found or 1
+                crc = zlib.crc32(f"{name} {leaf!r}".encode(), crc)
+    return crc or 1
 
 
 _TEXT_BYTES = 104
@@ -255,7 +258,7 @@ class _Key(NamedTuple):
     """The numbers that must be equal on all ranks."""
 
     number: int
-    """of syncs before this one"""
+    """how many syncs were before this one"""
     step: int
     request: int
     agreement: int = 0
@@ -296,8 +299,8 @@ def _rows(data: bytes) -> list[_Row]:
 
 def _reductions(data: bytes, start: int) -> _Reductions:
     """Sums and maxima of the row that begins at `start`, without unpacking the rest."""
-    found = _REDUCED.unpack_from(data, start + _HEAD.size - _REDUCED.size)
-    return found[:MAX_REDUCED], found[MAX_REDUCED:]
+    reduced = _REDUCED.unpack_from(data, start + _HEAD.size - _REDUCED.size)
+    return reduced[:MAX_REDUCED], reduced[MAX_REDUCED:]
 
 
 def _reduced(votes: Sequence[_Reductions]) -> _Reductions:
@@ -336,7 +339,7 @@ class _Exchange:
             self._works = [self._recv(self._rows[rank], rank) for rank in range(self._last)]
         else:
             # Receiving into the table that holds the row being sent is safe: the answer comes only after the row
-            # has arrived, and has the same bytes in this place.
+            # has arrived, and has the same bytes at this position.
             self._works = [self._recv(self._whole, self._last), self._send(self._rows[self._rank], self._last)]
 
     def finish(self) -> bytes:
@@ -348,14 +351,14 @@ class _Exchange:
 
     def texts(self, text: str, sizes: Sequence[int]) -> list[str]:
         """The texts of all ranks, whose sizes in bytes are known from the rows."""
-        own, whole = text.encode(), torch.zeros(sum(sizes), dtype=torch.uint8)
+        encoded, whole = text.encode(), torch.zeros(sum(sizes), dtype=torch.uint8)
         parts = torch.split(whole, list(sizes))
         if self._rank == self._last:
             self._wait([self._recv(part, rank) for rank, part in enumerate(parts[:-1]) if len(part)])
-            parts[-1].copy_(_bytes_tensor(own))
+            parts[-1].copy_(_bytes_tensor(encoded))
             self._wait([self._send(whole, rank) for rank in range(self._last)])
         else:
-            sent = [self._send(_bytes_tensor(own), self._last)] if own else []
+            sent = [self._send(_bytes_tensor(encoded), self._last)] if encoded else []
             self._wait([self._recv(whole, self._last), *sent])
         return [bytes(part.tolist()).decode() for part in parts]
 
@@ -375,22 +378,25 @@ def _bytes_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
 
 
-def _problem(exchange: _Exchange, rows: Sequence[_Row], vote: SyncVote, who: str) -> RunError | None:
-    """Why the ranks (or replicas, by `who`) cannot continue, the same error on all; None if all keys are equal."""
+def _problem(exchange: _Exchange, rows: Sequence[_Row], vote: SyncVote, kind: str) -> RunError | None:
+    """Why the ranks cannot continue, the same error on all; None if all keys are equal.
+
+    `kind` is "rank", or "replica" if the rows are those of replicas.
+    """
     if all(row.key == rows[0].key for row in rows):
         return None
     refusing = [index for index, row in enumerate(rows) if row.key.request == _REFUSED]
-    problem = None if refusing else _different_requests(rows, who)
+    problem = None if refusing else _different_requests(rows, kind)
     if problem is None and not refusing and len({row.key.agreement for row in rows}) == 1:
         problem = _different_batches([row.key.checksum for row in rows])
     elif problem is None:
         # Every rank takes part in this exchange, because all of them see the same rows.
         texts = exchange.texts("" if vote.agreement is None else vote.agreement.text, [r.num_text_bytes for r in rows])
         if refusing:
-            problem = _read_error(texts[refusing[0]], who, refusing[0])
+            problem = _read_error(texts[refusing[0]], kind, refusing[0])
         else:
-            problem = first_difference([text.split("\n") for text in texts], who)
-    problem = problem or RunError(f"the {who}s disagree about the next operation")
+            problem = first_difference([text.split("\n") for text in texts], kind)
+    problem = problem or RunError(f"the {kind}s disagree about the next operation")
     problem.is_shared = True
     return problem
 
@@ -401,36 +407,36 @@ def _error_text(error: Exception) -> str:
     return json.dumps(error.to_dict())
 
 
-def _read_error(text: str, who: str, index: int) -> RunError:
+def _read_error(text: str, kind: str, index: int) -> RunError:
     plain = json.loads(text)
-    values = {who: index, **plain["values"]}
+    values = {kind: index, **plain["values"]}
     return RunError(plain["problem"], hint=plain["hint"], report=plain["report"], **values)
 
 
-def _different_requests(rows: Sequence[_Row], who: str) -> RunError | None:
+def _different_requests(rows: Sequence[_Row], kind: str) -> RunError | None:
     """The error for ranks that were called for different operations; None if all requests are the same."""
     texts = [row.text for row in rows]
     if len({row.key.request for row in rows}) > 1:
         usual, _ = Counter(texts).most_common(1)[0]
-        one = texts.index(usual)
-        other = next(index for index, row in enumerate(rows) if row.key.request != rows[one].key.request)
+        first = texts.index(usual)
+        other = next(index for index, row in enumerate(rows) if row.key.request != rows[first].key.request)
         if texts[other] == usual:
-            problem = f"{who} {other} {_called(usual)} of another Pipeline than {who} {one}"
+            problem = f"{kind} {other} {_called(usual)} of another Pipeline than {kind} {first}"
         else:
-            problem = f"{who} {other} {_called(texts[other])} while {who} {one} {_called(usual)}"
+            problem = f"{kind} {other} {_called(texts[other])} while {kind} {first} {_called(usual)}"
         return RunError(
             problem,
-            step=rows[one].key.step,
-            **{f"{who}_{index}": text for index, text in enumerate(texts)} if len(rows) > 2 else {},
-            hint=f"the same calls in the same order, with the same options, on every {who}",
+            step=rows[first].key.step,
+            **{f"{kind}_{index}": text for index, text in enumerate(texts)} if len(rows) > 2 else {},
+            hint=f"the same calls in the same order, with the same options, on every {kind}",
         )
     steps, numbers = [row.key.step for row in rows], [row.key.number for row in rows]
     if len(set(steps)) > 1:
-        hint = f"the same calls of step and eval on every {who}"
-        return RunError(f"the {who}s are at different steps", called=texts[0], steps=steps, hint=hint)
+        hint = f"the same calls of step and eval on every {kind}"
+        return RunError(f"the {kind}s are at different steps", called=texts[0], steps=steps, hint=hint)
     if len(set(numbers)) > 1:
-        hint = f"the same calls in the same order on every {who}"
-        return RunError(f"some {who}s have made more calls than others", called=texts[0], calls=numbers, hint=hint)
+        hint = f"the same calls in the same order on every {kind}"
+        return RunError(f"some {kind}s have made more calls than others", called=texts[0], calls=numbers, hint=hint)
     return None
 
 
@@ -450,7 +456,7 @@ def _different_batches(checksums: Sequence[int]) -> RunError | None:
     )
 
 
-def first_difference(agreements: Sequence[Sequence[str]], who: str = "rank") -> RunError | None:
+def first_difference(agreements: Sequence[Sequence[str]], kind: str = "rank") -> RunError | None:
     """The error for the first line of an agreement that differs between rank 0 and another rank."""
     for rank, lines in enumerate(agreements):
         for first, other in zip_longest(agreements[0], lines, fillvalue="nothing"):
@@ -460,17 +466,17 @@ def first_difference(agreements: Sequence[Sequence[str]], who: str = "rank") -> 
                 (name, _, value), (_, _, another) = (
                     line.removeprefix(_OPTION).partition(": ") for line in (first, other)
                 )
-                options: dict[str, object] = {f"{who}_0": value, f"{who}_{rank}": another}
+                options: dict[str, object] = {f"{kind}_0": value, f"{kind}_{rank}": another}
                 return RunError(
-                    f"the {who}s were given different {name}", hint=f"the same {name} on every {who}", **options
+                    f"the {kind}s were given different {name}", hint=f"the same {name} on every {kind}", **options
                 )
-            values: dict[str, object] = {f"{who}_0": first, f"{who}_{rank}": other}
+            values: dict[str, object] = {f"{kind}_0": first, f"{kind}_{rank}": other}
             edge = next((line for line in (first, other) if line.startswith(_STAGES)), "")
             if edge:
                 producer, consumer = edge.removeprefix(_STAGES).split(":")[0].split(" to ")
                 values = {"producer": f"stage {producer}", "consumer": f"stage {consumer.split(',')[0]}", **values}
             return RunError(
-                f"the {who}s disagree about the values that pass between the stages",
+                f"the {kind}s disagree about the values that pass between the stages",
                 hint="give every rank the same model, plan, options and shape of batch",
                 **values,
             )

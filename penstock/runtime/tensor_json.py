@@ -1,4 +1,4 @@
-"""Nested Python values as JSON, with their tensors beside it by name: for checkpoints and for messages between ranks.
+"""Encodes nested Python values as JSON and a dict of their tensors, for checkpoints and messages between ranks.
 
 Nothing is pickled, so that reading a file or a message never runs code.
 Values that JSON lacks are objects with one key that begins with `$`: `{"$tensor": name}`, `{"$tuple": [...]}`.
@@ -25,7 +25,10 @@ FindTensor = Callable[[str], Tensor]
 
 
 def encode_tree(value: Any, tensors: Tensors, name: str) -> Any:
-    """The value as JSON can hold it; its tensors are added to `tensors`, named by their position under `name`."""
+    """Return the value in types that JSON has, and add its tensors to `tensors`.
+
+    A tensor is named by its position in the value: `name`, `name.0`, `name.key`.
+    """
     try:
         return _encode(value, tensors, name)
     except RecursionError:
@@ -68,17 +71,18 @@ def _array_as_tensor(value: NDArray[Any]) -> Tensor | None:
 
 
 def _encode_tensor(kind: str, tensor: Tensor, tensors: Tensors, name: str) -> dict[str, str]:
-    # Keys may contain dots, so that two positions can have the same name.
-    free = next(own for own in chain((name,), (f"{name}#{number}" for number in count(2))) if own not in tensors)
-    tensors[free] = tensor
-    return {kind: free}
+    # Keys may contain dots, so two positions can have the same name.
+    candidates = chain((name,), (f"{name}#{number}" for number in count(2)))
+    unused = next(candidate for candidate in candidates if candidate not in tensors)
+    tensors[unused] = tensor
+    return {kind: unused}
 
 
 def _encode_dict(value: dict[Any, Any], tensors: Tensors, name: str) -> Any:
     if not isinstance(value, Counter) and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: _encode(item, tensors, f"{name}.{key}") for key, item in value.items()}
     pairs = [
-        [_encode(part, tensors, f"{name}.{index}.{place}") for place, part in enumerate(pair)]
+        [_encode(part, tensors, f"{name}.{index}.{position}") for position, part in enumerate(pair)]
         for index, pair in enumerate(value.items())
     ]
     return {"$counter" if isinstance(value, Counter) else "$dict": pairs}

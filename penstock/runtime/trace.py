@@ -40,8 +40,8 @@ def _gathered(program: Program, groups: ProcessGroups, times: Sequence[ActionTim
     """
     lengths = [len(program.table.rank(rank)) for rank in range(program.num_ranks)]
     longest = max(lengths)
-    own = [_row(one, longest) for one in times]
-    table = torch.stack(own) if groups.is_local else groups.gather(own[0])
+    rows = [_row(each, longest) for each in times]
+    table = torch.stack(rows) if groups.is_local else groups.gather(rows[0])
     is_one_host = bool((table[:, 0] == table[0, 0]).all())
     shift = table[:, 2:].min() if is_one_host else table[:, 1:2]
     shifted = (table[:, 2:] - shift).clamp_min(0.0).numpy()

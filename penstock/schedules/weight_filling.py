@@ -50,7 +50,7 @@ class _ActionTable(NamedTuple):
     needs: list[int]
     seconds: list[float]
     weight_seconds: list[float]
-    taken: list[float]
+    allocated: list[float]
     """bytes allocated, or freed if below 0"""
     weight_taken: list[float]
 
@@ -61,14 +61,14 @@ def _action_table(schedule: Schedule, costs: StageCosts) -> _ActionTable:
     known = any(costs.activation_bytes)
     kept = np.asarray(costs.activation_bytes if known else (1,) * costs.num_stages, dtype=float)
     late = np.asarray(costs.weight_grad_bytes if known else (1,) * costs.num_stages, dtype=float)
-    taken = np.zeros((len(Kind), costs.num_stages))
-    taken[Kind.FORWARD], taken[Kind.INPUT_GRAD], taken[Kind.WEIGHT_GRAD] = kept, late - kept, -late
+    allocated = np.zeros((len(Kind), costs.num_stages))
+    allocated[Kind.FORWARD], allocated[Kind.INPUT_GRAD], allocated[Kind.WEIGHT_GRAD] = kept, late - kept, -late
     return _ActionTable(
         table.kinds.tolist(),
         find_waits(table, schedule.dependencies()).one,
         pass_seconds(table, costs).tolist(),
         np.asarray(costs.weight_grad)[stages].tolist(),
-        taken[table.kinds, stages].tolist(),
+        allocated[table.kinds, stages].tolist(),
         (-late[stages]).tolist(),
     )
 
@@ -99,7 +99,7 @@ class _GreedyFill:
         table = self.schedule.table
         first, end = table.starts[rank : rank + 2].tolist()
         fixed = first + np.flatnonzero(table.kinds[first:end] != Kind.WEIGHT_GRAD)
-        return _Rank(deque(fixed.tolist()), float(np.cumsum(self.actions.taken[first:end]).max()))
+        return _Rank(deque(fixed.tolist()), float(np.cumsum(self.actions.allocated[first:end]).max()))
 
     def run(self) -> Schedule:
         """Run all ranks to their end and return the new schedule."""
@@ -119,18 +119,17 @@ class _GreedyFill:
             rank.done += [-1 - index for index in rank.pending]
             return
         index = rank.fixed[0]
-        need, taken = self.actions.needs[index], self.actions.taken[index]
+        need, allocated = self.actions.needs[index], self.actions.allocated[index]
         ready = 0.0 if need == -1 else self.ends[need]
-        is_full = taken > 0 and rank.held + taken > rank.limit
-        if rank.pending and (is_full or self._is_worth_a_weight(rank, ready)):
+        is_full = allocated > 0 and rank.held + allocated > rank.limit
+        gap = ready - rank.clock
+        # A weight gradient runs in a gap that it fills at least in part, or to free memory.
+        if rank.pending and (is_full or gap > self.patience * self.actions.weight_seconds[rank.pending[0]]):
             self._run_weight(number, rank)
         elif ready < inf:
             self._run_fixed(number, rank, ready)
         else:
             self.waiting[need] = number
-
-    def _is_worth_a_weight(self, rank: _Rank, ready: float) -> bool:
-        return ready - rank.clock > self.patience * self.actions.weight_seconds[rank.pending[0]]
 
     def _run_weight(self, number: int, rank: _Rank) -> None:
         index = rank.pending.popleft()
@@ -143,7 +142,7 @@ class _GreedyFill:
         index = rank.fixed.popleft()
         rank.done.append(index)
         rank.clock = max(rank.clock, ready) + self.actions.seconds[index]
-        rank.held += self.actions.taken[index]
+        rank.held += self.actions.allocated[index]
         if self.actions.kinds[index] == Kind.INPUT_GRAD:
             rank.pending.append(index)
         self.ends[index] = rank.clock

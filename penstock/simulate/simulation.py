@@ -119,15 +119,13 @@ def _find_messages(program: Program, costs: StageCosts, cluster: Cluster) -> _Me
     by_link = np.argsort(link, kind="stable")
     send, source, target, link = send[by_link], source[by_link], target[by_link], link[by_link]
     names, link_starts, which = np.unique(link, return_index=True, return_inverse=True)
-    links = [cluster.link(int(name) // program.num_ranks, int(name) % program.num_ranks) for name in names]
-    latency = np.array([link.latency for link in links], dtype=np.float64)
-    per_byte = np.array([0.0 if link.bandwidth is None else 1.0 / link.bandwidth for link in links], dtype=np.float64)
+    rates = cluster.link_rates(names // program.num_ranks, names % program.num_ranks)[which]
     makers, microbatch = program.makers, microbatch_of(table.codes[send])
     user = np.where(
         target > source, makers[Fact.OUTPUT][target, microbatch], makers[Fact.INPUT_GRADIENT][target, microbatch]
     )
-    seconds = costs.message_bytes(source, target) * per_byte[which]
-    return _Messages(send, user, link_starts, seconds, latency[which])
+    seconds = rates.occupied(costs.message_bytes(source, target))
+    return _Messages(send, user, link_starts, seconds, rates.latency)
 
 
 class _Passes(NamedTuple):

@@ -1,12 +1,13 @@
 """Compares the stages, run in sequence, with the unsplit model: outputs, gradients and buffers."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.capture import Captured, copy_leaf
+from penstock.capture import Captured, DrawSeed, copy_leaf
 from penstock.errors import PartitionError
 from penstock.ir import GRADIENT, Distance, Partition, compare_tensors, leaves, transform
 from penstock.stages.sequence import Sequence
@@ -23,13 +24,17 @@ def check(captured: Captured, partition: Partition) -> None:
     if captured.is_meta:
         return
     args, kwargs = captured.other_batch()
-    expected = _run_step(captured, captured.whole, args, kwargs)
-    found = _run_step(captured, Sequence(captured, partition), args, kwargs)
-    wrong = compare_tensors("the model", distances(expected, found), {}).first_wrong
+    if captured.has_shared_draws(args, kwargs):
+        seed = DrawSeed(_SEED)
+        whole, stages = partial(captured.whole_with_draws, seed), Sequence(captured, partition, seed=seed)
+    else:
+        whole, stages = captured.whole, Sequence(captured, partition)
+    expected, actual = _run_step(captured, whole, args, kwargs), _run_step(captured, stages, args, kwargs)
+    wrong = compare_tensors("the model", distances(expected, actual), {}).first_wrong
     if wrong is not None:
         raise PartitionError(
             "the stages differ from the model",
-            number=wrong.name,
+            tensor=wrong.name,
             difference=f"{wrong.relative:.3g}",
             limit=f"{wrong.tolerance:g}",
             hint="keep the modules on both sides of a cut in one block (basic_blocks), or cut elsewhere",
@@ -47,33 +52,33 @@ def _run_step(
         # Random gradients: with ones, errors that cancel out in a sum would not show.
         generator = torch.Generator().manual_seed(_SEED)
         gradients = {
-            place: torch.randn(tensor.shape, generator=generator).to(tensor)
-            for place, tensor in enumerate(outputs)
+            index: torch.randn(tensor.shape, generator=generator).to(tensor)
+            for index, tensor in enumerate(outputs)
             if tensor.requires_grad
         }
         if isinstance(run, Sequence):
             run.backward(gradients)
         elif gradients:
-            torch.autograd.backward([outputs[place] for place in gradients], list(gradients.values()))
-        found: dict[str, Tensor | None] = {f"output {n}": tensor.detach() for n, tensor in enumerate(outputs)}
-        found |= {f"{GRADIENT}{name}": parameter.grad for name, parameter in model.named_parameters()}
-        found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
-    return found
+            torch.autograd.backward([outputs[index] for index in gradients], list(gradients.values()))
+        tensors: dict[str, Tensor | None] = {f"output {n}": tensor.detach() for n, tensor in enumerate(outputs)}
+        tensors |= {f"{GRADIENT}{name}": parameter.grad for name, parameter in model.named_parameters()}
+        tensors |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+    return tensors
 
 
-def distances(expected: Tensors, found: Tensors) -> Iterator[Distance]:
+def distances(expected: Tensors, actual: Tensors) -> Iterator[Distance]:
     """The distance for every name in either; equal infinities, and NaN in the same places, count as equal."""
-    for name in dict.fromkeys((*expected, *found)):
-        one, other = expected.get(name), found.get(name)
-        if one is None or other is None or one.shape != other.shape:
-            yield Distance(name, 0.0 if one is None and other is None else float("inf"))
+    for name in dict.fromkeys((*expected, *actual)):
+        left, right = expected.get(name), actual.get(name)
+        if left is None or right is None or left.shape != right.shape:
+            yield Distance(name, 0.0 if left is None and right is None else float("inf"))
             continue
-        first, second = _in_double(one), _in_double(other)
+        first, second = _in_double(left), _in_double(right)
         differs = (first != second) & ~(first.isnan() & second.isnan())
         apart = float((first - second)[differs].abs().max()) if bool(differs.any()) else 0.0
         finite = first.abs()[first.isfinite()]
         largest = float(finite.max()) if finite.numel() else 0.0
-        yield Distance(name, apart, largest, str(one.dtype).removeprefix("torch."))
+        yield Distance(name, apart, largest, str(left.dtype).removeprefix("torch."))
 
 
 def _in_double(tensor: Tensor) -> Tensor:

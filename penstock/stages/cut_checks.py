@@ -12,7 +12,7 @@ from penstock.ir import Graph, Guard, Partition, refs, states
 
 
 def check_guards(recording: Recording, partition: Partition) -> None:
-    """Raise a PartitionError if no stage has all values that one branch of the model depends on."""
+    """Raise a PartitionError if a branch of the model depends on values that no single stage has."""
     graph = recording.graph
     guards = [step for step in recording.record.steps if isinstance(step, Guard)]
     if partition.num_stages > 1:
@@ -30,7 +30,7 @@ def check_guards(recording: Recording, partition: Partition) -> None:
     available = [recording.available_values(node.name for node in nodes) for nodes in partition.runs(graph)]
     for guard in guards:
         reads = {*refs(guard.args), *refs(guard.kwargs)}
-        if not any(reads <= here for here in available):
+        if not any(reads <= values for values in available):
             raise PartitionError(
                 "control flow depends on values of several stages",
                 module=guard.scope or "the model",
@@ -51,12 +51,12 @@ def check_shared_memory(model: nn.Module, graph: Graph, partition: Partition) ->
     for node in graph.nodes:
         for name in map(graph.tensor_of, (*node.parameters, *node.buffers)):
             users.setdefault(name, set()).add(partition.stage_of(node.name))
-    for one, other in _overlapping_state(model, graph):
-        stages = users.get(one, set()) | users.get(other, set())
-        if len(stages) > 1 and one in users and other in users:
+    for first, second in _overlapping_state(model, graph):
+        stages = users.get(first, set()) | users.get(second, set())
+        if len(stages) > 1 and first in users and second in users:
             raise PartitionError(
                 "two parameters or buffers share memory, and each stage would change its own copy",
-                names=f"{one}, {other}",
+                names=f"{first}, {second}",
                 stages=sorted(stages),
                 hint="use one parameter in both places (module.weight = other.weight), or keep them in one stage",
             )
@@ -68,18 +68,18 @@ def _overlapping_state(model: nn.Module, graph: Graph) -> Iterator[tuple[str, st
         if not tensor.is_meta and tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter):
             groups.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
     for group in groups.values():
-        for (one, first), (other, second) in combinations(group, 2):
-            is_changed = first.requires_grad or second.requires_grad or {one, other} & graph.updated.keys()
-            if is_changed and _overlap(first, second):
-                yield one, other
+        for (first_name, first), (second_name, second) in combinations(group, 2):
+            is_written = {first_name, second_name} & graph.updated.keys()
+            if (first.requires_grad or second.requires_grad or is_written) and _overlap(first, second):
+                yield first_name, second_name
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def _overlap(first: Tensor, second: Tensor) -> bool:
     """Whether some element belongs to both tensors, which share a storage."""
-    if one.dtype is not other.dtype:
+    if first.dtype is not second.dtype:
         return True
     # Exact also for interleaved views, such as the even and the odd columns of a matrix.
-    size = one.untyped_storage().nbytes() // one.element_size()
-    taken = torch.zeros(size, dtype=torch.bool)
-    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+    size = first.untyped_storage().nbytes() // first.element_size()
+    is_occupied = torch.zeros(size, dtype=torch.bool)
+    is_occupied.as_strided(first.shape, first.stride(), first.storage_offset()).fill_(True)
+    return bool(is_occupied.as_strided(second.shape, second.stride(), second.storage_offset()).any())

@@ -3,8 +3,8 @@
 During the forward of a stage a `Deferral` (a torch function mode) replaces products, convolutions and embeddings by a
 parameter (`deferred_functions.py`). The same function runs, but on the detached parameter, so autograd computes only
 the gradient of the input. When that backward reaches the call, the gradient of its result arrives at a `Deferred`,
-which keeps it with the saved input and joins a queue. `DeferredAccumulator` later computes the weight gradients of the
-queue. No function of torch is patched, and every number is the one that autograd would have computed.
+which saves it with the input of the call and adds itself to a queue. `DeferredAccumulator` later computes the weight
+gradients of the queue. No function of torch is patched, and every number is the one that autograd would have computed.
 """
 
 from collections.abc import Callable, Iterable
@@ -78,9 +78,9 @@ class Deferral(TorchFunctionMode):
             self.is_recomputed = True
             saved: Tensor = _SaveInput.apply(result, value.detach(), deferred)  # type: ignore[no-untyped-call]
             return saved
-        deferred.keep(value.detach())
+        deferred.save_input(value.detach())
         # On the node, not on the tensor: hooks of the user on the tensor may still change the gradient.
-        result.grad_fn.register_prehook(deferred.arrive)  # type: ignore[union-attr]
+        result.grad_fn.register_prehook(deferred.enqueue)  # type: ignore[union-attr]
         return result
 
 
@@ -102,7 +102,7 @@ def _has_saved_tensors_hooks() -> bool:
 class Deferred:
     """The gradients of some weights by one call, to be computed from its input and the gradient of its result.
 
-    It joins the queue when that gradient arrives.
+    It is added to the queue when backward has computed that gradient.
     """
 
     __slots__ = ("_compute", "_gradient", "_queue", "_value", "_version", "weights")
@@ -111,12 +111,12 @@ class Deferred:
         self.weights = weights
         self._queue, self._compute = queue, compute
 
-    def keep(self, value: Tensor) -> None:
-        """Keep the input of the call, which must not be written in place from now on."""
+    def save_input(self, value: Tensor) -> None:
+        """Save the input of the call, which must not be written in place from now on."""
         self._value, self._version = value, value._version
 
-    def arrive(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Take the gradient of the result and join the queue."""
+    def enqueue(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Save the gradient of the result and add this to the queue; a prehook of the result's autograd node."""
         if gradients[0] is not None:
             self._gradient = gradients[0]
             self._queue.append(self)
@@ -148,7 +148,7 @@ class _StartGraph(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        _arrive_with_saved(ctx, gradient)
+        _enqueue_with_saved_input(ctx, gradient)
         return None, None, None, None
 
 
@@ -165,26 +165,26 @@ class _SaveInput(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        _arrive_with_saved(ctx, gradient)
+        _enqueue_with_saved_input(ctx, gradient)
         return gradient, None, None
 
 
-def _arrive_with_saved(ctx: Any, gradient: Tensor) -> None:
+def _enqueue_with_saved_input(ctx: Any, gradient: Tensor) -> None:
     (value,) = ctx.saved_tensors
-    ctx.deferred.keep(value)
-    ctx.deferred.arrive((gradient,))
+    ctx.deferred.save_input(value)
+    ctx.deferred.enqueue((gradient,))
 
 
 # Accumulating the deferred gradients
 
-_MAX_PORTION_BYTES = 1 << 20
-"""of gradients in memory at once: few autograd nodes for small ones, little memory for large ones"""
+_MAX_BUCKET_BYTES = 1 << 20
+"""gradients in memory at once: small gradients share an autograd node, large ones are freed one by one"""
 _MAX_CHAINS = 8
-"""parts of a model that are used alternately need a chain for every combination"""
+"""chains that are kept: a model that uses different parameters in turn needs one for every combination"""
 _ONE = torch.ones(())
 
 Chain = tuple[list[Deferred], Tensor]
-"""the list from which the nodes take their work, and the tensor to start backward from"""
+"""the list that the nodes pop deferred gradients from, and the tensor to start backward from"""
 
 
 class DeferredAccumulator:
@@ -212,9 +212,9 @@ class DeferredAccumulator:
             return
         self._last_length, self.note = len(queue), ""
         trained = sum(parameter.numel() for parameter in parameters() if parameter.requires_grad)
-        waiting = sum({id(weight): weight.numel() for deferred in queue for weight in deferred.weights}.values())
-        if 2 * waiting < trained:
-            share = f"only {waiting / trained:.0%}" if waiting else "none"
+        deferred_size = sum({id(weight): weight.numel() for deferred in queue for weight in deferred.weights}.values())
+        if 2 * deferred_size < trained:
+            share = f"only {deferred_size / trained:.0%}" if deferred_size else "none"
             self.note = (
                 f"{share} of the weight gradients can be deferred, the "
                 "others are computed with the input gradients: blocks that are compiled or recomputed by a reentrant "
@@ -231,32 +231,32 @@ class DeferredAccumulator:
         weights = [weight for deferred in queue for weight in deferred.weights]
         # With dtype and device: a parameter that changes these gets a new node in autograd.
         key = (*map(id, weights), *[weight.dtype for weight in weights], weights[0].device if weights else None)
-        waiting, start = self._chains.get(key) or self._build_chain(key, queue)
+        pending, start = self._chains.get(key) or self._build_chain(key, queue)
         # The nodes pop from the end.
-        waiting[:] = reversed(queue)
+        pending[:] = reversed(queue)
         queue.clear()
         try:
             torch.autograd.backward(start, _ONE, retain_graph=True)
         finally:
-            waiting.clear()
+            pending.clear()
 
     def _build_chain(self, key: tuple[object, ...], queue: list[Deferred]) -> Chain:
-        """One node for each portion of the queue, so that its memory is freed before the next is computed."""
-        waiting: list[Deferred] = []
+        """One node for each bucket of the queue, so that its memory is freed before the next is computed."""
+        pending: list[Deferred] = []
         start = torch.zeros(())
-        for portion in reversed(_portions(queue)):
-            weights = [weight for deferred in portion for weight in deferred.weights]
-            start = _Portion.apply(start, waiting, len(portion), *weights)  # type: ignore[no-untyped-call]
+        for bucket in reversed(_buckets(queue)):
+            weights = [weight for deferred in bucket for weight in deferred.weights]
+            start = _Bucket.apply(start, pending, len(bucket), *weights)  # type: ignore[no-untyped-call]
         # A view of a parameter is a new tensor in every forward: such a chain is never used again.
         if all(weight.is_leaf for deferred in queue for weight in deferred.weights):
             if len(self._chains) >= _MAX_CHAINS:
                 self._chains.clear()
-            self._chains[key] = waiting, start
-        return waiting, start
+            self._chains[key] = pending, start
+        return pending, start
 
 
-class _Portion(Function):
-    """A node whose inputs are the weights of some deferred gradients and the node of the next portion."""
+class _Bucket(Function):
+    """A node whose inputs are the weights of some deferred gradients and the node of the next bucket."""
 
     @staticmethod
     def forward(ctx: Any, after: Tensor, queue: list[Deferred], number: int, *weights: Tensor) -> Tensor:
@@ -264,24 +264,24 @@ class _Portion(Function):
         return torch.zeros(())
 
     @staticmethod
-    def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, ...]:
-        gradients: list[Tensor | None] = [one, None, None]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: list[Tensor | None] = [gradient, None, None]
         for _ in range(ctx.number):
             gradients += ctx.queue.pop().gradients()
         return tuple(gradients)
 
 
-def _portions(queue: list[Deferred]) -> list[list[Deferred]]:
-    portions: list[list[Deferred]] = [[]]
+def _buckets(queue: list[Deferred]) -> list[list[Deferred]]:
+    buckets: list[list[Deferred]] = [[]]
     size = 0
     for deferred in queue:
-        own = sum(weight.nbytes for weight in deferred.weights)
-        if portions[-1] and size + own > _MAX_PORTION_BYTES:
-            portions.append([])
+        nbytes = sum(weight.nbytes for weight in deferred.weights)
+        if buckets[-1] and size + nbytes > _MAX_BUCKET_BYTES:
+            buckets.append([])
             size = 0
-        portions[-1].append(deferred)
-        size += own
-    return portions
+        buckets[-1].append(deferred)
+        size += nbytes
+    return buckets
 
 
 def _needs_no_autograd(queue: list[Deferred]) -> bool:
@@ -305,9 +305,9 @@ def _needs_no_autograd(queue: list[Deferred]) -> bool:
 def _accumulate(queue: list[Deferred]) -> None:
     for deferred in queue:
         for weight, gradient in zip(deferred.weights, deferred.gradients(), strict=True):
-            kept = weight.grad
-            if kept is not None:
-                kept.add_(gradient)
+            accumulated = weight.grad
+            if accumulated is not None:
+                accumulated.add_(gradient)
             elif gradient.dtype == weight.dtype and gradient.stride() == weight.stride():
                 weight.grad = gradient
             else:

@@ -45,10 +45,10 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 def _autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The operands as autocast would cast them: it casts behind the mode, where the function is already replaced."""
-    kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    device_type = x.device.type
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return x, weight
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(device_type)
     x, weight = (each if each.dtype is torch.float64 else each.to(dtype) for each in (x, weight))
     return x, weight
 
@@ -86,12 +86,12 @@ def matmul(deferral: Deferral, x: Tensor, *factors: Tensor, **named: object) -> 
 
 def _product(deferral: Deferral, call: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     case = 0 if call is functional.linear else 1 if weight.is_contiguous() else 2
-    x, own = _autocast(x, weight.detach())
+    x, detached = _autocast(x, weight.detach())
     rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
     if bias is not None and _can_defer_bias(bias):
-        result = deferral.defer(call(rows, own, bias.detach()), rows, (weight, bias), _WEIGHT_AND_BIAS[case])
+        result = deferral.defer(call(rows, detached, bias.detach()), rows, (weight, bias), _WEIGHT_AND_BIAS[case])
     else:
-        result = deferral.defer(call(rows, own, bias), rows, (weight,), _WEIGHT[case])
+        result = deferral.defer(call(rows, detached, bias), rows, (weight,), _WEIGHT[case])
     return result if rows is x else result.view(*x.shape[:-1], result.shape[-1])
 
 
@@ -189,20 +189,20 @@ def convolution(call: Callable[..., Tensor], kind: type[Options]) -> DeferringFu
     """The function that takes the place of a convolution of torch."""
 
     def convolve(
-        deferral: Deferral, x: Tensor, weight: Tensor, bias: Tensor | None = None, *given: Any, **named: Any
+        deferral: Deferral, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Tensor | None:
         # Not a single sample without a batch dimension, nor padding="same".
         if x.dim() != weight.dim() or not _can_defer(x, weight):
             return None
-        options = kind(*given, **named)
+        options = kind(*args, **kwargs)
         if isinstance(options.padding, str):
             return None
-        x, own = _autocast(x, weight.detach())
+        x, detached = _autocast(x, weight.detach())
         has_bias = _can_defer_bias(bias)
         weights = (weight, bias) if bias is not None and has_bias else (weight,)
         added = bias.detach() if bias is not None and has_bias else bias
-        compute = partial(_convolution_gradients, own, options, has_bias)
-        return deferral.defer(call(x, own, added, *given, **named), x, weights, compute)
+        compute = partial(_convolution_gradients, detached, options, has_bias)
+        return deferral.defer(call(x, detached, added, *args, **kwargs), x, weights, compute)
 
     return convolve
 
@@ -211,7 +211,7 @@ def _convolution_gradients(
     weight: Tensor, options: Options, has_bias: bool, x: Tensor, gradient: Tensor
 ) -> tuple[Tensor, ...]:
     dims = weight.dim() - 2
-    found = torch.ops.aten.convolution_backward(
+    gradients = torch.ops.aten.convolution_backward(
         gradient,
         x,
         weight,
@@ -224,7 +224,7 @@ def _convolution_gradients(
         options.groups,
         [False, True, has_bias],
     )
-    return tuple(each for each in found if each is not None)
+    return tuple(each for each in gradients if each is not None)
 
 
 def _per_dim(sizes: Any, dims: int) -> list[int]:

@@ -22,11 +22,11 @@ class LayerList(nn.Module):
     def __init__(self, model: nn.Module, entries: Iterable[Entry]) -> None:
         super().__init__()
         if isinstance(entries, str):
-            raise PartitionError("entries must be a list", given=repr(entries), hint=f"[{entries!r}]")
+            raise PartitionError("entries must be a list", got=repr(entries), hint=f"[{entries!r}]")
         self.steps: list[tuple[str, Callable[..., Any]]] = []
         names = {id(module): name for name, module in model.named_modules()}
         for entry in entries:
-            for step in _expanded(_found(model, entry)):
+            for step in _elements(_resolve_entry(model, entry)):
                 self._add(model, step, names)
         if not self.steps:
             raise PartitionError("entries must not be empty")
@@ -54,7 +54,7 @@ class LayerList(nn.Module):
         return x
 
 
-def _found(model: nn.Module, entry: Entry) -> Callable[..., Any]:
+def _resolve_entry(model: nn.Module, entry: Entry) -> Callable[..., Any]:
     if not isinstance(entry, str):
         if not callable(entry):
             raise PartitionError("an entry must be a name, a module or a function", entry=repr(entry))
@@ -67,5 +67,5 @@ def _found(model: nn.Module, entry: Entry) -> Callable[..., Any]:
     return module
 
 
-def _expanded(step: Callable[..., Any]) -> list[Callable[..., Any]]:
+def _elements(step: Callable[..., Any]) -> list[Callable[..., Any]]:
     return list(step) if isinstance(step, _LISTS) else [step]

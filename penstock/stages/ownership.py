@@ -6,6 +6,13 @@ from penstock.errors import PartitionError
 from penstock.ir import Graph, Node, Partition
 
 
+class FittedPartition(Partition):
+    """The partition of a batch for which a stage may have nothing to run, as when layer drop leaves out its blocks."""
+
+    def __post_init__(self) -> None:
+        """Unlike in the partition of a plan, stages may be empty."""
+
+
 class Ownership:
     """Stages by name. A name that no node of the example uses belongs to the stage of the most similar name."""
 
@@ -13,11 +20,14 @@ class Ownership:
         self._partition = partition
         self._nodes = _node_keys(graph)
         self._stages: dict[str, int] = {}
+        # All stages that have a parameter or buffer: a module may be called in several.
+        self._holders: dict[str, set[int]] = {}
         for node in graph.nodes:
             for name in (node.module, *node.parameters, *node.buffers):
                 # Nodes that depend on the inputs alone run on several stages; another user takes precedence.
                 if not node.from_inputs or name not in self._stages:
                     self._stages[name] = partition.stage_of(node.name)
+                    self._holders.setdefault(name, set()).add(self._stages[name])
         used = {name for node in graph.nodes for name in (*node.parameters, *node.buffers)}
         used |= {name for group in graph.tied if used & set(group) for name in group}
         self.unused = [value.name for value in (*graph.parameters, *graph.buffers) if value.name not in used]
@@ -41,26 +51,21 @@ class Ownership:
         latest = self._latest_stages(graph, owned)
         placed: dict[str, int] = {}
         for node in graph.nodes:
-            earliest = max((placed[graph.makers[v].name] for v in node.reads if v in graph.makers), default=0)
+            makers = [graph.makers[value] for value in node.reads if value in graph.makers]
+            # Every stage runs nodes that depend on the inputs alone.
+            earliest = max((placed[maker.name] for maker in makers if not maker.from_inputs), default=0)
+            # The same name may be another call here (`/add@3`), so its old stage is only a preference.
+            preferred = min(max(owned.get(node.name, 0), earliest), max(latest[node.name], earliest))
             if node.is_leaf and node.name in owned:
                 placed[node.name] = owned[node.name]
-            elif node.parameters:
-                placed[node.name] = self._stage_of_parameters(node, earliest)
+            elif node.parameters or (node.is_leaf and node.buffers):
+                placed[node.name] = self._stage_of_state(node, earliest, preferred)
             else:
-                # The same name may be another call here (`/add@3`), so its old stage is only a preference.
-                placed[node.name] = min(max(owned.get(node.name, 0), earliest), max(latest[node.name], earliest))
+                placed[node.name] = preferred
         stages = tuple(
             tuple(name for name, at in placed.items() if at == stage) for stage in range(self._partition.num_stages)
         )
-        if () in stages:
-            idle = stages.index(())
-            raise PartitionError(
-                "a stage has nothing to run for this batch",
-                stage=idle,
-                planned=" ".join(self._partition.stages[idle]),
-                hint="plan with a batch of this kind as the example, or with fewer stages",
-            )
-        return Partition(stages)
+        return FittedPartition(stages)
 
     def _latest_stages(self, graph: Graph, owned: dict[str, int]) -> dict[str, int]:
         """The last stage in which each node may be, so that all nodes that read its values are in it or later."""
@@ -77,17 +82,19 @@ class Ownership:
                     bound[value] = min(bound[value], stage)
         return latest
 
-    def _stage_of_parameters(self, node: Node, earliest: int) -> int:
-        stages = {self.of(name) for name in node.parameters}
-        if len(stages) > 1 or min(stages) < earliest:
+    def _stage_of_state(self, node: Node, earliest: int, preferred: int) -> int:
+        """The stage nearest to the preferred one that has all parameters of a node and does not run too early."""
+        holders = [self._holders.get(name) or {self.of(name)} for name in node.parameters or node.buffers]
+        possible = [stage for stage in set.intersection(*holders) if stage >= earliest]
+        if not possible:
             raise PartitionError(
                 "this batch needs a part of the model in a stage that has already run",
                 node=node.name,
-                owned_by=sorted(stages),
+                owned_by=sorted(set.union(*holders)),
                 earliest=earliest,
-                hint="split with a batch of this kind as the example",
+                hint="plan with a batch of this kind as the example, and with the same basic_blocks",
             )
-        return stages.pop()
+        return min(possible, key=lambda stage: abs(stage - preferred))
 
 
 def _node_keys(graph: Graph) -> list[tuple[str, str, tuple[str, ...]]]:

@@ -58,11 +58,11 @@ def _run_with_buffers(block: Block, before: SavedBuffers) -> Callable[[Any, Any]
 
 @contextmanager
 def _replaced_buffers(before: SavedBuffers) -> Iterator[None]:
-    now = [(owner, name, getattr(owner, name)) for owner, name, _ in before]
+    current = [(owner, name, getattr(owner, name)) for owner, name, _ in before]
     try:
         for owner, name, buffer in before:
             setattr(owner, name, buffer.clone())
         yield
     finally:
-        for owner, name, buffer in now:
+        for owner, name, buffer in current:
             setattr(owner, name, buffer)

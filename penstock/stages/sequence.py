@@ -1,4 +1,4 @@
-"""Stages run one after another in one process, as the unsplit model would."""
+"""Runs stages one after another in one process, like the unsplit model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.capture import Captured, Recording
+from penstock.capture import Captured, DrawSeed, Recording
 from penstock.errors import PartitionError
 from penstock.ir import Partition, leaves
 from penstock.stages.cut_checks import check_guards
@@ -25,9 +25,11 @@ def split(captured: Captured, partition: Partition) -> tuple[Stage, ...]:
 class Sequence:
     """The stages of a model, called like the model; `backward` after it accumulates the model's gradients."""
 
-    def __init__(self, captured: Captured, partition: Partition, is_split: bool = False) -> None:
-        """`is_split`: each stage's backward runs as input gradients, then weight gradients."""
-        self.is_split = is_split
+    def __init__(
+        self, captured: Captured, partition: Partition, is_split: bool = False, seed: DrawSeed | None = None
+    ) -> None:
+        """`is_split`: each stage's backward runs as input gradients, then weight gradients. `seed`: see `Stage`."""
+        self.is_split, self.seed = is_split, seed
         self.stages = split(captured, partition)
         self._captured, self._partition = captured, partition
         self._runs: list[StageRun] = []
@@ -36,7 +38,7 @@ class Sequence:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model for this batch."""
-        recording = self._captured.recording(args, kwargs)
+        recording = self._captured.recording(args, kwargs, self.seed.step if self.seed else None)
         inputs = self._captured.inputs(args, kwargs)
         self._recording, self._runs = recording, []
         fitted = Ownership(self._captured.graph, self._partition).fit(recording.graph)
@@ -46,7 +48,7 @@ class Sequence:
             stage.check_state()
             received = (c for c in crossings if c.consumer == stage.stage_index)
             incoming = {value.name: values[value.name] for crossing in received for value in crossing.values}
-            run = StageRun(stage, recording, inputs, incoming, self.is_split)
+            run = StageRun(stage, recording, inputs, incoming, self.is_split, self.seed)
             values |= run.outputs
             self._runs.append(run)
         output = self._captured.output(recording, {**inputs, **values})
@@ -54,35 +56,37 @@ class Sequence:
         return output
 
     def backward(self, gradients: Mapping[int, Tensor | None]) -> None:
-        """Backward of all stages, last first, from gradients of the output's tensors by their position in it.
+        """Run backward of all stages, last first, from gradients of the output's tensors by their position in it.
 
-        As in torch, None is a gradient of one, for a scalar.
+        As in torch, None stands for a gradient of 1, for a scalar.
         """
         if not self._runs or self._recording is None:
             raise PartitionError("backward needs a forward before it", hint="call the stages with a batch first")
         names = self._captured.output_names(self._recording)
-        if unknown := [place for place in gradients if not 0 <= place < len(self._outputs)]:
-            raise PartitionError("gradients must belong to outputs of the model", place=unknown[0], outputs=len(names))
-        waiting: dict[str, Tensor] = {}
-        for place, given in gradients.items():
-            gradient = torch.ones_like(self._outputs[place]) if given is None else given
-            if names[place]:
-                _add(waiting, names[place], gradient)
+        if unknown := [position for position in gradients if not 0 <= position < len(self._outputs)]:
+            raise PartitionError(
+                "gradients must belong to outputs of the model", position=unknown[0], outputs=len(names)
+            )
+        pending: dict[str, Tensor] = {}
+        for position, output_gradient in gradients.items():
+            gradient = torch.ones_like(self._outputs[position]) if output_gradient is None else output_gradient
+            if names[position]:
+                _add(pending, names[position], gradient)
             else:
                 # The model returns a parameter, which no stage makes.
-                torch.autograd.backward(self._outputs[place], gradient)
+                torch.autograd.backward(self._outputs[position], gradient)
         for run in reversed(self._runs):
-            own = {name: waiting.pop(name) for name in list(waiting) if name in run.outputs}
-            returned = run.input_grad(own) if self.is_split else run.backward(own)
+            root_gradients = {name: pending.pop(name) for name in list(pending) if name in run.outputs}
+            returned = run.input_grad(root_gradients) if self.is_split else run.backward(root_gradients)
             if self.is_split:
                 run.weight_grad()
-            for name, back in returned.items():
-                if back is not None:
-                    _add(waiting, name, back)
+            for name, input_gradient in returned.items():
+                if input_gradient is not None:
+                    _add(pending, name, input_gradient)
         self._runs = []
 
 
 def _add(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
-    """A value that several stages read gets the sum of the gradients that they return."""
-    kept = gradients.get(name)
-    gradients[name] = gradient if kept is None else kept + gradient
+    """Add a gradient to that of its value: several stages may read the value, and each returns a gradient."""
+    sum_so_far = gradients.get(name)
+    gradients[name] = gradient if sum_so_far is None else sum_so_far + gradient

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.capture import Captured, Recording, Replay
+from penstock.capture import Captured, DrawSeed, LruCache, Recording, Replay
 from penstock.errors import PartitionError
 from penstock.ir import Graph, Partition
 from penstock.stages.cut_checks import check_guards, check_shared_memory
@@ -34,7 +34,7 @@ class Stage(nn.Module):
         # In a tuple, so that nn.Module does not register the whole model as a submodule through it.
         self._captured = (captured,)
         self._partition = partition
-        self._replays: dict[tuple[int, bool], tuple[Recording, Replay]] = {}
+        self._replays: LruCache[tuple[Recording, bool], Replay] = LruCache()
         self._deferred_accumulator = DeferredAccumulator()
         graph, model = captured.graph, captured.model
         check_shared_memory(model, graph, partition)
@@ -66,16 +66,16 @@ class Stage(nn.Module):
 
         A group of one name is a parameter that other stages use by the same name.
         """
-        own = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        own_names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         graph = self._captured[0].graph
         runs = self._partition.runs(graph)
         users = Counter(name for nodes in runs for name in {name for node in nodes for name in node.parameters})
         grouped = {name for group in graph.tied for name in group}
-        alone = ((name,) for name in users if users[name] > 1 and name in own and name not in grouped)
-        return (*(group for group in graph.tied if own & set(group)), *alone)
+        untied = ((name,) for name in users if users[name] > 1 and name in own_names and name not in grouped)
+        return (*(group for group in graph.tied if own_names & set(group)), *untied)
 
     def forward(
-        self, recording: Recording, inputs: Mapping[str, Any], incoming: Mapping[str, Any], seed: int | None = None
+        self, recording: Recording, inputs: Mapping[str, Any], incoming: Mapping[str, Any], seed: DrawSeed | None = None
     ) -> Values:
         """The values that leave this stage; of the last stage, those in the model's output.
 
@@ -117,33 +117,31 @@ class Stage(nn.Module):
 
     def _replay(self, recording: Recording) -> Replay:
         """The calls of this stage in a recording, prepared once."""
-        key = (id(recording), self.recomputes)
-        kept = self._replays.get(key)
-        if kept is None:
-            captured, graph = self._captured[0], recording.graph
-            for name, module in self._leaves[0].items():
-                if captured.model.get_submodule(name) is not module:
-                    raise PartitionError(
-                        "a module was replaced after the split", module=name, hint="capture and split again"
-                    )
-            # Another kind of batch may have other nodes than the example that was cut.
-            partition = Ownership(captured.graph, self._partition).fit(graph)
-            check_guards(recording, partition)
-            nodes = [node.name for node in partition.runs(graph)[self.stage_index]]
-            wanted = leaving_values(partition, graph, self.stage_index)
-            wrap = Recompute(self, graph) if self.recomputes else None
-            # The recording is kept as well, so that its id is not reused.
-            kept = self._replays[key] = recording, captured.replay(recording, nodes, self, wanted, wrap)
-        return kept[1]
+        return self._replays.get((recording, self.recomputes), lambda: self._make_replay(recording))
+
+    def _make_replay(self, recording: Recording) -> Replay:
+        captured, graph = self._captured[0], recording.graph
+        for name, module in self._leaves[0].items():
+            if captured.model.get_submodule(name) is not module:
+                raise PartitionError(
+                    "a module was replaced after the split", module=name, hint="capture and split again"
+                )
+        # Another kind of batch may have other nodes than the example that was cut.
+        partition = Ownership(captured.graph, self._partition).fit(graph)
+        check_guards(recording, partition)
+        nodes = [node.name for node in partition.runs(graph)[self.stage_index]]
+        wanted = leaving_values(partition, graph, self.stage_index)
+        wrap = Recompute(self, graph) if self.recomputes else None
+        return captured.replay(recording, nodes, self, wanted, wrap)
 
 
 def leaving_values(partition: Partition, graph: Graph, stage: int) -> tuple[str, ...]:
     """The values that a stage sends to others; of the last stage also the outputs of the model."""
-    found = [
+    sent = [
         value.name for crossing in partition.crossings(graph) if crossing.producer == stage for value in crossing.values
     ]
     outputs = list(graph.outputs) if stage == partition.num_stages - 1 else []
-    return tuple(dict.fromkeys((*found, *outputs)))
+    return tuple(dict.fromkeys((*sent, *outputs)))
 
 
 def add_parts(tree: nn.Module, model: nn.Module, modules: Iterable[str], state: Iterable[str]) -> None:
@@ -176,11 +174,11 @@ def _loose_state(
 ) -> list[tuple[str, dict[str, Any], str, object]]:
     """The parameters and buffers of a stage that are not inside its leaves: path, dict of the owner, name, tensor."""
     inside = tuple(f"{name}." for name in leaves)
-    found: list[tuple[str, dict[str, Any], str, object]] = []
+    entries: list[tuple[str, dict[str, Any], str, object]] = []
     for path in dict.fromkeys(state):
         if not path.startswith(inside):
             parent, _, name = path.rpartition(".")
             owner = model.get_submodule(parent)
-            kind: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
-            found.append((path, kind, name, kind.get(name)))
-    return found
+            tensors: dict[str, Any] = owner._parameters if name in owner._parameters else owner._buffers
+            entries.append((path, tensors, name, tensors.get(name)))
+    return entries

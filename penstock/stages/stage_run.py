@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.capture import Recording
+from penstock.capture import DrawSeed, Recording, has_gradient
 from penstock.stages.deferral import Deferral
 from penstock.stages.deferred_functions import DEFERRABLE
 from penstock.stages.stage import Stage
@@ -34,7 +34,7 @@ class StageRun:
         inputs: Mapping[str, Any],
         incoming: Mapping[str, Any],
         is_split: bool = False,
-        seed: int | None = None,
+        seed: DrawSeed | None = None,
     ) -> None:
         """Run the forward on the model's `inputs` and the `incoming` values of other stages, both by name.
 
@@ -56,7 +56,7 @@ class StageRun:
                 self.outputs = stage(recording, inputs, values, seed)
             self._deferral.is_forward = False
         self._edges: dict[str, GradientEdge] = {}
-        self._waiting: Gradients = {}
+        self._pending_gradients: Gradients = {}
         for name, value in self.outputs.items():
             self.add_root(name, value)
 
@@ -67,7 +67,7 @@ class StageRun:
 
     def add_root(self, name: str, value: Any) -> None:
         """Let backward start from another value too, such as a loss: pass its gradient under this name."""
-        if isinstance(value, Tensor) and value.requires_grad:
+        if isinstance(value, Tensor) and has_gradient(value):
             self._edges[name] = get_gradient_edge(value)
 
     def backward(self, gradients: Gradients) -> dict[str, Tensor | None]:
@@ -82,7 +82,7 @@ class StageRun:
     def input_grad(self, gradients: Gradients) -> dict[str, Tensor | None]:
         """Return the gradients of the incoming values; those of the weights are deferred to `weight_grad`."""
         if self._is_all_weight_grad:
-            self._waiting = dict(gradients)
+            self._pending_gradients = dict(gradients)
         else:
             self._run_autograd(gradients)
         return self._take_returned()
@@ -90,24 +90,24 @@ class StageRun:
     def weight_grad(self) -> None:
         """Accumulate the gradients of the parameters that `input_grad` deferred."""
         if self._is_all_weight_grad:
-            self._run_autograd(self._waiting)
-            self._waiting = {}
+            self._run_autograd(self._pending_gradients)
+            self._pending_gradients = {}
         self._accumulate_deferred()
 
     def _run_autograd(self, gradients: Gradients) -> None:
         edges, self._edges = self._edges, {}
-        given = {name: gradient for name, gradient in gradients.items() if gradient is not None and name in edges}
-        roots = [edges[name] for name in given]
+        root_gradients = {name: grad for name, grad in gradients.items() if grad is not None and name in edges}
+        roots = [edges[name] for name in root_gradients]
         # An edge keeps its node alive: without this, parts of the graph would outlive the backward that frees them.
         edges.clear()
         if not roots:
             return
         if self._deferral is None or not self._deferral.is_recomputed:
-            torch.autograd.backward(roots, list(given.values()))
+            torch.autograd.backward(roots, list(root_gradients.values()))
         else:
             # A recomputation during backward must save the same tensors as the first forward did.
             with self._deferral:
-                torch.autograd.backward(roots, list(given.values()))
+                torch.autograd.backward(roots, list(root_gradients.values()))
 
     def _take_returned(self) -> dict[str, Tensor | None]:
         returned, self._returned = self._returned, {}
@@ -149,9 +149,9 @@ def grad_boundary(
     differentiable = {}
     for name, value in incoming.items():
         if isinstance(value, Tensor):
-            values[name] = own = value.detach().clone() if name in written else value.data
+            values[name] = detached = value.detach().clone() if name in written else value.data
             if value.requires_grad:
-                differentiable[name] = own
+                differentiable[name] = detached
     if differentiable:
         returned.update(dict.fromkeys(differentiable))
         started = _GradBoundary.apply(_ANCHOR, differentiable, returned)  # type: ignore[no-untyped-call]

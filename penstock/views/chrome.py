@@ -7,7 +7,7 @@ lane. Memory is a counter.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,10 @@ def _spans(trace: Trace, process: int) -> Iterator[Event]:
     """All spans, each on a track without partly overlapping spans; and the names of the tracks."""
     ends: dict[tuple[int, str], list[int]] = {}
     tracks = {(rank, _PASSES, 0): _FIRST_TRACK for rank in range(trace.num_ranks)}
-    for item in sorted(_shown(trace), key=lambda item: item.start):
+    # Sends, receives and frees that take no time would only hide the passes.
+    spans = (span for span in trace.spans if span.action.kind in COMPUTE_KINDS or span.end > span.start)
+    shown: list[Span | Transfer] = [*spans, *trace.transfers]
+    for item in sorted(shown, key=lambda item: item.start):
         rank, group = _group(item)
         lanes = ends.setdefault((rank, group), [])
         start, end = _nanoseconds(item.start), _nanoseconds(item.end)
@@ -72,18 +75,15 @@ def _spans(trace: Trace, process: int) -> Iterator[Event]:
         yield _metadata("thread_sort_index", process + rank, track, sort_index=_order(group, lane))
 
 
-def _shown(trace: Trace) -> Iterable[Span | Transfer]:
-    yield from (span for span in trace.spans if span.action.kind in COMPUTE_KINDS or span.end > span.start)
-    yield from trace.transfers
-
-
 def _group(item: Span | Transfer) -> tuple[int, str]:
+    """The rank and the group of tracks that show an item."""
     if isinstance(item, Transfer):
         return item.source, f"{_MESSAGES} {item.target}"
     return item.rank, _PASSES if item.action.kind in COMPUTE_KINDS else _OTHER
 
 
 def _order(group: str, lane: int) -> int:
+    """The sort index of a track: passes first, then other spans, then messages by their target."""
     place = (_PASSES, _OTHER).index(group) if group in (_PASSES, _OTHER) else 2 + int(group.removeprefix(_MESSAGES))
     return _LANES * place + min(lane, _LANES - 1)
 

@@ -27,8 +27,8 @@ def test_a_loss_function_needs_a_target(batch: object) -> None:
         step_call(batch, has_loss_fn=True)
 
 
-def test_names_are_text() -> None:
-    with pytest.raises(RunError, match="names that are text"):
+def test_names_must_be_strings() -> None:
+    with pytest.raises(RunError, match="names of a batch must be strings"):
         step_call({1: X}, has_loss_fn=False)
 
 

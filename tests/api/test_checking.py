@@ -1,4 +1,4 @@
-"""check: the proof on a user's own model, and what it says when something is wrong."""
+"""check: the proof on a user's own model, and its report when something is wrong."""
 
 import warnings
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import penstock
-from tests.runtime.plans import quick_plan
+from tests.plans import quick_plan
 
 X, Y = torch.randn(10, 8, dtype=torch.float64), torch.randn(10, 8, dtype=torch.float64)
 
@@ -39,6 +40,29 @@ def test_batch_norm_is_compared_with_the_loop_only_and_named():
     assert report.whole is None
     assert "batch norm takes its statistics from each microbatch" in str(report)
     assert any(one.name == "buffer 0.1.running_mean" for one in report.loop.differences)
+
+
+class Checkpointed(nn.Module):
+    """Blocks with dropout, each of which a checkpoint runs again in backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.blocks, self.use_reentrant = nn.ModuleList(chain(lambda: nn.Dropout(0.3))), use_reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("depth", [None, 2])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_block_that_a_checkpoint_runs_again_draws_the_same_numbers(use_reentrant, depth):
+    model, batch = Checkpointed(use_reentrant), (X.clone().requires_grad_(),)
+    plan = quick_plan(model, batch, ranks=2, microbatches=2, schedule="1f1b", depth=depth)
+    report = penstock.check(model, plan, batch, loss_fn=functional.mse_loss, target=Y)
+    assert report.loop.is_identical
+    assert "draws random numbers" in str(report)
 
 
 def test_dropout_is_compared_block_by_block():
@@ -119,7 +143,7 @@ class Halved(nn.Module):
             return x + torch.tanh(self.linear(x))
 
 
-def test_half_precision_inside_blocks_is_allowed_for_and_said():
+def test_half_precision_inside_blocks_is_tolerated_and_reported():
     model = nn.Sequential(*[Halved() for _ in range(4)])
     plan = quick_plan(model, (X.float(),), ranks=2, microbatches=4, schedule="1f1b")
     report = penstock.check(model, plan, (X.float(),), loss_fn=functional.mse_loss, target=Y.float())
@@ -223,3 +247,36 @@ class Penalised(nn.Module):
 
 def test_added_losses_are_added_in_the_unsplit_model_too():
     assert checked(nn.Sequential(*[Penalised() for _ in range(4)]).double()).ok
+
+
+class RoundsBySize(nn.Linear):
+    """Rounds differently for larger batches, as kernels do."""
+
+    def forward(self, x):
+        if len(x) <= 4:
+            return super().forward(x)
+        return functional.linear(x.double(), self.weight.double()).float()
+
+
+class Coupled(RoundsBySize):
+    """Adds a hundredth of the mean over the samples."""
+
+    def forward(self, x):
+        return super().forward(x) + 1e-2 * x.mean(0)
+
+
+def mean_square(output, target):
+    return output.square().mean()
+
+
+@pytest.mark.parametrize(("kind", "is_ok"), [(RoundsBySize, True), (Coupled, False)])
+def test_rounding_errors_of_terms_that_cancel_are_told_from_samples_that_interact(kind, is_ok):
+    torch.manual_seed(0)
+    # The mean square behind a layer norm is always 1, so the gradients before it consist of rounding errors.
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), kind(16, 16, bias=False), nn.LayerNorm(16, eps=1e-12))
+    x = torch.randn(8, 16)
+    plan = quick_plan(model, (x,), ranks=2, microbatches=2, schedule="1f1b")
+    report = penstock.check(model, plan, (x,), loss_fn=mean_square)
+    assert report.loop.ok
+    assert report.whole.ok is is_ok
+    assert report.whole.largest.relative > 1e-5

@@ -30,7 +30,7 @@ def test_a_profile_makes_a_plan(tmp_path: Path):
     assert plan.costs.forward == tuple(cost.forward for cost in profile.costs)
 
 
-def test_what_was_measured_once_is_known(tmp_path: Path):
+def test_a_second_measurement_comes_from_the_cache(tmp_path: Path):
     first, second = (penstock.measure(captured(), iterations=1, cache=tmp_path) for _ in range(2))
     assert first == second
     assert penstock.clear_profiles(tmp_path) == 1
@@ -74,7 +74,7 @@ def test_with_a_loss_function_gradients_of_all_outputs_return():
     assert penstock.measure(both, speed=speed, loss_fn=nn.functional.mse_loss)["second.linear"].backward > 0.0
 
 
-def test_what_is_not_captured_is_refused_with_the_way_to_do_it():
+def test_a_model_that_is_not_captured_is_refused_with_a_hint():
     with pytest.raises(penstock.CaptureError, match=r"must be a captured model[^\n]*\ntry: penstock.measure\("):
         penstock.measure(chain())
 
@@ -91,6 +91,6 @@ def test_links_need_a_group():
 
 
 @pytest.mark.parametrize("options", [{"cache": 5}, {"speed": 5}, {"loss_fn": 5}, {"loss_fn": nn.MSELoss}])
-def test_what_is_of_another_kind_is_refused_with_the_way_out(options: dict[str, object]):
+def test_arguments_of_another_type_are_refused_with_a_hint(options: dict[str, object]):
     with pytest.raises(penstock.PenstockError, match="try: "):
         penstock.measure(captured(), **options)

@@ -90,7 +90,7 @@ def test_depth_opens_modules_and_basic_blocks_stay_whole() -> None:
         return {node.name for node in penstock.pipe_model(net(), BATCH, ranks=2, speed=SPEED, **options).nodes}
 
     assert "blocks.0" in names()
-    opened = names(depth=3)
+    opened = names(depth=2)
     assert {"blocks.0.first", "blocks.5.second"} <= opened
     assert "blocks.0" not in opened
     kept = names(depth=3, basic_blocks=[Block])
@@ -119,7 +119,7 @@ def test_several_stages_of_a_mixed_pipe_may_share_a_rank() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ranks": 0}, "ranks is a whole number, 1 or more"),
+        ({"ranks": 0}, "ranks must be a whole number, 1 or more"),
         ({"ranks": 2, "method": "metsi"}, "did you mean metis"),
     ],
 )

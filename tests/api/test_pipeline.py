@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
-from tests.runtime.models import WIDTH, chain, noise
-from tests.runtime.plans import quick_plan
+from tests.plans import quick_plan
+from tests.small_models import WIDTH, chain, noise
 
 X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
 MODEL = chain(4)
@@ -43,11 +43,11 @@ GIVEN = [
     ({"inputs": ["all"]}, "unknown inputs (got: ['all'] (list))"),
     ({"reduction": "median"}, "unknown reduction (got: 'median' (str))"),
     ({"reduction": 1}, "unknown reduction (got: 1 (int))"),
-    ({"split": 0}, "split must be a dict from argument names to dimensions (got: 0 (int))"),
-    ({"split": ["x"]}, "split must be a dict from argument names to dimensions (got: ['x'] (list))"),
+    ({"split": 0}, "split must be a dict from argument names to rules (got: 0 (int))"),
+    ({"split": ["x"]}, "split must be a dict from argument names to rules (got: ['x'] (list))"),
     ({"split": {"bogus": 0}}, "split must name arguments of the model (name: 'bogus')"),
-    ({"split": {"input": "0"}}, "the values of split must be a dimension or None (name: 'input', got: '0')"),
-    ({"split": {0: 0}}, "the values of split must be a dimension or None (name: 0, got: 0)"),
+    ({"split": {"input": "0"}}, "a value of split must be a rule (name: 'input', got: '0')"),
+    ({"split": {0: 0}}, "split must name arguments by strings (got: 0)"),
     ({"parallelize_fn": "fsdp"}, "parallelize_fn must be a function (got: 'fsdp' (str))"),
     ({"parallelize_fn": nn.Identity()}, "parallelize_fn must be a function (got: Identity() (Identity))"),
     ({"scaler": 65536.0}, "scaler must be a GradScaler (got: 65536.0 (float))"),
@@ -67,17 +67,17 @@ def test_a_wrong_argument_comes_with_a_way_out(given: dict[str, Any]) -> None:
 
 
 OPTIONS = [
-    ({"seed": -1}, "seed must be an integer of 0 or more (given: -1)"),
-    ({"seed": "1"}, "seed must be an integer of 0 or more (given: '1')"),
-    ({"seed": True}, "seed must be an integer of 0 or more (given: True)"),
-    ({"nonfinite": "stop"}, "nonfinite must be \"raise\", \"skip\" or \"ignore\" (given: 'stop')"),
-    ({"nonfinite": ["skip"]}, "nonfinite must be \"raise\", \"skip\" or \"ignore\" (given: ['skip'])"),
+    ({"seed": -1}, "seed must be an integer of 0 or more (got: -1)"),
+    ({"seed": "1"}, "seed must be an integer of 0 or more (got: '1')"),
+    ({"seed": True}, "seed must be an integer of 0 or more (got: True)"),
+    ({"nonfinite": "stop"}, 'nonfinite must be "raise", "skip" or "ignore" (got: \'stop\')'),
+    ({"nonfinite": ["skip"]}, 'nonfinite must be "raise", "skip" or "ignore" (got: [\'skip\'])'),
     ({"deadline_seconds": "60"}, "deadline_seconds must be a number above 0 (deadline seconds: '60')"),
     ({"deadline_seconds": 0}, "deadline_seconds must be a number above 0 (deadline seconds: 0)"),
     ({"deadline_seconds": float("nan")}, "deadline_seconds must be a number above 0 (deadline seconds: nan)"),
     ({"deadline_seconds": None}, "deadline_seconds must be a number above 0 (deadline seconds: None)"),
-    ({"check_inputs_every": 1.5}, "check_inputs_every must be an integer of 0 or more (given: 1.5)"),
-    ({"restore_gradients": 1}, "restore_gradients must be True or False (given: 1)"),
+    ({"check_inputs_every": 1.5}, "check_inputs_every must be an integer of 0 or more (got: 1.5)"),
+    ({"restore_gradients": 1}, "restore_gradients must be True or False (got: 1)"),
 ]
 
 
@@ -87,14 +87,14 @@ def test_a_wrong_option_is_refused_with_its_value(given: dict[str, Any], words: 
 
 
 SCALERS = [
-    ({"init_scale": "big"}, "init_scale must be a number (given: 'big')"),
-    ({"init_scale": float("inf")}, "init_scale must be a number (given: inf)"),
+    ({"init_scale": "big"}, "init_scale must be a number (got: 'big')"),
+    ({"init_scale": float("inf")}, "init_scale must be a number (got: inf)"),
     ({"init_scale": 0.0}, "init_scale must be above 0"),
-    ({"growth_factor": None}, "growth_factor must be a number (given: None)"),
+    ({"growth_factor": None}, "growth_factor must be a number (got: None)"),
     ({"growth_factor": 0.5}, "init_scale must be above 0, growth_factor at least 1"),
     ({"backoff_factor": 1.0}, "init_scale must be above 0, growth_factor at least 1 and backoff_factor between"),
-    ({"growth_interval": 0}, "growth_interval must be an integer above 0 (given: 0)"),
-    ({"growth_interval": 2.5}, "growth_interval must be an integer above 0 (given: 2.5)"),
+    ({"growth_interval": 0}, "growth_interval must be an integer above 0 (got: 0)"),
+    ({"growth_interval": 2.5}, "growth_interval must be an integer above 0 (got: 2.5)"),
 ]
 
 
@@ -103,7 +103,7 @@ def test_a_wrong_scaler_is_refused_with_its_value(given: dict[str, Any], words: 
     assert refusal(lambda: penstock.GradScaler(**given)).startswith(words)
 
 
-def test_a_step_without_the_target_that_its_loss_function_needs_says_so() -> None:
+def test_a_step_without_the_target_that_its_loss_function_needs_is_refused() -> None:
     pipe = pipe_of()
     words = refusal(lambda: pipe.step(X))
     assert words.startswith("AttributeError: 'NoneType' object has no attribute 'size' (step: 0, rank: 1, stage: 1,")
@@ -117,11 +117,11 @@ def test_a_loss_function_may_do_without_a_target() -> None:
 
 
 CLIPPINGS = [
-    (("1",), "max_norm must be a number of 0 or more (given: '1')"),
-    ((-1.0,), "max_norm must be a number of 0 or more (given: -1.0)"),
-    ((float("nan"),), "max_norm must be a number of 0 or more (given: nan)"),
-    ((None,), "max_norm must be a number of 0 or more (given: None)"),
-    ((True,), "max_norm must be a number of 0 or more (given: True)"),
+    (("1",), "max_norm must be a number of 0 or more (got: '1')"),
+    ((-1.0,), "max_norm must be a number of 0 or more (got: -1.0)"),
+    ((float("nan"),), "max_norm must be a number of 0 or more (got: nan)"),
+    ((None,), "max_norm must be a number of 0 or more (got: None)"),
+    ((True,), "max_norm must be a number of 0 or more (got: True)"),
     ((1.0, 0), "norm_type must be a number above 0, or inf (norm type: 0)"),
     ((1.0, -2.0), "norm_type must be a number above 0, or inf (norm type: -2.0)"),
     ((1.0, float("nan")), "norm_type must be a number above 0, or inf (norm type: nan)"),
@@ -148,14 +148,14 @@ def raised(value: Any) -> Any:
 
 
 STATES = [
-    (None, "a state dict must map names to tensors (given: NoneType)"),
-    ([1, 2], "a state dict must map names to tensors (given: list)"),
+    (None, "a state dict must map names to tensors (got: NoneType)"),
+    ([1, 2], "a state dict must map names to tensors (got: list)"),
     ({}, "the state dict lacks parameters or buffers (missing: 12, first: 0.seen)"),
     (without("2.linear.bias"), "the state dict lacks parameters or buffers (missing: 1, first: 2.linear.bias)"),
     ({**without(""), "0.linear.wieght": X}, "no parameter or buffer of this name (name: '0.linear.wieght')"),
     ({**without(""), 0: X}, "the model has no parameter or buffer of this name (name: 0)"),
-    (changed(**{"3_linear_bias": 1.0}), "a state dict must map names to tensors (name: 3.linear.bias, given: float)"),
-    (changed(**{"3_linear_bias": X}), "shape of a tensor differs from the model's (name: 3.linear.bias, given: [6,"),
+    (changed(**{"3_linear_bias": 1.0}), "a state dict must map names to tensors (name: 3.linear.bias, got: float)"),
+    (changed(**{"3_linear_bias": X}), "shape of a tensor differs from the model's (name: 3.linear.bias, got: [6,"),
     (changed(**{"3_linear_bias": torch.empty(WIDTH, device="meta")}), "a tensor has no values"),
 ]
 

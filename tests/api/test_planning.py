@@ -40,9 +40,9 @@ def test_a_schedule_shows_its_orders_sizes_and_placement():
 
 
 def test_all_options_but_the_sizes_are_given_by_name():
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="positional arguments"):
         penstock.schedule("1f1b", 4, 8, 1)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="positional argument"):
         penstock.lower(penstock.schedule("1f1b", 4, 8), ("add_transfers",))
 
 
@@ -192,9 +192,7 @@ def test_every_error_is_a_public_name():
 
 @pytest.mark.parametrize("subject", [None, "1f1b"])
 def test_only_a_program_or_a_schedule_is_simulated(subject):
-    with pytest.raises(
-        ScheduleError, match=r"program must be a Plan, a Program or a Schedule \(got: (NoneType|str)\)"
-    ):
+    with pytest.raises(ScheduleError, match=r"program must be a Plan, a Program or a Schedule \(got: (NoneType|str)\)"):
         penstock.simulate(subject)
 
 
@@ -244,6 +242,6 @@ def test_auto_for_costs_of_other_stages_is_refused():
 @pytest.mark.parametrize(
     "options", [{"stages_per_rank": 0}, {"stages_per_rank": 10**9}, {"stages_per_rank": "2"}, {"costs": 5}]
 )
-def test_auto_for_what_is_no_number_of_stages_and_no_cost_is_refused(options):
+def test_auto_is_refused_without_a_number_of_stages_or_costs(options):
     with pytest.raises(ScheduleError, match="try: "):
         penstock.schedule("auto", 2, 4, **options)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import penstock
 from penstock.ir import Cluster, Plan
-from tests.runtime.models import WIDTH, chain, noise
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import WIDTH, chain, noise
 
 
 def make(cluster: Cluster) -> Plan:
@@ -27,7 +27,7 @@ def make_for_others(cluster: Cluster) -> Plan:
 
 
 def make_nothing(cluster: Cluster) -> Plan:
-    """No plan, with all that an error of the house says."""
+    """No plan: an error of penstock with values and a hint."""
     raise penstock.FitError("too large", bytes=7, hint="less", report="rank 0: 7")
 
 
@@ -37,7 +37,7 @@ def stumble(cluster: Cluster) -> Plan:
 
 
 def together(cores: tuple[int, ...] = (0, 1)) -> Plan:
-    """The plan that this rank hears of, as a process that may use these cores."""
+    """The plan that this rank receives, as a process that may use these cores."""
     with mock.patch.object(os, "sched_getaffinity", return_value=set(cores)):
         return penstock.plan_together(make, memory="1GiB")
 
@@ -47,7 +47,7 @@ def on_a_core_of_its_own() -> Plan:
 
 
 def refusal(make: Any) -> tuple[str, str]:
-    """The kind of the error that this rank raises, and what it says; after it the ranks still meet."""
+    """The kind of the error that this rank raises, and its message; the ranks can synchronise afterwards."""
     try:
         penstock.plan_together(make)
     except penstock.PenstockError as error:

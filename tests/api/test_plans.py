@@ -1,4 +1,4 @@
-"""plan: from a model and a batch to a Plan, and what a careless call is told."""
+"""plan: from a model and a batch to a Plan, and the errors of wrong calls."""
 
 import pytest
 import torch

@@ -17,21 +17,21 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(monkeypatch: pytest.MonkeyPatch, screen: io.StringIO, patience: float, wanted: bool | None = None) -> str:
+def shown(monkeypatch: pytest.MonkeyPatch, screen: io.StringIO, delay: float, show: bool | None = None) -> str:
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(progress_file, "_PATIENCE_SECONDS", patience)
+    monkeypatch.setattr(progress_file, "_DELAY_SECONDS", delay)
     monkeypatch.setenv("TERM", "xterm")
-    with progress("measuring", wanted) as tell:
-        tell(1, 3)
-        tell(3, 3)
+    with progress("measuring", show) as update:
+        update(1, 3)
+        update(3, 3)
     return screen.getvalue()
 
 
-def test_what_takes_long_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
+def test_progress_of_slow_work_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
     assert "measuring" in shown(monkeypatch, Terminal(), 0.0)
 
 
-def test_what_is_soon_done_is_not(monkeypatch: pytest.MonkeyPatch):
+def test_progress_of_fast_work_is_not_shown(monkeypatch: pytest.MonkeyPatch):
     assert shown(monkeypatch, Terminal(), 60.0) == ""
 
 
@@ -40,12 +40,12 @@ def test_nothing_is_written_to_a_file(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_it_can_be_silenced(monkeypatch: pytest.MonkeyPatch):
-    assert shown(monkeypatch, Terminal(), 0.0, wanted=False) == ""
+    assert shown(monkeypatch, Terminal(), 0.0, show=False) == ""
 
 
 def failing(screen: Terminal) -> None:
-    with progress("measuring") as tell:
-        tell(1, 2)
+    with progress("measuring") as update:
+        update(1, 2)
         screen.truncate(0)
         raise ValueError("broken")
 
@@ -53,7 +53,7 @@ def failing(screen: Terminal) -> None:
 def test_the_bar_is_taken_away_when_the_work_fails(monkeypatch: pytest.MonkeyPatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(progress_file, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(progress_file, "_DELAY_SECONDS", 0.0)
     monkeypatch.setenv("TERM", "xterm")
     with pytest.raises(ValueError, match="broken"):
         failing(screen)

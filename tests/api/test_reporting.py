@@ -53,8 +53,8 @@ def test_the_digest_is_that_of_the_saved_plan(tmp_path) -> None:
     assert digest_of(planned()) != digest_of(planned("gpipe"))
 
 
-def test_what_is_neither_plan_nor_run_is_refused() -> None:
-    with pytest.raises(ViewError, match=r"of a plan or a run \(given: StageCosts\)"):
+def test_a_report_needs_a_plan_or_a_run() -> None:
+    with pytest.raises(ViewError, match=r"needs a plan or a run \(got: StageCosts\)"):
         penstock.report(planned().costs)
 
 
@@ -103,7 +103,7 @@ def test_links_that_take_no_time_are_not_to_blame() -> None:
     assert "faster links" not in changes(fast)
 
 
-def test_ranks_that_share_cores_are_told_so() -> None:
+def test_ranks_that_share_cores_are_noted() -> None:
     shared = replace(PLAN, cluster=replace(PLAN.cluster, cores=2))
     shared = replace(shared, predicted=Prediction.of(penstock.simulate(shared), 0.05))
     assert changes(shared)["a core for every rank"] == PLAN.predicted.makespan

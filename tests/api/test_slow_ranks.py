@@ -1,4 +1,4 @@
-"""A rank of several processes becomes slow, and the first rank says which, since when, and what would help."""
+"""A rank of several processes becomes slow, and the first rank reports which one, since when, and a remedy."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import penstock
 from benchmarks.sleeping import SIZE, SleepingBlock
 from penstock.ir import Cluster, NodeCost, Plan, Profile
 from penstock.planner import Measured, PlanOptions, SlowRankAdvisor, search
-from tests.runtime.workers import Pools
+from tests.process_pool import Pools
 
 RANKS, MICROBATCHES, UNIT = 3, 4, 0.002
 CLEAN, SLOW = 10, 10
@@ -27,9 +27,9 @@ def planned() -> Plan:
     return search({MICROBATCHES: measured}, PlanOptions(Cluster(RANKS), schedule="1f1b", budget_seconds=0.0))
 
 
-def told(text: str) -> list[tuple[int, str]]:
-    """What is said on this rank, by the step, when the blocks of rank 1 begin to sleep twice as long."""
-    plan, model = penstock.Plan.load(text), sleeping()
+def reports_on_rank(path: str) -> list[tuple[int, str]]:
+    """The reports on this rank and their steps, when the blocks of rank 1 begin to sleep twice as long."""
+    plan, model = penstock.Plan.load(path), sleeping()
     pipe, advisor = penstock.Pipeline(model, plan, loss_fn=nn.functional.mse_loss), SlowRankAdvisor(plan)
     found = []
     for step in range(CLEAN + SLOW):
@@ -42,9 +42,9 @@ def told(text: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.gloo
-def test_a_rank_whose_blocks_take_longer_is_told_within_ten_steps(pools: Pools, tmp_path) -> None:
+def test_a_rank_that_becomes_slow_is_reported_within_ten_steps(pools: Pools, tmp_path) -> None:
     planned().save(tmp_path / "plan.json")
-    first, *others = pools[RANKS].run(told, str(tmp_path / "plan.json"))
+    first, *others = pools[RANKS].run(reports_on_rank, str(tmp_path / "plan.json"))
     [(step, words)] = first
     assert CLEAN < step < CLEAN + SLOW
     assert words.startswith(f"rank 1 is slow since step {CLEAN}: ")

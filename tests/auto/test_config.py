@@ -41,7 +41,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("fields", "words"), WRONG, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_makes_no_sense_is_refused(wide_mesh, fields, words):
+def test_invalid_settings_are_refused(wide_mesh, fields, words):
     with pytest.raises(PenstockError, match=words):
         AutoPipelineConfig(world_mesh=wide_mesh, **fields)
 
@@ -64,7 +64,7 @@ def test_what_only_parallelize_fn_would_look_at_is_refused_without_one(wide_mesh
         AutoPipeline(AutoPipelineConfig(wide_mesh, **fields)).build(torch.nn.Linear(1, 1))
 
 
-def test_what_is_no_configuration_or_no_model_is_refused(wide_mesh):
+def test_a_configuration_and_a_model_are_required(wide_mesh):
     with pytest.raises(PenstockError, match="must be an AutoPipelineConfig"):
         AutoPipeline({"world_mesh": wide_mesh})
     with pytest.raises(PenstockError, match=r"torch\.nn\.Module"):

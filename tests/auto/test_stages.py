@@ -12,7 +12,7 @@ from tests.auto.models import decoder
 
 def planned(mesh, model, has_loss_fn=True, **settings):
     config = AutoPipelineConfig(mesh, **{"pp_batch_size": 4, **settings})
-    return plan_of(config, model, example_of(config, model, (), {}, has_loss_fn), has_loss_fn)
+    return plan_of(config, model, example_of(config, model, (), {}, has_loss_fn, None)[0], has_loss_fn)
 
 
 def layers_per_stage(plan):
@@ -54,6 +54,17 @@ def test_stages_lie_where_the_schedule_wants_them(wide_mesh, name, ranks):
 def test_a_named_schedule_is_the_one_of_that_name(wide_mesh):
     plan = planned(wide_mesh, decoder(layers=8), pp_schedule="ZBVZeroBubble")
     assert plan.schedule == penstock.schedule("zbv", 4, 4)
+
+
+def test_modules_are_opened_and_kept_whole_as_configured(wide_mesh):
+    def names(**settings):
+        return {node.name for node in planned(wide_mesh, decoder(layers=4), **settings).graph.nodes}
+
+    assert "model.layers.0" in names()
+    assert "model.layers.0.mlp.up_proj" in names(depth=4)
+    assert "model.layers.0.mlp" in names(depth=4, basic_blocks=("model.layers.0.mlp",))
+    with pytest.raises(PenstockError, match="depth must be 1 or more"):
+        names(depth=0)
 
 
 def test_named_modules_are_cut_as_automatic_ones(wide_mesh):

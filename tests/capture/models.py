@@ -1,7 +1,5 @@
 """Small models, each with one peculiarity."""
 
-import random
-
 import torch
 from torch import Tensor, nn
 
@@ -69,17 +67,6 @@ class Counting(Stack):
         return self.head(self.blocks[0](self.embed(x)) * Counting.calls)
 
 
-class Skipping(Stack):
-    """Leaves blocks out at random, as LayerDrop does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            if random.random() < 0.5:
-                x = block(x)
-        return self.head(x)
-
-
 class Box:
     """An object that is no container."""
 
@@ -121,3 +108,20 @@ class Noting(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.noted = self.linear(x).mean()
         return x + torch.tanh(self.linear(x))
+
+
+class Wrapped(nn.Module):
+    """Modules that are never called hold its blocks: lists in lists, a bare module, a Sequential that is iterated."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.lists = nn.ModuleList(nn.ModuleList([Block(), nn.Dropout(dropout)]) for _ in range(2))
+        self.bare = nn.Module()
+        self.bare.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.iterated = nn.ModuleList(nn.Sequential(Block(), nn.Dropout(dropout)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for parts in (*self.lists, self.bare.blocks, *self.iterated):
+            for part in parts:
+                x = part(x)
+        return x

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 
 import penstock
 from penstock.errors import CaptureError
-from tests.capture.models import Block, Boxing, Counting, Deciding, Leaking, Masking, Skipping, Stack
+from penstock.partitioners import uniform
+from penstock.stages import Sequence
+from tests.capture.models import Block, Boxing, Counting, Deciding, Leaking, Masking, Stack, Wrapped
+from tests.zoo import ZOO
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
@@ -63,11 +67,6 @@ def test_python_state_between_blocks_is_refused():
         penstock.capture(Counting(), (BATCH,))
 
 
-def test_randomness_between_blocks_is_refused():
-    with pytest.raises(CaptureError, match="runs differently each time"):
-        penstock.capture(Skipping(blocks=16), (BATCH,))
-
-
 def test_an_object_that_stays_within_opened_code_does_not_matter():
     assert names(penstock.capture(Boxing(), (BATCH,))) == ["embed", "blocks.0", "head"]
 
@@ -85,7 +84,7 @@ def test_a_decision_on_activations_is_a_guard_and_names_the_module():
         replay.run({"x": BATCH * 1e6})
 
 
-def test_a_decision_on_inputs_is_recorded_anew():
+def test_another_decision_on_inputs_is_recorded_again():
     model, ones = Masking(), torch.ones(6)
     captured = penstock.capture(model, (BATCH, ones))
     captured.recording((BATCH, torch.tensor([1.0, 1, 1, 0, 1, 1])), {})
@@ -106,3 +105,81 @@ def test_training_and_evaluation_are_recorded_apart():
     model.eval()
     captured.recording((BATCH,), {})
     assert captured.num_recordings == 2
+
+
+def test_modules_that_are_never_called_only_hold_their_elements():
+    assert names(penstock.capture(Wrapped(), (torch.randn(2, 8),))) == [
+        *("lists.0.0", "lists.0.1", "lists.1.0", "lists.1.1", "bare.blocks.0", "bare.blocks.1"),
+        *("iterated.0.0", "iterated.0.1", "iterated.1.0", "iterated.1.1"),
+    ]
+
+
+@pytest.mark.parametrize("block", ["lists", "lists.1", "bare", nn.ModuleList])
+def test_a_basic_block_that_is_never_called_is_refused(block):
+    with pytest.raises(CaptureError, match=r"must be a module that is called, and this one has no forward"):
+        penstock.capture(Wrapped(), (torch.randn(2, 8),), basic_blocks=(block,))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_larger_depth_never_gives_fewer_nodes(dropout, is_training):
+    model = Wrapped(dropout).train(is_training)
+    counts = [len(penstock.capture(model, (torch.randn(2, 8),), depth=depth).graph.nodes) for depth in range(1, 5)]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+
+
+def test_a_list_of_layers_is_no_level():
+    model, args, kwargs = ZOO["llama"]()
+    counts = [len(penstock.capture(model, args, kwargs, depth=depth).graph.nodes) for depth in range(1, 6)]
+    assert counts == sorted(counts)
+    assert "model.layers.0" in names(penstock.capture(model, args, kwargs, depth=2))
+
+
+@pytest.mark.parametrize("depth", [None, 1, 9])
+def test_a_module_without_calls_has_a_stage_in_either_mode(depth):
+    model = Wrapped(0.5)
+    captured = penstock.capture(model, (torch.randn(2, 8),), depth=depth)
+    stages = Sequence(captured, uniform(captured.graph, 3))
+    model.eval()
+    batch = torch.randn(3, 8)
+    assert torch.equal(stages(batch), model(batch))
+
+
+class Encoder(nn.Module):
+    """Two layers with a decision between them."""
+
+    def __init__(self, decide):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.decide = decide
+
+    def forward(self, x):
+        return self.layers[1](self.decide(self.layers[0](x)))
+
+
+def by_value(x):
+    return x * 2 if x.sum() > 0 else x
+
+
+def by_size(x):
+    return x * len(x[x[:, 0] > 0])
+
+
+@pytest.mark.parametrize("decide", [by_value, by_size])
+def test_the_error_for_a_decision_names_the_line_and_a_block_that_works(decide):
+    model = nn.Sequential(nn.Linear(4, 4), Encoder(decide), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].layers[0].weight.copy_(model[0].weight.copy_(torch.eye(4)))
+        model[1].layers[0].bias.copy_(model[0].bias.zero_())
+    captured = penstock.capture(model, (torch.ones(3, 4),), depth=9)
+    run = Sequence(captured, uniform(captured.graph, 2))
+    with pytest.raises(CaptureError) as caught:
+        run(-torch.ones(3, 4))
+    line = decide.__code__.co_firstlineno + 1
+    assert caught.value.values["line"] == f"{__file__}:{line}"
+    module = caught.value.values["module"]
+    assert caught.value.hint.startswith(f'basic_blocks=["{module}"]')
+    captured = penstock.capture(model, (torch.ones(3, 4),), basic_blocks=[module])
+    run = Sequence(captured, uniform(captured.graph, 2))
+    assert torch.equal(run(-torch.ones(3, 4)), model(-torch.ones(3, 4)))

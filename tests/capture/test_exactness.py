@@ -4,13 +4,15 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import CaptureError
 from penstock.partitioners import uniform
 from penstock.stages import Sequence
-from tests.capture.models import Box, Stack
+from tests.capture.models import Stack
+from tests.parity import assert_stages_train_like_the_model
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
@@ -52,6 +54,10 @@ GLUE = {
     "a scripted function": lambda self, x: scripted(x),
     "random numbers of torch": lambda self, x: x + torch.randn(8),
     "no gradient": lambda self, x: x + torch.no_grad()(lambda: self.embed(self.first))(),
+    "a view of a parameter without gradient": lambda self, x: x + torch.no_grad()(lambda: self.head.weight.t())()[0, 0],
+    "a mapped function": lambda self, x: torch.vmap(torch.tanh)(x),
+    "a mapped function that holds values": lambda self, x: x + mapped_mask(self.first, x),
+    "the gradient of a function": lambda self, x: torch.func.grad(lambda y: y.sin().sum())(x),
     "another type": lambda self, x: x.type(torch.float64).type(torch.float32),
     "a write into a part": lambda self, x: part_written(x * 1),
     "iteration over a tensor": lambda self, x: torch.stack(list(x)),
@@ -59,8 +65,35 @@ GLUE = {
     "a global variable": lambda self, x: x * ONES + ONES.sum(),
     "a tensor detached in place": lambda self, x: x + (y := x * 2).detach_() + y,
     "a gradient asked for": lambda self, x: x + self.first.detach().requires_grad_().sum(),
+    "requires_grad set": lambda self, x: x + flagged(self.first * 1).sum(),
     "autocast": lambda self, x: torch.autocast("cpu", dtype=torch.bfloat16)(lambda: (x @ x.T) @ x)().float(),
 }
+
+
+class Indexing(TorchFunctionMode):
+    """Allows an index that torch.vmap maps."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__getitem__:
+            return torch.ops.aten.index(args[0], [args[1]])
+        return func(*args, **(kwargs or {}))
+
+
+def mapped_mask(first, x):
+    """As in the masks of Hugging Face models: the function holds an input, and a mode is active around it."""
+    lengths = (first > 0).sum(-1)
+
+    def is_inside(row, column):
+        return column < lengths[row]
+
+    mapped = torch.vmap(torch.vmap(is_inside, in_dims=(None, 0)), in_dims=(0, None))
+    with Indexing():
+        return mapped(torch.arange(x.shape[0]), torch.arange(x.shape[1])).float()
+
+
+def flagged(x):
+    x.requires_grad = True
+    return x * 2
 
 
 def part_written(x):
@@ -87,9 +120,9 @@ class Glued(Stack):
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("depth", [None, 9])
 @pytest.mark.parametrize("glue", GLUE)
-def test_stages_give_the_numbers_of_the_model(glue, depth, stages):
+def test_stages_give_the_outputs_and_gradients_of_the_model(glue, depth, stages):
     captured = penstock.capture(Glued(glue), (BATCH,), depth=depth)
-    penstock.split(captured, uniform(captured.graph, stages))
+    assert_stages_train_like_the_model(captured, uniform(captured.graph, stages))
 
 
 ONES, TRAINED, COUNT = torch.ones(8), torch.ones(8, requires_grad=True), torch.zeros(())
@@ -100,39 +133,40 @@ REFUSED = {
     ),
     "a parameter from nowhere": (lambda self, x: x * TRAINED, "a tensor of unknown origin is used"),
     "a global variable that is written": (lambda self, x: x + COUNT.add_(1), "writes into a tensor that is not part"),
-    "a mapped function": (lambda self, x: torch.vmap(torch.tanh)(x), r"transformed between blocks \(torch.vmap"),
+    "a mapped module": (lambda self, x: torch.vmap(lambda row: self.head(row))(x), "other than through tensors in its"),
+    "a linearized function": (lambda self, x: torch.func.jvp(torch.sin, (x,), (x,))[1], "a tensor of unknown origin"),
     "a gradient": (
         lambda self, x: torch.autograd.grad(x.sum(), x, create_graph=True)[0],
-        r"takes gradients between its blocks.* \(module: the model, function: grad\)\ntry: keep the module",
+        r"takes gradients between its blocks.* \(module: the model, line: .*, function: grad\)\ntry: keep the module",
     ),
     "a backward": (lambda self, x: (x.sum().backward(), x)[1], "takes gradients between its blocks"),
     "a gradient that is there": (
         lambda self, x: x if self.head.weight.grad is None else x * 2,
-        r"reads the gradient of a parameter between its blocks \(module: the model, function: grad\)\ntry: keep",
+        r"reads the gradient of a parameter between its blocks \(module: the model, line: .*, function: grad\)",
     ),
     "a generator that is set": (
         lambda self, x: (torch.manual_seed(11), x + torch.randn(8))[1],
-        r"sets torch's generator between its blocks.* \(module: the model, function: randn\)\ntry: keep",
+        r"sets torch's generator between its blocks.* \(module: the model, line: .*, function: randn\)\ntry: keep",
     ),
     "a generator made in the forward": (
         lambda self, x: x + torch.randn(8, generator=torch.Generator().manual_seed(3)),
         r"runs differently each time.*where: generator\)",
     ),
-    "random numbers of numpy": (lambda self, x: x * np.random.rand(), "runs differently each time"),
+    "random numbers of numpy": (lambda self, x: x * np.random.rand(8).sum(), "computes with an array that numpy drew"),
     "a module given to a function": (lambda self, x: Handed.apply(x, self.blocks[3]), "a module is passed to"),
-    "an object that holds tensors": (lambda self, x: self.unbox(Box(x)), "an object that holds tensors is passed from"),
+    "a function that holds tensors": (lambda self, x: self.unbox(lambda: x), "an object that holds tensors is passed"),
 }
 
 
 class Unbox(nn.Linear):
-    """A module that takes an object."""
+    """A module that takes a function."""
 
     def forward(self, box):
-        return super().forward(box.content)
+        return super().forward(box())
 
 
 @pytest.mark.parametrize("glue", REFUSED)
-def test_what_cannot_be_played_again_is_refused(glue, monkeypatch):
+def test_code_that_cannot_be_replayed_is_refused(glue, monkeypatch):
     function, problem = REFUSED[glue]
     monkeypatch.setitem(GLUE, glue, function)
     model = Glued(glue)
@@ -142,11 +176,11 @@ def test_what_cannot_be_played_again_is_refused(glue, monkeypatch):
 
 
 def test_a_global_variable_that_is_written_is_put_back():
-    test_what_cannot_be_played_again_is_refused("a global variable that is written", pytest.MonkeyPatch())
+    test_code_that_cannot_be_replayed_is_refused("a global variable that is written", pytest.MonkeyPatch())
     assert COUNT == 0
 
 
-def test_a_global_variable_is_read_anew_in_every_step(monkeypatch):
+def test_a_global_variable_is_read_again_in_every_step(monkeypatch):
     model = Glued("a global variable").eval()
     captured = penstock.capture(model, (BATCH,))
     run = Sequence(captured, uniform(captured.graph, 3))
@@ -195,13 +229,13 @@ class Constant(Stack):
         return self.head(self.blocks[1](x))
 
 
-def test_what_is_not_a_number_is_the_same_each_time():
+def test_nan_decides_the_same_each_time():
     captured = penstock.capture(Constant(), (torch.randn(6, 4),))
-    penstock.split(captured, uniform(captured.graph, 2))
+    assert_stages_train_like_the_model(captured, uniform(captured.graph, 2))
 
 
 class Choosing(Stack):
-    """Goes by how many numbers are positive, as `look` tells it."""
+    """Branches on the number of positive entries, as `look` returns it."""
 
     def __init__(self, look):
         super().__init__()
@@ -232,23 +266,41 @@ def test_a_size_that_depends_on_numbers_is_compared_however_it_is_read(way):
 
 
 class Lazy(Stack):
-    """Makes a table in its first forward, as a plain tensor or as a buffer."""
+    """Makes a table in its first forward and keeps it."""
 
-    def __init__(self, is_buffer):
+    def __init__(self, content, keep):
         super().__init__()
-        self.register_buffer("table", None) if is_buffer else setattr(self, "table", None)
+        self.content = content
+        keep(self)
 
     def forward(self, x):
         if self.table is None:
-            self.table = torch.cos(torch.arange(4.0))
+            self.table = self.content(x)
         return super().forward(x * self.table)
 
 
-@pytest.mark.parametrize(
-    ("is_buffer", "problem"), [(False, "the first forward initialises"), (True, "is replaced during")]
+POSITIONS, MEANS = (lambda x: torch.cos(torch.arange(4.0))), (lambda x: x.mean(0))
+ATTRIBUTE, UNSAVED, SAVED = (
+    lambda model: setattr(model, "table", None),
+    lambda model: model.register_buffer("table", None, persistent=False),
+    lambda model: model.register_buffer("table", None),
 )
-def test_a_model_that_prepares_itself_is_refused_until_it_was_called(is_buffer, problem):
-    model = Lazy(is_buffer).eval()
+
+
+@pytest.mark.parametrize("keep", [ATTRIBUTE, UNSAVED])
+def test_a_constant_that_the_first_forward_keeps_is_computed_in_every_replay(keep):
+    model = Lazy(POSITIONS, keep).eval()
+    captured = penstock.capture(model, (BATCH,))
+    assert model.table is None
+    assert torch.equal(Sequence(captured, uniform(captured.graph, 2))(BATCH), model(BATCH))
+
+
+@pytest.mark.parametrize(
+    ("content", "keep", "problem"),
+    [(MEANS, ATTRIBUTE, "the first forward initialises"), (POSITIONS, SAVED, "is replaced during")],
+)
+def test_a_model_that_initialises_itself_is_refused_until_it_was_called(content, keep, problem):
+    model = Lazy(content, keep).eval()
     with pytest.raises(CaptureError, match=rf"{problem}.*\ntry: call the model once"):
         penstock.capture(model, (BATCH,))
     model(BATCH)
@@ -278,7 +330,7 @@ def test_what_a_reentrant_checkpoint_does_not_train_is_not_trained():
     assert not captured.graph.spec("embed").requires_grad
 
 
-def test_a_long_value_that_decides_is_told_in_short():
+def test_a_long_guard_value_is_abbreviated():
     captured = penstock.capture(Glued("a number read from the input"), (BATCH,))
     replay = captured.replay(captured.first, [node.name for node in captured.graph.nodes], captured.model, ())
     with pytest.raises(CaptureError, match=r"recorded: [^,]{,64}, found: [^,]{,64}\)\ntry"):

@@ -9,6 +9,7 @@ from penstock.errors import CaptureError
 from penstock.partitioners import uniform
 from penstock.stages import Sequence
 from tests.capture.models import Leaking, Stack
+from tests.parity import assert_stages_train_like_the_model
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
@@ -76,7 +77,7 @@ def test_a_hook_that_is_registered_by_the_forward_runs():
             return x + self.kept[0].mean()
 
     captured = penstock.capture(Registering().eval(), (BATCH,))
-    penstock.split(captured, uniform(captured.graph, 2))
+    assert_stages_train_like_the_model(captured, uniform(captured.graph, 2))
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -85,7 +86,7 @@ def test_a_hook_that_changes_what_a_block_returns_keeps_parity(stages):
     model.blocks[1].register_forward_hook(lambda module, given, result: result * 0.5)
     model.blocks[2].linear.register_forward_pre_hook(lambda module, given: (given[0] + 1,))
     captured = penstock.capture(model, (BATCH,))
-    penstock.split(captured, uniform(captured.graph, stages))
+    assert_stages_train_like_the_model(captured, uniform(captured.graph, stages))
 
 
 def test_a_hook_without_which_the_model_fails_is_run():
@@ -97,7 +98,7 @@ def test_a_hook_without_which_the_model_fails_is_run():
     model.blocks[1] = Paired(8, 8)
     model.blocks[1].register_forward_hook(lambda module, given, result: result[0])
     captured = penstock.capture(model, (BATCH,))
-    penstock.split(captured, uniform(captured.graph, 3))
+    assert_stages_train_like_the_model(captured, uniform(captured.graph, 3))
 
 
 def test_a_hook_that_changes_shape_or_dtype_of_a_block_result_is_refused():
@@ -165,7 +166,7 @@ def test_saving_in_another_way_between_blocks_is_refused():
 
 def test_saving_on_the_cpu_between_blocks_changes_no_number():
     captured = penstock.capture(Packing(torch.autograd.graph.save_on_cpu), (BATCH,))
-    penstock.split(captured, uniform(captured.graph, 2))
+    assert_stages_train_like_the_model(captured, uniform(captured.graph, 2))
 
 
 def test_inference_mode_between_blocks_is_refused():

@@ -11,9 +11,10 @@ from torch import nn
 
 import penstock
 from penstock.capture import capture, isolation
-from penstock.capture.isolation import without_accumulation_hooks
+from penstock.capture.isolation import uncompiled, without_accumulation_hooks
+from penstock.errors import CaptureError
 from penstock.partitioners import uniform
-from tests.capture.models import Skipping, Stack
+from tests.capture.models import Counting, Stack
 
 BATCH = torch.randn(6, 4)
 
@@ -49,16 +50,16 @@ def test_capture_leaves_everything_as_it_was():
     model.norm.register_forward_hook(lambda *_: None)
     model(BATCH).sum().backward()
     before = state(model)
-    # The door that users take is opened when it is first used, and imports things that draw random numbers.
+    # Not penstock.capture: its modules are imported on first use, which draws random numbers.
     capture(model, (BATCH,))
     assert same(before, state(model))
 
 
 def test_a_refused_capture_leaves_everything_as_it_was():
-    model = Skipping(blocks=16)
+    model = Counting()
     before = state(model)
-    with pytest.raises(penstock.PenstockError):
-        penstock.capture(model, (BATCH,))
+    with pytest.raises(CaptureError, match="the model runs differently each time"):
+        capture(model, (BATCH,))
     assert same(before, state(model))
 
 
@@ -74,7 +75,7 @@ def test_an_interrupted_capture_leaves_everything_as_it_was():
     model.drop = Interrupted()
     before = state(model)
     with pytest.raises(KeyboardInterrupt):
-        penstock.capture(model, (BATCH,))
+        capture(model, (BATCH,))
     assert same(before, state(model))
 
 
@@ -199,3 +200,28 @@ def test_a_batch_of_one_that_decides_otherwise_when_turned_is_checked_as_it_is()
     captured = penstock.capture(First().eval(), (torch.tensor([[1.0, -1.0, -1.0, -1.0]]),))
     (other,), _ = captured.other_batch()
     assert torch.equal(other, captured.example[0][0])
+
+
+def test_the_compiler_is_on_again_after_contexts_that_overlap() -> None:
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    num_compiled = 0
+
+    def backend(module, inputs):
+        nonlocal num_compiled
+        num_compiled += 1
+        return module.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(twice, backend=backend)
+    first, second = uncompiled(), uncompiled()
+    # As two threads would: the first to enter is the first to exit.
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    compiled(torch.ones(2))
+    assert num_compiled == 0
+    second.__exit__(None, None, None)
+    compiled(torch.ones(2))
+    assert num_compiled == 1

@@ -9,6 +9,7 @@ from penstock.errors import CaptureError
 from penstock.partitioners import uniform
 from penstock.stages import Sequence
 from tests.capture.models import Block
+from tests.plans import quick_plan
 
 BATCH = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -45,7 +46,7 @@ def reads(captured, name):
     return captured.graph[name].reads
 
 
-def test_what_one_block_leaves_for_another_becomes_a_value():
+def test_a_tensor_that_one_block_leaves_for_another_becomes_a_value():
     captured = penstock.capture(whispering(), (BATCH,))
     assert reads(captured, "3/mul") == ("3.linear", "0.linear")
     penstock.split(captured, uniform(captured.graph, 2))
@@ -69,7 +70,7 @@ class Doubling(torch.autograd.Function):
         return gradient * 2
 
 
-def test_what_an_autograd_function_made_is_seen():
+def test_tensors_made_by_an_autograd_function_are_recorded():
     captured = penstock.capture(whispering(lambda tensor: Doubling.apply(tensor)), (BATCH,))
     assert reads(captured, "3/mul") == ("3.linear", "0/Doubling")
     penstock.split(captured, uniform(captured.graph, 2))
@@ -101,7 +102,7 @@ class Twice(nn.Module):
         return self.blocks[0](self.blocks[1](self.blocks[0](x, True)), False)
 
 
-def test_what_a_block_leaves_for_its_next_call_becomes_a_value():
+def test_a_tensor_that_a_block_leaves_for_its_next_call_becomes_a_value():
     model = Twice()
     captured = penstock.capture(model, (BATCH,))
     assert reads(captured, "blocks.0/add@2") == ("blocks.1", "blocks.0.linear")
@@ -130,3 +131,32 @@ def test_what_a_block_writes_through_data_keeps_its_argument_in_one_stage():
 
     captured = penstock.capture(Skipping(), (BATCH,))
     assert [group.writers for group in captured.graph.storage] == [("blocks.1",)]
+
+
+class Biased(Block):
+    """Calls a module that it is given."""
+
+    def forward(self, x, bias):
+        return torch.tanh(self.linear(x) + bias(x))
+
+
+class SharedBias(nn.Module):
+    """Gives every block the same module, as models with relative positions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Biased() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, bias=self.bias)
+        return x
+
+
+def test_a_block_that_is_given_a_module_is_opened():
+    model = SharedBias()
+    captured = penstock.capture(model, (BATCH,))
+    assert captured.graph["bias@2"].parameters == ("bias.weight", "bias.bias")
+    plan = quick_plan(model, (BATCH,), ranks=2, microbatches=2, schedule="1f1b")
+    assert penstock.check(model, plan, (BATCH,), loss_fn=torch.nn.functional.mse_loss, target=BATCH + 1).ok

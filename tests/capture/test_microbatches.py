@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from penstock.capture import Microbatch, microbatch_sizes, split_batch
 from penstock.errors import RunError
+from penstock.ir import Ragged, Rows
 
 
 def forward(x: Any, mask: Any = None, *rest: Any, scale: Any = 1, **more: Any) -> None:
@@ -75,7 +76,7 @@ def test_any_structure_is_cut_leaf_by_leaf(tree: Any, asked: int) -> None:
         assert str(piece.args[1]) == str(filled(tree, {**tensors, "batch": part}))
 
 
-def test_what_is_not_the_batch_is_given_whole() -> None:
+def test_arguments_without_a_batch_dimension_are_not_split() -> None:
     table, number = torch.zeros(1, 5), torch.tensor(3.0)
     pieces = split_batch(forward, (torch.zeros(4, 5), table), {"scale": number, "flag": True, "none": None}, None, 2)
     assert all(piece.args[1] is table and piece.kwargs["scale"] is number for piece in pieces)
@@ -97,7 +98,7 @@ def test_the_call_keeps_its_positions_and_keywords() -> None:
     assert (len(piece.args), list(piece.kwargs)) == (3, ["scale", "other"])
 
 
-def test_the_first_tensor_of_the_signature_says_how_large_the_batch_is() -> None:
+def test_the_first_tensor_of_the_signature_gives_the_batch_size() -> None:
     pieces = split_batch(forward, (), {"mask": torch.zeros(3), "x": torch.zeros(6, 3)}, None, 3)
     assert sizes(pieces) == [2, 2, 2]
     assert pieces[0].kwargs["mask"].shape == (3,)
@@ -128,9 +129,9 @@ def test_a_name_that_means_nothing_is_refused_with_the_closest_one() -> None:
         ((torch.zeros(0, 3),), None, {}, r"the batch is empty \(argument: x, shape: \(0, 3\)\)"),
         ((3, torch.tensor(1.0)), None, {}, "the size of the batch is unknown"),
         ((torch.zeros(4),), torch.zeros(3), {}, r"not the batch \(target: target, shape: \(3,\), batch: 4\)\ntry: "),
-        ((torch.zeros(4), torch.zeros(3)), None, {"mask": 0}, r"not as long as the batch \(name: mask, dim: 0"),
+        ((torch.zeros(4), torch.zeros(3)), None, {"mask": 0}, r"must have 4 samples along dimension 0 .*\(name: mask"),
         ((torch.zeros(4),), None, {"x": 1}, r"must give a dimension of the tensor \(name: x, dim: 1, shape: \(4,\)\)"),
-        ((torch.zeros(4),), None, {"x": "0"}, "must be a dimension or None"),
+        ((torch.zeros(4),), None, {"x": "0"}, "a value of split must be a rule"),
     ],
 )  # fmt: skip
 def test_a_batch_that_cannot_be_cut_is_refused_with_its_sizes(args: Any, target: Any, split: Any, message: str) -> None:
@@ -146,3 +147,124 @@ def test_a_step_without_microbatches_is_refused() -> None:
 def test_a_target_that_is_a_number_is_given_whole() -> None:
     first, _ = split_batch(forward, (torch.zeros(4),), {}, (torch.tensor(2.0), 7), 2)
     assert first.target == (torch.tensor(2.0), 7)
+
+
+# Lists
+
+
+def boxes(*counts: int) -> list[dict[str, Tensor]]:
+    return [{"boxes": torch.full((count, 4), float(place))} for place, count in enumerate(counts)]
+
+
+@pytest.mark.parametrize("place", ["argument", "target"])
+def test_a_list_with_a_dict_for_each_sample_is_split_by_entries(place: str) -> None:
+    # One sample has as many boxes as there are samples.
+    labels, x = boxes(1, 3, 0), torch.zeros(3, 2)
+    args, target = ((x, labels), None) if place == "argument" else ((x,), tuple(labels))
+    pieces = split_batch(forward, args, {}, target, 2)
+    found = [piece.args[1] if place == "argument" else piece.target for piece in pieces]
+    assert [[len(one["boxes"]) for one in own] for own in found] == [[1, 3], [0]]
+    assert type(found[0]) is (list if place == "argument" else tuple)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        [torch.zeros(2, 8), torch.zeros(2, 4)],
+        ((torch.zeros(2, 3), torch.zeros(2, 3)), (torch.zeros(2, 3), torch.zeros(2, 3))),
+    ],
+)
+def test_whole_tensors_in_a_list_as_long_as_the_batch_are_split_each(features: Any) -> None:
+    first, _ = split_batch(forward, (torch.zeros(2), features), {}, None, 2)
+    assert len(first.args[1]) == 2
+    assert all(len(leaf) == 1 for leaf in (first.args[1] if isinstance(features, list) else first.args[1][0]))
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [boxes(2, 2), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)), [torch.zeros(3, 5, 5), torch.zeros(3, 7, 7)]],
+)
+def test_a_list_that_may_be_either_is_refused_and_split_by_its_rule(thing: Any) -> None:
+    with pytest.raises(RunError, match=r"argument: mask, entries: 2, batch: 2") as error:
+        split_batch(forward, (torch.zeros(2), thing), {}, None, 2)
+    assert """split={'mask': "samples"}""" in error.value.hint
+    first, _ = split_batch(forward, (torch.zeros(2), thing), {}, None, 2, {"mask": "samples"})
+    assert len(first.args[1]) == 1
+    first, _ = split_batch(forward, (torch.zeros(2), thing), {}, None, 2, {"mask": "items"})
+    assert len(first.args[1]) == 2
+    assert sizes(split_batch(forward, (torch.zeros(2), thing), {}, None, 1)) == [2]
+
+
+def test_a_list_may_give_the_size_of_the_batch() -> None:
+    images = [torch.zeros(3, size, size) for size in (4, 5, 6)]
+    pieces = split_batch(forward, (images,), {}, None, 3, {"x": "samples"})
+    assert [[len(image[0]) for image in piece.args[0]] for piece in pieces] == [[4], [5], [6]]
+
+
+# Several rows for each sample
+
+
+def test_rows_of_a_sample_stay_together_and_give_the_size_of_the_batch() -> None:
+    ids, mask = torch.arange(12), torch.arange(3)
+    pieces = split_batch(forward, (ids, mask), {}, None, 2, {"x": Rows(4)})
+    assert [piece.args[0].tolist() for piece in pieces] == [list(range(8)), list(range(8, 12))]
+    assert [len(piece.args[1]) for piece in pieces] == [2, 1]
+    first, _ = split_batch(forward, (mask, ids.unsqueeze(0)), {}, None, 2, {"mask": Rows(dim=1)})
+    assert first.args[1].shape == (1, 8)
+
+
+GRID = torch.tensor([[1, 2, 2], [1, 1, 3], [2, 1, 1], [1, 1, 1]])
+"""Of 4 images with 4, 3, 2 and 1 patches."""
+
+
+@pytest.mark.parametrize(
+    ("more", "rule"),
+    [
+        ({"counts": torch.tensor([2, 0, 2])}, Ragged("counts")),
+        ({"ids": torch.tensor([[9, 1, 9], [1, 2, 1], [9, 9, 3]])}, Ragged("ids", token=9)),
+    ],
+)
+def test_ragged_tensors_follow_tables_that_may_be_ragged_too(more: dict[str, Tensor], rule: Ragged) -> None:
+    patches, x = torch.arange(10), torch.zeros(3)
+    split = {"patches": Ragged("grid"), "grid": rule}
+    pieces = split_batch(forward, (x,), {"patches": patches, "grid": GRID, **more}, None, 3, split)
+    assert [piece.kwargs["patches"].tolist() for piece in pieces] == [[*range(7)], [], [7, 8, 9]]
+    assert [len(piece.kwargs["grid"]) for piece in pieces] == [2, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ({"patches": Rows(3)}, r"must have 3 \* 4 samples along dimension 0 .*\(name: patches, got: \(10,\)"),
+        ({"patches": Rows()}, "must have a multiple of the 4 samples"),
+        ({"patches": "samples"}, "must have a list or tuple of 4 entries"),
+        ({"patches": Ragged("gird")}, "must name an argument that is a tensor .*\ntry: one of x, grid"),
+        ({"patches": Ragged("grid"), "grid": None}, "must be split by samples"),
+        ({"patches": Ragged("grid"), "grid": Ragged("patches")}, "must be split by samples"),
+        ({"patches": Ragged("x")}, r"must add up to its rows \(name: patches, shape: \(10,\), sizes: x, sum: 4\)"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(split: Any, message: str) -> None:
+    given = {"patches": torch.arange(10), "grid": GRID}
+    with pytest.raises(RunError, match=message):
+        split_batch(forward, (torch.ones(4, dtype=torch.int64),), given, None, 2, split)
+
+
+@pytest.mark.parametrize("make", [lambda: Rows(0), lambda: Rows(2, "0"), lambda: Ragged(""), lambda: Ragged("x", 1.5)])
+def test_a_rule_without_meaning_is_refused(make: Any) -> None:
+    with pytest.raises(RunError, match=r"must (have|name)"):
+        make()
+
+
+@given(asked=st.integers(1, 5), cut=st.integers(0, 4))
+def test_samples_that_are_taken_and_joined_are_the_microbatch(asked: int, cut: int) -> None:
+    labels, lengths = boxes(2, 0, 3, 1, 2), torch.tensor([2, 0, 3, 1, 2])
+    more = {"packed": torch.arange(8), "lengths": lengths, "codes": torch.arange(10), "table": torch.zeros(3)}
+    split = {"packed": Ragged("lengths"), "codes": Rows(2)}
+    pieces = split_batch(forward, (torch.zeros(5),), {"labels": labels, **more}, lengths, asked, split)
+    whole = Microbatch.join(pieces)
+    again = Microbatch.join([whole.take(0, cut), whole.take(cut, 5 - cut)]) if cut else whole
+    for one in (whole, again):
+        assert (one.size, str(one.args), str(one.target)) == (5, str((torch.zeros(5),)), str(lengths))
+        assert str(one.kwargs) == str({"labels": labels, **more})
+    assert whole.take(2, 1).kwargs["packed"].tolist() == [2, 3, 4]

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import penstock
-from penstock.capture import capture
 from penstock.errors import CaptureError, PartitionError
 from penstock.partitioners import uniform
 from penstock.stages import Sequence
 from tests.capture.models import Block, Stack
+from tests.parity import assert_stages_train_like_the_model
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
@@ -21,7 +21,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-def test_a_batch_that_torch_refuses_names_the_module_and_says_why(kind):
+def test_a_batch_that_torch_refuses_names_the_module_and_the_reason(kind):
     batch, problem = BATCHES[kind]
     with pytest.raises(CaptureError, match=rf"cannot be run on this batch \({problem}.*\ntry: call the model") as found:
         penstock.capture(Stack(), (batch,))
@@ -46,18 +46,18 @@ def test_the_innermost_module_is_named():
 
 @pytest.mark.parametrize("args", [BATCH, {"x": BATCH}, 3, None])
 def test_arguments_that_are_no_tuple_are_refused(args):
-    problem = rf"a tuple of the model's positional arguments \(given: {type(args).__name__}\)\ntry:"
+    problem = rf"a tuple of the model's positional arguments \(got: {type(args).__name__}\)\ntry:"
     with pytest.raises(CaptureError, match=problem):
         penstock.capture(Stack(), args)
 
 
 def test_named_arguments_that_are_no_dict_are_refused():
-    with pytest.raises(CaptureError, match=r"a dict of the model's keyword arguments \(given: list\)"):
+    with pytest.raises(CaptureError, match=r"a dict of the model's keyword arguments \(got: list\)"):
         penstock.capture(Stack(), (BATCH,), [1.0])
 
 
-def test_what_is_no_module_is_refused():
-    with pytest.raises(CaptureError, match=r"model must be a torch.nn.Module \(given: function\)"):
+def test_a_model_must_be_a_module():
+    with pytest.raises(CaptureError, match=r"model must be a torch.nn.Module \(got: function\)"):
         penstock.capture(lambda x: x, (BATCH,))
 
 
@@ -81,8 +81,8 @@ def test_a_partition_of_another_model_is_refused():
 
 GRANULARITIES = {
     "a depth that is a text": ({"depth": "2"}, r"depth must be 1 or more.*depth: '2'"),
-    "a class": ({"basic_blocks": Block}, r"a list of module names and classes \(given: Block\)"),
-    "a text": ({"basic_blocks": "blocks.1"}, r"a list of module names and classes \(given: 'blocks.1'\)"),
+    "a class": ({"basic_blocks": Block}, r"a list of module names and classes \(got: Block\)"),
+    "a text": ({"basic_blocks": "blocks.1"}, r"a list of module names and classes \(got: 'blocks.1'\)"),
     "a list in a list": (
         {"basic_blocks": [["blocks.1"]]},
         r"name of a module or a class \(basic block: \['blocks.1'\]",
@@ -91,10 +91,10 @@ GRANULARITIES = {
 
 
 @pytest.mark.parametrize("kind", GRANULARITIES)
-def test_a_granularity_that_is_none_is_refused(kind):
+def test_an_invalid_depth_or_block_is_refused(kind):
     options, problem = GRANULARITIES[kind]
     with pytest.raises(CaptureError, match=problem):
-        capture(Stack(), (BATCH,), **options)
+        penstock.capture(Stack(), (BATCH,), **options)
 
 
 def test_parameters_that_have_no_shape_yet_are_refused():
@@ -146,5 +146,6 @@ class Reading(Stack):
 
 def test_inputs_that_lie_side_by_side_or_are_only_read_may_share_memory():
     both = torch.randn(12, 4)
-    penstock.capture(Overwriting(), (both[:6], both[6:]))
-    penstock.capture(Reading(), (BATCH, BATCH))
+    for model, batch in ((Overwriting(), (both[:6], both[6:])), (Reading(), (BATCH, BATCH))):
+        captured = penstock.capture(model, batch)
+        assert_stages_train_like_the_model(captured, uniform(captured.graph, 2))

@@ -23,15 +23,6 @@ class Holding:
         self.number = number
 
 
-class Slotted:
-    """An object that has no dict."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-
 class Giving(nn.Module):
     """Returns a tensor, and what `make` makes of it and of how many numbers were positive."""
 
@@ -103,7 +94,6 @@ def test_a_block_that_returns_an_object_is_opened_to_see_what_it_holds():
 
 
 HIDING = {
-    "slots": (lambda y, number: Slotted(y), lambda given: given.tensor),
     "a closure": (lambda y, number: lambda: y, lambda given: given()),
     "a partial": (lambda y, number: functools.partial(torch.mul, y), lambda given: given(2)),
     "a method": (lambda y, number: y.mul, lambda given: given(2)),

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from penstock.capture import Captured, capture, without_cache
+from penstock.capture import Captured, DrawSeed, capture, without_cache
 from penstock.capture.guards import InputGuards
 from penstock.partitioners import uniform
 from tests.capture.models import Masking, Stack
-from tests.stages.parity import Batch, difference, of_model, of_stages
+from tests.parity import Batch, StagedModel, WholeModel, difference, one_step
 from tests.zoo import ZOO
 from tests.zoo.batch import noise, padded, tokens
 
@@ -60,7 +60,8 @@ def test_other_batch_sizes_lengths_and_image_sizes_are_exact(name: str) -> None:
     for size in sizes:
         kwargs = make(*size)
         batch = Batch((), without_cache(captured.model, kwargs), "labels" in kwargs)
-        apart = difference(of_model(captured.model, batch), of_stages(captured, partition, batch))
+        expected = one_step(WholeModel(captured.model, batch.loss_fn), batch)
+        apart = difference(one_step(StagedModel(captured, partition, batch.loss_fn), batch), expected)
         assert apart.size <= (1e-6 if name == "t5" else 0.0), (size, apart)
     assert captured.num_recordings == 1 + len(sizes)
     for size in sizes:
@@ -73,7 +74,7 @@ def test_a_record_without_decisions_on_inputs_is_not_played_to_find_that_it_hold
     assert InputGuards(capture(Stack(), (BATCH,)).first, Stack()).always_hold
 
 
-def test_only_what_decides_is_played_to_find_whether_a_record_holds() -> None:
+def test_only_guards_are_replayed_to_check_a_recording() -> None:
     class Shifted(Masking):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             return super().forward(x + (x > 0).cumsum(-1), mask)
@@ -81,8 +82,8 @@ def test_only_what_decides_is_played_to_find_whether_a_record_holds() -> None:
     model = Shifted()
     guards = InputGuards(capture(model, (BATCH, torch.ones(6))).first, model)
     assert not guards.always_hold
-    assert guards.hold({"mask": torch.ones(6)})
-    assert not guards.hold({"mask": torch.zeros(6)})
+    assert guards.hold({"mask": torch.ones(6)}, DrawSeed(0))
+    assert not guards.hold({"mask": torch.zeros(6)}, DrawSeed(0))
 
 
 def test_conditions_are_prepared_once_for_every_recording(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,5 +112,9 @@ class Speaking(Stack):
 
 def test_a_cache_that_an_inner_configuration_asks_for_is_turned_off() -> None:
     assert without_cache(Speaking(), {}) == {"use_cache": False}
+    decoder, model = nn.Identity(), Speaking()
+    decoder.config, model.decoder = model.config.text_config, decoder
+    model.config = SimpleNamespace(use_cache=False)
+    assert without_cache(model, {}) == {"use_cache": False}
     assert without_cache(Speaking(), {"use_cache": True}) == {"use_cache": True}
     assert without_cache(Stack(), {}) == {}

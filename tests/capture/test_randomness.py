@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import penstock
+from penstock.capture import DrawSeed
 from penstock.partitioners import uniform
 from tests.capture.models import Stack
 
@@ -57,7 +58,7 @@ def run(captured, stages, seed, order=1):
 RANDOM = {"blocks.0", "blocks.1", "blocks.2", "blocks.3", "/dropout", "/dropout@2", "/dropout@3", "/dropout@4", "/rand"}
 
 
-def test_a_graph_says_what_draws_random_numbers():
+def test_a_graph_marks_nodes_that_draw_random_numbers():
     graph = penstock.capture(Dropping(), (BATCH,)).graph
     assert {node.name for node in graph.nodes if node.is_random} == RANDOM
 
@@ -76,21 +77,21 @@ def test_only_the_glue_draws_in_evaluation():
 
 def test_a_seed_gives_the_same_numbers_in_any_number_of_stages():
     captured = penstock.capture(Dropping(), (BATCH,))
-    whole = run(captured, 1, seed=3)
-    assert all(torch.equal(whole, run(captured, stages, seed=3, order=stages)) for stages in (1, 2, 4))
+    whole = run(captured, 1, seed=DrawSeed(3))
+    assert all(torch.equal(whole, run(captured, stages, seed=DrawSeed(3), order=stages)) for stages in (1, 2, 4))
 
 
 @pytest.mark.parametrize("seed", [0, 4, -1, 1 << 63])
 def test_another_seed_gives_other_numbers(seed):
     captured = penstock.capture(Dropping(), (BATCH,))
-    assert not torch.equal(run(captured, 1, seed=3), run(captured, 1, seed))
+    assert not torch.equal(run(captured, 1, seed=DrawSeed(3)), run(captured, 1, DrawSeed(seed)))
 
 
 def test_calls_of_one_seed_draw_different_numbers():
     model = nn.Sequential(*(nn.Dropout(0.5) for _ in range(4)))
     captured = penstock.capture(model, (torch.ones(64),))
     replay = captured.replay(captured.first, ["0", "1", "2"], model, ("0", "1", "2"))
-    found = replay.run({"input": torch.ones(64)}, seed=1)
+    found = replay.run({"input": torch.ones(64)}, seed=DrawSeed(1))
     assert (found["2"] > 0).sum() < (found["1"] > 0).sum() < (found["0"] > 0).sum()
 
 

@@ -86,7 +86,7 @@ def other_forward(self, x):
         (lambda m, x: x * m.blocks[0].factor, lambda m: setattr(m.blocks[0], "factor", 5.0)),
     ],
 )
-def test_a_changed_setting_is_recorded_anew(glue, change):
+def test_a_changed_setting_is_recorded_again(glue, change):
     model, x = Model(glue), torch.randn(4, 8)
     captured = penstock.capture(model, (x,))
     change(model)
@@ -104,7 +104,7 @@ def test_unchanged_settings_need_no_other_recording():
     assert captured.num_recordings == 1
 
 
-def test_what_the_forward_itself_changes_is_no_setting():
+def test_attributes_that_the_forward_changes_are_no_settings():
     class Counting(nn.Sequential):
         def forward(self, x):
             self[0].calls = getattr(self[0], "calls", 0) + 1
@@ -132,7 +132,7 @@ def array(place):
 
 
 @pytest.mark.parametrize(("one", "other"), [(array(2000), array(2001)), (Caller(), SimpleNamespace(factor=3.0))])
-def test_an_argument_that_is_no_tensor_is_told_by_its_content(one, other):
+def test_an_argument_that_is_no_tensor_is_compared_by_its_content(one, other):
     model, x = Scaled(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
     captured = penstock.capture(model, (x, one))
     assert captured.recording((x, copy.deepcopy(one)), {}) is captured.first
@@ -146,7 +146,7 @@ def test_an_object_that_was_changed_since_is_another():
     assert captured.recording((x, given), {}) is not captured.first
 
 
-def test_another_type_of_autocast_is_recorded_anew():
+def test_another_dtype_of_autocast_is_recorded_again():
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         captured = penstock.capture(model, (x,))

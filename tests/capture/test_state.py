@@ -12,6 +12,7 @@ from penstock.errors import CaptureError, PartitionError
 from penstock.ir import Update
 from penstock.partitioners import cut_at, cut_before, cut_places, uniform
 from tests.capture.models import Block, Stack
+from tests.parity import assert_stages_train_like_the_model
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 NORM = Update("norm", ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"))
@@ -110,9 +111,9 @@ def test_a_later_stage_on_another_rank_reads_what_was_written(way):
 
 @pytest.mark.parametrize("way", WRITES)
 @pytest.mark.parametrize("depth", [None, 9])
-def test_stages_give_the_numbers_of_a_model_that_writes(way, depth):
+def test_stages_train_like_a_model_that_writes_its_state(way, depth):
     captured = penstock.capture(Writing(*WRITES[way]), (BATCH,), depth=depth)
-    penstock.split(captured, uniform(captured.graph, 3))
+    assert_stages_train_like_the_model(captured, uniform(captured.graph, 3))
 
 
 def test_microbatches_that_are_under_way_keep_what_they_read():
@@ -125,7 +126,7 @@ def test_microbatches_that_are_under_way_keep_what_they_read():
     assert not torch.equal(first, second)
 
 
-def test_a_graph_says_what_is_written():
+def test_a_graph_lists_written_state():
     graph = penstock.capture(Writing(*WRITES["a counter"]), (BATCH,)).graph
     assert graph.updates == (Update("/add", ("steps",)),)
     assert [node.name for node in graph.updated["steps"]] == ["/add"]
@@ -184,7 +185,7 @@ TORN = {
 
 
 @pytest.mark.parametrize("kind", TORN)
-def test_a_cut_between_those_who_use_what_is_written_is_refused(kind):
+def test_a_cut_between_users_of_written_state_is_refused(kind):
     captured = penstock.capture(kind(), (BATCH,))
     partition = cut_before(captured.graph, ["blocks.1"])
     with pytest.raises(PartitionError, match=TORN[kind]):
@@ -192,15 +193,15 @@ def test_a_cut_between_those_who_use_what_is_written_is_refused(kind):
 
 
 @pytest.mark.parametrize("kind", TORN)
-def test_cuts_are_made_elsewhere(kind):
+def test_other_cuts_keep_users_of_written_state_together(kind):
     captured = penstock.capture(kind(), (BATCH,))
     for place in cut_places(captured.graph):
-        penstock.split(captured, cut_at(captured.graph, [place]))
+        assert_stages_train_like_the_model(captured, cut_at(captured.graph, [place]))
 
 
 def test_one_batch_norm_may_be_called_in_two_stages_in_evaluation():
     captured = penstock.capture(NormTwice().eval(), (BATCH,))
-    penstock.split(captured, cut_before(captured.graph, ["blocks.1"]))
+    assert_stages_train_like_the_model(captured, cut_before(captured.graph, ["blocks.1"]))
 
 
 def test_a_batch_norm_inside_two_blocks_keeps_them_together():

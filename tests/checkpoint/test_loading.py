@@ -21,8 +21,8 @@ from penstock.checkpoint import writer
 from penstock.errors import PenstockError, PenstockWarning
 from penstock.ir import Plan
 from tests.checkpoint.trainings import OPTIMIZERS, Training, the_plan
-from tests.runtime.models import chain, tied
-from tests.runtime.plans import BATCHES, chain_plan, quick_plan
+from tests.plans import BATCHES, chain_plan, quick_plan
+from tests.small_models import chain, tied
 
 pytestmark = pytest.mark.gloo
 
@@ -54,10 +54,10 @@ def leg(plan: Plan, optimizer: str, root: str) -> tuple[list[float], Any]:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_any_plan_resumes_from_a_checkpoint_of_any_plan(optimizer: str, pools: Any, tmp_path: Path) -> None:
     losses: list[float] = []
-    for place, plan in enumerate(WAY):
+    for index, plan in enumerate(WAY):
         found = pools[plan.num_ranks].run(leg, plan, optimizer, str(tmp_path))
         assert all(each == found[0][0] for each, _ in found)
-        assert place == 0 or {loaded.position for _, loaded in found} == {2 * place}
+        assert {loaded and loaded.position for _, loaded in found} == {2 * index if index else None}
         losses += found[0][0]
     assert losses == pytest.approx(Training(WAY[3], optimizer, local=True).losses(10), rel=1e-6)
 
@@ -118,7 +118,7 @@ def test_the_same_plan_resumes_bit_identically_and_each_rank_reads_its_own_part(
 
 def broken(plan: Plan, root: str, others: str, asynchronous: bool) -> tuple[list[str], list[float], Any]:
     """The errors of each rank if rank 1 has a full disk, or another directory; then training continues and loads."""
-    training, said = Training(plan), []
+    training, errors = Training(plan), []
     training.losses(1)
     training.save(root)
     is_second = torch.distributed.get_rank() == 1
@@ -126,9 +126,9 @@ def broken(plan: Plan, root: str, others: str, asynchronous: bool) -> tuple[list
     def heard(call: Any) -> None:
         try:
             call()
-            said.append("")
+            errors.append("")
         except PenstockError as error:
-            said.append(str(error))
+            errors.append(str(error))
 
     training.losses(1)
     full = OSError(28, "No space left on device")
@@ -138,7 +138,7 @@ def broken(plan: Plan, root: str, others: str, asynchronous: bool) -> tuple[list
     heard(lambda: training.save(others if is_second else root))
     heard(lambda: training.pipe.save(root, extra=print if not is_second else None))
     losses = training.losses(1)
-    return said, losses, training.pipe.load(root, training.optimizer).step
+    return errors, losses, training.pipe.load(root, training.optimizer).step
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -147,8 +147,8 @@ def test_an_error_of_one_rank_is_raised_on_all_and_the_old_checkpoint_stays(
 ) -> None:
     (tmp_path / "one").mkdir()
     results = pools[2].run(broken, the_plan(2), str(tmp_path / "one"), str(tmp_path / "other"), asynchronous)
-    for said, _, step in results:
-        saving, waiting, apart, strange = said
+    for errors, _, step in results:
+        saving, waiting, apart, strange = errors
         assert "No space left" in (waiting if asynchronous else saving)
         assert "cannot reach the directory" in apart
         assert "cannot hold" in strange
@@ -174,29 +174,29 @@ def beside(plan: Plan, root: str) -> tuple[list[float], list[float], str]:
         training.pipe._saver._background.wait()
     try:
         training.losses(1)
-        said = ""
+        error_text = ""
     except PenstockError as error:
-        said = str(error)
+        error_text = str(error)
     training.losses(1)
-    return expected, losses, said
+    return expected, losses, error_text
 
 
 def test_an_asynchronous_save_writes_the_state_at_the_call_and_its_failure_is_raised_at_the_next_step(
     pools: Any, tmp_path: Path
 ) -> None:
-    for expected, losses, said in pools[2].run(beside, the_plan(2), str(tmp_path)):
+    for expected, losses, error_text in pools[2].run(beside, the_plan(2), str(tmp_path)):
         assert losses == expected
-        assert "No space left" in said
+        assert "No space left" in error_text
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
 
 
 def passed_over(plan: Plan, root: str) -> tuple[int | None, list[str]]:
     """The step that is loaded, and the warnings."""
     training = Training(plan)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step = training.pipe.load(root, training.optimizer).step
-    return step, [str(one.message) for one in said if one.category is PenstockWarning]
+    return step, [str(warning.message) for warning in caught if warning.category is PenstockWarning]
 
 
 def test_all_ranks_fall_back_to_the_same_checkpoint_with_a_warning(pools: Any, tmp_path: Path) -> None:
@@ -206,12 +206,12 @@ def test_all_ranks_fall_back_to_the_same_checkpoint_with_a_warning(pools: Any, t
         training.save(tmp_path)
     flip(tmp_path / "step-000003" / "stage-001.safetensors", -1)
     (tmp_path / "step-000002" / "optimizer-000.json").unlink()
-    (first, said), (second, nothing) = pools[2].run(passed_over, the_plan(2), str(tmp_path))
+    (first, warned), (second, nothing) = pools[2].run(passed_over, the_plan(2), str(tmp_path))
     assert first == second == 1
     assert not nothing
-    assert "resumes from step-000001" in said[0]
-    assert "stage-001" in said[0]
-    assert "optimizer-000.json" in said[0]
+    assert "resumes from step-000001" in warned[0]
+    assert "stage-001" in warned[0]
+    assert "optimizer-000.json" in warned[0]
 
 
 def flip(path: Path, place: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.api.train_loop import Recipe, StepReport, train
+from penstock.api.train_loop import LoopOptions, StepReport, train
 from penstock.checkpoint import BackgroundWriter, CheckpointOptions, PeriodicSaver, Saver, writer
 from penstock.errors import CheckpointError, RunError
 from penstock.ir import Plan
@@ -42,10 +42,10 @@ class Trained:
     ) -> None:
         pipe = penstock.Pipeline(model(), plan, loss_fn=nn.MSELoss(), local=True)
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
-        self.told: list[StepReport] = []
-        recipe = Recipe(steps, 1.0, has_loss_fn=True)
+        self.reports: list[StepReport] = []
+        recipe = LoopOptions(steps, 1.0, has_loss_fn=True)
         saver = None if options is None else PeriodicSaver(pipe, optimizer, options, **hooks)
-        self.run = train(pipe, batches() if data is None else data, optimizer, recipe, self.told.append, saver)
+        self.run = train(pipe, batches() if data is None else data, optimizer, recipe, self.reports.append, saver)
 
 
 def names(directory: Path) -> list[str]:
@@ -63,7 +63,7 @@ def test_a_resumed_training_has_the_losses_of_an_uninterrupted_one(plan: Plan, t
     later = Trained(plan, 9, CheckpointOptions(tmp_path, every=100, resume=tmp_path))
     assert [metrics.step for metrics in later.run.steps] == [4, 5, 6, 7, 8]
     assert later.run.losses == whole.run.losses[4:]
-    assert later.told[0].notes == (f"resumed from {tmp_path / 'step-000004'}, after step 4",)
+    assert later.reports[0].notes == (f"resumed from {tmp_path / 'step-000004'}, after step 4",)
 
 
 def test_a_data_function_is_called_with_the_index_of_the_first_batch(plan: Plan, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_finished_training_stays_finished(plan: Plan, tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000003"]
 
 
-def test_training_continues_with_a_remark_if_a_checkpoint_cannot_be_written(
+def test_training_continues_with_a_note_if_a_checkpoint_cannot_be_written(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Path:
@@ -96,7 +96,7 @@ def test_training_continues_with_a_remark_if_a_checkpoint_cannot_be_written(
     save = penstock.Pipeline.save
     monkeypatch.setattr(penstock.Pipeline, "save", full)
     trained = Trained(plan, 6, CheckpointOptions(tmp_path, every=2))
-    (note,) = trained.told[3].notes
+    (note,) = trained.reports[3].notes
     assert "CHECKPOINT OF STEP 4 NOT WRITTEN, training continues; the newest is that of step 2" in note
     assert "No space left on device" in note
     assert names(tmp_path) == ["step-000002", "step-000006"]
@@ -140,9 +140,9 @@ def test_training_continues_if_an_asynchronous_save_fails(
         # Otherwise that would be a matter of luck: the thread may be faster than the next step.
         monkeypatch.setattr(Saver, "check", lambda self, request: None)
     trained = Trained(plan, 7, CheckpointOptions(tmp_path, every=2, asynchronous=True))
-    (told,) = [report for report in trained.told if report.notes]
-    assert told.metrics.step == (4 if is_seen_by_a_step else 5)
-    assert "CHECKPOINT OF STEP 4 NOT WRITTEN, training continues; the newest is that of step 2" in told.notes[0]
+    (report,) = [each for each in trained.reports if each.notes]
+    assert report.metrics.step == (4 if is_seen_by_a_step else 5)
+    assert "CHECKPOINT OF STEP 4 NOT WRITTEN, training continues; the newest is that of step 2" in report.notes[0]
     assert trained.run.losses == Trained(plan, 7).run.losses
     assert names(tmp_path) == ["step-000002", "step-000006", "step-000007"]
 
@@ -160,7 +160,7 @@ def test_a_last_asynchronous_save_that_fails_is_an_error(
 
 def test_a_step_that_fails_for_another_reason_is_not_repeated(plan: Plan, tmp_path: Path) -> None:
     data = [(torch.ones(4, 4), torch.ones(4, 4))] * 2 + [(torch.ones(4, 3), torch.ones(4, 4))]
-    with pytest.raises(penstock.PenstockError):
+    with pytest.raises(penstock.PenstockError, match="the model cannot be run on this batch"):
         Trained(plan, 3, CheckpointOptions(tmp_path, every=9, asynchronous=True), data)
 
 

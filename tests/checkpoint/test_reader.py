@@ -33,8 +33,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("said", WRONG)
-def test_other_shapes_dtypes_or_values_are_refused(said: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=said) as refusal:
-        reader(tmp_path, **WRONG[said]).read(PLACES, {"a": torch.empty(2), "b": torch.empty(3)})
+@pytest.mark.parametrize("message", WRONG)
+def test_other_shapes_dtypes_or_values_are_refused(message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        reader(tmp_path, **WRONG[message]).read(PLACES, {"a": torch.empty(2), "b": torch.empty(3)})
     assert refusal.value.hint

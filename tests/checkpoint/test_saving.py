@@ -18,8 +18,8 @@ from penstock.checkpoint.directory import lock_directory
 from penstock.errors import CheckpointError
 from penstock.ir import Plan
 from tests.checkpoint.trainings import Training, saved, the_plan
-from tests.runtime.models import tied, token_loss
-from tests.runtime.plans import quick_plan
+from tests.plans import quick_plan
+from tests.small_models import tied, token_loss
 
 
 def test_every_parameter_is_in_one_file_by_its_own_name(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def split_groups(training: Training) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("saves", "loads", "said"),
+    ("saves", "loads", "message"),
     [
         (sgd, lambda t: t.optimizer, "state of another optimizer"),
         (split_groups, lambda t: t.optimizer, "groups with different options"),
@@ -215,10 +215,10 @@ def split_groups(training: Training) -> torch.optim.Optimizer:
         ),
     ],
 )
-def test_an_optimizer_that_does_not_match_is_refused(saves, loads, said: str, tmp_path: Path) -> None:
+def test_an_optimizer_that_does_not_match_is_refused(saves, loads, message: str, tmp_path: Path) -> None:
     training = Training(the_plan(1, "gpipe"), local=True)
     training.pipe.save(tmp_path, saves(training))
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         training.pipe.load(tmp_path, loads(training))
 
 
@@ -268,9 +268,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("said", WRONG)
-def test_a_save_that_is_refused_leaves_nothing(said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("message", WRONG)
+def test_a_save_that_is_refused_leaves_nothing(message: str, tmp_path: Path) -> None:
     training = Training(the_plan(1, "gpipe"), local=True)
-    with pytest.raises(CheckpointError, match=said):
-        training.pipe.save(**{"path": tmp_path / "new", **WRONG[said]})
+    with pytest.raises(CheckpointError, match=message):
+        training.pipe.save(**{"path": tmp_path / "new", **WRONG[message]})
     assert list(tmp_path.iterdir()) == []

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 import penstock
 from penstock.errors import CheckpointError
 from penstock.ir import Plan
-from tests.runtime.models import chain
-from tests.runtime.plans import BATCHES, quick_plan
+from tests.plans import BATCHES, quick_plan
+from tests.small_models import chain
 
 
 def plan_for(ranks: int) -> Plan:
@@ -94,7 +94,7 @@ class Rated:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MAKES)
-def test_another_plan_goes_on_with_the_same_rates(name: str, tmp_path: Path) -> None:
+def test_another_plan_resumes_with_the_same_rates(name: str, tmp_path: Path) -> None:
     whole, first = Rated(2, MAKES[name]), Rated(2, MAKES[name])
     expected = whole.rates(8)
     assert first.rates(3) == expected[:3]
@@ -104,7 +104,7 @@ def test_another_plan_goes_on_with_the_same_rates(name: str, tmp_path: Path) -> 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["cyclic", "shifted", "linear, then cyclic"])
-def test_what_does_not_fit_other_groups_is_refused_and_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_a_state_for_other_groups_is_refused_and_changes_nothing(name: str, tmp_path: Path) -> None:
     first = Rated(2, MAKES[name])
     first.rates(3)
     first.save(tmp_path)

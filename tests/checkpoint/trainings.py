@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.ir import Plan
-from tests.runtime.models import tied, token_loss, tokens
-from tests.runtime.plans import quick_plan
+from tests.plans import quick_plan
+from tests.small_models import tied, token_loss, tokens
 
 IDS = tokens(8, 3)
 OPTIMIZERS = {

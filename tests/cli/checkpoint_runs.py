@@ -42,15 +42,15 @@ def refused(training: ShortTraining, *options: object) -> str:
     return output
 
 
-def in_a_copy(directory: Path, said: Path, *options: str) -> int:
-    """Run the command in a copy of this process, which starts at once; its number. What it says goes into a file."""
+def in_a_copy(directory: Path, output: Path, *options: str) -> int:
+    """Run the command in a copy of this process, which starts at once; returns its pid. Its output goes into a file."""
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
         os.chdir(directory)
-        sys.stdout = sys.stderr = said.open("w", buffering=1)
+        sys.stdout = sys.stderr = output.open("w", buffering=1)
         code = app([*COMMAND, *options], standalone_mode=False) or 0
     finally:
         os._exit(code)

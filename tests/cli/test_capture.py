@@ -102,7 +102,7 @@ def test_with_stages_what_crosses_is_listed(call) -> None:
     assert "| 0 -> 1 | layers.2 | Sequential | float32[2, 4] |    32 B |     32 B |" in output
 
 
-def test_without_stages_nothing_is_said_of_cuts(call) -> None:
+def test_without_stages_no_cuts_are_shown(call) -> None:
     assert "crosses" not in call("capture", "model.py:pair").stdout
 
 
@@ -114,6 +114,18 @@ def test_a_block_stays_whole(call) -> None:
     output = call("capture", "model.py:pair", "--depth", "3", "--block", "Sequential", "--block", "layers.0").stdout
     assert "layers.0.0" not in output
     assert "Sequential" in output
+
+
+def test_other_verbs_keep_blocks_whole_and_open_modules_too(call) -> None:
+    size = ("--ranks", "2", "--microbatches", "1", "--budget", "0", "--schedule", "1f1b")
+    call("plan", "model.py:pair", *size, "--depth", "2", "--out", "plan.json")
+    assert "layers.0.0" in call("show", "plan.json", "--json").stdout
+    result = call("check", "plan.json", "--model", "model.py:pair", "--block", "layers.0")
+    assert "the pipeline matches the unsplit model" in result.stdout
+    result = call("plan", "model.py:pair", *size, "--block", "layers")
+    assert "must be a module that is called" in result.stderr
+    assert "try: --block NAME with layers.0, or with their class" in result.stderr
+    assert result.exit_code == 3
 
 
 def test_a_picture_is_written(call, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """What cannot last is refused before work is spent, with a way out."""
 
-
 import threading
 import time
 
@@ -50,16 +49,16 @@ def test_a_training_that_has_waited_for_another_looks_again(training: ShortTrain
     thread = threading.Thread(target=save_meanwhile)
     thread.start()
     is_held.wait()
-    told = refused(training, "--checkpoint", "saved", "--steps", "2")
+    output = refused(training, "--checkpoint", "saved", "--steps", "2")
     thread.join()
     other.rmdir()
-    assert "the directory already has checkpoints of a run" in told
+    assert "the directory already has checkpoints of a run" in output
 
 
 @pytest.mark.parametrize(
     "option", ["--resume auto", "--min-ranks 1", "--every 10", "--keep 1", "--asynchronous", "--restarts 5"]
 )
-def test_what_needs_checkpoints_says_so(option: str, training: ShortTraining) -> None:
+def test_options_that_need_checkpoints_are_refused_without_them(option: str, training: ShortTraining) -> None:
     assert f"{option.split(maxsplit=1)[0]} needs --checkpoint" in refused(training, *option.split())
 
 

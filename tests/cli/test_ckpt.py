@@ -10,7 +10,7 @@ import torch
 
 import penstock
 from tests.checkpoint.trainings import saved
-from tests.runtime.plans import quick_plan
+from tests.plans import quick_plan
 
 
 @pytest.fixture(scope="module")
@@ -50,19 +50,19 @@ def test_verify_ends_with_6_if_one_is_damaged_and_names_the_one_that_counts(
     assert "step-000002: the size of a file has changed" in result.output
     assert "step-000001: good" in result.output
     assert "resumes from step-000001" in result.output
-    told = json.loads(call("ckpt", "verify", shelf, "--json").output)
-    assert told["newest_good"] == "step-000002"
+    document = json.loads(call("ckpt", "verify", shelf, "--json").output)
+    assert document["newest_good"] == "step-000002"
 
 
-def test_show_tells_what_a_checkpoint_holds(shelf: Path, call: Any) -> None:
-    told = json.loads(call("ckpt", "show", shelf / "step-000001", "--json").output)
-    assert (told["step"], told["optimizer"], told["tied"]) == (1, "Adam", [["embed.weight", "head.weight"]])
-    assert {"name": "mix", "file": "stage-000.safetensors", "type": "F64", "shape": "[4, 4]"} in told["tensors"]
+def test_show_lists_the_contents_of_a_checkpoint(shelf: Path, call: Any) -> None:
+    document = json.loads(call("ckpt", "show", shelf / "step-000001", "--json").output)
+    assert (document["step"], document["optimizer"], document["tied"]) == (1, "Adam", [["embed.weight", "head.weight"]])
+    assert {"name": "mix", "file": "stage-000.safetensors", "type": "F64", "shape": "[4, 4]"} in document["tensors"]
     assert "optimizer: Adam" in call("ckpt", "show", shelf).output
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "show"])
-def test_what_is_no_checkpoint_ends_with_6(verb: str, call: Any, tmp_path: Path) -> None:
+def test_a_missing_directory_exits_with_6(verb: str, call: Any, tmp_path: Path) -> None:
     result = call("ckpt", verb, tmp_path / "nowhere")
     assert result.exit_code == 6
     assert "no such directory" in result.output

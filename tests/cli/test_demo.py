@@ -45,7 +45,7 @@ def _events(out: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.usefixtures("small")
-def test_the_demo_tells_programs_what_it_found(call) -> None:
+def test_the_demo_writes_its_results_as_json(call) -> None:
     found = json.loads(call("demo", *QUICK, "--out", "there", "--json").stdout)
     assert len(found["losses"]) == 3
     assert found["predicted_seconds"] > 0

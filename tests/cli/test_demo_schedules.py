@@ -17,7 +17,7 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_matplotlib")
-def test_the_demo_compares_draws_and_says_what_to_try(call) -> None:
+def test_the_demo_compares_and_draws_schedules_and_suggests_commands(call) -> None:
     result = call("demo", "--schedules")
     assert result.exit_code == 0
     assert f"{len(demo_schedules.FORMULAS)} of {len(demo_schedules.FORMULAS)} agree" in result.output
@@ -41,7 +41,7 @@ def test_the_demo_does_without_matplotlib(call, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_matplotlib")
-def test_what_the_demo_says_to_try_works(call) -> None:
+def test_the_commands_that_the_demo_suggests_work(call) -> None:
     output = call("demo", "--schedules").output
     commands = [line.split()[1:] for line in output.splitlines() if line.startswith("  penstock ")]
     assert len(commands) == 5

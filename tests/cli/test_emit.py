@@ -103,7 +103,7 @@ def test_programs_get_lists_order_and_configuration(call) -> None:
 
 
 @pytest.mark.parametrize("function", REFUSALS)
-def test_what_another_tool_cannot_do_is_refused(function: str, call) -> None:
+def test_plans_that_another_tool_cannot_run_are_refused(function: str, call) -> None:
     schedule, code, words = REFUSALS[function]
     result = call("plan", f"model.py:{function}", *QUICK, "--schedule", schedule, "--emit", "automodel")
     assert result.exit_code == code
@@ -111,7 +111,7 @@ def test_what_another_tool_cannot_do_is_refused(function: str, call) -> None:
     assert "\ntry: " in result.stderr
 
 
-def test_torchtitan_is_not_told_of_modules_inside_others(call) -> None:
+def test_torchtitan_gets_no_modules_inside_others(call) -> None:
     result = call("plan", "hf:tiny", *QUICK, "--batch", "4", "--sequence", "7", "--emit", "torchtitan")
     assert "at its own children only (module: model.embed_tokens)" in result.stderr
     assert "try: --emit automodel" in result.stderr
@@ -126,9 +126,7 @@ def emitted_job(settings):
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
-def test_what_is_emitted_trains_like_the_unsplit_model_when_it_is_fed_back(
-    schedule: str, call, pools, tmp_path: Path
-) -> None:
+def test_emitted_settings_train_like_the_unsplit_model(schedule: str, call, pools, tmp_path: Path) -> None:
     sizes = ("--batch", str(SAMPLES), "--sequence", str(LENGTH))
     typed = ("plan", "hf:tiny", *QUICK, *sizes, "--schedule", schedule, "--emit", "automodel", "--out", "pp.yaml")
     result = call(*typed)

@@ -64,7 +64,7 @@ class Mistake(NamedTuple):
 
     typed: str
     code: int
-    says: str
+    message_part: str
     tries: str = ""
 
 
@@ -114,7 +114,7 @@ MISTAKES = {
     "options for a finished plan": Mistake(
         "explain plan.json --ranks 8", 2, "no effect on a saved plan", "explain without them"
     ),
-    "a batch without a model": Mistake("check plan.json --batch 4", 2, "need a model", "--model hf:NAME"),
+    "a batch without a model": Mistake("check plan.json --batch 4", 2, "need --model", "--model hf:NAME"),
     "parity of a CSV": Mistake(
         "check three.csv --model model.py:build", 2, "--model needs a plan", "--schedule FILE.csv"
     ),
@@ -164,9 +164,7 @@ MISTAKES = {
     "one file for two": Mistake(
         "simulate --svg a --trace ./a", 2, "two outputs must not be the same file", "a name for each"
     ),
-    "its own source": Mistake(
-        "capture model.py:build --svg model.py", 2, "would overwrite its input", "another name"
-    ),
+    "its own source": Mistake("capture model.py:build --svg model.py", 2, "would overwrite its input", "another name"),
     "ctrl-c": Mistake("plan model.py:interrupted --out new.json", 130, "interrupted"),
     # Hugging Face
     "no configuration": Mistake("plan hf:none", 2, "no config.json in the directory", "save_pretrained"),
@@ -201,12 +199,12 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_files")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_explained_with_its_code_and_what_to_try(mistake: str, call, tmp_path: Path) -> None:
-    typed, code, says, tries = MISTAKES[mistake]
+    typed, code, message_part, tries = MISTAKES[mistake]
     before = sorted(tmp_path.rglob("*"))
     result = call(*typed.split())
     message, _, hint = result.output.partition("\ntry: ")
     assert result.exit_code == code, result.output
-    assert says in message
+    assert message_part in message
     assert tries in hint
     assert "Traceback" not in result.output
     assert sorted(tmp_path.rglob("*")) == before
@@ -229,7 +227,7 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(
 
 
 @pytest.mark.usefixtures("_files")
-def test_a_plan_for_more_ranks_than_cores_says_so(call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_for_more_ranks_than_cores_is_warned_of(call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     result = call(*f"{PLAN} --schedule 1f1b --partitioner uniform --microbatches 2".split())
     assert "for 2 ranks with one core each; for this machine: --cores 1" in result.stderr
@@ -245,7 +243,7 @@ def test_a_file_that_is_no_text_is_refused(call, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_files")
 @pytest.mark.parametrize("file", ["cut.json", "newer.json", "cell.csv", "stuck.csv", "empty.csv"])
-def test_what_cannot_be_proven_is_told_to_programs_as_well(file: str, call) -> None:
+def test_a_failed_proof_is_also_reported_as_json(file: str, call) -> None:
     result = call("check", "--json", file)
     answer = json.loads(result.stdout)
     assert not answer["proven"]

@@ -40,7 +40,7 @@ def test_an_interrupt_ends_with_130_and_one_word(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_what_to_try_is_spelled_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hints_are_spelled_as_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit), exit_on_error():
         raise PenstockError("too few", hint="stages_per_rank=2, or basic_blocks=Layer, or other=3")
     assert capsys.readouterr().err == "too few\ntry: --stages-per-rank 2, or --block Layer, or other=3\n"

@@ -29,14 +29,14 @@ def test_the_training_that_nothing_happens_to(clean: Outcome) -> None:
 
 
 def test_several_breaks_in_a_row_change_no_number(training: ShortTraining, clean: Outcome) -> None:
-    breaks = ("kill,rank=1,step=5,action=4", "raise,rank=0,step=7,life=1", "exit,rank=1,save=9,life=2")
+    breaks = ("kill,rank=1,step=5,action=4", "raise,rank=0,step=7,attempt=1", "exit,rank=1,save=9,attempt=2")
     found = training.run(breaks)
     assert (found.exit_code, found.restarts, found.bad) == (0, 3, ())
     assert found.losses == clean.losses
 
 
 def test_checkpoints_that_are_written_beside_the_steps_are_as_good(training: ShortTraining, clean: Outcome) -> None:
-    found = training.run(["kill,rank=1,save=4", "kill,rank=0,step=8,life=1"], "--asynchronous")
+    found = training.run(["kill,rank=1,save=4", "kill,rank=0,step=8,attempt=1"], "--asynchronous")
     assert (found.exit_code, found.restarts, found.bad) == (0, 2, ())
     assert found.losses == clean.losses
     assert "step-000010" in {path.name for path in CheckpointDir(training.directory / "saved").checkpoints}
@@ -50,66 +50,67 @@ def test_a_rank_that_hangs_is_given_up_after_the_deadline(training: ShortTrainin
 
 
 def test_the_same_error_at_the_same_step_twice_ends_it_with_one_report(training: ShortTraining) -> None:
-    found = training.run(["raise,rank=1,step=5,action=4,life=every"])
+    found = training.run(["raise,rank=1,step=5,action=4,attempt=every"])
     assert (found.exit_code, found.restarts, len(found.losses)) == (5, 1, 5)
     assert "the same error occurred twice at the same step" in found.output
     assert found.output.count("Traceback") <= 1
 
 
 def test_so_many_restarts_and_no_more(training: ShortTraining) -> None:
-    found = training.run([f"kill,rank=0,step={5 + life},life={life}" for life in range(3)], "--restarts", "2")
+    faults = [f"kill,rank=0,step={5 + attempt},attempt={attempt}" for attempt in range(3)]
+    found = training.run(faults, "--restarts", "2")
     assert (found.exit_code, found.restarts) == (5, 2)
     assert "the limit of --restarts" in found.output
 
 
 def test_a_rank_that_is_gone_for_good_is_planned_around(training: ShortTraining, clean: Outcome) -> None:
-    found = training.run(["kill,rank=1,step=5", "kill,rank=1,after=0,life=1"], "--min-ranks", "1", "--budget", "0")
+    found = training.run(["kill,rank=1,step=5", "kill,rank=1,after=0,attempt=1"], "--min-ranks", "1", "--budget", "0")
     assert (found.exit_code, found.restarts) == (0, 2)
     assert "with 1 rank, because rank 1 failed permanently" in found.output
     assert found.losses == pytest.approx(clean.losses, rel=1e-6)
 
 
-def test_without_checkpoints_nothing_is_taken_up_again(training: ShortTraining) -> None:
+def test_without_checkpoints_there_is_no_restart(training: ShortTraining) -> None:
     code, output = training.call(*COMMAND, "--steps", 3, "--fault", "kill,rank=1,step=1")
     assert code == 5
     assert "a rank was killed (rank: 1, signal: SIGKILL, step: 1" in output
     assert "restart" not in output
 
 
-def test_one_that_cannot_be_written_beside_the_steps_is_told(
+def test_a_failed_asynchronous_checkpoint_is_reported(
     training: ShortTraining, clean: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training.run(steps=1)
     monkeypatch.setenv(ALLOW_VARIABLE, "1")
     options = (*LASTING, "--asynchronous", "--steps", str(STEPS), "--fault", "full-disk,rank=1,step=6")
-    assert os.waitpid(in_a_copy(training.directory, tmp_path / "said.txt", *options), 0)[1] == 0
-    told = (tmp_path / "said.txt").read_text()
-    assert "CHECKPOINT OF STEP 6 NOT WRITTEN, training continues; the newest is that of step 3" in told
-    assert "No space left" in told
+    assert os.waitpid(in_a_copy(training.directory, tmp_path / "output.txt", *options), 0)[1] == 0
+    output = (tmp_path / "output.txt").read_text()
+    assert "CHECKPOINT OF STEP 6 NOT WRITTEN, training continues; the newest is that of step 3" in output
+    assert "No space left" in output
     assert training.run((), "--resume", "auto", fresh=False).losses == clean.losses
 
 
 class Started:
     """The command in a process of its own that has taken some steps."""
 
-    def __init__(self, training: ShortTraining, scratch: Path, said: Path) -> None:
-        self._directory, self._said = training.directory, said
+    def __init__(self, training: ShortTraining, scratch: Path, output: Path) -> None:
+        self._directory, self._output = training.directory, output
         for name in ("out", "saved"):
             shutil.rmtree(self._directory / name, ignore_errors=True)
         os.environ["PENSTOCK_SCRATCH"] = os.fspath(scratch)
-        self.pid = in_a_copy(self._directory, said, *LASTING, "--every", "1000", "--json")
+        self.pid = in_a_copy(self._directory, output, *LASTING, "--every", "1000", "--json")
         del os.environ["PENSTOCK_SCRATCH"]
         deadline = time.monotonic() + 60
-        while len(self.told) < 4:
-            assert time.monotonic() < deadline, said.read_text()
+        while len(self.step_lines) < 4:
+            assert time.monotonic() < deadline, output.read_text()
             time.sleep(0.01)
 
     @property
-    def told(self) -> list[str]:
+    def step_lines(self) -> list[str]:
         """The steps so far."""
         return (
-            [line for line in self._said.read_text().splitlines() if line.startswith("{")]
-            if self._said.exists()
+            [line for line in self._output.read_text().splitlines() if line.startswith("{")]
+            if self._output.exists()
             else []
         )
 
@@ -117,26 +118,26 @@ class Started:
         return StatusFile.read(self._directory / "out" / "status")[rank].pid
 
     def asked(self, pid: int, number: int = signal.SIGTERM) -> tuple[int, int]:
-        """The exit code once a process was sent a signal, and how many steps were told."""
+        """The exit code once a process was sent a signal, and the number of steps in its output."""
         os.kill(pid, number)
         _, status = os.waitpid(self.pid, 0)
-        return os.waitstatus_to_exitcode(status), len(self.told)
+        return os.waitstatus_to_exitcode(status), len(self.step_lines)
 
 
 @pytest.fixture
 def started(training: ShortTraining, tidy: Path, tmp_path: Path) -> Started:
     """It leaves no process and no file."""
-    return Started(training, tidy, tmp_path / "said.txt")
+    return Started(training, tidy, tmp_path / "output.txt")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("who", ["the launcher", "rank 1"])
-def test_who_is_asked_to_stop_saves_the_step_that_all_have_finished(
+def test_a_stop_signal_saves_the_step_that_all_ranks_finished(
     training: ShortTraining, started: Started, who: str, number: int
 ) -> None:
-    code, told = started.asked(started.pid if who == "the launcher" else started.rank(1), number)
+    code, num_steps = started.asked(started.pid if who == "the launcher" else started.rank(1), number)
     assert code == 0
-    assert [path.name for path in CheckpointDir(training.directory / "saved").checkpoints] == [f"step-{told:06d}"]
+    assert [path.name for path in CheckpointDir(training.directory / "saved").checkpoints] == [f"step-{num_steps:06d}"]
 
 
 def test_a_launcher_that_is_killed_takes_its_ranks_with_it(
@@ -173,14 +174,14 @@ def test_torchrun_takes_it_up_again_and_passes_on_the_wish_to_stop(training: Sho
     while "step 10 " not in process.stdout.readline():
         assert process.poll() is None
     process.terminate()
-    told = [line for line in process.communicate(timeout=60)[0].splitlines() if line.startswith("step ")]
+    step_lines = [line for line in process.communicate(timeout=60)[0].splitlines() if line.startswith("step ")]
     newest = CheckpointDir(training.directory / "saved").checkpoints[0].name
-    assert newest == f"step-{10 + len(told):06d}"
+    assert newest == f"step-{10 + len(step_lines):06d}"
     diary = StepsFile(training.directory / "out").read()
     assert [figures.loss for figures in diary][:STEPS] == list(clean.losses)
 
 
-def test_a_restart_says_from_where(training: ShortTraining) -> None:
+def test_a_restart_reports_the_checkpoint_it_resumes_from(training: ShortTraining) -> None:
     training.run(steps=4)
     (training.directory / "saved").rename(training.directory / "older")
     found = training.run(["kill,rank=1,step=5"], "--resume", "older/step-000003", "--every", "100", fresh=False)
@@ -191,19 +192,19 @@ def test_a_restart_says_from_where(training: ShortTraining) -> None:
     assert "from step 12" in found.output
 
 
-def test_a_rank_that_is_slow_on_purpose_is_told(
+def test_an_injected_slow_rank_is_reported(
     training: ShortTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ALLOW_VARIABLE, "1")
     shutil.rmtree(training.directory / "saved", ignore_errors=True)
     options = (*LASTING, "--steps", "35", "--fault", "slow,rank=1,step=20,seconds=0.02")
-    assert os.waitpid(in_a_copy(training.directory, tmp_path / "said.txt", *options), 0)[1] == 0
-    before, _, after = (tmp_path / "said.txt").read_text().partition("rank 1 is slow since step")
+    assert os.waitpid(in_a_copy(training.directory, tmp_path / "output.txt", *options), 0)[1] == 0
+    before, _, after = (tmp_path / "output.txt").read_text().partition("rank 1 is slow since step")
     assert before.count("\nstep ") < 20 + 10
     assert "a plan for that" in after
 
 
-def test_who_is_asked_to_stop_between_two_lives_is_not_taken_up_again(
+def test_a_stop_signal_between_two_attempts_prevents_a_restart(
     training: ShortTraining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def note_and_stop(text: str) -> None:
@@ -222,14 +223,14 @@ def test_a_last_checkpoint_that_cannot_be_written_is_the_end(training: ShortTrai
     assert "the last checkpoint was not written" in found.output
 
 
-def test_only_the_user_can_read_what_is_saved(training: ShortTraining) -> None:
+def test_only_the_user_can_read_checkpoints(training: ShortTraining) -> None:
     training.run(steps=1)
     paths = [training.directory / "saved", *(training.directory / "saved").rglob("*")]
     assert {path.stat().st_mode & 0o777 for path in paths if path.is_dir()} == {0o700}
     assert {path.stat().st_mode & 0o777 for path in paths if path.is_file()} == {0o600}
 
 
-def test_a_few_rounds_of_faults_on_purpose_come_out_as_they_should() -> None:
+def test_a_few_rounds_of_injected_faults_end_as_expected() -> None:
     lines = [*faults.injected_faults(rounds=2).lines, *guarded(damages=12).lines]
     assert [line.cells for line in lines if not line.passes] == []
     assert len(lines) == 10

@@ -17,7 +17,7 @@ def names(training: ShortTraining) -> list[str]:
     return [path.name for path in CheckpointDir(training.directory / "saved").checkpoints]
 
 
-def test_a_second_call_goes_on_and_a_third_has_nothing_to_do(training: ShortTraining, clean: Outcome) -> None:
+def test_a_second_call_resumes_and_a_third_has_nothing_to_do(training: ShortTraining, clean: Outcome) -> None:
     first = training.run(steps=4)
     second = training.run((), "--resume", "auto", fresh=False)
     third = training.run((), "--resume", "auto", fresh=False)
@@ -25,14 +25,14 @@ def test_a_second_call_goes_on_and_a_third_has_nothing_to_do(training: ShortTrai
     assert names(training) == ["step-000010", "step-000009", "step-000006"]
 
 
-def test_the_same_line_goes_on_by_the_same_plan(training: ShortTraining) -> None:
+def test_the_same_command_resumes_with_the_same_plan(training: ShortTraining) -> None:
     ours = [word for word in COMMAND if word not in ("--plan", "plan.json")]
-    wishes = ("--ranks", "2", "--schedule", "1f1b", "--budget", "0")
+    options_of_plan = ("--ranks", "2", "--schedule", "1f1b", "--budget", "0")
     for name in ("out", "saved"):
         shutil.rmtree(training.directory / name, ignore_errors=True)
-    first = training.call(*ours, *LASTING, *wishes, "--steps", 3)
-    second = training.call(*ours, *LASTING, *wishes, "--steps", 5)
-    other = training.call(*ours, *LASTING, *wishes, "--schedule", "gpipe", "--steps", 6)
+    first = training.call(*ours, *LASTING, *options_of_plan, "--steps", 3)
+    second = training.call(*ours, *LASTING, *options_of_plan, "--steps", 5)
+    other = training.call(*ours, *LASTING, *options_of_plan, "--schedule", "gpipe", "--steps", 6)
     assert [code for code, _ in (first, second, other)] == [0, 0, 0]
     text = "using the plan of the checkpoint"
     assert [text in output for _, output in (first, second, other)] == [False, True, False]
@@ -65,20 +65,20 @@ def test_a_checkpoint_by_its_name_may_be_gone_on_from_elsewhere(training: ShortT
     assert found.losses[3:] == clean.losses[3:]
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     training: ShortTraining, clean: Outcome, tmp_path: Path
 ) -> None:
     training.run(steps=7)
     newest = CheckpointDir(training.directory / "saved").checkpoints[0] / "plan.json"
     newest.write_bytes(newest.read_bytes()[:-2])
-    said = tmp_path / "said.txt"
-    pid = in_a_copy(training.directory, said, *LASTING, "--steps", str(STEPS))
-    assert os.waitpid(pid, 0)[1] == 0, said.read_text()
-    assert "newer checkpoints are damaged and were skipped; training resumes from step-000006" in said.read_text()
+    output = tmp_path / "output.txt"
+    pid = in_a_copy(training.directory, output, *LASTING, "--steps", str(STEPS))
+    assert os.waitpid(pid, 0)[1] == 0, output.read_text()
+    assert "newer checkpoints are damaged and were skipped; training resumes from step-000006" in output.read_text()
     assert training.run((), "--resume", "auto", fresh=False).losses == clean.losses
 
 
-def test_data_drawn_with_numpy_and_python_go_on_exactly(training: ShortTraining) -> None:
+def test_random_data_of_numpy_and_python_resumes_exactly(training: ShortTraining) -> None:
     (training.directory / "data.py").write_text(DATA)
     drawn = ("--data", "data.py:drawn")
     whole = training.run((), *drawn, steps=5)
@@ -117,12 +117,12 @@ def test_a_diary_that_was_spoilt_is_no_reason_to_stop(training: ShortTraining, c
     assert training.run((), "--resume", "auto", fresh=False).losses == clean.losses
 
 
-def test_what_is_asked_otherwise_is_told_and_counts(training: ShortTraining, clean: Outcome, tmp_path: Path) -> None:
+def test_changed_options_are_reported_and_take_effect(training: ShortTraining, clean: Outcome, tmp_path: Path) -> None:
     training.run(steps=4)
     options = (*LASTING, "--steps", str(STEPS), "--lr", "0.5", "--clip", "1.0")
-    assert os.waitpid(in_a_copy(training.directory, tmp_path / "said.txt", *options), 0)[1] == 0
-    told = (tmp_path / "said.txt").read_text()
-    assert "changed since it was saved: --lr 0.001 is now 0.5, --clip none is now 1.0" in told
+    assert os.waitpid(in_a_copy(training.directory, tmp_path / "output.txt", *options), 0)[1] == 0
+    output = (tmp_path / "output.txt").read_text()
+    assert "changed since it was saved: --lr 0.001 is now 0.5, --clip none is now 1.0" in output
     losses = [figures.loss for figures in StepsFile(training.directory / "out").read()]
     assert losses[:5] == list(clean.losses[:5])
     assert abs(losses[6] - clean.losses[6]) > 1e-3

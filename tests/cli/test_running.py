@@ -1,4 +1,4 @@
-"""Under torchrun a plan is for the ranks that run, and told by the first of them."""
+"""Under torchrun a plan is for the ranks that run, and printed by the first of them."""
 
 from collections.abc import Callable
 from pathlib import Path

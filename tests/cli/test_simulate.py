@@ -105,7 +105,7 @@ def test_pictures_and_traces_are_written(call, tmp_path: Path) -> None:
     assert json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes()))["traceEvents"]
 
 
-def test_what_is_written_is_told_beside_the_json(tmp_path: Path) -> None:
+def test_written_files_are_listed_beside_the_json(tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", "from penstock.cli import main; main()", "simulate", "--json", "--svg", "a.svg"]
     result = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
     assert len(json.loads(result.stdout)) == len(SCHEDULES)

@@ -18,7 +18,7 @@ def code_of(action: Forward | Recv) -> int:
     return int(encode([action])[0])
 
 
-def test_it_says_which_rank_the_others_wait_for(call, tmp_path: Path) -> None:
+def test_the_rank_that_the_others_wait_for_is_named(call, tmp_path: Path) -> None:
     noted(tmp_path / "run")
     first, second = call("why-hung", "run").stdout.splitlines()
     assert first.startswith("rank 0: no progress, working on 0F3 of step 7 for ")

@@ -9,7 +9,7 @@ from typing import Any
 import penstock
 from penstock.capture import Captured
 from penstock.partitioners import uniform
-from tests.stages.parity import Batch, Outcome, of_call
+from tests.parity import Batch, Values, WholeModel, one_step
 
 
 def imported(path: Path) -> ModuleType:
@@ -28,6 +28,6 @@ def generated(captured: Captured, num_stages: int, directory: Path) -> ModuleTyp
     return imported(penstock.generate_code(captured, uniform(captured.graph, num_stages), path))
 
 
-def outcome_of_file(module: ModuleType, model: Any, batch: Batch) -> Outcome:
-    """The outcome of a step through the stages of a file."""
-    return of_call(model, partial(module.run, model), batch)
+def step_of_file(module: ModuleType, model: Any, batch: Batch) -> Values:
+    """The values of one step through the stages of a file."""
+    return one_step(WholeModel(model, batch.loss_fn, forward=partial(module.run, model)), batch)

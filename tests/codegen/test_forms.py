@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from tests.codegen.generated import generated, outcome_of_file
-from tests.stages.parity import Batch, difference, of_model
+from tests.codegen.generated import generated, step_of_file
+from tests.parity import Batch, WholeModel, assert_identical, one_step
 
 BATCH = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 CONSTANT = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -82,10 +82,10 @@ def test_a_call_is_written_as_idiomatic_python_with_the_same_result(code, tmp_pa
     torch.manual_seed(0)
     model, batch = Layered(FORMS[code]), Batch((BATCH,), {}, False)
     captured = penstock.capture(model, batch.args)
-    expected = of_model(model, batch)
+    expected = one_step(WholeModel(model, batch.loss_fn), batch)
     file = generated(captured, 2, tmp_path)
     assert code in (tmp_path / "stages2.py").read_text(encoding="utf-8")
-    assert difference(expected, outcome_of_file(file, model, batch)).size == 0
+    assert_identical(step_of_file(file, model, batch), expected)
 
 
 def test_a_decision_by_a_buffer_is_checked(tmp_path):
@@ -132,9 +132,9 @@ def test_nested_containers_are_arguments_cross_stages_and_are_returned(tmp_path)
     model = Boxed()
     batch = Batch((BATCH, {"scale": 2.0, "more": [BATCH, (None, Box({}))]}), {"device": torch.device("cpu")}, False)
     captured = penstock.capture(model, batch.args, batch.kwargs)
-    expected = of_model(model, batch)
+    expected = one_step(WholeModel(model, batch.loss_fn), batch)
     file = generated(captured, 3, tmp_path)
-    assert difference(expected, outcome_of_file(file, model, batch)).size == 0
+    assert_identical(step_of_file(file, model, batch), expected)
     found, wanted = (run(*batch.args, **batch.kwargs) for run in (lambda *a, **k: file.run(model, *a, **k), model))
     assert str(found) == str(wanted)
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import penstock
 from penstock.codegen.expressions import literal
 from penstock.codegen.layout import docstring_lines, statement_lines
-from tests.codegen.generated import generated, outcome_of_file
-from tests.stages.parity import Batch, difference, of_model
+from tests.codegen.generated import generated, step_of_file
+from tests.parity import Batch, WholeModel, assert_identical, one_step
 
 MARK = "mischief"
 # fmt: off
@@ -57,9 +57,9 @@ def test_names_of_modules_parameters_and_buffers_are_data(names, tmp_path, monke
     torch.manual_seed(0)
     model, batch = Named(names), Batch((BATCH,), {}, False)
     captured = penstock.capture(model, batch.args)
-    expected = of_model(model, batch)
+    expected = one_step(WholeModel(model, batch.loss_fn), batch)
     file = generated(captured, 3, tmp_path)
-    assert difference(expected, outcome_of_file(file, model, batch)).size == 0
+    assert_identical(step_of_file(file, model, batch), expected)
     assert {name for stage in file.STAGES for name in stage(model).state_dict()} == set(model.state_dict())
     assert sorted(path.name for path in tmp_path.iterdir() if not path.is_dir()) == ["stages3.py"]
     assert MARK not in tokens_outside_strings(tmp_path / "stages3.py")
@@ -69,9 +69,9 @@ def test_names_of_arguments_and_keys_are_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = {name: torch.full((3, 4), float(place)) for place, name in enumerate(HOSTILE) if name != "self"}
     model, batch = Named(("a", "b", "c")), Batch((BATCH,), arguments, False)
-    expected = of_model(model, batch)
+    expected = one_step(WholeModel(model, batch.loss_fn), batch)
     file = generated(penstock.capture(model, batch.args, arguments), 2, tmp_path)
-    assert difference(expected, outcome_of_file(file, model, batch)).size == 0
+    assert_identical(step_of_file(file, model, batch), expected)
     assert list(file.run(model, BATCH, **arguments)) == list(arguments)
     assert MARK not in tokens_outside_strings(tmp_path / "stages2.py")
 

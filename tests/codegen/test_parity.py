@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.codegen.generated import generated, outcome_of_file
-from tests.stages.parity import difference, of_model
-from tests.stages.trials import Trial
+from tests.codegen.generated import generated, step_of_file
+from tests.parity import WholeModel, assert_identical, difference, one_step
+from tests.stages.architectures import Architecture
 from tests.zoo import ambient
 
 # fmt: off
@@ -19,19 +19,19 @@ MODELS = (
     "long_skips", "lora", "hooked", "autocast_inside", "autocast_around",
 )
 # fmt: on
-TRIALS = [(name, "blocks", "labels") for name in MODELS]
-TRIALS += [(name, "functions", "plain") for name in ("vit", "unet", "lstm", "control_flow")]
+CASES = [(name, "blocks", "labels") for name in MODELS]
+CASES += [(name, "functions", "plain") for name in ("vit", "unet", "lstm", "control_flow")]
 
 
-@pytest.mark.parametrize(("name", "granularity", "mode"), TRIALS)
+@pytest.mark.parametrize(("name", "granularity", "mode"), CASES)
 def test_stages_of_a_file_give_the_outputs_gradients_and_buffers_of_the_model(
     name: str, granularity: str, mode: str, tmp_path: Path
 ) -> None:
     with ambient(name):
-        captured, batch = Trial(name, granularity).recorded(mode)
-        expected = of_model(captured.model, batch)
+        captured, batch = Architecture(name, granularity).captured(mode)
+        expected = one_step(WholeModel(captured.model, batch.loss_fn), batch)
         found = {
-            stages: difference(expected, outcome_of_file(generated(captured, stages, tmp_path), captured.model, batch))
+            stages: difference(step_of_file(generated(captured, stages, tmp_path), captured.model, batch), expected)
             for stages in (2, 3, 4)
         }
     assert {stages: apart for stages, apart in found.items() if apart.size} == {}
@@ -39,15 +39,15 @@ def test_stages_of_a_file_give_the_outputs_gradients_and_buffers_of_the_model(
 
 @pytest.mark.parametrize("name", ["llama", "t5", "in_place"])
 def test_a_file_is_right_for_other_data(name: str, tmp_path: Path) -> None:
-    captured, batch = Trial(name, "blocks").recorded("plain")
+    captured, batch = Architecture(name, "blocks").captured("plain")
     other = batch.other()
-    found = outcome_of_file(generated(captured, 3, tmp_path), captured.model, other)
-    assert difference(of_model(captured.model, other), found).size == 0
+    found = step_of_file(generated(captured, 3, tmp_path), captured.model, other)
+    assert_identical(found, one_step(WholeModel(captured.model, other.loss_fn), other))
 
 
 @pytest.mark.parametrize("name", ["llama", "lstm", "nested_between"])
 def test_a_file_is_laid_out_as_a_formatter_would(name: str, tmp_path: Path) -> None:
-    captured, _ = Trial(name, "blocks").recorded("plain")
+    captured, _ = Architecture(name, "blocks").captured("plain")
     generated(captured, 3, tmp_path)
     command = ["ruff", "format", "--isolated", "--line-length", "120", "--diff", str(tmp_path / "stages3.py")]
     result = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)

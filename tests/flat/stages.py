@@ -126,7 +126,7 @@ def outside() -> str:
 
 
 def message(call: object) -> str:
-    """What a refusal says; empty if there is none."""
+    """The message of the error that a call raises; empty if there is none."""
     try:
         call()  # type: ignore[operator]
     except RunError as error:
@@ -135,7 +135,7 @@ def message(call: object) -> str:
 
 
 def refused(kind: str) -> list[str]:
-    """What both ranks are told of a mistake that one of them makes, and that a right call works afterwards."""
+    """The error that a mistake of one rank raises on this one; a correct call works afterwards."""
     topology.setup_process_groups([("pipe", 2)])
     rank = dist.get_rank()
     model = stage_of(rank)
@@ -153,9 +153,9 @@ def refused(kind: str) -> list[str]:
     def attempt() -> None:
         forward_backward(None, fwd_fn, None, inputs, num_microbatches=count, forward_only=kind == "only" and rank == 1)
 
-    told = message(attempt)
+    error = message(attempt)
     forward_backward(None, fwd_fn, None, [batch(4)], num_microbatches=2)
-    return [told]
+    return [error]
 
 
 def broken(rank: int, kind: str) -> None:
@@ -175,13 +175,13 @@ def broken(rank: int, kind: str) -> None:
 
 
 def of_another_type() -> list[str]:
-    """What is said when values cross in another type than expected."""
+    """The warnings when values are sent in another dtype than expected."""
     topology.setup_process_groups([("pipe", 2)])
     first = topology.is_first_in_pipeline_group()
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         forward_eval(stage_of(dist.get_rank()), batch(2) if first else None, torch.bfloat16)
-    return [str(warning.message) for warning in heard]
+    return [str(warning.message) for warning in caught]
 
 
 def fateful(fate: str) -> None:

@@ -45,6 +45,6 @@ def test_a_grid_that_cannot_be_is_refused(dimensions: list[object], words: str) 
         Grid.of(dimensions, 4)
 
 
-def test_a_group_that_is_not_there_is_told_with_those_that_are() -> None:
+def test_an_unknown_group_is_refused_with_the_known_ones() -> None:
     with pytest.raises(RunError, match="known: pipe, model, global"):
         Grid.of([("pipe", 4)], 4).groups("tensor")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.flat.resnet import Numbers, in_one_process, on_a_rank
-from tests.runtime.workers import Pools
+from tests.process_pool import Pools
 
 
 def joined(states: list[Numbers]) -> Numbers:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from penstock.errors import RunError
 from penstock.flat import topology
 from penstock.flat.topology import Topology
-from tests.runtime.workers import Pools
+from tests.process_pool import Pools
 
 NEIGHBOURS = {0: (2, 2), 1: (3, 3), 2: (0, 0), 3: (1, 1)}
 
@@ -63,7 +63,7 @@ def test_different_dimensions_are_an_error_on_every_rank(pools: Pools) -> None:
     assert "the ranks were given different dimensions" in first
 
 
-def test_without_processes_the_way_to_them_is_told() -> None:
+def test_without_processes_the_error_hints_at_launching_them() -> None:
     with pytest.raises(RunError, match=r"try: dist.init_process_group\('gloo'\), torchrun, or penstock.launch"):
         Topology().setup_process_groups([("pipe", 2)])
     with pytest.raises(RunError, match="setup_process_groups must be called first"):

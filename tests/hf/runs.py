@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.hf import PipelineTrainer
 from penstock.ir import Plan
-from tests.runtime.plans import quick_plan
+from tests.plans import quick_plan
 
 VOCABULARY, LENGTH = 32, 6
 Numbers = tuple[list[dict[str, Any]], dict[str, Tensor]]

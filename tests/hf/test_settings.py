@@ -11,9 +11,9 @@ from accelerate.state import PartialState
 
 import penstock
 from penstock.errors import PlanError, RunError
-from penstock.hf import PipelineTrainer, installed
+from penstock.hf import PipelineTrainer, settings
 from tests.hf import runs
-from tests.runtime.plans import quick_plan
+from tests.plans import quick_plan
 
 REFUSED = [
     ({"fp16_full_eval": True}, "fp16_full_eval"),
@@ -145,7 +145,7 @@ def test_an_adapter_of_peft_is_trained_and_saved_as_by_a_plain_trainer(tmp_path:
     torch.testing.assert_close(back.double().eval()(ids[None]).logits, model.eval()(ids[None]).logits)
 
 
-def test_what_the_user_gave_is_left_as_it_was(tmp_path: Path) -> None:
+def test_the_arguments_of_the_user_are_not_changed(tmp_path: Path) -> None:
     given = runs.settings(tmp_path)
     model = runs.model()
     trainer = PipelineTrainer(model, given, train_dataset=runs.samples(4), plan=runs.the_plan(), local=True)
@@ -180,10 +180,10 @@ def test_workers_that_load_data_are_seeded_alike_on_every_rank(tmp_path: Path) -
 def test_a_trainer_of_another_kind_is_not_taken_for_the_one_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(hf.Trainer, "_clip_grad_norm")
     with pytest.raises(RunError, match="_clip_grad_norm"):
-        installed.check_installed()
+        settings.check_installed()
 
 
 def test_without_transformers_the_way_to_get_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    monkeypatch.setattr(settings, "find_spec", lambda name: None)
     with pytest.raises(RunError, match=r"penstock\[hf\]"):
-        installed.check_installed()
+        settings.check_installed()

@@ -28,7 +28,7 @@ def test_numbers_are_finite(value):
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, np.float64("nan"), 10**400, True, "1", None, 1j])
-def test_what_is_no_number_or_has_no_end_is_not_finite(value):
+def test_other_types_nan_and_inf_are_not_finite(value):
     assert not is_finite(value)
 
 
@@ -58,6 +58,6 @@ def test_a_device_is_written_to_and_not_replaced():
 
 
 @pytest.mark.parametrize("path", ["/nonexist/x", "a\0b", "."])
-def test_what_cannot_be_written_is_refused(path):
+def test_a_path_that_cannot_be_written_is_refused(path):
     with pytest.raises(FormatError, match="cannot write the file"):
         write_atomic(path, "text")

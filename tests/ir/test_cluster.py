@@ -28,6 +28,27 @@ def test_a_link_that_is_not_named_has_the_common_figures():
     assert cluster.link(1, 0) == Link(1, 0, 1e-3, 1e9)
 
 
+def test_rates_of_links_convert_bytes_to_seconds():
+    cluster = Cluster(3, latency=0.5, bandwidth=4.0, links=(Link(0, 1, 0.25, 2.0), Link(2, 0)))
+    rates = cluster.link_rates(np.array([[0, 1], [2, 0]]), np.array([[1, 0], [0, 1]]))
+    assert rates.occupied(np.array(8.0)).tolist() == [[4.0, 2.0], [0.0, 4.0]]
+    assert rates.total(np.array(8.0)).tolist() == [[4.25, 2.5], [0.0, 4.25]]
+    assert rates.total(np.array(0.0)).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    assert rates[1].latency.tolist() == [0.0, 0.25]
+
+
+def test_links_without_names_all_have_the_rates_of_the_cluster():
+    rates = Cluster(3, latency=0.5, bandwidth=4.0).link_rates(np.array([0, 2]), np.array([1, 0]))
+    assert rates.total(np.array([8.0, 4.0])).tolist() == [2.5, 1.5]
+
+
+def test_bandwidth_is_scaled_on_every_link_and_infinite_bandwidth_stays():
+    cluster = Cluster(3, bandwidth=8.0, links=(Link(0, 1, 0.1, 2.0), Link(1, 0)))
+    assert cluster.with_bandwidth_times(0.5) == Cluster(3, bandwidth=4.0, links=(Link(0, 1, 0.1, 1.0), Link(1, 0)))
+    assert Cluster(3).with_bandwidth_times(0.5) == Cluster(3)
+    assert cluster.with_instant_messages() == Cluster(3)
+
+
 def test_clusters_are_keys():
     assert len({Cluster(2, memory=[5, 5]), Cluster(2, memory=5)}) == 1
 
@@ -41,7 +62,7 @@ def test_sizes_are_read_in_common_units(text, size):
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "1 XB", "-1", "0", "0.5", "1GiB!", 0, -5, True, 1.5, None, b"1GB"])
-def test_what_is_no_size_is_refused(text):
+def test_an_invalid_size_is_refused(text):
     with pytest.raises(CostError, match="not a size in bytes"):
         parse_bytes(text)
 

@@ -1,4 +1,4 @@
-"""Numbers of two runs are compared, and rounding is told from a difference."""
+"""Numbers of two runs are compared, and rounding is distinguished from a difference."""
 
 import math
 
@@ -35,7 +35,7 @@ def test_a_small_gradient_is_measured_by_the_largest_one() -> None:
     assert not compare_tensors("x", [large, of(1e-8, 1e-9, name="buffer b")], {}).ok
 
 
-def test_what_parts_compute_in_widens_the_limits_and_is_named() -> None:
+def test_low_precision_parts_widen_the_limits_and_are_named() -> None:
     distances = [of(1e-2, name="gradient of a"), of(1e-2)]
     assert not compare_tensors("the loop", distances, {}).ok
     found = compare_tensors("the whole batch", distances, {}, "bfloat16")
@@ -63,3 +63,15 @@ def test_identical_numbers_need_few_words() -> None:
     found = compare_tensors("the loop", [of(0.0), of(0.0, name="buffer b")], {})
     assert (found.is_identical, found.first_wrong) == (True, None)
     assert str(found) == "the loop: identical, 2 tensors compared"
+
+
+def test_a_difference_that_other_last_bits_make_too_is_rounding():
+    assert compare_tensors("x", [of(1e-4)], {}, noise={"loss": 1e-5}).ok
+    assert not compare_tensors("x", [of(1e-4)], {}, noise={"loss": 1e-6}).ok
+
+
+def test_a_tensor_that_consists_of_rounding_errors_is_named():
+    noisy, clean = of(1.0, name="gradient of a"), of(0.0, name="gradient of b")
+    found = compare_tensors("x", [noisy, clean], {}, noise={"gradient of a": 1.0})
+    assert found.ok
+    assert "not comparable, as rounding errors are about as large: gradient of a and 0 more" in str(found)

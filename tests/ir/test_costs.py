@@ -44,7 +44,7 @@ def test_bytes_are_zero_when_left_out():
     assert costs.state == (StateBytes(), StateBytes())
 
 
-def test_the_weight_gradient_needs_all_activations_when_nothing_else_is_said():
+def test_the_weight_gradient_needs_all_activations_by_default():
     costs = StageCosts((1.0,), (1.0,), (1.0,), activation_bytes=(7,))
     assert costs.weight_grad_bytes == (7,)
 
@@ -236,7 +236,7 @@ def test_stages_of_one_rank_share_what_one_hands_the_other():
     assert costs.activation_bytes == (100 + 200 + 10 + 20, 400)
 
 
-def test_what_only_the_later_of_two_stages_of_one_rank_holds_is_its_own():
+def test_memory_held_by_the_later_of_two_stages_of_one_rank_counts_for_that_stage():
     costs = compute_stage_costs(
         SAVED_GRAPH, SAVED_PROFILE, Partition((("a",), ("b", "c"))), placement=Placement((0, 0))
     )
@@ -280,7 +280,7 @@ def test_a_block_that_writes_into_what_it_is_given_is_not_recomputed():
     )
 
 
-def test_where_nobody_looked_a_stage_that_is_recomputed_holds_what_it_receives():
+def test_without_measurements_a_recomputed_stage_holds_its_inputs():
     unknown = replace(OF_BLOCKS, held=())
     assert compute_stage_costs(BLOCKS, unknown, Partition((("a",), ("b", "c"))), recomputed=(1,)).activation_bytes == (
         0,

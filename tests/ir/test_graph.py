@@ -84,7 +84,7 @@ def test_tied_names_stand_for_one_tensor():
     assert GRAPH.tensor_of("block.weight") == "block.weight"
 
 
-def test_who_uses_what_is_written_is_found_under_any_name_of_a_tied_parameter():
+def test_users_of_written_state_are_found_under_any_name_of_a_tied_parameter():
     graph = replace(GRAPH, updates=(Update("head", ("head.weight",)), Update("block", ("block.count",))))
     assert graph.updated == {"block.count": (GRAPH["block"],), "embed.weight": (GRAPH["embed"], GRAPH["head"])}
 

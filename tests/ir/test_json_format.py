@@ -35,8 +35,10 @@ from penstock.ir import (
     Prediction,
     Profile,
     Program,
+    Ragged,
     Recv,
     Replicas,
+    Rows,
     Run,
     SavedTensors,
     Schedule,
@@ -103,7 +105,8 @@ SEARCH = Search((CANDIDATE, Candidate(CHOICES, 4, 12, PREDICTION, "slower")), ("
 HALVES = Partition((("layers.0",), ("mask",)))
 PAIR = Schedule.of(Placement((0, 1)), 1, [[Forward(0, 0), Backward(0, 0)], [Forward(1, 0), Backward(1, 0)]])
 REST = (StageCosts((0.1, 0.2), (0.1, 0.2), (0.1, 0.2)), CLUSTER, PREDICTION, SEARCH)
-PLAN = Plan(GRAPH, HALVES, PAIR, Choices("linear", "gpipe", (False, True)), *REST)
+SPLIT = (("x", 1), ("table", None), ("labels", "samples"), ("ids", Rows(4)), ("patches", Ragged("grid", 7, -1)))
+PLAN = Plan(GRAPH, HALVES, PAIR, Choices("linear", "gpipe", (False, True)), *REST, split=SPLIT)
 TRACE = Trace(PROGRAM, Series(range(6)), Series(range(6)), Series([1, 2]), Series([3, 4]), (CURVE, CURVE))
 STEP = StepMetrics(0, 2.5, 0.25, 8, 1.5)
 SAMPLES = (
@@ -112,7 +115,7 @@ SAMPLES = (
     DeviceSpeed(1e12, 1e11, 1e-6),
     *(Crossing(0, 1, (VALUE,)), PARTITION, CUTS, STAGE_COSTS.messages[0], STAGE_COSTS.state[0], STAGE_COSTS),
     *(LINK, REPLICAS, CLUSTER, PLACEMENT, SCHEDULE, PROGRAM, CURVE),
-    *(TRACE, CHOICES, PREDICTION, CANDIDATE, SEARCH, PLAN),
+    *(TRACE, CHOICES, PREDICTION, CANDIDATE, SEARCH, PLAN, Rows(4), Ragged("grid", 7)),
     *(STEP, Run(PLAN, (STEP, StepMetrics(1, None, 0.25, 8)), (TRACE,), (1, 2), 1e-7, (("torch", "2.13.0"),))),
 )
 every_record = pytest.mark.parametrize("record", SAMPLES, ids=lambda record: type(record).__name__)

@@ -72,7 +72,7 @@ def test_equal_codes_share_one_action_object():
 
 
 def test_a_code_of_no_kind_is_no_action():
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="15 is not a valid Kind"):
         decode(np.array([15]))
 
 

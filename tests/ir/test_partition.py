@@ -70,7 +70,7 @@ def test_inputs_are_everywhere_and_never_cross():
     assert Partition((("a",), ("b",))).cuts(graph(node("a", "x"), node("b", "a", "x"))) == Cuts.chain(2)
 
 
-def test_what_depends_on_inputs_only_is_run_again_and_not_sent():
+def test_nodes_that_depend_on_inputs_only_are_rerun_and_not_sent():
     masked = graph(mask("m", "x"), mask("n", "m"), node("a", "x", "n"), node("b", "a", "n"), node("c", "b"))
     partition = Partition((("m", "n", "a"), ("b",), ("c",)))
     assert partition.cuts(masked) == Cuts.chain(3)

@@ -102,8 +102,8 @@ def test_a_plan_describes_why_it_was_chosen_and_what_lost():
         Candidate(PLAN.choices, 1, 2, PREDICTED),
         Candidate(Choices("uniform", "1f1b", (False, False), "vee"), 4, 8, slower, "23 % slower"),
     )
-    told = replace(PLAN, search=Search(candidates, ("Rank 0 is the busiest.",))).describe()
-    assert told.splitlines()[8:] == [
+    text = replace(PLAN, search=Search(candidates, ("Rank 0 is the busiest.",))).describe()
+    assert text.splitlines()[8:] == [
         "Rank 0 is the busiest.",
         "",
         "  step  bubble   peak  messages   stages  microbatches  recomputed  schedule     cuts  why not",

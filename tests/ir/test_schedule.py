@@ -58,7 +58,7 @@ def test_a_rank_runs_only_stages_and_microbatches_that_it_holds(action):
         Schedule.of(LINE, 2, [[action], []])
 
 
-def test_the_error_says_which_action_of_which_rank():
+def test_the_error_names_the_action_and_its_rank():
     with pytest.raises(ScheduleError, match=r"action: 0B9, rank: 0, position: 1, stages of the rank: \(0,\)"):
         Schedule.of(LINE, 2, [[F(0, 0), B(0, 9)], []])
 

@@ -148,7 +148,7 @@ def test_a_bad_cell_is_refused_with_row_column_and_cell(document, row, column, c
 
 
 @pytest.mark.parametrize("source", ["no-such-file.csv", "a\0b", "\ud800"])
-def test_what_is_neither_text_nor_a_file_is_refused(source):
+def test_a_source_must_be_text_or_a_file(source):
     with pytest.raises(FormatError, match="cannot read the schedule file"):
         read_orders(source)
 
@@ -224,7 +224,7 @@ def test_placement_and_microbatches_are_inferred():
     assert (schedule.placement, schedule.num_microbatches) == (Placement((0, 1, 1, 0)), 5)
 
 
-def test_cuts_are_a_chain_when_no_message_says_otherwise():
+def test_cuts_without_messages_are_a_chain():
     assert Program.from_csv("0F0,0B0\n1F0,1B0").cuts == Cuts.chain(2)
 
 

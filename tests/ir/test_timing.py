@@ -35,7 +35,7 @@ def test_an_overlapped_pair_hides_a_share_of_its_shorter_half(overlap, seconds):
     assert pass_seconds(table, COSTS, overlap)[1] == seconds
 
 
-def test_what_is_no_pass_takes_no_time():
+def test_actions_that_are_no_passes_take_no_time():
     assert pass_seconds(Orders.of([[Send(0, 0, 1), Reduce(1), Forward(1, 0)]]), COSTS).tolist() == [0, 0, 2]
 
 

@@ -74,7 +74,7 @@ def test_length_is_measured_both_ways():
     assert trace().windows == ((0.0, 11.0), (3.0, 7.0))
 
 
-def test_bubbles_are_what_is_not_work():
+def test_bubbles_are_the_time_without_work():
     assert trace().work == (6.0, 4.0)
     assert trace().bubble == pytest.approx(1 - 10 / 22)
     assert trace().span_bubble == pytest.approx(1 - 10 / 22)

@@ -9,8 +9,8 @@ from penstock.launch.fault_injection import Fault
 READ = {
     "kill,rank=1,step=5,action=3": Fault("kill", 1, step=5, action=3),
     "abort,save=7": Fault("abort", save=7),
-    "raise,rank=2,after=1.5,life=every": Fault("raise", 2, after=1.5, life=None),
-    "slow,rank=1,step=0,seconds=0.25,life=2": Fault("slow", 1, step=0, seconds=0.25, life=2),
+    "raise,rank=2,after=1.5,attempt=every": Fault("raise", 2, after=1.5, attempt=None),
+    "slow,rank=1,step=0,seconds=0.25,attempt=2": Fault("slow", 1, step=0, seconds=0.25, attempt=2),
 }
 WRONG = {
     "kil,step=1": "unknown fault",
@@ -50,9 +50,9 @@ def test_faults_are_refused_unless_the_environment_allows_them(monkeypatch: pyte
 
 
 def test_a_fault_applies_to_one_rank_in_one_attempt_or_in_all() -> None:
-    assert [Fault("kill", 1, step=5, life=1).applies_to(*place) for place in ((1, 1), (0, 1), (1, 0))] == [
+    assert [Fault("kill", 1, step=5, attempt=1).applies_to(*place) for place in ((1, 1), (0, 1), (1, 0))] == [
         True,
         False,
         False,
     ]
-    assert Fault("kill", 1, step=5, life=None).applies_to(1, 7)
+    assert Fault("kill", 1, step=5, attempt=None).applies_to(1, 7)

@@ -257,8 +257,8 @@ def test_the_place_of_a_failure_and_the_activity_of_other_ranks_are_reported() -
     message = broken(step, 3)
     assert message.startswith("a rank failed (rank: 0, step: 4, stage: 0, microbatch: 3, action: 0F3)\n")
     second, third = message.splitlines()[-2:]
-    assert second.startswith("rank 1: stopped in 1RECV_F3 from rank 0, waiting ")
-    assert third.startswith("rank 2: stopped in 2F3, working ")
+    assert second.startswith("rank 1: stopped: waiting for 1RECV_F3 of step ")
+    assert third.startswith("rank 2: stopped: working on 2F3 of step ")
 
 
 def test_a_killed_rank_is_named_with_its_signal() -> None:

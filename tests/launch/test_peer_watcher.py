@@ -22,7 +22,7 @@ from penstock.launch import (
     peer_watcher,
     sync_point_code,
 )
-from penstock.launch.error_report import Loss, is_consequence, loss_of
+from penstock.launch.error_report import WaitFailure, classify_wait_error, is_consequence
 from tests.leftovers import wait_until
 
 pytestmark = pytest.mark.usefixtures("tidy")
@@ -135,15 +135,15 @@ def test_the_reason_of_a_rank_that_went_away_is_reported(tmp_path: Path) -> None
         os._exit(1)
 
     place = "step: 4, stage: 1, microbatch: 3, action: 1RECV_F3"
-    assert lost_contact(fail, tmp_path / "told").splitlines() == [
+    assert lost_contact(fail, tmp_path / "report").splitlines() == [
         f"rank 1 lost contact with rank 0 while waiting for 1RECV_F3 ({place})",
         "rank 0: failed in 0F3 of step 4: out of luck",
     ]
 
 
 def test_a_killed_rank_is_reported_as_gone(tmp_path: Path) -> None:
-    told = lost_contact(lambda status_file: os.kill(os.getpid(), signal.SIGKILL), tmp_path / "told")
-    assert told.splitlines()[1].startswith("rank 0: its process is gone (pid ")
+    report = lost_contact(lambda status_file: os.kill(os.getpid(), signal.SIGKILL), tmp_path / "report")
+    assert report.splitlines()[1].startswith("rank 0: its process is gone (pid ")
 
 
 # ---------------------------------------------------------------------------------------- a rank that does not notice
@@ -241,21 +241,21 @@ def test_a_rank_that_has_finished_is_noticed_by_a_rank_that_waits_for_it(
 
 
 @pytest.mark.parametrize(
-    ("text", "loss"),
+    ("text", "failure"),
     [
-        ("[/x/unbound_buffer.cc:78] Timed out waiting 500ms for recv operation to complete", Loss.TIMEOUT),
-        ("[/x/unbound_buffer.cc:129] Timed out waiting 500ms for send operation to complete", Loss.TIMEOUT),
-        ("Operation timed out!", Loss.TIMEOUT),
-        ("Application timeout caused pair closure", Loss.TIMEOUT),
-        ("[/x/pair.cc:553] Connection closed by peer [127.0.0.1]:49355. This is typically caused by a", Loss.CLOSED),
-        ("[/x/pair.cc:537] Read error [127.0.0.1]:30609: Connection reset by peer. This is", Loss.CLOSED),
-        ("writev [127.0.0.1]:2: Broken pipe", Loss.CLOSED),
-        ("Read error [10.0.0.2]:30609: Connection timed out", Loss.TIMEOUT),
-        ("tensors must be contiguous", Loss.OTHER),
+        ("[/x/unbound_buffer.cc:78] Timed out waiting 500ms for recv operation to complete", WaitFailure.TIMEOUT),
+        ("[/x/unbound_buffer.cc:129] Timed out waiting 500ms for send operation to complete", WaitFailure.TIMEOUT),
+        ("Operation timed out!", WaitFailure.TIMEOUT),
+        ("Application timeout caused pair closure", WaitFailure.TIMEOUT),
+        ("[/x/pair.cc:553] Connection closed by peer [127.0.0.1]:49355. This is typically caused", WaitFailure.CLOSED),
+        ("[/x/pair.cc:537] Read error [127.0.0.1]:30609: Connection reset by peer. This is", WaitFailure.CLOSED),
+        ("writev [127.0.0.1]:2: Broken pipe", WaitFailure.CLOSED),
+        ("Read error [10.0.0.2]:30609: Connection timed out", WaitFailure.TIMEOUT),
+        ("tensors must be contiguous", WaitFailure.OTHER),
     ],
 )
-def test_the_text_of_a_broken_wait_is_classified(text: str, loss: Loss) -> None:
-    assert loss_of(RuntimeError(text)) is loss
+def test_the_text_of_a_broken_wait_is_classified(text: str, failure: WaitFailure) -> None:
+    assert classify_wait_error(RuntimeError(text)) is failure
 
 
 def test_the_text_of_an_unknown_error_is_kept(tmp_path: Path) -> None:

@@ -211,10 +211,10 @@ def test_a_failure_that_is_too_long_is_cut_between_characters(tmp_path: Path) ->
 def test_a_long_traceback_loses_its_middle_and_stays_json(tmp_path: Path) -> None:
     failure = ErrorReport(3, "KeyError: 'a'", "begin\n" + '  File "é"\n' * 9000 + "end", {"step": "4"})
     StatusFile.create(tmp_path, 0, 1).failed(failure.to_json(MAX_FAILURE_BYTES))
-    told = json.loads(only(tmp_path).failure)
-    assert told["text"].startswith("begin\n")
-    assert told["text"].endswith("end")
-    assert (told["rank"], told["location"]) == (3, {"step": "4"})
+    failure = json.loads(only(tmp_path).failure)
+    assert failure["text"].startswith("begin\n")
+    assert failure["text"].endswith("end")
+    assert (failure["rank"], failure["location"]) == (3, {"step": "4"})
 
 
 def test_any_failure_text_has_a_summary() -> None:

@@ -2,11 +2,20 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from penstock.launch import StopRequest, catch_stop_signals, forward_stop_signals
+
+
+@pytest.fixture(autouse=True)
+def interrupts_are_not_ignored() -> Iterator[None]:
+    """A shell starts commands in the background with SIGINT ignored, and these tests send it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -76,7 +76,7 @@ def chances(y: Tensor, t: Tensor) -> Tensor:
     return y.log_softmax(-1).gather(-1, t.clamp(min=0).unsqueeze(-1)).squeeze(-1)
 
 
-def told(y: Tensor, t: Tensor, **options: Any) -> Tensor:
+def binary_cross_entropy(y: Tensor, t: Tensor, **options: Any) -> Tensor:
     """Binary cross entropy."""
     return functional.binary_cross_entropy_with_logits(y, t, **options)
 
@@ -150,7 +150,7 @@ class Learned(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
 
     def forward(self, y: Tensor, t: Tensor) -> Tensor:
-        """Squares as certain as the scale says."""
+        """Squared errors weighted by the scale."""
         return functional.mse_loss(y, t) * torch.exp(-self.scale) + self.scale
 
 
@@ -302,11 +302,13 @@ REGRESSIONS = {
 }
 BINARIES = {
     "chances": _BINARY(lambda y, t: functional.binary_cross_entropy(y.sigmoid(), t)),
-    "weighted positives": _BINARY(lambda y, t: told(y, t, pos_weight=WEIGHTS)),
-    "weighted classes": _BINARY(lambda y, t: told(y, t, weight=WEIGHTS)),
-    "only positives": _BINARY(lambda y, t: (told(y, t, reduction="none") * t).sum() / t.sum()),
+    "weighted positives": _BINARY(lambda y, t: binary_cross_entropy(y, t, pos_weight=WEIGHTS)),
+    "weighted classes": _BINARY(lambda y, t: binary_cross_entropy(y, t, weight=WEIGHTS)),
+    "only positives": _BINARY(lambda y, t: (binary_cross_entropy(y, t, reduction="none") * t).sum() / t.sum()),
     "focal over positives": _BINARY(
-        lambda y, t: ((1 - y.sigmoid()) ** 2 * told(y, t, reduction="none")).sum() / t.sum().clamp(min=1)
+        lambda y, t: (
+            ((1 - y.sigmoid()) ** 2 * binary_cross_entropy(y, t, reduction="none")).sum() / t.sum().clamp(min=1)
+        )
     ),
     "soft margin": _BINARY(lambda y, t: functional.soft_margin_loss(y, 2 * t - 1)),
     "hinge": _BINARY(lambda y, t: functional.hinge_embedding_loss(y, 2 * t - 1)),

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.capture import Microbatch, capture
+from penstock.capture import Cut, Microbatch, capture
 from penstock.errors import RunError
 from penstock.loss import LossStep, LossWeights, weighted_sum
 from tests.loss.test_models import OneReplica
 
 LABELS = torch.tensor([[0, 1, 2], [3, -100, -100], [-100, -100, -100], [1, 0, 2]])
 Y = torch.randn(4, 3, 5)
+CUTS = {".2": Cut("target", 0)}
 
 
 def entropy(y: Tensor, t: Tensor) -> Tensor:
@@ -23,10 +24,10 @@ def entropy(y: Tensor, t: Tensor) -> Tensor:
 def weights(target: Tensor, reduction: str | None = None) -> tuple[float, ...]:
     """The weights of single samples."""
     captured = capture(nn.Linear(1, 1), (torch.zeros(1, 1),))
-    microbatches = [Microbatch((), {}, own, 1) for own in target.split(1)]
+    microbatches = [Microbatch((), {}, own, 1, CUTS) for own in target.split(1)]
     step = LossStep(microbatches, [captured.first] * len(microbatches), True)
     own = LossWeights(captured, OneReplica(), entropy, reduction)
-    own.loss(step, 0, Y[:1])
+    own.weigh(step, 0, Y[:1], entropy(Y[:1], target[:1]))
     return own.weights(step)
 
 
@@ -50,9 +51,10 @@ def test_the_user_may_give_the_reduction() -> None:
 
 def test_labels_that_are_not_there_cannot_be_counted() -> None:
     captured = capture(nn.Linear(1, 1), (torch.zeros(1, 1),))
-    step = LossStep([Microbatch((), {}, Y[:1], 1), Microbatch((), {}, Y[1:2], 1)], [captured.first] * 2, True)
+    microbatches = [Microbatch((), {}, own, 1, CUTS) for own in Y[:2].split(1)]
+    step = LossStep(microbatches, [captured.first] * 2, True)
     with pytest.raises(RunError, match="requires labels to count"):
-        LossWeights(captured, OneReplica(), functional.mse_loss, "tokens").loss(step, 0, Y[:1])
+        LossWeights(captured, OneReplica(), functional.mse_loss, "tokens").weigh(step, 0, Y[:1], torch.zeros(()))
 
 
 def test_a_loss_without_weight_is_left_out_even_if_it_is_nan() -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import penstock
 from tests.loss.table import ALL, CLASSES, LABELS, PLACES, SAMPLES, VALUES, WEIGHTS, flat, numbers
-from tests.runtime.plans import quick_plan
+from tests.plans import quick_plan
 
 X = numbers(SAMPLES, PLACES, 4, seed=0)
 

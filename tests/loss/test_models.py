@@ -11,7 +11,7 @@ from torch.nn import functional
 from penstock.capture import capture, split_batch, without_cache
 from penstock.errors import RunError
 from penstock.ir import transform
-from penstock.loss import LossStep, LossWeights, loss_of, weighted_sum
+from penstock.loss import LossStep, LossWeights, losses_of, weighted_sum
 from tests.zoo import UNSCORED, ZOO
 
 BATCH_NORM, INSEPARABLE = "batch norm takes", "not a weighted sum"
@@ -19,6 +19,9 @@ COUPLED = {
     "resnet50": BATCH_NORM, "unet": BATCH_NORM, "segformer": BATCH_NORM, "clip": INSEPARABLE, "mixtral": INSEPARABLE,
     "qwen2_moe": INSEPARABLE, "olmoe": INSEPARABLE, "gpt_oss": INSEPARABLE,
 }  # fmt: skip
+# The dimension of samples is found by its length, and the state has as many directions as a microbatch has samples. The
+# loss cannot be evaluated on part of a batch then; each sample is given the same weight, which is right here.
+UNDETERMINED = {"gru_attention": "could not be determined"}
 # A block that stays whole and decides by the sum of all samples: nothing outside of it shows.
 UNSEEN = {"control_flow"}
 # Computed in lower precision than float64.
@@ -84,7 +87,7 @@ def losses(name: str) -> tuple[Tensor, Tensor, tuple[str, ...]]:
         for name, buffer in model.named_buffers():
             buffer.data.copy_(buffers[name])
         with torch.no_grad():
-            return loss_of(model(*args, **kwargs))
+            return losses_of(model(*args, **kwargs))[""]
 
     pieces = split_batch(model.forward, args, kwargs, None, 3)
     captured = capture(model, pieces[0].args, pieces[0].kwargs)
@@ -100,8 +103,9 @@ def losses(name: str) -> tuple[Tensor, Tensor, tuple[str, ...]]:
 def test_a_model_without_a_warning_has_the_loss_of_its_microbatches(name: str) -> None:
     whole, found, warnings = losses(name)
     is_equal = torch.allclose(found, whole, rtol=1e-10, atol=0)
-    assert (len(warnings) == 1, is_equal) == (name in COUPLED, name not in {*COUPLED, *UNSEEN})
-    assert all(COUPLED[name] in warning for warning in warnings)
+    causes = COUPLED | UNDETERMINED
+    assert (len(warnings) == 1, is_equal) == (name in causes, name not in {*COUPLED, *UNSEEN})
+    assert all(causes[name] in warning for warning in warnings)
 
 
 @pytest.mark.parametrize("name", sorted(UNSCORED - ROUGH))
@@ -299,7 +303,17 @@ def test_a_model_without_a_loss_is_refused_with_a_hint() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     captured = capture(model, (X,))
     with pytest.raises(RunError, match=r"no loss \(returned: tensor\[6, 3\]\)\ntry: loss_fn="):
-        LossWeights(captured, OneReplica()).loss_name(captured.first)
+        LossWeights(captured, OneReplica()).loss_values(captured.first)
     with pytest.raises(RunError, match=r"returned: tuple\(tensor\[3\], int\)"):
-        loss_of((torch.zeros(3), 1))
-    assert loss_of({"logits": X, "loss": torch.ones(())}) == loss_of((torch.ones(()), X)) == 1
+        losses_of((torch.zeros(3), 1))
+
+
+def test_the_loss_is_found_by_its_name_or_as_the_only_scalar_of_a_tuple() -> None:
+    one = torch.ones(())
+    for output in (one, {"logits": X, "loss": one}, (one, X), (X, one), (X, None, one, torch.tensor(1))):
+        assert losses_of(output) == {"": one}
+    for output in ({"a": one, "b": one}, {"logits": X, "loss": {"a": one, "b": one}}, (X, {"a": one, "b": one})):
+        assert losses_of(output) == {"a": one, "b": one}
+    for ambiguous in ((X, one, one), {"logits": X, "router": one}):
+        with pytest.raises(RunError, match="returned no loss"):
+            losses_of(ambiguous)

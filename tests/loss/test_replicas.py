@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.capture import Microbatch, capture
+from penstock.capture import Cut, Microbatch, capture
 from penstock.errors import RunError
 from penstock.loss import LossStep, LossWeights
 
@@ -19,6 +19,7 @@ LABELS = torch.tensor([[0, 1, 2], [3, -100, -100], [4, 4, -100], [1, 0, 2], [2, 
 FULL = LABELS.clamp(min=0)
 VALUES = torch.randn(5, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Batch = Sequence[Sequence[int]]
+CUTS = {".2": Cut("target", 0)}
 
 
 def entropy(y: Tensor, t: Tensor, **options: Any) -> Tensor:
@@ -47,10 +48,11 @@ def weights(
     captured, replicas = capture(nn.Linear(1, 1), (torch.zeros(2, 1),)), Together(len(batches))
 
     def found(loss_fn: Callable[[Any, Any], Tensor], rows: Batch) -> tuple[float, ...]:
-        microbatches = [Microbatch((), {}, target[list(own)], len(own)) for own in rows]
+        microbatches = [Microbatch((), {}, target[list(own)], len(own), CUTS) for own in rows]
         step = LossStep(microbatches, [captured.first] * len(rows), True)
         own = LossWeights(captured, replicas, loss_fn, **options)
-        own.loss(step, 0, VALUES[list(rows[0])].clone().requires_grad_())
+        output = VALUES[list(rows[0])].clone().requires_grad_()
+        own.weigh(step, 0, output, loss_fn(output, microbatches[0].target))
         return own.weights(step)
 
     with ThreadPoolExecutor(len(batches)) as threads:

@@ -14,7 +14,7 @@ from penstock.capture import microbatch_sizes, split_batch
 from penstock.loss.decide import decide
 from penstock.loss.function import LossFunction
 from tests.loss.table import CLASSES, PLACES, SAMPLES, TABLE, Row, numbers
-from tests.runtime.plans import quick_plan, recorded_once
+from tests.plans import quick_plan, shared_recordings
 
 X = numbers(SAMPLES, PLACES, 4, seed=0)
 TOLERANCES = {"in float32": 1e-6, "in half": 3e-2}
@@ -61,7 +61,7 @@ PLANS = {count: quick_plan(MODEL, (X,), ranks=2, microbatches=count, schedule="1
 @pytest.fixture(autouse=True)
 def _once() -> Iterator[None]:
     """One model is recorded once for the whole table."""
-    with recorded_once():
+    with shared_recordings():
         yield
 
 
@@ -84,16 +84,16 @@ def assert_exact_or_warned(name: str, row: Row, step: Any, whole: Any, model: nn
     loss = whole()
     loss.reshape(()).backward()
     expected = [*gradients(model, row.loss_fn), loss.detach().reshape(())]
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = step()
-    words = [str(one.message) for one in said if "loop over the microbatches" in str(one.message)]
+    warned = [text for each in caught if "loop over the microbatches" in (text := str(each.message))]
     found = [*gradients(model, row.loss_fn), result.loss]
     if row.expected == "warned":
-        assert words
+        assert warned
         return
     tolerance = next((value for key, value in TOLERANCES.items() if key in name), 1e-12)
-    assert not words
+    assert not warned
     assert apart(found, expected) <= tolerance
 
 
@@ -138,7 +138,7 @@ NOT_IN_PAIRS = {
 
 @pytest.mark.parametrize("microbatches", [3, SAMPLES])
 def test_pairs_of_microbatches_are_enough_for_most(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.loss.decide._AT_ONCE", 0)
+    monkeypatch.setattr("penstock.loss.decide._MAX_TOGETHER", 0)
     sizes = microbatch_sizes(SAMPLES, microbatches)
     warned, wrong = set(), []
     for name, row in TABLE.items():

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.api.measuring import measured_model
 from penstock.capture import capture
 from penstock.measure import MeasuredModel
-from penstock.runtime import measured_model
 
 WIDTH, ROWS = 8, 4
 

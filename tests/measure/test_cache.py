@@ -14,7 +14,7 @@ from penstock.measure.cache import default_directory
 PROFILE = Profile((NodeCost("a", 1.0, 2.0, 1.0, 1.0),), 3.0, "0" * 64, "cpu")
 
 
-def test_what_was_put_in_is_there(tmp_path: Path):
+def test_a_stored_profile_is_found(tmp_path: Path):
     Cache(tmp_path).put("key", PROFILE)
     assert Cache(tmp_path).get("key") == PROFILE
     assert Cache(tmp_path).get("other") is None
@@ -27,7 +27,7 @@ def test_files_and_directory_are_the_users_own(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"penstock": 1, "type": "Graph", "value": {}}', "\x00\xff"])
-def test_a_file_that_cannot_be_read_is_told_of_and_written_anew(tmp_path: Path, text: str):
+def test_an_unreadable_file_is_warned_of_and_rewritten(tmp_path: Path, text: str):
     (tmp_path / "key.json").write_text(text, encoding="latin-1")
     with pytest.warns(UserWarning, match="cannot read a cached profile"):
         assert Cache(tmp_path).get("key") is None

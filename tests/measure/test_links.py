@@ -8,7 +8,7 @@ import penstock
 from penstock.errors import RunError
 from penstock.ir import Cluster
 from penstock.measure import measure_links
-from penstock.measure.links import Messages, tournament
+from penstock.measure.links import Messages, round_robin
 
 FEW = Messages(small_bytes=8, large_bytes=1 << 16, small_times=3, large_times=2)
 
@@ -22,8 +22,8 @@ def cluster_with_memory() -> Cluster:
 
 
 @pytest.mark.parametrize("ranks", range(1, 10))
-def test_in_a_tournament_all_meet_once_and_nobody_two_at_a_time(ranks: int):
-    rounds = list(tournament(ranks))
+def test_a_round_robin_has_every_pair_once_and_no_rank_twice_in_a_round(ranks: int):
+    rounds = list(round_robin(ranks))
     assert sorted(chain(*rounds)) == list(combinations(range(ranks), 2))
     for pairs in rounds:
         players = list(chain(*pairs))
@@ -45,7 +45,7 @@ def test_links_have_a_latency_and_a_bandwidth_that_are_possible(pools):
 
 
 @pytest.mark.gloo
-def test_the_door_adds_what_memory_a_rank_has(pools):
+def test_measured_links_include_the_memory_of_ranks(pools):
     assert pools[4].run(cluster_with_memory)[0].limits == (2**30,) * 4
 
 

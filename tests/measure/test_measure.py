@@ -114,6 +114,6 @@ def test_hooks_of_the_user_run_as_they_do_in_training():
 
 
 def test_rounds_report_progress_and_end_with_the_budget():
-    told = []
-    measure(measured(chain()), 50, budget_seconds=0.0, progress=lambda done, total: told.append((done, total)))
-    assert told == [(1, 52), (2, 52), (3, 52)]
+    progress = []
+    measure(measured(chain()), 50, budget_seconds=0.0, progress=lambda done, total: progress.append((done, total)))
+    assert progress == [(1, 52), (2, 52), (3, 52)]

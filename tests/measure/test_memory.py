@@ -1,4 +1,4 @@
-"""Memory: what nodes hold, told alone, adds up to what stages hold, whatever the cut."""
+"""The memory of nodes, measured alone, adds up to the memory of stages for every cut."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_a_relu_holds_what_it_made_and_nothing_for_weights() -> None:
     assert memory_by_node(measured(chain(nn.Linear(WIDTH, WIDTH), nn.ReLU())))["1"].holds == SavedTensors(values=("1",))
 
 
-def test_what_no_other_node_sees_is_its_own() -> None:
+def test_memory_that_no_other_node_uses_counts_for_its_node() -> None:
     found = memory_by_node(measured(chain(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Sigmoid(), nn.Tanh()))))
     assert found["1"].holds == SavedTensors(own=VALUE, values=("1",))
 

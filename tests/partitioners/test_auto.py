@@ -33,7 +33,7 @@ def test_more_stages_are_not_taken_for_nothing():
     assert divide("auto", Problem(*chain([1] * 16), Cluster(4))).placement == Placement.loop(4)
 
 
-def test_if_nothing_fits_the_error_says_what_is_short():
+def test_if_nothing_fits_the_error_names_the_shortage():
     with pytest.raises(PartitionError, match="no cut was found that keeps the limits of memory"):
         divide("auto", Problem(*chain([1, 1], [50, 50]), Cluster(2, memory=3)))
 

@@ -1,4 +1,4 @@
-"""What is said to be the best equals the best of all, tried one by one on small graphs."""
+"""A partition with a proof of optimality is the best of all partitions of small graphs."""
 
 import random
 from itertools import count, islice

@@ -51,7 +51,7 @@ def test_memory_that_is_written_later_is_not_cut():
     assert uniform(graph, 3).stages == (("m.a",), ("m.b", "/add_"), ("m.c",))
 
 
-def test_those_who_use_a_buffer_that_is_written_stay_together():
+def test_users_of_a_written_buffer_stay_together():
     graph = chain("m.a", "m.b", "m.c", "m.d", "m.e")
     users = [replace(node, buffers=("count",)) if node.name in ("m.b", "m.d") else node for node in graph.nodes]
     graph = replace(graph, nodes=tuple(users), buffers=(Value("count", SPEC),), updates=(Update("m.d", ("count",)),))
@@ -59,7 +59,7 @@ def test_those_who_use_a_buffer_that_is_written_stay_together():
     assert uniform(graph, 3).stages == (("m.a",), ("m.b", "m.c", "m.d"), ("m.e",))
 
 
-def test_lists_of_modules_say_which_stage_each_is_in():
+def test_lists_of_modules_give_the_stage_of_each():
     assert by_modules(GRAPH, [["m.a"], ["m.b", "m.c", "m.d"]]).stages == (("m.a",), ("m.b", "/mul", "m.c", "m.d"))
 
 

@@ -90,7 +90,7 @@ def test_nodes_are_kept_together_if_asked(name):
     assert stage_of("5") == stage_of("6") == stage_of("7")
 
 
-def test_no_rank_holds_more_than_its_memory_or_the_error_says_what_is_short(name):
+def test_no_rank_exceeds_its_memory_or_the_error_names_the_shortage(name):
     graph, profile = wild(3, 14)
     holding = Holding(in_flight=2, optimizer_copies=2)
     division = divide(name, Problem(graph, profile, Cluster(4, memory=800), holding=holding))

@@ -11,7 +11,7 @@ from penstock.partitioners import Problem, divide
 from tests.partitioners.examples import branches, outcome, wild
 
 
-def test_without_the_library_the_error_says_how_to_get_it(monkeypatch):
+def test_without_the_library_the_error_hints_at_installing_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "pymetis", None)
     with pytest.raises(PartitionError, match=r"metis is not installed\ntry: pip install 'penstock\[metis\]'"):
         divide("metis", Problem(*chain([1, 1]), Cluster(2)))

@@ -16,7 +16,7 @@ GRAPH, PROFILE = chain([1, 1, 1, 5, 1, 1, 1, 1, 1])
     ("options", "problem"),
     [
         ({"placement": Placement.vee(2)}, r"the same number of ranks \(placement: 2, cluster: 3\)"),
-        ({"holding": Holding((1, 2))}, r"must be given once per stage \(given: 2, stages: 3\)"),
+        ({"holding": Holding((1, 2))}, r"must be given once per stage \(got: 2, stages: 3\)"),
         ({"together": ("1", "2")}, "must be groups of names"),
     ],
 )

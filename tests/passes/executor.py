@@ -134,7 +134,7 @@ class Worker:
         self.gathered: set[int] = set()
 
     def run(self) -> None:
-        """All actions of the rank; a failure is told to the other ranks."""
+        """All actions of the rank; a failure is reported to the other ranks."""
         try:
             for action in self.draft.orders[self.rank]:
                 self.do(action)

@@ -24,7 +24,7 @@ def test_a_stage_is_reduced_once_right_after_its_last_gradient_and_the_messages_
                 assert all(isinstance(a, Message) for a in between)
 
 
-def test_what_others_wait_for_is_sent_before_the_reduction() -> None:
+def test_messages_are_sent_before_the_reduction() -> None:
     program = Program.from_csv("0F0 0SEND_F0 0RECV_B0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0")
     assert str(AddReductions()(program)) == (
         "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD\n1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD"

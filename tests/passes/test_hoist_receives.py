@@ -15,7 +15,7 @@ def passes_before(order: tuple[Action, ...], recv: Recv) -> int:
 
 
 def conversation(program: Program, rank: int, other: int) -> list[Action]:
-    """What one rank says to and hears from another, in order."""
+    """The messages between one rank and another, in order."""
     return [a for a in program.orders[rank] if isinstance(a, Message) and program.placement[a.peer] == other]
 
 

@@ -186,7 +186,7 @@ def test_everything_is_made_exactly_once(order: str, what: str, times: int) -> N
         ("0RESHARD 0UNSHARD 0F0 0B0", "as the action needs (action: 0RESHARD, rank: 0, position: 0)"),
     ],
 )
-def test_what_a_rank_holds_is_followed(order: str, problem: str) -> None:
+def test_the_memory_of_a_rank_is_tracked(order: str, problem: str) -> None:
     program = Program.from_csv(order, Cuts.of(1 + order.count("1F0"), []))
     assert problem in refusal(program)
 

@@ -15,7 +15,7 @@ from penstock.planner.synthesis.problem import rank_orders
 from tests.selection import covered
 
 MOST_PASSES = 36
-"""that the solver orders best, without being told a bound, in a second or so"""
+"""that the solver orders best, without a bound as a hint, in a second or so"""
 SMALL = [each for each in instances(80, seed=3, most_ranks=3, microbatches=(1, 4)) if each.num_passes <= MOST_PASSES][
     :40
 ]
@@ -28,7 +28,7 @@ def test_the_optimum_is_never_below_the_bound(instance: Instance) -> None:
     problem = instance.problem
     bound = lower_bound(problem).seconds
     known = rank_orders(synthesise(problem, budget_seconds=0.1, may_prove=False).best.schedule)
-    # Nothing is told to the solver that the bound says.
+    # The solver is not given the bound.
     proof = prove(problem, known, bound=0.0, limit_seconds=60.0)
     assert proof.is_optimal
     assert bound <= proof.seconds * (1 + 1e-9)
@@ -100,7 +100,7 @@ def test_less_memory_never_lowers_the_bound() -> None:
     assert bounds[-1] > 1.5 * bounds[0]
 
 
-def test_the_bound_says_why() -> None:
+def test_the_bound_has_a_reason() -> None:
     costs = StageCosts((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), activation_bytes=(1, 1))
     assert "rank" in lower_bound(ScheduleProblem.of(costs, Placement.loop(2), 4, Cluster(2, memory=1))).why
 
@@ -122,7 +122,7 @@ def test_a_wrong_number_of_microbatches_is_refused(microbatches: object) -> None
         ScheduleProblem.of(StageCosts.uniform(2), Placement.loop(2), microbatches)  # type: ignore[arg-type]
 
 
-def test_what_does_not_fit_together_is_refused() -> None:
+def test_inconsistent_arguments_are_refused() -> None:
     with pytest.raises(CostError, match="stages"):
         ScheduleProblem.of(StageCosts.uniform(3), Placement.loop(2), 4)
     with pytest.raises(CostError, match="ranks"):

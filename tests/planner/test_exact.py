@@ -59,7 +59,7 @@ def test_what_is_proven_from_a_bound_between_two_ticks_is_no_more_than_the_optim
     assert exact.prove(problem, rank_orders(build("gpipe", 2, 2)), lower_bound(problem).seconds, 5.0).bound <= optimum
 
 
-def test_the_solver_joins_what_is_quicker_as_one() -> None:
+def test_the_solver_joins_backwards_that_are_faster_in_one_piece() -> None:
     costs = StageCosts((1.0, 1.0), (2.0, 2.0), (2.0, 2.0), backward=(3.0, 3.0))
     problem = ScheduleProblem.of(costs, Placement.loop(2), 1)
     split = [[0, 2, 3], [4, 6, 7]]

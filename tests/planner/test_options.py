@@ -1,7 +1,5 @@
 """PlanOptions are checked before anything is measured."""
 
-from dataclasses import fields
-
 import pytest
 
 from penstock.errors import PenstockError
@@ -49,7 +47,3 @@ def test_a_csv_is_read_as_a_schedule(tmp_path) -> None:
     schedule.to_csv(tmp_path / "order.csv")
     for given in (tmp_path / "order.csv", str(tmp_path / "order.csv"), (tmp_path / "order.csv").read_text()):
         assert PlanOptions(2, schedule=given).schedule == schedule
-
-
-def test_every_option_has_a_help_text_and_a_placeholder() -> None:
-    assert all(field.metadata["help"] and field.metadata["metavar"] for field in fields(PlanOptions))

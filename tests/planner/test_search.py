@@ -106,7 +106,7 @@ def test_the_number_of_microbatches_is_chosen_too():
     assert {candidate.num_microbatches for candidate in made.search.candidates} == {2, 4}
 
 
-def test_the_chosen_plan_stands_first_and_the_others_say_why_they_lost():
+def test_the_chosen_plan_comes_first_and_the_others_have_reasons():
     first, *others = plan(schedule="auto").search.candidates
     assert first.predicted == plan(schedule="auto").predicted
     assert others

@@ -65,7 +65,7 @@ def test_a_rank_that_takes_less_than_planned_is_slow_when_it_takes_half_as_long_
     assert [found.rank for _, found in flagged(steps, ranks, range(SINCE, SINCE + 10), rank3=1.5)] == [3]
 
 
-def test_a_rank_is_told_again_only_if_it_recovered_in_between():
+def test_a_slow_rank_is_reported_again_only_after_it_recovered():
     plan = planned()
     steps, ranks = Steps(plan), SlowRankDetector(plan)
     assert len(flagged(steps, ranks, range(60), rank2=2.0)) == 1
@@ -81,7 +81,7 @@ def test_two_slow_ranks_of_four_are_both_found():
     assert sorted(each.rank for _, each in found) == [1, 2]
 
 
-def test_the_first_step_and_a_single_rank_say_nothing():
+def test_the_first_step_and_a_single_rank_are_not_reported():
     plan = planned()
     steps, ranks = Steps(plan), SlowRankDetector(plan)
     assert not flagged(steps, ranks, range(1), rank2=50.0)
@@ -90,7 +90,7 @@ def test_the_first_step_and_a_single_rank_say_nothing():
     assert not flagged(Steps(alone), SlowRankDetector(alone), range(20), rank0=9.0)
 
 
-def test_a_slow_rank_is_told_in_a_sentence():
+def test_a_slow_rank_is_described_in_a_sentence():
     words = "rank 2 is slow since step 41: 1.8 times the plan, 1.7 times its "
     assert str(SlowRank(2, 41, 1.82, 1.7, 3, False)) == words + "peers"
     assert str(SlowRank(2, 41, 1.82, 1.7, 1, False)) == words + "only peer"

@@ -86,7 +86,7 @@ def test_received_values_must_fit_beside_activations() -> None:
     checked(ScheduleProblem.of(costs, Placement.loop(4), 8, Cluster(4, memory=200)))
 
 
-def test_what_a_stage_always_holds_is_not_free_for_activations() -> None:
+def test_static_memory_of_a_stage_is_not_free_for_activations() -> None:
     state = (StateBytes(parameters=3),) * 2
     costs = StageCosts((1.0,) * 2, (1.0,) * 2, (1.0,) * 2, activation_bytes=(1, 1), state=state)
     found = checked(ScheduleProblem.of(costs, Placement.loop(2), 6, Cluster(2, memory=4)))

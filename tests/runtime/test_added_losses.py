@@ -11,11 +11,10 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock.schedules import SCHEDULES
-from tests.runtime.models import WIDTH, Block, anew, fixed, noise
-from tests.runtime.oracle import Numbers, assert_equal, numbers
-from tests.runtime.plans import quick_plan, recorded_once
-from tests.runtime.workers import Pools
-from tests.selection import by_turns
+from tests.parity import PIPELINES, Execution, Values, WholeModel, accumulate, assert_close, gradients, split, values
+from tests.plans import quick_plan, shared_recordings
+from tests.selection import every_third
+from tests.small_models import WIDTH, Block, noise, restored, seeded
 
 X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
 
@@ -67,60 +66,48 @@ PLACES = (
 )
 
 
-def plain_numbers(where: str) -> Numbers:
-    model = fixed(Adding(where))
-    with penstock.added_losses() as added:
-        loss = mse_loss(model(X), TARGET)
-    total = loss + torch.stack(added).sum()
-    total.backward()
-    return numbers(model, [total.detach()])
+def whole_values(where: str) -> Values:
+    return accumulate(WholeModel(seeded(Adding(where)), mse_loss), X, target=TARGET)
 
 
-@recorded_once()
-def pipeline_numbers(where: str, schedules: list[str], local: bool = False) -> list[Numbers]:
+@shared_recordings()
+def split_values(where: str, schedules: list[str], execution: str) -> list[Values]:
     found = []
-    for schedule, model in zip(schedules, anew(fixed(Adding(where))), strict=False):
+    for schedule, model in zip(schedules, restored(seeded(Adding(where))), strict=False):
         plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule=schedule)
-        pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
-        found.append(numbers(pipe, [pipe.step(X, target=TARGET).loss]))
+        found.append(accumulate(split(execution, model, plan, mse_loss), X, target=TARGET))
     return found
 
 
+@pytest.mark.parametrize("execution", PIPELINES, indirect=True)
 @pytest.mark.parametrize("where", PLACES)
-def test_added_losses_count_as_in_one_process(where: str, is_whole: bool) -> None:
-    schedules = by_turns(SCHEDULES, PLACES.index(where), is_whole)
-    expected = plain_numbers(where)
-    for found in pipeline_numbers(where, schedules, local=True):
-        assert_equal(found, expected)
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("where", PLACES)
-def test_added_losses_count_on_every_process(pools: Pools, where: str) -> None:
-    for first, second in zip(*pools[2].run(pipeline_numbers, where, ["1f1b", "zbv"]), strict=True):
-        assert first["loss 0"] == second["loss 0"]
-        assert_equal(first | second, plain_numbers(where))
+def test_added_losses_count_as_in_the_whole_model(execution: Execution, where: str, is_whole: bool) -> None:
+    is_local = execution.name == "local"
+    schedules = every_third(SCHEDULES, PLACES.index(where), is_whole) if is_local else ["1f1b", "zbv"]
+    expected = whole_values(where)
+    for found in execution.run(split_values, 2, where, schedules):
+        assert_close(found, expected)
 
 
 def test_added_losses_count_in_an_evaluation_too() -> None:
-    model = fixed(Adding("in blocks"))
+    model = seeded(Adding("in blocks"))
     plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
     found = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True).eval(X, target=TARGET).loss
     with penstock.added_losses() as added, torch.no_grad():
         expected = mse_loss(model(X), TARGET) + torch.stack(added).sum()
-    assert_equal({"loss": found}, {"loss": expected})
+    assert_close({"loss": found}, {"loss": expected})
 
 
 def test_a_penalty_of_parameters_counts_once_where_it_is_the_only_loss_that_a_stage_adds() -> None:
-    model = fixed(Adding("of weights"))
+    model = seeded(Adding("of weights"))
     plan = quick_plan(model, (X,), ranks=3, microbatches=3, schedule="interleaved", stages_per_rank=3)
     found = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True).step(X, target=TARGET).loss
-    assert_equal(numbers(model, [found]), plain_numbers("of weights"))
+    assert_close(values(model, [found]), whole_values("of weights"))
 
 
 def test_outside_of_a_pipeline_nothing_is_added() -> None:
-    model = fixed(Adding("in blocks, between blocks, and of weights"))
-    assert torch.equal(model(X), fixed(Adding("in blocks, between blocks, and of weights"))(X))
+    model = seeded(Adding("in blocks, between blocks, and of weights"))
+    assert torch.equal(model(X), seeded(Adding("in blocks, between blocks, and of weights"))(X))
     with penstock.added_losses() as added:
         model(X)
     assert len(added) == 13
@@ -162,10 +149,10 @@ def of_chain(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 
 
 ADD = penstock.add_loss
-SEEN: dict[str, Callable[[Any, Tensor], None]] = {
+EXACT: dict[str, Callable[[Any, Tensor], None]] = {
     "a mean": lambda block, x: ADD(0.1 * x.square().mean()),
     "a sum": lambda block, x: ADD(0.1 * x.square().sum()),
-    "a sum that is said to be one": lambda block, x: ADD(torch.einsum("bi,bi->", x, x), reduction="sum"),
+    "a sum by its argument": lambda block, x: ADD(torch.einsum("bi,bi->", x, x), reduction="sum"),
     "a sum over ten": lambda block, x: ADD(x.square().sum() / 10),
     "a sum over samples": lambda block, x: ADD(x.square().sum() / len(x)),
     "a sum of means": lambda block, x: ADD(x.square().mean(1).sum()),
@@ -176,7 +163,7 @@ SEEN: dict[str, Callable[[Any, Tensor], None]] = {
     "a mean and weights": lambda block, x: ADD(x.square().mean() + block.linear.weight.norm()),
     "two of two kinds": lambda block, x: (ADD(x.square().sum()), ADD(x.abs().mean())),  # type: ignore[dict-item, return-value]
 }
-DOUBTED: dict[str, Callable[[Any, Tensor], None]] = {
+WARNED: dict[str, Callable[[Any, Tensor], None]] = {
     "a mean and a sum in one": lambda block, x: ADD(x.square().sum() + x.abs().mean()),
     "a load of experts": lambda block, x: ADD(x.softmax(-1).mean(0).square().sum()),
     "a load by counts": lambda block, x: ADD((x.softmax(-1).mean(0) * (x > 0).double().mean(0)).sum()),
@@ -185,60 +172,54 @@ DOUBTED: dict[str, Callable[[Any, Tensor], None]] = {
 }
 
 
-def added_step(make: Any, schedule: str, recompute: str = "none", rows: int = 7) -> tuple[Numbers, list[str]]:
-    """Losses of a step and of an evaluation and all gradients, and what is said."""
-    model = fixed(Branching(make))
+def added_step(make: Any, schedule: str, recompute: str = "none", rows: int = 7) -> tuple[Values, list[str]]:
+    """The losses of a step and of an evaluation with all gradients, and the warnings."""
+    model = seeded(Branching(make))
     plan = quick_plan(model, (X[:rows],), ranks=2, microbatches=3, schedule=schedule, recompute=recompute)
     pipe = penstock.Pipeline(model, plan, loss_fn=of_chain, local=True)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         losses = [pipe.step(X[:rows], target=TARGET[:rows]).loss, pipe.eval(X[:rows], target=TARGET[:rows]).loss]
-    return gradients_of(model, losses), [str(one.message) for one in said]
+    return gradients(model, losses), [str(warning.message) for warning in caught]
 
 
-def gradients_of(model: nn.Module, losses: list[Tensor]) -> Numbers:
-    return {name: value for name, value in numbers(model, losses).items() if not name.startswith("state")}
-
-
-def plain_step(make: Any, rows: int = 7) -> Numbers:
-    model = fixed(Branching(make))
-    with penstock.added_losses() as added:
-        loss = of_chain(model(X[:rows]), TARGET[:rows])
-    total = loss + torch.stack(added).sum()
-    total.backward()
-    return gradients_of(model, [total.detach(), total.detach()])
+def whole_step(make: Any, rows: int = 7) -> Values:
+    """The same of the whole model, whose evaluation has the loss of its step."""
+    model = seeded(Branching(make))
+    loss = WholeModel(model, of_chain).step(X[:rows], target=TARGET[:rows]).loss
+    return gradients(model, [loss, loss])
 
 
 @pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "none"), ("zbv", "full")])
-@pytest.mark.parametrize("name", SEEN)
-def test_what_is_added_is_weighted_by_how_it_is_made_of_samples(name: str, schedule: str, recompute: str) -> None:
+@pytest.mark.parametrize("name", EXACT)
+def test_an_added_loss_is_weighted_by_its_reduction_over_samples(name: str, schedule: str, recompute: str) -> None:
     """One of the blocks that add is in a branch that leads to no loss."""
-    found, said = added_step(SEEN[name], schedule, recompute)
-    assert said == []
-    assert_equal(found, plain_step(SEEN[name]))
+    found, warned = added_step(EXACT[name], schedule, recompute)
+    assert warned == []
+    assert_close(found, whole_step(EXACT[name]))
 
 
-@pytest.mark.parametrize("name", DOUBTED)
-def test_what_is_added_and_cannot_be_weighted_is_remarked(name: str) -> None:
-    assert any("a loss added by add_loss in stage" in text for text in added_step(DOUBTED[name], "1f1b")[1])
+@pytest.mark.parametrize("name", WARNED)
+def test_an_added_loss_that_cannot_be_weighted_is_warned_of(name: str) -> None:
+    assert any("a loss added by add_loss in stage" in text for text in added_step(WARNED[name], "1f1b")[1])
 
 
 @pytest.mark.parametrize("name", ["a sum over samples", "a sum over ten"])
-def test_a_sum_divided_by_the_samples_is_told_from_one_divided_by_a_number_where_sizes_are_equal(name: str) -> None:
-    found, warned = added_step(SEEN[name], "1f1b", rows=6)
+def test_a_sum_over_samples_and_a_sum_over_a_constant_differ_for_equal_microbatches(name: str) -> None:
+    found, warned = added_step(EXACT[name], "1f1b", rows=6)
     assert warned == []
-    assert_equal(found, plain_step(SEEN[name], 6))
+    assert_close(found, whole_step(EXACT[name], 6))
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ((1.0,), r"must be one number in a tensor \(given: float\)"),
-        ((torch.ones(2),), r"given: torch.float32\[2\]"),
-        ((torch.tensor(1),), r"given: torch.int64\[\]"),
+        ((1.0,), r"must be one number in a tensor \(got: float\)"),
+        ((torch.ones(2),), r"got: torch.float32\[2\]"),
+        ((torch.tensor(1),), r"got: torch.int64\[\]"),
         ((torch.ones(()), "average"), r"unknown reduction of an added loss \(reduction: 'average'\)"),
     ],
 )
-def test_what_is_no_loss_is_refused(given: tuple[Any, ...], words: str) -> None:
+def test_an_added_loss_must_be_a_scalar_float_tensor_with_a_known_reduction(given: tuple[Any, ...], words: str) -> None:
     with pytest.raises(penstock.RunError, match=words):
         penstock.add_loss(*given)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from tests.runtime.models import tied, token_loss, tokens
-from tests.runtime.oracle import Numbers, assert_equal, assert_identical, assert_parts_equal, numbers, whole
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from tests.parity import Values, WholeModel, assert_close, assert_identical, assert_parts_close, values
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import tied, token_loss, tokens
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
 FORMS = (
@@ -43,36 +43,36 @@ def plain_eval(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 def test_samples_shapes_and_dtypes_change_from_step_to_step(schedule: str) -> None:
     plain, (model, pipe) = tied(), tied_pipe(schedule=schedule)
     for x, target in BATCHES:
-        expected = whole(plain, token_loss)(x, target)
-        assert_equal(numbers(model, [pipe.step(x, target=target).loss]), numbers(plain, [expected]))
+        expected = WholeModel(plain, token_loss).step(x, target=target).loss
+        assert_close(values(model, [pipe.step(x, target=target).loss]), values(plain, [expected]))
 
 
 def test_an_evaluation_takes_any_batch() -> None:
     plain, (_, pipe) = tied(), tied_pipe()
     for x, target in BATCHES:
         pipe.step(*BATCHES[0][:1], target=BATCHES[0][1])
-        assert_equal({"loss": pipe.eval(x, target=target).loss}, {"loss": plain_eval(plain, x, target)})
+        assert_close({"loss": pipe.eval(x, target=target).loss}, {"loss": plain_eval(plain, x, target)})
 
 
-def changing_batches() -> tuple[list[Tensor], list[Tensor], Numbers]:
+def changing_batches() -> tuple[list[Tensor], list[Tensor], Values]:
     """Losses of training and evaluation, and what this rank holds in the end."""
     _, pipe = tied_pipe(local=False)
     losses, evaluated = [], []
     for x, target in BATCHES:
         losses.append(pipe.step(x, target=target).loss)
         evaluated.append(pipe.eval(x[:, :1], target=target[:, :1]).loss)
-    return losses, evaluated, numbers(pipe)
+    return losses, evaluated, values(pipe)
 
 
 @pytest.mark.gloo
 def test_processes_follow_changes_too(pools: Pools) -> None:
     plain = tied()
-    trained = [whole(plain, token_loss)(x, target) for x, target in BATCHES]
+    trained = [WholeModel(plain, token_loss).step(x, target=target).loss for x, target in BATCHES]
     evaluated = [plain_eval(plain, x[:, :1], target[:, :1]) for x, target in BATCHES]
     first, second = pools[2].run(changing_batches)
     assert first[:2] == second[:2]
-    assert_equal(dict(enumerate(first[0] + first[1])), dict(enumerate(trained + evaluated)))
-    assert_parts_equal((first[2], second[2]), plain)
+    assert_close(dict(enumerate(first[0] + first[1])), dict(enumerate(trained + evaluated)))
+    assert_parts_close((first[2], second[2]), plain)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -80,12 +80,12 @@ def test_steps_without_zeroing_accumulate(schedule: str) -> None:
     (x, target), (other, wanted) = BATCHES[0], BATCHES[1]
     plain, (model, pipe) = tied(), tied_pipe(schedule=schedule)
     for batch, labels in ((x, target), (other, wanted), (x, target)):
-        whole(plain, token_loss)(batch, labels)
+        WholeModel(plain, token_loss).step(batch, target=labels)
         pipe.step(batch, target=labels)
-    assert_equal(numbers(model), numbers(plain))
+    assert_close(values(model), values(plain))
 
 
-def accumulated(zeroes: bool) -> Numbers:
+def accumulated(zeroes: bool) -> Values:
     """Two steps with an evaluation in between."""
     _, pipe = tied_pipe(local=False)
     for x, target in BATCHES[:2]:
@@ -94,7 +94,7 @@ def accumulated(zeroes: bool) -> Numbers:
                 parameter.grad = None
         pipe.step(x, target=target)
         pipe.eval(x, target=target)
-    return numbers(pipe)
+    return values(pipe)
 
 
 @pytest.mark.gloo
@@ -104,8 +104,8 @@ def test_processes_accumulate_unless_gradients_are_zeroed(pools: Pools, zeroes: 
     for x, target in BATCHES[:2]:
         if zeroes:
             plain.zero_grad()
-        whole(plain, token_loss)(x, target)
-    assert_parts_equal(pools[2].run(accumulated, zeroes), plain)
+        WholeModel(plain, token_loss).step(x, target=target)
+    assert_parts_close(pools[2].run(accumulated, zeroes), plain)
 
 
 def test_an_evaluation_changes_nothing() -> None:
@@ -113,11 +113,11 @@ def test_an_evaluation_changes_nothing() -> None:
     x, target = BATCHES[0]
     pipe.step(x, target=target)
     model.blocks[1].eval()
-    modes, draws, before = [m.training for m in model.modules()], torch.get_rng_state(), _copied(numbers(model))
+    modes, draws, before = [m.training for m in model.modules()], torch.get_rng_state(), _copied(values(model))
     pipe.eval(x[:5], target=target[:5], return_outputs=True)
     assert [m.training for m in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), draws)
-    assert_identical(numbers(model), before)
+    assert_identical(values(model), before)
 
 
 def test_a_step_leaves_the_random_numbers_of_the_user_alone() -> None:
@@ -127,5 +127,5 @@ def test_a_step_leaves_the_random_numbers_of_the_user_alone() -> None:
     assert torch.equal(torch.get_rng_state(), draws)
 
 
-def _copied(found: Numbers) -> Numbers:
+def _copied(found: Values) -> Values:
     return {name: None if value is None else value.clone() for name, value in found.items()}

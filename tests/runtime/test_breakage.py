@@ -1,4 +1,4 @@
-"""When a rank of a pipeline breaks: every rank stops soon, and the error says who, where and why."""
+"""When a rank of a pipeline fails, every rank stops, and the error names the rank, the action and the cause."""
 
 import os
 import signal
@@ -13,25 +13,25 @@ from torch.nn import functional
 import penstock
 from penstock.errors import RunError
 from penstock.runtime import sync
-from tests.runtime.plans import quick_plan
+from tests.plans import quick_plan
 
-RANKS, MICROBATCHES, FATEFUL = 4, 4, 6
+RANKS, MICROBATCHES, FAULTY_CALL = 4, 4, 6
 X, Y = torch.randn(8, 8), torch.randn(8, 8)
 pytestmark = [pytest.mark.usefixtures("tidy"), pytest.mark.xdist_group("gloo")]
 
 
-class Fateful(nn.Module):
-    """A block to which something happens at a certain call in training, once ranks are processes."""
+class FaultyBlock(nn.Module):
+    """A block with a fault that occurs at a certain call, once ranks are processes."""
 
-    def __init__(self, fate=None):
+    def __init__(self, fault=None):
         super().__init__()
-        self.linear, self.fate, self.calls = nn.Linear(8, 8), fate, 0
+        self.linear, self.fault, self.calls = nn.Linear(8, 8), fault, 0
 
     def forward(self, x):
         """A layer."""
         self.calls += dist.is_initialized()
-        if self.fate and self.calls == FATEFUL:
-            self.fate()
+        if self.fault and self.calls == FAULTY_CALL:
+            self.fault()
         return torch.tanh(self.linear(x))
 
 
@@ -57,36 +57,36 @@ def greedy():
 
 
 class Gone:
-    """A message that nobody will ever get."""
+    """The handle of a message that is never sent."""
 
     def wait(self, deadline=None):
         """At once."""
 
 
 def losing():
-    """From now on what this rank's stages send goes nowhere."""
+    """Drop all further messages of the stages of this rank."""
     send = dist.ProcessGroup.send
     dist.ProcessGroup.send = lambda group, tensors, peer, tag: (
         send(group, tensors, peer, tag) if tag == sync.TAG else Gone()
     )
 
 
-def train(fate, place=2, fateful=FATEFUL):
-    blocks = [Fateful(fate if index == place else None) for index in range(RANKS)]
+def train(fault, place=2, faulty_call=FAULTY_CALL):
+    blocks = [FaultyBlock(fault if index == place else None) for index in range(RANKS)]
     model = nn.Sequential(*blocks)
     plan = quick_plan(model, (X,), ranks=RANKS, microbatches=MICROBATCHES, schedule="1f1b")
     # Short only where the deadline is what ends the step: on a busy machine ordinary waits may take seconds.
-    options = penstock.RunOptions(deadline_seconds=4.0 if fate in (stopped, endless, losing) else 60.0)
+    options = penstock.RunOptions(deadline_seconds=4.0 if fault in (stopped, endless, losing) else 60.0)
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, options=options)
     for block in blocks:
-        block.calls = FATEFUL - fateful
+        block.calls = FAULTY_CALL - faulty_call
     for _ in range(4):
         pipe.step(X, target=Y)
 
 
-def broken(fate, *places):
+def broken(fault, *places):
     with pytest.raises(RunError) as caught:
-        penstock.launch(train, RANKS, fate, *places)
+        penstock.launch(train, RANKS, fault, *places)
     return str(caught.value)
 
 
@@ -99,7 +99,7 @@ def test_an_exception_shows_the_failing_rank_first_and_one_line_for_each_other()
         assert sum(line.startswith(f"rank {rank}: ") for line in text.splitlines()) == 1
 
 
-def test_a_rank_that_fails_before_its_first_message_is_told_as_any_other():
+def test_a_rank_that_fails_before_its_first_message_is_reported():
     first, *_ = broken(boom, 0, MICROBATCHES + 1).splitlines()
     assert first == "a rank failed (rank: 0, step: 1, stage: 0, microbatch: 0, action: 0F0)"
 
@@ -109,15 +109,15 @@ def test_a_killed_rank_is_named_with_its_signal():
     assert text.startswith("a rank was killed (rank: 2, signal: SIGKILL, step: 1, action: 2F1)")
 
 
-@pytest.mark.parametrize(("fate", "words"), [(stopped, "its process is stopped"), (endless, "working on 2F1")])
-def test_a_rank_that_hangs_is_found_at_the_deadline(fate, words):
-    text = broken(fate)
+@pytest.mark.parametrize(("fault", "words"), [(stopped, "its process is stopped"), (endless, "working on 2F1")])
+def test_a_rank_that_hangs_is_found_at_the_deadline(fault, words):
+    text = broken(fault)
     assert "timed out waiting for" in text
     assert f"rank 2: no progress, {words}" in text
     assert "deadline seconds: 4" in text
 
 
-def test_a_lost_message_is_told_apart_from_a_slow_rank():
+def test_a_lost_message_is_distinguished_from_a_slow_rank():
     text = broken(losing)
     assert "timed out waiting for" in text
     assert "message was lost" in text
@@ -130,7 +130,7 @@ def test_running_out_of_memory_comes_with_ways_out():
 
 
 def leaves_early():
-    model = nn.Sequential(*[Fateful() for _ in range(2)])
+    model = nn.Sequential(*[FaultyBlock() for _ in range(2)])
     plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss)
     for step in range(5):
@@ -146,7 +146,7 @@ def test_a_rank_that_returns_early_is_named_with_the_step_it_did_not_come_to():
 
 
 def sleeps_between_steps():
-    model = nn.Sequential(*[Fateful() for _ in range(2)])
+    model = nn.Sequential(*[FaultyBlock() for _ in range(2)])
     plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
     options = penstock.RunOptions(deadline_seconds=4.0)
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, options=options)
@@ -167,7 +167,7 @@ def test_a_rank_that_does_not_come_to_a_step_is_named_with_that_step():
 
 
 def refused_and_going_on():
-    model = nn.Sequential(*[Fateful() for _ in range(2)])
+    model = nn.Sequential(*[FaultyBlock() for _ in range(2)])
     plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss)
     pipe.step(X, target=Y)
@@ -179,13 +179,13 @@ def refused_and_going_on():
     return float(pipe.step(X, target=Y).loss)
 
 
-def test_ranks_go_on_after_an_error_that_all_of_them_know():
+def test_ranks_continue_after_an_error_that_all_of_them_raised():
     first, second = penstock.launch(refused_and_going_on, 2)
     assert first == second
 
 
 def different_batches():
-    model = nn.Sequential(*[Fateful() for _ in range(RANKS)])
+    model = nn.Sequential(*[FaultyBlock() for _ in range(RANKS)])
     plan = quick_plan(model, (X,), ranks=RANKS, microbatches=MICROBATCHES, schedule="gpipe")
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss)
     rows = 4 if dist.get_rank() == 2 else 8
@@ -204,18 +204,18 @@ def test_ranks_with_batches_of_different_form_all_refuse_with_both_specs():
 
 
 def failing_and_going_on():
-    fate = [True]
+    fault = [True]
 
     def once():
-        if fate.pop() if fate else False:
+        if fault.pop() if fault else False:
             raise ValueError("a bad sample")
 
-    model = nn.Sequential(*[Fateful(once if index == 1 else None) for index in range(2)])
+    model = nn.Sequential(*[FaultyBlock(once if index == 1 else None) for index in range(2)])
     plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, local=True)
     pipe.step(X, target=Y)
     before = [parameter.grad.clone() for parameter in model.parameters()]
-    model[1].calls = FATEFUL - 1
+    model[1].calls = FAULTY_CALL - 1
     return model, pipe, before
 
 

@@ -1,4 +1,4 @@
-"""Where samples of a batch act on each other, a step is exactly a plain loop over its microbatches, and says so."""
+"""Where samples of a batch act on each other, a step is exactly a plain loop over its microbatches, with a warning."""
 
 import warnings
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from torch.nn import functional
 from torch.nn.functional import mse_loss
 
 import penstock
-from tests.runtime.models import WIDTH, Block, fixed, noise
-from tests.runtime.oracle import Numbers, assert_equal, assert_identical, loop, numbers
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from tests.parity import Execution, Values, WholeModel, accumulate, assert_close, assert_identical, split
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import WIDTH, Block, noise, seeded
 
 X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv")
@@ -22,12 +22,12 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv")
 
 def normalised() -> nn.Module:
     """Batch norm in every block."""
-    return fixed(nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(4))))
+    return seeded(nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(4))))
 
 
 def plain() -> nn.Module:
     """Blocks in a row."""
-    return fixed(nn.Sequential(*(Block() for _ in range(4))))
+    return seeded(nn.Sequential(*(Block() for _ in range(4))))
 
 
 def contrast(output: Tensor, target: Tensor) -> Tensor:
@@ -41,41 +41,39 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 }
 
 
-def one_step(case: str, schedules: tuple[str, ...], local: bool = False) -> list[tuple[Numbers, list[str]]]:
-    """The numbers after a step, and what is said."""
+def split_values(case: str, schedules: tuple[str, ...], execution: str) -> list[Values]:
+    """The values after two steps."""
+    build, loss_fn = CASES[case]
     found = []
     for schedule in schedules:
-        model, loss_fn = CASES[case][0](), CASES[case][1]
+        model = build()
         plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule=schedule, stages_per_rank=None)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            pipe = penstock.Pipeline(model, plan, loss_fn=loss_fn, local=local)
-            losses = [pipe.step(X, target=TARGET).loss for _ in range(2)]
-        found.append((numbers(pipe, losses), [str(one.message) for one in said]))
+        found.append(accumulate(split(execution, model, plan, loss_fn), X, target=TARGET, steps=2))
     return found
 
 
-def looped(case: str) -> Numbers:
-    model, loss_fn = CASES[case][0](), CASES[case][1]
-    return numbers(model, [loop(model, loss_fn, 2)(X, TARGET) for _ in range(2)])
+def accumulated(case: str) -> Values:
+    build, loss_fn = CASES[case]
+    return accumulate(WholeModel(build(), loss_fn, microbatches=2), X, target=TARGET, steps=2)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_is_a_loop_over_its_microbatches_and_says_so_once(case: str) -> None:
-    for found, said in one_step(case, SCHEDULES, local=True):
-        assert_identical(found, looped(case))
-        assert len(said) == 1
-        assert "gradients are those of a loop over the microbatches" in said[0]
+def test_a_step_accumulates_over_its_microbatches_and_warns_once(case: str) -> None:
+    for schedule in SCHEDULES:
+        with pytest.warns(UserWarning, match="gradients are those of a loop over the microbatches") as caught:
+            (found,) = split_values(case, (schedule,), "local")
+        assert len(caught) == 1
+        assert_identical(found, accumulated(case))
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("case", CASES)
-def test_processes_do_as_the_loop_does(pools: Pools, case: str) -> None:
-    for parts in zip(*pools[2].run(one_step, case, SCHEDULES), strict=True):
-        assert_identical({name: value for part, _ in parts for name, value in part.items()}, looped(case))
+def test_processes_accumulate_over_microbatches(pools: Pools, case: str) -> None:
+    for found in Execution("processes", pools).run(split_values, 2, case, SCHEDULES):
+        assert_identical(found, accumulated(case))
 
 
-def test_samples_that_do_not_act_on_each_other_need_no_words() -> None:
+def test_independent_samples_need_no_warning() -> None:
     model = plain()
     plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
     with warnings.catch_warnings():
@@ -108,10 +106,10 @@ def test_no_forward_is_hidden() -> None:
     assert [float(block.seen) for block in model] == [0.0] * 4
     pipe.step(X, target=TARGET)
     pipe.eval(X, target=TARGET)
-    assert_equal({"seen": model[3].seen}, {"seen": torch.tensor(7.0, dtype=torch.float64)})
+    assert_close({"seen": model[3].seen}, {"seen": torch.tensor(7.0, dtype=torch.float64)})
 
 
-def test_an_evaluation_says_that_its_loss_is_not_that_of_the_whole_batch() -> None:
+def test_an_evaluation_warns_that_its_loss_is_not_that_of_the_whole_batch() -> None:
     model = plain()
     plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=contrast, local=True)
@@ -119,7 +117,7 @@ def test_an_evaluation_says_that_its_loss_is_not_that_of_the_whole_batch() -> No
         pipe.eval(X, target=TARGET)
 
 
-def test_an_evaluation_says_nothing_of_a_plain_mean() -> None:
+def test_an_evaluation_does_not_warn_of_a_plain_mean() -> None:
     model = normalised()
     plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
     with warnings.catch_warnings():
@@ -129,7 +127,7 @@ def test_an_evaluation_says_nothing_of_a_plain_mean() -> None:
 
 def test_an_embedding_that_counts_the_words_of_a_microbatch_is_named() -> None:
     words = torch.tensor([0, 1, 1, 2, 1, 0, 1])
-    model = fixed(nn.Sequential(nn.Embedding(3, WIDTH, scale_grad_by_freq=True), Block(), Block()))
+    model = seeded(nn.Sequential(nn.Embedding(3, WIDTH, scale_grad_by_freq=True), Block(), Block()))
     plan = penstock.plan(model, (words,), ranks=2, microbatches=2, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
     with pytest.warns(UserWarning, match="scale_grad_by_freq counts the words of each microbatch .*: 0; gradients"):

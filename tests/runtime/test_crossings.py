@@ -1,4 +1,4 @@
-"""Values of every type and form cross a cut as they are: whole numbers, masks, halves, complex ones, empty ones."""
+"""Values of every dtype and layout cross a cut unchanged."""
 
 from collections.abc import Callable
 
@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-import penstock
-from tests.runtime.models import WIDTH, Block, fixed, noise
-from tests.runtime.oracle import Numbers, assert_identical, loop, numbers
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from tests.parity import EXECUTIONS, Execution, Values, WholeModel, accumulate, assert_identical, split
+from tests.plans import quick_plan
+from tests.small_models import WIDTH, Block, noise, seeded
 
 X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -44,30 +42,23 @@ class Crossing(nn.Module):
         return x * (made.real if made.is_complex() else made).double()
 
 
-def crossed(forms: list[str], local: bool = False) -> list[Numbers]:
-    """After one step."""
+def split_values(forms: list[str], execution: str) -> list[Values]:
+    """The values after one step."""
     found = []
     for form in forms:
-        model = fixed(Crossing(form))
+        model = seeded(Crossing(form))
         stages = [["blocks.0", "blocks.1"], ["blocks.2", "blocks.3"]]
         plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b", partitioner=stages)
-        pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
-        found.append(numbers(pipe, [pipe.step(X, target=TARGET).loss]))
+        found.append(accumulate(split(execution, model, plan, mse_loss), X, target=TARGET))
     return found
 
 
-def looped(form: str) -> Numbers:
-    model = fixed(Crossing(form))
-    return numbers(model, [loop(model, mse_loss, 2)(X, TARGET)])
+def whole_values(form: str, microbatches: int | None) -> Values:
+    return accumulate(WholeModel(seeded(Crossing(form)), mse_loss, microbatches), X, target=TARGET)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_value_crosses_inside_a_process(form: str) -> None:
-    (found,) = crossed([form], local=True)
-    assert_identical(found, looped(form))
-
-
-@pytest.mark.gloo
-def test_values_cross_between_processes(pools: Pools) -> None:
-    for form, first, second in zip(FORMS, *pools[2].run(crossed, list(FORMS)), strict=True):
-        assert_identical(first | second, looped(form))
+@pytest.mark.parametrize("execution", EXECUTIONS, indirect=True)
+def test_values_of_every_type_and_layout_cross_a_cut(execution: Execution) -> None:
+    microbatches = None if execution.name == "stages" else 2
+    for form, found in zip(FORMS, execution.run(split_values, 2, list(FORMS)), strict=True):
+        assert_identical(found, whole_values(form, microbatches))

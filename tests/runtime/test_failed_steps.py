@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
-from tests.runtime.models import WIDTH, Block, fixed, noise, tied, tokens
-from tests.runtime.oracle import Numbers, assert_identical
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from tests.parity import Values, assert_identical
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import WIDTH, Block, noise, seeded, tied, tokens
 
 X, TARGET = noise(8, WIDTH), noise(8, WIDTH, seed=1)
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "zbv")
 
 
 class Failing(torch.autograd.Function):
-    """Hands on its input; one of its calls fails when told to, on the way there or back."""
+    """Hands on its input; one of its calls can be made to fail, in forward or backward."""
 
     left: dict[str, int]
 
@@ -58,7 +58,7 @@ class Fragile(Block):
 
 def fragile(place: int) -> nn.Module:
     fail()
-    return fixed(nn.Sequential(*(Fragile() if index == place else Block() for index in range(4))))
+    return seeded(nn.Sequential(*(Fragile() if index == place else Block() for index in range(4))))
 
 
 def pipe_of(model: nn.Module, schedule: str = "1f1b", **given: Any) -> Any:
@@ -67,12 +67,12 @@ def pipe_of(model: nn.Module, schedule: str = "1f1b", **given: Any) -> Any:
     return penstock.Pipeline(model, plan, **given)
 
 
-def gradients(held: Any) -> Numbers:
+def gradients(held: Any) -> Values:
     found = {name: parameter.grad for name, parameter in held.named_parameters()}
     return {name: None if gradient is None else gradient.clone() for name, gradient in found.items()}
 
 
-def after_failure(pipe: Any, break_it: Callable[[], None], num_before: int) -> tuple[Numbers, Numbers]:
+def after_failure(pipe: Any, break_it: Callable[[], None], num_before: int) -> tuple[Values, Values]:
     """The gradients before and after a step that fails."""
     for _ in range(num_before):
         pipe.step(X, target=TARGET)
@@ -87,7 +87,7 @@ def after_failure(pipe: Any, break_it: Callable[[], None], num_before: int) -> t
 @pytest.mark.parametrize("place", [0, 3])
 @pytest.mark.parametrize("calls", [{"forward": 3}, {"backward": 1}, {"backward": 4}])
 @pytest.mark.parametrize("num_before", [0, 2])
-def test_gradients_are_what_they_were_before(schedule: str, place: int, calls: dict[str, int], num_before: int) -> None:
+def test_a_failed_step_restores_gradients(schedule: str, place: int, calls: dict[str, int], num_before: int) -> None:
     before, after = after_failure(pipe_of(fragile(place), schedule), lambda: fail(**calls), num_before)
     assert_identical(after, before)
     assert all(gradient is None for gradient in after.values()) is (num_before == 0)
@@ -106,7 +106,7 @@ def test_a_loss_function_that_fails_leaves_no_trace() -> None:
     assert_identical(after, before)
 
 
-def test_the_next_step_adds_to_what_was_kept() -> None:
+def test_the_step_after_a_failed_one_accumulates_into_restored_gradients() -> None:
     pipe, plain = pipe_of(fragile(3)), pipe_of(fragile(3))
     after_failure(pipe, lambda: fail(backward=3), 1)
     pipe.num_steps = plain.num_steps = 1
@@ -148,12 +148,12 @@ def test_without_restoring_a_step_that_fails_drops_all_gradients() -> None:
 
 
 @pytest.mark.xdist_group("gloo")
-def test_every_rank_of_a_step_that_fails_on_one_keeps_what_it_had() -> None:
+def test_every_rank_restores_gradients_if_the_step_fails_on_one() -> None:
     for before, after in penstock.launch(alone_with_a_failure, 2):
         assert_identical(after, before)
 
 
-def alone_with_a_failure() -> tuple[Numbers, Numbers]:
+def alone_with_a_failure() -> tuple[Values, Values]:
     os.environ["PENSTOCK_WATCH"] = "0"
     model = fragile(0)
     pipe = pipe_of(model, local=False, options=penstock.RunOptions(deadline_seconds=2.0))
@@ -166,7 +166,7 @@ def alone_with_a_failure() -> tuple[Numbers, Numbers]:
     return before, gradients(pipe)
 
 
-def tied_and_broken() -> tuple[Numbers, Numbers, Numbers]:
+def tied_and_broken() -> tuple[Values, Values, Values]:
     """The gradients after a good step, after one that is refused, and after one more good step."""
     model, x = tied(), tokens(6, 5)
     plan = quick_plan(model, (x,), ranks=2, microbatches=3, schedule="1f1b")
@@ -187,7 +187,7 @@ def scores(output: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.gloo
-def test_parameters_of_several_ranks_keep_what_they_had_too(pools: Pools) -> None:
+def test_gradients_of_tied_parameters_are_restored(pools: Pools) -> None:
     for before, after, more in pools[2].run(tied_and_broken):
         assert_identical(after, before)
         for name, gradient in more.items():

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-import penstock
 from penstock.schedules import SCHEDULES
-from tests.runtime.models import WIDTH, Block, anew, fixed, noise
-from tests.runtime.oracle import Numbers, assert_equal, numbers, whole
-from tests.runtime.plans import quick_plan, recorded_once
-from tests.runtime.workers import Pools
-from tests.selection import by_turns
+from tests.parity import EXECUTIONS, Execution, Values, WholeModel, accumulate, assert_close, split
+from tests.plans import quick_plan, shared_recordings
+from tests.selection import every_third
+from tests.small_models import WIDTH, Block, noise, restored, seeded
 
 X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
 
@@ -52,7 +50,7 @@ def frozen(places: Callable[[int], bool]) -> nn.Module:
     model = nn.Sequential(*(Block() for _ in range(8)))
     for place, block in enumerate(model):
         block.requires_grad_(not places(place))
-    return fixed(model)
+    return seeded(model)
 
 
 def half_frozen() -> nn.Module:
@@ -60,7 +58,7 @@ def half_frozen() -> nn.Module:
     model = nn.Sequential(*(Block() for _ in range(8)))
     for place, block in enumerate(model):
         (block.linear.weight if place % 2 else block.linear.bias).requires_grad_(False)
-    return fixed(model)
+    return seeded(model)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -70,40 +68,29 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "only the last block is trained": lambda: frozen(lambda place: place < 7),
     "only the first block is trained": lambda: frozen(lambda place: place > 0),
     "weights or biases are frozen": half_frozen,
-    "small layers beside frozen ones": lambda: fixed(nn.Sequential(*(Adapted() for _ in range(8)))),
-    "parameters of the output, and unused ones": lambda: fixed(LossHead()),
+    "small layers beside frozen ones": lambda: seeded(nn.Sequential(*(Adapted() for _ in range(8)))),
+    "parameters of the output, and unused ones": lambda: seeded(LossHead()),
 }
 
 
-@recorded_once()
-def step_numbers(name: str, schedules: list[str], ranks: int, local: bool = False) -> list[Numbers]:
-    """After two accumulated steps."""
+@shared_recordings()
+def split_values(name: str, schedules: list[str], execution: str) -> list[Values]:
+    """The values after two accumulated steps."""
     found = []
-    for schedule, model in zip(schedules, anew(MODELS[name]()), strict=False):
-        plan = quick_plan(model, (X,), ranks=ranks, microbatches=3, schedule=schedule)
-        pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
-        losses = [pipe.step(X, target=TARGET).loss for _ in range(2)]
-        found.append(numbers(pipe, losses))
+    for schedule, model in zip(schedules, restored(MODELS[name]()), strict=False):
+        plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule=schedule)
+        found.append(accumulate(split(execution, model, plan, mse_loss), X, target=TARGET, steps=2))
     return found
 
 
-def plain_numbers(name: str) -> Numbers:
-    model = MODELS[name]()
-    return numbers(model, [whole(model, mse_loss)(X, TARGET) for _ in range(2)])
+# Stages differ only by the kind of backward, and processes are started for few schedules.
+SCHEDULES_OF = {"stages": ("1f1b", "zb_h1"), "local": tuple(SCHEDULES), "processes": ("1f1b", "zb_h1", "zbv")}
 
 
+@pytest.mark.parametrize("execution", EXECUTIONS, indirect=True)
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_where_they_belong(name: str, is_whole: bool) -> None:
-    expected = plain_numbers(name)
-    schedules = by_turns(SCHEDULES, list(MODELS).index(name), is_whole)
-    for found in step_numbers(name, schedules, 2, local=True):
-        assert_equal(found, expected)
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_on_the_rank_where_they_belong(pools: Pools, name: str, is_whole: bool) -> None:
-    schedules = by_turns(("1f1b", "zb_h1", "zbv"), list(MODELS).index(name), is_whole)
-    results = pools[2].run(step_numbers, name, schedules, 2)
-    for parts in zip(*results, strict=True):
-        assert_equal({key: value for part in parts for key, value in part.items()}, plain_numbers(name))
+def test_gradients_exist_exactly_where_plain_pytorch_has_them(execution: Execution, name: str, is_whole: bool) -> None:
+    expected = accumulate(WholeModel(MODELS[name](), mse_loss), X, target=TARGET, steps=2)
+    schedules = every_third(SCHEDULES_OF[execution.name], list(MODELS).index(name), is_whole)
+    for found in execution.run(split_values, 2, name, schedules):
+        assert_close(found, expected)

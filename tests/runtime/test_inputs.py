@@ -5,16 +5,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
 from penstock.runtime import inputs as runtime_inputs
-from tests.runtime.models import VOCABULARY, WIDTH, Block, fixed, noise, token_loss, tokens
-from tests.runtime.oracle import Numbers, assert_equal, assert_parts_equal, numbers, whole
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from tests.parity import Values, WholeModel, assert_close, assert_parts_close, values
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import VOCABULARY, WIDTH, Block, noise, seeded, token_loss, tokens
 
 
 class Masked(nn.Module):
@@ -50,35 +51,35 @@ BATCHES = [batch(6, 5, 0), batch(6, 5, 10), batch(6, 5, 20, is_masked=False), ba
 
 
 def masked_pipe(ranks: int = 3, **options: Any) -> Any:
-    model = fixed(Masked())
+    model = seeded(Masked())
     plan = quick_plan(model, BATCHES[0][0], ranks=ranks, microbatches=3, schedule="1f1b")
     return penstock.Pipeline(model, plan, loss_fn=token_loss, **options)
 
 
-def given_to_the_first(batches: list[Batch]) -> tuple[list[Tensor], Numbers]:
+def given_to_the_first(batches: list[Batch]) -> tuple[list[Tensor], Values]:
     """Losses of training and evaluation, and what this rank holds; only rank 0 has a look at the batches."""
     pipe, losses = masked_pipe(inputs="first"), []
     for inputs, target in batches:
         given = (inputs, target) if dist.get_rank() == 0 else ((), None)
         losses += [call(*given[0], target=given[1]).loss for call in (pipe.step, pipe.eval)]
-    return losses, numbers(pipe)
+    return losses, values(pipe)
 
 
 @pytest.mark.gloo
 def test_only_the_first_rank_needs_the_batch(pools: Pools) -> None:
-    plain, expected = fixed(Masked()), []
+    plain, expected = seeded(Masked()), []
     for inputs, target in BATCHES:
-        expected.append(whole(lambda x: plain(*x), token_loss)(inputs, target))
+        expected.append(WholeModel(plain, token_loss).step(*inputs, target=target).loss)
         expected.append(token_loss(plain.eval()(*inputs), target).detach())
         plain.train()
     results = pools[3].run(given_to_the_first, BATCHES)
-    assert_parts_equal([part for _, part in results], plain)
+    assert_parts_close([part for _, part in results], plain)
     for losses, _ in results:
-        assert_equal(dict(enumerate(losses)), dict(enumerate(expected)))
+        assert_close(dict(enumerate(losses)), dict(enumerate(expected)))
 
 
 def bytes_sent() -> list[list[int]]:
-    """How many bytes of two batches of one form rank 0 gives to each of the others."""
+    """The bytes of two batches of equal shapes that rank 0 sends to each of the others."""
     pipe, sent, send = masked_pipe(inputs="first"), [], runtime_inputs.send_tensors
 
     def counting(groups: Any, tensors: list[Tensor], needed_by: Any) -> None:
@@ -93,7 +94,7 @@ def bytes_sent() -> list[list[int]]:
 
 
 @pytest.mark.gloo
-def test_only_what_a_rank_reads_is_sent_once_the_form_of_a_batch_is_known(pools: Pools) -> None:
+def test_only_the_inputs_that_a_rank_reads_are_sent_after_the_first_batch(pools: Pools) -> None:
     (new, known), *_ = pools[3].run(bytes_sent)
     (ids, mask, bias), target = BATCHES[0]
     everything = ids.nbytes + mask.nbytes + bias.nbytes + target.nbytes
@@ -101,8 +102,49 @@ def test_only_what_a_rank_reads_is_sent_once_the_form_of_a_batch_is_known(pools:
     assert known == [mask.nbytes, mask.nbytes + bias.nbytes + target.nbytes]
 
 
+class Captioned(Masked):
+    """Is given a list with a dict for each sample, and the tokens of all captions in one tensor."""
+
+    def forward(self, ids: Tensor, labels: list[dict[str, Tensor]], captions: Tensor, lengths: Tensor) -> Tensor:
+        """Scores for the next token."""
+        x = self.embed(ids)
+        means = torch.stack([part.mean(0) for part in self.embed(captions).split(lengths.tolist())])
+        for block in self.blocks:
+            x = block(x) + means.unsqueeze(1)
+        return self.head(x) * torch.stack([label["scale"].sum() for label in labels])[:, None, None]
+
+
+def captioned_batch(seed: int) -> dict[str, Any]:
+    labels = [{"scale": noise(2, seed=seed + place)} for place in range(6)]
+    lengths, captions = torch.tensor([1, 2, 1, 3, 2, 3]).roll(seed), tokens(1, 12, seed=seed)[0]
+    return {"ids": tokens(6, 5, seed=seed), "labels": labels, "captions": captions, "lengths": lengths}
+
+
+def captions_given_to_the_first() -> tuple[list[Tensor], Values]:
+    """The losses of batches of equal shapes but other lengths, and what this rank holds."""
+    model, target = seeded(Captioned()), tokens(6, 5, seed=9)
+    split = {"captions": penstock.Ragged("lengths")}
+    plan = quick_plan(model, (), captioned_batch(0), ranks=2, microbatches=3, schedule="1f1b", split=split)
+    pipe, losses = penstock.Pipeline(model, plan, loss_fn=token_loss, inputs="first"), []
+    for seed in (0, 1, 0):
+        given, own = (captioned_batch(seed), target) if dist.get_rank() == 0 else ({}, None)
+        losses.append(pipe.step(**given, target=own).loss)
+    return losses, values(pipe)
+
+
+@pytest.mark.gloo
+def test_lists_and_ragged_tensors_reach_the_ranks_that_need_them(pools: Pools) -> None:
+    plain, target = seeded(Captioned()), tokens(6, 5, seed=9)
+    whole = WholeModel(plain, token_loss)
+    expected = [whole.step(**captioned_batch(seed), target=target).loss for seed in (0, 1, 0)]
+    results = pools[2].run(captions_given_to_the_first)
+    assert_parts_close([part for _, part in results], plain)
+    for losses, _ in results:
+        assert_close(dict(enumerate(losses)), dict(enumerate(expected)))
+
+
 def refused(pipe: Any, *args: Any, **kwargs: Any) -> str:
-    """The words with which a step is refused."""
+    """The message of the error that a step raises."""
     try:
         pipe.step(*args, **kwargs)
     except penstock.RunError as error:
@@ -111,7 +153,7 @@ def refused(pipe: Any, *args: Any, **kwargs: Any) -> str:
 
 
 def other_batches() -> list[str]:
-    """What is said to a last rank that has another batch, target, shape, or number of samples."""
+    """The errors when the last rank has another batch, target, shape, or number of samples."""
     is_last = dist.get_rank() == dist.get_world_size() - 1
     (ids, mask, bias), target = BATCHES[0]
     other = (ids + 1) % VOCABULARY
@@ -152,8 +194,8 @@ class Scaled(nn.Module):
 
 
 def plain_numbers() -> list[str]:
-    """What is said where the ranks pass arguments in different ways, and where they pass different numbers."""
-    model, x, rank = fixed(Scaled()), noise(6, WIDTH), dist.get_rank()
+    """The errors when the ranks pass arguments by position and by name, and when they pass different numbers."""
+    model, x, rank = seeded(Scaled()), noise(6, WIDTH), dist.get_rank()
     plan = quick_plan(model, (x, x, 1.0), ranks=2, microbatches=3, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, options=penstock.RunOptions(check_inputs_every=1))
     ways = [{"bias": x, "times": 2.0}, {"times": 2.0, "bias": x}]
@@ -190,11 +232,11 @@ class Unpacking(nn.Module):
 
 
 def test_a_batch_may_be_built_of_dataclasses_dicts_and_numbers() -> None:
-    model, x = fixed(Unpacking()), noise(7, WIDTH)
+    model, x = seeded(Unpacking()), noise(7, WIDTH)
     batch = (Packed(x), {"scale": noise(7, 1, seed=1), "nothing": None}, 2)
     plan = quick_plan(model, batch, ranks=2, microbatches=3, schedule="1f1b")
     found = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True).step(*batch, target=x).loss
-    assert_equal({"loss": found}, {"loss": mse_loss(model(*batch), x).detach()})
+    assert_close({"loss": found}, {"loss": mse_loss(model(*batch), x).detach()})
 
 
 def dataclass_refused() -> str:
@@ -207,12 +249,12 @@ def dataclass_refused() -> str:
 def test_every_rank_refuses_a_batch_that_cannot_be_sent(pools: Pools) -> None:
     first, second = pools[2].run(dataclass_refused)
     assert first == second
-    assert "found: Packed" in first
+    assert "got: Packed" in first
     assert 'inputs="all"' in first
 
 
 def set_on_one_rank() -> list[str]:
-    """What is said where one rank is told another number of microbatches, or is told the old one again."""
+    """The errors after one rank sets another number of microbatches, and after it sets the old one again."""
     pipe, is_first = masked_pipe(2, inputs="first"), dist.get_rank() == 0
     (inputs, target), found = BATCHES[0] if is_first else ((), None), []
     pipe.step(*inputs, target=target)
@@ -224,7 +266,7 @@ def set_on_one_rank() -> list[str]:
 
 
 @pytest.mark.gloo
-def test_every_rank_refuses_a_number_of_microbatches_that_only_one_was_told(pools: Pools) -> None:
+def test_every_rank_refuses_microbatches_that_were_set_on_one_rank_only(pools: Pools) -> None:
     first, second = pools[2].run(set_on_one_rank)
     assert first == second
     assert first[0].startswith("the ranks were given different microbatches (step: 1, rank 0: 2, ")

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
-from tests.runtime.models import CLASSES, WIDTH, classifier, noise, tied, token_loss, tokens
-from tests.runtime.oracle import assert_equal, numbers, whole
-from tests.runtime.plans import quick_plan
+from tests.parity import WholeModel, assert_close, values
+from tests.plans import quick_plan
+from tests.small_models import CLASSES, WIDTH, classifier, noise, tied, token_loss, tokens
 from tests.zoo import ZOO
 
 SCHEDULES = ("1f1b", "zbv")
@@ -30,10 +30,10 @@ def labels_with_gaps(rows: int, length: int = 6) -> Tensor:
 
 def step_and_compare(model: nn.Module, loss_fn: Any, x: Tensor, target: Tensor, schedule: str, **options: Any) -> None:
     plain = copy.deepcopy(model)
-    expected = [whole(plain, loss_fn)(x, target)]
+    expected = [WholeModel(plain, loss_fn).step(x, target=target).loss]
     plan = quick_plan(model, (x,), ranks=2, microbatches=4, schedule=schedule)
     result = penstock.Pipeline(model, plan, loss_fn=loss_fn, local=True, **options).step(x, target=target)
-    assert_equal(numbers(model, [result.loss]), numbers(plain, expected))
+    assert_close(values(model, [result.loss]), values(plain, expected))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -75,7 +75,7 @@ def test_a_sum_that_only_the_user_knows_of() -> None:
     step_and_compare(classifier(), loss_fn, noise(7, WIDTH), noise(7, CLASSES, seed=1), "1f1b", reduction="sum")
 
 
-def test_labels_counted_because_the_user_says_so() -> None:
+def test_labels_are_counted_if_the_user_asks_for_it() -> None:
     step_and_compare(tied(), token_loss, tokens(7, 6), labels_with_gaps(7), "1f1b", reduction="tokens")
 
 
@@ -100,11 +100,11 @@ def test_a_model_that_returns_its_loss(name: str, rows: int) -> None:
     model, batch = language_model(name), padded_batch(rows)
     plan = quick_plan(model, kwargs=batch, ranks=2, microbatches=4, schedule="1f1b")
     loss = penstock.Pipeline(model, plan, local=True).step(**batch).loss
-    found = numbers(model, [loss])
+    found = values(model, [loss])
     model.zero_grad()
     expected = model(**batch, use_cache=False).loss
     expected.backward()
-    assert_equal(found, numbers(model, [expected.detach()]), FLOAT32)
+    assert_close(found, values(model, [expected.detach()]), FLOAT32)
 
 
 def test_a_model_that_returns_its_loss_for_a_microbatch_without_labels() -> None:
@@ -112,9 +112,9 @@ def test_a_model_that_returns_its_loss_for_a_microbatch_without_labels() -> None
     batch["labels"][2] = IGNORED
     plan = quick_plan(model, kwargs=batch, ranks=2, microbatches=4, schedule="1f1b")
     result = penstock.Pipeline(model, plan, local=True).step(**batch)
-    found = numbers(model, [result.loss])
+    found = values(model, [result.loss])
     model.zero_grad()
     expected = model(**batch, use_cache=False).loss
     expected.backward()
     assert result.weights[2] == 0
-    assert_equal(found, numbers(model, [expected.detach()]), FLOAT32)
+    assert_close(found, values(model, [expected.detach()]), FLOAT32)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import CheckpointError, RunError
 from penstock.runtime.meta_init import is_meta, materialize
-from tests.runtime.plans import quick_plan
+from tests.plans import quick_plan
 
 WIDTH = 4
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1))

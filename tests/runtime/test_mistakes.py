@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 import penstock
-from tests.runtime.models import WIDTH, chain, noise
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import WIDTH, chain, noise
 
 X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
 
@@ -84,8 +84,8 @@ def test_a_loss_function_beside_a_forward_that_takes_the_target_is_refused() -> 
 
 
 NO_LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
-    "many numbers": (lambda output, target: output - target, "a loss must be one number .*found: \\(3, 4\\)"),
-    "nothing": (lambda output, target: None, "a loss must be one number .*found: NoneType"),
+    "many numbers": (lambda output, target: output - target, "a loss must be one number .*got: \\(3, 4\\)"),
+    "nothing": (lambda output, target: None, "a loss must be one number .*got: NoneType"),
     "complex": (lambda output, target: mse_loss(output, target) * 1j, "floating-point number .*complex128"),
     "a count": (lambda output, target: (output > target).sum(), "floating-point number .*int64"),
 }
@@ -114,7 +114,7 @@ def test_a_model_without_a_loss_cannot_be_trained() -> None:
 
 
 def refusals() -> list[str]:
-    """What is said to plans for another number of ranks, and to meshes without the right axes."""
+    """The errors of plans for another number of ranks, and of meshes without the required axes."""
     model, found = chain(4), []
     meshes = [
         None,

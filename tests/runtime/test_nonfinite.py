@@ -1,4 +1,4 @@
-"""A number that is none is told by step and stage, and harms no weight; a scaler decides for all ranks alike."""
+"""NaN and Inf are reported with step and stage and change no weight; a scaler decides for all ranks alike."""
 
 import warnings
 from typing import Any
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
-from tests.runtime.models import WIDTH, Block, fixed, noise, tied, token_loss, tokens
-from tests.runtime.oracle import Numbers, assert_equal, assert_identical, numbers, whole
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from tests.parity import Values, WholeModel, assert_close, assert_identical, values
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import WIDTH, Block, noise, seeded, tied, token_loss, tokens
 
 X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
 
@@ -33,7 +33,7 @@ class Breaking(torch.autograd.Function):
 
 
 class Fragile(nn.Module):
-    """A chain that breaks behind one of its blocks when told so."""
+    """A chain that can produce NaN or Inf after one of its blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Breakable(Block):
 
 
 def fragile_pipe(local: bool = True, **options: Any) -> tuple[nn.Module, Any]:
-    model = fixed(Fragile())
+    model = seeded(Fragile())
     plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b", stages_per_rank=1)
     options = {"options": penstock.RunOptions(**options)} if options else {}
     return model, penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local, **options)
@@ -67,7 +67,7 @@ def broken(model: nn.Module, block: int, during: str, factor: float = float("nan
     setattr(model.blocks[block], f"{during}_factor", factor)
 
 
-def gradients_of(held: Any) -> Numbers:
+def gradients_of(held: Any) -> Values:
     """Copies of the gradients by name."""
     found = {name: parameter.grad for name, parameter in held.named_parameters()}
     return {name: None if gradient is None else gradient.clone() for name, gradient in found.items()}
@@ -84,7 +84,7 @@ def refusal(pipe: Any) -> str:
 @pytest.mark.parametrize(
     ("block", "during", "stage"), [(1, "forward", 0), (2, "forward", 1), (3, "forward", 1), (1, "backward", 0)]
 )
-def test_a_broken_number_is_told_by_step_and_stage(block: int, during: str, stage: int) -> None:
+def test_nonfinite_values_are_reported_with_step_and_stage(block: int, during: str, stage: int) -> None:
     model, pipe = fragile_pipe()
     pipe.step(X, target=TARGET)
     before = gradients_of(model)
@@ -96,7 +96,31 @@ def test_a_broken_number_is_told_by_step_and_stage(block: int, during: str, stag
     assert_identical(gradients_of(model), before)
 
 
-def test_a_skipped_step_goes_on_without_gradients() -> None:
+class ToComplex(Breakable):
+    """A block that returns complex numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The result of the block as the real part."""
+        return torch.complex(super().forward(x), x)
+
+
+class ToReal(Block):
+    """A block that takes complex numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer on the real part."""
+        return super().forward(x.real)
+
+
+def test_nan_in_a_complex_output_is_found_in_the_stage_that_computed_it() -> None:
+    model = seeded(nn.Sequential(ToComplex(), ToReal()))
+    plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
+    model[0].forward_factor = float("nan")
+    assert "stage: 0, during: forward" in refusal(pipe)
+
+
+def test_a_skipped_step_leaves_no_gradients_and_the_next_one_runs() -> None:
     model, pipe = fragile_pipe(nonfinite="skip")
     broken(model, 1, "forward")
     with pytest.warns(penstock.PenstockWarning, match="not a finite number"):
@@ -107,17 +131,17 @@ def test_a_skipped_step_goes_on_without_gradients() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_who_ignores_it_gets_what_torch_gives() -> None:
+def test_with_the_check_off_the_loss_is_nan() -> None:
     model, pipe = fragile_pipe(nonfinite="ignore")
     broken(model, 1, "forward")
     assert torch.isnan(pipe.step(X, target=TARGET).loss)
 
 
-def broken_on_a_rank(block: int, during: str) -> tuple[str, Numbers, str, Numbers, Numbers]:
+def broken_on_a_rank(block: int, during: str) -> tuple[str, Values, str, Values, Values]:
     """The words, and what is held, for a step that is refused, and for one that is skipped after a good one."""
     model, pipe = fragile_pipe(local=False)
     broken(model, block, during)
-    words, held = refusal(pipe), numbers(pipe)
+    words, held = refusal(pipe), values(pipe)
     model, pipe = fragile_pipe(local=False, nonfinite="skip")
     pipe.step(X, target=TARGET)
     before = gradients_of(pipe)
@@ -134,7 +158,7 @@ def test_every_process_refuses_and_skips_alike(pools: Pools, block: int, during:
     first, second = pools[2].run(broken_on_a_rank, block, during)
     assert (first[0], first[2]) == (second[0], second[2])
     assert f"stage: {stage}, during: {during}" in first[0]
-    weights = {f"state {name}": value for name, value in fixed(Fragile()).state_dict().items() if "linear" in name}
+    weights = {f"state {name}": value for name, value in seeded(Fragile()).state_dict().items() if "linear" in name}
     held = first[1] | second[1]
     assert all(value is None for name, value in held.items() if name.startswith("gradient"))
     assert_identical({name: held[name] for name in weights}, weights)
@@ -142,7 +166,7 @@ def test_every_process_refuses_and_skips_alike(pools: Pools, block: int, during:
         assert_identical(after, before)
 
 
-def gradients_around_a_skip() -> tuple[Numbers, Numbers]:
+def gradients_around_a_skip() -> tuple[Values, Values]:
     """The gradients after a good step, and after one more that was skipped, of a model with tied weights."""
     model, x = tied(), tokens(6, 5)
     plan = quick_plan(model, (x,), ranks=2, microbatches=3, schedule="1f1b")
@@ -163,10 +187,10 @@ def test_a_skipped_step_keeps_the_gradients_of_earlier_ones_also_those_that_rank
         assert_identical(after, before)
 
 
-def scaled_steps(local: bool = False) -> tuple[list[float], int, Numbers]:
+def scaled_steps(local: bool = False) -> tuple[list[float], int, Values]:
     """Five steps of which the second overflows on rank 0 only: the scale after each, skipped steps, what is held."""
     scaler = penstock.GradScaler(init_scale=8.0, growth_interval=2)
-    model = fixed(Fragile())
+    model = seeded(Fragile())
     plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, scaler=scaler, local=local)
     optimizer, scales = torch.optim.SGD(pipe.parameters(), lr=0.1), []
@@ -177,21 +201,21 @@ def scaled_steps(local: bool = False) -> tuple[list[float], int, Numbers]:
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.scale)
-    return scales, scaler.skipped, numbers(pipe)
+    return scales, scaler.skipped, values(pipe)
 
 
-def plain_steps() -> Numbers:
+def plain_steps() -> Values:
     """The same four steps without a scaler."""
-    model = fixed(Fragile())
+    model = seeded(Fragile())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(4):
         optimizer.zero_grad()
-        whole(model, mse_loss)(X, TARGET)
+        WholeModel(model, mse_loss).step(X, target=TARGET)
         optimizer.step()
-    return numbers(model)
+    return values(model)
 
 
-def without_counts(found: Numbers) -> Numbers:
+def without_counts(found: Values) -> Values:
     """The forward of a step that is skipped afterwards has seen its samples too."""
     return {name: value for name, value in found.items() if not name.endswith("seen")}
 
@@ -200,19 +224,19 @@ def test_a_scaler_skips_an_overflow_and_lowers_its_scale() -> None:
     scales, skipped, found = scaled_steps(local=True)
     assert scales == [8.0, 4.0, 4.0, 8.0, 8.0]
     assert skipped == 1
-    assert_equal(without_counts(found), without_counts(plain_steps()))
+    assert_close(without_counts(found), without_counts(plain_steps()))
 
 
 @pytest.mark.gloo
 def test_every_process_skips_when_one_overflows(pools: Pools) -> None:
     first, second = pools[2].run(scaled_steps)
     assert first[:2] == second[:2] == ([8.0, 4.0, 4.0, 8.0, 8.0], 1)
-    assert_equal(without_counts(first[2] | second[2]), without_counts(plain_steps()))
+    assert_close(without_counts(first[2] | second[2]), without_counts(plain_steps()))
 
 
 def test_a_scaler_may_come_down_to_one_and_still_decides_itself() -> None:
     scaler = penstock.GradScaler(init_scale=1.0)
-    model = fixed(Fragile())
+    model = seeded(Fragile())
     plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, scaler=scaler, local=True)
     broken(model, 0, "backward")

@@ -1,4 +1,4 @@
-"""A step without finite numbers is told by the first block, parameter or input that broke, and leaves no trace."""
+"""The error of a step with NaN or Inf names the first block, parameter or input that has it; the step is undone."""
 
 import warnings
 from functools import cache
@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 import penstock
-from penstock.api.train_loop import Recipe, train
-from tests.runtime.models import WIDTH, Block, fixed, noise
-from tests.runtime.oracle import Numbers, assert_identical, numbers
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from penstock.api.train_loop import LoopOptions, train
+from tests.parity import Values, assert_identical, values
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import WIDTH, Block, noise, seeded
 
 NAN = float("nan")
 X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
@@ -88,13 +88,13 @@ class Row(nn.Module):
 def plan_of(schedule: str = "1f1b", recompute: str = "none") -> penstock.Plan:
     """Two blocks per stage."""
     cuts = [[f"blocks.{index}" for index in pair] for pair in ((0, 1), (2, 3), (4, 5))]
-    wishes = {"schedule": schedule, "recompute": recompute, "partitioner": cuts}
-    return quick_plan(fixed(Row()), (X,), ranks=3, microbatches=3, **wishes)
+    options = {"schedule": schedule, "recompute": recompute, "partitioner": cuts}
+    return quick_plan(seeded(Row()), (X,), ranks=3, microbatches=3, **options)
 
 
 def made(plan: penstock.Plan, local: bool = True) -> tuple[nn.Module, penstock.Pipeline]:
     """The model and its pipeline, which goes on without a broken step."""
-    model, options = fixed(Row()), penstock.RunOptions(nonfinite="skip")
+    model, options = seeded(Row()), penstock.RunOptions(nonfinite="skip")
     return model, penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local, options=options)
 
 
@@ -133,11 +133,11 @@ def skipped(pipe: penstock.Pipeline, batch: tuple[Tensor, Tensor]) -> str:
 
 
 class Taken(NamedTuple):
-    """A step that was skipped after a good one: what it says, and all numbers before and after."""
+    """A step that was skipped after a good one: its reason, and all values before and after."""
 
     words: str
-    before: Numbers
-    after: Numbers
+    before: Values
+    after: Values
 
 
 def taken(how: str, local: bool = True) -> Taken:
@@ -149,16 +149,16 @@ def taken(how: str, local: bool = True) -> Taken:
     return Taken(skipped(pipe, batch), before, snapshot(pipe))
 
 
-def snapshot(held: Any) -> Numbers:
+def snapshot(held: Any) -> Values:
     """Copies of all numbers; those that are none count as equal to themselves."""
-    return {name: None if value is None else value.clone().nan_to_num(7.0) for name, value in numbers(held).items()}
+    return {name: None if value is None else value.clone().nan_to_num(7.0) for name, value in values(held).items()}
 
 
 taken_here = cache(taken)
 
 
 @pytest.mark.parametrize("how", WORDS)
-def test_the_first_that_broke_is_told_by_its_name(how: str) -> None:
+def test_the_error_names_the_origin_of_nonfinite_values(how: str) -> None:
     assert WORDS[how] in taken_here(how).words
 
 
@@ -175,13 +175,13 @@ def test_a_buffer_that_the_model_replaces_is_put_back_itself() -> None:
 
 
 @pytest.mark.parametrize("choices", [("zb_h1", "none"), ("1f1b", "full")])
-def test_it_is_told_for_split_backwards_and_recomputed_blocks(choices: tuple[str, str]) -> None:
+def test_the_origin_is_found_with_split_backwards_and_recomputed_blocks(choices: tuple[str, str]) -> None:
     for how in ("inside", "border"):
         model, pipe = made(plan_of(*choices))
         assert WORDS[how] in skipped(pipe, broken(model, how))
 
 
-def test_a_weight_gradient_that_overflows_by_itself_is_told_by_its_parameter() -> None:
+def test_an_overflow_in_a_weight_gradient_names_the_parameter() -> None:
     model, pipe = made(plan_of("zb_h1"))
     model.blocks[3].linear.weight.register_hook(lambda gradient: gradient * NAN)
     assert "stage: 1, during: backward, first not finite: the gradient of blocks.3.linear.weight)" in skipped(
@@ -189,7 +189,7 @@ def test_a_weight_gradient_that_overflows_by_itself_is_told_by_its_parameter() -
     )
 
 
-def test_what_does_not_break_again_is_told_by_its_stage() -> None:
+def test_an_origin_that_cannot_be_reproduced_names_the_stage() -> None:
     model, pipe = made(plan_of())
     once = iter([NAN])
     model.blocks[2].register_forward_hook(lambda module, given, result: result * next(once, 1.0))
@@ -198,7 +198,7 @@ def test_what_does_not_break_again_is_told_by_its_stage() -> None:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("how", ["late", "parameter", "input", "border"])
-def test_every_process_tells_the_same_and_leaves_everything_as_it_was(pools: Pools, how: str) -> None:
+def test_every_process_reports_the_same_origin_and_undoes_the_step(pools: Pools, how: str) -> None:
     found = pools[3].run(taken, how, False)
     assert len({rank.words for rank in found}) == 1
     assert WORDS[how] in found[0].words
@@ -207,16 +207,16 @@ def test_every_process_tells_the_same_and_leaves_everything_as_it_was(pools: Poo
 
 
 def broken_in_a_replica() -> str:
-    """What this rank says when the batch of the second replica has a number that is none."""
+    """The error of this rank when the batch of the second replica has a NaN."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    model, options = fixed(Row()), penstock.RunOptions(nonfinite="skip")
+    model, options = seeded(Row()), penstock.RunOptions(nonfinite="skip")
     plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, mesh=mesh, options=options)
     return skipped(pipe, broken(model, "input" if mesh.get_local_rank("dp") else ""))
 
 
 @pytest.mark.gloo
-def test_a_fault_of_one_replica_is_told_by_all(pools: Pools) -> None:
+def test_all_replicas_report_nonfinite_values_of_one(pools: Pools) -> None:
     first, *others = pools[4].run(broken_in_a_replica)
     assert others == [first] * 3
     assert "first not finite: the input x, microbatch: 1" in first
@@ -226,8 +226,8 @@ def test_three_broken_steps_in_a_row_end_training_in_the_words_of_the_last() -> 
     model, pipe = made(plan_of())
     broken(model, "output")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    before, told = snapshot(model), []
+    before, reports = snapshot(model), []
     with pytest.raises(penstock.RunError, match=r"3 steps in a row: .*the output of blocks\.3"):
-        train(pipe, [(X, TARGET)] * 5, optimizer, Recipe(has_loss_fn=True), told.append)
-    assert [WORDS["output"] in report.skipped for report in told] == [True] * 3
+        train(pipe, [(X, TARGET)] * 5, optimizer, LoopOptions(has_loss_fn=True), reports.append)
+    assert [WORDS["output"] in report.skipped for report in reports] == [True] * 3
     assert_identical(snapshot(model), before)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
-from tests.runtime.models import WIDTH, chain, noise
-from tests.runtime.oracle import Numbers, assert_equal, numbers
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from tests.parity import Values, assert_close, merged, values
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import WIDTH, chain, noise
 
 X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
 TYPES = (1.0, 2.0, 3.0, 0.5, math.inf)
@@ -27,9 +27,9 @@ def pipe_of(local: bool = True) -> tuple[nn.Module, Any]:
     return model, pipe
 
 
-def clipped(norm_type: float, limit: float = LIMIT) -> tuple[Tensor, Numbers]:
+def clipped(norm_type: float, limit: float = LIMIT) -> tuple[Tensor, Values]:
     model, _ = pipe_of()
-    return nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type), numbers(model)
+    return nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type), values(model)
 
 
 @pytest.mark.parametrize("norm_type", TYPES)
@@ -37,15 +37,15 @@ def clipped(norm_type: float, limit: float = LIMIT) -> tuple[Tensor, Numbers]:
 def test_clipping_is_that_of_torch_on_the_whole_model(norm_type: float, limit: float) -> None:
     model, pipe = pipe_of()
     norm, expected = clipped(norm_type, limit)
-    assert_equal({"norm": pipe.clip_grad_norm_(limit, norm_type)}, {"norm": norm})
-    assert_equal(numbers(model), expected)
+    assert_close({"norm": pipe.clip_grad_norm_(limit, norm_type)}, {"norm": norm})
+    assert_close(values(model), expected)
 
 
-def norms_on_a_rank() -> list[tuple[Tensor, Numbers]]:
+def norms_on_a_rank() -> list[tuple[Tensor, Values]]:
     found = []
     for norm_type in TYPES:
         _, pipe = pipe_of(local=False)
-        found.append((pipe.clip_grad_norm_(LIMIT, norm_type), numbers(pipe)))
+        found.append((pipe.clip_grad_norm_(LIMIT, norm_type), values(pipe)))
     return found
 
 
@@ -54,8 +54,8 @@ def test_every_process_clips_by_the_norm_of_all(pools: Pools) -> None:
     for norm_type, (norm, first), (other, second) in zip(TYPES, *pools[2].run(norms_on_a_rank), strict=True):
         expected, plain = clipped(norm_type)
         assert norm == other
-        assert_equal({"norm": norm}, {"norm": expected})
-        assert_equal(first | second, plain)
+        assert_close({"norm": norm}, {"norm": expected})
+        assert_close(merged([first, second]), plain)
 
 
 def given_gradients(first: float, others: float) -> tuple[Tensor, Tensor]:
@@ -86,13 +86,13 @@ def test_zero_gradients_have_a_norm_of_zero_and_stay() -> None:
 
 
 @pytest.mark.parametrize("first", [math.nan, math.inf])
-def test_what_is_not_a_number_shows_in_the_norm(first: float) -> None:
+def test_nan_and_inf_show_in_the_norm(first: float) -> None:
     norm, _ = given_gradients(first, 1.0)
     assert str(float(norm)) == str(first)
 
 
 @pytest.mark.gloo
-def test_every_process_sees_the_number_of_another(pools: Pools) -> None:
+def test_every_process_sees_gradients_of_the_others_in_the_norm(pools: Pools) -> None:
     assert [str(float(norm)) for norm, _ in pools[2].run(given_gradients, math.nan, 1.0)] == ["nan", "nan"]
     (norm, _), (other, largest) = pools[2].run(given_gradients, 1e30, 0.0)
     assert norm == other

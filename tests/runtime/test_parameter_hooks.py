@@ -1,4 +1,4 @@
-"""Hooks on parameters see the gradient of every microbatch, as in a plain loop, and that is remarked."""
+"""Hooks on parameters see the gradient of every microbatch, as in plain accumulation, and a warning says so."""
 
 import warnings
 from typing import Any
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
-from tests.runtime.models import WIDTH, chain, noise
-from tests.runtime.oracle import assert_identical, loop, numbers
-from tests.runtime.plans import quick_plan
+from tests.parity import WholeModel, accumulate, assert_identical, values
+from tests.plans import quick_plan
+from tests.small_models import WIDTH, chain, noise
 
 X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
 
@@ -29,22 +29,21 @@ def hooked() -> nn.Module:
 def stepped(model: nn.Module, schedule: str) -> tuple[Any, list[str]]:
     plan = quick_plan(model, (X,), ranks=2, microbatches=3, schedule=schedule)
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         losses = [pipe.step(X, target=TARGET).loss for _ in range(3)]
-    return numbers(model, losses), [str(one.message) for one in said]
+    return values(model, losses), [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv"])
-def test_a_hook_that_is_not_linear_acts_as_in_a_loop_and_is_remarked_once(schedule: str) -> None:
+def test_a_nonlinear_hook_acts_as_in_accumulation_and_is_warned_of_once(schedule: str) -> None:
     model, plain = hooked(), hooked()
-    found, said = stepped(model, schedule)
-    train = loop(plain, mse_loss, 3)
-    assert_identical(found, numbers(plain, [train(X, TARGET) for _ in range(3)]))
-    (text,) = said
+    found, warned = stepped(model, schedule)
+    assert_identical(found, accumulate(WholeModel(plain, mse_loss, microbatches=3), X, target=TARGET, steps=3))
+    (text,) = warned
     assert "hooks on parameters are called once per microbatch" in text
     assert text.partition(": ")[2].startswith("0.linear.weight, 3.linear.bias")
 
 
-def test_without_hooks_nothing_is_said() -> None:
+def test_without_hooks_there_is_no_warning() -> None:
     assert stepped(chain(4), "1f1b")[1] == []

@@ -1,4 +1,4 @@
-"""Random graphs of blocks, under random schedules and sizes, have the numbers of plain PyTorch."""
+"""Random graphs of blocks, under random schedules and sizes, train like the whole model."""
 
 from random import Random
 from typing import NamedTuple
@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
 
-import penstock
 from penstock.ir import Plan
 from penstock.schedules import SCHEDULES
-from tests.runtime.models import WIDTH, Block, fixed, noise
-from tests.runtime.oracle import Numbers, assert_equal, numbers
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from tests.parity import Execution, Values, WholeModel, accumulate, assert_close, split
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import WIDTH, Block, noise, seeded
 
 BLOCKS = 12
 TOLERANCE = 1e-11
@@ -74,7 +73,7 @@ def case(seed: int, ranks: int) -> Case:
     recompute = random.choice(("none", "full"))
     choices = {"ranks": ranks, "microbatches": microbatches, "schedule": schedule, "recompute": recompute}
     choices["partitioner"] = random.choice(("uniform", "linear", "acyclic"))
-    return Case(fixed(Woven(random), seed), inputs, noise(rows, WIDTH, seed=seed + 2), choices)
+    return Case(seeded(Woven(random), seed), inputs, noise(rows, WIDTH, seed=seed + 2), choices)
 
 
 def planned(seed: int, ranks: int) -> Plan:
@@ -83,35 +82,32 @@ def planned(seed: int, ranks: int) -> Plan:
     return quick_plan(model, inputs, **choices)
 
 
-def pipeline_numbers(plans: dict[int, Plan], local: bool = False) -> list[Numbers]:
-    """After two accumulated steps of every seed."""
+def split_values(plans: dict[int, Plan], execution: str) -> list[Values]:
+    """The values after two accumulated steps of every seed."""
     found = []
     for seed, plan in plans.items():
         model, inputs, target, _ = case(seed, plan.num_ranks)
-        pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
-        found.append(numbers(pipe, [pipe.step(*inputs, target=target).loss for _ in range(2)]))
+        found.append(accumulate(split(execution, model, plan, mse_loss), *inputs, target=target, steps=2))
     return found
 
 
-def plain_numbers(seed: int, ranks: int) -> Numbers:
+def whole_values(seed: int, ranks: int) -> Values:
     model, inputs, target, _ = case(seed, ranks)
-    losses = [mse_loss(model(*inputs), target) for _ in range(2)]
-    for loss in losses:
-        loss.backward()
-    return numbers(model, [loss.detach() for loss in losses])
+    return accumulate(WholeModel(model, mse_loss), *inputs, target=target, steps=2)
 
 
 @pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.whole) for seed in range(10, 20))])
-def test_a_random_graph_has_the_numbers_of_plain_pytorch(seed: int) -> None:
+def test_a_random_graph_trains_like_the_whole_model_in_one_process(seed: int) -> None:
     ranks = 2 + seed % 3
-    (found,) = pipeline_numbers({seed: planned(seed, ranks)}, local=True)
-    assert_equal(found, plain_numbers(seed, ranks), TOLERANCE)
+    plans = {seed: planned(seed, ranks)}
+    for execution in ("stages", "local"):
+        (found,) = split_values(plans, execution)
+        assert_close(found, whole_values(seed, ranks), TOLERANCE)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_random_graphs_have_the_numbers_of_plain_pytorch_on_processes(pools: Pools, ranks: int) -> None:
+def test_random_graphs_train_like_the_whole_model_on_processes(pools: Pools, ranks: int) -> None:
     plans = {seed: planned(seed, ranks) for seed in range(100, 104)}
-    for seed, *parts in zip(plans, *pools[ranks].run(pipeline_numbers, plans), strict=True):
-        found = {name: value for part in parts for name, value in part.items()}
-        assert_equal(found, plain_numbers(seed, ranks), TOLERANCE)
+    for seed, found in zip(plans, Execution("processes", pools).run(split_values, ranks, plans), strict=True):
+        assert_close(found, whole_values(seed, ranks), TOLERANCE)

@@ -1,5 +1,6 @@
 """Random numbers depend on step, microbatch and block, not on who runs them: any plan drops the same."""
 
+import random
 from functools import cache
 
 import pytest
@@ -10,10 +11,10 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock.schedules import SCHEDULES
-from tests.runtime.models import WIDTH, Block, fixed, noise
-from tests.runtime.oracle import Numbers, assert_equal, numbers
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from tests.parity import Execution, Values, assert_close, copied, split, values
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import WIDTH, Block, noise, seeded
 
 X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
 
@@ -34,30 +35,27 @@ class Dropping(nn.Module):
         return x
 
 
-def dropped(
-    schedule: str, ranks: int, depth: int | None = None, recompute: str = "none", local: bool = True
-) -> Numbers:
-    """After two steps; the user's own numbers are drawn in between, and differ from run to run."""
-    model = fixed(Dropping())
-    sizes = {"ranks": ranks, "microbatches": 3, "stages_per_rank": depth}
-    plan = quick_plan(model, (X,), schedule=schedule, recompute=recompute, **sizes)
-    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
+def dropped(schedule: str, ranks: int, recompute: str = "none", execution: str = "local") -> Values:
+    """The values after two steps; in between the user draws random numbers too, more or fewer in every run."""
+    model = seeded(Dropping())
+    plan = quick_plan(model, (X,), ranks=ranks, microbatches=3, schedule=schedule, recompute=recompute)
+    pipe = split(execution, model, plan, mse_loss)
     losses = []
     for _ in range(2):
         losses.append(pipe.step(X, target=TARGET).loss)
         torch.rand(ranks)
-    return numbers(pipe, losses)
+    return values(pipe, losses)
 
 
 @cache
-def expected() -> Numbers:
+def expected() -> Values:
     """One stage on one rank."""
     return dropped("gpipe", 1)
 
 
 def test_steps_and_microbatches_draw_other_numbers() -> None:
     assert expected()["loss 0"] != expected()["loss 1"]
-    model = fixed(Dropping())
+    model = seeded(Dropping())
     plan = quick_plan(model, (X,), ranks=1, microbatches=3, schedule="gpipe")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
     same = X[:2].repeat(3, 1)
@@ -67,28 +65,64 @@ def test_steps_and_microbatches_draw_other_numbers() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_schedule_drops_the_same(schedule: str, ranks: int) -> None:
-    assert_equal(dropped(schedule, ranks), expected())
+    assert_close(dropped(schedule, ranks), expected())
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved"])
 def test_recomputation_drops_the_same_again(schedule: str) -> None:
-    assert_equal(dropped(schedule, 2, recompute="full"), expected())
+    assert_close(dropped(schedule, 2, recompute="full"), expected())
 
 
 def test_another_seed_drops_others() -> None:
-    model = fixed(Dropping())
+    model = seeded(Dropping())
     plan = quick_plan(model, (X,), ranks=1, microbatches=3, schedule="gpipe")
     options = penstock.RunOptions(seed=1)
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True, options=options)
     assert pipe.step(X, target=TARGET).loss != expected()["loss 0"]
 
 
-def dropped_on_processes(ranks: int) -> list[Numbers]:
-    return [dropped(schedule, ranks, local=False) for schedule in ("1f1b", "zbv")]
+def dropped_by_schedules(schedules: list[str], ranks: int, execution: str) -> list[Values]:
+    return [dropped(schedule, ranks, execution=execution) for schedule in schedules]
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_drop_the_same(pools: Pools, ranks: int) -> None:
-    for parts in zip(*pools[ranks].run(dropped_on_processes, ranks), strict=True):
-        assert_equal({name: value for part in parts for name, value in part.items()}, expected())
+    for found in Execution("processes", pools).run(dropped_by_schedules, ranks, ["1f1b", "zbv"], ranks):
+        assert_close(found, expected())
+
+
+class LayerDrop(nn.Module):
+    """Leaves out blocks by random numbers of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Blocks in a row; the first and the last are always called."""
+        for number, block in enumerate(self.blocks):
+            if number in (0, 3) or random.random() < 0.5:
+                x = block(x)
+        return x
+
+
+def left_out(ranks: int, execution: str) -> list[Values]:
+    """The values after each of four steps, with a generator of Python that differs between the ranks."""
+    model = seeded(LayerDrop())
+    plan = quick_plan(model, (X,), ranks=ranks, microbatches=3, schedule="1f1b")
+    pipe = split(execution, model, plan, mse_loss)
+    random.seed()
+    found = []
+    for _ in range(4):
+        model.zero_grad()
+        found.append(copied(values(pipe, [pipe.step(X, target=TARGET).loss])))
+    return found
+
+
+@pytest.mark.gloo
+def test_processes_leave_out_the_same_blocks(pools: Pools) -> None:
+    expected = left_out(1, "local")
+    assert len({float(step["loss 0"]) for step in expected}) > 1
+    for found, step in zip(Execution("processes", pools).run(left_out, 2, 2), expected, strict=True):
+        assert_close(found, step)

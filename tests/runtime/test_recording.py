@@ -8,9 +8,9 @@ from torch.nn.functional import mse_loss
 import penstock
 from penstock.ir import Trace
 from penstock.schedules import SCHEDULES
-from tests.runtime.models import WIDTH, chain, noise
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import WIDTH, chain, noise
 
 X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
 Row = list[tuple[str, float, float]]

@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import mse_loss
 
 import penstock
-from tests.runtime.models import WIDTH, Block, chain, fixed, noise, tied, token_loss, tokens
-from tests.runtime.oracle import Numbers, assert_equal, assert_identical, numbers, whole
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
-from tests.selection import by_turns
+from tests.parity import Values, WholeModel, assert_close, assert_identical, gradients
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.selection import every_third
+from tests.small_models import WIDTH, Block, chain, noise, seeded, tied, token_loss, tokens
 
 pytestmark = pytest.mark.gloo
 
@@ -43,11 +43,6 @@ def replicated(model: nn.Module, x: Tensor, loss_fn: Any, schedule: str = "1f1b"
     return penstock.Pipeline(model, plan, loss_fn=loss_fn, mesh=mesh(), **options)
 
 
-def gradients(pipe: Any, losses: list[Tensor]) -> Numbers:
-    """Losses and gradients; buffers count the samples of their own replica."""
-    return {name: value for name, value in numbers(pipe, losses).items() if not name.startswith("state")}
-
-
 def assert_whole(parts: Any, plain: nn.Module, losses: list[Tensor]) -> None:
     """Replicas have the same bits, and together with the other rank all gradients of the plain model."""
     assert_identical(parts[0], parts[2])
@@ -56,10 +51,10 @@ def assert_whole(parts: Any, plain: nn.Module, losses: list[Tensor]) -> None:
     expected = gradients(nn.Module(), losses) | {f"gradient {name}": parameter.grad for name, parameter in held}
     assert parts[0].keys() | parts[1].keys() >= {f"gradient {name}" for name, _ in plain.named_parameters()}
     for part in parts[:2]:
-        assert_equal(part, {name: expected[name] for name in part})
+        assert_close(part, {name: expected[name] for name in part})
 
 
-def token_steps(cases: list[tuple[str, tuple[int, int]]]) -> list[Numbers]:
+def token_steps(cases: list[tuple[str, tuple[int, int]]]) -> list[Values]:
     """Two accumulated steps for a schedule and a way to share the batch."""
     found = []
     for schedule, sizes in cases:
@@ -71,9 +66,9 @@ def token_steps(cases: list[tuple[str, tuple[int, int]]]) -> list[Numbers]:
 
 def test_gradients_and_loss_are_those_of_the_whole_batch(pools: Pools, is_whole: bool) -> None:
     plain = tied()
-    losses = [whole(plain, token_loss)(X, LABELS) for _ in range(2)]
+    losses = [WholeModel(plain, token_loss).step(X, target=LABELS).loss for _ in range(2)]
     schedules = ("1f1b", "interleaved", "zbv")
-    cases = [(name, sizes) for k, name in enumerate(schedules) for sizes in by_turns(SHARES, k, is_whole)]
+    cases = [(name, sizes) for k, name in enumerate(schedules) for sizes in every_third(SHARES, k, is_whole)]
     for parts in zip(*pools[4].run(token_steps, cases), strict=True):
         assert_whole(parts, plain, losses)
 
@@ -89,10 +84,10 @@ class Penalised(Block):
 
 
 def penalised() -> nn.Module:
-    return fixed(nn.Sequential(*(Penalised() for _ in range(4))))
+    return seeded(nn.Sequential(*(Penalised() for _ in range(4))))
 
 
-def penalised_step() -> Numbers:
+def penalised_step() -> Values:
     pipe = replicated(penalised(), ROWS, mse_loss)
     return gradients(pipe, [pipe.step(share(ROWS), target=share(ANSWERS)).loss])
 
@@ -106,7 +101,7 @@ def test_added_losses_count_by_the_samples_of_all_replicas(pools: Pools) -> None
     assert_whole(pools[4].run(penalised_step), plain, [total.detach()])
 
 
-def trained_replicas() -> tuple[list[Tensor], Numbers]:
+def trained_replicas() -> tuple[list[Tensor], Values]:
     """Three steps with clipping: norms and weights."""
     pipe, norms = replicated(tied(), X, token_loss), []
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5, momentum=0.9)
@@ -123,16 +118,16 @@ def test_replicas_stay_identical_and_share_one_norm(pools: Pools) -> None:
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
     for _ in range(3):
         optimizer.zero_grad()
-        whole(plain, token_loss)(X, LABELS)
+        WholeModel(plain, token_loss).step(X, target=LABELS)
         norms.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
         optimizer.step()
     results = pools[4].run(trained_replicas)
     assert all(found == results[0][0] for found, _ in results)
-    assert_equal(dict(enumerate(results[0][0])), dict(enumerate(norms)))
+    assert_close(dict(enumerate(results[0][0])), dict(enumerate(norms)))
     assert_identical(results[0][1], results[2][1])
     assert_identical(results[1][1], results[3][1])
     for _, part in results[:2]:
-        assert_equal(part, {name: plain.get_parameter(name).detach() for name in part})
+        assert_close(part, {name: plain.get_parameter(name).detach() for name in part})
 
 
 def overflowing() -> tuple[float, int]:
@@ -153,7 +148,7 @@ def test_all_replicas_skip_when_one_overflows(pools: Pools) -> None:
 
 
 def broken_replica() -> str:
-    """What is said when the second replica is given a number that is none, in a place without gradient."""
+    """The error when the input of the second replica has a NaN."""
     pipe = replicated(chain(4), ROWS, mse_loss)
     x = share(ROWS).clone()
     x[0, 0] = float("nan") if dist.get_rank() > 1 else 0.0
@@ -172,20 +167,20 @@ def test_all_replicas_refuse_a_step_that_one_of_them_broke(pools: Pools) -> None
 
 def begun_differently() -> str:
     try:
-        replicated(fixed(nn.Sequential(*(Block() for _ in range(4))), seed=1 + dist.get_rank() // 2), ROWS, mse_loss)
+        replicated(seeded(nn.Sequential(*(Block() for _ in range(4))), seed=1 + dist.get_rank() // 2), ROWS, mse_loss)
     except penstock.RunError as error:
         return str(error)
     return "not refused"
 
 
-def test_replicas_must_begin_with_the_same_numbers(pools: Pools) -> None:
+def test_replicas_must_begin_with_the_same_weights(pools: Pools) -> None:
     (words,) = set(pools[4].run(begun_differently))
     assert words.startswith("the replicas start with different weights (replicas: (0, 1))")
 
 
 def halves() -> tuple[list[str], list[str]]:
     """The types of gradients of a model of which one block is in float32, and those of its parameters."""
-    model = fixed(nn.Sequential(*(Block() for _ in range(3)), Halved()))
+    model = seeded(nn.Sequential(*(Block() for _ in range(3)), Halved()))
     model[3].float()
     pipe = replicated(model, ROWS, mse_loss)
     pipe.step(share(ROWS), target=share(ANSWERS))
@@ -218,7 +213,7 @@ def test_averaging_begins_before_the_pipeline_is_drained(pools: Pools) -> None:
         assert order.index(f"{rank + 2}REDUCE_GRAD") < order.index(f"{rank}B2")
 
 
-def differing_steps() -> Numbers:
+def differing_steps() -> Values:
     """The kind of the second batch is new to one replica only."""
     pipe = replicated(tied(), X, token_loss, inputs="first")
     is_first = mesh().get_local_rank("pp") == 0
@@ -229,7 +224,7 @@ def differing_steps() -> Numbers:
 
 def test_a_kind_of_batch_may_be_new_to_one_replica(pools: Pools) -> None:
     plain = tied()
-    losses = [whole(plain, token_loss)(X, LABELS) for _ in range(3)]
+    losses = [WholeModel(plain, token_loss).step(X, target=LABELS).loss for _ in range(3)]
     assert_whole(pools[4].run(differing_steps), plain, losses)
 
 
@@ -247,7 +242,7 @@ class Adapter(nn.Module):
 
 def adapted() -> dict[str, bool]:
     """Which parameters have a gradient after a step in which no label of the second replica counts."""
-    model = fixed(nn.Sequential(*(Adapter() for _ in range(4))))
+    model = seeded(nn.Sequential(*(Adapter() for _ in range(4))))
     for adapter in model:
         nn.init.zeros_(adapter.up.weight)
     pipe = replicated(model, ROWS, nn.functional.cross_entropy)
@@ -262,7 +257,7 @@ def test_a_gradient_of_zeros_is_there_on_every_replica(pools: Pools) -> None:
 
 
 def one_sided() -> list[str]:
-    """What is said where only one replica has a target, and where only one has a batch that the model takes."""
+    """The errors when only one replica has a target, and when only one has a valid batch."""
     pipe, is_second, found = replicated(tied(), X, token_loss), mesh().get_local_rank("dp") == 1, []
     for call, x, labels in (
         (pipe.eval, X, LABELS if is_second else None),
@@ -276,7 +271,7 @@ def one_sided() -> list[str]:
     return found
 
 
-def test_all_replicas_refuse_what_only_one_can_take(pools: Pools) -> None:
+def test_all_replicas_refuse_a_call_that_is_invalid_on_one(pools: Pools) -> None:
     for without_target, without_batch in pools[4].run(one_sided):
         assert without_target.startswith("some replicas have a target or labels and others do not")
         assert without_batch.startswith("the model cannot be run on this batch")

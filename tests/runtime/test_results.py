@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
-from tests.runtime.models import WIDTH, Block, fixed, noise
-from tests.runtime.oracle import assert_equal
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from tests.parity import assert_close
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import WIDTH, Block, noise, seeded
 from tests.zoo import ZOO
 
 X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
@@ -62,15 +62,15 @@ def loss_fn(output: Any, target: Tensor) -> Tensor:
 
 
 def answering(form: str, local: bool = True) -> Any:
-    model = fixed(Answering(form))
+    model = seeded(Answering(form))
     plan = quick_plan(model, (X,), ranks=2, microbatches=4, schedule="1f1b")
     return penstock.Pipeline(model, plan, loss_fn=loss_fn, local=local)
 
 
 def test_there_is_a_loss_and_a_weight_for_every_microbatch() -> None:
-    result, plain = answering("tensor").step(X, target=TARGET), fixed(Answering("tensor"))
+    result, plain = answering("tensor").step(X, target=TARGET), seeded(Answering("tensor"))
     parts = [mse_loss(plain(x), t).detach() for x, t in zip(X.split(SIZES), TARGET.split(SIZES), strict=True)]
-    assert_equal(dict(enumerate(result.losses)), dict(enumerate(parts)))
+    assert_close(dict(enumerate(result.losses)), dict(enumerate(parts)))
     assert result.weights == tuple(size / 7 for size in SIZES)
     assert sum(w * part for w, part in zip(result.weights, parts, strict=True)) == pytest.approx(float(result.loss))
 
@@ -83,10 +83,10 @@ def test_outputs_and_trace_are_left_out_unless_asked_for() -> None:
 
 @pytest.mark.parametrize("form", ["tensor", "tuple", "dict", "dataclass"])
 def test_outputs_of_the_microbatches_are_merged(form: str) -> None:
-    pipe, plain = answering(form), fixed(Answering(form))(X)
+    pipe, plain = answering(form), seeded(Answering(form))(X)
     for result in (pipe.step(X, target=TARGET, return_outputs=True), pipe.eval(X, return_outputs=True)):
         assert type(result.outputs) is type(plain)
-        assert_equal({"x": first_of(result.outputs)}, {"x": first_of(plain).detach()})
+        assert_close({"x": first_of(result.outputs)}, {"x": first_of(plain).detach()})
         assert not first_of(result.outputs).requires_grad
 
 
@@ -117,11 +117,11 @@ def outputs_on_a_rank(forms: list[str]) -> list[Any]:
 @pytest.mark.gloo
 def test_every_process_has_the_outputs_and_losses(pools: Pools) -> None:
     forms = ["tensor", "tuple", "dict", "dataclass"]
-    expected = first_of(fixed(Answering("tensor"))(X)).detach()
+    expected = first_of(seeded(Answering("tensor"))(X)).detach()
     for ranks in zip(*pools[2].run(outputs_on_a_rank, forms), strict=True):
         assert ranks[0][:2] == ranks[1][:2]
         for _, _, trained, evaluated in ranks:
-            assert_equal({"step": trained, "eval": evaluated}, {"step": expected, "eval": expected})
+            assert_close({"step": trained, "eval": evaluated}, {"step": expected, "eval": expected})
 
 
 def language_outputs() -> tuple[Tensor, Tensor, Tensor]:

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
-from tests.runtime.models import WIDTH, chain, noise
-from tests.runtime.oracle import assert_identical
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from tests.parity import assert_identical
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import WIDTH, chain, noise
 
 X, TARGET = noise(8, WIDTH), noise(8, WIDTH, seed=1)
 SCALE = 1024.0
@@ -135,7 +135,7 @@ def test_a_wrong_state_is_refused(state: Any) -> None:
         penstock.GradScaler().load_state_dict(state)
 
 
-def test_the_state_goes_on_where_it_was() -> None:
+def test_the_state_can_be_saved_and_loaded() -> None:
     scaler = penstock.GradScaler(8.0)
     other = penstock.GradScaler()
     other.load_state_dict(scaler.state_dict())

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 
 import penstock
-from tests.runtime.models import WIDTH, chain, fixed, noise
-from tests.runtime.oracle import Numbers, assert_identical
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from tests.parity import Values, assert_identical
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import WIDTH, chain, noise, seeded
 
 pytestmark = pytest.mark.gloo
 
@@ -63,17 +63,17 @@ def sharded(model: nn.Module, **given: Any) -> Any:
     return penstock.Pipeline(model, plan, loss_fn=mse_loss, mesh=mesh, parallelize_fn=shard, **given)
 
 
-def shared_and_back() -> tuple[Numbers, Numbers, float]:
+def shared_and_back() -> tuple[Values, Values, float]:
     """The state of a sharded model, that of another after it took it over, and the largest difference in its loss."""
     pipe = sharded(chain(4))
-    other = sharded(fixed(nn.Sequential(*chain(4)), seed=7))
+    other = sharded(seeded(nn.Sequential(*chain(4)), seed=7))
     state = pipe.full_state_dict(everywhere=True)
     other.load_state_dict(state)
     apart = abs(float(pipe.eval(X, target=TARGET).loss) - float(other.eval(X, target=TARGET).loss))
     return state, other.full_state_dict(everywhere=True), apart
 
 
-def test_a_sharded_state_comes_home_whole_and_goes_back_in_parts(pools: Pools) -> None:
+def test_a_sharded_state_is_gathered_whole_and_loaded_in_parts(pools: Pools) -> None:
     expected = chain(4).state_dict()
     for state, taken_over, apart in pools[4].run(shared_and_back):
         assert_identical(state, expected)

@@ -1,4 +1,4 @@
-"""Whatever goes from stage to stage, the pipeline has the numbers of the model that was not cut."""
+"""Values of any structure pass from stage to stage, and the pipeline trains like the whole model."""
 
 from functools import cache
 from typing import Any
@@ -10,10 +10,19 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock.ir import leaves
-from tests.runtime.models import WIDTH, Block, fixed, noise
-from tests.runtime.oracle import Numbers, assert_equal, assert_identical, numbers, whole
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from tests.parity import (
+    EXECUTIONS,
+    Execution,
+    Values,
+    WholeModel,
+    accumulate,
+    assert_close,
+    assert_identical,
+    split,
+)
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import WIDTH, Block, noise, seeded
 from tests.zoo import ZOO, has_labels
 
 SCHEDULES = ("1f1b", "zb_h1", "interleaved", "zbv")
@@ -42,31 +51,30 @@ def planned(name: str, schedule: str, ranks: int = 2) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("name", "schedule"), [(name, SCHEDULES[k % 4]) for k, name in enumerate(MODELS)])
-def test_a_model_of_the_zoo_has_its_own_numbers(name: str, schedule: str) -> None:
+def test_a_pipeline_of_a_zoo_model_passes_the_check(name: str, schedule: str) -> None:
     model, args, kwargs, plan, loss_fn = planned(name, schedule)
     report = penstock.check(model, plan, args, kwargs, loss_fn=loss_fn)
     assert report.ok, report
 
 
-def zoo_numbers(plans: dict[str, penstock.Plan], local: bool = False) -> list[Numbers]:
-    """One step of each model."""
+def zoo_values(plans: dict[str, penstock.Plan], execution: str) -> list[Values]:
+    """The values after one step of each model."""
     found = []
     for name, plan in plans.items():
         model, args, kwargs = ZOO[name]()
-        pipe = penstock.Pipeline(model, plan, loss_fn=None if has_labels(kwargs) else size_of, local=local)
-        loss = pipe.step(*args, **kwargs).loss
-        found.append(numbers(pipe, [loss]))
+        loss_fn = None if has_labels(kwargs) else size_of
+        found.append(accumulate(split(execution, model, plan, loss_fn), *args, **kwargs))
     return found
 
 
 @pytest.mark.gloo
 def test_processes_have_every_bit_of_a_local_pipeline(pools: Pools) -> None:
     plans = {name: planned(name, SCHEDULES[k % 4])[3] for k, name in enumerate(ON_PROCESSES)}
-    plain = zoo_numbers(plans, local=True)
-    for model, expected, *parts in zip(plans, plain, *pools[2].run(zoo_numbers, plans), strict=True):
+    local = zoo_values(plans, "local")
+    for model, expected, *parts in zip(plans, local, *pools[2].run(zoo_values, plans, "processes"), strict=True):
         found = {name: part[name] for name in expected for part in parts if name in part}
         if model in TIED:
-            assert_equal(found, expected, 1e-5)
+            assert_close(found, expected, 1e-5)
         else:
             assert_identical(found, expected)
 
@@ -97,29 +105,15 @@ X, TARGET = noise(7, WIDTH), noise(7, WIDTH, seed=1)
 @cache
 def woven_plans() -> list[penstock.Plan]:
     sizes = {"ranks": 4, "microbatches": 3}
-    return [quick_plan(fixed(Woven()), (X, MASK), **sizes, schedule=name, partitioner="acyclic") for name in SCHEDULES]
+    return [quick_plan(seeded(Woven()), (X, MASK), **sizes, schedule=name, partitioner="acyclic") for name in SCHEDULES]
 
 
-def woven_numbers(plans: list[penstock.Plan], local: bool = False) -> list[Numbers]:
-    found = []
-    for plan in plans:
-        model = fixed(Woven())
-        pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=local)
-        found.append(numbers(pipe, [pipe.step(X, MASK, target=TARGET).loss]))
-    return found
+def woven_values(plans: list[penstock.Plan], execution: str) -> list[Values]:
+    return [accumulate(split(execution, seeded(Woven()), plan, mse_loss), X, MASK, target=TARGET) for plan in plans]
 
 
-def plain_woven() -> Numbers:
-    model = fixed(Woven())
-    return numbers(model, [whole(lambda x: model(x, MASK), mse_loss)(X, TARGET)])
-
-
-def test_values_may_skip_stages_and_be_read_by_many() -> None:
-    for found in woven_numbers(woven_plans(), local=True):
-        assert_equal(found, plain_woven())
-
-
-@pytest.mark.gloo
-def test_values_may_skip_ranks_and_be_read_by_many(pools: Pools) -> None:
-    for parts in zip(*pools[4].run(woven_numbers, woven_plans()), strict=True):
-        assert_equal({name: value for part in parts for name, value in part.items()}, plain_woven())
+@pytest.mark.parametrize("execution", EXECUTIONS, indirect=True)
+def test_values_may_skip_stages_and_be_read_by_several(execution: Execution) -> None:
+    expected = accumulate(WholeModel(seeded(Woven()), mse_loss), X, MASK, target=TARGET)
+    for found in execution.run(woven_values, 4, woven_plans()):
+        assert_close(found, expected)

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 import penstock
-from tests.runtime.models import WIDTH, chain, noise
-from tests.runtime.plans import quick_plan
-from tests.runtime.workers import Pools
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import WIDTH, chain, noise
 
 pytestmark = pytest.mark.gloo
 
@@ -70,8 +70,8 @@ def state_everywhere(pipe: Any) -> Any:
     return pipe.full_state_dict(everywhere=True)
 
 
-def said(call: Call, pipe: Any) -> str:
-    """The words with which a call is refused."""
+def error_of(call: Call, pipe: Any) -> str:
+    """The message of the error that a call raises."""
     try:
         call(pipe)
     except penstock.RunError as error:
@@ -94,18 +94,18 @@ MIXED = [
 
 
 def mixed_calls(pairs: list[tuple[Call, Call]]) -> list[tuple[str, float, float]]:
-    """What is said to each pair of calls, one for each rank, and the loss and norm of right calls after it."""
+    """The errors of pairs of calls, one for each rank, and the loss and norm of correct calls after them."""
     pipe, found = pipe_of(), []
     pipe.step(X, target=TARGET)
     for pair in pairs:
-        words = said(pair[dist.get_rank()], pipe)
+        words = error_of(pair[dist.get_rank()], pipe)
         for parameter in pipe.parameters():
             parameter.grad = None
         found.append((words, float(step(pipe).loss), float(clip(pipe))))
     return found
 
 
-def test_ranks_that_make_different_calls_all_say_who_called_what_and_go_on(pools: Pools) -> None:
+def test_different_calls_are_refused_on_all_ranks_with_the_calls_named(pools: Pools) -> None:
     first, second = pools[2].run(mixed_calls, [(one, other) for one, other, _ in MIXED])
     assert first == second
     for (words, loss, norm), (_, _, expected) in zip(first, MIXED, strict=True):
@@ -116,7 +116,7 @@ def test_ranks_that_make_different_calls_all_say_who_called_what_and_go_on(pools
 
 def one_of_three() -> str:
     pipe = pipe_of(3)
-    return said(evaluation if dist.get_rank() == 1 else step, pipe)
+    return error_of(evaluation if dist.get_rank() == 1 else step, pipe)
 
 
 def test_of_many_ranks_the_one_that_differs_is_named(pools: Pools) -> None:
@@ -127,7 +127,7 @@ def test_of_many_ranks_the_one_that_differs_is_named(pools: Pools) -> None:
 
 def other_pipelines() -> str:
     first, second = pipe_of(), pipe_of()
-    return said(step, second if dist.get_rank() else first)
+    return error_of(step, second if dist.get_rank() else first)
 
 
 def test_a_step_of_another_pipeline_is_another_call(pools: Pools) -> None:
@@ -140,7 +140,7 @@ def scaled_and_clipped() -> str:
     pipe = pipe_of(scaler=scaler)
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
     step(pipe)
-    return said(clip if dist.get_rank() else lambda _: scaler.unscale_(optimizer), pipe)
+    return error_of(clip if dist.get_rank() else lambda _: scaler.unscale_(optimizer), pipe)
 
 
 def test_a_scaler_meets_all_ranks_too(pools: Pools) -> None:
@@ -149,10 +149,10 @@ def test_a_scaler_meets_all_ranks_too(pools: Pools) -> None:
 
 
 def one_bad_batch() -> tuple[str, float]:
-    """Rank 1 is given a batch that it cannot cut; what is said, and the loss of a right step after it."""
+    """Rank 1 is given a batch that it cannot cut; the error, and the loss of a correct step after it."""
     pipe = pipe_of()
     target = TARGET[:5] if dist.get_rank() else TARGET
-    return said(lambda pipe: pipe.step(X, target=target), pipe), float(step(pipe).loss)
+    return error_of(lambda pipe: pipe.step(X, target=target), pipe), float(step(pipe).loss)
 
 
 def test_a_batch_that_one_rank_refuses_is_refused_by_all_in_its_words(pools: Pools) -> None:
@@ -194,7 +194,7 @@ WORDS = [
 
 
 def differently_built() -> list[str]:
-    return [said(lambda _, given=given: pipe_of(**given), None) for given in options_of(dist.get_rank())]
+    return [error_of(lambda _, given=given: pipe_of(**given), None) for given in options_of(dist.get_rank())]
 
 
 def test_ranks_with_different_options_are_refused_with_both_values(pools: Pools) -> None:
@@ -205,7 +205,7 @@ def test_ranks_with_different_options_are_refused_with_both_values(pools: Pools)
 
 
 def other_plans() -> list[str]:
-    """What is said to ranks with another schedule, another number of microbatches, other cuts, another loss."""
+    """The errors of ranks with another schedule, another number of microbatches, other cuts, another loss."""
     rank, model = dist.get_rank(), chain(4)
 
     def built(loss_fn: Any = mse_loss, microbatches: int = 3, schedule: str = "1f1b", cuts: Any = "uniform") -> Any:
@@ -218,7 +218,7 @@ def other_plans() -> list[str]:
         {"cuts": [["0"], ["1", "2", "3"]] if rank else [["0", "1"], ["2", "3"]]},
         {"loss_fn": mse_loss if rank else None},
     ]
-    return [said(lambda _, case=case: built(**case), None) for case in cases]
+    return [error_of(lambda _, case=case: built(**case), None) for case in cases]
 
 
 def test_ranks_with_different_plans_are_refused(pools: Pools) -> None:
@@ -254,12 +254,12 @@ def mixed_replicas() -> tuple[str, str, float]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     replica = mesh.get_local_rank("dp")
     pipe = pipe_of(mesh=mesh)
-    calls = said(evaluation if replica else step, pipe)
-    seeds = said(lambda _: pipe_of(mesh=mesh, options=penstock.RunOptions(seed=replica)), None)
+    calls = error_of(evaluation if replica else step, pipe)
+    seeds = error_of(lambda _: pipe_of(mesh=mesh, options=penstock.RunOptions(seed=replica)), None)
     return calls, seeds, float(step(pipe).loss)
 
 
-def test_replicas_that_do_different_things_are_refused(pools: Pools) -> None:
+def test_different_calls_of_replicas_are_refused(pools: Pools) -> None:
     results = pools[4].run(mixed_replicas)
     assert len(set(results)) == 1
     calls, seeds, _ = results[0]
@@ -271,10 +271,10 @@ def one_rank_of_a_replica() -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return said(evaluation if dist.get_rank() == 3 else step, pipe_of(mesh=mesh))
+        return error_of(evaluation if dist.get_rank() == 3 else step, pipe_of(mesh=mesh))
 
 
-def test_what_goes_wrong_in_one_replica_is_told_to_the_other(pools: Pools) -> None:
+def test_an_error_in_one_replica_is_raised_in_the_others(pools: Pools) -> None:
     words = pools[4].run(one_rank_of_a_replica)
     assert all("rank 1 called eval while rank 0 called step" in found for found in words)
     assert all("replica: 1" in found for found in words[:2])

@@ -6,7 +6,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import RunError
-from tests.runtime.plans import quick_plan
+from tests.plans import quick_plan
 
 
 class Tied(nn.Module):

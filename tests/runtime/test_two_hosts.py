@@ -10,7 +10,7 @@ import pytest
 from benchmarks import two_hosts as benchmark
 from benchmarks import two_hosts_rank
 from benchmarks.hosts import Ended, NoHostsError, two_hosts
-from tests.runtime.oracle import TOLERANCE
+from tests.parity import TOLERANCE
 
 pytestmark = pytest.mark.xdist_group("two hosts")  # one run is enough for all tests
 DEADLINE_SECONDS = 150.0
@@ -69,6 +69,6 @@ def test_the_benchmark_shows_both_plans(found: Found, monkeypatch: pytest.Monkey
     assert len(re.findall(r"(PASS|FAIL)$", capsys.readouterr().out, re.MULTILINE)) == 5
 
 
-def test_who_waits_for_a_host_that_died_says_so_and_ends(found: Found) -> None:
+def test_ranks_that_wait_for_a_dead_host_report_it_and_exit(found: Found) -> None:
     assert "rank 0 lost contact with rank 1" in found.words
     assert [one.code for one in found.ended] == [1, 1]

@@ -88,7 +88,7 @@ def test_a_member_knows_the_name_it_has_in_the_table(name):
 
 
 @every_schedule
-def test_only_schedules_that_say_so_split_the_backward_of_every_microbatch(name):
+def test_only_split_backward_schedules_split_every_backward(name):
     kinds = {part.kind for order in build(name, 3, 6).orders for action in order for part in action.parts}
     if SCHEDULES[name].splits_backward:
         assert kinds == {Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}
@@ -122,7 +122,7 @@ def test_stages_per_rank_that_are_no_counts_are_refused(name, stages):
 
 
 @pytest.mark.parametrize("name", [name for name, member in SCHEDULES.items() if member.choices])
-def test_a_fixed_number_of_stages_per_rank_is_said_when_another_is_asked_for(name):
+def test_a_wrong_number_of_stages_per_rank_is_refused_with_the_right_one(name):
     (only,) = SCHEDULES[name].choices
     with pytest.raises(ScheduleError) as refused:
         build(name, 4, 4, only + 1)

@@ -26,11 +26,14 @@ def test_one_stage_per_rank_runs_in_the_order_that_torch_executes(name, ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("name", MULTI)
 def test_several_stages_per_rank_run_in_the_order_of_torch(name, ranks):
+    num_compared = 0
     for microbatches in (*range(1, 9), 10, 12, 13, 14):
         for stages in SCHEDULES[name].choices or (1, 2, 3):
             sizes = (name, ranks, microbatches, stages)
-            theirs = torch_orders.stored(*sizes)
-            assert theirs is None or cells(build(*sizes).orders) == theirs, sizes
+            if (theirs := torch_orders.stored(*sizes)) is not None:  # torch refuses some sizes
+                assert cells(build(*sizes).orders) == theirs, sizes
+                num_compared += 1
+    assert num_compared > 0
 
 
 @pytest.mark.parametrize("name", MULTI)
@@ -45,7 +48,7 @@ def test_torch_refuses_sizes_that_we_allow(sizes):
     verify(build(*sizes))
 
 
-def test_what_torch_stores_of_1f1b_is_not_what_its_last_rank_runs():
+def test_the_stored_1f1b_order_of_torch_differs_from_the_executed_one():
     stored, ran = cells(torch_orders.stored_1f1b(3, 4))[-1], torch_orders.executed("1f1b", 3, 4)[-1]
     assert " ".join(ran) == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
     assert " ".join(stored) == "2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2REDUCE_GRAD"

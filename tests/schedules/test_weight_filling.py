@@ -32,14 +32,14 @@ def test_forwards_and_input_gradients_keep_their_order():
     assert without_weights(refill(plain, costs)) == without_weights(plain)
 
 
-def test_what_cannot_get_faster_is_the_same_schedule():
+def test_a_schedule_that_cannot_get_faster_is_unchanged():
     plain = build("zb_h2", 4, 8)
     assert refill(plain, StageCosts.uniform(4)) == plain
 
 
 def test_a_full_rank_runs_weight_gradients_before_the_next_forward():
-    # Forwards cost nothing, so a rank without a limit would run them all at once.
-    costs = StageCosts((0, 0), (1, 1), (1, 1), activation_bytes=(1, 1))
+    # Forwards are long, so a rank without a limit would start the next one before it runs a weight gradient.
+    costs = StageCosts((3, 3), (1, 1), (1, 1), activation_bytes=(1, 1))
     verify(refill(build("zb_h1", 2, 6), costs), in_flight=2)
 
 
@@ -48,7 +48,7 @@ def test_stages_that_hold_nothing_are_still_run_in_order():
     verify(refill(build("zbv", 2, 2), costs))
 
 
-def test_what_an_input_gradient_gives_back_is_not_counted_as_held():
+def test_memory_released_by_an_input_gradient_is_not_counted_as_held():
     # Stage 3 keeps nothing for its weight gradients: putting them off makes no room for another forward.
     costs = StageCosts(
         forward=(2, 1, 2, 3),

@@ -18,7 +18,7 @@ VEE = ("zbv", "dualpipe_v")
 
 
 class FakeStage:
-    """What a schedule of torch asks of a stage; notes the passes that it is told to run."""
+    """The interface that a schedule of torch needs of a stage; records the passes that it runs."""
 
     has_backward = True
     submod = group = None

@@ -63,7 +63,7 @@ def test_equal_passes_leave_no_bubble_between_first_and_last_pass(name, P):
 
 @pytest.mark.parametrize("overlap", [0.0, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize(("F", "I", "W"), [(1, 1, 1), (2, 2, 1), (4, 4, 3), (3, 3, 1)])
-def test_dualpipe_v_idles_for_what_its_formula_says(F, I, W, overlap):  # noqa: E741
+def test_dualpipe_v_has_the_idle_time_of_its_formula(F, I, W, overlap):  # noqa: E741
     # (PP/2 - 1)(F&B + B - 3W) with PP = 2P chunks and times of a chunk. It holds where the passes on the way take
     # equal time and weight gradients fit into the gaps, F = I >= W, for the rank with the most overlapped pairs.
     B = I + W

@@ -37,12 +37,12 @@ def test_microbatches_in_flight_add_up():
     assert curve("0F0,0F1,0B0,0B1", costs(activation_bytes=(10,))) == [(0, 0), (0, 10), (1, 20), (7, 10), (12, 0)]
 
 
-def test_what_is_given_back_is_free_for_what_is_taken_at_the_same_moment():
+def test_memory_released_at_one_moment_can_be_reused_at_that_moment():
     trace = simulate(Program.from_csv("0F0,0B0,0F1,0B1"), costs(activation_bytes=(10,)))
     assert trace.peak_bytes(0) == 10
 
 
-def test_free_says_when_the_last_part_goes():
+def test_the_last_part_is_released_by_free():
     late = "0F0,0B0,0F1,0FREE0,0B1,0FREE1"
     assert curve(late, costs(activation_bytes=(10,))) == [(0, 0), (0, 10), (6, 20), (7, 10), (12, 0)]
 
@@ -95,7 +95,7 @@ def test_a_received_gradient_has_a_buffer_from_its_receive_to_the_end_of_the_bac
     ]
 
 
-def test_what_is_given_back_and_taken_at_one_moment_leaves_no_dip():
+def test_memory_released_and_taken_at_one_moment_leaves_no_dip():
     assert curve("0F0,0B0,0F1,0B1", costs(activation_bytes=(10,))) == [(0, 0), (0, 10), (6, 10), (12, 0)]
 
 

@@ -40,7 +40,7 @@ def drawn(name, seed):
 @pytest.mark.parametrize("name", SCHEDULES)
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_passes_start_and_end_when_an_event_queue_says(name, seed):
+def test_passes_start_and_end_as_in_an_event_queue(name, seed):
     program, costs, cluster = drawn(name, seed)
     trace, reference = simulate(program, costs, cluster), Reference(program, costs, cluster)
     expected = [span for spans in reference.spans for span in spans]
@@ -53,7 +53,7 @@ def test_passes_start_and_end_when_an_event_queue_says(name, seed):
 @pytest.mark.parametrize("name", SCHEDULES)
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_messages_leave_and_arrive_when_an_event_queue_says(name, seed):
+def test_messages_leave_and_arrive_as_in_an_event_queue(name, seed):
     program, costs, cluster = drawn(name, seed)
     trace, reference = simulate(program, costs, cluster), Reference(program, costs, cluster)
     expected = [reference.messages[transfer.action] for transfer in trace.transfers]

@@ -41,7 +41,7 @@ def test_a_message_leaves_when_its_link_is_free() -> None:
     assert found.ends.tolist() == [1.0, 3.5, 4.5]
 
 
-def test_orders_that_block_are_told_apart() -> None:
+def test_orders_that_block_are_identified() -> None:
     message = Message(before_send=0, user=0, link=0, seconds=0.0, latency=0.0)
     assert run_on_shared_cores(1, [0, 1], [1.0], [message]) is None
 

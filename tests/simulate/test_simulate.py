@@ -77,7 +77,7 @@ def test_a_rank_with_less_work_than_the_busiest_is_out_of_balance_rather_than_wa
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_nothing_starts_before_what_stands_above_it_has_ended_not_even_by_rounding(name):
+def test_no_action_starts_before_the_previous_one_has_ended(name):
     random = Random(name)
     for _ in range(6):
         program = lower(build(name, random.randint(1, 5), random.randint(1, 9)))

@@ -18,7 +18,7 @@ class Does(nn.Module):
         self.parts, self._forward = nn.ModuleList(parts), forward
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the function says."""
+        """The function of the input and the parts."""
         return self._forward(x, *self.parts)
 
 

@@ -57,7 +57,7 @@ def test_a_batch_laid_out_otherwise_is_another_form():
     assert torch.equal(run(turned), model(turned))
 
 
-def test_a_model_moved_to_another_type_is_recorded_anew():
+def test_a_model_moved_to_another_dtype_is_recorded_again():
     model = Annealed()
     run = staged(model)
     model.double()

@@ -38,6 +38,6 @@ def test_parameters_side_by_side_in_one_memory_may_be_taken_apart(dim):
     assert len(cut(stack(nn.Parameter(first), nn.Parameter(last)))) == 2
 
 
-def test_what_is_never_changed_may_be_taken_apart():
+def test_values_that_are_never_written_may_be_in_different_stages():
     memory = torch.randn(8, 8)
     assert len(cut(stack(*(nn.Parameter(memory, requires_grad=False) for _ in range(2))))) == 2

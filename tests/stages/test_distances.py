@@ -29,7 +29,7 @@ def test_entries_are_compared_where_they_differ(expected: list[float], found: li
     assert apart(torch.tensor(expected), torch.tensor(found)) == distance
 
 
-def test_what_is_missing_or_has_another_form_is_infinitely_far() -> None:
+def test_missing_tensors_and_other_shapes_are_infinitely_far() -> None:
     assert apart(None, None) == 0.0
     assert apart(None, torch.zeros(2)) == apart(torch.zeros(2), None) == INF
     assert apart(torch.zeros(2), torch.zeros(3)) == INF

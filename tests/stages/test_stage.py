@@ -8,9 +8,11 @@ from torch import nn
 
 import penstock
 from penstock.errors import PartitionError
+from penstock.ir import Partition
 from penstock.partitioners import by_modules, uniform
 from penstock.stages import LayerList, Sequence
 from tests.capture.models import Stack
+from tests.parity import Batch, StagedModel, WholeModel, assert_close, one_step
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
@@ -94,7 +96,7 @@ def test_the_check_finds_a_stage_that_differs():
     with torch.no_grad():
         other.weight += 1
     captured.whole = lambda x: other(model.norm(torch.zeros(6, 8)) + model.embed(x))
-    with pytest.raises(PartitionError, match=r"the stages differ from the model \(number: output 0"):
+    with pytest.raises(PartitionError, match=r"the stages differ from the model \(tensor: output 0"):
         penstock.split(captured, partition)
 
 
@@ -138,3 +140,37 @@ def test_a_flat_list_of_names_modules_and_functions_is_a_model():
 def test_an_unknown_name_in_a_flat_list_is_refused():
     with pytest.raises(PartitionError, match=r"no such module \(name: 'hed'\)\ntry: did you mean 'head'"):
         LayerList(Stack(), ["embed", "hed"])
+
+
+class Scaled(nn.Module):
+    """Uses a parameter between its blocks, and one more function for long batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = x * self.scale[None].expand_as(x)
+        return self.inner(x.tanh() if len(x) > 4 else x)
+
+
+class CalledTwice(nn.Module):
+    """One encoder for two inputs: its parameters are used in both stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = Scaled(), nn.Linear(8, 1)
+
+    def forward(self, x, y):
+        return self.head(self.encoder(y) + self.encoder(x).relu())
+
+
+@pytest.mark.parametrize("size", [4, 6])
+def test_a_batch_with_other_calls_uses_a_parameter_in_the_stages_that_have_it(size):
+    model = CalledTwice()
+    batch = Batch((torch.randn(size, 8), torch.randn(size, 8)), {}, False)
+    captured = penstock.capture(model, (torch.randn(4, 8), torch.randn(4, 8)))
+    names = [node.name for node in captured.graph.nodes]
+    cut = names.index("encoder.inner") + 1
+    staged = StagedModel(captured, Partition((tuple(names[:cut]), tuple(names[cut:]))), batch.loss_fn)
+    assert_close(one_step(staged, batch), one_step(WholeModel(model, batch.loss_fn), batch), 1e-6)

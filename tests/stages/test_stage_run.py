@@ -6,16 +6,16 @@ import torch
 from torch import nn
 
 from penstock.stages import StageRun
-from tests.stages.behind import Behind
 from tests.stages.blocks import Does, rows
+from tests.stages.second_stage import SecondStage
 
 
 def gone(*references):
     return [reference() is None for reference in references]
 
 
-def test_what_left_is_handed_out_once_and_then_forgotten():
-    run = Behind(nn.Linear(8, 6), rows(4, 8)).run(is_split=False)
+def test_outputs_are_handed_out_once_and_then_released():
+    run = SecondStage(nn.Linear(8, 6), rows(4, 8)).run(is_split=False)
     ((name, value),) = run.take_outputs().items()
     reference = weakref.ref(value)
     del value
@@ -25,8 +25,8 @@ def test_what_left_is_handed_out_once_and_then_forgotten():
     assert returned.shape == (4, 8)
 
 
-def test_a_loss_made_of_what_left_is_a_root_like_any_other():
-    module = Behind(nn.Linear(8, 6), rows(4, 8))
+def test_a_loss_of_the_outputs_is_a_root_like_any_other():
+    module = SecondStage(nn.Linear(8, 6), rows(4, 8))
     run = module.run(is_split=False)
     (value,) = run.take_outputs().values()
     run.add_root("loss", value.square().sum())
@@ -35,8 +35,8 @@ def test_a_loss_made_of_what_left_is_a_root_like_any_other():
     assert torch.equal(module.model[1].weight.grad, expected)
 
 
-def test_gradients_of_nothing_and_of_unknown_values_are_left_out():
-    run = Behind(nn.Linear(8, 6), rows(4, 8)).run(is_split=False)
+def test_missing_gradients_and_unknown_values_are_skipped():
+    run = SecondStage(nn.Linear(8, 6), rows(4, 8)).run(is_split=False)
     run.add_root("count", torch.tensor(3))
     returned = run.backward(dict.fromkeys(run.outputs) | {"count": torch.ones(()), "other": None})
     assert list(returned.values()) == [None]
@@ -46,8 +46,8 @@ class Traced(torch.autograd.Function):
     """Keeps an object for as long as its node is there."""
 
     @staticmethod
-    def forward(ctx, x, thing):
-        ctx.thing = thing
+    def forward(ctx, x, marker):
+        ctx.marker = marker
         return x * 2
 
     @staticmethod
@@ -55,19 +55,19 @@ class Traced(torch.autograd.Function):
         return gradient * 2, None
 
 
-class Thing:
-    """Something to be kept."""
+class Marker:
+    """An object whose lifetime is observed."""
 
 
 def test_after_the_input_gradients_the_graph_is_gone_and_only_the_queue_is_left():
     references = []
 
     def forward(x, one, two):
-        thing = Thing()
-        references.append(weakref.ref(thing))
-        return two(Traced.apply(one(x), thing))
+        marker = Marker()
+        references.append(weakref.ref(marker))
+        return two(Traced.apply(one(x), marker))
 
-    run = Behind(Does(forward, nn.Linear(8, 8), nn.Linear(8, 6)), rows(4, 8)).run(is_split=True)
+    run = SecondStage(Does(forward, nn.Linear(8, 8), nn.Linear(8, 6)), rows(4, 8)).run(is_split=True)
     assert gone(references[-1]) == [False]
     run.input_grad(dict.fromkeys(run.take_outputs(), torch.ones(4, 6)))
     assert gone(references[-1]) == [True]
@@ -76,8 +76,8 @@ def test_after_the_input_gradients_the_graph_is_gone_and_only_the_queue_is_left(
     assert run._deferral.queue == []
 
 
-def test_after_the_weight_gradients_nothing_is_left_of_what_they_were_made_of():
-    run = Behind(nn.Linear(8, 6), rows(4, 8)).run(is_split=True)
+def test_after_the_weight_gradients_nothing_is_kept():
+    run = SecondStage(nn.Linear(8, 6), rows(4, 8)).run(is_split=True)
     gradient = torch.ones(4, 6)
     run.input_grad(dict.fromkeys(run.take_outputs(), gradient))
     reference = weakref.ref(gradient)
@@ -88,8 +88,8 @@ def test_after_the_weight_gradients_nothing_is_left_of_what_they_were_made_of():
 
 
 def test_a_first_stage_has_only_weight_gradients():
-    module = Behind(nn.Linear(8, 6), rows(4, 8))
-    run = StageRun(module.stage, module.captured.first, {}, {module.name: rows(4, 8)}, is_split=True)
+    module = SecondStage(nn.Linear(8, 6), rows(4, 8))
+    run = StageRun(module.stage, module.captured.first, {}, {module.input_name: rows(4, 8)}, is_split=True)
     gradients = dict.fromkeys(run.take_outputs(), torch.ones(4, 6))
     assert run.input_grad(gradients) == {}
     assert module.model[1].weight.grad is None
@@ -97,8 +97,8 @@ def test_a_first_stage_has_only_weight_gradients():
     assert torch.equal(module.model[1].weight.grad, torch.ones(4, 6).T @ rows(4, 8))
 
 
-def test_a_split_passage_can_still_go_backward_in_one():
-    module = Behind(nn.Linear(8, 6), rows(4, 8))
+def test_a_run_for_a_split_backward_can_still_run_it_whole():
+    module = SecondStage(nn.Linear(8, 6), rows(4, 8))
     for is_split in (False, True):
         run = module.run(is_split)
         run.backward(dict.fromkeys(run.take_outputs(), torch.ones(4, 6)))
@@ -114,7 +114,7 @@ def test_a_whole_backward_does_without_the_deferral():
         seen.append(x.grad_fn.next_functions)
         return x
 
-    module = Behind(Does(forward, nn.Linear(8, 6)), rows(4, 8))
+    module = SecondStage(Does(forward, nn.Linear(8, 6)), rows(4, 8))
     module.run(is_split=False)
     assert len(seen[-1]) == 3
     assert [node is None for node, _ in seen[-1]] == [False, False, False]

@@ -151,10 +151,10 @@ def test_backward_before_forward_and_of_no_output_is_refused():
     with pytest.raises(PartitionError, match="needs a forward"):
         run.backward({0: torch.ones(4, 8)})
     run(torch.randn(4, 8))
-    with pytest.raises(PartitionError, match=r"must belong to outputs of the model \(place: 3, outputs: 1\)"):
+    with pytest.raises(PartitionError, match=r"must belong to outputs of the model \(position: 3, outputs: 1\)"):
         run.backward({3: torch.ones(4, 8)})
 
 
-def test_split_says_what_it_takes():
+def test_split_names_the_types_that_it_accepts():
     with pytest.raises(PartitionError, match=r"needs a captured model(.|\n)*got: \('Glue', 'int'\)"):
         penstock.split(Glue(lambda self, x: x), 2)

@@ -63,7 +63,7 @@ def plan(schedule: str = "1f1b") -> Plan:
 
 def cut(*stages: tuple[str, ...]) -> Plan:
     """The plan of a model that was opened, cut as given."""
-    graph = penstock.capture(Net(), (torch.ones(2, 4),), depth=3).graph
+    graph = penstock.capture(Net(), (torch.ones(2, 4),), depth=2).graph
     names = [node.name for node in graph.nodes]
     cuts = [0, *(names.index(first) for first, *_ in stages), len(names)]
     partition = Partition(tuple(tuple(names[a:b]) for a, b in pairwise(cuts)))

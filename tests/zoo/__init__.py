@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from tests.zoo import decoders, encoder_decoders, encoders, plain, situations, special, vision
+from tests.zoo import by_hand, decoders, encoder_decoders, encoders, plain, situations, special, vision
 from tests.zoo.batch import Builder, Example, has_labels, without_labels
 
 ZOO: dict[str, Builder] = {
@@ -53,6 +53,7 @@ ZOO: dict[str, Builder] = {
     "weight_used_twice": plain.weight_used_twice,
     "batch_norm": plain.batch_norm,
     "dropout": plain.dropout,
+    **by_hand.MODELS,
     "control_flow": special.control_flow,
     "custom_function": special.custom_function,
     "in_place": special.in_place,

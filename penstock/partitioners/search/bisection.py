@@ -1,4 +1,4 @@
-"""The least load of the busiest of consecutive runs, exactly, where the weight of a run grows with its length.
+"""Finds the least maximum weight of consecutive runs, exactly, where longer runs weigh more.
 
 A trial fills stage after stage up to a limit. If it fails, every stage would take the same atoms for all limits below
 the least weight that one more atom would give one of them: that weight is the next limit worth a trial. If it succeeds,

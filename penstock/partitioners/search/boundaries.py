@@ -1,4 +1,4 @@
-"""Cuts into runs for placements in which ranks hold several stages, so that the sums per rank are even.
+"""Cuts into runs for placements with several stages per rank, so that the sums per rank are even.
 
 Boundaries are shifted, one or several at a time, while that relieves the busiest rank: moving all boundaries from one
 to another by about the same weight takes from one stage and gives to a stage far away, while the stages in between
@@ -98,8 +98,7 @@ class RunTable:
         if self.has_messages:
             sizes = (costs.received, costs.returned, costs.sent, costs.regained)[: 2 if rates.overlaps else 4]
             for way, size in enumerate(sizes):
-                size = size[starts, ends]
-                rows.append(rates.seconds_per_byte[stages, way] * size + rates.latency[stages, way] * (size > 0))
+                rows.append(rates.message_seconds(rates.links[stages, way], size[starts, ends]))
             rows = rows if rates.overlaps else [np.sum(rows, axis=0)]
         if self.has_limits:
             rows.append(costs.state[starts, ends] + rates.in_flight[stages] * costs.kept[starts, ends])

@@ -1,4 +1,4 @@
-"""The best cut of atoms into runs, one for every stage of a placement: exact for one stage per rank."""
+"""Finds the best cut of atoms into runs, one per stage of a placement; exact for one stage per rank."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise

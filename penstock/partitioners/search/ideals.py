@@ -1,4 +1,4 @@
-"""All partitions of a model with few branches, as chains of ideals.
+"""Finds the best partition of a model with few branches by enumerating chains of ideals.
 
 An ideal is a set of atoms that contains, with an atom, all atoms that it reads from: a prefix of the model in some
 order of its branches. A chain of n blocks has n + 1 of them; k parallel branches of length l have (l + 1) ** k. Where

@@ -1,7 +1,7 @@
-"""Local search: single atoms move to other stages, for a while also at a loss, with rollback to the best partition.
+"""Improves a partition by local search: single atoms move to other stages, for a while also at a loss.
 
-An atom may go to any stage from the last one that it reads from to the first one that reads it, so every partition on
-the way is acyclic.
+The best partition seen is returned. An atom may go to any stage from the last one that it reads from to the first one
+that reads it, so every partition in between is acyclic.
 """
 
 from dataclasses import dataclass, replace

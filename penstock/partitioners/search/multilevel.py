@@ -1,4 +1,4 @@
-"""Partitions from cuts of several topological orders, and of few large atoms that are taken apart step by step."""
+"""Searches partitions: cuts of several topological orders, and multilevel coarsening and refinement of atoms."""
 
 import heapq
 from collections.abc import Callable

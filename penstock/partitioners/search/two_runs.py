@@ -1,4 +1,4 @@
-"""An exact test of whether a limit can be kept when every rank takes two runs, for loops and vees.
+"""Tests exactly whether a limit can be kept when every rank takes two runs, for loops and vees.
 
 In a vee rank r takes the r-th run from the left and the r-th from the right: after each rank it is enough to know, for
 every left end, the best right end. In a loop it takes the r-th run of the first half and the r-th of the second: the

@@ -1,15 +1,17 @@
-"""Seconds that no order can undercut, with the reason.
+"""Computes a lower bound of the length of a step, with the reason.
 
-The bound is the largest of these:
+The bound is the largest of three kinds, each computed per rank:
 
-- *path*: a pass, all passes that must come before it and all that must come after it;
-- *work*: a rank computes all the time except where it cannot. It cannot before its first values arrive nor, once its
-  memory is full, before the first gradients return; mirrored in time, the same holds for its end. Up to a moment t a
-  rank has done at most the passes that can have started by then and fit in its memory; if those up to t and those of
-  the last u seconds are not all of its passes, a step takes t + u and the rest;
-- *memory* (Little's law): bytes x seconds that microbatches hold, over the bytes that there are.
+- *path*: the longest chain of passes through a pass of the rank, from its earliest start to the end of the step.
+- *work*: the seconds of all passes of the rank, and the seconds for which it must be idle. A rank is idle until its
+  first values arrive and, once its memory is full, until the first gradients return. In mirrored time (see
+  pass_table.py) the same argument gives the idle seconds at the end of the step.
+- *memory* (Little's law): the bytes x seconds that all microbatches hold, divided by the bytes of the rank.
 
-For spans, each rank is considered alone, with the least time that other ranks need between two of its passes.
+If the objective is the span, each rank is bounded alone: the passes of other ranks become delays between its own.
+
+In this file a row allocates if its passes increase the bytes held (`allocated` above 0), and frees if they decrease
+them. Part 0, 1, 2 of a stage are its rows of forwards, input gradients and weight gradients.
 """
 
 from collections.abc import Iterable
@@ -24,127 +26,139 @@ from penstock.planner.synthesis.problem import FlatProblem, ScheduleProblem
 
 _CAUTION = 1e-9
 """the share of a bound that may be due to rounding"""
-_MACHINE_PASSES = 20_000
-"""passes that are compared with the work of their rank; later ones only with their needs"""
+_MAX_MACHINE_PASSES = 20_000
+"""only the first passes of a step use the single-machine bound, which costs the most; later ones use dependencies"""
 _MACHINE_DEPTH = 48
-"""passes of a row that this considers, the latest ones"""
+"""the single-machine bound looks at this many passes per row, the latest ones"""
 
 
 class Bound(NamedTuple):
-    """No order takes fewer seconds, because of `why`."""
+    """A lower bound of the seconds of a step, with the reason in words."""
 
     seconds: float
     why: str
 
 
 def lower_bound(problem: ScheduleProblem) -> Bound:
-    """Returns the proven bound of a problem in its objective."""
+    """Returns a proven lower bound of a problem in its objective."""
     flat = FlatProblem.of(problem)
     table = PassTable.least(flat)
     if problem.objective == "makespan":
-        found = _bounds(table, range(flat.num_ranks))
+        bounds = _bounds(table, range(flat.num_ranks))
         cores = problem.cluster.cores
         if cores is not None and cores < flat.num_ranks:
             work = table.share * float(table.seconds.sum()) * flat.num_microbatches
-            found.append(Bound(work / cores, f"work of all ranks on {cores} cores"))
+            bounds.append(Bound(work / cores, f"work of all ranks on {cores} cores"))
     else:
-        found = [each for rank in range(flat.num_ranks) for each in _bounds(_alone(table, rank), (rank,))]
-    best = max(found)
+        bounds = [bound for rank in range(flat.num_ranks) for bound in _bounds(_single_rank(table, rank), (rank,))]
+    best = max(bounds)
     return Bound(best.seconds * (1 - _CAUTION), best.why)
 
 
 def _bounds(table: PassTable, ranks: Iterable[int]) -> list[Bound]:
+    """The three bounds of every rank."""
     mirrored = table.mirrored()
+    # A start in mirrored time is the time from the end of a pass to the end of the step; microbatches run backwards.
     begin, end = earliest_starts(table), earliest_starts(mirrored)
-    found = []
+    bounds = []
     for rank in ranks:
-        mine = list(table.of_rank[rank])
-        path = (begin[mine] + table.seconds[mine, None] + end[mine][:, ::-1]).max()
-        total = table.share * table.seconds[mine].sum() * table.flat.num_microbatches
-        busy = _busy_bound(total, _idle(table, begin, rank), _idle(mirrored, end, rank))
-        found.append(Bound(float(path), f"path through rank {rank}"))
-        found.append(Bound(busy, f"work and forced idle time of rank {rank}"))
-        found.append(Bound(_littles_law(table, begin, end, rank), f"memory of rank {rank}"))
-    return found
+        rows = list(table.rows_of_rank[rank])
+        path = (begin[rows] + table.seconds[rows, None] + end[rows][:, ::-1]).max()
+        work = table.share * table.seconds[rows].sum() * table.flat.num_microbatches
+        busy = _work_and_idle(work, _forced_idle(table, begin, rank), _forced_idle(mirrored, end, rank))
+        bounds.append(Bound(float(path), f"path through rank {rank}"))
+        bounds.append(Bound(busy, f"work and forced idle time of rank {rank}"))
+        bounds.append(Bound(_littles_law(table, begin, end, rank), f"memory of rank {rank}"))
+    return bounds
 
 
-def _alone(table: PassTable, rank: int) -> PassTable:
-    """The rows of one rank only, with the passes of other ranks between them as delays."""
-    mine = table.of_rank[rank]
+def _single_rank(table: PassTable, rank: int) -> PassTable:
+    """The table with needs between rows of one rank only; the passes of other ranks between them become delays."""
+    rows = table.rows_of_rank[rank]
     needs = []
-    for row in mine:
+    for row in rows:
         delays = table.least_delays(row)
         needs += [
             PassNeed(other, row, latency=float(delays[other] - table.seconds[row]))
-            for other in mine
+            for other in rows
             if other != row and delays[other] > -inf
         ]
     return replace(table, needs=tuple(needs))
 
 
-class _Before(NamedTuple):
-    """Predecessors of pass k of a row: (needed row, seconds between), (row, shift), and (row, shift) on its rank."""
+class _Predecessors(NamedTuple):
+    """The passes that must come before pass k of a row."""
 
     needs: list[tuple[int, float]]
+    """(row, seconds from start to start): pass k of that row"""
     lags: list[tuple[int, int]]
-    machine: list[tuple[int, int]]
+    """(row, shift): pass k - shift of that row has ended, because of memory"""
+    on_rank: list[tuple[int, int]]
+    """(row, shift): passes up to k - shift of that row run before it on the same rank, for whatever reason"""
 
 
 def earliest_starts(table: PassTable) -> Floats:
-    """Returns by row and microbatch a moment before which no order can start the pass; it never falls along a row.
+    """Returns by row and microbatch a moment before which no order can start the pass.
 
-    A pass starts after the passes that it needs, the previous pass of its row and those that must free memory for it,
-    and after its rank has had time for all passes that must precede it there. The last condition is single-machine
-    scheduling with release times: passes released from some moment on are worked off after that moment.
+    The moments never decrease along a row. A pass starts after the passes that it needs, the previous pass of its row
+    and those that must free memory for it, and after its rank has had time for all passes that must precede it there.
+    The last condition is the bound of single-machine scheduling with release times.
     """
-    befores = _befores(table)
-    columns_held = _MACHINE_PASSES // max(table.num_rows, 1)
+    predecessors = _find_predecessors(table)
+    num_machine_columns = _MAX_MACHINE_PASSES // max(table.num_rows, 1)
     seconds, work = table.seconds.tolist(), table.share * table.seconds
     first = table.before[table.rank].tolist()
     result = np.zeros((table.num_rows, table.flat.num_microbatches))
-    # Scalars are read from lists, which is faster, and slices from the array.
-    found: list[list[float]] = [[] for _ in seconds]
+    # The same numbers twice: scalars are read from lists, which is faster, and slices from the array.
+    starts: list[list[float]] = [[] for _ in seconds]
     for column in range(table.flat.num_microbatches):
         for row in table.sequence:
-            needs, lags, machine = befores[row]
-            earliest = found[row][-1] + seconds[row] if column else first[row]
+            needs, lags, on_rank = predecessors[row]
+            earliest = starts[row][-1] + seconds[row] if column else first[row]
             for needed, gap in needs:
-                earliest = max(earliest, found[needed][column] + gap)
+                earliest = max(earliest, starts[needed][column] + gap)
             for needed, shift in lags:
                 if column >= shift:
-                    earliest = max(earliest, found[needed][column - shift] + seconds[needed])
-            if column < columns_held and len(machine) > 1:
-                earliest = max(earliest, _machine_end(result, work, machine, column))
-            found[row].append(earliest)
+                    earliest = max(earliest, starts[needed][column - shift] + seconds[needed])
+            # With its own row alone this would repeat the first condition.
+            if column < num_machine_columns and len(on_rank) > 1:
+                earliest = max(earliest, _machine_end(result, work, on_rank, column))
+            starts[row].append(earliest)
             result[row, column] = earliest
     return result
 
 
-def _befores(table: PassTable) -> list[_Before]:
-    demands = memory_lags(table)
+def _find_predecessors(table: PassTable) -> list[_Predecessors]:
+    """The predecessors of every row."""
+    memory = memory_lags(table)
     result = []
     for row in range(table.num_rows):
-        mine = table.of_rank[int(table.rank[row])]
-        shifts = {other: 0 for other in mine if other != row and table.precedes[other, row]} | {row: 1}
-        for lag in demands:
-            if table.precedes[lag.row, row] and lag.needed in mine:
-                for other in mine:
+        rows = table.rows_of_rank[int(table.rank[row])]
+        shifts = {other: 0 for other in rows if other != row and table.precedes[other, row]} | {row: 1}
+        for lag in memory:
+            # A lag of a row before this one, with everything that comes before the row that it waits for.
+            if table.precedes[lag.row, row] and lag.needed in rows:
+                for other in rows:
                     if table.precedes[other, lag.needed]:
                         shifts[other] = min(shifts.get(other, lag.shift), lag.shift)
         result.append(
-            _Before(
+            _Predecessors(
                 [(need.needed, float(table.seconds[need.needed]) + need.lag) for need in table.needed_by[row]],
-                [(lag.needed, lag.shift) for lag in demands if lag.row == row],
+                [(lag.needed, lag.shift) for lag in memory if lag.row == row],
                 list(shifts.items()),
             )
         )
     return result
 
 
-def _machine_end(starts: Floats, work: Floats, before: list[tuple[int, int]], column: int) -> float:
-    """When a rank can have run everything that must come before a pass, and nothing else."""
+def _machine_end(starts: Floats, work: Floats, predecessors: list[tuple[int, int]], column: int) -> float:
+    """The earliest moment at which a rank can have run all (row, shift) predecessors of a pass of this column.
+
+    Passes with an earliest start of t or later run one after another from t on: for every t, they end no sooner than t
+    plus the sum of their seconds.
+    """
     released, amounts = [], []
-    for row, shift in before:
+    for row, shift in predecessors:
         last = column + 1 - shift
         if last > 0:
             part = starts[row, max(last - _MACHINE_DEPTH, 0) : last]
@@ -158,7 +172,7 @@ def _machine_end(starts: Floats, work: Floats, before: list[tuple[int, int]], co
 
 
 class Lag(NamedTuple):
-    """Pass k of `row` starts after pass k - shift of `needed` has ended."""
+    """A dependency between microbatches: pass k of `row` starts after pass k - shift of `needed` has ended."""
 
     row: int
     needed: int
@@ -168,136 +182,147 @@ class Lag(NamedTuple):
 def memory_lags(table: PassTable) -> tuple[Lag, ...]:
     """Returns the dependencies between passes of a rank that its memory limit implies.
 
-    - *Room.* When a pass starts, the passes that allocate before it have run for its microbatch and all earlier ones.
-      Bytes above the room must have been freed by passes of earlier microbatches, which in turn need others.
-    - *Escape.* The bytes of a microbatch are freed only after all its allocating passes on the rank have run. A row
-      that runs too far ahead of another would block the other for ever.
+    - *Room.* When pass k of a row starts, the rank has allocated the bytes of microbatches 0 to k for all rows that
+      precede it. Bytes above the room must have been freed by earlier microbatches, so their freeing passes, and the
+      passes that those need, come first.
+    - *Deadlock.* The bytes of a microbatch are freed only after all its allocating passes on the rank have run. If one
+      allocating row runs too far ahead of another, the other never finds room, and nothing is ever freed.
     """
     room = table.flat.room
     return tuple(
         lag
-        for rank, mine in enumerate(table.of_rank)
+        for rank, rows in enumerate(table.rows_of_rank)
         if room[rank] < inf
-        for row in mine
-        for lag in (*_room_lags(table, row, room[rank]), *_escape_lags(table, row, room[rank]))
+        for row in rows
+        for lag in (*_room_lags(table, row, room[rank]), *_deadlock_lags(table, row, room[rank]))
     )
 
 
 def _room_lags(table: PassTable, row: int, room: float) -> list[Lag]:
-    mine = table.of_rank[int(table.rank[row])]
+    rows = table.rows_of_rank[int(table.rank[row])]
+    # By stage, the bytes that one microbatch has allocated when its pass of this row starts.
     held: dict[int, float] = {}
-    for taker in mine:
-        if table.taken[taker] > 0 and table.precedes[taker, row]:
-            held[taker // 3] = held.get(taker // 3, 0.0) + float(table.taken[taker])
-    given = {g: size for stage, total in held.items() for g, size in _freed_after(table, row, stage, total).items()}
-    total = sum(held[stage] for stage in {giver // 3 for giver in given})
-    found = []
-    for needed in mine:
+    for other in rows:
+        if table.allocated[other] > 0 and table.precedes[other, row]:
+            held[other // 3] = held.get(other // 3, 0.0) + float(table.allocated[other])
+    freed_by = {r: size for stage, total in held.items() for r, size in _freed_after(table, row, stage, total).items()}
+    total = sum(held[stage] for stage in {freeing // 3 for freeing in freed_by})
+    lags = []
+    for needed in rows:
         if needed == row or not table.precedes[row, needed]:
             continue
-        freed = sum(given[giver] for giver in given if table.precedes[needed, giver])
+        # Each microbatch whose pass of `needed` has not run still holds these bytes.
+        freed = sum(freed_by[freeing] for freeing in freed_by if table.precedes[needed, freeing])
         if freed > 0:
-            found.append(Lag(row, needed, max(floor((room - total) / freed) + 1, 1)))
-    return found
+            lags.append(Lag(row, needed, max(floor((room - total) / freed) + 1, 1)))
+    return lags
 
 
 def _freed_after(table: PassTable, row: int, stage: int, total: float) -> dict[int, float]:
-    """Rows that free, after `row`, the bytes that a stage took up to it; empty if some may be freed before it."""
-    givers = {3 * stage + part: -float(table.taken[3 * stage + part]) for part in range(3)}
-    givers = {giver: size for giver, size in givers.items() if size > 0}
-    if not all(table.precedes[row, giver] for giver in givers):
+    """By row, the bytes freed after `row` of the `total` that a stage allocated up to it.
+
+    Empty if some of the bytes may be freed before the pass of `row`, as they then say nothing about its room.
+    """
+    freeing = {3 * stage + part: -float(table.allocated[3 * stage + part]) for part in range(3)}
+    freeing = {other: size for other, size in freeing.items() if size > 0}
+    if not all(table.precedes[row, other] for other in freeing):
         return {}
     # A stage that allocates in two steps may have done only one of them by now.
-    excess = sum(givers.values()) - total
-    return {giver: max(size - excess, 0.0) for giver, size in givers.items()}
+    excess = sum(freeing.values()) - total
+    return {other: max(size - excess, 0.0) for other, size in freeing.items()}
 
 
-def _escape_lags(table: PassTable, row: int, room: float) -> list[Lag]:
-    if table.taken[row] <= 0:
+def _deadlock_lags(table: PassTable, row: int, room: float) -> list[Lag]:
+    if table.allocated[row] <= 0:
         return []
-    mine = table.of_rank[int(table.rank[row])]
-    givers = [giver for giver in range(row // 3 * 3, row // 3 * 3 + 3) if table.taken[giver] < 0]
+    rows = table.rows_of_rank[int(table.rank[row])]
+    freeing = table.freeing_rows(row // 3)
+    # The other allocating rows that must run before the bytes of this one are freed.
     others = [
-        taker
-        for taker in mine
-        if taker != row and table.taken[taker] > 0 and all(table.precedes[taker, giver] for giver in givers)
+        other
+        for other in rows
+        if other != row and table.allocated[other] > 0 and all(table.precedes[other, free] for free in freeing)
     ]
-    kept = sum(float(table.taken[taker]) for taker in others)
-    shift = max(floor((room - kept) / float(table.taken[row])), 1)
-    return [Lag(row, taker, shift) for taker in others if not table.precedes[taker, row]]
+    reserved = sum(float(table.allocated[other]) for other in others)
+    shift = max(floor((room - reserved) / float(table.allocated[row])), 1)
+    return [Lag(row, other, shift) for other in others if not table.precedes[other, row]]
 
 
-def _idle(table: PassTable, starts: Floats, rank: int) -> Floats:
-    """Pairs (moment, idle seconds up to it), each with more idle seconds than those before.
+def _forced_idle(table: PassTable, starts: Floats, rank: int) -> Floats:
+    """Rows of (moment, seconds up to it for which the rank is idle in any order); both increase from row to row.
 
-    Up to a moment a rank has run at most the passes whose earliest starts are before it: all that allocate no bytes,
-    and of the others as many as fit in memory, at best the longest per byte. The remaining seconds are idle in any
-    order.
+    Up to a moment a rank has run at most the passes whose earliest starts are before it: all that allocate nothing,
+    and of the others as many as fit in memory. Which ones fit is a knapsack, bounded by its relaxation: the longest per
+    byte first, the last one cut to size.
     """
-    mine = list(table.of_rank[rank])
-    moments = np.unique(starts[mine])
+    rows = list(table.rows_of_rank[rank])
+    moments = np.unique(starts[rows])
     # A start that differs from the moment only by rounding is not before it.
     grace = 1e-12 * float(moments[-1])
-    begun: dict[int, Ints] = {row: np.searchsorted(starts[row], moments - grace, side="left") for row in mine}
-    takers = [row for row in mine if table.taken[row] > 0]
-    work = sum((table.seconds[row] * begun[row] for row in mine if row not in takers), np.zeros(len(moments)))
-    left, packed = _capacity(table, rank, begun, mine), np.zeros(1)
-    for row in sorted(takers, key=lambda row: -table.seconds[row] / table.taken[row]):
-        # As if the last pass that fits could be cut to size.
-        count = np.minimum(begun[row], np.maximum(left, 0.0) / table.taken[row])
-        left, packed = left - count * table.taken[row], packed + count * table.seconds[row]
-    missing = np.maximum(moments - table.share * (work + packed) - grace, 0.0)
-    highest = np.maximum.accumulate(missing)
+    begun: dict[int, Ints] = {row: np.searchsorted(starts[row], moments - grace, side="left") for row in rows}
+    allocating = [row for row in rows if table.allocated[row] > 0]
+    work = sum((table.seconds[row] * begun[row] for row in rows if row not in allocating), np.zeros(len(moments)))
+    left, packed = _capacity(table, rank, begun, rows), np.zeros(1)
+    for row in sorted(allocating, key=lambda row: -table.seconds[row] / table.allocated[row]):
+        count = np.minimum(begun[row], np.maximum(left, 0.0) / table.allocated[row])
+        left, packed = left - count * table.allocated[row], packed + count * table.seconds[row]
+    idle = np.maximum(moments - table.share * (work + packed) - grace, 0.0)
+    # Only moments that add idle seconds can give a larger bound.
+    highest = np.maximum.accumulate(idle)
     is_new = np.concatenate(([True], highest[1:] > highest[:-1]))
-    return np.stack((moments[is_new], missing[is_new]), axis=1)
+    return np.stack((moments[is_new], idle[is_new]), axis=1)
 
 
-def _capacity(table: PassTable, rank: int, begun: dict[int, Ints], mine: list[int]) -> Floats:
+def _capacity(table: PassTable, rank: int, begun: dict[int, Ints], rows: list[int]) -> Floats:
     """Bytes that passes of the rank may have allocated by each moment, including those freed again."""
     room = table.flat.room[rank]
-    given = sum((-table.taken[row] * begun[row] for row in mine if table.taken[row] < 0), np.zeros(1))
-    sizes = [float(table.taken[row]) for row in mine if table.taken[row]]
+    freed = sum((-table.allocated[row] * begun[row] for row in rows if table.allocated[row] < 0), np.zeros(1))
+    sizes = [float(table.allocated[row]) for row in rows if table.allocated[row]]
     if room == inf or not all(size.is_integer() for size in sizes):
-        return np.asarray(room + given)
-    # Whatever is held is a multiple of the common divisor of all sizes.
+        return np.asarray(room + freed)
+    # The bytes held are always a multiple of the common divisor of all sizes, so the rest of the room is of no use.
     step = gcd(*(int(size) for size in sizes)) or 1
-    return np.asarray(room // step * step + given)
+    return np.asarray(room // step * step + freed)
 
 
-def _busy_bound(total: float, begin: Floats, end: Floats) -> float:
-    """Seconds of a step in which a rank works for `total` and is idle as `begin` and, mirrored, `end` state.
+def _work_and_idle(work: float, begin: Floats, end: Floats) -> float:
+    """Seconds of a step in which a rank works for `work` and is idle as `begin` and, in mirrored time, `end` state.
 
-    A moment and a mirrored one are both idle in full unless they overlap, which they do not if less than all of the
-    work fits into them.
+    The idle seconds up to a moment of `begin` and from a moment of `end` on add up only if the two do not overlap.
+    They do not if work and idle seconds together are longer than the two moments together.
     """
     moments = begin[:, None, 0] + end[None, :, 0]
-    lengths = total + begin[:, None, 1] + end[None, :, 1]
-    return float(np.where(lengths > moments, lengths, total).max())
+    lengths = work + begin[:, None, 1] + end[None, :, 1]
+    return float(np.where(lengths > moments, lengths, work).max())
 
 
 def _littles_law(table: PassTable, begin: Floats, end: Floats, rank: int) -> float:
-    """Bytes x seconds that all microbatches hold on a rank, over its bytes; `begin` and `end` are earliest starts.
+    """Bytes x seconds that all microbatches hold on a rank, divided by its bytes.
 
-    Until enough passes can have started to fill the memory, the rest of it is lost, at both ends of the step.
+    `begin` and `end` are earliest starts, in forward and in mirrored time. Until enough passes can have started to fill
+    the memory, the rest of it is unused, at both ends of the step.
     """
     room = table.flat.room[rank]
     if room == inf or room <= 0:
         return 0.0
     held = 0.0
     for stage in table.flat.stages[rank]:
+        # Bytes are held at least from the start of the forward to the end of the pass that frees them.
         delays = table.least_delays(3 * stage) + table.seconds
-        held -= sum(table.taken[3 * stage + part] * delays[3 * stage + part] for part in (1, 2))
-    mine = list(table.of_rank[rank])
-    lost = sum(_unfilled(starts[mine], sign * table.taken[mine], room) for starts, sign in ((begin, 1.0), (end, -1.0)))
-    return (held * table.flat.num_microbatches + lost) / room
+        held -= sum(table.allocated[3 * stage + part] * delays[3 * stage + part] for part in (1, 2))
+    rows = list(table.rows_of_rank[rank])
+    unused = sum(
+        _unused(starts[rows], sign * table.allocated[rows], room) for starts, sign in ((begin, 1.0), (end, -1.0))
+    )
+    return (held * table.flat.num_microbatches + unused) / room
 
 
-def _unfilled(starts: Floats, taken: Floats, room: float) -> float:
+def _unused(starts: Floats, allocated: Floats, room: float) -> float:
     """Bytes x seconds that cannot be held because too few allocating passes can have started."""
-    takers = np.flatnonzero(taken > 0)
-    moments = starts[takers].ravel()
+    allocating = np.flatnonzero(allocated > 0)
+    moments = starts[allocating].ravel()
     sequence = np.argsort(moments, kind="stable")
-    filled = np.cumsum(np.repeat(taken[takers], starts.shape[1])[sequence])
-    before = np.concatenate(([0.0], filled))[:-1]
+    filled = np.cumsum(np.repeat(allocated[allocating], starts.shape[1])[sequence])
+    filled_before = np.concatenate(([0.0], filled))[:-1]
     gaps = np.diff(moments[sequence], prepend=0.0)
-    return float((np.maximum(room - before, 0.0) * gaps).sum())
+    return float((np.maximum(room - filled_before, 0.0) * gaps).sum())

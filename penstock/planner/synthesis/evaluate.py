@@ -46,14 +46,14 @@ def evaluate(flat: FlatProblem, orders: RankOrders) -> Evaluation:
     seconds, sides = flat.seconds, (flat.outputs, flat.gradients)
     while runnable:
         rank = runnable.popleft()
-        mine, order = ends[rank], orders[rank]
-        now = mine[-1] if mine else 0.0
-        for place in range(len(mine), len(order)):
+        rank_ends, order = ends[rank], orders[rank]
+        now = rank_ends[-1] if rank_ends else 0.0
+        for place in range(len(rank_ends), len(order)):
             pass_id = order[place]
             kind, stage = pass_id & 3, pass_id >> 2
             if kind == W:
                 now += seconds[pass_id]
-                mine.append(now)
+                rank_ends.append(now)
                 continue
             side = kind != F
             microbatch = done[stage + side * num_stages]
@@ -65,7 +65,7 @@ def evaluate(flat: FlatProblem, orders: RankOrders) -> Evaluation:
             if ready[slot] > now:
                 now = ready[slot]
             now += seconds[pass_id]
-            mine.append(now)
+            rank_ends.append(now)
             done[stage + side * num_stages] += 1
             for target, link, occupied, latency in sides[side][stage]:
                 arrival = now
@@ -87,7 +87,7 @@ def evaluate(flat: FlatProblem, orders: RankOrders) -> Evaluation:
         return DEADLOCK
     if flat.problem.objective == "span":
         return Evaluation(ends, max(_span(flat, orders, ends, rank) for rank in range(len(orders))))
-    return Evaluation(ends, max(mine[-1] for mine in ends))
+    return Evaluation(ends, max(rank_ends[-1] for rank_ends in ends))
 
 
 def _span(flat: FlatProblem, orders: RankOrders, ends: list[list[float]], rank: int) -> float:
@@ -112,7 +112,7 @@ def critical_chain(flat: FlatProblem, orders: RankOrders, ends: list[list[float]
         rank = max(range(len(orders)), key=lambda each: _span(flat, orders, ends, each))
     place = len(orders[rank]) - 1
     chain = [(rank, place)]
-    grace = _ROUNDING * max(mine[-1] for mine in ends)
+    grace = _ROUNDING * max(rank_ends[-1] for rank_ends in ends)
     while True:
         pass_id = orders[rank][place]
         start = ends[rank][place] - flat.seconds[pass_id]

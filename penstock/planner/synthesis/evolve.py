@@ -45,7 +45,7 @@ def search_orders(table: PassTable, goal: Goal, seeds: list[RankOrders]) -> Rank
     ]
     if flat.problem.objective == "span":
         # The span counts from the first start of each rank: a rank that starts early must also end early.
-        first = np.array([earliest_starts(table)[list(mine), 0].min() for mine in table.of_rank])
+        first = np.array([earliest_starts(table)[list(rows), 0].min() for rows in table.rows_of_rank])
         table = replace(table, after=first.max() - first)
     pool = _explore(table, goal, fitting)
     return _refine(pool, goal).orders() if len(pool) else None
@@ -99,7 +99,7 @@ class Pool:
         lengths, starts, positions = runs.lengths[ended], runs.starts[ended], runs.positions[ended]
         if table.is_mirrored:
             starts = table.mirror_starts(starts, lengths)
-            last = np.array([len(table.of_rank[rank]) for rank in table.rank]) * table.flat.num_microbatches - 1
+            last = np.array([len(table.rows_of_rank[rank]) for rank in table.rank]) * table.flat.num_microbatches - 1
             positions = last[:, None] - positions[:, :, ::-1]
             table = table.mirrored()
         exact = [evaluate(table.flat, _rank_orders(table, each)).length for each in positions]
@@ -163,9 +163,9 @@ def _enter(table: PassTable, order: RankOrder, ends: list[float], starts: Floats
 def _rank_orders(table: PassTable, positions: Ints) -> RankOrders:
     """The pass ids of every rank by position."""
     found = []
-    for mine in table.of_rank:
-        pass_ids = np.array([_pass_id(table, row) for row in mine])
-        sequence = np.argsort(positions[list(mine)], axis=None, kind="stable")
+    for rows in table.rows_of_rank:
+        pass_ids = np.array([_pass_id(table, row) for row in rows])
+        sequence = np.argsort(positions[list(rows)], axis=None, kind="stable")
         order = np.repeat(pass_ids, positions.shape[1])[sequence]
         found.append(order[order >= 0].tolist())
     return found
@@ -209,7 +209,7 @@ class _Island:
             ends = (keys + own.seconds[:, None] + own.after[own.rank][:, None]).max(axis=(1, 2))
             keys = own.mirror_starts(keys, ends)
         back = self.pace * random.choice(_HELD_BACK, (count, 1, 1))
-        releases = np.where((table.taken > 0)[:, None], np.maximum(keys - back, 0.0), 0.0)
+        releases = np.where((table.allocated > 0)[:, None], np.maximum(keys - back, 0.0), 0.0)
         patience = random.choice((*PATIENCE, 1.0), count) * table.seconds.mean()
         return Rules(keys + self._noise(keys.shape), releases, patience)
 

@@ -130,8 +130,8 @@ class _Model:
     def orders(self, solver: Any) -> RankOrders:
         """Returns the orders of the solution."""
         found = []
-        for mine in self.table.of_rank:
-            passes = sorted((solver.value(start), row % 3, row) for row in mine for start in self.starts[row])
+        for rows in self.table.rows_of_rank:
+            passes = sorted((solver.value(start), row % 3, row) for row in rows for start in self.starts[row])
             found.append([(row // 3) << 2 | (F, I, W)[part] for _, part, row in passes])
         return found
 
@@ -146,9 +146,9 @@ class _Model:
                     self.model.add(after >= before + self.ticks[need.needed] + self.whole(need.latency))
 
     def _share_ranks(self) -> None:
-        for mine in self.table.of_rank:
+        for rows in self.table.rows_of_rank:
             self.model.add_no_overlap(
-                [self._fixed(start, self.ticks[row]) for row in mine for start in self.starts[row]]
+                [self._fixed(start, self.ticks[row]) for row in rows for start in self.starts[row]]
             )
 
     def _share_memory(self) -> None:
@@ -157,10 +157,10 @@ class _Model:
             if room == inf:
                 continue
             held, sizes = [], []
-            for giver in (3 * stage + part for stage in stages for part in (1, 2)):
-                if (size := -int(self.table.taken[giver])) > 0:
-                    for start, given in self._pairs(giver // 3 * 3, giver):
-                        end, length = given + self.ticks[giver], self.model.new_int_var(0, self.horizon, "")
+            for freeing in (3 * stage + part for stage in stages for part in (1, 2)):
+                if (size := -int(self.table.allocated[freeing])) > 0:
+                    for start, freed in self._pairs(freeing // 3 * 3, freeing):
+                        end, length = freed + self.ticks[freeing], self.model.new_int_var(0, self.horizon, "")
                         held.append(self.model.new_interval_var(start, length, end, ""))
                         sizes.append(size)
             self.model.add_cumulative(held, sizes, floor(room))

@@ -1,12 +1,13 @@
-"""Builds many orders at once, event by event, each by its own rule.
+"""Builds many orders at once by list scheduling, each by its own priority rule.
 
 A free rank runs, of the passes that have all they need and fit in memory, the one with the smallest *key*. It may wait
-a little for a better one that is known to come (*patience*), and no pass starts before its *release*. Only keys and
-releases differ between orders, so that one round of array operations advances all of them. A rank decides in a round if
-no message that has not been sent yet could arrive before its decision.
+a little for one with a smaller key that is about to become ready (*patience*), and no pass starts before its *release*.
+Orders differ only in these numbers, so all of them advance together: a *run* is one entry along the first axis of every
+array, and a round of array operations adds passes to all runs. A rank decides in a round only if no message that has
+not been sent yet could arrive before its decision.
 
-A run never blocks for lack of memory: a pass is admitted only if the rank would then still have room to finish every
-microbatch in flight, one after another.
+A run never deadlocks for lack of memory. As in the banker's algorithm, a pass is admitted only if the rank would then
+still have room to finish every microbatch in flight, one after another.
 """
 
 from collections.abc import Sequence
@@ -21,247 +22,276 @@ from numpy.typing import NDArray
 from penstock.planner.synthesis.pass_table import Bools, Floats, Ints, PassTable
 
 PATIENCE = (0.0, 0.27, 0.2, 0.1, 0.34, 0.05, 0.5)
-"""seconds to wait for a better pass, in parts of a pass"""
+"""time to wait for a pass with a smaller key, as a multiple of the mean seconds of a pass"""
 _EARLY = (-inf, -1.0, 0.0, -2.0, -0.5, -3.0)
-"""releases before the urgent moment, in units of a microbatch's work on the busiest rank"""
+"""releases relative to the latest start, in units of a microbatch's work on the busiest rank"""
 _LATE = (0.1, 0.05, 0.2)
-"""releases as if the step were to end that much later than its bound, in parts of the bound"""
+"""releases as if the step ended that much later than its bound, as shares of the bound"""
 _ROUNDING = 1e-12
 
 
 class Rules(NamedTuple):
-    """Per run, row and microbatch a key and a release; per run the seconds that a rank may wait."""
+    """The priority rules of all runs."""
 
     keys: Floats
+    """by run, row and microbatch; the smallest goes first"""
     releases: Floats
+    """by run, row and microbatch; no pass starts before it"""
     patience: Floats
+    """by run; seconds that a rank may wait for a pass with a smaller key"""
 
 
 class GreedyRuns(NamedTuple):
-    """Per run its length (inf if stuck), when each pass starts, and its position in the order of its rank."""
+    """The results of all runs."""
 
     lengths: Floats
+    """by run; inf for a run that did not finish"""
     starts: Floats
+    """by run, row and microbatch"""
     positions: Ints
+    """by run, row and microbatch: the position in the order of its rank"""
 
 
-class _Wiring(NamedTuple):
-    """Rows that a row's passes send to, and links; a padding row receives messages that no row reads."""
+class _Messages(NamedTuple):
+    """By row and number of a message, the messages that each pass of the row sends.
 
-    targets: Ints
+    Rows that send fewer messages than others are filled up with messages to the padding row, over the padding link.
+    """
+
+    target: Ints
+    """the row that waits for the message"""
     link: Ints
     occupied: Floats
     latency: Floats
-    num_reads: Ints
+    num_awaited: Ints
     """per row the number of messages that its passes wait for"""
 
 
-class _Escape(NamedTuple):
-    """Per rank the rows that allocate, their places among its rows, and the bytes of each that another depends on."""
+class _SafetyCheck(NamedTuple):
+    """By rank, its allocating rows, for the check that they can always finish."""
 
-    takers: Ints
-    places: Ints
-    weights: Floats
+    allocating: Ints
+    """by rank and number"""
+    columns: Ints
+    """the same as positions among the rows of the rank"""
+    blocked_bytes: Floats
+    """[rank, a, b]: bytes that row b allocates and that are freed only after a pass of row a"""
 
 
 @dataclass
 class _State:
-    """The state of all runs; the last row and the last microbatch are padding."""
+    """The state of all runs, the first axis of every array; the last row and the last microbatch are padding."""
 
     counts: Ints
+    """passes of each row that have run, which is also the microbatch of its next pass"""
     clocks: Floats
+    """when each rank is free"""
     held: Floats
-    missing: NDArray[np.int8]
+    """bytes of activations on each rank"""
+    num_missing: NDArray[np.int8]
     """number of messages that a pass still waits for"""
     ready: Floats
     """when a pass has all it needs, once nothing is missing"""
-    free: Floats
+    link_free: Floats
+    """when each link is free"""
     starts: Floats
     positions: Ints
 
 
 class Greedy:
-    """The arrays of one problem, which every run reads."""
+    """Runs priority rules on one problem.
+
+    Rows of all ranks are padded to one length with a row that never runs.
+    """
 
     def __init__(self, table: PassTable) -> None:
         self.table = table
         self.seconds = np.append(table.seconds, 0.0)
-        self.taken = np.append(table.taken, 0.0)
+        self.allocated = np.append(table.allocated, 0.0)
         self.room = np.asarray(table.flat.room)
-        self.local = _padded(table.of_rank, table.num_rows)
-        self.prior = _priors(table)[self.local]
-        self.wiring = _wiring(table)
-        self.escape = _escape(table)
+        self.rows = _padded(table.rows_of_rank, table.num_rows)
+        # Per row the row of its stage that comes before it, or the padding row, which counts as finished.
+        previous = np.full(table.num_rows + 1, table.num_rows, dtype=np.int64)
+        for need in table.needs:
+            if need.row // 3 == need.needed // 3:
+                previous[need.row] = need.needed
+        self.previous = previous[self.rows]
+        self.messages = _find_messages(table)
+        self.safety = _find_safety(table)
+        # A message that is not sent yet arrives at least this long after the earliest decision of any rank.
         crossing = [float(table.seconds[need.needed]) + need.lag for need in table.needs if need.link >= 0]
-        # No message that is still to be sent arrives sooner than this after the earliest decision.
-        self.ahead = min(crossing, default=inf)
+        self.lookahead = min(crossing, default=inf)
 
     def run(self, rules: Rules) -> GreedyRuns:
         """Returns one order per rule."""
-        state = self._begin(rules.releases)
-        keys = _bordered(rules.keys, inf)
-        while self._step(state, keys, rules.patience):
+        state = self._initial_state(rules.releases)
+        keys = _with_padding(rules.keys, inf)
+        while self._advance(state, keys, rules.patience):
             pass
         is_finished = (state.counts[:, :-1] == self.table.flat.num_microbatches).all(axis=1)
         lengths = np.where(is_finished, (state.clocks + self.table.after).max(axis=1), inf)
         return GreedyRuns(lengths, state.starts[:, :-1], state.positions[:, :-1])
 
-    def _begin(self, releases: Floats) -> _State:
+    def _initial_state(self, releases: Floats) -> _State:
         runs, rows, columns = releases.shape
         counts = np.zeros((runs, rows + 1), dtype=np.int64)
         counts[:, rows] = columns
-        missing = np.tile(self.wiring.num_reads.astype(np.int8)[:, None], (runs, 1, columns + 1))
+        num_missing = np.tile(self.messages.num_awaited.astype(np.int8)[:, None], (runs, 1, columns + 1))
         return _State(
             counts,
             np.tile(self.table.before, (runs, 1)),
             np.zeros((runs, self.table.flat.num_ranks)),
-            missing,
-            _bordered(releases, 0.0),
+            num_missing,
+            _with_padding(releases, 0.0),
             np.zeros((runs, self.table.flat.num_links + 1)),
             np.zeros((runs, rows + 1, columns)),
             np.zeros((runs, rows + 1, columns), dtype=np.int64),
         )
 
-    def _step(self, state: _State, keys: Floats, patience: Floats) -> bool:
-        """Lets every rank that can decide on its next pass; returns False if none can."""
-        turn = state.counts[:, self.local]
-        earliest = self._earliest(state, turn)
-        soonest = earliest.min(axis=2)
-        first = soonest.min(axis=1, keepdims=True)
-        decides = (soonest < first + self.ahead) | (soonest == first)
-        run, rank = np.nonzero(decides & (soonest < inf))
+    def _advance(self, state: _State, keys: Floats, patience: Floats) -> bool:
+        """Adds the next pass of every rank that can decide; returns False if none can."""
+        microbatch = state.counts[:, self.rows]
+        earliest = self._earliest_starts(state, microbatch)
+        of_rank = earliest.min(axis=2)
+        of_run = of_rank.min(axis=1, keepdims=True)
+        # The second condition lets a run advance if messages and passes take no time.
+        can_decide = (of_rank < of_run + self.lookahead) | (of_rank == of_run)
+        run, rank = np.nonzero(can_decide & (of_rank < inf))
         if not len(run):
             return False
-        rows, starts, turn = self.local[rank], earliest[run, rank], turn[run, rank]
-        latest = soonest[run, rank] + patience[run] + _ROUNDING
-        wanted = np.where(starts <= latest[:, None], keys[run[:, None], rows, turn], inf)
-        one, chosen = np.arange(len(run)), wanted.argmin(axis=1)
-        self._place(state, run, rank, rows[one, chosen], turn[one, chosen], starts[one, chosen])
+        rows, starts, microbatch = self.rows[rank], earliest[run, rank], microbatch[run, rank]
+        latest = of_rank[run, rank] + patience[run] + _ROUNDING
+        eligible_keys = np.where(starts <= latest[:, None], keys[run[:, None], rows, microbatch], inf)
+        chosen = np.arange(len(run)), eligible_keys.argmin(axis=1)
+        self._add_passes(state, run, rank, rows[chosen], microbatch[chosen], starts[chosen])
         return True
 
-    def _earliest(self, state: _State, turn: Ints) -> Floats:
-        """Per run, rank and row of the rank when its next pass could start; inf if it may not or is not yet known."""
+    def _earliest_starts(self, state: _State, microbatch: Ints) -> Floats:
+        """By run, rank and row of the rank when its next pass can start; inf if it may not or that is not known yet."""
         runs, rows, columns = state.ready.shape
-        flat = (np.arange(runs) * (rows * columns))[:, None, None] + self.local * columns + turn
+        # Positions in the arrays laid flat.
+        flat = (np.arange(runs) * (rows * columns))[:, None, None] + self.rows * columns + microbatch
         ready = np.maximum(state.ready.ravel()[flat], state.clocks[:, :, None])
-        may = (state.missing.ravel()[flat] == 0) & (turn < columns - 1) & (turn < state.counts[:, self.prior])
-        taken = self.taken[self.local]
-        may &= (taken <= 0) | (state.held[:, :, None] + taken <= self.room[:, None])
-        if self.escape.takers.shape[1] > 1:
-            self._keep_escapes(state, may)
-        return np.where(may, ready, inf)
+        may_run = state.num_missing.ravel()[flat] == 0
+        may_run &= (microbatch < columns - 1) & (microbatch < state.counts[:, self.previous])
+        allocated = self.allocated[self.rows]
+        may_run &= (allocated <= 0) | (state.held[:, :, None] + allocated <= self.room[:, None])
+        if self.safety.allocating.shape[1] > 1:
+            self._forbid_unsafe(state, may_run)
+        return np.where(may_run, ready, inf)
 
-    def _keep_escapes(self, state: _State, may: Bools) -> None:
-        """Forbids allocating passes after which some microbatch in flight would never find room.
+    def _forbid_unsafe(self, state: _State, may_run: Bools) -> None:
+        """Clears `may_run` of allocating passes after which some microbatch in flight would never find room.
 
-        The next microbatch of each allocating row needs, besides the bytes of later ones, one place for each row that
-        it has not run. One more pass of another row counts only where that row is ahead already.
+        For its oldest microbatch to finish, row a needs room for what every row b has allocated for microbatches that
+        row a has not run, and for one pass of b at least. One more pass of b counts only if b is ahead already.
         """
-        takers, places, weights = self.escape
-        counts = state.counts[:, takers]
+        allocating, columns, blocked_bytes = self.safety
+        counts = state.counts[:, allocating]
         ahead = counts[:, :, None, :] - counts[:, :, :, None]
-        wanted = (weights * np.maximum(ahead, 1)).sum(axis=3, keepdims=True) + weights * (ahead >= 1)
-        is_behind = (counts < self.table.flat.num_microbatches)[:, :, :, None]
-        is_stuck = ((wanted > self.room[:, None, None]) & is_behind & (weights > 0)).any(axis=2)
-        run, rank, nth = np.nonzero(is_stuck)
-        may[run, rank, places[rank, nth]] = False
+        needed = (blocked_bytes * np.maximum(ahead, 1)).sum(axis=3, keepdims=True) + blocked_bytes * (ahead >= 1)
+        is_unfinished = (counts < self.table.flat.num_microbatches)[:, :, :, None]
+        is_unsafe = ((needed > self.room[:, None, None]) & is_unfinished & (blocked_bytes > 0)).any(axis=2)
+        run, rank, number = np.nonzero(is_unsafe)
+        may_run[run, rank, columns[rank, number]] = False
 
-    def _place(self, state: _State, run: Ints, rank: Ints, row: Ints, turn: Ints, starts: Floats) -> None:
-        """Adds one pass to each of the given runs and sends its messages."""
+    def _add_passes(self, state: _State, run: Ints, rank: Ints, row: Ints, microbatch: Ints, starts: Floats) -> None:
+        """Adds one pass to each of the given (run, rank) and sends its messages."""
         ends = starts + self.seconds[row]
         state.clocks[run, rank] = ends
-        state.held[run, rank] += self.taken[row]
-        state.starts[run, row, turn] = starts
-        # The padding row counts the same for all passes of a rank; the others count its passes so far.
-        state.positions[run, row, turn] = state.counts[run[:, None], self.local[rank]].sum(axis=1)
+        state.held[run, rank] += self.allocated[row]
+        state.starts[run, row, microbatch] = starts
+        # The passes of the rank so far. Padding rows add a constant per rank, which does not change the order.
+        state.positions[run, row, microbatch] = state.counts[run[:, None], self.rows[rank]].sum(axis=1)
         state.counts[run, row] += 1
-        wiring = self.wiring
-        for nth in range(wiring.targets.shape[1]):
-            link, target = wiring.link[row, nth], wiring.targets[row, nth]
-            sent = np.maximum(ends, state.free[run, link]) + wiring.occupied[row, nth]
-            state.free[run, link] = np.where(link < self.table.flat.num_links, sent, 0.0)
-            arrival = np.maximum(state.ready[run, target, turn], sent + wiring.latency[row, nth])
-            state.ready[run, target, turn] = arrival
-            state.missing[run, target, turn] -= 1
+        messages = self.messages
+        for number in range(messages.target.shape[1]):
+            link, target = messages.link[row, number], messages.target[row, number]
+            sent = np.maximum(ends, state.link_free[run, link]) + messages.occupied[row, number]
+            # The padding link is always free.
+            state.link_free[run, link] = np.where(link < self.table.flat.num_links, sent, 0.0)
+            arrival = np.maximum(state.ready[run, target, microbatch], sent + messages.latency[row, number])
+            state.ready[run, target, microbatch] = arrival
+            state.num_missing[run, target, microbatch] -= 1
 
 
 def _padded(lists: tuple[tuple[int, ...], ...], filler: int) -> Ints:
+    """The lists as rows of one array."""
     width = max(map(len, lists))
     padded = [[*each, *(filler,) * (width - len(each))] for each in lists]
     return np.array(padded, dtype=np.int64).reshape(len(lists), width)
 
 
-def _bordered(values: Floats, filler: float) -> Floats:
+def _with_padding(values: Floats, filler: float) -> Floats:
+    """The values with a padding row and a padding microbatch."""
     return np.pad(values, ((0, 0), (0, 1), (0, 1)), constant_values=filler)
 
 
-def _priors(table: PassTable) -> Ints:
-    """Per row the row of its stage that comes before it, or the padding row, which has always run."""
-    priors = np.full(table.num_rows + 1, table.num_rows, dtype=np.int64)
-    for need in table.needs:
-        if need.row // 3 == need.needed // 3:
-            priors[need.row] = need.needed
-    return priors
-
-
-def _wiring(table: PassTable) -> _Wiring:
+def _find_messages(table: PassTable) -> _Messages:
     messages = [need for need in table.needs if need.row // 3 != need.needed // 3]
     sent: list[list[int]] = [[] for _ in range(table.num_rows + 1)]
-    for nth, need in enumerate(messages):
-        sent[need.needed].append(nth)
+    for number, need in enumerate(messages):
+        sent[need.needed].append(number)
     which = _padded(tuple(map(tuple, sent)), len(messages))
-    none = table.flat.num_links
-    return _Wiring(
+    no_link = table.flat.num_links
+    return _Messages(
         np.array([need.row for need in messages] + [table.num_rows], dtype=np.int64)[which],
-        np.array([need.link if need.link >= 0 else none for need in messages] + [none], dtype=np.int64)[which],
+        np.array([need.link if need.link >= 0 else no_link for need in messages] + [no_link], dtype=np.int64)[which],
         np.array([need.occupied for need in messages] + [0.0])[which],
         np.array([need.latency for need in messages] + [0.0])[which],
         np.bincount([need.row for need in messages], minlength=table.num_rows + 1),
     )
 
 
-def _escape(table: PassTable) -> _Escape:
+def _find_safety(table: PassTable) -> _SafetyCheck:
     is_limited = bool(np.isfinite(table.flat.room).all())
-    takers = tuple(tuple(row for row in mine if table.taken[row] > 0 and is_limited) for mine in table.of_rank)
-    padded = _padded(takers, table.num_rows)
-    weights = np.zeros((*padded.shape, padded.shape[1]))
-    places = np.zeros_like(padded)
-    for rank, mine in enumerate(takers):
-        for nth, taker in enumerate(mine):
-            places[rank, nth] = table.of_rank[rank].index(taker)
-            for other, holder in enumerate(mine):
-                givers = [row for row in range(holder // 3 * 3, holder // 3 * 3 + 3) if table.taken[row] < 0]
-                if all(table.precedes[taker, giver] for giver in givers):
-                    weights[rank, nth, other] = table.taken[holder]
-    return _Escape(padded, places, weights)
+    by_rank = tuple(
+        tuple(row for row in rows if table.allocated[row] > 0 and is_limited) for rows in table.rows_of_rank
+    )
+    allocating = _padded(by_rank, table.num_rows)
+    blocked_bytes = np.zeros((*allocating.shape, allocating.shape[1]))
+    columns = np.zeros_like(allocating)
+    for rank, rows in enumerate(by_rank):
+        for a, row in enumerate(rows):
+            columns[rank, a] = table.rows_of_rank[rank].index(row)
+            for b, holder in enumerate(rows):
+                if all(table.precedes[row, freeing] for freeing in table.freeing_rows(holder // 3)):
+                    blocked_bytes[rank, a, b] = table.allocated[holder]
+    return _SafetyCheck(allocating, columns, blocked_bytes)
 
 
 def portfolio(table: PassTable, tails: Floats, bound: float, size: int) -> Rules:
-    """Returns at most `size` rules to start with; `tails` are the seconds that must follow the end of each pass.
+    """Returns at most `size` rules to start with: all combinations of keys, releases and patience.
 
-    A key is the latest moment at which a pass may start if the step is to end at its bound: most urgent first. One
-    variant puts input gradients first, for which others wait; one puts weight gradients last, so that they fill gaps
-    only; another goes by kind: gradients before forwards before weight gradients, later stages before earlier ones. A
-    release keeps an allocating pass from running long before it is urgent; variants differ in how long.
+    `tails` are the seconds that must follow the end of each pass. The basic key of a pass is the latest moment at which
+    it may start if the step is to end at its bound. A release keeps an allocating pass from running long before that
+    moment; variants differ in how long.
     """
-    urgent = bound - tails - table.seconds[:, None]
+    latest_start = bound - tails - table.seconds[:, None]
     pace = table.busiest_seconds
     shifts = [shift * pace for shift in _EARLY] + [late * bound - early * pace for late in _LATE for early in (1, 0)]
-    rules = list(product(shifts, PATIENCE, _keys(table, urgent)))[:size]
-    takes = (table.taken > 0)[:, None]
+    rules = list(product(shifts, PATIENCE, _keys(table, latest_start)))[:size]
+    allocates = (table.allocated > 0)[:, None]
     return Rules(
         np.array([key for _, _, key in rules]),
-        np.array([np.where(takes, np.maximum(urgent + shift, 0.0), 0.0) for shift, _, _ in rules]),
+        np.array([np.where(allocates, np.maximum(latest_start + shift, 0.0), 0.0) for shift, _, _ in rules]),
         np.array([patience * table.seconds.mean() for _, patience, _ in rules]),
     )
 
 
-def _keys(table: PassTable, urgent: Floats) -> Sequence[Floats]:
-    far = 1e3 * max(float(np.abs(urgent).max()), 1.0)
+def _keys(table: PassTable, latest_start: Floats) -> Sequence[Floats]:
+    """Variants of keys, by row and microbatch."""
+    # Larger than any difference between two latest starts, so that it decides before them.
+    far = 1e3 * max(float(np.abs(latest_start).max()), 1.0)
     part = np.arange(table.num_rows)[:, None] % 3
-    gradients_first = urgent + np.where(part == 1, -far, 0.0)
+    # Other ranks wait for input gradients.
+    input_gradients_first = latest_start + np.where(part == 1, -far, 0.0)
     if table.is_mirrored:
-        return urgent, gradients_first
+        return latest_start, input_gradients_first
+    # Weight gradients only fill gaps, as no other rank waits for them.
+    weight_gradients_last = latest_start + np.where(part == 2, far, 0.0)
+    # Input gradients before forwards before weight gradients; forwards of later stages before those of earlier ones.
     stage = np.arange(table.num_rows)[:, None] // 3
     by_kind = far * np.choose(part, (1.0, 0.0, 2.0)) - np.where(part == 0, stage * far / table.num_rows, 0.0)
-    return urgent, gradients_first, urgent + np.where(part == 2, far, 0.0), by_kind + np.arange(urgent.shape[1])
+    by_kind = by_kind + np.arange(latest_start.shape[1])
+    return latest_start, input_gradients_first, weight_gradients_last, by_kind

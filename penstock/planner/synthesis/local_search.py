@@ -96,20 +96,20 @@ def _move(flat: FlatProblem, rank: int, order: RankOrder, place: int, random: Ra
 
 def make_legal(flat: FlatProblem, rank: int, order: RankOrder) -> RankOrder | None:
     """Returns the order with every pass deferred until its own stage and the memory allow it; None if some never do."""
-    room, taken = flat.room[rank], flat.taken
+    room, allocated = flat.room[rank], flat.allocated
     done = dict.fromkeys((stage << 2 | kind for stage in flat.stages[rank] for kind in (F, B, I, W)), 0)
     held, result, waiting = 0.0, [], list[int]()
     for pass_id in order:
         waiting.append(pass_id)
         first = waiting[0]
-        at = 0 if len(waiting) == 1 or _may_run(first, done, held + taken[first], room) else len(waiting) - 1
+        at = 0 if len(waiting) == 1 or _may_run(first, done, held + allocated[first], room) else len(waiting) - 1
         # Only passes that run can make room for those that wait.
         while at < len(waiting):
             pass_id = waiting[at]
-            if _may_run(pass_id, done, held + taken[pass_id], room):
+            if _may_run(pass_id, done, held + allocated[pass_id], room):
                 del waiting[at]
                 done[pass_id] += 1
-                held += taken[pass_id]
+                held += allocated[pass_id]
                 result.append(pass_id)
                 at = 0
             else:
@@ -148,9 +148,9 @@ def join_backwards(flat: FlatProblem, orders: RankOrders, goal: Goal) -> RankOrd
                 break
             goal.spend(_JOIN * sum(map(len, orders)))
             trial = [*orders[:rank], _join_pair(orders[rank], stage, nth), *orders[rank + 1 :]]
-            taken = evaluate(flat, trial).length
-            if taken <= length:
-                orders, length = trial, taken
+            trial_length = evaluate(flat, trial).length
+            if trial_length <= length:
+                orders, length = trial, trial_length
     return orders
 
 
@@ -164,9 +164,9 @@ def _join_adjacent(flat: FlatProblem, orders: RankOrders, stages: list[int], goa
             break
         goal.spend(_JOIN * sum(map(len, orders)))
         trial = [_with_full_backwards(order, {stage}) for order in orders]
-        taken = evaluate(flat, trial).length
-        if taken <= length:
-            orders, length = trial, taken
+        trial_length = evaluate(flat, trial).length
+        if trial_length <= length:
+            orders, length = trial, trial_length
     return (together, at_once) if at_once <= length else (orders, length)
 
 

@@ -45,7 +45,7 @@ class PassTable:
 
     flat: FlatProblem
     seconds: Floats
-    taken: Floats
+    allocated: Floats
     """bytes that a pass allocates; below 0 it frees them"""
     needs: tuple[PassNeed, ...]
     before: Floats
@@ -59,11 +59,11 @@ class PassTable:
     @classmethod
     def split(cls, flat: FlatProblem, unsplit: Collection[int] = ()) -> "PassTable":
         """Returns the table with backwards in two parts, except those of the stages in `unsplit`."""
-        seconds, taken = list(flat.seconds), list(flat.taken)
+        seconds, allocated = list(flat.seconds), list(flat.allocated)
         for stage in unsplit:
-            for table in (seconds, taken):
+            for table in (seconds, allocated):
                 table[stage << 2 | I], table[stage << 2 | W] = table[stage << 2 | B], 0.0
-        return replace(cls._of(flat, seconds, taken), unsplit=frozenset(unsplit))
+        return replace(cls._of(flat, seconds, allocated), unsplit=frozenset(unsplit))
 
     @classmethod
     def least(cls, flat: FlatProblem) -> "PassTable":
@@ -73,10 +73,10 @@ class PassTable:
             whole, first, second = (seconds[stage << 2 | kind] for kind in (B, I, W))
             seconds[stage << 2 | I] = min(first, whole)
             seconds[stage << 2 | W] = max(min(whole, first + second) - seconds[stage << 2 | I], 0.0)
-        return cls._of(flat, seconds, list(flat.taken))
+        return cls._of(flat, seconds, list(flat.allocated))
 
     @classmethod
-    def _of(cls, flat: FlatProblem, seconds: list[float], taken: list[float]) -> "PassTable":
+    def _of(cls, flat: FlatProblem, seconds: list[float], allocated: list[float]) -> "PassTable":
         cuts = flat.problem.cuts
         own = [
             PassNeed(3 * stage + row, 3 * stage + need.fact)
@@ -87,13 +87,13 @@ class PassTable:
         ]
         sent = (*_needs_of(flat.outputs, Fact.OUTPUT), *_needs_of(flat.gradients, Fact.INPUT_GRADIENT))
         none = np.zeros(flat.num_ranks)
-        return cls(flat, _by_row(seconds), _by_row(taken), (*own, *sent), none, none)
+        return cls(flat, _by_row(seconds), _by_row(allocated), (*own, *sent), none, none)
 
     def mirrored(self) -> "PassTable":
         """Returns the table in mirrored time."""
         return replace(
             self,
-            taken=-self.taken,
+            allocated=-self.allocated,
             needs=tuple(PassNeed(need.needed, need.row, *need[2:]) for need in self.needs),
             before=self.after,
             after=self.before,
@@ -121,14 +121,18 @@ class PassTable:
         return np.repeat(np.asarray(self.flat.rank_of, dtype=np.int64), 3)
 
     @cached_property
-    def of_rank(self) -> tuple[tuple[int, ...], ...]:
+    def rows_of_rank(self) -> tuple[tuple[int, ...], ...]:
         """The rows of every rank."""
         return tuple(tuple(3 * s + part for s in stages for part in range(3)) for stages in self.flat.stages)
+
+    def freeing_rows(self, stage: int) -> list[int]:
+        """Returns the rows of a stage whose passes free bytes."""
+        return [row for row in range(3 * stage, 3 * stage + 3) if self.allocated[row] < 0]
 
     @property
     def busiest_seconds(self) -> float:
         """Seconds of one microbatch on the rank that has the most work with it."""
-        return max(float(self.seconds[list(mine)].sum()) for mine in self.of_rank)
+        return max(float(self.seconds[list(rows)].sum()) for rows in self.rows_of_rank)
 
     @cached_property
     def sequence(self) -> tuple[int, ...]:

@@ -111,7 +111,7 @@ class FlatProblem:
     problem: ScheduleProblem
     seconds: tuple[float, ...]
     """by pass id"""
-    taken: tuple[float, ...]
+    allocated: tuple[float, ...]
     """bytes that a pass allocates, by pass id; below 0 it frees them"""
     outputs: tuple[tuple[Message, ...], ...]
     """by stage, where its output goes"""
@@ -124,24 +124,22 @@ class FlatProblem:
         costs, cuts, stages = problem.costs, problem.cuts, range(problem.placement.num_stages)
         kept, late = costs.activation_bytes, costs.weight_grad_bytes
         seconds = zip(costs.forward, costs.backward, costs.input_grad, costs.weight_grad, strict=True)
-        taken = ((float(a), -float(a), float(w - a), -float(w)) for a, w in zip(kept, late, strict=True))
-        links: dict[tuple[int, int], int] = {}
-        outputs: list[list[Message]] = [[] for _ in kept]
-        gradients: list[list[Message]] = [[] for _ in kept]
-        # Messages follow from `needs`, which defines all dependencies.
+        allocated = ((float(a), -float(a), float(w - a), -float(w)) for a, w in zip(kept, late, strict=True))
+        # Messages follow from `needs`, which defines all dependencies: pairs of a source and a target stage.
         forward = sorted((need.stage, stage) for stage in stages for need in needs(Forward(stage, 0), cuts))
-        for source, target in forward:
-            outputs[source].append(_message(problem, links, source, target))
-        for target in stages:
-            for fact, source, _ in needs(InputGrad(target, 0), cuts):
-                if fact is Fact.INPUT_GRADIENT:
-                    gradients[source].append(_message(problem, links, source, target))
+        backward = [
+            (need.stage, stage)
+            for stage in stages
+            for need in needs(InputGrad(stage, 0), cuts)
+            if need.fact is Fact.INPUT_GRADIENT
+        ]
+        links: dict[tuple[int, int], int] = {}
         return cls(
             problem,
             tuple(float(each) for row in seconds for each in row),
-            tuple(each for row in taken for each in row),
-            tuple(map(tuple, outputs)),
-            tuple(map(tuple, gradients)),
+            tuple(each for row in allocated for each in row),
+            _messages(problem, links, forward),
+            _messages(problem, links, backward),
             len(links),
         )
 
@@ -189,15 +187,22 @@ def _sources(sent: tuple[tuple[Message, ...], ...]) -> tuple[tuple[int, ...], ..
     return tuple(map(tuple, found))
 
 
-def _message(problem: ScheduleProblem, links: dict[tuple[int, int], int], source: int, target: int) -> Message:
-    here, there = problem.placement[source], problem.placement[target]
-    if here == there:
-        return Message(target, -1, 0.0, 0.0)
-    link = problem.cluster.link(here, there)
-    size = problem.costs.message_bytes(np.array([source]), np.array([target]))[0]
-    # As the simulator does it: times the seconds of a byte, so that both round the same way.
-    seconds = 0.0 if link.bandwidth is None else float(size * (1.0 / link.bandwidth))
-    return Message(target, links.setdefault((here, there), len(links)), seconds, float(link.latency))
+def _messages(
+    problem: ScheduleProblem, links: dict[tuple[int, int], int], pairs: list[tuple[int, int]]
+) -> tuple[tuple[Message, ...], ...]:
+    """By source stage, the messages between pairs of a source and a target stage; numbers new links in `links`."""
+    source, target = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    ranks = np.array(problem.placement.ranks)
+    rates = problem.cluster.link_rates(ranks[source], ranks[target])
+    seconds = rates.occupied(problem.costs.message_bytes(source, target)).tolist()
+    by_source: list[list[Message]] = [[] for _ in ranks]
+    for (producer, consumer), occupied, latency in zip(pairs, seconds, rates.latency.tolist(), strict=True):
+        way = problem.placement[producer], problem.placement[consumer]
+        message = Message(consumer, -1, 0.0, 0.0)
+        if way[0] != way[1]:
+            message = Message(consumer, links.setdefault(way, len(links)), occupied, latency)
+        by_source[producer].append(message)
+    return tuple(map(tuple, by_source))
 
 
 def rank_orders(schedule: Schedule) -> RankOrders:
@@ -229,6 +234,6 @@ def peak_bytes(flat: FlatProblem, order: RankOrder) -> float:
     """Returns the most bytes of activations that an order holds."""
     held = most = 0.0
     for pass_id in order:
-        held += flat.taken[pass_id]
+        held += flat.allocated[pass_id]
         most = max(most, held)
     return most

@@ -24,10 +24,14 @@ class TensorCodec:
     sent, because gloo would not notice a difference.
     """
 
-    __slots__ = ("_dtype", "_inverse", "_order", "_requires_grad", "_sent_shape", "_shape", "is_empty", "value")
+    __slots__ = (
+        *("_dtype", "_inverse", "_order", "_requires_grad", "_sent_shape", "_shape"),
+        *("is_empty", "is_optional", "value"),
+    )
 
-    def __init__(self, value: Value, is_gradient: bool = False) -> None:
-        self.value = value
+    def __init__(self, value: Value, is_gradient: bool = False, is_optional: bool = False) -> None:
+        """`is_optional`: a gradient that does not exist arrives as None, not as zeros."""
+        self.value, self.is_optional = value, is_optional
         spec = value.spec
         self.is_empty = math.prod(spec.shape) == 0
         self._requires_grad = spec.requires_grad and not is_gradient
@@ -80,6 +84,11 @@ class Route(NamedTuple):
     tag: int
     codecs: tuple[TensorCodec, ...]
     """one per tensor"""
+
+    @property
+    def has_flags(self) -> bool:
+        """Whether flags are sent before the tensors, one for each of them: 0 for an optional one that is None."""
+        return any(codec.is_optional for codec in self.codecs)
 
 
 class SendSlot(ABC):
@@ -158,7 +167,9 @@ class Transport(ABC):
     of a step, and compute until the first message needs the result.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        """of the tensors that are sent and received"""
         self._check: Callable[[], object] | None = None
         self.problem: Exception | None = None
         """why the check failed"""

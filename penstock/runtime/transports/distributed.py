@@ -14,8 +14,8 @@ class DistributedTransport(Transport):
     """Sends the tensors of a message one by one, in the order of the program."""
 
     def __init__(self, group: Any, device: torch.device, monitor: RankMonitor) -> None:
-        super().__init__()
-        self.group, self.device, self.monitor = group, device, monitor
+        super().__init__(device)
+        self.group, self.monitor = group, monitor
 
     def send_slot(self, route: Route) -> SendSlot:
         """The sending end of a message."""
@@ -50,6 +50,10 @@ class _SendSlot(SendSlot):
     def send(self) -> None:
         tensors, self._tensors = self._tensors, ()
         transport, (_, _, peer, tag, codecs) = self._transport, self.route
+        if self.route.has_flags:
+            flags = [tensor is not None for tensor in tensors]
+            self._packed.append(torch.tensor(flags, dtype=torch.uint8, device=transport.device))
+            self._works.append(transport.group.send([self._packed[-1]], peer, tag))
         for codec, tensor in zip(codecs, tensors, strict=True):
             if not codec.is_empty:
                 # Kept until the send is done: gloo reads from this memory until then.
@@ -76,17 +80,21 @@ class _SendSlot(SendSlot):
 
 
 class _RecvSlot(RecvSlot):
-    __slots__ = ("_buffers", "_received", "_transport", "_works")
+    __slots__ = ("_buffers", "_flags", "_received", "_transport", "_works")
 
     def __init__(self, route: Route, transport: DistributedTransport) -> None:
         super().__init__(route)
         self._transport = transport
         self._works: list[Any] = []
         self._buffers: list[Tensor] = []
-        self._received: list[Tensor] = []
+        self._flags: Tensor | None = None
+        self._received: list[Tensor | None] = []
 
     def post(self) -> None:
         transport, (_, _, peer, tag, codecs) = self._transport, self.route
+        if self.route.has_flags:
+            self._flags = torch.empty(len(codecs), dtype=torch.uint8, device=transport.device)
+            self._works.append(transport.group.recv([self._flags], peer, tag))
         for codec in codecs:
             buffer = codec.buffer(transport.device)
             self._buffers.append(buffer)
@@ -100,8 +108,12 @@ class _RecvSlot(RecvSlot):
     def wait(self) -> None:
         self._transport.monitor.waiting(self.route.code, self.route.peer)
         self._transport.wait(self._works, self.route)
-        self._received = [codec.unpack(buffer) for codec, buffer in zip(self.route.codecs, self._buffers, strict=True)]
-        self._works, self._buffers = [], []
+        codecs = self.route.codecs
+        self._received = [codec.unpack(buffer) for codec, buffer in zip(codecs, self._buffers, strict=True)]
+        if self._flags is not None:
+            pairs = zip(codecs, self._received, self._flags.tolist(), strict=True)
+            self._received = [None if codec.is_optional and not flag else tensor for codec, tensor, flag in pairs]
+        self._works, self._buffers, self._flags = [], [], None
 
     def take(self) -> Tensors:
         received, self._received = self._received, []
@@ -112,4 +124,4 @@ class _RecvSlot(RecvSlot):
         return self._buffers
 
     def clear(self) -> None:
-        self._works, self._buffers, self._received = [], [], []
+        self._works, self._buffers, self._received, self._flags = [], [], [], None

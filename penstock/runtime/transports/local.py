@@ -10,9 +10,8 @@ class LocalTransport(Transport):
     """Keeps each message in a dictionary from when it is sent until it is taken."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-        self.messages: dict[MessageKey, list[Tensor]] = {}
+        super().__init__(device)
+        self.messages: dict[MessageKey, list[Tensor | None]] = {}
 
     def send_slot(self, route: Route) -> SendSlot:
         """The sending end of a message."""
@@ -43,7 +42,10 @@ class _SendSlot(SendSlot):
         # Packed and unpacked as between processes, so that layouts and checks are the same.
         pairs = zip(self.route.codecs, self._tensors, strict=True)
         device = self._transport.device
-        self._transport.messages[self.route.key] = [codec.unpack(codec.pack(t, device)) for codec, t in pairs]
+        self._transport.messages[self.route.key] = [
+            None if tensor is None and codec.is_optional else codec.unpack(codec.pack(tensor, device))
+            for codec, tensor in pairs
+        ]
         self._tensors = ()
 
     def release(self) -> None:

@@ -1,0 +1,111 @@
+"""lengths: steps with a new sequence length each, against steps of one length; memory over many lengths."""
+
+import gc
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from subprocess import run
+from typing import Any
+
+import torch
+
+import penstock
+from benchmarks.capture import batch, llama
+from benchmarks.table import Line, Table
+
+_RANKS, _MICROBATCHES, _SAMPLES = 2, 4, 8
+_FIRST, _AGAIN = 3.0, 1.3
+_GROWTH = 0.05
+"""how much the memory of a process may grow while it runs the second half of the lengths, as a share"""
+_LENGTHS = range(65, 129)
+_MANY, _STRIDE = 1000, 397
+"""the number of lengths in the test of memory, and a number without common divisor"""
+
+
+def tables() -> tuple[Table, ...]:
+    """Everything that `make bench` shows about changing lengths."""
+    return (steps(), memory())
+
+
+def steps(lengths: range = _LENGTHS, rounds: int = 3) -> Table:
+    """CPU seconds of steps of different lengths against steps of the longest one, on the busier of two processes."""
+
+    def lines() -> Iterator[Line]:
+        model = llama(8, 64)
+        plan = _plan(model, lengths[-1])
+        ranks = penstock.launch(_seconds, _RANKS, plan, model, lengths, rounds)
+        same, first, again = (max(column) for column in zip(*ranks, strict=True))
+        for name, seconds, target in (("first sight", first, _FIRST), ("seen before", again, _AGAIN)):
+            cells = (name, f"{1e3 * same:.1f}", f"{1e3 * seconds:.1f}", f"{seconds / same:.2f}")
+            yield Line(cells, seconds / same, target, at_least=False)
+
+    title = f"{len(lengths)} lengths, CPU milliseconds of a step of a Llama of 8 layers on {_RANKS} ranks"
+    return Table(title, ("step", "one length", "lengths", "ratio"), lines())
+
+
+def memory(count: int = _MANY) -> Table:
+    """Memory of a process after so many lengths, against that after half of them, on its own."""
+
+    def lines() -> Iterator[Line]:
+        command = [sys.executable, "-m", "benchmarks.lengths", str(count)]
+        half, whole = map(float, run(command, capture_output=True, text=True, check=True).stdout.split()[-2:])
+        cells = (f"{count} lengths", f"{half:.0f} MiB", f"{whole:.0f} MiB", f"{whole / half - 1:+.1%}")
+        yield Line(cells, whole / half - 1, _GROWTH, at_least=False)
+
+    return Table("memory while every step has a new length", ("run", "half", "all", "growth"), lines())
+
+
+def _plan(model: Any, length: int) -> penstock.Plan:
+    return penstock.plan(model, kwargs=batch(_SAMPLES, length), ranks=_RANKS, microbatches=_MICROBATCHES)
+
+
+def _seconds(plan: penstock.Plan, model: Any, lengths: range, rounds: int) -> tuple[float, float, float]:
+    """Of one rank: the CPU seconds of a step of the longest length, of a first sight, and of a length seen before.
+
+    The least over the rounds of the mean over all lengths; for the first sight, which happens once, the median.
+    """
+    torch.set_num_threads(1)
+    pipe = penstock.Pipeline(model, plan)
+
+    def seconds(length: int) -> float:
+        given = batch(_SAMPLES, length)
+        start = time.process_time()
+        pipe.step(**given)
+        took = time.process_time() - start
+        model.zero_grad()
+        return took
+
+    # The first step also decides how the loss is averaged.
+    seconds(lengths[-1] + 1)
+    seconds(lengths[-1])
+    first = sorted(map(seconds, lengths[:-1]))
+    # In turn, as what else runs on the machine changes over time.
+    means = [
+        [sum(map(seconds, taken)) / len(lengths) for taken in ([lengths[-1]] * len(lengths), lengths)]
+        for _ in range(rounds)
+    ]
+    same, again = map(min, zip(*means, strict=True))
+    return same, first[len(first) // 2], again
+
+
+def _memory(count: int) -> None:
+    """Print the memory after half of the lengths and after all, in MiB."""
+    model = llama(2, 16)
+    pipe = penstock.Pipeline(model, _plan(model, 8), local=True)
+    for number in range(count):
+        if number == count // 2:
+            print(_resident())
+        # Short and long ones mixed, so that both halves need the same memory for their activations.
+        pipe.step(**batch(_SAMPLES, 8 + number * _STRIDE % count))
+    print(_resident())
+
+
+def _resident() -> float:
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 2**20
+
+
+if __name__ == "__main__":
+    _memory(int(sys.argv[1]))

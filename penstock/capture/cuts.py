@@ -1,0 +1,359 @@
+"""Finds where the samples of a batch are in the arguments of a call and in the target.
+
+Each tensor, and each list with an entry per sample, gets a `Cut`, by a rule of `split` or by its shape.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import RunError
+from penstock.ir import (
+    SPLIT_HINT,
+    Ragged,
+    Rows,
+    SplitRule,
+    is_split_rule,
+    leaves,
+    named_inputs,
+    named_leaves,
+    put_together,
+    take_apart,
+)
+
+Split = Mapping[str, SplitRule]
+"""how to split, by the name of an argument or of a part of it (`batch.mask`)"""
+
+TARGET = "target"
+_NO_RULE: Any = object()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where the samples of a batch are in one of its tensors, or in a list with an entry per sample."""
+
+    name: str
+    """as in `split`"""
+    dim: int | None
+    """the dimension that holds the samples; None for a list"""
+    rows: int = 1
+    """the number of rows of each sample"""
+    offsets: tuple[int, ...] = ()
+    """instead of `rows`, if it varies: the first row of every sample, and the end of the last"""
+    sizes: str = ""
+    """the name of the argument that the offsets were read from"""
+
+    def part(self, value: Any, start: int, length: int) -> Any:
+        """The rows or entries of `length` samples, as a view."""
+        if self.dim is None:
+            kept = value[start : start + length]
+            return put_together(type(value), range(length), kept)
+        if self.offsets:
+            first = self.offsets[start]
+            return value.narrow(self.dim, first, self.offsets[start + length] - first)
+        return value.narrow(self.dim, start * self.rows, length * self.rows)
+
+    def within(self, start: int, length: int) -> "Cut":
+        """The cut of such a part."""
+        if not self.offsets:
+            return self
+        offsets = self.offsets[start : start + length + 1]
+        return replace(self, offsets=tuple(offset - offsets[0] for offset in offsets))
+
+
+# Arguments by name
+
+
+class _Slot:
+    """Placeholder for the argument at a position or keyword of the call."""
+
+    def __init__(self, key: int | str) -> None:
+        self.key = key
+
+
+class Argument(NamedTuple):
+    """An argument, or a part of one: its name as in `split`, and its path in (args, kwargs, target)."""
+
+    name: str
+    path: str
+    value: Any
+
+    def items(self) -> list["Argument"]:
+        """The items of a container."""
+        parts = take_apart(self.value)
+        if parts is None:
+            return []
+        pairs = zip(parts.keys, parts.items, strict=True)
+        return [Argument(f"{self.name}.{key}", f"{self.path}.{key}", item) for key, item in pairs]
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it may have one entry per sample: a list or tuple, but not a named tuple, whose fields differ."""
+        return (
+            isinstance(self.value, list | tuple)
+            and not hasattr(self.value, "_fields")
+            and not isinstance(self.value, torch.Size)
+        )
+
+
+def named_arguments(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Argument, ...]:
+    """The arguments in the order of the signature."""
+    # Stand-ins pass through the signature in place of the arguments, so that each gets its parameter's name. They are
+    # no containers and are therefore never taken apart.
+    slots = [_Slot(key) for key in (*range(len(args)), *kwargs)]
+    named = named_inputs(forward, slots[: len(args)], dict(zip(kwargs, slots[len(args) :], strict=True)))
+    return tuple(
+        Argument(name, f".0.{slot.key}", args[slot.key])
+        if isinstance(slot.key, int)
+        else Argument(name, f".1.{slot.key}", kwargs[slot.key])
+        for name, slot in named.items()
+    )
+
+
+def _rule(name: str, split: Split) -> Any:
+    """The entry of `split` for a leaf: its own, else that of the closest container around it."""
+    words = name.split(".")
+    for end in range(len(words), 0, -1):
+        key = ".".join(words[:end])
+        if key in split:
+            return split[key]
+    return _NO_RULE
+
+
+def has_rule(name: str, split: Split) -> bool:
+    """Whether `split` has an entry for an argument or a container around it."""
+    return _rule(name, split) is not _NO_RULE
+
+
+def check_split(split: Split, arguments: Sequence[Argument], parameters: Mapping[str, Any]) -> None:
+    """Refuse names that match nothing. A parameter that this step leaves out may be used in another step."""
+    for name, rule in split.items():
+        if not is_split_rule(rule):
+            raise RunError("a value of split must be a rule", name=repr(name), got=repr(rule), hint=SPLIT_HINT)
+        if name in parameters or name == TARGET:
+            continue
+        known = [leaf for argument in arguments for leaf in named_leaves(argument.value, argument.name)]
+        if not any(f"{leaf}.".startswith(f"{name}.") for leaf, _ in known):
+            tensors = [leaf for leaf, value in known if isinstance(value, Tensor)]
+            close = get_close_matches(name, tensors, n=1)
+            hint = f"{close[0]!r}" if close else f"one of {', '.join(tensors) or 'none'}"
+            raise RunError("split must name an argument of this step", name=repr(name), hint=hint)
+
+
+# The size of the batch
+
+
+def batch_size(arguments: Sequence[Argument], split: Split) -> int:
+    """The number of samples, from the first argument that is split by a dimension, by rows or by entries."""
+    for argument in arguments:
+        for size, name, value in _sizes(argument, split):
+            if not size:
+                raise RunError("the batch is empty", argument=name, shape=_shape(value))
+            return size
+    raise RunError(
+        "the size of the batch is unknown: no argument is a tensor that can be split",
+        arguments=[leaf for argument in arguments for leaf, _ in named_leaves(argument.value, argument.name)],
+        hint="give the model at least one tensor whose first dimension is the batch",
+    )
+
+
+def _sizes(argument: Argument, split: Split) -> Iterator[tuple[int, str, Any]]:
+    name, _, value = argument
+    rule = _rule(name, split)
+    if rule == "samples" and argument.is_list:
+        yield len(value), name, value
+    elif isinstance(value, Tensor):
+        if rule is _NO_RULE or rule == "items":
+            if value.dim():
+                yield int(value.shape[0]), name, value
+        elif type(rule) is int:
+            yield int(value.shape[_checked_dim(name, value, rule)]), name, value
+        elif isinstance(rule, Rows) and rule.per_sample:
+            length = int(value.shape[_checked_dim(name, value, rule.dim)])
+            if length % rule.per_sample:
+                raise _unfit(name, value, f"a multiple of {rule.per_sample} rows")
+            yield length // rule.per_sample, name, value
+    else:
+        for item in argument.items():
+            yield from _sizes(item, split)
+
+
+# Cuts
+
+
+def find_cuts(arguments: Sequence[Argument], batch: int, split: Split, is_final: bool) -> dict[str, Cut]:
+    """The cuts by path. `is_final`: there is one microbatch, so that nothing needs to be decided."""
+    tensors: dict[str, Argument] = {}
+    cuts: dict[str, Cut] = {}
+    for argument in arguments:
+        for unit in _units(argument, batch, split, is_final):
+            if unit.is_list:
+                cuts[unit.path] = Cut(unit.name, None)
+            else:
+                tensors[unit.name] = unit
+    known: dict[str, Cut | None] = {}
+    for name, unit in tensors.items():
+        cut = _cut_of(name, tensors, batch, split, known)
+        if cut is not None:
+            cuts[unit.path] = cut
+    return cuts
+
+
+def _units(argument: Argument, batch: int, split: Split, is_final: bool) -> Iterator[Argument]:
+    """The tensors of an argument, and the lists that are split by entries."""
+    name, _, value = argument
+    if isinstance(value, Tensor):
+        yield argument
+        return
+    rule = _rule(name, split)
+    if rule == "samples":
+        if not argument.is_list or len(value) != batch:
+            raise _unfit(name, value, f"a list or tuple of {batch} entries")
+        yield argument
+    elif rule is _NO_RULE and argument.is_list and len(value) == batch and _is_per_sample(argument, batch, is_final):
+        yield argument
+    else:
+        for item in argument.items():
+            yield from _units(item, batch, split, is_final)
+
+
+def _is_per_sample(argument: Argument, batch: int, is_final: bool) -> bool:
+    """Whether a list with as many entries as the batch has samples has one entry per sample.
+
+    Refused if it cannot be told from the list: the number of boxes of a sample may happen to be that of the samples,
+    so that lengths prove nothing about lists of dicts, and neither do they if only some tensors of a list are as long
+    as the batch.
+    """
+    tensors = [leaf for leaf in leaves(argument.value) if isinstance(leaf, Tensor)]
+    has_batch = [leaf.dim() > 0 and leaf.shape[0] == batch for leaf in tensors]
+    has_records = all(_is_record(entry) for entry in argument.value)
+    if not tensors or (all(has_batch) and not has_records):
+        return False
+    if not all(has_batch) and (has_records or _is_of_target(argument.name)):
+        return True
+    if is_final:
+        return False
+    raise RunError(
+        "a list or tuple with as many entries as the batch has samples may hold an entry for each sample, or whole "
+        "tensors",
+        argument=argument.name,
+        entries=len(argument.value),
+        batch=batch,
+        hint=f'split={{{argument.name!r}: "samples"}}, or {{{argument.name!r}: "items"}} to split each item by its own '
+        "shape",
+    )
+
+
+def _is_of_target(name: str) -> bool:
+    return name.partition(".")[0] == TARGET
+
+
+def _is_record(value: object) -> bool:
+    """Whether an entry is a dict, a dataclass or a named tuple."""
+    parts = take_apart(value)
+    return parts is not None and not (issubclass(parts.kind, list | tuple) and not hasattr(parts.kind, "_fields"))
+
+
+def _cut_of(
+    name: str,
+    tensors: Mapping[str, Argument],
+    batch: int,
+    split: Split,
+    known: dict[str, Cut | None],
+) -> Cut | None:
+    """The cut of a tensor; None if it is passed whole. `known` holds the cuts found so far."""
+    if name not in known:
+        rule, tensor = _rule(name, split), tensors[name].value
+        # A placeholder, so that sizes which refer to each other in a circle are found.
+        known[name] = None
+        if rule is _NO_RULE or rule == "items":
+            has_batch = tensor.dim() > 0 and tensor.shape[0] == batch
+            if not has_batch and tensor.dim() and _is_of_target(name):
+                raise RunError(
+                    "the first dimension of a target is not the batch",
+                    target=name,
+                    shape=tuple(tensor.shape),
+                    batch=batch,
+                    hint=f"split={{{name!r}: dim}} if another dimension is the batch, {{{name!r}: None}} to pass it "
+                    "whole",
+                )
+            known[name] = Cut(name, 0) if has_batch else None
+        elif rule == "samples":
+            raise _unfit(name, tensor, f"a list or tuple of {batch} entries")
+        elif isinstance(rule, Ragged):
+            known[name] = _ragged_cut(name, rule, tensors, batch, split, known)
+        elif rule is not None:
+            rows = rule if isinstance(rule, Rows) else Rows(1, rule)
+            dim = _checked_dim(name, tensor, rows.dim)
+            length = int(tensor.shape[dim])
+            if length != batch * (rows.per_sample or length // batch):
+                each = f"{rows.per_sample} * " if rows.per_sample not in (1, None) else ""
+                wanted = f"a multiple of the {batch}" if rows.per_sample is None else f"{each}{batch}"
+                raise _unfit(name, tensor, f"{wanted} samples along dimension {dim}")
+            known[name] = Cut(name, dim, length // batch)
+    return known[name]
+
+
+def _ragged_cut(
+    name: str,
+    rule: Ragged,
+    tensors: Mapping[str, Argument],
+    batch: int,
+    split: Split,
+    known_cuts: dict[str, Cut | None],
+) -> Cut:
+    tensor = tensors[name].value
+    if rule.sizes not in tensors:
+        known = ", ".join(other for other in tensors if other != name) or "none"
+        raise RunError(
+            "Ragged must name an argument that is a tensor", name=name, sizes=rule.sizes, hint=f"one of {known}"
+        )
+    sizes, cut = tensors[rule.sizes].value, _cut_of(rule.sizes, tensors, batch, split, known_cuts)
+    if cut is None or cut.dim is None or (rule.token is None and cut.dim != 0):
+        raise RunError(
+            "the sizes of a ragged argument must be split by samples",
+            name=name,
+            sizes=rule.sizes,
+            shape=tuple(sizes.shape),
+            hint=f"split={{{rule.sizes!r}: ...}} that splits it, or another argument for {name!r}",
+        )
+    if sizes.is_meta:
+        raise RunError("sizes on the meta device have no values", name=name, sizes=rule.sizes)
+    if rule.token is not None:
+        rows = (sizes == rule.token).movedim(cut.dim, 0).reshape(sizes.shape[cut.dim], -1).sum(1)
+    else:
+        rows = sizes.reshape(len(sizes), -1).prod(1)
+    ends = list(accumulate(map(int, rows.tolist()), initial=0))
+    # The sizes themselves may have several entries for each sample.
+    starts = cut.offsets or range(0, batch * cut.rows + 1, cut.rows)
+    dim = _checked_dim(name, tensor, rule.dim)
+    if ends[-1] != tensor.shape[dim] or any(end < start for start, end in pairwise(ends)):
+        raise RunError(
+            "the sizes of a ragged argument must add up to its rows",
+            name=name,
+            shape=tuple(tensor.shape),
+            sizes=rule.sizes,
+            sum=ends[-1],
+        )
+    return Cut(name, dim, 1, tuple(ends[start] for start in starts), rule.sizes)
+
+
+def _checked_dim(name: str, leaf: Tensor, dim: int) -> int:
+    if not -leaf.dim() <= dim < leaf.dim():
+        raise RunError("split must give a dimension of the tensor", name=name, dim=dim, shape=tuple(leaf.shape))
+    return dim % leaf.dim()
+
+
+def _unfit(name: str, value: Any, wanted: str) -> RunError:
+    return RunError(f"an argument must have {wanted} to be split as given", name=name, got=_shape(value))
+
+
+def _shape(value: Any) -> object:
+    return tuple(value.shape) if isinstance(value, Tensor) else f"{type(value).__name__} of {len(value)}"

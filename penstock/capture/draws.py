@@ -1,0 +1,268 @@
+"""Random numbers that a model draws with Python's or numpy's functions between its blocks, such as for layer drop.
+
+A torch function mode does not see such a draw. While a forward is recorded, the functions of the modules `random` and
+`numpy.random` are replaced by ones that record the draw as a call which returns a tensor. The model gets a number or
+an array that remembers the tensor: comparing it, computing with it or passing it to a torch function is recorded as if
+the model had drawn the tensor. Any other use is found by recording a second forward with other draws.
+"""
+
+import inspect
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from penstock.capture.generators import GeneratorStates, python_generators
+from penstock.capture.objects import user_line
+from penstock.errors import CaptureError
+from penstock.ir import transform
+
+_64_BITS = (1 << 64) - 1
+RANDOMNESS_HINT = (
+    "turn it off (for Hugging Face models layerdrop=0, mask_time_prob=0, mask_feature_prob=0 in the configuration), "
+    "draw with torch, or keep the module whole (basic_blocks)"
+)
+
+
+class DrawSeed(NamedTuple):
+    """The seed of the random numbers of one microbatch.
+
+    A draw of a single number between blocks depends on the step alone: the unsplit model draws it once for the whole
+    batch. All other draws depend on the microbatch as well.
+    """
+
+    step: int
+    microbatch: int = 0
+
+    def of_call(self, name_hash: int, is_shared: bool) -> int:
+        """64 bits for a call: they depend on its name, and not on the partition or the order of calls."""
+        # The finalizer of splitmix64: every bit depends on every bit, so neighbouring seeds give unrelated streams.
+        number = self.step if is_shared else self.step + self.microbatch
+        mixed = (number * 0x9E3779B97F4A7C15 + name_hash) & _64_BITS
+        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _64_BITS
+        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & _64_BITS
+        return mixed ^ (mixed >> 31)
+
+
+FIRST_SEED = DrawSeed(0)
+
+
+def hash_name(name: str) -> int:
+    """64 bits that are the same in every process, unlike `hash(name)`."""
+    return int.from_bytes(blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "big")
+
+
+def seed_torch(seed: int, is_cuda: bool) -> None:
+    """Seed torch's default generators."""
+    torch.default_generator.manual_seed(seed)
+    if is_cuda:
+        torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def python_seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of Python and numpy, and restore them at exit."""
+    states = GeneratorStates(python_generators())
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # numpy accepts 32 bits
+    try:
+        yield
+    finally:
+        states.restore()
+
+
+# Recorded draws
+
+
+@dataclass(frozen=True)
+class PythonDraw:
+    """A function that draws with Python's or numpy's generators; the call returns numbers and arrays as tensors."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return transform(self.function(*args, **kwargs), _as_tensor)
+
+
+def _as_tensor(leaf: object) -> object:
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+        return torch.from_numpy(leaf.copy())
+    if isinstance(leaf, bool) or not isinstance(leaf, int | float | np.integer):
+        return leaf
+    # In double precision, in which Python computes.
+    return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
+
+
+class DrawnNumber(float):
+    """A drawn number, with the tensor that was recorded for it.
+
+    Comparisons, arithmetic and rounding are those of the tensor, and are recorded with it. The number itself is
+    another draw, so that two recordings differ if the model uses it in any other way.
+    """
+
+    tensor: Tensor
+
+    def __new__(cls, other_draw: float, tensor: Tensor) -> "DrawnNumber":
+        made = super().__new__(cls, other_draw)
+        made.tensor = tensor
+        return made
+
+    __hash__ = float.__hash__
+
+
+def _comparing(name: str) -> Callable[[DrawnNumber, Any], Any]:
+    def compare(self: DrawnNumber, other: Any) -> Any:
+        other = other.tensor if isinstance(other, DrawnNumber) else other
+        return bool(getattr(self.tensor, name)(other)) if isinstance(other, int | float | Tensor) else NotImplemented
+
+    return compare
+
+
+def _computing(name: str) -> Callable[[DrawnNumber, Any], Any]:
+    def compute(self: DrawnNumber, other: Any) -> Any:
+        if not isinstance(other, int | float):
+            return NotImplemented
+        plain = getattr(float, name)(self, float(other))
+        return DrawnNumber(plain, getattr(self.tensor, name)(other.tensor if isinstance(other, DrawnNumber) else other))
+
+    return compute
+
+
+def _rounding(name: str) -> Callable[[DrawnNumber], int]:
+    return lambda self: int(getattr(torch, name)(self.tensor))
+
+
+for _name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"):
+    setattr(DrawnNumber, _name, _comparing(_name))
+for _name in ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"):
+    setattr(DrawnNumber, _name, _computing(_name))
+for _name, _function in {"__int__": "trunc", "__trunc__": "trunc", "__floor__": "floor", "__ceil__": "ceil"}.items():
+    setattr(DrawnNumber, _name, _rounding(_function))
+
+
+class DrawnArray(np.ndarray):
+    """A drawn array, with the tensor that was recorded for it. Only torch functions may use it.
+
+    As in a DrawnNumber, the content is another draw.
+    """
+
+    tensor: Tensor
+
+    @classmethod
+    def of(cls, other_draw: Any, tensor: Tensor) -> "DrawnArray":
+        """The other draw as an array that remembers the tensor."""
+        made = other_draw.view(cls)
+        made.tensor = tensor
+        return made  # type: ignore[no-any-return]
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise CaptureError(
+            "the model computes with an array that numpy drew between its blocks, where no call can be recorded",
+            line=user_line(),
+            hint=RANDOMNESS_HINT,
+        )
+
+
+# fmt: off
+for _name in (
+    "__array_ufunc__", "__array_function__", "__getitem__", "__setitem__", "__iter__", "__bool__", "__int__",
+    "__float__", "__index__", "__contains__", "item", "tolist", "astype", "copy", "any", "all", "sum", "nonzero",
+    "argsort", "sort", "mean", "max", "min", "argmax", "argmin", "take", "fill", "put", "tobytes", "cumsum",
+):
+    setattr(DrawnArray, _name, DrawnArray._refuse)
+# fmt: on
+
+
+class NumberOf(tuple):  # type: ignore[type-arg]
+    """In the arguments of a recorded call: the number in a tensor."""
+
+    def __new__(cls, items: Iterable[Tensor]) -> Any:
+        (tensor,) = items
+        return tensor.item()
+
+
+class ArrayOf(tuple):  # type: ignore[type-arg]
+    """In the arguments of a recorded call: the array in a tensor."""
+
+    def __new__(cls, items: Iterable[Tensor]) -> Any:
+        (tensor,) = items
+        return tensor.numpy()
+
+
+# Interception
+
+_NOT_DRAWS = frozenset(("seed", "getstate", "setstate", "get_state", "set_state", "shuffle", "get_bit_generator"))
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], types.FrameType], Any]
+
+
+class DrawingFunction(NamedTuple):
+    """A function of the user's that draws, and the namespace in which the model looks it up."""
+
+    namespace: dict[str, Any]
+    name: str
+    function: Any
+
+
+@contextmanager
+def intercept_draws(handler: Handler, functions: Iterable[DrawingFunction]) -> Iterator[None]:
+    """Route calls of `random.*`, `numpy.random.*` and of some functions of the user through the handler.
+
+    It is called as `handler(function, args, kwargs, frame of the caller)`.
+    """
+
+    def replacement(function: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            return handler(function, args, kwargs, sys._getframe(1))
+
+        return draw
+
+    places = [*_library_functions(), *functions]
+    try:
+        for namespace, name, function in places:
+            namespace[name] = replacement(function)
+        yield
+    finally:
+        for namespace, name, function in places:
+            namespace[name] = function
+
+
+def _library_functions() -> Iterator[DrawingFunction]:
+    """The functions that draw from the global generators of Python and numpy."""
+    owners = ((random, random._inst), (np.random, np.random.mtrand._rand))
+    for module, generator in owners:
+        for name, function in vars(module).items():
+            is_bound = getattr(function, "__self__", None) is generator
+            if is_bound and callable(function) and not name.startswith("_") and name not in _NOT_DRAWS:
+                yield DrawingFunction(vars(module), name, function)
+
+
+def find_drawing_function(frame: types.FrameType) -> tuple[DrawingFunction | None, bool]:
+    """The outermost function around a draw that is not a method of a module, and whether there is one.
+
+    The function is None if the namespace in which the model looks it up is not known.
+    """
+    codes = []
+    caller: types.FrameType | None = frame
+    while caller is not None and not _is_module_method(caller):
+        codes.append(caller.f_code)
+        caller = caller.f_back
+    if caller is None or not codes:
+        return None, bool(codes) and caller is not None
+    for name in caller.f_code.co_names:
+        function = caller.f_globals.get(name)
+        if callable(function) and getattr(inspect.unwrap(function), "__code__", None) in codes:
+            return DrawingFunction(caller.f_globals, name, function), True
+    return None, True
+
+
+def _is_module_method(frame: types.FrameType) -> bool:
+    code = frame.f_code
+    return bool(code.co_argcount) and isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module)

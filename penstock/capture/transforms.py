@@ -1,0 +1,120 @@
+"""Calls of functions that `torch.vmap` and `torch.func` transform: each outermost one is recorded as one call.
+
+Inside, tensors are wrapped and no call could be recorded. The transformed function may hold tensors in its closure, as
+the mask functions of Hugging Face models do; these are recorded as arguments.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch._functorch import apis, eager_transforms
+from torch.overrides import TorchFunctionMode
+
+from penstock.ir import put_together, take_apart
+
+Handler = Callable[[str, Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+_TRANSFORMS = ((apis, "vmap_impl"), (eager_transforms, "grad_impl"), (eager_transforms, "grad_and_value_impl"))
+"""the functions that call a transformed function: it is their first argument"""
+
+
+@dataclass(frozen=True)
+class TransformedCall:
+    """A transformed function; it is called with the tensors in its closure and the arguments of the transform."""
+
+    transform: str
+    run: Callable[..., Any]
+    """runs the transform on a function and its arguments"""
+    function: Callable[..., Any]
+    modes: tuple[TorchFunctionMode, ...]
+    """modes that the model entered around the call"""
+
+    def __call__(self, held: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        tensors = iter(held)
+        function = _replace_tensors(self.function, lambda _: next(tensors), set())
+        with ExitStack() as stack:
+            for mode in self.modes:
+                stack.enter_context(mode)
+            return self.run(function, *args, **kwargs)
+
+    def is_like(self, other: "TransformedCall") -> bool:
+        """Whether the other call differs at most in the tensors that its function holds."""
+        kinds = tuple(map(type, self.modes)) == tuple(map(type, other.modes))
+        return kinds and _constants(self.function, set()) == _constants(other.function, set())
+
+
+def held_tensors(function: Callable[..., Any]) -> list[Tensor]:
+    """The tensors in the closure of a function, and in those of the functions that it holds."""
+    tensors: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    _replace_tensors(function, collect, set())
+    return tensors
+
+
+def _replace_tensors(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> Any:
+    """The thing with `change` applied to the tensors inside, in a fixed order."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if id(value) in seen:
+        # A function that refers to itself.
+        return value
+    if isinstance(value, types.FunctionType) and value.__closure__:
+        seen.add(id(value))
+        cells = [types.CellType(_replace_tensors(cell.cell_contents, change, seen)) for cell in value.__closure__]
+        function = types.FunctionType(
+            value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
+        )
+        function.__kwdefaults__ = value.__kwdefaults__
+        return function
+    if isinstance(value, functools.partial):
+        parts = (_replace_tensors(part, change, seen) for part in (value.func, value.args, value.keywords))
+        function, args, keywords = parts
+        return functools.partial(function, *args, **keywords)
+    if container := take_apart(value):
+        items = [_replace_tensors(item, change, seen) for item in container.items]
+        is_same = all(item is other for item, other in zip(items, container.items, strict=True))
+        return value if is_same else put_together(container.kind, container.keys, items)
+    return value
+
+
+def _constants(value: Any, seen: set[int]) -> Any:
+    """The code and the plain values inside a function, which compare equal if it does the same."""
+    if isinstance(value, Tensor) or id(value) in seen:
+        return None
+    if isinstance(value, types.FunctionType):
+        seen.add(id(value))
+        cells = value.__closure__ or ()
+        return value.__code__, tuple(_constants(cell.cell_contents, seen) for cell in cells)
+    if isinstance(value, functools.partial):
+        return tuple(_constants(part, seen) for part in (value.func, value.args, value.keywords))
+    if container := take_apart(value):
+        return container.kind, repr(container.keys), tuple(_constants(item, seen) for item in container.items)
+    return value if isinstance(value, bool | int | float | str | None) else type(value)
+
+
+@contextmanager
+def intercept_transforms(handler: Handler) -> Iterator[None]:
+    """Route calls of transformed functions through `handler(transform, original, function, args, kwargs)`."""
+
+    def replacement(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return handler(name.removesuffix("_impl"), original, function, args, kwargs)
+
+        return run
+
+    originals = [(module, name, getattr(module, name)) for module, name in _TRANSFORMS]
+    try:
+        for module, name, original in originals:
+            setattr(module, name, replacement(name, original))
+        yield
+    finally:
+        for module, name, original in originals:
+            setattr(module, name, original)

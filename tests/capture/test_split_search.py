@@ -1,0 +1,230 @@
+"""How arguments are split is found by running the model, where their shapes leave it open."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import penstock
+from penstock import Ragged, Rows
+from penstock.capture import find_split
+from penstock.errors import CaptureError, RunError
+
+START = 7
+"""Stands in token ids where an image begins."""
+
+
+class Blocks(nn.Module):
+    """Two blocks, and what models have in common."""
+
+    config: Any = SimpleNamespace(start_token_id=START)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(10, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.num_calls = 0
+
+    def run(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+class Codebooks(Blocks):
+    """Has rows for 3 codebooks of each sample, and labels for each of them."""
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embedding(ids).unflatten(0, (-1, 3)).sum(1) * mask.unsqueeze(-1)
+        x = self.run(x)
+        if labels is None:
+            return x
+        return functional.cross_entropy(x.repeat_interleave(3, 0).flatten(0, 1), labels.flatten()), x
+
+
+class Classes(Blocks):
+    """Compares samples with the rows of a table."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return self.run(x) @ table.t()
+
+
+class Patches(Blocks):
+    """Adds the mean of the patches of its images to each sample; one token stands for each image."""
+
+    def forward(self, ids: Tensor, patches: Tensor, grid: Tensor, counts: Tensor | None = None) -> Tensor:
+        means = torch.stack([part.mean(0) for part in patches.split(grid.prod(1).tolist())])
+        owners = torch.arange(len(ids)).repeat_interleave((ids == START).sum(1) if counts is None else counts)
+        x = self.embedding(ids).sum(1)
+        return self.run(x.index_add(0, owners, means))
+
+
+class Detector(Blocks):
+    """Its labels are a list with a dict for each image."""
+
+    def forward(self, images: Any, labels: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        x = self.run(torch.stack([image.flatten(1).mean(1) for image in images]))
+        assert len(x) == len(labels)
+        losses = [(one - label["boxes"]).square().mean() for one, label in zip(x, labels, strict=True)]
+        return {"loss": torch.stack(losses).mean(), "x": x}
+
+
+class Positions(Blocks):
+    """Has a position of three numbers for each token, as models of videos do."""
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.run(self.embedding(ids) * positions.sum(0).unsqueeze(-1))
+
+
+IDS = torch.randint(0, 6, (2, 5), generator=torch.Generator().manual_seed(1))
+GRID = torch.tensor([[1, 2, 2], [1, 1, 3], [2, 1, 1]])
+LABELS = [{"boxes": torch.rand(4, 4)} for _ in range(4)]
+IMAGES = torch.rand(4, 4, 2, 2)
+
+
+def with_images(*counts: int) -> Tensor:
+    ids = IDS[:1].repeat(len(counts), 1)
+    for row, count in zip(ids, counts, strict=True):
+        row[:count] = START
+    return ids
+
+
+CASES = {
+    "codebooks": (Codebooks, {"ids": IDS.repeat(6, 1), "mask": torch.ones(4, 5)}, {"ids": Rows(3)}),
+    "labels of codebooks": (
+        Codebooks,
+        {"ids": IDS.repeat(6, 1), "mask": torch.ones(4, 5), "labels": torch.randint(0, 4, (12, 5))},
+        {"ids": Rows(3), "labels": Rows(3)},
+    ),
+    "a table": (Classes, {"x": torch.randn(4, 4), "table": torch.randn(8, 4)}, {"table": None}),
+    "patches": (
+        Patches,
+        {"ids": with_images(1, 1, 1), "patches": torch.randn(9, 4), "grid": GRID},
+        {"patches": Ragged("grid")},
+    ),
+    "images by counts": (
+        Patches,
+        {"ids": IDS, "patches": torch.randn(9, 4), "grid": GRID, "counts": torch.tensor([1, 2])},
+        {"patches": Ragged("grid"), "grid": Ragged("counts")},
+    ),
+    "images by tokens": (
+        Patches,
+        {"ids": with_images(2, 1), "patches": torch.randn(9, 4), "grid": GRID},
+        {"patches": Ragged("grid"), "grid": Ragged("ids", START)},
+    ),
+    "as many boxes as images": (Detector, {"images": IMAGES, "labels": LABELS}, {"labels": "samples"}),
+    "images in a list": (
+        Detector,
+        {"images": [torch.rand(4, size, size) for size in (2, 3)], "labels": LABELS[:2]},
+        {"images": "samples", "labels": "samples"},
+    ),
+    "positions": (Positions, {"ids": IDS, "positions": torch.rand(3, 2, 5)}, {"positions": 1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rule_is_found_whose_results_are_those_of_the_whole_batch(case: str) -> None:
+    kind, batch, expected = CASES[case]
+    model = kind()
+    assert find_split(model, (), batch) == expected
+    assert model.training
+    assert model.num_calls == 0
+
+
+def mean_square(output: Tensor, target: Any) -> Tensor:
+    return output.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("case", "loss_fn"), [("labels of codebooks", None), ("images in a list", None), ("images by tokens", mean_square)]
+)
+def test_a_plan_holds_the_rules_and_its_pipeline_is_exact(case: str, loss_fn: Any, tmp_path: Any) -> None:
+    kind, batch, expected = CASES[case]
+    model = kind()
+    plan = penstock.plan(
+        model, (), batch, ranks=2, microbatches=2, schedule="1f1b", partitioner="uniform", loss_fn=loss_fn
+    )
+    assert dict(plan.split) == expected
+    plan.save(tmp_path / "plan.json")
+    plan = penstock.Plan.load(tmp_path / "plan.json")
+    report = penstock.check(model, plan, (), batch, loss_fn=loss_fn)
+    assert report.ok, str(report)
+    assert report.whole is not None
+
+
+class Rooted(Detector):
+    """Its loss is not a weighted mean, and does not notice if there are more labels than images."""
+
+    def forward(self, images: Tensor, labels: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        x = self.run(images.flatten(2).mean(2))
+        losses = [(one - label["boxes"]).square().mean() for one, label in zip(x, labels, strict=False)]
+        return {"loss": torch.stack(losses).mean().sqrt(), "x": x}
+
+
+def test_a_list_of_dicts_is_split_by_entries_if_only_the_loss_depends_on_it() -> None:
+    labels = [{"boxes": torch.rand(count, 4)} for count in (4, 2, 1, 3)]
+    assert find_split(Rooted(), (IMAGES, labels), {}) == {"labels": "samples"}
+    with pytest.raises(RunError, match=r"arguments: labels of 4, batch: 4") as error:
+        find_split(Rooted(), (IMAGES, [{"boxes": torch.rand(4, 4) * scale} for scale in (1, 9, 5, 2)]), {})
+    assert error.value.hint == "split={'labels': 'items'} or split={'labels': 'samples'}"
+
+
+def test_nothing_runs_if_nothing_is_open() -> None:
+    class Failing(Blocks):
+        def forward(self, ids: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
+            raise AssertionError("must not run")
+
+    assert find_split(Failing(), (IDS, torch.ones(2, 5)), {"scale": torch.ones(1, 5)}) == {}
+    assert find_split(Codebooks(), (), CASES["codebooks"][1], {"ids": Rows(3)}) == {}
+
+
+def test_the_error_of_a_model_that_cannot_run_at_all_is_reported_by_planning() -> None:
+    with pytest.raises(CaptureError, match=r"RuntimeError: .*cannot be multiplied"):
+        penstock.plan(Classes(), (torch.randn(4, 4), torch.randn(8, 3)), ranks=1, microbatches=2)
+
+
+def test_a_batch_that_no_rule_splits_is_refused_with_its_arguments() -> None:
+    class Ranked(Blocks):
+        """All samples and all rows depend on each other."""
+
+        def forward(self, x: Tensor, others: Tensor) -> Tensor:
+            return self.run(x - x.mean(0)) * others.std()
+
+    with pytest.raises(RunError, match=r"arguments: others \(8, 4\), batch: 4") as error:
+        penstock.plan(Ranked(), (torch.randn(4, 4), torch.randn(8, 4)), ranks=2, microbatches=2)
+    assert error.value.hint.startswith("split={'others': None} or split={")
+    assert error.value.hint.endswith("split={'others': penstock.Rows(2)}")
+
+
+@pytest.mark.parametrize(
+    ("batch", "hint"), [(2, "microbatches=1,"), (3, "microbatches=1,"), (5, "microbatches=2 or fewer,")]
+)
+def test_a_single_sample_under_batch_norm_is_refused_with_fewer_microbatches(batch: int, hint: str) -> None:
+    model, count = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)), batch // 2 + 1
+    message = rf"single sample \(module: 1, batch: {batch}, microbatches: {count}\)"
+    with pytest.raises(CaptureError, match=message) as error:
+        penstock.plan(model, (torch.randn(batch, 4),), ranks=1, microbatches=count)
+    assert error.value.hint.startswith(hint)
+    plan = penstock.plan(model, (torch.randn(6, 4),), ranks=1, microbatches=3, partitioner="uniform", schedule="gpipe")
+    with pytest.raises(CaptureError, match="single sample"):
+        penstock.Pipeline(model, plan, loss_fn=mean_square, local=True).step(torch.randn(3, 4))
+
+
+def test_the_error_of_a_model_that_cannot_run_on_a_microbatch_names_what_was_passed_whole() -> None:
+    class Masked(Blocks):
+        def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+            x = self.run(self.embedding(ids))
+            return x if mask is None else x.flatten(0, 1)[mask]
+
+    plan = penstock.plan(Masked(), (IDS,), ranks=1, microbatches=2, partitioner="uniform", schedule="gpipe")
+    pipe = penstock.Pipeline(Masked(), plan, loss_fn=mean_square, local=True)
+    with pytest.raises(CaptureError, match=r"passed whole: mask \(10,\), batch: 2") as error:
+        pipe.step(IDS, torch.arange(10) % 2 == 0)
+    assert "split={'mask': ...}" in error.value.hint
+    pipe = penstock.Pipeline(Masked(), plan, loss_fn=mean_square, local=True, split={"mask": Rows(5)})
+    assert pipe.step(IDS, torch.arange(10) % 2 == 0).loss is not None
