@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from penstock.capture import microbatch_sizes, spec_of
 from penstock.errors import PenstockWarning, RunError
@@ -55,9 +57,9 @@ def forward_backward(
     returns the loss. `bwd_fn(output, gradient)` replaces the backward; on the last rank the gradient is None. The
     optimizer's gradients are zeroed first; gradients are summed over microbatches, not averaged.
 
-    Returns the merged results of `fwd_fn` on the last rank: tensors with a batch dimension concatenated, scalars such
-    as losses summed; None on other ranks. `dtype` is the expected dtype of values between stages; a different one gives
-    a warning and is not converted, so that the results equal the unsplit model.
+    Returns the merged results of `fwd_fn` on the last rank: tensors concatenated along their first dimension, scalars
+    such as losses summed; None on other ranks. `dtype` is the expected dtype of values between stages; a
+    different one gives a warning and is not converted, so that the results equal the unsplit model.
     """
     pipeline = topology.pipeline
     if scatter_gather_tensors and topology.is_mode_inited(TENSOR):
@@ -346,3 +348,23 @@ class DDP(nn.Module):
         averages = ReplicaReducer(self._groups, {0: list(self.module.parameters())})
         averages.start(0)
         averages.finish()
+
+
+def _refuse_torch_ddp(module: DistributedDataParallel, _: Any) -> None:
+    """Refuse a forward with gradients of torch's wrapper in a pipeline."""
+    is_in_call = topology.has_pipeline and topology.pipeline.replicated is not None
+    if is_in_call and torch.is_grad_enabled() and module.require_backward_grad_sync:
+        raise RunError(
+            "torch's DistributedDataParallel would average the gradients of one microbatch only",
+            hint="penstock.flat.DDP(model); or model.no_sync() in fwd_fn, and average the gradients yourself",
+        )
+
+
+def _watch_torch_ddp(module: nn.Module, _: str, __: nn.Module | None) -> None:
+    if isinstance(module, DistributedDataParallel):
+        module.register_forward_pre_hook(_refuse_torch_ddp)
+
+
+# forward_backward does not see which modules the caller's function calls. A global hook on forwards would see them, but
+# makes torch.compile compile again; so wrappers get a hook of their own when they are made.
+register_module_module_registration_hook(_watch_torch_ddp)

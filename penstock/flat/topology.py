@@ -130,6 +130,11 @@ class Topology:
         monitor.idle()
 
     @property
+    def has_pipeline(self) -> bool:
+        """Whether there is a dimension "pipe"."""
+        return self._pipeline is not None
+
+    @property
     def pipeline(self) -> FlatPipeline:
         """The pipeline of this process."""
         if self._pipeline is None:

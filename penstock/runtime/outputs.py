@@ -150,8 +150,8 @@ def merge(
     shapes for tensors. Tensors are concatenated along the one dimension whose lengths add up there, and so are
     lists whose lengths add up. Whatever has no such dimension must be equal in all microbatches.
     Floating-point scalars are summed with the weights (default: the shares of the samples), those in `losses` with
-    their own. Without `joined` the first dimension is the batch if it is as long as the microbatch has samples, and
-    values that are neither split nor equal become a list.
+    their own. Without `joined` tensors are concatenated along their first dimension, and values that cannot be or are
+    not equal become a list.
 
     `output_dims` overrides this for every output, or by name: a dimension; None for a value that is the same for all
     samples; "mean" (weighted by samples) or "sum" for numbers; "list" for a list with one value per microbatch.
@@ -246,8 +246,10 @@ class _Merging:
         if type(rule) is int:
             dim: int | None = rule
         elif self._joined is None:
-            has_batch = all(shape[:1] == (size,) for shape, size in zip(shapes, self._sizes, strict=True))
-            dim = 0 if has_batch else None
+            # Not where the lengths equal the samples only: whether they do may depend on the size of the batch.
+            if len({shape[1:] for shape in shapes}) > 1:
+                return tensors
+            dim = 0
         else:
             whole = self._shape_of(keys)
             dim = additive_dim(whole, shapes[:2]) if isinstance(whole, tuple) else None

@@ -8,6 +8,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import RunError
 from penstock.flat import DDP, clip_grad_norm_, forward_backward, forward_eval, topology
@@ -123,6 +124,31 @@ def outside() -> str:
     with torch.no_grad():
         model(batch(2))
     return message(lambda: model(batch(2)))
+
+
+def torch_wrapper() -> tuple[str, str, list[Tensor]]:
+    """With torch's own wrapper: the errors of a step and of an evaluation, and the gradients of a step in no_sync."""
+    topology.setup_process_groups([("data", 2), ("pipe", 1)])
+    model = DistributedDataParallel(stage_of(0), process_group=topology.get_group("data"))
+
+    def alone(x: Tensor) -> Tensor:
+        with model.no_sync():
+            return model(x).square().mean()
+
+    errors = (
+        message(lambda: forward_backward(None, lambda x: model(x).square().mean(), None, batch(4), 2)),
+        message(lambda: forward_eval(model, batch(4))),
+    )
+    found, _ = gradients_of_call(model, alone, batch(4, seed=dist.get_rank()), 2)
+    return *errors, found
+
+
+def classes_of_tokens(num_samples: int) -> Tensor | None:
+    """Three tokens for every sample, with 5 classes each, evaluated in 4 microbatches."""
+    topology.setup_process_groups([("pipe", 2)])
+    first = topology.is_first_in_pipeline_group()
+    fwd_fn = (lambda x: 2 * x) if first else (lambda x: x.unsqueeze(1).expand(-1, 3, -1).flatten(0, 1))
+    return forward_backward(None, fwd_fn, None, batch(num_samples) if first else [], 4, forward_only=True)
 
 
 def message(call: object) -> str:

@@ -93,6 +93,26 @@ def test_gradients_that_nobody_would_average_are_refused(pools: Pools) -> None:
 
 
 @pytest.mark.gloo
+def test_the_wrapper_of_torch_is_refused_unless_it_averages_nothing(pools: Pools) -> None:
+    for replica, (training, evaluation, found) in enumerate(pools[2].run(stages.torch_wrapper)):
+        assert "DistributedDataParallel would average the gradients of one microbatch only" in training
+        assert "try: penstock.flat.DDP(model)" in training
+        assert evaluation == ""
+        model = stage_of(0)
+        for part in batch(4, seed=replica).split(2):
+            model(part).square().mean().backward()
+        assert_gradients([found], [model])
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("samples", [8, 9])
+def test_outputs_of_even_and_uneven_batches_are_concatenated(pools: Pools, samples: int) -> None:
+    nothing, found = pools[2].run(stages.classes_of_tokens, samples)
+    assert nothing is None
+    assert torch.equal(found, (2 * batch(samples)).repeat_interleave(3, 0))
+
+
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

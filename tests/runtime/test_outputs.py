@@ -108,10 +108,16 @@ def test_a_microbatch_of_weight_zero_does_not_count_even_if_it_is_not_a_number()
 
 
 def test_without_a_recording_the_first_dimension_is_the_batch() -> None:
-    found = merge([(torch.ones(2, 5), torch.ones(3), 1), (torch.zeros(1, 5), torch.zeros(3), 1)], (2, 1)).output
-    assert found[0].shape == (3, 5)
-    assert [len(one) for one in found[1]] == [3, 3]
-    assert found[2] == 1
+    outputs = [
+        (torch.ones(4, 5), torch.ones(3), 1, torch.ones(2, 5)),
+        (torch.ones(2, 5), torch.ones(3), 1, torch.ones(1, 6)),
+    ]
+    for sizes in ((2, 1), (1, 1)):
+        samples, others, number, ragged = merge(outputs, sizes).output
+        assert samples.shape == (6, 5)
+        assert others.shape == (6,)
+        assert number == 1
+        assert [one.shape for one in ragged] == [(2, 5), (1, 6)]
 
 
 class SequenceFirst(nn.Module):
