@@ -19,7 +19,8 @@ WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --quiet
+# Only what is imported is compiled, when it is: to compile all installed files takes a minute.
+PIP := $(BIN)/python -m pip install --quiet --quiet --no-compile
 comma := ,
 
 # The packages that never import torch.

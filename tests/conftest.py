@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import importlib
 import os
 import shutil
 import tempfile
@@ -19,6 +20,7 @@ if "PENSTOCK_CACHE" not in os.environ:
     os.environ["PENSTOCK_CACHE"] = tempfile.mkdtemp(prefix="penstock-test-profiles-")
     atexit.register(shutil.rmtree, os.environ["PENSTOCK_CACHE"], ignore_errors=True)
 
+import coverage
 import pytest
 from hypothesis import settings
 
@@ -28,7 +30,15 @@ settings.load_profile("penstock")
 
 _TESTS = Path(__file__).parent
 _PROJECT = tomllib.loads((_TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))
-_COVERED = {Path(pattern).parts[1] for pattern in _PROJECT["tool"]["coverage"]["run"]["include"]}
+_COVERED = {Path(pattern).parts[1].removesuffix(".py") for pattern in _PROJECT["tool"]["coverage"]["run"]["include"]}
+
+# Only tests of the planning packages are traced. Tracing doubles the time of the others and of loading torch and
+# transformers, so it stops here, once the lines that run when a planning package is imported have been counted.
+_COVERAGE = coverage.Coverage.current()
+if _COVERAGE:
+    for _package in _COVERED:
+        importlib.import_module(f"penstock.{_package}")
+    _COVERAGE.stop()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,18 +48,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "whole: runs with --whole only; see tests/selection.py")
     config.addinivalue_line("markers", "gloo: runs on the long-lived processes of the session, all on one worker")
-    config.addinivalue_line("markers", "no_cover: runs without counting lines")
+    config.addinivalue_line("markers", "untraced: runs without counting lines")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the full products; measure coverage of planning only, as it would double the time of the rest."""
+    """Deselect the full products, and run all tests that share processes on one worker."""
     if not config.getoption("--whole"):
         left_out = [item for item in items if item.get_closest_marker("whole")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("whole")]
     for item in items:
-        if item.path.relative_to(_TESTS).parts[0] not in _COVERED:
-            item.add_marker(pytest.mark.no_cover)
         if item.get_closest_marker("gloo"):
             item.add_marker(pytest.mark.xdist_group("gloo"))
 
@@ -59,6 +67,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Trace a test and its fixtures if it is one of a planning package."""
+    is_traced = item.path.relative_to(_TESTS).parts[0] in _COVERED and not item.get_closest_marker("untraced")
+    if _COVERAGE and is_traced:
+        with _COVERAGE.collect():
+            return (yield)
+    return (yield)
 
 
 @pytest.fixture(scope="session")

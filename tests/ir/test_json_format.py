@@ -416,7 +416,7 @@ def attempt(text):
     return None, again
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 @every_record
 def test_every_mutation_is_refused_near_its_place_or_read_as_written(record, is_whole):
     tree = json.loads(to_json(record))
@@ -439,7 +439,7 @@ def test_every_mutation_of_the_frame_is_refused_or_read(record):
             attempt(json.dumps(mutant))
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_any_change_of_characters_is_refused_or_read(data):

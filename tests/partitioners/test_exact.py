@@ -32,7 +32,7 @@ def problem_of(seed, num_nodes, placement, cluster):
     return Problem(*wild(seed, num_nodes), where, placement, Holding(2, 2), overlaps=draw.random() < 0.5)
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_linear_is_the_best_cut_into_runs(problems):
     for problem in problems(500, sizes=(4, 5, 6, 7)):
         division = divide("linear", problem)
@@ -40,14 +40,14 @@ def test_linear_is_the_best_cut_into_runs(problems):
         assert division.contiguous_bound_seconds == pytest.approx(division.bottleneck_seconds)
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 @pytest.mark.parametrize("latency", [0.0, 0.5])
 def test_pipedream_is_the_best_cut_into_runs_when_messages_count(problems, latency):
     for problem in problems(250, sizes=(4, 5, 6, 7), bandwidth=7.0, latency=latency):
         assert outcome(divide("pipedream", problem)) == Trial(problem).best_runs()
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_acyclic_is_the_best_of_all_partitions(problems):
     for problem in problems(200, sizes=(3, 4, 5)):
         division = divide("acyclic", problem)

@@ -38,7 +38,7 @@ def mutant(programs: list[Draft], random: Random, kinds: list[str]) -> Draft:
             return spoilt
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 @pytest.mark.parametrize("part", PARTS)
 def test_a_mutant_is_refused_exactly_when_an_executor_cannot_complete_it(part: int) -> None:
     random, counts, reasons = Random(part), Counter[tuple[str, str]](), Counter[str]()
@@ -57,7 +57,7 @@ def test_a_mutant_is_refused_exactly_when_an_executor_cannot_complete_it(part: i
     assert set(reasons) == REASONS
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_every_program_of_the_corpus_is_accepted_and_completes() -> None:
     random = Random(0)
     for _ in range(300):

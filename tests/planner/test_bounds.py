@@ -21,7 +21,7 @@ SMALL = [each for each in instances(80, seed=3, most_ranks=3, microbatches=(1, 4
 ]
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 @pytest.mark.parametrize("instance", SMALL, ids=str)
 def test_the_optimum_is_never_below_the_bound(instance: Instance) -> None:
     pytest.importorskip("ortools")
@@ -34,7 +34,7 @@ def test_the_optimum_is_never_below_the_bound(instance: Instance) -> None:
     assert bound <= proof.seconds * (1 + 1e-9)
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 @pytest.mark.parametrize(
     ("instance", "overlap", "objective"),
     covered(list(product(instances(12, seed=5), (0.0, 0.5, 1.0), ("makespan", "span")))),

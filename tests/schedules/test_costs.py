@@ -29,7 +29,7 @@ def peaks(trace):
     return [trace.peak_bytes(rank) for rank in range(trace.num_ranks)]
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", SPLIT)
 def test_with_costs_a_schedule_is_never_slower_and_never_holds_more(name):
     random = Random(name)
@@ -42,7 +42,7 @@ def test_with_costs_a_schedule_is_never_slower_and_never_holds_more(name):
         assert all(new <= old for new, old in zip(peaks(after), peaks(before), strict=True)), sizes
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 @pytest.mark.parametrize("name", ["zb_h1", "zb_h2", "interleaved_zb", "zbv", "v_half", "v_min"])
 def test_unequal_costs_do_make_a_schedule_faster(name):
     random, gains = Random(1), []

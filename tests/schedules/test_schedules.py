@@ -31,7 +31,7 @@ EVERY_SIZE = [(name, *size) for name in SCHEDULES for ranks in SIZES for size in
 SOME_SIZES = covering(EVERY_SIZE)
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 @every_number_of_ranks
 @every_schedule
 def test_orders_are_lawful_and_complete_before_and_after_lowering(name, ranks, is_whole):

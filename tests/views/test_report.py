@@ -132,7 +132,7 @@ def test_eight_ranks_and_64_microbatches_fit_with_everything() -> None:
     assert "too many" not in words(page)
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_where_there_is_little_room_one_timeline_is_a_picture_and_all_can_be_zoomed() -> None:
     page = Report()(contents(planned("interleaved_zb", 8, 64, 4)))
     assert len(page.encode()) <= MAX_BYTES
@@ -150,7 +150,7 @@ def test_a_timeline_too_large_to_zoom_is_a_picture_with_a_note() -> None:
     assert '<section id="memory">' in page
 
 
-@pytest.mark.no_cover
+@pytest.mark.untraced
 def test_a_very_large_program_is_shown_as_far_as_there_is_room() -> None:
     page = Report()(contents(planned("1f1b", 64, 300)))
     assert len(page.encode()) <= MAX_BYTES
