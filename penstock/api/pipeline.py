@@ -171,7 +171,8 @@ class Pipeline:
         request = SyncRequest("clip_grad_norm_", self.num_steps, f"{limit:g}, {power:g}")
         scale = self._scale(request)
         # A parameter that several ranks have is counted by one of them and scaled by all.
-        norm = global_norm(self._sync, request, self._part.gradients(owned=True), power) / scale
+        gradients, copies = self._part.owned_gradients()
+        norm = global_norm(self._sync, request, gradients, power, copies) / scale
         clip(self._part.gradients(), norm, limit)
         self._sync.close()
         return norm

@@ -67,7 +67,7 @@ class Loader:
             is_last = index + 1 == len(names)
             pending = self._try(Path(path) / name, targets, SyncRequest("load", step, name), is_last)
             if isinstance(pending, _Pending):
-                if skipped and self._groups.rank == 0 and self._groups.replica == 0:
+                if skipped and self._groups.is_first:
                     reasons = "\n  ".join(skipped)
                     problem = "newer checkpoints are damaged and were skipped; training resumes from"
                     warnings.warn(f"{problem} {name}:\n  {reasons}", PenstockWarning, stacklevel=4)

@@ -108,12 +108,12 @@ class Saver:
 
         def write() -> CheckpointError | None:
             """Write this rank's files, and on the first rank finish the checkpoint; returns the error of any rank."""
-            if not self._groups.replica:
+            if not self._groups.pipeline:
                 writer.write(self._groups.rank, contents)
             if not copies and self._groups.monitor is not None:
                 # A rank that dies while the others wait for its files is reported as in any other sync.
                 self._groups.monitor.syncing(request.name, request.step)
-            if self._groups.rank or self._groups.replica:
+            if self._groups.rank or self._groups.pipeline:
                 writer.wait()
                 return None
             try:
@@ -158,10 +158,10 @@ class Saver:
         return created[0] if created else CheckpointWriter(root / name, self._groups.num_ranks)
 
     def _own_files(self, writer: CheckpointWriter, state: TrainingState, copies: bool) -> dict[str, Content]:
-        """The files that this rank writes. Ranks of other replicas take part because sharded tensors are gathered."""
+        """The files that this rank writes. Ranks of other pipelines take part because sharded tensors are gathered."""
         assert self._layout is not None
         rank, weights = self._groups.rank, self._part.state_dict()
-        if not self._groups.replica:
+        if not self._groups.pipeline:
             writer.join(rank)
         files: dict[str, Content] = {}
         for stage, names in self._layout.own.items():

@@ -7,9 +7,10 @@ from penstock.runtime.executor import located_error, watch_step
 from penstock.runtime.gradients import ReplicaReducer, check_clipping, clip, global_norm
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.inputs import INPUTS
+from penstock.runtime.layout import shard_like, whole
 from penstock.runtime.loss_head import LossHead, MicrobatchWarning
 from penstock.runtime.meta_init import unsaved_buffer_names
-from penstock.runtime.model_part import LOSS_FN, ModelPart, check_tied_weights, shard_like
+from penstock.runtime.model_part import LOSS_FN, ModelPart, check_tied_weights
 from penstock.runtime.monitor import RankMonitor
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims, check_output_dims, merge
@@ -72,4 +73,5 @@ __all__ = [
     "shard_like",
     "unsaved_buffer_names",
     "watch_step",
+    "whole",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import LruCache, Recording, Split, explain_failure, split_batch
+from penstock.capture import LruCache, Recording, Split, explain_failure, spec_of, split_batch
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan, named_inputs, named_leaves
 from penstock.passes import DEFAULT_PASSES
@@ -68,7 +68,7 @@ class Engine:
             part.written_buffers,
         )
         self._warnings = StepWarnings(groups)
-        self._merger = OutputMerger(part.captured, is_warning=groups.replica == 0)
+        self._merger = OutputMerger(part.captured, is_warning=groups.pipeline == 0)
         self._last_rank = plan.schedule.placement[plan.num_stages - 1]
 
     def train(
@@ -104,6 +104,8 @@ class Engine:
     ) -> tuple[Step, CompiledStep]:
         """Split the batch and agree with all ranks on the step; raises the same error on every rank if one cannot."""
         seed = self._seed = _mix(self._options.seed, request.step, self._groups.replica)
+        if self._groups.tensor_ranks > 1:
+            self._compare_shared_batches(batch, request)
         if self._sender is None:
             split, compiled, mean_size = self._begin_given(batch, request, is_training)
         else:
@@ -121,6 +123,34 @@ class Engine:
             loss_scale=1.0 if scaler is None else scaler.scale,
         )
         return step, compiled
+
+    def _compare_shared_batches(self, batch: Batch, request: SyncRequest) -> None:
+        """Raise an error, on every rank, if pipelines that share tensors were given different batches.
+
+        Called before the model is recorded: its blocks communicate, so all of these pipelines must record together.
+        """
+        groups, every = self._groups, self._options.check_inputs_every
+        comparison = SyncRequest(f"the batch of {request.name}", request.step)
+        batch_checksum = 0
+        if self._sender is None or groups.rank == 0:
+            with self._refusing(comparison):
+                # Between the steps in which whole batches are compared, only shapes and dtypes are.
+                is_short = not every or request.step % every > 0
+                leaves = dict(named_leaves(batch, ""))
+                specs = {name: str(spec_of(leaf)) for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+                batch_checksum = checksum([{**leaves, **(specs if is_short else {})}])
+        result = self._sync.exchange(comparison, SyncVote(sums=(float(batch_checksum),)))
+        for index, own_sums in enumerate(result.sums_by_pipeline):
+            first = index - index % groups.tensor_ranks
+            if own_sums != result.sums_by_pipeline[first]:
+                error = RunError(
+                    "tensor-parallel ranks were given different batches",
+                    replica=index // groups.tensor_ranks,
+                    tensor_ranks=(0, index - first),
+                    hint="the same batch on all ranks along the axis \"tp\": split data by the \"dp\" axis only",
+                )
+                error.is_shared = True
+                raise error
 
     def _target_as_argument(self, batch: Batch) -> Batch:
         """The batch with its target among the keyword arguments, if the model's forward has a parameter `target`."""
@@ -166,9 +196,9 @@ class Engine:
                     for part in split.microbatches
                 )
         sums = self._size_and_loss(split, compiled)
-        # Only rank 0 of each pipeline contributes, so that the sum over all ranks is a sum over the replicas.
+        # Only rank 0 of each pipeline contributes, so that the sum over all ranks is a sum over the pipelines.
         vote = SyncVote(compiled.agreement, batch_checksum, sums if groups.rank == 0 else (0.0, 0.0))
-        if groups.monitor is not None and groups.replicas is None:
+        if groups.monitor is not None and groups.peers is None:
             self._sync.start(request, vote)
             # The first stage computes while the votes travel: only the first message waits for the result.
             self._transport.check_before_sending(self._sync.finish)
@@ -236,12 +266,12 @@ class Engine:
 
     def _mean_size(self, result: SyncResult) -> float:
         """The number of samples, averaged over the replicas; raises an error if only some replicas have a loss."""
-        count, (samples, losses) = self._groups.num_replicas, result.sums[:2]
+        count, (samples, losses) = self._groups.num_pipelines, result.sums[:2]
         if losses not in (0.0, count):
             error = RunError(
                 "some replicas have a target or labels and others do not",
-                with_loss=int(losses),
-                replicas=count,
+                with_loss=int(losses) // self._groups.tensor_ranks,
+                replicas=self._groups.num_replicas,
                 hint="give a target, or labels, on every replica or on none",
             )
             error.is_shared = True
@@ -333,7 +363,7 @@ class Engine:
             sent = result.content(self._last_rank)
             losses_and_weights = sent or self._broadcast_losses(losses_and_weights, count)
         by_name = self._share_named_losses(step) if has_loss > 1 else {}
-        total = (result.sums[0] + result.sums[1]) / groups.num_replicas
+        total = (result.sums[0] + result.sums[1]) / groups.num_pipelines
         outputs = None
         if step.keeps_outputs:
             outputs = share_outputs(groups, self._last_rank, self._part.device, lambda: self._merge_outputs(step))

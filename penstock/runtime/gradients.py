@@ -15,51 +15,78 @@ from torch.distributed.tensor import DTensor
 
 from penstock.errors import RunError
 from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.layout import (
+    ParameterLayout,
+    distributed_like,
+    local_part,
+    resolve_partial,
+    shard_like,
+    whole,
+)
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 
 
 class ReplicaReducer:
-    """Averages over the replicas the gradients that one step adds, each stage after its last backward."""
+    """Averages over the replicas the gradients that one step adds, each stage after its last backward.
 
-    def __init__(self, groups: ProcessGroups, parameters: Mapping[int, Sequence[nn.Parameter]]) -> None:
-        """`parameters` by stage."""
+    Of a parameter that is distributed over ranks, each rank sums its shard over the replicas that have the same one. If
+    the replicas have different shards, as of experts, the shard's gradient is already a sum over their batches.
+    """
+
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        parameters: Mapping[int, Sequence[nn.Parameter]],
+        layouts: Mapping[nn.Parameter, ParameterLayout] | None = None,
+    ) -> None:
+        """`parameters` by stage. Those without a layout are the same on all replicas."""
         self._groups = groups
         self.count = groups.num_replicas
-        self._parameters = parameters if groups.replicas is not None else {}
-        self._started: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
+        usual = ParameterLayout(groups.replicas, float(self.count))
+        self._layouts = {p: (layouts or {}).get(p, usual) for stage in parameters.values() for p in stage}
+        self._parameters = {
+            index: [parameter for parameter in stage if self._layouts[parameter].is_reduced]
+            for index, stage in parameters.items()
+            if groups.replicas is not None
+        }
+        self._started: list[tuple[Any, float, Tensor, list[nn.Parameter]]] = []
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that are averaged here. FSDP averages sharded ones itself."""
-        parameters = (parameter for stage in self._parameters.values() for parameter in stage)
-        return [parameter for parameter in dict.fromkeys(parameters) if not isinstance(parameter, DTensor)]
+        """The parameters that are averaged here. FSDP averages those that it has sharded over all replicas itself."""
+        return list(dict.fromkeys(parameter for stage in self._parameters.values() for parameter in stage))
 
     def start(self, stage: int) -> None:
         """Start averaging the gradients of a stage, while other stages still compute."""
-        parameters = [p for p in self._parameters.get(stage, ()) if p.requires_grad and not isinstance(p, DTensor)]
-        # One message per dtype, so that no gradient is converted.
-        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-            same_dtype = [parameter for parameter in parameters if parameter.dtype == dtype]
+        alike: dict[Any, list[nn.Parameter]] = {}
+        for parameter in self._parameters.get(stage, ()):
+            if parameter.requires_grad:
+                resolve_partial(parameter)
+                layout = self._layouts[parameter]
+                # One message per dtype, so that no gradient is converted.
+                alike.setdefault((layout.group, layout.divisor, parameter.dtype), []).append(parameter)
+        for (group, divisor, dtype), parameters in alike.items():
             # A gradient may be missing on some replicas: flags, one per parameter, travel behind the gradients.
-            flags = [parameter.grad is not None for parameter in same_dtype]
-            device = same_dtype[0].device
-            flat = torch.cat([*map(_flat_gradient, same_dtype), torch.tensor(flags, dtype=dtype, device=device)])
-            work = self._groups.start(dist.all_reduce, flat, group=self._groups.replicas, async_op=True)
-            self._started.append((work, flat, same_dtype))
+            flags = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=parameters[0].device)
+            flat = torch.cat([*map(_flat_gradient, parameters), flags])
+            work = group and self._groups.start(dist.all_reduce, flat, group=group, async_op=True)
+            self._started.append((work, divisor, flat, parameters))
 
     def finish(self) -> None:
         """Wait for all averages and store them.
 
         A parameter that two stages use is averaged twice; the later average includes the gradients of both stages.
         """
-        for work, flat, parameters in self._started:
-            self._groups.wait(work)
-            sizes = [parameter.numel() for parameter in parameters]
-            *parts, flags = torch.split(flat.div_(self._groups.num_replicas), [*sizes, len(parameters)])
+        for work, divisor, flat, parameters in self._started:
+            if work is not None:
+                self._groups.wait(work)
+            sizes = [local_part(parameter).numel() for parameter in parameters]
+            *parts, flags = torch.split(flat.div_(divisor), [*sizes, len(parameters)])
             for parameter, part, is_present in zip(parameters, parts, flags.tolist(), strict=True):
                 # A parameter that no replica used has no gradient, as in plain training.
                 if is_present:
-                    parameter.grad = part.view_as(parameter).clone()
+                    local = part.view_as(local_part(parameter)).clone()
+                    parameter.grad = distributed_like(local, parameter)
         self._started.clear()
 
     def clear(self) -> None:
@@ -78,8 +105,12 @@ class ReplicaReducer:
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
-        return torch.zeros_like(parameter).flatten()
-    return (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
+        return torch.zeros_like(local_part(parameter)).flatten()
+    return _dense(local_part(gradient)).flatten()
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 @dataclass(frozen=True)
@@ -116,18 +147,19 @@ class TiedReducer:
 
     def _summed(self, tied: TiedParameter) -> Tensor | None:
         owner, *others = tied.ranks
-        total = tied.parameter.grad
-        if total is not None and total.is_sparse:
-            total = total.to_dense()
+        gradient = tied.parameter.grad
+        # Whole tensors are sent, because the ranks may have distributed the parameter in different ways.
+        total = None if gradient is None else _dense(whole(gradient))
         if self._groups.rank != owner:
             self._send(total, tied, owner)
-            return self._receive(tied, owner)
-        for rank in others:
-            part = self._receive(tied, rank)
-            total = part if total is None else total if part is None else total + part
-        for rank in others:
-            self._send(total, tied, rank)
-        return total
+            total = self._receive(tied, owner)
+        else:
+            for rank in others:
+                part = self._receive(tied, rank)
+                total = part if total is None else total if part is None else total + part
+            for rank in others:
+                self._send(total, tied, rank)
+        return None if total is None else shard_like(total, tied.parameter)
 
     def _send(self, gradient: Tensor | None, tied: TiedParameter, rank: int) -> None:
         # A flag goes first: a rank may have no gradient to send.
@@ -141,7 +173,8 @@ class TiedReducer:
         self._groups.run(dist.irecv, flag, group=self._groups.group, group_src=rank)
         if not int(flag):
             return None
-        gradient = torch.empty_like(tied.parameter, memory_format=torch.contiguous_format).detach()
+        parameter = tied.parameter
+        gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         self._groups.run(dist.irecv, gradient, group=self._groups.group, group_src=rank)
         return gradient
 
@@ -233,21 +266,29 @@ def _number(value: object) -> float | None:
     return float(value)
 
 
-def global_norm(sync: RankSync, request: SyncRequest, gradients: Sequence[Tensor], power: float) -> Tensor:
+def global_norm(
+    sync: RankSync,
+    request: SyncRequest,
+    gradients: Sequence[Tensor],
+    power: float,
+    copies: Sequence[int] | None = None,
+) -> Tensor:
     """The norm over the gradients of all ranks, bit-identical on every rank, as float64 on the host.
 
-    Entries are divided by the largest one first, so that powers cannot overflow.
+    `copies`: for each gradient, how many ranks of all pipelines have the same shard of it; by default one. Entries are
+    divided by the largest one first, so that powers cannot overflow.
     """
     largest = sync.exchange(request, SyncVote(maxes=(_largest_entry(gradients),))).maxes[0]
     if math.isinf(power) or not math.isfinite(largest) or largest == 0.0:
         return torch.tensor(largest, dtype=torch.float64)
-    # First plain gradients, which are equal on all replicas, so that those of one pipeline are summed; then sharded
-    # ones, of which each replica has a part, so that those of all replicas are summed.
+    # First plain gradients, which are equal in all pipelines, so that those of one pipeline are summed; then sharded
+    # ones, of which each pipeline has a part, so that those of all pipelines are summed.
     sums = torch.zeros(2, dtype=torch.float64)
-    for gradient in gradients:
+    for gradient, count in zip(gradients, copies or [1] * len(gradients), strict=True):
         scaled = _local(gradient).abs().to(torch.float64).div_(largest)
         powers = scaled.square_() if power == 2.0 else scaled.pow_(power)
-        sums[int(isinstance(gradient, DTensor))] += powers.sum().cpu()
+        is_sharded = isinstance(gradient, DTensor)
+        sums[int(is_sharded)] += powers.sum().cpu() / (count if is_sharded else 1)
     result = sync.exchange(request, SyncVote(sums=tuple(sums.tolist())))
     total = result.pipeline_sums[0] + result.sums[1]
     return torch.tensor(largest * total ** (1.0 / power), dtype=torch.float64)
@@ -275,5 +316,5 @@ def _largest_entry(gradients: Sequence[Tensor]) -> float:
 
 def _local(gradient: Tensor) -> Tensor:
     """This rank's shard of a sharded gradient; the stored entries of a sparse one."""
-    gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    gradient = local_part(gradient)
     return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -1,6 +1,6 @@
-"""The process groups of one pipeline and of its replicas."""
+"""The process groups of one pipeline, of its replicas, and of the ranks that share its tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,10 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.runtime.monitor import RankMonitor
 
-PIPELINE, REPLICAS = "pp", "dp"
+PIPELINE, REPLICAS, EXPERTS, TENSOR = "pp", "dp", "ep", "tp"
+_REPLICA_AXES = (REPLICAS, EXPERTS)
+"""the axes along which ranks train on different batches"""
+_AXES = (PIPELINE, *_REPLICA_AXES, TENSOR)
 
 
 @dataclass
@@ -19,7 +22,9 @@ class ProcessGroups:
     """The groups of torch.distributed that this process belongs to, and its position in them.
 
     `is_local`: all ranks are in this process. `replica` of `num_replicas` is the index of this copy of the pipeline.
-    `is_first`: this is the first rank of the first replica, which acts for all.
+    With tensor parallelism a replica consists of several pipelines, each with a part of the tensors of every stage and
+    all with the same batch: `pipeline` of `num_pipelines` is the index among those of all replicas. `is_first`: this is
+    the first rank of the first pipeline, which acts for all.
     """
 
     rank: int
@@ -34,12 +39,20 @@ class ProcessGroups:
     replica_control: Any = None
     """the same ranks, for small host tensors"""
     monitor: RankMonitor | None = None
+    peers: Any = None
+    """the ranks with the same stages in all pipelines, those of one replica next to each other; for host tensors"""
 
     def __post_init__(self) -> None:
         self.is_local = self.group is None
         self.replica = 0 if self.replicas is None else dist.get_rank(self.replicas)
         self.num_replicas = 1 if self.replicas is None else dist.get_world_size(self.replicas)
-        self.is_first = self.rank == 0 and self.replica == 0
+        if self.peers is None:
+            self.peers = self.replica_control
+        self.pipeline = 0 if self.peers is None else dist.get_rank(self.peers)
+        self.num_pipelines = 1 if self.peers is None else dist.get_world_size(self.peers)
+        self.tensor_ranks = max(1, self.num_pipelines // self.num_replicas)
+        """number of pipelines per replica"""
+        self.is_first = self.rank == 0 and self.replica == 0 and self.pipeline == 0
 
     @classmethod
     def local(cls, num_ranks: int) -> "ProcessGroups":
@@ -63,28 +76,19 @@ class ProcessGroups:
 
     @classmethod
     def of_mesh(cls, mesh: Any, num_ranks: int, deadline_seconds: float) -> "ProcessGroups":
-        """The pipeline along the axis "pp" of a DeviceMesh, replicas along "dp"."""
-        names = mesh.mesh_dim_names or ()
-        if PIPELINE not in names or set(names) - {PIPELINE, REPLICAS}:
-            raise RunError(
-                "a mesh must have an axis for the pipeline and may have one for replicas",
-                axes=names,
-                hint=f'init_device_mesh(device, (2, 2), mesh_dim_names=("{REPLICAS}", "{PIPELINE}"))',
-            )
-        mesh_ranks = mesh[PIPELINE].size()
-        if mesh_ranks != num_ranks:
-            raise RunError(
-                f"the {PIPELINE!r} axis of the mesh must be as long as the plan has ranks",
-                plan=num_ranks,
-                mesh=mesh_ranks,
-            )
-        group = mesh.get_group(PIPELINE)
-        control, replicas, replica_control = _gloo_group(mesh, PIPELINE), None, None
-        if REPLICAS in names and mesh[REPLICAS].size() > 1:
-            replicas, replica_control = mesh.get_group(REPLICAS), _gloo_group(mesh, REPLICAS)
+        """The pipeline along the axis "pp" of a DeviceMesh, replicas along "dp" and "ep", shared tensors along "tp"."""
+        _check_axes(mesh, num_ranks)
+        sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+        replica_axes = [axis for axis in _REPLICA_AXES if sizes.get(axis, 1) > 1]
+        peer_axes = [*replica_axes, *([TENSOR] if sizes.get(TENSOR, 1) > 1 else [])]
+        group, control = mesh.get_group(PIPELINE), _gloo_group(mesh, [PIPELINE])
+        replicas = replica_control = None
+        if replica_axes:
+            replicas, replica_control = _group(mesh, replica_axes), _gloo_group(mesh, replica_axes)
+        peers = replica_control if peer_axes == replica_axes else _gloo_group(mesh, peer_axes)
         pipeline_ranks = [dist.get_global_rank(group, rank) for rank in range(num_ranks)]
         monitor = RankMonitor(pipeline_ranks, mesh.mesh.flatten().tolist(), deadline_seconds)
-        return cls(mesh.get_local_rank(PIPELINE), num_ranks, group, control, replicas, replica_control, monitor)
+        return cls(mesh.get_local_rank(PIPELINE), num_ranks, group, control, replicas, replica_control, monitor, peers)
 
     def start(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start an operation of torch.distributed; a failure to start becomes an error that explains it."""
@@ -111,9 +115,9 @@ class ProcessGroups:
         """The values of all ranks of the pipeline, one row each, on every rank."""
         return self._gather(values, self.control, self.num_ranks)
 
-    def gather_replicas(self, values: Tensor) -> Tensor:
-        """The values of the ranks with the same stages in all replicas, one row each, on each of these ranks."""
-        return self._gather(values, self.replica_control, self.num_replicas)
+    def gather_peers(self, values: Tensor) -> Tensor:
+        """The values of the ranks with the same stages in all pipelines, one row each, on each of these ranks."""
+        return self._gather(values, self.peers, self.num_pipelines)
 
     def _gather(self, values: Tensor, group: Any, size: int) -> Tensor:
         if group is None:
@@ -132,15 +136,15 @@ class ProcessGroups:
         """The text of pipeline rank `source` on every rank of the pipeline."""
         return text if self.is_local else self._broadcast_text(text, source, self.rank == source, self.control)
 
-    def broadcast_text_to_replicas(self, text: str, source: int) -> str:
-        """The text of replica `source` on every rank with the same stages."""
-        if self.replicas is None:
+    def broadcast_text_to_peers(self, text: str, source: int) -> str:
+        """The text of pipeline `source` on every rank with the same stages."""
+        if self.peers is None:
             return text
-        return self._broadcast_text(text, source, self.replica == source, self.replica_control)
+        return self._broadcast_text(text, source, self.pipeline == source, self.peers)
 
     def broadcast_text_to_all(self, text: str) -> str:
-        """The text of the first rank of the first replica, on every rank of every replica."""
-        return self.broadcast_text_to_replicas(self.broadcast_text(text, 0), 0)
+        """The text of the first rank of the first pipeline, on every rank of every pipeline."""
+        return self.broadcast_text_to_peers(self.broadcast_text(text, 0), 0)
 
     def _broadcast_text(self, text: str, source: int, is_source: bool, group: Any) -> str:
         data = bytearray(text.encode())
@@ -154,13 +158,37 @@ class ProcessGroups:
         return content.numpy().tobytes().decode()
 
 
-def _gloo_group(mesh: Any, axis: str) -> Any:
-    """The group along an axis if it is gloo, else a new gloo group of the same ranks."""
-    group = mesh.get_group(axis)
-    if dist.get_backend(group) == "gloo":
-        return group
-    dim = (mesh.mesh_dim_names or ()).index(axis)
-    rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim]).tolist()
+def _check_axes(mesh: Any, num_ranks: int) -> None:
+    """Refuse a mesh without the axis of the pipeline, or with processes along an axis of unknown meaning."""
+    names = mesh.mesh_dim_names or ()
+    unknown = {name: size for name, size in zip(names, mesh.mesh.shape, strict=False) if name not in _AXES and size > 1}
+    if PIPELINE not in names or unknown:
+        raise RunError(
+            f"a mesh must have an axis for the pipeline ({PIPELINE!r}), and may have axes for replicas ({REPLICAS!r}, "
+            f"{EXPERTS!r}) and for tensor parallelism ({TENSOR!r})",
+            axes=names,
+            **{"unknown": unknown} if unknown else {},
+            hint=f'init_device_mesh(device, (2, 2), mesh_dim_names=("{REPLICAS}", "{PIPELINE}"))',
+        )
+    if mesh[PIPELINE].size() != num_ranks:
+        raise RunError(
+            f"the {PIPELINE!r} axis of the mesh must be as long as the plan has ranks",
+            plan=num_ranks,
+            mesh=mesh[PIPELINE].size(),
+        )
+
+
+def _group(mesh: Any, axes: Sequence[str], backend: str | None = None) -> Any:
+    """The group of the ranks along some axes, the last axis varying fastest."""
+    if len(axes) == 1 and backend in (None, dist.get_backend(mesh.get_group(axes[0]))):
+        return mesh.get_group(axes[0])
+    dims = [mesh.mesh_dim_names.index(axis) for axis in axes]
+    rest = [dim for dim in range(mesh.mesh.dim()) if dim not in dims]
+    rows = mesh.mesh.permute(*rest, *dims).flatten(len(rest)).flatten(0, -2).tolist()
     # new_group is collective: every process creates the groups of all rows, in the same order.
-    groups = [dist.new_group(row, backend="gloo") for row in rows]
-    return next(gloo for gloo, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
+    groups = [dist.new_group(row, backend=backend) for row in rows]
+    return next(group for group, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
+
+
+def _gloo_group(mesh: Any, axes: Sequence[str]) -> Any:
+    return _group(mesh, axes, "gloo")

@@ -92,12 +92,12 @@ class NonfiniteOrigin:
 
 
 def agree_on_origin(groups: ProcessGroups, local: NonfiniteOrigin | None) -> NonfiniteOrigin | None:
-    """Agree on one origin on every rank: the one in the last stage, of the first replica that found any."""
+    """Agree on one origin on every rank: the one in the last stage, of the first pipeline that found any."""
     stages = groups.gather(torch.tensor([-1 if local is None else local.stage])).flatten().tolist()
     text = json.dumps(None if local is None else [local.stage, local.microbatch, local.description])
     text = groups.broadcast_text(text, stages.index(max(stages)))
-    has_origin = groups.gather_replicas(torch.tensor([int(max(stages) >= 0)])).flatten().tolist()
-    origin = json.loads(groups.broadcast_text_to_replicas(text, has_origin.index(max(has_origin))))
+    has_origin = groups.gather_peers(torch.tensor([int(max(stages) >= 0)])).flatten().tolist()
+    origin = json.loads(groups.broadcast_text_to_peers(text, has_origin.index(max(has_origin))))
     return None if origin is None else NonfiniteOrigin(*origin)
 
 

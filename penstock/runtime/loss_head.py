@@ -14,6 +14,7 @@ from penstock.errors import PenstockWarning, RunError
 from penstock.ir import Partition, transform
 from penstock.loss import SINGLE, Added, AddedLosses, LossStep, LossWeights
 from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.layout import whole
 from penstock.runtime.scaler import GradScaler
 from penstock.runtime.step import Step
 
@@ -153,11 +154,11 @@ def _checked_loss(name: str, loss: Any, microbatch_size: int) -> Tensor:
         raise RunError("a loss must be one number", **which, got=got, microbatch_size=microbatch_size)
     if not loss.is_floating_point():
         raise RunError("a loss must be a floating-point number", **which, got=loss.dtype, hint="loss.float()")
-    return loss.reshape(())
+    return whole(loss).reshape(())
 
 
 def _detached(leaf: object) -> object:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    return whole(leaf.detach()) if isinstance(leaf, Tensor) else leaf
 
 
 class MicrobatchWarning(PenstockWarning):
@@ -206,8 +207,8 @@ class StepWarnings:
             for rank in range(1 if groups.is_local else groups.num_ranks)
         ]
         whole = json.dumps([entry for text in texts for entry in json.loads(text)])
-        replicas = [groups.broadcast_text_to_replicas(whole, replica) for replica in range(groups.num_replicas)]
-        for cause, is_certain in dict.fromkeys(tuple(entry) for text in replicas for entry in json.loads(text)):
+        everywhere = [groups.broadcast_text_to_peers(whole, pipeline) for pipeline in range(groups.num_pipelines)]
+        for cause, is_certain in dict.fromkeys(tuple(entry) for text in everywhere for entry in json.loads(text)):
             self._issued[cause] = is_training
             if groups.is_first:
                 # Points at the user's call of step or eval.

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from penstock.capture import Captured, Granularity
 from penstock.errors import PlanError, RunError
 from penstock.ir import Plan
 from penstock.runtime.gradients import ReplicaReducer, ShardedStages, TiedParameter, TiedReducer
 from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.layout import PartialGradients, find_layouts, sampled, shard_like, whole
 from penstock.runtime.meta_init import is_meta, materialize
 from penstock.runtime.sync import checksum
 from penstock.stages import Stage
@@ -23,8 +23,6 @@ BufferName = tuple[nn.Module, str]
 """a module, and the name of one of its buffers"""
 LOSS_FN = "loss_fn"
 """the parameters of a loss module have names that begin with this, and with more underscores if the model has it"""
-_NUM_SAMPLED = 1024
-"""entries of each parameter that replicas compare"""
 _SAME_START = "use the same seed on every rank before creating the model, or load the same state on every rank"
 
 
@@ -68,11 +66,13 @@ class ModelPart:
         self.sharded = ShardedStages(self.stages)
         # Recording runs the model as a whole, which needs whole parameters.
         self.captured.recording_context = self.sharded.gathered
-        self.replicas = ReplicaReducer(
-            groups, {index: list(stage.parameters()) for index, stage in self.stages.items()}
-        )
+        self.layouts = find_layouts(groups, list(self.stages.values()), self.has_weights)
+        """how each parameter is distributed over the ranks with the same stages"""
+        by_stage = {index: list(stage.parameters()) for index, stage in self.stages.items()}
+        self.replicas = ReplicaReducer(groups, by_stage, self.layouts)
         self.tied = TiedReducer(groups, self._tied_parameters(plan))
-        self.reducers = [reducer for reducer in (self.replicas, self.tied) if reducer.parameters]
+        self.partial = PartialGradients(groups, self.layouts)
+        self.reducers = [reducer for reducer in (self.replicas, self.partial, self.tied) if reducer.parameters]
         """those with gradients to reduce, in the order in which they run after the last backward"""
         if self.has_weights:
             check_tied_weights(plan, self.tied, groups)
@@ -138,11 +138,15 @@ class ModelPart:
         local = {id(parameter) for stage in self.stages.values() for parameter in stage.parameters()}
         return {id(p): name for name, p in self.captured.model.named_parameters() if id(p) not in local}
 
-    def gradients(self, owned: bool = False) -> list[Tensor]:
-        """The gradients of this process; with `owned`, only those of parameters that this rank owns."""
-        skipped = self.tied.not_owned if owned else set()
-        parameters = (parameter for parameter in self.parameters.values() if id(parameter) not in skipped)
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    def gradients(self) -> list[Tensor]:
+        """The gradients of this process."""
+        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+
+    def owned_gradients(self) -> tuple[list[Tensor], list[int]]:
+        """The gradients of parameters that this rank owns, and how many ranks have the same shard of each."""
+        skipped = self.tied.not_owned
+        owned = [p for p in self.parameters.values() if p.grad is not None and id(p) not in skipped]
+        return [p.grad for p in owned], [self.layouts[p].copies for p in owned]  # type: ignore[misc]
 
     def check_weights(self) -> None:
         """Raise an error if the weights have not been loaded yet."""
@@ -201,14 +205,6 @@ def _check_state_dict(state: Any, expected: Mapping[str, Tensor], model_names: s
             raise RunError("a tensor has no values: it is on the meta device", name=name)
 
 
-def shard_like(value: Tensor, other: Tensor) -> Tensor:
-    """This rank's shard of a whole tensor, laid out like `other`; the tensor itself if `other` is not sharded."""
-    if isinstance(other, DTensor) and not isinstance(value, DTensor):
-        # Every rank has the whole tensor, so nothing needs to be sent.
-        return distribute_tensor(value.to(other.device), other.device_mesh, other.placements, src_data_rank=None)
-    return value
-
-
 def parameter_ranks(plan: Plan) -> dict[str, set[int]]:
     """The ranks that use each parameter, in the order of the graph; tied ones under their first name."""
     users: dict[str, set[int]] = {}
@@ -224,7 +220,7 @@ def check_tied_weights(plan: Plan, tied: TiedReducer, groups: ProcessGroups) -> 
     names = [name for name, ranks in parameter_ranks(plan).items() if len(ranks) > 1]
     if groups.is_local or not names:
         return
-    parameters = {entry.name: entry.parameter for entry in tied.tied if not isinstance(entry.parameter, DTensor)}
+    parameters = {entry.name: whole(entry.parameter.detach()) for entry in tied.tied}
     sums = torch.tensor([checksum([{name: parameters[name]}]) if name in parameters else 0 for name in names])
     for name, column in zip(names, groups.gather(sums).t().tolist(), strict=True):
         if len(set(column) - {0}) > 1:
@@ -252,21 +248,24 @@ def _without_parameters(module: nn.Module, shared: Collection[int]) -> nn.Module
 
 
 def _check_replicas(groups: ProcessGroups, stages: Iterable[nn.Module]) -> None:
-    """Raise an error, on every rank, if replicas start with different weights; called before they are sharded."""
-    if groups.replica_control is None:
+    """Raise an error, on every rank, if pipelines start with different weights; called before they are sharded."""
+    if groups.peers is None:
         return
-    sampled = []
+    entries = []
     for stage in stages:
         for name, parameter in _named_parameters(stage):
-            # A few entries are enough: weights of another seed differ everywhere.
-            flat = parameter.detach().reshape(-1)
-            sampled.append({name: flat[:: max(1, len(flat) // _NUM_SAMPLED)]})
-    # Combined over the ranks of the pipeline first, so that every rank of every replica sees the same difference.
-    whole = checksum([{"ranks": groups.gather(torch.tensor([checksum(sampled)]))}])
-    checksums = groups.gather_replicas(torch.tensor([whole])).flatten().tolist()
+            entries.append({name: sampled(parameter)})
+    # Combined over the ranks of the pipeline first, so that every rank of every pipeline sees the same difference.
+    combined = checksum([{"ranks": groups.gather(torch.tensor([checksum(entries)]))}])
+    checksums = groups.gather_peers(torch.tensor([combined])).flatten().tolist()
     if len(set(checksums)) > 1:
-        other = next(replica for replica, value in enumerate(checksums) if value != checksums[0])
-        raise RunError("the replicas start with different weights", replicas=(0, other), hint=_SAME_START)
+        other = next(pipeline for pipeline, value in enumerate(checksums) if value != checksums[0])
+        if other % groups.tensor_ranks:
+            problem, ranks = "tensor-parallel ranks start with different weights", {"tensor_ranks": (0, other)}
+        else:
+            ranks = {"replicas": (0, other // groups.tensor_ranks)}
+            problem = "the replicas start with different weights"
+        raise RunError(problem, **ranks, hint=_SAME_START)
 
 
 def _check_model(plan: Plan, model: nn.Module) -> None:

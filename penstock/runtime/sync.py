@@ -1,7 +1,8 @@
 """All ranks check that they were called for the same operation before any of them starts it.
 
 Every call that involves all ranks begins with a sync. A call that one rank makes alone, or in another order, raises
-an error on all ranks that names the calls, instead of a hang. The ranks of a pipeline sync first, then the replicas.
+an error on all ranks that names the calls, instead of a hang. The ranks of a pipeline sync first, then the pipelines:
+replicas, and those that share tensors.
 
 gloo accepts a smaller message, or another dtype of the same size, without an error, and a larger message aborts the
 process. So the ranks must agree on every shape before data is sent, and the exchange itself uses a fixed-size row,
@@ -105,11 +106,13 @@ class SyncResult(NamedTuple):
     """The combined votes. Reductions add up in the order of the ranks, so that they are bit-identical everywhere."""
 
     sums: tuple[float, ...]
-    """over all ranks of all replicas"""
+    """over all ranks of all pipelines"""
     maxes: tuple[float, ...]
     pipeline_sums: tuple[float, ...]
     """over the ranks of this pipeline only"""
     rows: bytes = b""
+    sums_by_pipeline: tuple[tuple[float, ...], ...] = ()
+    """the sums of each pipeline, in the order of the pipelines; empty if there is one"""
 
     def content(self, rank: int) -> tuple[float, ...]:
         """The content of the vote of one rank of this pipeline."""
@@ -127,7 +130,7 @@ class RankSync:
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
         self._ranks = None if groups.is_local else _Exchange(groups, groups.control)
-        self._replicas = None if groups.replica_control is None else _Exchange(groups, groups.replica_control)
+        self._replicas = None if groups.peers is None else _Exchange(groups, groups.peers)
         self._number, self._pipeline = 0, -1
         self.step = 0
         """the step of the last request"""
@@ -203,17 +206,19 @@ class RankSync:
         data = self._ranks.finish()
         problem = None if _keys_are_equal(data) else _problem(self._ranks, _rows(data), vote, "rank")
         sums, maxes = _reduced([_reductions(data, start) for start in range(0, len(data), ROW_BYTES)])
-        pipeline_sums = sums
+        pipeline_sums, by_pipeline = sums, ()
         if self._replicas is not None:
-            sums, maxes = self._finish_replicas(self._replicas, row._replace(sums=sums, maxes=maxes), vote, problem)
+            votes = self._finish_replicas(self._replicas, row._replace(sums=sums, maxes=maxes), vote, problem)
+            sums, maxes = _reduced(votes)
+            by_pipeline = tuple(own_sums for own_sums, _ in votes)
         if problem is not None:
             raise problem
-        return SyncResult(sums, maxes, pipeline_sums, data)
+        return SyncResult(sums, maxes, pipeline_sums, data, by_pipeline)
 
     def _finish_replicas(
         self, replicas: "_Exchange", pipeline_row: "_Row", vote: SyncVote, problem: RunError | None
-    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Combine the pipelines' results over the replicas; a problem of one replica is a problem of all."""
+    ) -> "list[_Reductions]":
+        """The results of all pipelines; a problem of one pipeline is a problem of all."""
         agreement, digest = Agreement(), pipeline_row.key.request
         if problem is not None:
             agreement, digest = Agreement([_error_text(problem)]), _REFUSED
@@ -227,7 +232,7 @@ class RankSync:
         other = _problem(replicas, replica_rows, SyncVote(agreement), "replica")
         if other is not None and problem is None:
             raise other
-        return _reduced([(row.sums, row.maxes) for row in replica_rows])
+        return [(row.sums, row.maxes) for row in replica_rows]
 
 
 def checksum(batches: Iterable[Mapping[str, object]]) -> int:

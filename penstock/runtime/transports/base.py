@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from penstock.errors import RunError
 from penstock.ir import Value
@@ -44,6 +45,13 @@ class TensorCodec:
         """The tensor as it is sent; None, a gradient that was not computed, becomes zeros."""
         if tensor is None:
             tensor = torch.zeros(self._shape, dtype=self._dtype, device=device)
+        elif isinstance(tensor, DTensor):
+            raise RunError(
+                "a value that crosses between stages must be a plain tensor, got a DTensor",
+                value=self.value.name,
+                placements=tensor.placements,
+                hint="use_local_output=True in the plan of the module that returns it, with whole outputs (Replicate)",
+            )
         elif tensor.shape != self._shape or tensor.dtype != self._dtype:
             raise RunError(
                 "a value must have the shape and dtype that the stages agreed on",

@@ -1,0 +1,231 @@
+"""How each parameter is distributed over the ranks that have the same stages, after `parallelize_fn` was applied.
+
+A parameter is either plain, and then equal on all of these ranks, or a DTensor of which each rank has a shard. From
+that follow the replicas over which its gradient is summed, and how many ranks would count it in a norm.
+"""
+
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+from penstock.errors import RunError
+from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.sync import checksum
+
+_NUM_SAMPLED = 1024
+"""entries of each parameter that ranks compare"""
+_DTENSOR_HINT = "the same parameter on all of these ranks, or a DTensor: DTensor.from_local(own_part, mesh, [Shard(0)])"
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """How the gradient of one parameter is reduced over the replicas, and counted in a norm."""
+
+    group: Any = None
+    """the replicas with the same shard, over which gradients are summed; None: no other replica has it"""
+    divisor: float = 1.0
+    """by which the sum is divided"""
+    copies: int = 1
+    """how many ranks of all pipelines have this shard"""
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the gradient is changed after backward."""
+        return self.group is not None or self.divisor != 1.0
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def distributed_like(local: Tensor, other: Tensor) -> Tensor:
+    """A tensor with the given local part that is distributed like another one."""
+    if not isinstance(other, DTensor):
+        return local
+    mesh, placements = other.device_mesh, other.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=other.shape, stride=other.stride())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor of which a DTensor has a shard, a collective call; a plain tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(value: Tensor, other: Tensor) -> Tensor:
+    """This rank's shard of a whole tensor, laid out like `other`; the tensor itself if `other` is not sharded."""
+    if isinstance(other, DTensor) and not isinstance(value, DTensor):
+        # Every rank has the whole tensor, so nothing needs to be sent.
+        return distribute_tensor(value.to(other.device), other.device_mesh, other.placements, src_data_rank=None)
+    return value
+
+
+def sampled(tensor: Tensor) -> Tensor:
+    """Some entries of a tensor or shard. A few are enough: weights of another seed differ everywhere."""
+    flat = local_part(tensor.detach()).reshape(-1)
+    return flat[:: max(1, len(flat) // _NUM_SAMPLED)]
+
+
+class PartialGradients:
+    """Sums partial gradients: backward may leave a DTensor that each rank has an addend of, such as of a norm weight.
+
+    The ranks that share a parameter compute the same batch, so this sum is the gradient.
+    """
+
+    def __init__(self, groups: ProcessGroups, parameters: Iterable[nn.Parameter]) -> None:
+        distributed = [parameter for parameter in dict.fromkeys(parameters) if isinstance(parameter, DTensor)]
+        self.parameters = [] if groups.is_local else distributed
+
+    def finish(self) -> None:
+        """Sum the partial gradients of all parameters."""
+        for parameter in self.parameters:
+            resolve_partial(parameter)
+
+
+def resolve_partial(parameter: nn.Parameter) -> None:
+    """Give a gradient the placements of its parameter; a collective call if they differ."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
+
+
+def find_layouts(
+    groups: ProcessGroups, stages: Sequence[nn.Module], has_weights: bool
+) -> dict[nn.Parameter, ParameterLayout]:
+    """The layout of every parameter of this rank's stages; a collective call of all ranks.
+
+    Raises an error, on every rank, if a plain parameter differs between ranks that have the same stage: its gradient
+    would be averaged over different parameters, and a checkpoint would have one of them.
+    """
+    named = [(name, parameter) for stage in stages for name, parameter in stage.named_parameters()]
+    if groups.is_local:
+        return {parameter: ParameterLayout() for _, parameter in named}
+    problem = _wrong_mesh(groups, named)
+    rows, difference = _gather_hashes(groups, named, has_weights)
+    _raise_on_all_ranks(groups, problem or difference)
+    replica_ranks = [dist.get_rank()] if groups.replicas is None else dist.get_process_group_ranks(groups.replicas)
+    averaged = _averaged_by_fsdp(stages)
+    # The pipelines of all replicas that have the same part of the tensors as this one.
+    alike = range(groups.pipeline % groups.tensor_ranks, groups.num_pipelines, groups.tensor_ranks)
+    subgroups: dict[tuple[int, ...], Any] = {}
+    layouts: dict[nn.Parameter, ParameterLayout] = {}
+    for index, (_, parameter) in enumerate(named):
+        shards = rows[:, index, 0].tolist()
+        own = shards[groups.pipeline]
+        same = [rank for rank, pipeline in zip(replica_ranks, alike, strict=True) if shards[pipeline] == own]
+        divisor = float(groups.num_replicas)
+        if parameter in averaged:
+            members, factor = averaged[parameter]
+            # FSDP over ranks that share tensors as well sums the same gradient several times.
+            times = len(members) / len(members.intersection(replica_ranks))
+            divisor = divisor * times / factor
+            same = [rank for rank in same if rank not in members or rank == dist.get_rank()]
+        key = tuple(same)
+        if key not in subgroups:
+            subgroups[key] = _subgroup(groups, key)
+        layouts[parameter] = ParameterLayout(subgroups[key], divisor, shards.count(own))
+    return layouts
+
+
+def _subgroup(groups: ProcessGroups, ranks: Sequence[int]) -> Any:
+    if len(ranks) == 1:
+        return None
+    if len(ranks) == groups.num_replicas:
+        return groups.replicas
+    # Only the members call this, all of them in the order of their common parameters.
+    backend = dist.get_backend(groups.replicas)
+    return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+
+
+def _averaged_by_fsdp(stages: Iterable[nn.Module]) -> dict[nn.Parameter, tuple[set[int], float]]:
+    """The parameters whose gradients FSDP reduces: over which ranks, and by what it divides the sum."""
+    averaged: dict[nn.Parameter, tuple[set[int], float]] = {}
+    for stage in stages:
+        for module in stage.modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            # FSDP has no public query for the mesh that a module was given.
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                ranks = set(group.mesh_info.mesh.mesh.flatten().tolist())
+                factor = group.gradient_divide_factor or len(ranks)
+                for managed in group.fsdp_params:
+                    averaged[managed.sharded_param] = ranks, factor
+    return averaged
+
+
+def _wrong_mesh(groups: ProcessGroups, named: Sequence[tuple[str, nn.Parameter]]) -> RunError | None:
+    """The error for a DTensor whose mesh has ranks without this stage, or that is a partial sum."""
+    peers = {dist.get_rank()} if groups.peers is None else set(dist.get_process_group_ranks(groups.peers))
+    for name, parameter in named:
+        if not isinstance(parameter, DTensor):
+            continue
+        ranks = set(parameter.device_mesh.mesh.flatten().tolist())
+        if not ranks <= peers:
+            return RunError(
+                "a parameter must be distributed over ranks that have its stage",
+                name=name,
+                mesh=sorted(ranks),
+                ranks=sorted(peers),
+                hint='a mesh without the pipeline axis, such as mesh["tp"] of the mesh that the Pipeline was given',
+            )
+        if any(isinstance(placement, Partial) for placement in parameter.placements):
+            problem, hint = "a parameter must not be a partial sum", "Shard or Replicate"
+            return RunError(problem, name=name, placements=parameter.placements, hint=hint)
+    return None
+
+
+def _gather_hashes(
+    groups: ProcessGroups, named: Sequence[tuple[str, nn.Parameter]], has_weights: bool
+) -> tuple[Tensor, RunError | None]:
+    """For each pipeline and parameter a hash of the shard and one of its values; and the error if they do not fit."""
+    names = torch.tensor([len(named), zlib.crc32(json.dumps([name for name, _ in named]).encode())])
+    if len(set(map(tuple, groups.gather_peers(names).tolist()))) > 1:
+        problem = "parallelize_fn must leave parameters of the same names on all ranks that have the same stage"
+        return torch.empty(0), RunError(problem, parameters=len(named), hint=_DTENSOR_HINT)
+    hashes = [(_shard_hash(parameter), checksum([{"": sampled(parameter)}])) for _, parameter in named]
+    rows = groups.gather_peers(torch.tensor(hashes, dtype=torch.int64).reshape(len(named), 2))
+    for index, (name, parameter) in enumerate(named):
+        values: dict[int, set[int]] = {}
+        for shard, value in rows[:, index].tolist():
+            values.setdefault(shard, set()).add(value)
+        # These are the rows of all ranks that have this stage, so all of them find the same problem.
+        if len(values) > 1 and any(shard % 2 == 0 for shard in values):
+            problem = "a parameter that is not a DTensor has different shapes on ranks that have the same stage"
+            return rows, RunError(problem, name=name, shape=list(parameter.shape), hint=_DTENSOR_HINT)
+        if has_weights and any(len(different) > 1 for different in values.values()):
+            kind = "the same shard of a parameter" if isinstance(parameter, DTensor) else "a parameter"
+            problem = f"{kind} has different values on ranks that have the same stage"
+            return rows, RunError(problem, name=name, hint=_DTENSOR_HINT)
+    return rows, None
+
+
+def _shard_hash(parameter: nn.Parameter) -> int:
+    """A number that is even for a plain parameter and odd for a DTensor; the same for the same shape and shard."""
+    text = f"{tuple(parameter.shape)} {parameter.dtype}"
+    if not isinstance(parameter, DTensor):
+        return 2 * zlib.crc32(text.encode())
+    mesh = parameter.device_mesh
+    places = zip(parameter.placements, mesh.mesh.shape, mesh.get_coordinate() or (), strict=True)
+    sharded = [place for place in places if not isinstance(place[0], Replicate)]
+    return 2 * zlib.crc32(f"{text} {sharded}".encode()) + 1
+
+
+def _raise_on_all_ranks(groups: ProcessGroups, problem: RunError | None) -> None:
+    """Raise the problem of any rank of any pipeline on all of them."""
+    flags = groups.gather(torch.tensor([int(problem is not None)])).flatten().tolist()
+    pipelines = groups.gather_peers(torch.tensor([max(flags)])).flatten().tolist()
+    if not any(pipelines):
+        return
+    text = groups.broadcast_text("" if problem is None else json.dumps(problem.to_dict()), flags.index(max(flags)))
+    plain = json.loads(groups.broadcast_text_to_peers(text, pipelines.index(1)))
+    shared = RunError(plain["problem"], hint=plain["hint"], **plain["values"])
+    shared.is_shared = True
+    raise shared
