@@ -20,7 +20,7 @@ from penstock.ir import (
 from penstock.passes import DEFAULT_PASSES, Pass
 from penstock.passes import lower as lower_schedule
 from penstock.passes import verify as verify_orders
-from penstock.planner import AUTO, ScheduleProblem, synthesise
+from penstock.planner import AUTO, ScheduleProblem, simulate_stream, synthesise
 from penstock.simulate import simulate as simulate_program
 
 
@@ -106,12 +106,25 @@ def verify(schedule_or_program: Schedule | Program, *, in_flight: int | None = N
 
 
 def simulate(
-    program: Plan | Program | Schedule, costs: StageCosts | None = None, cluster: Cluster | None = None
+    program: Plan | Program | Schedule,
+    costs: StageCosts | None = None,
+    cluster: Cluster | None = None,
+    *,
+    staleness: str | None = None,
+    batches: int = 8,
 ) -> Trace:
     """Predict the trace of a step. A Schedule is lowered first; a Plan has its own costs and cluster.
 
-    Given costs are those of a rank of normal speed: passes on a slow rank of the cluster take longer.
+    Given costs are those of a rank of normal speed: passes on a slow rank of the cluster take longer. With
+    `staleness`, as in `Pipeline`, the trace is that of a number of `batches` without a flush between them, and memory
+    includes the weights that are stashed.
     """
+    if staleness is not None:
+        if not isinstance(program, Plan):
+            raise ScheduleError("staleness needs a Plan", got=type(program).__name__, hint="penstock.plan(...)")
+        if costs is not None:
+            costs = costs.times((cluster or program.cluster).slowness_of(program.schedule.placement))
+        return simulate_stream(program, staleness, batches, costs, cluster)
     if isinstance(program, Plan):
         lowered, cluster = lower_schedule(program.schedule, cuts=program.cuts), cluster or program.cluster
         if costs is None:

@@ -35,11 +35,13 @@ class StateBytes:
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
+    stashed: int = 0
+    """other versions of the parameters that an asynchronous pipeline keeps"""
 
     @property
     def total(self) -> int:
-        """Parameters, gradients and optimizer state together."""
-        return self.parameters + self.gradients + self.optimizer
+        """Parameters, gradients, optimizer state and stashed parameters together."""
+        return self.parameters + self.gradients + self.optimizer + self.stashed
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class StageCosts:
         for stage, state in enumerate(self.state):
             if not isinstance(state, StateBytes):
                 raise CostError("state must be a StateBytes record per stage", stage=stage, got=repr(state))
-            if not _are_bytes(state.parameters, state.gradients, state.optimizer):
+            if not _are_bytes(state.parameters, state.gradients, state.optimizer, state.stashed):
                 raise CostError("bytes of state must be 0 or more", stage=stage, state=state)
 
     @classmethod

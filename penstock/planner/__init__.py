@@ -5,17 +5,24 @@ from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.plan_search import search
 from penstock.planner.resize import interpolate_profile, with_microbatches
 from penstock.planner.slow_ranks import SlowRankAdvisor
+from penstock.planner.streams import STALENESS, StageStaleness, Stream, check_stream, plan_staleness, simulate_stream
 from penstock.planner.synthesis import ScheduleProblem, is_too_large, synthesise
 
 __all__ = [
     "AUTO",
+    "STALENESS",
     "Measured",
     "PlanOptions",
     "ScheduleProblem",
     "SlowRankAdvisor",
+    "StageStaleness",
+    "Stream",
+    "check_stream",
     "interpolate_profile",
     "is_too_large",
+    "plan_staleness",
     "search",
+    "simulate_stream",
     "synthesise",
     "with_microbatches",
 ]

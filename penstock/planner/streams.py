@@ -1,0 +1,229 @@
+"""Pipelines that are not flushed between batches: their order, the staleness of their weights, and the bytes it takes.
+
+A stream is one long 1F1B order over the microbatches of all batches: stage s of S runs `S - 1 - s` forwards ahead and
+then alternates. `Stream` cuts that order into one chunk per batch, so that each rank can run a batch as soon as it is
+given, and into the rest that remains when the stream is drained.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from penstock.errors import ScheduleError
+from penstock.ir import (
+    COMPUTE_KINDS,
+    Backward,
+    Cluster,
+    Codes,
+    ComputeAction,
+    Cuts,
+    Forward,
+    Kind,
+    Message,
+    Orders,
+    Placement,
+    Plan,
+    Program,
+    StageCosts,
+    Trace,
+    as_int,
+    pack,
+)
+from penstock.passes import lower, verify
+from penstock.passes.hoist_receives import HoistReceives
+from penstock.schedules import build
+from penstock.simulate import simulate
+
+STALENESS = ("stash", "2bw", "predict")
+_HINT = 'staleness="stash", "2bw" or "predict"'
+
+
+class Stream:
+    """The order of every rank over an endless sequence of microbatches, one stage per rank."""
+
+    def __init__(self, cuts: Cuts) -> None:
+        """`cuts` are the edges between the stages; gradients may only return to the stage directly before."""
+        self.cuts, self.num_ranks = cuts, cuts.num_stages
+        skipping = [
+            (producer, consumer)
+            for producer, consumer in cuts.edges
+            if consumer - producer > 1 and (producer, consumer) not in cuts.without_gradient
+        ]
+        if skipping:
+            raise ScheduleError(
+                "in an asynchronous pipeline, only neighbouring stages may exchange values with gradients",
+                edge=skipping[0],
+                hint="a partition whose cuts no skip connection crosses, or no staleness",
+            )
+        self._placement = Placement.loop(self.num_ranks)
+        self.num_distinct = 2 * self.num_ranks
+        """number of microbatches after which all chunks of one size are the same order, shifted"""
+        self._chunks = lru_cache(maxsize=64)(self._cut)
+
+    def warmup(self, stage: int) -> int:
+        """The number of forwards that the stage runs ahead of its backwards."""
+        return self.num_ranks - 1 - stage
+
+    def chunk(self, before: int, count: int) -> Program:
+        """The actions of the next `count` microbatches, after `before` earlier ones; 0 drains the stream.
+
+        Microbatch m of the result is microbatch `m + before - start` of the stream, where `start` is `before`, but at
+        most `num_distinct`.
+        """
+        return self._chunks(min(before, self.num_distinct), count)
+
+    def unrolled(self, counts: Sequence[int]) -> Program:
+        """The whole order over batches with these numbers of microbatches, drained at the end."""
+        if not counts or min(counts) < 1:
+            raise ScheduleError("every batch of a stream must have microbatches", microbatches=tuple(counts))
+        parts: list[list[Codes]] = [[] for _ in range(self.num_ranks)]
+        before = 0
+        for count in (*counts, 0):
+            shift = pack(0, 0, before - min(before, self.num_distinct))
+            table = self.chunk(before, count).table
+            for rank, part in enumerate(parts):
+                part.append(table.rank(rank) + shift)
+            before += count
+        return Program(self._placement, before, self.cuts, Orders([np.concatenate(part) for part in parts]))
+
+    def _cut(self, start: int, count: int) -> Program:
+        """The actions between those of the first `start` microbatches and those of all after the next `count`."""
+        end = start + count
+        # Microbatches that follow do not change the order before them, except that a drained stream has none.
+        total = end + self.num_ranks if count else end
+        program = lower(build("1f1b", self.num_ranks, total), cuts=self.cuts, passes=("add_transfers",))
+        part_of: dict[ComputeAction, int] = {}
+        """by compute action, whether it belongs to an earlier part (0), this one (1) or a later one (2)"""
+        for rank, order in enumerate(program.orders):
+            ends = [self._num_passes(rank, start), self._num_passes(rank, end) if count else len(order)]
+            passes = [action for action in order if action.kind in COMPUTE_KINDS]
+            part_of.update((action, sum(index >= limit for limit in ends)) for index, action in enumerate(passes))
+        chosen = []
+        for order in program.orders:
+            first: list[Message] = []
+            actions: list[ComputeAction | Message] = []
+            part = 0
+            for action in order:
+                if isinstance(action, Message):
+                    made, used = _maker_and_user(action)
+                    if action.kind is Kind.SEND and part_of[made] == 1:
+                        actions.append(action)
+                    if action.kind is Kind.RECV and part_of[used] == 1:
+                        # A message from an earlier part is received first, and none before its microbatch is given.
+                        (actions if part_of[made] == 1 and part == 1 else first).append(action)
+                elif isinstance(action, ComputeAction):
+                    part = part_of[action]
+                    if part == 1:
+                        actions.append(action)
+            chosen.append([*first, *actions])
+        partial = Program(self._placement, max(end, 1), self.cuts, Orders.of(chosen))
+        return HoistReceives()(partial)
+
+    def _num_passes(self, rank: int, microbatches: int) -> int:
+        """How many passes the rank runs for the first microbatches, before the next forward."""
+        return microbatches + max(0, microbatches - self.warmup(rank))
+
+
+def _maker_and_user(message: Message) -> tuple[ComputeAction, ComputeAction]:
+    """The pass that makes the values of a message, and the one that uses them."""
+    kind = Backward if message.is_gradient else Forward
+    ends = (message.stage, message.peer) if message.kind is Kind.SEND else (message.peer, message.stage)
+    return kind(ends[0], message.microbatch), kind(ends[1], message.microbatch)
+
+
+@dataclass(frozen=True)
+class StageStaleness:
+    """How old the weights of one stage are when it uses them, and what it keeps because of that."""
+
+    stage: int
+    longest: int
+    """the most updates between the weights of a forward and those that its gradient is applied to"""
+    mean: float
+    """the mean over the microbatches of a batch"""
+    versions: int
+    """the most sets of weights that the stage keeps beside its present ones"""
+    stashed_bytes: int
+
+
+def stream_staleness(staleness: str, warmups: Sequence[int], microbatches: int) -> tuple[tuple[int, float, int], ...]:
+    """Per stage the longest and the mean staleness, and the number of versions that are kept, once a stream is long.
+
+    `warmups` are the forwards that each stage runs ahead.
+    """
+    check_staleness(staleness)
+    return tuple(_staleness(staleness, ahead, microbatches) for ahead in warmups)
+
+
+def _staleness(staleness: str, ahead: int, microbatches: int) -> tuple[int, float, int]:
+    if staleness == "2bw":
+        return 1, 1.0, 1
+    longest, mean = -(-ahead // microbatches), ahead / microbatches
+    if staleness == "stash":
+        return longest, mean, longest
+    # A prediction depends on the version that it starts from and on the batch that it is for.
+    versions = []
+    for last in range(2 * ahead, 2 * ahead + microbatches):
+        pairs = {(index // microbatches, (index - ahead) // microbatches) for index in range(last - ahead, last + 1)}
+        versions.append(sum(batch > version for batch, version in pairs))
+    return longest, mean, max(versions)
+
+
+def plan_staleness(plan: Plan, staleness: str) -> tuple[StageStaleness, ...]:
+    """The staleness of every stage if the plan is run without flushes."""
+    check_stream(plan, staleness)
+    warmups = range(plan.num_stages - 1, -1, -1)
+    found = stream_staleness(staleness, warmups, plan.num_microbatches)
+    return tuple(
+        StageStaleness(stage, longest, mean, versions, versions * plan.costs.state[stage].parameters)
+        for stage, (longest, mean, versions) in enumerate(found)
+    )
+
+
+def simulate_stream(
+    plan: Plan,
+    staleness: str,
+    batches: int,
+    costs: StageCosts | None = None,
+    cluster: Cluster | None = None,
+) -> Trace:
+    """The predicted Trace of a number of batches without a flush between them; the order is verified first."""
+    if (as_int(batches) or 0) < 1:
+        raise ScheduleError("batches must be a whole number, 1 or more", got=repr(batches))
+    program = Stream(plan.cuts).unrolled([plan.num_microbatches] * batches)
+    verify(program)
+    cluster = cluster or plan.cluster
+    stashed = [entry.versions for entry in plan_staleness(plan, staleness)]
+    costs = plan.costs_on(cluster) if costs is None else costs
+    state = tuple(
+        replace(entry, stashed=versions * entry.parameters)
+        for entry, versions in zip(costs.state, stashed, strict=True)
+    )
+    return simulate(program, replace(costs, state=state), cluster)
+
+
+def check_staleness(staleness: object) -> None:
+    """Refuse an unknown name."""
+    if staleness not in STALENESS:
+        raise ScheduleError("unknown staleness", got=repr(staleness), hint=_HINT)
+
+
+def check_stream(plan: Plan, staleness: str) -> None:
+    """Refuse a plan that cannot run without flushes."""
+    check_staleness(staleness)
+    if plan.schedule != build("1f1b", plan.num_ranks, plan.num_microbatches):
+        raise ScheduleError(
+            "an asynchronous pipeline must have a plan with one stage per rank and the schedule 1f1b",
+            schedule=plan.choices.schedule,
+            stages=plan.num_stages,
+            ranks=plan.num_ranks,
+            hint='penstock.plan(..., schedule="1f1b")',
+        )
+    if staleness == "2bw" and plan.num_microbatches < plan.num_ranks - 1:
+        raise ScheduleError(
+            'staleness="2bw" needs at least ranks - 1 microbatches per batch, so that two versions are enough',
+            ranks=plan.num_ranks,
+            microbatches=plan.num_microbatches,
+            hint=f'microbatches={plan.num_ranks - 1}, or staleness="stash"',
+        )
