@@ -32,7 +32,7 @@ LEVELS = (
     ("runtime",),
     ("checkpoint",),
     ("api",),
-    ("auto", "flat", "hf", "demo"),
+    ("auto", "flat", "hf", "pipelining", "demo"),
     ("penstock",),  # penstock/__init__.py: the public names
     ("cli",),
     ("__main__",),

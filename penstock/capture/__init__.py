@@ -19,7 +19,7 @@ from penstock.capture.hooks import intercept_modules, without_user_hooks
 from penstock.capture.isolation import isolated, uncompiled
 from penstock.capture.lru_cache import LruCache
 from penstock.capture.microbatches import Microbatch, explain_failure, microbatch_sizes, split_batch
-from penstock.capture.objects import MODULE_ATTRIBUTES, code_origin, copy_leaf, object_items
+from penstock.capture.objects import MODULE_ATTRIBUTES, code_origin, copy_leaf, object_items, register_containers
 from penstock.capture.recording import Recording, make_recording
 from penstock.capture.replay import Replay, call_hook
 from penstock.capture.split_search import additive_dim, find_split
@@ -52,6 +52,7 @@ __all__ = [
     "microbatch_sizes",
     "object_items",
     "python_generators",
+    "register_containers",
     "seed_generators",
     "spec_of",
     "split_batch",

@@ -70,7 +70,7 @@ class LossWeights:
 
     def __init__(
         self,
-        captured: Captured,
+        captured: Captured | None,
         replicas: Replicas,
         loss_fn: LossFn | None = None,
         reduction: str | None = None,
@@ -78,6 +78,9 @@ class LossWeights:
         name: str = SINGLE,
     ) -> None:
         """Without `loss_fn` the model returns its loss. `reduction` overrides the detection.
+
+        `captured` may be None, and steps may have no recordings, if there is a `loss_fn`: it is then only not checked
+        whether samples interact inside the model.
 
         `remote_parameters`: names of the parameters that are trained on other ranks, by their id. `name` is that of the
         loss, if there are several.
@@ -272,7 +275,8 @@ class LossWeights:
                 # The reference consists of ones, which may not be a valid target: decide without it.
                 decision, weights = self._decided(source, own_pieces, key, step.is_training, is_new)
             self._decisions.put(key, decision)
-            self._weighed.put(step.recordings[0], None)
+            if key != _FUNCTION:
+                self._weighed.put(step.recordings[0], None)
             is_counted_otherwise = decision.count is not None and decision.count.kind != "tokens"
             if self._reduction == "tokens" and (decision.problem or is_counted_otherwise):
                 decision, weights = Decision(_LABELS), _LABELS.weights(own_pieces)

@@ -3,12 +3,19 @@
 from penstock.runtime.broadcast import gather_tensors
 from penstock.runtime.compile import message_key
 from penstock.runtime.engine import Engine
-from penstock.runtime.executor import located_error, watch_step
-from penstock.runtime.gradients import ReplicaReducer, check_clipping, clip, global_norm
+from penstock.runtime.executor import RankProgram, Run, located_error, watch_step
+from penstock.runtime.gradients import (
+    ReplicaReducer,
+    TiedParameter,
+    TiedReducer,
+    check_clipping,
+    clip,
+    global_norm,
+)
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.inputs import INPUTS
 from penstock.runtime.layout import shard_like, whole
-from penstock.runtime.loss_head import LossHead, MicrobatchWarning
+from penstock.runtime.loss_head import LossHead, MicrobatchWarning, check_gradient, checked_loss
 from penstock.runtime.meta_init import unsaved_buffer_names
 from penstock.runtime.model_part import LOSS_FN, ModelPart, check_tied_weights
 from penstock.runtime.monitor import RankMonitor
@@ -27,6 +34,7 @@ from penstock.runtime.transports import (
     Transport,
     make_transport,
 )
+from penstock.runtime.user_stages import StageOutput, UserStage, UserStageEngine
 
 __all__ = [
     "INPUTS",
@@ -43,22 +51,31 @@ __all__ = [
     "OutputDims",
     "ProcessGroups",
     "RankMonitor",
+    "RankProgram",
     "RankSync",
     "RecvSlot",
     "ReplicaReducer",
     "Result",
     "Route",
+    "Run",
     "RunOptions",
     "SendSlot",
+    "StageOutput",
     "SyncRequest",
     "SyncResult",
     "SyncVote",
     "TensorCodec",
     "Tensors",
+    "TiedParameter",
+    "TiedReducer",
     "Transport",
+    "UserStage",
+    "UserStageEngine",
     "check_clipping",
+    "check_gradient",
     "check_output_dims",
     "check_tied_weights",
+    "checked_loss",
     "clip",
     "decode_tree",
     "encode_tree",

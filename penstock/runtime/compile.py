@@ -28,9 +28,9 @@ from penstock.runtime.executor import (
     CompiledAction,
     LocalSlot,
     Pass,
+    PassRunner,
     RankProgram,
     Run,
-    StageRunner,
     ValuesFrom,
     ValuesTo,
 )
@@ -68,7 +68,7 @@ class StepCompiler:
     """Compiles the steps of one plan."""
 
     def __init__(
-        self, plan: Plan, ranks: Sequence[int], runner: StageRunner, transport: Transport, passes: Sequence[str]
+        self, plan: Plan, ranks: Sequence[int], runner: PassRunner, transport: Transport, passes: Sequence[str]
     ) -> None:
         self._plan, self._ranks, self._runner, self._transport = plan, ranks, runner, transport
         self._passes = tuple(passes)
@@ -123,7 +123,7 @@ class StepCompiler:
 
 
 def compile_rank(
-    program: Program, rank: int, edges: Sequence[Edges], runner: StageRunner, transport: Transport
+    program: Program, rank: int, edges: Sequence[Edges], runner: PassRunner, transport: Transport
 ) -> RankProgram:
     """Compile the order of a rank; `edges` has an entry per microbatch."""
     return _Compiler(program, rank, edges, runner, transport).compiled()
@@ -131,7 +131,7 @@ def compile_rank(
 
 class _Compiler:
     def __init__(
-        self, program: Program, rank: int, edges: Sequence[Edges], runner: StageRunner, transport: Transport
+        self, program: Program, rank: int, edges: Sequence[Edges], runner: PassRunner, transport: Transport
     ) -> None:
         self._program, self._rank, self._edges = program, rank, edges
         self._runner, self._transport = runner, transport

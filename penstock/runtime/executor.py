@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -80,6 +80,37 @@ class Pass(NamedTuple):
     targets: tuple[ValuesTo, ...]
     is_split: bool
     """whether backward computes input gradients only, and weight gradients follow later"""
+
+
+class PassRunner(Protocol):
+    """What compiled actions call: StageRunner for recorded stages, UserStageRunner for hand-written ones."""
+
+    has_replicas: bool
+    """whether gradients are averaged over replicas after the last backward of a stage"""
+
+    def forward(self, stage_pass: Pass) -> None:
+        """Run the forward of a stage."""
+
+    def backward(self, stage_pass: Pass) -> None:
+        """Run the backward of a stage, whole or for the inputs only."""
+
+    def weight_grad(self, stage_pass: Pass) -> None:
+        """Compute the weight gradients of a split backward."""
+
+    def can_split(self, stage: int) -> bool:
+        """Whether the backward of a stage may be split."""
+
+    def reduce(self, stage: int) -> None:
+        """Average the gradients of a stage over the replicas."""
+
+    def unshard(self, stage: int) -> None:
+        """Gather the parameters of a stage."""
+
+    def reshard(self, stage: int) -> None:
+        """Keep only this rank's shard of a stage's parameters."""
+
+    def clear(self) -> None:
+        """Drop what a failed step has left."""
 
 
 class StageRunner:
@@ -198,7 +229,7 @@ class RankProgram:
 
     rank: int
     actions: tuple[CompiledAction, ...]
-    runner: StageRunner
+    runner: PassRunner
     send_slots: tuple[SendSlot, ...]
     recv_slots: tuple[RecvSlot, ...]
     local_slots: tuple[LocalSlot, ...]

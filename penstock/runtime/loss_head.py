@@ -73,16 +73,14 @@ class LossHead:
                 return None
             losses = {name: values[value] for name, value in self._loss_weights.loss_values(recording).items()}
         size = step.microbatches[microbatch].size
-        losses = {name: _checked_loss(name, loss, size) for name, loss in losses.items()}
+        losses = {name: checked_loss(name, loss, size) for name, loss in losses.items()}
         if SINGLE in losses:
             loss = losses[SINGLE]
             self._loss_weights.weigh(step, microbatch, output, loss)
         else:
             loss = self._sum_of_losses(step, microbatch, output, losses)
-        if step.is_training and not loss.requires_grad:
-            hint = "unfreeze a parameter, or use eval"
-            hint = hint if torch.is_grad_enabled() else "call step outside of torch.no_grad()"
-            raise RunError("the loss does not depend on anything that requires a gradient", hint=hint)
+        if step.is_training:
+            check_gradient(loss)
         # A copy, because some losses are views of a tensor as large as the output, which would stay in memory.
         step.losses[microbatch] = loss.detach().clone()
         return loss
@@ -146,7 +144,7 @@ class LossHead:
         return (*causes, *self._added.warnings) if step.is_training else causes
 
 
-def _checked_loss(name: str, loss: Any, microbatch_size: int) -> Tensor:
+def checked_loss(name: str, loss: Any, microbatch_size: int) -> Tensor:
     """A loss as a scalar; raises a RunError if it is not one floating-point number."""
     which = {"loss": name} if name else {}
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -155,6 +153,14 @@ def _checked_loss(name: str, loss: Any, microbatch_size: int) -> Tensor:
     if not loss.is_floating_point():
         raise RunError("a loss must be a floating-point number", **which, got=loss.dtype, hint="loss.float()")
     return whole(loss).reshape(())
+
+
+def check_gradient(loss: Tensor) -> None:
+    """Raise a RunError if backward cannot start from a loss."""
+    if not loss.requires_grad:
+        hint = "unfreeze a parameter, or use eval"
+        hint = hint if torch.is_grad_enabled() else "call step outside of torch.no_grad()"
+        raise RunError("the loss does not depend on anything that requires a gradient", hint=hint)
 
 
 def _detached(leaf: object) -> object:

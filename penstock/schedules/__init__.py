@@ -28,7 +28,17 @@ SCHEDULES: dict[str, type[Scheduler]] = {
     "v_min": VMin,
     "dualpipe_v": DualPipeV,
 }
-ALIASES = {"interleaved1f1b": "interleaved", "interleavedzerobubble": "interleaved_zb", "zbvzerobubble": "zbv"}
+_TORCH_NAMES = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved1f1b": "interleaved",
+    "loopedbfs": "looped_bfs",
+    "interleavedzerobubble": "interleaved_zb",
+    "zbvzerobubble": "zbv",
+    "dualpipev": "dualpipe_v",
+}
+ALIASES = _TORCH_NAMES | {f"schedule{name}": member for name, member in _TORCH_NAMES.items()}
+"""further names, in lower case and without punctuation: those of torch's schedules and of their classes"""
 
 __all__ = ["SCHEDULES", "build", "build_on", "find"]
 

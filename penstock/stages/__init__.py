@@ -13,10 +13,11 @@ from penstock.stages.layer_list import LayerList
 from penstock.stages.ownership import Ownership
 from penstock.stages.sequence import Sequence, split
 from penstock.stages.stage import Stage
-from penstock.stages.stage_run import StageRun, grad_boundary
+from penstock.stages.stage_run import ForwardRun, StageRun, grad_boundary
 
 __all__ = [
     "DeferredAccumulator",
+    "ForwardRun",
     "LayerList",
     "Ownership",
     "Sequence",

@@ -50,7 +50,7 @@ class Deferral(TorchFunctionMode):
         if not is_compiling():
             if func in _TAKES_GRADIENTS and self.is_forward:
                 raise PartitionError(
-                    "a block takes gradients in its forward, and did not when it was recorded",
+                    "a block must not take gradients in its forward while weight gradients are deferred",
                     function=func.__name__,
                     hint="a schedule that does not split backward, such as 1f1b",
                 )

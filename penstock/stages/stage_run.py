@@ -1,6 +1,7 @@
-"""One forward of a stage on one microbatch with its backward, and its boundary in the autograd graph."""
+"""One forward of a part of a model with its backward, and its boundary in the autograd graph."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.capture import DrawSeed, Recording, has_gradient
-from penstock.stages.deferral import Deferral
+from penstock.stages.deferral import Deferral, Deferred
 from penstock.stages.deferred_functions import DEFERRABLE
 from penstock.stages.stage import Stage
 
@@ -19,42 +20,44 @@ Gradients = Mapping[str, Tensor | None]
 _ANCHOR = torch.zeros(0, requires_grad=True)
 
 
-class StageRun:
-    """One forward of a stage, kept until its backward: `backward`, or `input_grad` and then `weight_grad`.
+class ForwardRun:
+    """One forward of a part of a model, kept until its backward: `backward`, or `input_grad` and then `weight_grad`.
 
-    The constructor runs the forward. `outputs` are the values that leave the stage, until `take_outputs`; after that
+    The constructor runs the forward. `outputs` are the values that leave the part, until `take_outputs`; after that
     the run keeps only their positions in the autograd graph, so that they can be freed. The gradients passed to
     `input_grad` must not be changed until `weight_grad`.
     """
 
     def __init__(
         self,
-        stage: Stage,
-        recording: Recording,
-        inputs: Mapping[str, Any],
+        forward: Callable[[dict[str, Any]], dict[str, Any]],
         incoming: Mapping[str, Any],
+        accumulate_deferred: Callable[[list[Deferred]], None],
+        *,
+        written: Collection[str] = (),
         is_split: bool = False,
-        seed: DrawSeed | None = None,
+        can_defer: bool = True,
     ) -> None:
-        """Run the forward on the model's `inputs` and the `incoming` values of other stages, both by name.
+        """Run `forward` on the `incoming` values of other stages, by name; it returns the outgoing values by name.
 
-        `is_split`: backward will be run as `input_grad` and `weight_grad`. `seed`: see `Stage.forward`.
+        `written`: incoming values that it writes in place. `is_split`: backward will be run as `input_grad` and
+        `weight_grad`; weight gradients are then passed to `accumulate_deferred`, unless they cannot be deferred.
         """
-        self.stage = stage
+        self._accumulate = accumulate_deferred
         self._returned: dict[str, Tensor | None] = {}
-        values = grad_boundary(incoming, recording.graph.written, self._returned)
+        values = grad_boundary(incoming, written, self._returned)
         # A stage that returns no gradient, such as the first, has no input part: its whole backward is weight_grad.
         self._is_all_weight_grad = is_split and not self._returned
-        # A block that takes gradients inside its forward needs the real weight gradients there.
-        defers = is_split and self._returned and not stage.takes_gradients(recording)
-        self._deferral = Deferral(DEFERRABLE) if defers else None
+        self._deferral = Deferral(DEFERRABLE) if is_split and self._returned and can_defer else None
         if self._deferral is None:
-            self.outputs: dict[str, Any] = stage(recording, inputs, values, seed)
+            self.outputs: dict[str, Any] = forward(values)
         else:
             self._deferral.is_forward = True
             with self._deferral:
-                self.outputs = stage(recording, inputs, values, seed)
+                self.outputs = forward(values)
             self._deferral.is_forward = False
+        self.own_backward: Callable[[Gradients], object] | None = None
+        """called with the gradients of the outputs in place of autograd's backward, which it starts itself"""
         self._edges: dict[str, GradientEdge] = {}
         self._pending_gradients: Gradients = {}
         for name, value in self.outputs.items():
@@ -100,14 +103,15 @@ class StageRun:
         roots = [edges[name] for name in root_gradients]
         # An edge keeps its node alive: without this, parts of the graph would outlive the backward that frees them.
         edges.clear()
-        if not roots:
+        if not roots and self.own_backward is None:
             return
-        if self._deferral is None or not self._deferral.is_recomputed:
-            torch.autograd.backward(roots, list(root_gradients.values()))
-        else:
-            # A recomputation during backward must save the same tensors as the first forward did.
-            with self._deferral:
+        # A recomputation during backward must save the same tensors as the first forward did.
+        deferral = self._deferral
+        with deferral if deferral is not None and deferral.is_recomputed else nullcontext():
+            if self.own_backward is None:
                 torch.autograd.backward(roots, list(root_gradients.values()))
+            else:
+                self.own_backward(gradients)
 
     def _take_returned(self) -> dict[str, Tensor | None]:
         returned, self._returned = self._returned, {}
@@ -115,7 +119,35 @@ class StageRun:
 
     def _accumulate_deferred(self) -> None:
         if self._deferral is not None:
-            self.stage.accumulate_deferred(self._deferral.queue)
+            self._accumulate(self._deferral.queue)
+
+
+class StageRun(ForwardRun):
+    """One forward of a recorded stage on one microbatch."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        recording: Recording,
+        inputs: Mapping[str, Any],
+        incoming: Mapping[str, Any],
+        is_split: bool = False,
+        seed: DrawSeed | None = None,
+    ) -> None:
+        """Run the forward on the model's `inputs` and the `incoming` values of other stages, both by name.
+
+        `is_split`: backward will be run as `input_grad` and `weight_grad`. `seed`: see `Stage.forward`.
+        """
+        self.stage = stage
+        super().__init__(
+            lambda values: stage(recording, inputs, values, seed),
+            incoming,
+            stage.accumulate_deferred,
+            written=recording.graph.written,
+            is_split=is_split,
+            # A block that takes gradients inside its forward needs the real weight gradients there.
+            can_defer=not is_split or not stage.takes_gradients(recording),
+        )
 
 
 class _GradBoundary(Function):

@@ -27,6 +27,13 @@ def test_case_and_punctuation_do_not_matter(name):
         ("ZB-H1", "zb_h1"),
         ("V-Half", "v_half"),
         ("DualPipeV", "dualpipe_v"),
+        ("Schedule1F1B", "1f1b"),
+        ("ScheduleGPipe", "gpipe"),
+        ("ScheduleInterleaved1F1B", "interleaved"),
+        ("ScheduleLoopedBFS", "looped_bfs"),
+        ("ScheduleInterleavedZeroBubble", "interleaved_zb"),
+        ("ScheduleZBVZeroBubble", "zbv"),
+        ("ScheduleDualPipeV", "dualpipe_v"),
     ],
 )
 def test_the_names_of_torch_and_of_the_papers_work(typed, name):

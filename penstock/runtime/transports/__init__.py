@@ -4,10 +4,12 @@ import torch
 
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.transports.base import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Tensors, Transport
+from penstock.runtime.transports.described import DescribedTransport
 from penstock.runtime.transports.distributed import DistributedTransport
 from penstock.runtime.transports.local import LocalTransport
 
 __all__ = [
+    "DescribedTransport",
     "DistributedTransport",
     "LocalTransport",
     "MessageKey",

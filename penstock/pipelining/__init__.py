@@ -1,0 +1,42 @@
+"""Pipelines with the names of torch.distributed.pipelining, on penstock's schedules, executor and transports.
+
+    stage = PipelineStage(module, index, num_stages, device)
+    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_fn)
+    schedule.step(x) on the first rank, schedule.step(target=y, losses=losses) on the last, schedule.step() elsewhere
+
+Stages are modules that exist on their own rank only (`stage.py`). `schedules.py` has the schedule classes,
+`microbatch.py` the chunk specs, `loss.py` the weights of losses, `actions.py` custom functions per action.
+"""
+
+from penstock.pipelining.microbatch import TensorChunkSpec
+from penstock.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    _ScheduleForwardOnly,
+    get_schedule_class,
+)
+from penstock.pipelining.stage import PipelineStage, build_stage
+
+__all__ = [
+    "PipelineScheduleMulti",
+    "PipelineScheduleSingle",
+    "PipelineStage",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+    "TensorChunkSpec",
+    "_ScheduleForwardOnly",
+    "build_stage",
+    "get_schedule_class",
+]

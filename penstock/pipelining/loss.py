@@ -1,0 +1,135 @@
+"""The loss of each microbatch after the last stage, and its weight in the gradients of the batch."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.capture import Cut, Microbatch
+from penstock.errors import RunError
+from penstock.ir import put_together, take_apart
+from penstock.loss import LossStep, LossWeights
+from penstock.runtime import MicrobatchWarning, check_gradient, checked_loss
+
+
+class _OnePipeline:
+    """Replicas of the pipeline are the caller's affair: their gradients are averaged, not their losses."""
+
+    count = 1
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The values themselves."""
+        return values
+
+
+class StepLoss:
+    """Computes losses. With `scale_grads` they are weighted so that mean losses give the gradients of the batch.
+
+    torch weighs every microbatch by 1 / n_microbatches. That is right for a mean over microbatches of equal size; here
+    microbatches of other sizes, and means over labels that are not ignored, get the weights of the unsplit batch. The
+    gradients of a loss that is a sum are divided by the number of microbatches, as in torch.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any], scale_grads: bool) -> None:
+        self.func, self._scales = loss_fn, scale_grads
+        self.kwargs: dict[str, Any] = {}
+        """further keyword arguments of the loss function in this step"""
+        self._loss_weights = LossWeights(None, _OnePipeline(), self)
+        self._step: LossStep | None = None
+        self._problems: set[str] = set()
+        self.losses: dict[int, Tensor] = {}
+        """by microbatch"""
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        """The user's loss."""
+        return self.func(output, target, **self.kwargs)
+
+    def begin(self, microbatches: Sequence[Microbatch], is_training: bool, kwargs: dict[str, Any]) -> None:
+        """Prepare a step; `microbatches` have the targets."""
+        self._step = LossStep(microbatches, (), is_training)
+        self.kwargs, self.losses = kwargs, {}
+
+    def end(self) -> None:
+        """Release the targets and losses of the step."""
+        self._step, self.kwargs, self.losses = None, {}, {}
+
+    def loss(self, microbatch: int, output: Any) -> tuple[Tensor, float]:
+        """The loss of a microbatch, and the factor of its gradients."""
+        step = self._step
+        assert step is not None
+        given = step.microbatches[microbatch]
+        returned = self(output, given.target)
+        if not isinstance(returned, Tensor):
+            raise RunError("loss_fn must return a tensor", got=type(returned).__name__)
+        loss = checked_loss("", returned, given.size)
+        self.losses[microbatch] = loss.detach().clone()
+        if not step.is_training:
+            return loss, 1.0
+        check_gradient(loss)
+        count = len(step.microbatches)
+        if not self._scales or count == 1:
+            return loss, 1.0
+        self._loss_weights.weigh(step, microbatch, output, loss)
+        assert step.weights is not None
+        if step.loss_problem and step.loss_problem not in self._problems:
+            self._problems.add(step.loss_problem)
+            warnings.warn(MicrobatchWarning(step.loss_problem), stacklevel=2)
+        is_sum = all(weight == 1.0 for weight in step.weights)
+        return loss, 1.0 / count if is_sum else step.weights[microbatch]
+
+
+def split_target(target: Any, sizes: Sequence[int] | None, count: int) -> tuple[Microbatch, ...]:
+    """The target of each microbatch: tensors are split along dimension 0, everything else is given to all.
+
+    `sizes` are the samples of each microbatch, if they are known: a target may have several rows for each sample.
+    """
+    cuts: dict[str, Cut] = {}
+    columns = _split(target, ".2", "target", sizes, count, cuts)
+    first = next(iter(cuts), None)
+    sizes = sizes or ([1] * count if first is None else [len(_at(column, first)) for column in columns])
+    return tuple(Microbatch((), {}, column, size, cuts) for column, size in zip(columns, sizes, strict=True))
+
+
+def target_rows(target: Any) -> int | None:
+    """The rows of the first tensor of a target; None without tensors."""
+    if isinstance(target, Tensor):
+        return target.shape[0] if target.dim() else None
+    parts = take_apart(target)
+    rows = (target_rows(item) for item in (parts.items if parts is not None else ()))
+    return next((number for number in rows if number is not None), None)
+
+
+def _split(
+    value: Any, path: str, name: str, sizes: Sequence[int] | None, count: int, cuts: dict[str, Cut]
+) -> list[Any]:
+    if isinstance(value, Tensor) and value.dim():
+        rows, rest = divmod(len(value), sum(sizes)) if sizes else (1, 0)
+        if rest or len(value) < count:
+            raise RunError(
+                "a target must have the same number of rows for every sample, and at least one for each microbatch",
+                target=name,
+                rows=len(value),
+                samples=sum(sizes) if sizes else "unknown",
+                microbatches=count,
+            )
+        cuts[path] = Cut(name, 0, rows)
+        return list(torch.split(value, [size * rows for size in sizes])) if sizes else list(value.tensor_split(count))
+    parts = take_apart(value)
+    if parts is None:
+        return [value] * count
+    columns = [
+        _split(item, f"{path}.{key}", f"{name}.{key}", sizes, count, cuts)
+        for key, item in zip(parts.keys, parts.items, strict=True)
+    ]
+    return [put_together(parts.kind, parts.keys, [column[index] for column in columns]) for index in range(count)]
+
+
+def _at(value: Any, path: str) -> Any:
+    """The part of a target at a path of `cuts`."""
+    for key in path.split(".")[2:]:
+        parts = take_apart(value)
+        assert parts is not None
+        value = next(item for each, item in zip(parts.keys, parts.items, strict=True) if str(each) == key)
+    return value

@@ -1,0 +1,566 @@
+"""Schedules over stages that exist on their own rank, by torch's names."""
+
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.capture import Microbatch, microbatch_sizes, spec_of
+from penstock.errors import PenstockError, RunError, ScheduleError
+from penstock.ir import Cuts, Kind, Program, Schedule, as_int, leaves, transform
+from penstock.passes import DEFAULT_PASSES, lower, verify
+from penstock.pipelining.actions import (
+    CustomFunction,
+    _Action,
+    _ComputationType,
+    _PipelineContext,
+    check_custom,
+    of_action,
+    orders_text,
+    with_custom_functions,
+)
+from penstock.pipelining.loss import StepLoss, split_target, target_rows
+from penstock.pipelining.microbatch import merge_chunks, num_samples, split_args_kwargs_into_chunks
+from penstock.pipelining.stage import PipelineStage
+from penstock.runtime import (
+    Agreement,
+    ProcessGroups,
+    RankMonitor,
+    RunOptions,
+    StageOutput,
+    SyncRequest,
+    SyncVote,
+    TiedParameter,
+    TiedReducer,
+    UserStage,
+    UserStageEngine,
+    watch_step,
+)
+from penstock.schedules import build
+
+_FORMATS = ("compute_only", "compute_comms")
+
+
+@dataclass
+class _Step:
+    """The microbatches of the present step on this rank, and what it collects."""
+
+    is_training: bool
+    keeps_outputs: bool
+    args: list[tuple[Any, ...]]
+    kwargs: list[dict[str, Any]]
+    targets: tuple[Microbatch, ...] | None = None
+    losses: list[Tensor] | None = None
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+class _PipelineSchedule:
+    """Runs steps of a pipeline; see `step`."""
+
+    schedule_name: ClassVar[str] = ""
+    """in penstock's table of schedules; empty if the orders are loaded"""
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None,
+        args_chunk_spec: tuple[Any, ...] | None,
+        kwargs_chunk_spec: dict[str, Any] | None,
+        output_merge_spec: Any,
+        scale_grads: bool,
+    ) -> None:
+        count = as_int(n_microbatches)
+        if count is None or count < 1:
+            raise RunError("n_microbatches must be a whole number, 1 or more", got=repr(n_microbatches))
+        if not stages or not all(isinstance(stage, PipelineStage) for stage in stages):
+            raise RunError("a schedule must have stages", got=[type(stage).__name__ for stage in stages])
+        if len({(stage.num_stages, id(stage.group)) for stage in stages}) > 1:
+            raise RunError("the stages of a schedule must have the same num_stages and group")
+        if loss_fn is not None and not callable(loss_fn):
+            raise RunError("loss_fn must be a function", got=type(loss_fn).__name__)
+        self._stages, self._n_microbatches, self._loss_fn = list(stages), count, loss_fn
+        self._args_chunk_spec, self._kwargs_chunk_spec = args_chunk_spec, kwargs_chunk_spec
+        self._output_merge_spec, self.scale_grads = output_merge_spec, scale_grads
+        self._num_stages, self.pp_group_size = stages[0].num_stages, stages[0].group_size
+        self.rank = stages[0].group_rank
+        self._has_backward = loss_fn is not None
+        self._loss = None if loss_fn is None else StepLoss(loss_fn, scale_grads)
+        self._functions: dict[_ComputationType, CustomFunction] = {}
+        self._order: Schedule | Program | None = None
+        self._version = 0
+        """how often orders or custom functions were changed"""
+        self._programs: dict[tuple[int, bool], Program] = {}
+        self._engine: UserStageEngine | None = None
+        self._tied: TiedReducer | None = None
+        self._num_calls = 0
+        self._step: _Step | None = None
+        if self.schedule_name:
+            per_rank, rest = divmod(self._num_stages, self.pp_group_size)
+            if rest:
+                raise ScheduleError(
+                    "the stages must be distributed evenly", stages=self._num_stages, ranks=self.pp_group_size
+                )
+            self._set_order(build(self.schedule_name, self.pp_group_size, count, per_rank))
+
+    @property
+    def stage_index_to_group_rank(self) -> dict[int, int]:
+        """The rank of every stage."""
+        return dict(enumerate(self._checked_order().placement.ranks))
+
+    @property
+    def pipeline_order(self) -> dict[int, list[_Action | None]]:
+        """The compute actions of every rank."""
+        order = self._checked_order()
+        compute = [[action for action in row if hasattr(action, "parts")] for row in order.orders]
+        return {rank: [of_action(action) for action in row] for rank, row in enumerate(compute)}
+
+    @property
+    def pipeline_order_with_comms(self) -> dict[int, list[_Action]]:
+        """The actions of every rank with messages, as they are run."""
+        rows = enumerate(self._program(True).orders)
+        return {rank: [of_action(action) for action in row if action.kind is not Kind.FREE] for rank, row in rows}
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run forward and, if there is a loss function, backward of one whole batch. Every rank of the group calls it.
+
+        The rank of the first stage passes the arguments of the model, and that of the last stage the target. Keyword
+        arguments are those of this rank's stages. On the rank of the last stage `losses` is filled with the loss of
+        each microbatch, and the merged outputs are returned; other ranks return None.
+        """
+        return self._run(args, kwargs, target, losses, return_outputs, loss_kwargs or {}, self._has_backward)
+
+    def eval(self, *args: Any, target: Any = None, losses: list[Any] | None = None, **kwargs: Any) -> Any:
+        """Run the forward of one whole batch without gradients; as in torch, modules keep their mode."""
+        return self._run(args, kwargs, target, losses, True, {}, False)
+
+    def _run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        losses: list[Any] | None,
+        keeps_outputs: bool,
+        loss_kwargs: dict[str, Any],
+        is_training: bool,
+    ) -> Any:
+        program, engine = self._program(is_training), self._started_engine()
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        request = SyncRequest("step" if is_training else "eval", number)
+        last = next((stage for stage in self._stages if stage.is_last), None)
+        with watch_step(engine.groups.monitor, number, is_training):
+            step, shapes = self._begin(request, engine, program, (args, kwargs, target, losses), last, is_training)
+            step.keeps_outputs = keeps_outputs
+            if last is not None and self._loss is not None and step.targets is not None:
+                self._loss.begin(step.targets, is_training, loss_kwargs)
+            aside = [(parameter, parameter.grad) for parameter in self._tied.parameters] if self._tied else []
+            for parameter, _ in aside:
+                parameter.grad = None
+            self._step = step
+            adapt = partial(with_custom_functions, dict(self._functions), self._context)
+            try:
+                with torch.set_grad_enabled(is_training):
+                    engine.execute(program, (self._version, is_training), number, is_training, shapes, adapt)
+                if is_training and self._tied is not None:
+                    self._tied.finish()
+            finally:
+                self._step = None
+                for parameter, earlier in aside:
+                    if earlier is not None:
+                        parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        if last is None:
+            return None
+        if self._loss is not None:
+            if losses is not None and self._loss.losses:
+                losses[:] = [self._loss.losses[index] for index in range(self._n_microbatches)]
+            self._loss.end()
+        if not keeps_outputs:
+            return None
+        return merge_chunks([step.outputs[index] for index in range(self._n_microbatches)], self._output_merge_spec)
+
+    def _begin(
+        self,
+        request: SyncRequest,
+        engine: UserStageEngine,
+        program: Program,
+        given: tuple[tuple[Any, ...], dict[str, Any], Any, Any],
+        last: PipelineStage | None,
+        is_training: bool,
+    ) -> tuple[_Step, Hashable]:
+        """Split the inputs, and agree with all ranks on the step; all raise the same error if one cannot take it."""
+        args, kwargs, target, losses = given
+        count, is_first = self._n_microbatches, any(stage.is_first for stage in self._stages)
+        try:
+            if is_training and not torch.is_grad_enabled():
+                raise RunError("step needs gradients to be enabled", hint="eval(...), or call it outside of no_grad")
+            if losses is not None and not isinstance(losses, list):
+                raise RunError("losses must be a list", got=type(losses).__name__)
+            if last is not None and is_training and target is None:
+                raise RunError("the rank of the last stage needs a target", hint="schedule.step(target=y)")
+            # As in torch, arguments by position are those of the first stage; others receive their inputs.
+            own_args = args if is_first else ()
+            specs = self._args_chunk_spec if is_first else None
+            arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(
+                own_args, kwargs, count, specs, self._kwargs_chunk_spec if kwargs else None
+            )
+            step = _Step(is_training, True, arg_mbs, kwarg_mbs, losses=losses)
+            samples = num_samples(own_args, specs) or num_samples(kwargs, self._kwargs_chunk_spec)
+            rows = target_rows(target) if last is not None else None
+        except Exception as error:
+            shared = error if isinstance(error, PenstockError) else RunError(f"{type(error).__name__}: {error}")
+            engine.sync.refuse(request, shared)
+            shared = shared.at(rank=engine.groups.rank) if isinstance(shared, RunError) else shared
+            shared.is_shared = True
+            raise shared from error.__cause__
+        votes = (samples if is_first else None, rows)
+        maxes = tuple(-float("inf") if vote is None else float(vote) for vote in votes)
+        digest = self._digest(step)
+        agreement = Agreement.of_step(program, [], f"{request.name} on {count} microbatches")
+        result = engine.sync.exchange(request, SyncVote(agreement, maxes=maxes, content=(digest,)))
+        all_samples, all_rows = result.maxes[:2]
+        if all_samples > 0 and all_rows > 0 and all_rows % all_samples:
+            error = RunError(
+                "the target must have the same number of rows for every sample of the inputs",
+                samples=int(all_samples),
+                rows=int(all_rows),
+            )
+            error.is_shared = True
+            raise error
+        if last is not None and target is not None and self._loss is not None:
+            sizes = microbatch_sizes(int(all_samples), count) if all_samples > 0 else None
+            step.targets = split_target(target, sizes, count)
+        shapes = tuple(result.content(rank) for rank in range(engine.groups.num_ranks))
+        return step, shapes
+
+    def _digest(self, step: _Step) -> float:
+        """A number that differs if this rank's part of the step may send values of other shapes."""
+        entries: list[object] = []
+        for leaf in leaves((step.args, step.kwargs)):
+            is_plain = isinstance(leaf, bool | int | float | str | type(None))
+            entries.append(spec_of(leaf) if isinstance(leaf, Tensor) else leaf if is_plain else type(leaf).__name__)
+        for stage in self._stages:
+            entries += [parameter.requires_grad for parameter in stage.submod.parameters()]
+            entries += [module.training for module in stage.submod.modules()]
+        return float(zlib.crc32(repr(entries).encode()))
+
+    def _context(self) -> _PipelineContext:
+        step = self._step
+        assert step is not None
+        targets = None if step.targets is None else [microbatch.target for microbatch in step.targets]
+        return _PipelineContext(self, step.args, step.kwargs, targets, step.losses)
+
+    def _set_order(self, order: Schedule | Program) -> None:
+        """Run these orders from now on; raises if they do not fit the stages."""
+        if (order.num_ranks, order.num_stages) != (self.pp_group_size, self._num_stages):
+            raise ScheduleError(
+                "orders must have the ranks and stages of the pipeline",
+                orders=f"{order.num_ranks} ranks, {order.num_stages} stages",
+                pipeline=f"{self.pp_group_size} ranks, {self._num_stages} stages",
+            )
+        if order.num_microbatches != self._n_microbatches:
+            raise ScheduleError(
+                "orders must have n_microbatches",
+                orders=order.num_microbatches,
+                n_microbatches=self._n_microbatches,
+            )
+        placed = order.placement.stages[self.rank]
+        given = sorted(stage.stage_index for stage in self._stages)
+        if sorted(placed) != given:
+            raise ScheduleError(
+                "a rank must have the stages that the schedule places there",
+                rank=self.rank,
+                stages=given,
+                schedule=sorted(placed),
+                hint=f"PipelineStage(..., stage_index={placed[0]}, ...)",
+            )
+        self._order, self._version = order, self._version + 1
+        self._programs.clear()
+
+    def _checked_order(self) -> Schedule | Program:
+        if self._order is None:
+            raise ScheduleError("the schedule has no orders yet", hint="schedule._load_csv(path)")
+        return self._order
+
+    def _program(self, is_training: bool) -> Program:
+        """The lowered orders of a training or evaluation step."""
+        key = self._version, is_training
+        if key not in self._programs:
+            order = self._checked_order()
+            if isinstance(order, Program) and is_training:
+                program = order
+            else:
+                schedule = order if isinstance(order, Schedule) else _compute_only(order)
+                passes: tuple[str, ...] = ("add_transfers", "hoist_receives")
+                if is_training:
+                    passes = (*DEFAULT_PASSES, "add_shard_moves") if self._has_shard_moves() else DEFAULT_PASSES
+                program = lower(schedule if is_training else schedule.forwards(), passes=passes)
+            if is_training:
+                verify(program)
+            self._programs[key] = program
+        return self._programs[key]
+
+    def _has_shard_moves(self) -> bool:
+        types = {_ComputationType.UNSHARD, _ComputationType.RESHARD}
+        modules = [module for stage in self._stages for module in stage.submod.modules()]
+        return bool(types & set(self._functions)) or any(hasattr(module, "unshard") for module in modules)
+
+    def _started_engine(self) -> UserStageEngine:
+        """The engine of this rank; made in the first step, which all ranks take together."""
+        if self._engine is None:
+            first = self._stages[0]
+            groups = _process_groups(first.group)
+            stages = {stage.stage_index: _Stage(stage, self) for stage in self._stages}
+            engine = UserStageEngine(groups, first.device, stages, self._num_stages)
+            options = {
+                "schedule": type(self).__name__,
+                "n_microbatches": self._n_microbatches,
+                "stages": self._num_stages,
+                "loss_fn": "none" if self._loss_fn is None else "given",
+                "scale_grads": self.scale_grads,
+            }
+            engine.sync.establish(Agreement.of_options(options))
+            ranks = self.stage_index_to_group_rank
+            tied = {
+                name: TiedParameter(name, parameter, tuple(sorted({ranks[index] for index in users})))
+                for stage in self._stages
+                for name, parameter, users in stage.tied
+            }
+            across = [each for _, each in sorted(tied.items()) if len(each.ranks) > 1]
+            self._tied = TiedReducer(groups, across) if across else None
+            self._engine = engine
+        return self._engine
+
+
+class _Stage(UserStage):
+    """A stage of a schedule, as the engine calls it."""
+
+    def __init__(self, stage: PipelineStage, schedule: _PipelineSchedule) -> None:
+        self._stage, self._schedule = stage, schedule
+        self.module, self.build_weight_grad = stage.submod, stage.dw_builder
+
+    def forward(self, microbatch: int, received: list[Tensor]) -> StageOutput:
+        stage, step, loss = self._stage, self._schedule._step, self._schedule._loss
+        assert step is not None
+        args = step.args[microbatch] if stage.is_first else tuple(received)
+        stage.check_values(args, stage.input_args, "inputs")
+        output = stage.submod(*args, **step.kwargs[microbatch])
+        if not stage.is_last:
+            values = _sent_values(output)
+            stage.check_values(values, stage.output_args, "outputs")
+            return StageOutput(values)
+        if step.keeps_outputs:
+            step.outputs[microbatch] = transform(output, _detached)
+        if loss is None or step.targets is None:
+            return StageOutput(())
+        return StageOutput((), partial(loss.loss, microbatch, output))
+
+
+class PipelineScheduleSingle(_PipelineSchedule):
+    """A schedule with one stage per rank."""
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+    ) -> None:
+        """`scale_grads`: for a loss that is a mean, gradients are those of the whole batch; False: a sum of losses."""
+        if isinstance(stage, PipelineStage) and stage.num_stages != stage.group_size:
+            raise ScheduleError(
+                "the schedule has one stage per rank",
+                stages=stage.num_stages,
+                ranks=stage.group_size,
+                hint="ScheduleInterleaved1F1B, ScheduleZBVZeroBubble or another one for several stages per rank",
+            )
+        super().__init__(
+            [stage], n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads
+        )
+        self._stage = stage
+
+
+class _ScheduleForwardOnly(PipelineScheduleSingle):
+    """Runs forwards only."""
+
+    schedule_name = "gpipe"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._has_backward = False
+
+
+class ScheduleGPipe(PipelineScheduleSingle):
+    """All forwards, then all backwards."""
+
+    schedule_name = "gpipe"
+
+
+class Schedule1F1B(PipelineScheduleSingle):
+    """One forward, one backward."""
+
+    schedule_name = "1f1b"
+
+
+class PipelineScheduleMulti(_PipelineSchedule):
+    """A schedule with several stages per rank; without a schedule of its own, its orders are loaded by `_load_csv`."""
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        use_full_backward: bool | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+    ) -> None:
+        """`use_full_backward` and `backward_requires_autograd` are accepted for scripts that give their defaults."""
+        if use_full_backward is not None:
+            hint = "leave it out: the schedule decides whether backward is split"
+            raise RunError("use_full_backward is no longer an option", hint=hint)
+        if not backward_requires_autograd:
+            raise RunError("backward_requires_autograd must be True", hint="a custom function may ignore autograd")
+        super().__init__(
+            stages, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads
+        )
+
+    def _load_csv(self, filename: str | Path, format: str = "compute_only") -> None:  # noqa: A002
+        """Run the orders of a CSV file, of compute actions only or with messages ("compute_comms")."""
+        if format not in _FORMATS:
+            raise RunError("format must be one of the known ones", got=repr(format), hint=" or ".join(_FORMATS))
+        path = Path(filename)
+        self._set_order(Schedule.from_csv(path) if format == "compute_only" else _checked(Program.from_csv(path)))
+
+    def _dump_csv(self, filename: str | Path, format: str = "compute_comms") -> None:  # noqa: A002
+        """Write the orders as CSV, without or with messages."""
+        if format not in _FORMATS:
+            raise RunError("format must be one of the known ones", got=repr(format), hint=" or ".join(_FORMATS))
+        rows: Mapping[int, Sequence[Any]]
+        rows = self.pipeline_order if format == "compute_only" else self.pipeline_order_with_comms
+        Path(filename).write_text(orders_text(rows), encoding="utf-8")
+
+    def _prepare_schedule_with_comms(self, actions: Mapping[int, Sequence[Any]], format: str = "compute_only") -> None:  # noqa: A002
+        """Run orders given as actions by rank; None is a bubble."""
+        text = orders_text(actions)
+        self._set_order(Schedule.from_csv(text) if format == "compute_only" else _checked(Program.from_csv(text)))
+
+    def register_custom_function(self, computation_type: Any, custom_function: CustomFunction) -> None:
+        """Call `custom_function(action, ctx)` in place of actions of a type; `ctx.run()` does what the action does."""
+        if not callable(custom_function):
+            raise RunError("custom_function must be a function", got=type(custom_function).__name__)
+        self._functions[check_custom(computation_type)] = custom_function
+        self._version += 1
+        self._programs.clear()
+
+
+class _PipelineScheduleRuntime(PipelineScheduleMulti):
+    """The schedules below in torch; here every PipelineScheduleMulti runs orders with messages and custom functions."""
+
+
+class ScheduleLoopedBFS(_PipelineScheduleRuntime):
+    """All microbatches of one stage before the next stage of the rank."""
+
+    schedule_name = "looped_bfs"
+
+
+class ScheduleInterleaved1F1B(_PipelineScheduleRuntime):
+    """One forward, one backward, over several stages per rank."""
+
+    schedule_name = "interleaved"
+
+
+class ScheduleInterleavedZeroBubble(_PipelineScheduleRuntime):
+    """Interleaved 1F1B with weight gradients in the gaps."""
+
+    schedule_name = "interleaved_zb"
+
+
+class ScheduleZBVZeroBubble(_PipelineScheduleRuntime):
+    """Two stages per rank in the shape of a V, with weight gradients in the gaps."""
+
+    schedule_name = "zbv"
+
+
+class ScheduleDualPipeV(_PipelineScheduleRuntime):
+    """Two stages per rank in the shape of a V; forwards and backwards of different microbatches in pairs."""
+
+    schedule_name = "dualpipe_v"
+
+
+_CLASSES: tuple[type[_PipelineSchedule], ...] = (
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleGPipe,
+    ScheduleLoopedBFS,
+    ScheduleInterleavedZeroBubble,
+    PipelineScheduleSingle,
+    PipelineScheduleMulti,
+    ScheduleZBVZeroBubble,
+    ScheduleDualPipeV,
+)
+
+
+def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
+    """The class of a schedule by its name, such as "1F1B", "Schedule1F1B" or "interleaved"; case does not matter."""
+    wanted = str(schedule_name).lower()
+    for member in _CLASSES:
+        name = member.__name__.lower()
+        if wanted in (name, name.removeprefix("schedule"), member.schedule_name or name):
+            return member
+    names = ", ".join(member.__name__.removeprefix("Schedule") for member in _CLASSES)
+    raise ScheduleError("unknown schedule", name=repr(schedule_name), hint=f"one of {names}")
+
+
+def _process_groups(group: Any) -> ProcessGroups:
+    """The groups of a pipeline whose ranks are those of a group of torch.distributed."""
+    ranks, is_gloo = dist.get_process_group_ranks(group), dist.get_backend(group) == "gloo"
+    control = group if is_gloo else dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    monitor = RankMonitor(ranks, (), RunOptions().deadline_seconds)
+    return ProcessGroups(dist.get_rank(group), len(ranks), group, control, monitor=monitor)
+
+
+def _checked(program: Program) -> Program:
+    if program.cuts.edges != Cuts.chain(program.num_stages).edges:
+        raise ScheduleError("messages must lead to the next stage", edges=program.cuts.edges)
+    verify(program)
+    return program
+
+
+def _compute_only(program: Program) -> Schedule:
+    """The orders of a program without messages."""
+    rows = [[action for action in row if hasattr(action, "parts")] for row in program.orders]
+    return Schedule.of(program.placement, program.num_microbatches, rows)
+
+
+def _sent_values(output: Any) -> list[Tensor]:
+    values = [output] if isinstance(output, Tensor) else output
+    if not isinstance(values, list | tuple) or not values or not all(isinstance(value, Tensor) for value in values):
+        raise RunError(
+            "a stage must return a tensor, or a list or tuple of tensors",
+            got=type(output).__name__,
+            hint="return what the next stage needs; the last stage may return anything",
+        )
+    return list(values)
+
+
+def _detached(leaf: object) -> object:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,105 @@
+"""Stages that exist on their own rank: a module, its place in the pipeline, and its process group."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.errors import RunError
+from penstock.ir import as_int
+
+
+class PipelineStage:
+    """One stage of a pipeline of `num_stages`. Only its own rank needs `submodule`; shapes of messages are inferred.
+
+    The first stage is called with the arguments of `step`, every other one with what the stage before it returned: a
+    tensor, or a list or tuple of tensors. Keyword arguments of `step` are those of the stages of the rank that gives
+    them. `dw_builder()` is called after each backward and returns a function that computes the weight gradients, for
+    modules whose own backward does not. Example tensors, as `input_args`, are compared with the real ones.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device | str,
+        input_args: Tensor | tuple[Tensor, ...] | None = None,
+        output_args: Tensor | tuple[Tensor, ...] | None = None,
+        output_grads: Tensor | tuple[Tensor | None, ...] | None = None,
+        input_grads: Tensor | tuple[Tensor | None, ...] | None = None,
+        group: Any = None,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
+        get_mesh: Any = None,
+    ) -> None:
+        if not dist.is_initialized():
+            hint = "dist.init_process_group('gloo'), torchrun, or penstock.launch"
+            raise RunError("torch.distributed is not initialised in this process", hint=hint)
+        if not isinstance(submodule, nn.Module):
+            raise RunError("submodule must be a module", got=type(submodule).__name__)
+        index, count = as_int(stage_index), as_int(num_stages)
+        if index is None or count is None or not 0 <= index < count:
+            raise RunError(
+                "stage_index must be at least 0 and below num_stages",
+                stage_index=repr(stage_index),
+                num_stages=repr(num_stages),
+            )
+        if dw_builder is not None and not callable(dw_builder):
+            raise RunError("dw_builder must be a function", got=type(dw_builder).__name__)
+        self.submod, self.stage_index, self.num_stages = submodule, index, count
+        self.device = torch.device(device)
+        self.group = group if group is not None else dist.group.WORLD
+        self.group_rank, self.group_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.group_size > count:
+            raise RunError(
+                "there must be at least one stage per rank", stages=count, ranks=self.group_size, hint="fewer ranks"
+            )
+        self.dw_builder = dw_builder
+        self.input_args, self.output_args = _examples(input_args), _examples(output_args)
+        self.has_backward = False
+        self.tied: Sequence[tuple[str, nn.Parameter, tuple[int, ...]]] = ()
+        """parameters of a traced model that several stages use: name, parameter and stages"""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first stage."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the last stage."""
+        return self.stage_index == self.num_stages - 1
+
+    def check_values(self, values: Sequence[Any], examples: Sequence[Tensor] | None, what: str) -> None:
+        """Compare values with the examples that the stage was given."""
+        if examples is None:
+            return
+        found, expected = ([(tuple(each.shape), each.dtype) for each in tensors] for tensors in (values, examples))
+        if found != expected:
+            raise RunError(
+                f"the {what} of a stage must be like its examples",
+                stage=self.stage_index,
+                found=found,
+                examples=expected,
+                hint=f"the examples of a microbatch, or none: shapes are inferred without {what[:-1]}_args",
+            )
+
+
+def build_stage(
+    stage_module: nn.Module, stage_index: int, pipe_info: Any, device: torch.device | str, group: Any = None
+) -> PipelineStage:
+    """A stage from a module of `Pipe.get_stage_module`, for example wrapped for data parallelism; see `Pipe.info`."""
+    stage = PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
+    stage.tied = pipe_info.tied_of(stage_module)
+    return stage
+
+
+def _examples(given: Any) -> tuple[Tensor, ...] | None:
+    if given is None:
+        return None
+    examples = (given,) if isinstance(given, Tensor) else tuple(given)
+    if not all(isinstance(each, Tensor) for each in examples):
+        raise RunError("examples must be tensors", got=[type(each).__name__ for each in examples])
+    return examples

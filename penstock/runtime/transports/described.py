@@ -1,0 +1,187 @@
+"""Messages between processes whose content the receiver does not know: a header has its shapes and dtypes.
+
+Hand-written stages are not recorded, so the shapes of their outputs are known only after they have run. gloo itself
+would not detect a mismatch. Header and content travel over the group of host tensors: on a transport without tags, as
+NCCL is, the receive of a content would have to be issued before its header has arrived.
+"""
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.capture import spec_of
+from penstock.errors import RunError
+from penstock.ir import TensorSpec, Value
+from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.monitor import RankMonitor
+from penstock.runtime.transports.base import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Tensors, Transport
+
+HEADER_BYTES = 4096
+_HEADER_TAG, _CONTENT_TAG = 2_000_000_021, 2_000_000_022
+_HOST = torch.device("cpu")
+
+
+class DescribedTransport(Transport):
+    """Sends any number of tensors of any shape in each message; the codecs of a route are not used."""
+
+    def __init__(self, groups: ProcessGroups, device: torch.device) -> None:
+        super().__init__(device)
+        assert groups.monitor is not None
+        self.group, self.monitor = groups.control, groups.monitor
+        self.call = 0
+        """the number of the step, equal on all ranks: a message of an interrupted step is not taken for one of this"""
+        self.posted: dict[int, deque[_RecvSlot]] = {}
+        """by rank, receives whose content was not posted yet, in the order in which the rank sends"""
+
+    def send_slot(self, route: Route) -> SendSlot:
+        """The sending end of a message."""
+        return _SendSlot(route, self)
+
+    def recv_slot(self, route: Route) -> RecvSlot:
+        """The receiving end of a message."""
+        return _RecvSlot(route, self)
+
+    def clear(self) -> None:
+        """Drop messages in transit."""
+        super().clear()
+        self.posted.clear()
+
+    def wait(self, works: Sequence[Any], route: Route) -> None:
+        """Wait for parts of a message, at most until the deadline."""
+        monitor: RankMonitor = self.monitor
+        try:
+            for work in works:
+                work.wait(monitor.deadline)
+        except RuntimeError as error:
+            raise monitor.message_error(route.code, route.peer, error) from error
+
+
+class _SendSlot(SendSlot):
+    __slots__ = ("_sent", "_tensors", "_transport", "_works")
+
+    def __init__(self, route: Route, transport: DescribedTransport) -> None:
+        super().__init__(route)
+        self._transport = transport
+        self._tensors: Tensors = ()
+        self._sent: list[Tensor] = []
+        self._works: list[Any] = []
+
+    def put(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def send(self) -> None:
+        tensors, self._tensors = self._tensors, ()
+        specs = [None if tensor is None else spec_of(tensor) for tensor in tensors]
+        self._send(_header(specs, self._transport.call, self.route.key), _HEADER_TAG)
+        for tensor, spec in zip(tensors, specs, strict=True):
+            if tensor is not None and spec is not None and tensor.numel():
+                # Kept until the send is done: gloo reads from this memory until then.
+                self._send(TensorCodec(Value("value", spec)).pack(tensor, _HOST).cpu(), _CONTENT_TAG)
+
+    def _send(self, content: Tensor, tag: int) -> None:
+        self._sent.append(content)
+        self._works.append(self._transport.group.send([content], self.route.peer, tag))
+
+    def release(self) -> None:
+        self._transport.wait(self._works, self.route)
+        self._works, self._sent = [], []
+
+    def finish(self) -> None:
+        if self._works:
+            self._transport.monitor.waiting(self.route.code, self.route.peer)
+            self.release()
+
+    @property
+    def held(self) -> list[Tensor]:
+        return [*self._sent, *(tensor for tensor in self._tensors if tensor is not None)]
+
+    def clear(self) -> None:
+        self._tensors, self._works, self._sent = (), [], []
+
+
+class _RecvSlot(RecvSlot):
+    __slots__ = ("_buffers", "_codecs", "_header", "_header_work", "_received", "_transport", "_works")
+
+    def __init__(self, route: Route, transport: DescribedTransport) -> None:
+        super().__init__(route)
+        self._transport = transport
+        self._header: Tensor | None = None
+        self._header_work: Any = None
+        self.clear()
+
+    def post(self) -> None:
+        """Post the receive of the header; that of the content follows once the header is here."""
+        transport, peer = self._transport, self.route.peer
+        self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        self._header_work = transport.group.recv([self._header], peer, _HEADER_TAG)
+        transport.posted.setdefault(peer, deque()).append(self)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._header is None and all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        transport, peer = self._transport, self.route.peer
+        transport.monitor.waiting(self.route.code, peer)
+        # Contents are received in the order in which they are sent, which is that of the headers.
+        while self._header is not None:
+            transport.posted[peer].popleft().post_content()
+        transport.wait(self._works, self.route)
+        device, pairs = transport.device, zip(self._codecs, self._buffers, strict=True)
+        self._received = [None if codec is None else codec.unpack(buffer.to(device)) for codec, buffer in pairs]
+        self._works, self._buffers, self._codecs = [], [], []
+
+    def post_content(self) -> None:
+        """Wait for the header and post receives of the tensors that it describes."""
+        assert self._header is not None
+        self._transport.wait([self._header_work], self.route)
+        specs = _read_header(self._header, self._transport.call, self.route.key)
+        self._header, self._header_work = None, None
+        is_gradient = self.route.key[0] > self.route.key[1]
+        for spec in specs:
+            codec = None if spec is None else TensorCodec(Value("value", spec), is_gradient)
+            buffer = torch.empty(0) if codec is None else codec.buffer(_HOST)
+            self._codecs.append(codec)
+            self._buffers.append(buffer)
+            if codec is not None and not codec.is_empty:
+                self._works.append(self._transport.group.recv([buffer], self.route.peer, _CONTENT_TAG))
+
+    def take(self) -> Tensors:
+        received, self._received = self._received, []
+        return received
+
+    @property
+    def held(self) -> list[Tensor]:
+        return self._buffers
+
+    def clear(self) -> None:
+        self._header, self._header_work = None, None
+        self._works: list[Any] = []
+        self._buffers: list[Tensor] = []
+        self._codecs: list[TensorCodec | None] = []
+        self._received: list[Tensor | None] = []
+
+
+def _header(specs: Sequence[TensorSpec | None], call: int, key: MessageKey) -> Tensor:
+    rows = [spec and [spec.dtype, spec.shape, spec.requires_grad, spec.order] for spec in specs]
+    data = json.dumps([call, key, rows]).encode()
+    if len(data) > HEADER_BYTES:
+        hint = "stack or concatenate some of them"
+        raise RunError("too many values for the header of a message", values=len(specs), stages=key[:2], hint=hint)
+    return torch.frombuffer(bytearray(data.ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+
+def _read_header(header: Tensor, call: int, key: MessageKey) -> list[TensorSpec | None]:
+    found_call, found_key, rows = json.loads(header.numpy().tobytes())
+    if (found_call, tuple(found_key)) != (call, key):
+        raise RunError(
+            "received a message of another call, probably one that failed",
+            expected=(call, *key),
+            found=(found_call, *found_key),
+            hint="restart the processes",
+        )
+    return [row and TensorSpec(tuple(row[1]), row[0], row[2], tuple(row[3])) for row in rows]
