@@ -105,6 +105,7 @@ class Pipeline:
 
         self._engine_of = engine
         self._engine = engine(plan)
+        self._sync.close()
 
     def step(
         self,

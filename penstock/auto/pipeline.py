@@ -59,7 +59,7 @@ class ParallelizeFnProtocol(Protocol):
 
 
 class TrainingSchedule:
-    """Runs a Pipeline with the call of torch's schedules, but with the same call on every rank."""
+    """Runs a Pipeline with the call of torch's schedules, the same on every rank unless built with `inputs="first"`."""
 
     def __init__(self, name: str, pipeline: Pipeline, cache: bool | None, takes_logits: bool) -> None:
         """`cache` is passed to the model as `use_cache` unless it is None; the loss function may take the logits."""
@@ -173,12 +173,14 @@ class AutoPipeline:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         split: Split | None = None,
+        inputs: str = "all",
     ) -> "AutoPipeline":
         """Cut the model and keep the stages of this rank. Collective: all ranks call it with the same arguments.
 
         Without a `loss_fn` the model returns its loss itself. `parallelize_fn` is called once for every stage of this
         rank and changes it in place. A model that is not from Hugging Face needs an example batch: `args`, `kwargs`.
-        `split` is that of a Pipeline.
+        `split` and `inputs` are those of a Pipeline: with `inputs="first"` the batch is passed on rank 0 only, the target
+        there or on the rank of the last stage.
         """
         config = self.config
         self._check_build(model, parallelize_fn)
@@ -211,6 +213,7 @@ class AutoPipeline:
             mesh=config.pipeline_mesh(),
             parallelize_fn=take_stage,
             reduction="mean" if config.scale_grads_in_schedule else "sum",
+            inputs=inputs,
             depth=config.depth,
             basic_blocks=config.basic_blocks,
         )
@@ -229,7 +232,7 @@ class AutoPipeline:
                 raise PlanError(f"{field} needs a parallelize_fn, which it is passed to", hint=hint)
 
     def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Result:
-        """Forward and backward of one batch, the same call on every rank; fills `losses` with one per microbatch."""
+        """Forward and backward of one batch, called on every rank; fills `losses` with one per microbatch."""
         return self._schedule.step(*args, target=target, losses=losses, **kwargs)
 
     def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Result:

@@ -4,6 +4,7 @@ gloo notices a dead peer only through a closed connection or a timeout. The stat
 the peer stopped.
 """
 
+import math
 import os
 import sys
 import threading
@@ -17,11 +18,15 @@ from penstock.launch.error_report import FOLLOWS, ErrorReport, WaitFailure, clas
 from penstock.launch.hang_report import explain_hang, status_line
 from penstock.launch.process_state import GONE
 from penstock.launch.status_file import (
+    ABSENT,
     BUSY,
     ENDED,
     MAX_FAILURE_BYTES,
+    PREPARING,
+    STARTED,
     SYNCING,
     WAITING,
+    WORKING,
     RankStatus,
     StatusFile,
     StatusReader,
@@ -84,6 +89,15 @@ class PeerWatcher:
         ended = [rank for rank in awaited if rank is not None and self._read(rank).state == ENDED]
         point = now.sync_point if now.state == SYNCING else f"{now.action} of step {now.step}"
         return f"rank {ended[0]} finished before {point}" if ended else ""
+
+    def idle_seconds(self) -> float:
+        """For how long no rank has been starting, preparing a step or computing, as far as is known."""
+        now, seconds = time.monotonic(), math.inf
+        for status in self._read_all():
+            # A rank of another host has no file here: it may be at work.
+            is_at_work = status.state in (ABSENT, STARTED, PREPARING, WORKING) and not status.failure
+            seconds = min(seconds, 0.0 if is_at_work else now - status.since)
+        return seconds
 
     def message_error(self, code: int, peer: int, error: BaseException) -> RunError:
         """Explain a RuntimeError of torch.distributed that ended a wait for the message `code`."""

@@ -18,7 +18,7 @@ from penstock.passes import DEFAULT_PASSES
 from penstock.runtime.compile import CompiledStep, StepCompiler
 from penstock.runtime.executor import ActionTimes, StageRunner, execute, execute_local, watch_step
 from penstock.runtime.health import Extremes, NonfiniteProbe, agree_on_origin
-from penstock.runtime.inputs import BatchSender
+from penstock.runtime.inputs import BatchSender, GivenNames, has_no_batch, naming_the_first_rank
 from penstock.runtime.loss_head import LossHead, StepWarnings
 from penstock.runtime.model_part import BufferName, ModelPart
 from penstock.runtime.options import RunOptions
@@ -59,6 +59,7 @@ class Engine:
         self._split_rules = dict(split or {})
         is_sent = inputs == "first" and not groups.is_local
         self._sender = BatchSender(part, plan, self._split_batch) if is_sent else None
+        self._given_names = GivenNames(part.captured.model.forward)
         self._seed = 0
         """of the random numbers of the current step"""
         self._snapshot = StepSnapshot(
@@ -155,8 +156,11 @@ class Engine:
     def _target_as_argument(self, batch: Batch) -> Batch:
         """The batch with its target among the keyword arguments, if the model's forward has a parameter `target`."""
         args, kwargs, target = batch
-        if target is None or TARGET not in inspect.signature(self._part.captured.model.forward).parameters:
+        if target is None or self._loss_head.has_loss_fn:
             return batch
+        if TARGET not in inspect.signature(self._part.captured.model.forward).parameters:
+            hint = "Pipeline(..., loss_fn=...), or no target if the model computes its loss from its arguments"
+            raise RunError("a target needs a loss function or a model whose forward takes it", hint=hint)
         return args, {**kwargs, TARGET: target}, None
 
     def _split_batch(self, batch: Batch, recordings: tuple[Recording, ...] | None = None) -> SplitBatch:
@@ -185,6 +189,12 @@ class Engine:
         """Begin a step whose batch every rank was given; the ranks compare the steps that they derive from it."""
         groups, every = self._groups, self._options.check_inputs_every
         with self._refusing(request):
+            if has_no_batch(batch) and not groups.is_local:
+                hint = (
+                    "the same call with the whole batch on every rank; to pass the batch on rank 0 only, and the "
+                    'target there or on the rank of the last stage, use inputs="first"'
+                )
+                raise RunError("a rank was given no batch", hint=hint)
             split = self._split_batch(self._target_as_argument(batch))
             compiled = self._compiled(split, is_training)
             batch_checksum = 0
@@ -209,28 +219,52 @@ class Engine:
     def _begin_sent(
         self, sender: BatchSender, batch: Batch, request: SyncRequest, is_training: bool
     ) -> tuple[SplitBatch, CompiledStep, float]:
-        """Begin a step whose batch only rank 0 was given; the ranks sync first, then receive their parts of it."""
+        """Begin a step whose batch only rank 0 was given; the ranks sync first, then receive their parts of it.
+
+        The rank of the last stage may have the target instead.
+        """
         # All ranks must have the same list of signatures, or they would wait for tensors that are not sent.
         known = f"{self._plan.num_microbatches}, after {sender.num_signatures} kinds of batches"
         agreement = Agreement.of_options({"microbatches": known})
-        outgoing, vote = None, SyncVote(agreement, sums=(0.0, 0.0), maxes=(0.0,))
-        if self._groups.rank == 0:
-            with self._refusing(request):
+        groups, has_loss_fn = self._groups, self._loss_head.has_loss_fn
+        every, target_checksum = self._options.check_inputs_every, 0
+        if batch[2] is not None and every and request.step % every == 0:
+            target_checksum = checksum([dict(named_leaves(batch[2], TARGET))])
+        given = (self._given_names.mask(batch), float(target_checksum))
+        outgoing, own_target = None, batch[2] if groups.rank == self._last_rank and has_loss_fn else None
+        if groups.rank == 0:
+            with self._refusing(request), naming_the_first_rank():
+                if has_no_batch(batch):
+                    hint = "step(x, target=y) on rank 0; the target may be passed on the rank of the last stage"
+                    raise RunError('with inputs="first" rank 0 must be given the batch', hint=hint)
                 outgoing = sender.prepare(self._target_as_argument(batch))
-                sums = self._size_and_loss(outgoing.split, self._compiled(outgoing.split, is_training))
+                size, has_loss = self._size_and_loss(outgoing.split, self._compiled(outgoing.split, is_training))
             index = outgoing.signature_index
             is_new = not sender.is_agreed(index, is_training)
-            vote = SyncVote(agreement, sums=sums, maxes=(float(is_new),), content=(float(index),))
+            content = (*given, float(index))
+            vote = SyncVote(agreement, sums=(size, has_loss, 0.0), maxes=(float(is_new),), content=content)
+        else:
+            has_loss = float(own_target is not None)
+            vote = SyncVote(agreement, sums=(0.0, 0.0, has_loss), maxes=(0.0,), content=given)
         result = self._sync.exchange(request, vote)
-        index = int(result.content(0)[0])
+        contents = [result.content(rank) for rank in range(groups.num_ranks)]
+        self._given_names.check([content[0] for content in contents], self._last_rank, has_loss_fn)
+        checksums = [content[1] for rank, content in enumerate(contents) if rank in (0, self._last_rank) and content[1]]
+        if len(set(checksums)) > 1:
+            error = RunError("rank 0 and the rank of the last stage were given different targets", hint="one of them")
+            error.is_shared = True
+            raise error
+        index = int(contents[0][2])
         if result.maxes[0] <= 0:
-            split = sender.receive(index) if outgoing is None else sender.send(outgoing)
+            split = sender.receive(index, own_target) if outgoing is None else sender.send(outgoing)
             compiled = self._compiled(split, is_training)
         else:
             # The signature is new to at least one replica: all ranks agree on the step that they derive from it.
             new = SyncRequest("the shapes of a batch", request.step)
+            if groups.monitor is not None:
+                groups.monitor.building()
             with self._refusing(new):
-                split = sender.receive(index) if outgoing is None else sender.send(outgoing)
+                split = sender.receive(index, own_target) if outgoing is None else sender.send(outgoing)
                 compiled = self._compiled(split, is_training)
             self._sync.exchange(new, SyncVote(compiled.agreement))
             sender.commit(index, is_training)
@@ -266,13 +300,15 @@ class Engine:
 
     def _mean_size(self, result: SyncResult) -> float:
         """The number of samples, averaged over the replicas; raises an error if only some replicas have a loss."""
-        count, (samples, losses) = self._groups.num_pipelines, result.sums[:2]
+        count, (samples, *by_rank) = self._groups.num_pipelines, result.sums[:3]
+        # The target is that of rank 0 or, with inputs="first", of the rank of the last stage.
+        losses = max(by_rank)
         if losses not in (0.0, count):
             error = RunError(
                 "some replicas have a target or labels and others do not",
                 with_loss=int(losses) // self._groups.tensor_ranks,
                 replicas=self._groups.num_replicas,
-                hint="give a target, or labels, on every replica or on none",
+                hint="give a target, or labels, on the same rank of every replica or on none",
             )
             error.is_shared = True
             raise error

@@ -103,7 +103,7 @@ class ProcessGroups:
             work.wait()
             return
         try:
-            work.wait(self.monitor.deadline)
+            self.monitor.wait(work)
         except RuntimeError as error:
             raise self.monitor.sync_error(error) from error
 

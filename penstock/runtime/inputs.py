@@ -1,12 +1,15 @@
 """Sends the batch of a step from rank 0 to the other ranks, with `Pipeline(..., inputs="first")`."""
 
-from collections.abc import Callable, Collection, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock.capture import LruCache, Recording
+from penstock.errors import CaptureError, NoLossError, RunError
 from penstock.ir import Plan, leaves, named_inputs, named_leaves
 from penstock.runtime.broadcast import flatten_structure, read_structure
 from penstock.runtime.groups import ProcessGroups
@@ -89,15 +92,30 @@ class BatchSender:
         self._keep_signature(index, outgoing.structure, outgoing.split, outgoing.batch)
         return outgoing.split
 
-    def receive(self, index: int) -> SplitBatch:
-        """On the other ranks: receive a batch; the tensors that this rank does not need are uninitialised memory."""
+    def receive(self, index: int, own_target: Any = None) -> SplitBatch:
+        """On the other ranks: receive a batch; the tensors that this rank does not need are uninitialised memory.
+
+        `own_target` is used if the batch has no target.
+        """
         groups, known = self._part.groups, self._signatures.find(index)
         structure = groups.broadcast_text("", 0) if known is None else known.structure
         build, buffers = read_structure(structure)
         buffers = [buffer.to(self._part.device) for buffer in buffers]
         batch = _as_batch(build(receive_tensors(groups, buffers, self._needed_by(index, groups.rank))))
-        split = self._split(batch, None if known is None else known.recordings)
+        recordings = None if known is None else known.recordings
+        split = self._split(batch, recordings)
+        # Without the target of this rank: rank 0, which does not have it, must find the same signature.
         self._keep_signature(index, structure, split, batch)
+        if own_target is None or batch[2] is not None:
+            return split
+        split = self._split((batch[0], batch[1], own_target), split.recordings)
+        for path, cut in split.microbatches[0].cuts.items():
+            if path.startswith(".2") and cut.sizes and not cut.sizes.startswith(TARGET):
+                raise RunError(
+                    "a target whose lengths are an argument of the model must be passed on rank 0",
+                    lengths=cut.sizes,
+                    hint="step(x, target=y) on rank 0",
+                )
         return split
 
     def commit(self, index: int, is_training: bool) -> None:
@@ -158,6 +176,59 @@ class BatchSender:
                 or name.startswith(tuple(f"{prefix}." for prefix in lists))
             }
         return signature.needed[rank]
+
+
+class GivenNames:
+    """Which arguments each rank passed to a step, as the bits of a number."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._signature = inspect.signature(forward)
+        parameters = [name for name in self._signature.parameters if name != TARGET]
+        # A vote holds floats, which are exact up to 2**53. Further parameters are not compared.
+        self._bits = {name: 1 << bit for bit, name in enumerate((TARGET, *parameters[:50]))}
+
+    def mask(self, batch: Batch) -> float:
+        """The arguments of this rank that are not None."""
+        try:
+            given = self._signature.bind_partial(*batch[0], **batch[1]).arguments
+        except TypeError:  # rank 0 reports arguments that the model does not take
+            given = {}
+        names = [name for name, value in (*given.items(), (TARGET, batch[2])) if value is not None]
+        return float(sum({self._bits.get(name, 0) for name in names}))
+
+    def check(self, masks: Sequence[float], last_rank: int, has_loss_fn: bool) -> None:
+        """Raise an error, the same on every rank, if a rank passed an argument that would not be used."""
+        for rank, mask in enumerate(masks):
+            unused = int(mask) & ~int(masks[0])
+            if rank == last_rank and has_loss_fn:
+                unused &= ~self._bits[TARGET]
+            if not unused:
+                continue
+            names = [name for name, bit in self._bits.items() if unused & bit]
+            hint = f"pass {', '.join(names)} on rank 0"
+            if has_loss_fn:
+                hint += f", which sends the batch to the others; only target may be passed on rank {last_rank} instead"
+            error = RunError(
+                'with inputs="first" a rank was given arguments that rank 0 was not', rank=rank, names=names, hint=hint
+            )
+            error.is_shared = True
+            raise error
+
+
+def has_no_batch(batch: Batch) -> bool:
+    """Whether a rank passed at most a target and options of the model, such as `use_cache=False`."""
+    return not batch[0] and all(value is None or isinstance(value, int | float | str) for value in batch[1].values())
+
+
+@contextmanager
+def naming_the_first_rank() -> Iterator[None]:
+    """Add to an error of the model that it was given the arguments of rank 0 only."""
+    try:
+        yield
+    except (CaptureError, NoLossError) as error:
+        hints = (error.hint, 'with inputs="first" the model gets the arguments of rank 0 only: pass all of them there')
+        hint = "; ".join(filter(None, hints))
+        raise type(error)(error.problem, hint=hint, report=error.report, **error.values) from error.__cause__
 
 
 def send_tensors(

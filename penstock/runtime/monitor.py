@@ -5,9 +5,12 @@ environment variable PENSTOCK_WATCH=0 disables that thread, for a process that o
 """
 
 import os
+import threading
+import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,7 +26,8 @@ from penstock.launch import (
 
 VARIABLE = "PENSTOCK_WATCH"
 FIRST_STEP_SECONDS = 600.0
-"""minimum deadline of a first step, which records the model, compiles the program and selects kernels"""
+"""minimum deadline of a first step while ranks record the model, compile the program and select kernels"""
+_POLL_SECONDS = 0.2
 
 
 class RankMonitor:
@@ -38,10 +42,35 @@ class RankMonitor:
         self._warm: set[bool] = set()
         """the kinds of step (True: training, False: evaluation) of which at least one has succeeded"""
         self.step = 0
+        self._is_first_step = False
+        # A wait of NCCL belongs to the stream of its thread.
+        self._can_wait_in_thread = dist.get_backend() == "gloo"
         self._set_deadline(is_first=True)
         if os.environ.get(VARIABLE, "1") != "0":
             self._watcher.start()
             weakref.finalize(self, self._watcher.stop)
+
+    def wait(self, work: Any) -> None:
+        """Wait for an operation of torch.distributed, at most until the deadline.
+
+        In a first step the deadline counts from the moment at which no rank is building the step or computing.
+        """
+        if not self._is_first_step:
+            work.wait(self.deadline)
+            return
+        # gloo closes its connections when a wait times out, so the wait cannot be repeated with a short timeout.
+        errors: list[BaseException] = []
+        waiting = threading.Thread(target=_wait, args=(work, self.deadline, errors), daemon=True)
+        waiting.start()
+        start = time.monotonic()
+        while waiting.is_alive():
+            waiting.join(_POLL_SECONDS)
+            idle_seconds = min(time.monotonic() - start, self._watcher.idle_seconds())
+            if waiting.is_alive() and idle_seconds > self._deadline_seconds:
+                self._watcher.deadline_seconds = self._deadline_seconds
+                raise RuntimeError("timed out: no rank is building or computing")
+        if errors:
+            raise errors[0]
 
     def working(self, code: int) -> None:
         """This rank is about to run the action with this code."""
@@ -58,12 +87,18 @@ class RankMonitor:
 
     def idle(self) -> None:
         """A call other than a step is over."""
+        self._is_first_step = False
         self._status.idle(max(self.step - 1, 0))
+
+    def building(self) -> None:
+        """This rank prepares its stages or a new kind of step, for which others wait in their first step."""
+        self._status.preparing(self.step)
 
     def step_started(self, step: int, is_training: bool) -> None:
         """A step begins. The caller has handled any earlier failure, so its record is cleared."""
         self.step = step
         self._set_deadline(is_first=is_training not in self._warm)
+        self._is_first_step = is_training not in self._warm and self._can_wait_in_thread
         self._status.preparing(step)
         if self._status.failure:
             self._status.recovered()
@@ -71,11 +106,13 @@ class RankMonitor:
     def step_finished(self, is_training: bool) -> None:
         """A step succeeded. Steps of its kind are warm now, so their waits get the short deadline."""
         self._warm.add(is_training)
+        self._is_first_step = False
         self._set_deadline(is_first=False)
         self._status.idle(self.step if is_training else max(self.step - 1, 0))
 
     def step_failed(self, error: BaseException) -> None:
         """A step failed on this rank only: publish the error for the other ranks."""
+        self._is_first_step = False
         self._status.failed(ErrorReport.of(error, self._status.rank).to_json(MAX_FAILURE_BYTES))
 
     def message_error(self, code: int, peer: int, error: RuntimeError) -> RunError:
@@ -90,3 +127,10 @@ class RankMonitor:
         seconds = max(self._deadline_seconds, FIRST_STEP_SECONDS if is_first else 0.0)
         self.deadline = timedelta(seconds=seconds)
         self._watcher.deadline_seconds = seconds
+
+
+def _wait(work: Any, deadline: timedelta, errors: list[BaseException]) -> None:
+    try:
+        work.wait(deadline)
+    except BaseException as error:
+        errors.append(error)

@@ -17,7 +17,8 @@ class RunOptions:
     nonfinite: str = "raise"
     """what to do when a loss or gradient is NaN or Inf: "raise", "skip" the step, or "ignore" it"""
     deadline_seconds: float = 60.0
-    """how long a rank waits for another before it raises an error; the first step may take longer"""
+    """how long a rank waits for another before it raises an error; in a first step, the time in which ranks record the
+    model, compile the step or compute is added"""
     check_inputs_every: int = 100
     """interval in steps at which the ranks compare their batches; 0: never"""
     restore_gradients: bool = True

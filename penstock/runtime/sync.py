@@ -148,6 +148,8 @@ class RankSync:
         number, largest, smallest = result.maxes[:3]
         self._pipeline = int(number)
         RankSync._next_pipeline = self._pipeline + 1
+        if self._groups.monitor is not None:
+            self._groups.monitor.building()
         return largest == -smallest
 
     def exchange(self, request: SyncRequest, vote: SyncVote = _EMPTY) -> SyncResult:

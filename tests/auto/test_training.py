@@ -59,6 +59,33 @@ def test_a_csv_without_a_name_has_the_losses_of_the_unsplit_model(pools, tmp_pat
     assert_all_close(pools[2].run(llama_job, settings), llama_losses)
 
 
+def torch_calls_job():
+    """The batch on the first rank, the target on the last, as with torch's schedules; and the same without `inputs`."""
+    model, ((ids, labels),) = decoder(), batches(1)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    config = AutoPipelineConfig(world_mesh=mesh, pp_batch_size=SAMPLES)
+    losses, texts = [], []
+    for inputs in ("first", "all"):
+        info = AutoPipeline(config).build(model, loss_fn=mean_loss, inputs=inputs).info
+        args, kwargs = ((ids,), {}) if info.has_first_stage else ((), {"target": labels})
+        try:
+            info.schedule.step(*args, **kwargs, losses=losses)
+        except penstock.RunError as error:
+            texts.append(str(error))
+    return [float(loss) for loss in losses], texts
+
+
+def test_the_calls_of_torchs_schedules_train_with_inputs_first_and_are_refused_without(pools):
+    ((ids, labels),) = batches(1)
+    model = decoder()
+    rows = [slice(row, row + 1) for row in range(SAMPLES)]
+    expected = [mean_loss(model(ids[row]).logits, labels[row]).item() for row in rows]
+    for losses, (text,) in pools[2].run(torch_calls_job):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        assert text.startswith("a rank was given no batch")
+        assert 'inputs="first"' in text
+
+
 def family_job(kind, settings, changes):
     return piped(built(decoder(kind, **changes), (4,), **settings), batches(STEPS))
 

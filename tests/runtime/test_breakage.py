@@ -166,6 +166,62 @@ def test_a_rank_that_does_not_come_to_a_step_is_named_with_that_step():
     assert "after step 1" in text
 
 
+def fails_before_its_first_step(is_inside):
+    """Rank 1 catches its own error, before or inside its first step, and does not take the step with the others."""
+    model = nn.Sequential(*[FaultyBlock() for _ in range(2)])
+    plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    options = penstock.RunOptions(deadline_seconds=3.0)
+
+    def loss_fn(output, target):
+        if is_inside and dist.is_initialized():
+            raise KeyError("boom")
+        return functional.mse_loss(output, target)
+
+    pipe = penstock.Pipeline(model, plan, loss_fn=loss_fn, options=options)
+    if dist.get_rank() == 0:
+        pipe.step(X, target=Y)
+    try:
+        if not is_inside:
+            raise KeyError("boom")
+        pipe.step(X, target=Y)
+    except (KeyError, RunError):
+        if is_inside:
+            pipe.step(X, target=Y)
+        time.sleep(240)
+
+
+@pytest.mark.parametrize(
+    ("is_inside", "words"),
+    [
+        (False, "timed out waiting for the other ranks at the start of step 0 (step: 0, deadline seconds: 3"),
+        (True, "timed out waiting for "),
+    ],
+)
+def test_the_deadline_holds_in_the_first_step_if_one_rank_caught_an_error(is_inside, words):
+    start = time.monotonic()
+    with pytest.raises(RunError) as caught:
+        penstock.launch(fails_before_its_first_step, 2, is_inside, timeout=200)
+    assert words in str(caught.value)
+    assert time.monotonic() - start < 60.0
+
+
+def slow_to_record():
+    """The model of one rank takes longer than the deadline to be recorded, and its first pass too."""
+    model = nn.Sequential(*[FaultyBlock((lambda: time.sleep(4.0)) if index == 1 else None) for index in range(2)])
+    plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    options = penstock.RunOptions(deadline_seconds=3.0)
+    pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, options=options)
+    model[1].calls = FAULTY_CALL - 1
+    if dist.get_rank() == 0:
+        model[1].fault = None
+    return float(pipe.step(X, target=Y).loss)
+
+
+def test_a_rank_that_records_or_computes_longer_than_the_deadline_is_awaited_in_the_first_step():
+    first, second = penstock.launch(slow_to_record, 2, timeout=200)
+    assert first == second
+
+
 def refused_and_going_on():
     model = nn.Sequential(*[FaultyBlock() for _ in range(2)])
     plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")

@@ -78,6 +78,75 @@ def test_only_the_first_rank_needs_the_batch(pools: Pools) -> None:
         assert_close(dict(enumerate(losses)), dict(enumerate(expected)))
 
 
+def target_given_to_the_last(batches: list[Batch]) -> tuple[list[Tensor], Values]:
+    """As above, but the last rank has the targets."""
+    pipe, losses, rank = masked_pipe(inputs="first"), [], dist.get_rank()
+    for inputs, target in batches:
+        given, own = inputs if rank == 0 else (), target if rank == 2 else None
+        losses += [call(*given, target=own).loss for call in (pipe.step, pipe.eval)]
+    return losses, values(pipe)
+
+
+@pytest.mark.gloo
+def test_the_last_rank_may_have_the_target(pools: Pools) -> None:
+    plain, expected = seeded(Masked()), []
+    for inputs, target in BATCHES:
+        expected.append(WholeModel(plain, token_loss).step(*inputs, target=target).loss)
+        expected.append(token_loss(plain.eval()(*inputs), target).detach())
+        plain.train()
+    results = pools[3].run(target_given_to_the_last, BATCHES)
+    assert_parts_close([part for _, part in results], plain)
+    for losses, _ in results:
+        assert_close(dict(enumerate(losses)), dict(enumerate(expected)))
+
+
+class SelfScoring(Masked):
+    """Computes its loss from a target."""
+
+    def forward(  # type: ignore[override]
+        self, ids: Tensor, mask: Tensor, bias: Tensor, target: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """The loss."""
+        return token_loss(super().forward(ids, mask, bias), target) * (scale or 1.0)
+
+
+def misplaced_arguments() -> list[str]:
+    """The errors when ranks other than the first have arguments that are not used."""
+    (ids, mask, bias), target = BATCHES[0]
+    rank, pipe, other = dist.get_rank(), masked_pipe(inputs="first"), (target + 1) % VOCABULARY
+    own, scoring = seeded(SelfScoring()), {"target": target}
+    plan = quick_plan(own, (ids, mask, bias), scoring, ranks=3, microbatches=3, schedule="1f1b")
+    owner = penstock.Pipeline(own, plan, inputs="first")
+    inputs = (ids, mask, bias)
+    cases: list[tuple[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]]] = [
+        (pipe, [(inputs, {}), ((), {"target": target}), ((), {})]),
+        (owner, [(inputs, {"target": target}), ((), {}), ((), {"scale": 2.0})]),
+        (pipe, [(inputs, {"target": target}), ((), {}), ((), {"target": other})]),
+        (pipe, [((), {}), ((), {}), ((), {"target": target})]),
+        (pipe, [(inputs, {"target": target}), ((), {}), ((), {"target": target})]),
+        (owner, [(inputs, {}), ((), {}), ((), {"target": target})]),
+        (masked_pipe(), [(inputs, {}), ((), {}), ((), {"target": target})]),
+    ]
+    return [refused(each, *calls[rank][0], **calls[rank][1]) for each, calls in cases]
+
+
+@pytest.mark.gloo
+def test_arguments_that_another_rank_than_the_first_has_are_refused_by_all(pools: Pools) -> None:
+    first, second, third = pools[3].run(misplaced_arguments)
+    problems = [[text.partition(" (")[0] for text in found] for found in (first, second, third)]
+    assert problems[0] == problems[1] == problems[2]
+    middle, argument, other, nothing, same, scoring, without_batch = first
+    assert "rank: 1, names: ['target']" in middle
+    assert "only target may be passed on rank 2 instead" in middle
+    assert "rank: 2, names: ['scale']" in argument
+    assert other.startswith("rank 0 and the rank of the last stage were given different targets")
+    assert nothing.startswith('with inputs="first" rank 0 must be given the batch')
+    assert same == "not refused"
+    assert "the model gets the arguments of rank 0 only: pass all of them there" in scoring
+    assert without_batch.startswith("a rank was given no batch")
+    assert 'inputs="first"' in without_batch
+
+
 def bytes_sent() -> list[list[int]]:
     """The bytes of two batches of equal shapes that rank 0 sends to each of the others."""
     pipe, sent, send = masked_pipe(inputs="first"), [], runtime_inputs.send_tensors
@@ -147,7 +216,7 @@ def refused(pipe: Any, *args: Any, **kwargs: Any) -> str:
     """The message of the error that a step raises."""
     try:
         pipe.step(*args, **kwargs)
-    except penstock.RunError as error:
+    except penstock.PenstockError as error:
         return str(error)
     return "not refused"
 

@@ -44,13 +44,14 @@ class Work:
 class FakeMonitor:
     """Records waits, and creates the error of a lost message."""
 
-    deadline = timedelta(seconds=1)
-
     def __init__(self) -> None:
         self.waits: list[tuple[int, int]] = []
 
     def waiting(self, code: int, peer: int) -> None:
         self.waits.append((code, peer))
+
+    def wait(self, work: Work) -> None:
+        work.wait(timedelta(seconds=1))
 
     def message_error(self, code: int, peer: int, error: RuntimeError) -> Exception:
         return RunError("lost", code=code, peer=peer, reason=error)

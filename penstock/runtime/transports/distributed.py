@@ -29,7 +29,7 @@ class DistributedTransport(Transport):
         """Wait for all tensors of one message, at most until the deadline."""
         try:
             for work in works:
-                work.wait(self.monitor.deadline)
+                self.monitor.wait(work)
         except RuntimeError as error:
             raise self.monitor.message_error(route.code, route.peer, error) from error
 
