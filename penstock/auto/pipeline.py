@@ -179,8 +179,8 @@ class AutoPipeline:
 
         Without a `loss_fn` the model returns its loss itself. `parallelize_fn` is called once for every stage of this
         rank and changes it in place. A model that is not from Hugging Face needs an example batch: `args`, `kwargs`.
-        `split` and `inputs` are those of a Pipeline: with `inputs="first"` the batch is passed on rank 0 only, the target
-        there or on the rank of the last stage.
+        `split` and `inputs` are those of a Pipeline: with `inputs="first"` the batch is passed on rank 0 only, the
+        target there or on the rank of the last stage.
         """
         config = self.config
         self._check_build(model, parallelize_fn)
