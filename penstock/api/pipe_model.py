@@ -9,11 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.api.measuring import measure, measured_model
-from penstock.api.models import capture, split
-from penstock.capture import Captured
+from penstock.api.models import split
+from penstock.api.plan import plan
+from penstock.capture import Captured, Granularity
+from penstock.capture import capture as record_model
 from penstock.codegen import write_stages
 from penstock.errors import PartitionError
-from penstock.ir import Cluster, DeviceSpeed, Edge, Graph, Node, NodeCost, Partition, Placement, Profile, as_int
+from penstock.ir import Cluster, DeviceSpeed, Edge, Graph, Node, NodeCost, Partition, Placement, Plan, Profile, as_int
 from penstock.partitioners import Division, Problem, divide, find
 from penstock.stages import Stage
 from penstock.views import TextTable
@@ -57,6 +59,10 @@ class PartitionedGraph:
     profile: Profile
     division: Division
     method: str
+    cluster: Cluster
+    granularity: Granularity
+    loss_fn: Callable[..., Any] | None
+    speed: DeviceSpeed | None
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -75,7 +81,7 @@ class PartitionedGraph:
 
     @property
     def placement(self) -> Placement:
-        """The rank of each stage; with mpipe, non-adjacent stages may share a rank."""
+        """The rank of each stage; stages that are not neighbours may share a rank, but with "acyclic"."""
         return self.division.placement
 
     @property
@@ -102,6 +108,17 @@ class PartitionedGraph:
     def generate_code(self, path: str | Path) -> Path:
         """Write a Python file with one class per stage, in plain PyTorch and with the model's own names."""
         return write_stages(self.captured, self.partition, self.placement, path)
+
+    def plan(self, *, microbatches: int | str, **options: Any) -> Plan:
+        """Plan the training of these stages on these ranks, for `penstock.Pipeline(model, plan)`.
+
+        Partition and placement are kept; schedule and recomputation are searched. `options` are those of
+        `penstock.plan`. A microbatch of the example is measured, as its costs are not those of the batch.
+        """
+        args, kwargs = self.captured.example
+        given = {"ranks": self.cluster, "partitioner": self.division, "loss_fn": self.loss_fn, "speed": self.speed}
+        opened = {"depth": self.granularity.depth, "basic_blocks": self.granularity.basic_blocks}
+        return plan(self.captured.model, args, kwargs, microbatches=microbatches, **{**given, **opened, **options})
 
     def __str__(self) -> str:
         rows = tuple(self._row(stage) for stage in range(len(self.stages)))
@@ -134,10 +151,10 @@ def pipe_model(
     """Record the model on an example batch, measure each of its nodes alone, and cut it into stages for the ranks.
 
     `depth` opens modules that many levels deep; `basic_blocks`, names or classes, stay whole. `method` is "metis",
-    "mpipe" (mixed pipe: stages that are not neighbours may share a rank), "acyclic", "pipedream" or any other
-    partitioner of the table. If `ranks` is a Cluster with a bandwidth, the cost of messages between ranks is included.
-    With a `loss_fn`, gradients of all outputs are propagated, else of the loss among them. With a `profile` nothing is
-    measured, with a `speed` costs are estimated.
+    "mpipe", "acyclic", "pipedream" or any other partitioner of the table. In all but "acyclic", stages that are not
+    neighbours share a rank where that balances the ranks (mixed pipe). If `ranks` is a Cluster with a bandwidth, the
+    cost of messages between ranks is included. With a `loss_fn`, gradients of all outputs are propagated, else of the
+    loss among them. With a `profile` nothing is measured, with a `speed` costs are estimated.
     """
     find(method)
     if not isinstance(ranks, Cluster):
@@ -146,8 +163,10 @@ def pipe_model(
             raise PartitionError("ranks must be a whole number, 1 or more, or a Cluster", got=repr(ranks))
         ranks = Cluster(count)
     args = (args,) if isinstance(args, Tensor) else args
-    captured = capture(model, args, kwargs, depth=depth, basic_blocks=basic_blocks)
+    granularity = Granularity(depth, basic_blocks)
+    captured = record_model(model, args, kwargs, granularity)
     graph = measured_model(captured, loss_fn is not None).graph
     if profile is None:
         profile = measure(captured, iterations=iterations, loss_fn=loss_fn, speed=speed)
-    return PartitionedGraph(captured, graph, profile, divide(method, Problem(graph, profile, ranks)), method)
+    division = divide(method, Problem(graph, profile, ranks), is_mixed=True)
+    return PartitionedGraph(captured, graph, profile, division, method, ranks, granularity, loss_fn, speed)

@@ -36,6 +36,7 @@ from penstock.ir import (
     to_json,
 )
 from penstock.launch import host_id, one_line
+from penstock.partitioners import Division
 from penstock.planner import Measured, PlanOptions, interpolate_profile, search
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -56,7 +57,7 @@ def plan(
     ranks: int | Cluster,
     microbatches: int | str,
     schedule: str | Path | Schedule = "auto",
-    partitioner: str | Partition | Sequence[Sequence[str]] = "auto",
+    partitioner: str | Partition | Division | Sequence[Sequence[str]] = "auto",
     stages_per_rank: int | None = None,
     memory: int | str | None = None,
     recompute: str = "none",
@@ -71,8 +72,8 @@ def plan(
     """Search for the best plan: cuts, placement, schedule, microbatches and recomputation.
 
     `args` and `kwargs` are one example batch. `schedule` is a name, a Schedule or the path of a CSV file; `partitioner`
-    a name, a Partition, or lists of module names per stage. Everything that is "auto" is searched together for about
-    `budget_seconds`; `plan.describe()` shows the candidates.
+    a name, a Partition, a Division (whose placement is kept), or lists of module names per stage. Everything that is
+    "auto" is searched together for about `budget_seconds`; `plan.describe()` shows the candidates.
 
     `ranks` may be a Cluster with the memory, slowness and links of every rank. `memory` is the limit of a rank, in
     bytes or as "24GiB". `recompute` is "none", "full", or "auto": recompute activations where memory requires it. With

@@ -12,7 +12,7 @@ from penstock.partitioners.base import Division, Holding, Partitioner, Problem
 from penstock.partitioners.explicit import by_modules, cut_at, cut_before, cut_places
 from penstock.partitioners.linear import Linear
 from penstock.partitioners.metis import Metis
-from penstock.partitioners.mpipe import MPipe
+from penstock.partitioners.mpipe import MPipe, mixed
 from penstock.partitioners.parameters import Parameters
 from penstock.partitioners.pipedream import PipeDream
 from penstock.partitioners.uniform import Uniform, uniform
@@ -45,9 +45,15 @@ __all__ = [
 ]
 
 
-def divide(name: str, problem: Problem) -> Division:
-    """Returns the division that the named partitioner makes with its default options."""
-    return find(name)()(problem)
+def divide(name: str, problem: Problem, is_mixed: bool = False) -> Division:
+    """Returns the division that the named partitioner makes with its default options.
+
+    With `is_mixed`, ranks get several stages that are not neighbours where that evens them out (mixed pipe): in a
+    problem without a placement, by every partitioner but acyclic.
+    """
+    member = find(name)()
+    has_choice = problem.placement is None and member.mixes and not member.chooses_placement
+    return mixed(member, problem) if is_mixed and has_choice else member(problem)
 
 
 def find(name: str) -> type[Partitioner]:

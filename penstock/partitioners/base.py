@@ -181,6 +181,8 @@ class Partitioner(ABC):
     """trades compute for fewer bytes: only of use if messages take time"""
     chooses_placement: ClassVar[bool] = False
     """picks the placement where the problem has none"""
+    mixes: ClassVar[bool] = True
+    """may be given several stages per rank by `divide(..., is_mixed=True)`"""
     is_optional: ClassVar[bool] = False
     """needs an extra: `auto` tries it if `is_available`, the planner never, so that plans do not depend on extras"""
 

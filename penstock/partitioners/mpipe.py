@@ -4,18 +4,18 @@ Choose it when blocks differ so much that no cut into one run per rank is even: 
 cost 1 give the busiest of 4 ranks 12 in runs, and 10 with two stages per rank. It chooses the number of stages and
 their placement: loops and vees, which the schedules of the table run, and free placements, in which the heaviest blocks
 are assigned first. More stages mean more messages: they must be worth it. If the problem has a placement, that one is
-kept. The idea is that of FTPipe (Eliad et al., 2021).
+kept. The idea is that of FTPipe (Eliad et al., 2021). `mixed` lets another partitioner cut for the same placements.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from penstock.errors import PartitionError
 from penstock.ir import Graph, Placement, as_int, is_finite
 from penstock.partitioners.atoms import Atoms, Floats
-from penstock.partitioners.base import Division, Partitioner, Problem
+from penstock.partitioners.base import Division, Partitioner, Problem, too_few_places
 from penstock.partitioners.costs import CostRates, Runs
 from penstock.partitioners.score import Score, division, lower_bound
 from penstock.partitioners.search.boundaries import shift_boundaries
@@ -44,7 +44,12 @@ class MPipe(Partitioner):
             found = cut_runs(problem, problem.atoms, CostRates.of(problem))
             return division(problem, found.stage, "runs for the given placement", contiguous_bound=found.bound)
         best: Score | None = None
-        for score in self._candidates(problem):
+        for placement, score in self.placements(problem):
+            if score is None:
+                placed = problem.on(placement)
+                is_brief = placement.num_stages > 2 * placement.num_ranks
+                found = cut_runs(placed, placed.atoms, CostRates.of(placed), is_brief=is_brief)
+                score = Score(placed, placed.atoms, found.stage)
             if best is None or score.key[:2] < (best.key.excess, best.key.busiest * (1 - self.worth)):
                 best = score
             if best.key.excess == 0 and best.key.busiest <= lower_bound(problem) * (1 + self.worth):
@@ -53,17 +58,44 @@ class MPipe(Partitioner):
         count = best.num_stages / problem.cluster.ranks
         return division(best.problem, best.stage, f"{count:g} stages per rank, evened out over the ranks")
 
-    def _candidates(self, problem: Problem) -> Iterator[Score]:
-        """From few stages to many."""
+    def placements(self, problem: Problem) -> Iterator[tuple[Placement, Score | None]]:
+        """Yields placements from few stages to many; free placements with the runs that they were made for."""
         ranks, most = problem.cluster.ranks, len(problem.atoms)
         for count in range(1, self.stages_per_rank + 1):
-            placements = [Placement.loop(ranks, count), *([Placement.vee(ranks)] if count == 2 else [])]
-            for placement in placements if count * ranks <= most else ():
-                placed = problem.on(placement)
-                found = cut_runs(placed, placed.atoms, CostRates.of(placed), is_brief=count > 2)
-                yield Score(placed, placed.atoms, found.stage)
-            if ranks < count * ranks <= most:
-                yield from _free_placement(problem, count * ranks)
+            if count * ranks > most:
+                return
+            yield Placement.loop(ranks, count), None
+            if count == 2:
+                yield Placement.vee(ranks), None
+            if count > 1:
+                for score in _free_placement(problem, count * ranks):
+                    yield score.problem.placed, score
+
+
+def mixed(member: Partitioner, problem: Problem) -> Division:
+    """Returns the division of a partitioner for the placement, of those that mpipe considers, that suits it best."""
+    options = MPipe()
+    best: Division | None = None
+    refusals: list[PartitionError] = []
+    for placement, _ in options.placements(problem):
+        try:
+            found = member(problem.on(placement))
+        except PartitionError as error:
+            refusals.append(error)
+            continue
+        if best is None or found.bottleneck_seconds < best.bottleneck_seconds * (1 - options.worth):
+            best = found
+        if best.bottleneck_seconds <= lower_bound(problem) * (1 + options.worth):
+            break
+    if best is None:
+        # Without a placement there are fewer places to cut than ranks, which the partitioner itself reports.
+        raise (
+            refusals[0]
+            if refusals
+            else too_few_places(len(problem.atoms) - 1, problem.num_stages, len(problem.graph.nodes))
+        )
+    count = best.placement.num_stages / best.placement.num_ranks
+    return best if count == 1 else replace(best, why=f"{best.why}; mixed pipe, {count:g} stages per rank")
 
 
 def _free_placement(problem: Problem, number: int) -> Iterator[Score]:

@@ -21,7 +21,8 @@ from penstock.ir import (
     StageCosts,
     compute_stage_costs,
 )
-from penstock.partitioners import PARTITIONERS, Holding, Partitioner, Problem, by_modules, divide
+from penstock.partitioners import PARTITIONERS, Division, Holding, Partitioner, Problem, by_modules, divide
+from penstock.partitioners import find as find_partitioner
 from penstock.passes import lower
 from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.synthesis import ScheduleProblem, lower_bound, synthesise
@@ -119,12 +120,14 @@ def layouts(models: Models, options: PlanOptions) -> Iterator[StageLayout]:
 
     If the partitioner is left open, these are the cuts of the fast one; `other_layouts` has those of the others.
     """
-    if options.partitioner == AUTO:
+    is_auto = options.partitioner == AUTO
+    if is_auto:
         options = replace(options, partitioner=_compared()[0].name)
     refused: PartitionError | None = None
     is_any = False
     for count, measured in models.items():
-        for placement in _placements(options, count):
+        # With the partitioner open too, `other_layouts` has the placements that partitioners choose.
+        for placement in _placements(options, count, has_choice=not is_auto):
             try:
                 for layout in _cut(measured, placement, count, options):
                     is_any = True
@@ -179,28 +182,60 @@ def _low_traffic(layout: StageLayout, options: PlanOptions, name: str) -> Iterat
             yield _layout(measured, found.partition, layout.placement, layout.num_microbatches, options, name)
 
 
-def _placements(options: PlanOptions, count: int) -> list[Placement]:
-    """The placements that the schedule allows."""
-    ranks, depth, asked = options.cluster.ranks, _depth(options), options.schedule
+def _placements(options: PlanOptions, count: int, has_choice: bool) -> list[Placement | None]:
+    """The placements that the schedule allows; None for the one that the partitioner chooses, if `has_choice`."""
+    ranks, asked, given = options.cluster.ranks, options.schedule, options.partitioner
+    if isinstance(given, Division):
+        return [_given_placement(given.placement, options, count)]
+    depth = _depth(options)
     if isinstance(asked, Schedule):
-        found = {"ranks": asked.num_ranks, "microbatches": asked.num_microbatches}
-        wanted = {"ranks": ranks, "microbatches": count}
-        if found != wanted:
-            hint = "ranks={ranks}, microbatches={microbatches}".format(**found)
-            raise PlanError("the schedule must have the requested sizes", schedule=found, asked=wanted, hint=hint)
-        return [asked.placement]
+        return [_checked(asked, ranks, count).placement]
     if asked != AUTO:
         return [build(str(asked), ranks, count, depth).placement]
+    is_chosen = has_choice and depth is None and isinstance(given, str)
+    if is_chosen and find_partitioner(str(given)).chooses_placement:
+        return [None]
     depths = _DEPTHS if depth is None else (depth,)
-    loops = [Placement.loop(ranks, depth) for depth in depths]
-    # On one rank a vee is a loop.
-    return [*loops, Placement.vee(ranks)] if 2 in depths and ranks > 1 else loops
+    found: list[Placement | None] = [Placement.loop(ranks, depth) for depth in depths]
+    if 2 in depths and ranks > 1:
+        # On one rank a vee is a loop.
+        found.append(Placement.vee(ranks))
+    return [*found, None] if is_chosen else found
+
+
+def _given_placement(placement: Placement, options: PlanOptions, count: int) -> Placement:
+    """The placement of a given Division; raises if the other options contradict it."""
+    ranks, asked = options.cluster.ranks, options.schedule
+    per_rank, rest = divmod(placement.num_stages, ranks)
+    wanted: Placement | None = placement
+    if isinstance(asked, Schedule):
+        wanted = _checked(asked, ranks, count).placement
+    elif asked != AUTO:
+        wanted = None if rest else build(str(asked), ranks, count, per_rank).placement
+    is_other_number = options.stages_per_rank is not None and options.stages_per_rank * ranks != placement.num_stages
+    if placement.num_ranks != ranks or wanted != placement or is_other_number:
+        raise PlanError(
+            "ranks, stages_per_rank and schedule must be those of the given placement",
+            placement=placement.ranks,
+            schedule=asked if isinstance(asked, str) else GIVEN,
+            hint=f'ranks={placement.num_ranks}, stages_per_rank=None, schedule="auto"',
+        )
+    return placement
+
+
+def _checked(schedule: Schedule, ranks: int, count: int) -> Schedule:
+    found = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}
+    wanted = {"ranks": ranks, "microbatches": count}
+    if found != wanted:
+        hint = "ranks={ranks}, microbatches={microbatches}".format(**found)
+        raise PlanError("the schedule must have the requested sizes", schedule=found, asked=wanted, hint=hint)
+    return schedule
 
 
 def _depth(options: PlanOptions) -> int | None:
     """Stages per rank: the option, or else the number that follows from the given stages."""
     given = options.partitioner
-    if options.stages_per_rank is not None or isinstance(given, str):
+    if options.stages_per_rank is not None or isinstance(given, str | Division):
         return options.stages_per_rank
     stages, ranks = given.num_stages if isinstance(given, Partition) else len(given), options.cluster.ranks
     if stages % ranks:
@@ -209,11 +244,18 @@ def _depth(options: PlanOptions) -> int | None:
     return stages // ranks
 
 
-def _cut(measured: Measured, placement: Placement, count: int, options: PlanOptions) -> Iterator[StageLayout]:
-    """The given stages, or the cuts of the named partitioner: for time alone and, if limited, also within memory."""
+def _cut(measured: Measured, placement: Placement | None, count: int, options: PlanOptions) -> Iterator[StageLayout]:
+    """The given stages, or the cuts of the named partitioner: for time alone and, if limited, also within memory.
+
+    Without a placement, those for the placement that the partitioner chooses.
+    """
     given = options.partitioner
     if not isinstance(given, str):
-        partition = given if isinstance(given, Partition) else by_modules(measured.graph, given)
+        assert placement is not None
+        if isinstance(given, Division):
+            partition = given.partition
+        else:
+            partition = given if isinstance(given, Partition) else by_modules(measured.graph, given)
         yield _layout(measured, partition, placement, count, options, GIVEN)
         return
     cluster = options.cluster
@@ -221,17 +263,21 @@ def _cut(measured: Measured, placement: Placement, count: int, options: PlanOpti
     if cluster.limits:
         in_flight = sorted({1, min(count, cluster.ranks)}, reverse=True)
         problems += [Problem(measured.graph, measured.profile, cluster, placement, Holding(n)) for n in in_flight]
-    seen: set[Partition] = set()
+    seen: set[tuple[Partition, Placement]] = set()
     for problem in problems:
         try:
-            division = divide(given, problem)
+            division = divide(given, problem, is_mixed=True)
         except PartitionError:
             if problem.cluster.limits:
                 continue  # the cuts that ignore memory are there in any case
             raise
-        if division.partition not in seen and division.placement == placement:
-            seen.add(division.partition)
-            yield _layout(measured, division.partition, placement, count, options, given)
+        cut = division.partition, division.placement
+        if cut not in seen and placement in (None, division.placement):
+            seen.add(cut)
+            layout = _layout(measured, *cut, count, options, given)
+            # Loops and vees are cut one by one, unless the partitioner alone chooses.
+            if placement or layout.choices.placement == "mixed" or find_partitioner(given).chooses_placement:
+                yield layout
 
 
 def _layout(

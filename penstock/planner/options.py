@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock.errors import PlanError
 from penstock.ir import MAX_MICROBATCHES, MAX_STAGES, Cluster, Partition, Schedule, as_int, is_finite
+from penstock.partitioners import Division
 from penstock.partitioners import find as find_partitioner
 from penstock.schedules import find as find_schedule
 
@@ -25,8 +26,8 @@ class PlanOptions:
     """microbatches per batch"""
     schedule: str | Path | Schedule = AUTO
     """a name, a Schedule, or a CSV file"""
-    partitioner: str | Partition | Sequence[Sequence[str]] = AUTO
-    """a name, a Partition, or lists of module names per stage"""
+    partitioner: str | Partition | Division | Sequence[Sequence[str]] = AUTO
+    """a name, a Partition, a Division with its placement, or lists of module names per stage"""
     stages_per_rank: int | None = None
     """None: the best number"""
     memory: int | str | None = None
@@ -97,9 +98,11 @@ class PlanOptions:
         return self.schedule.orders if isinstance(self.schedule, Schedule) else self.schedule
 
     @property
-    def _stages(self) -> tuple[tuple[str, ...], ...]:
-        given = self.partitioner.stages if isinstance(self.partitioner, Partition) else self.partitioner
-        return tuple(map(tuple, given))
+    def _stages(self) -> tuple[object, ...]:
+        given = self.partitioner
+        if isinstance(given, Division):
+            return *given.partition.stages, given.placement.ranks
+        return tuple(map(tuple, given.stages if isinstance(given, Partition) else given))
 
 
 def _count(name: str, given: object, hint: str) -> int:
@@ -121,12 +124,12 @@ def _schedule(given: object) -> str | Schedule:
     return AUTO if given.lower() == AUTO else find_schedule(given).name
 
 
-def _partitioner(given: object) -> str | Partition | Sequence[Sequence[str]]:
+def _partitioner(given: object) -> str | Partition | Division | Sequence[Sequence[str]]:
     """The name as in the table, or the stages themselves."""
     if isinstance(given, str):
         return find_partitioner(given).name
-    if not isinstance(given, Partition | list | tuple) or not given:
-        hint = 'a name such as "linear", a Partition, or a list of names of modules per stage'
+    if not isinstance(given, Partition | Division | list | tuple) or not given:
+        hint = 'a name such as "linear", a Partition, a Division, or a list of names of modules per stage'
         raise PlanError("partitioner must be a name or stages", got=repr(given), hint=hint)
     return given
 

@@ -3,15 +3,17 @@
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import PartitionError
-from penstock.ir import DeviceSpeed
-from penstock.partitioners import find
+from penstock.errors import PartitionError, PlanError
+from penstock.ir import DeviceSpeed, Placement
+from penstock.partitioners import PARTITIONERS, find
+from tests import parity
 
 BATCH = torch.randn(4, 16)
 SPEED = DeviceSpeed(1e9, 1e9)
@@ -99,21 +101,66 @@ def test_depth_opens_modules_and_basic_blocks_stay_whole() -> None:
 
 
 def test_a_node_is_found_in_its_stage_and_the_table_names_every_stage() -> None:
-    piped = penstock.pipe_model(net(), BATCH, ranks=3, method="pipedream", speed=SPEED)
+    piped = penstock.pipe_model(net(), BATCH, ranks=3, method="acyclic", speed=SPEED)
     assert piped.stage_of("blocks.0") == 0
     assert piped.stage_of("head") == 2
     assert "forward_time" in str(piped)
     assert [line.split("|")[1].strip() for line in str(piped).splitlines()[-3:]] == ["0", "1", "2"]
 
 
-def test_several_stages_of_a_mixed_pipe_may_share_a_rank() -> None:
+def uneven() -> nn.Sequential:
+    """Blocks of very different cost: no cut into two runs is even."""
     torch.manual_seed(0)
-    wide = [nn.Linear(64, 64) for _ in range(8)]
-    model = nn.Sequential(*wide, nn.Linear(64, 16), *[nn.Linear(16, 16) for _ in range(8)])
-    piped = penstock.pipe_model(model, torch.randn(4, 64), ranks=4, method="mpipe", speed=SPEED)
-    runs = penstock.pipe_model(model, torch.randn(4, 64), ranks=4, method="pipedream", speed=SPEED)
-    assert len(piped.stages) > 4
-    assert piped.division.bottleneck_seconds < runs.division.bottleneck_seconds
+    widths = (16, 64, 8, 128, 128, 16, 8)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, n), nn.Tanh(), nn.Linear(n, 8)) for n in widths]).double()
+
+
+def uneven_batch() -> Tensor:
+    return torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def pipe_uneven(method: str = "mpipe") -> penstock.PartitionedGraph:
+    loss_fn = nn.functional.mse_loss
+    return penstock.pipe_model(uneven(), uneven_batch(), ranks=2, method=method, speed=SPEED, loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("method", [name for name, each in PARTITIONERS.items() if each.is_available()])
+def test_stages_that_are_not_neighbours_share_a_rank_except_in_acyclic(method: str) -> None:
+    piped = pipe_uneven(method)
+    assert (len(piped.stages) > 2) == (method != "acyclic")
+    runs = pipe_uneven("acyclic").division.bottleneck_seconds
+    assert piped.division.bottleneck_seconds < runs or method == "acyclic"
+
+
+def trained_graph(execution: str) -> list[parity.Values]:
+    """Two steps of the stages that mpipe chose, on five stages for two ranks."""
+    model, piped = uneven(), pipe_uneven()
+    plan = piped.plan(microbatches=3, budget_seconds=0.0)
+    assert plan.schedule.placement == piped.placement == Placement((0, 1, 0, 1, 0))
+    assert plan.partition == piped.partition
+    pipe = parity.split(execution, model, plan, nn.functional.mse_loss)
+    return [parity.train(pipe, [(uneven_batch(), uneven_batch().flip(0))] * 2)]
+
+
+@pytest.mark.parametrize("execution", parity.PIPELINES, indirect=True)
+def test_a_partitioned_graph_trains_like_the_model(execution: parity.Execution) -> None:
+    whole = parity.WholeModel(uneven(), nn.functional.mse_loss)
+    expected = parity.train(whole, [(uneven_batch(), uneven_batch().flip(0))] * 2)
+    (found,) = execution.run(trained_graph, 2)
+    parity.assert_close(found, expected)
+
+
+def test_a_plan_with_mpipe_has_the_placement_that_mpipe_chooses() -> None:
+    options = {"loss_fn": nn.functional.mse_loss, "speed": SPEED, "budget_seconds": 0.0}
+    plan = penstock.plan(uneven(), (uneven_batch(),), ranks=2, microbatches=3, partitioner="mpipe", **options)
+    assert plan.schedule.placement == Placement((0, 1, 0, 1, 0))
+    assert plan.choices.partitioner == "mpipe"
+
+
+@pytest.mark.parametrize("options", [{"ranks": 3}, {"schedule": "1f1b"}, {"stages_per_rank": 2}])
+def test_options_that_contradict_the_placement_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="must be those of the given placement"):
+        pipe_uneven().plan(microbatches=3, **options)
 
 
 @pytest.mark.parametrize(
