@@ -129,6 +129,15 @@ def test_every_python_block_runs(page: Path, tmp_path: Path, capsys: pytest.Capt
         run_python(code, tmp_path, capsys)
 
 
+def test_every_call_in_the_tables_for_users_of_other_libraries_runs() -> None:
+    page = DOCS / "coming_from.md"
+    rows = [line.split(" | ") for line in text_of(page).splitlines() if line.startswith("| ")]
+    called = {name for row in rows for name in re.findall(r"([\w.]+)\(", row[1])}
+    python = "".join(blocks(page, "python"))
+    assert len(called) > 30
+    assert {name for name in called if f"{name}(" not in python} == set()
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_runs_and_is_short(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(example), run_name="__main__")
