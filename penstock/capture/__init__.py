@@ -18,7 +18,7 @@ from penstock.capture.granularity import Granularity
 from penstock.capture.hooks import intercept_modules, without_user_hooks
 from penstock.capture.isolation import isolated, uncompiled
 from penstock.capture.lru_cache import LruCache
-from penstock.capture.microbatches import Microbatch, explain_failure, microbatch_sizes, split_batch
+from penstock.capture.microbatches import Microbatch, Splitting, explain_failure, microbatch_sizes, split_batch
 from penstock.capture.objects import MODULE_ATTRIBUTES, code_origin, copy_leaf, object_items, register_containers
 from penstock.capture.recording import Recording, make_recording
 from penstock.capture.replay import Replay, call_hook
@@ -37,6 +37,7 @@ __all__ = [
     "Recording",
     "Replay",
     "Split",
+    "Splitting",
     "additive_dim",
     "call_hook",
     "capture",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.capture.draws import DrawSeed
-from penstock.capture.fingerprint import batch_signature, model_fingerprint
+from penstock.capture.fingerprint import Fingerprinter, batch_signature
 from penstock.capture.granularity import Granularity
 from penstock.capture.guards import InputGuards
 from penstock.capture.isolation import isolated, without_accumulation_hooks
@@ -57,6 +57,7 @@ class Captured:
         self.recording_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         """is entered around every recording, such as to gather sharded parameters"""
         self._granularity = granularity
+        self._fingerprinter = Fingerprinter(model)
         self._recordings: dict[tuple[Any, ...], list[Recording]] = {}
         """by batch signature and model fingerprint; several if they differ in guards"""
         self._kept: LruCache[Recording, tuple[tuple[Any, ...], Recording]] = LruCache()
@@ -107,7 +108,14 @@ class Captured:
     def other_batch(self) -> Batch:
         """The example with its samples in another order, if the same recording holds for it; else the example."""
         has_rows = any(isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] > 1 for leaf in leaves(self.example))
-        other = transform(self.example, _roll_rows if has_rows else _roll_last)
+
+        def rolled(leaf: object) -> object:
+            """Rolled along the first dimension; a single sample along the last one that has more than one element."""
+            dims = range(leaf.dim()) if isinstance(leaf, Tensor) else ()
+            chosen = dims[:1] if has_rows else [dim for dim in dims if leaf.shape[dim] > 1][-1:]  # type: ignore[attr-defined]
+            return leaf.roll(1, chosen[0]) if chosen else leaf  # type: ignore[attr-defined]
+
+        other = transform(self.example, rolled)
         try:
             recording = self.recording(*other)
         except CaptureError:
@@ -134,13 +142,15 @@ class Captured:
 
     def recording(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None = None) -> Recording:
         """The recording that holds for this batch; recorded now if this batch is the first of its kind."""
+        register_containers((args, kwargs))
         return self.recordings([(args, kwargs)], seed)[0][0]
 
     def recordings(self, batches: Iterable[Batch], seed: int | None = None) -> list[tuple[Recording, Values]]:
         """The recording of each microbatch of a step, and its tensors by name; records the model if no recording holds.
 
-        The recordings hold for the random numbers of the step's seed; without one, for those of the example. The
-        fingerprint of the model is computed once.
+        The recordings hold for the random numbers of the step's seed; without one, for those of the example. Objects
+        in the batches that hold tensors must have been registered as containers, as `split_batch` does. The fingerprint
+        of the model is computed once.
         """
         seed = self.seed if seed is None else seed
         signature, fingerprint = signature_of(self.model.forward), self._fingerprint()
@@ -148,7 +158,6 @@ class Captured:
         candidates: dict[Any, list[Recording]] = {}
         for index, (args, kwargs) in enumerate(batches):
             own_seed = DrawSeed(seed, index)
-            register_containers((args, kwargs))
             kwargs = without_cache(self.model, kwargs)
             named_values = named_inputs(self.model.forward, args, kwargs, signature)
             inputs = {name: leaf for name, leaf in named_values.items() if isinstance(leaf, Tensor)}
@@ -168,7 +177,7 @@ class Captured:
         return results
 
     def _fingerprint(self) -> Any:
-        settings = model_fingerprint(self.model, self._granularity, self._volatile)
+        settings = self._fingerprinter.compute(self._granularity, self._volatile)
         # A class that has become a container since a recording is taken apart in its calls from now on.
         return settings, num_registered()
 
@@ -185,6 +194,7 @@ class Captured:
         self._first = self._first or made
         # Leaves that had to be opened stay open, also for the fingerprint.
         self._granularity = made.granularity
+        self._fingerprinter.find_modules(made.granularity)
         self._volatile |= made.volatile
         key = (signature, self._fingerprint())
         self._recordings.setdefault(key, []).append(made)
@@ -198,9 +208,10 @@ class Captured:
     def _holds(self, recording: Recording, inputs: Values, seed: DrawSeed) -> bool:
         """Whether all guards on inputs and random numbers hold for this batch."""
         guards = self._guards_of(recording)
+        if guards.always_hold:
+            return True
         # On the meta device there are no values to read, except random numbers that are drawn on the CPU.
-        is_unreadable = self.is_meta and not guards.depend_on_draws
-        return guards.always_hold or is_unreadable or guards.hold(inputs, seed)
+        return (self.is_meta and not guards.depend_on_draws) or guards.hold(inputs, seed)
 
     def _guards_of(self, recording: Recording) -> InputGuards:
         return self._guards.get(recording, lambda: InputGuards(recording, self.model))
@@ -285,18 +296,6 @@ def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     accepts = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepts.values())
     return {**kwargs, "use_cache": False} if takes_any or "use_cache" in accepts else kwargs
-
-
-def _roll_rows(leaf: object) -> object:
-    return leaf.roll(1, 0) if isinstance(leaf, Tensor) and leaf.dim() else leaf
-
-
-def _roll_last(leaf: object) -> object:
-    """For a single sample: roll along the last dimension that has more than one element."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    last = [dim for dim in range(leaf.dim()) if leaf.shape[dim] > 1][-1:]
-    return leaf.roll(1, last[0]) if last else leaf
 
 
 # Checks

@@ -3,7 +3,7 @@
 Each tensor, and each list with an entry per sample, gets a `Cut`, by a rule of `split` or by its shape.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
@@ -20,9 +20,7 @@ from penstock.ir import (
     SplitRule,
     is_split_rule,
     leaves,
-    named_inputs,
     named_leaves,
-    put_together,
     take_apart,
 )
 
@@ -37,8 +35,6 @@ _NO_RULE: Any = object()
 class Cut:
     """Where the samples of a batch are in one of its tensors, or in a list with an entry per sample."""
 
-    name: str
-    """as in `split`"""
     dim: int | None
     """the dimension that holds the samples; None for a list"""
     rows: int = 1
@@ -48,18 +44,8 @@ class Cut:
     sizes: str = ""
     """the name of the argument that the offsets were read from"""
 
-    def part(self, value: Any, start: int, length: int) -> Any:
-        """The rows or entries of `length` samples, as a view."""
-        if self.dim is None:
-            kept = value[start : start + length]
-            return put_together(type(value), range(length), kept)
-        if self.offsets:
-            first = self.offsets[start]
-            return value.narrow(self.dim, first, self.offsets[start + length] - first)
-        return value.narrow(self.dim, start * self.rows, length * self.rows)
-
     def within(self, start: int, length: int) -> "Cut":
-        """The cut of such a part."""
+        """The cut of the part that holds some of the samples."""
         if not self.offsets:
             return self
         offsets = self.offsets[start : start + length + 1]
@@ -69,18 +55,10 @@ class Cut:
 # Arguments by name
 
 
-class _Slot:
-    """Placeholder for the argument at a position or keyword of the call."""
-
-    def __init__(self, key: int | str) -> None:
-        self.key = key
-
-
 class Argument(NamedTuple):
-    """An argument, or a part of one: its name as in `split`, and its path in (args, kwargs, target)."""
+    """An argument, or a part of one, with its name as in `split`."""
 
     name: str
-    path: str
     value: Any
 
     def items(self) -> list["Argument"]:
@@ -88,8 +66,7 @@ class Argument(NamedTuple):
         parts = take_apart(self.value)
         if parts is None:
             return []
-        pairs = zip(parts.keys, parts.items, strict=True)
-        return [Argument(f"{self.name}.{key}", f"{self.path}.{key}", item) for key, item in pairs]
+        return [Argument(f"{self.name}.{key}", item) for key, item in zip(parts.keys, parts.items, strict=True)]
 
     @property
     def is_list(self) -> bool:
@@ -99,22 +76,6 @@ class Argument(NamedTuple):
             and not hasattr(self.value, "_fields")
             and not isinstance(self.value, torch.Size)
         )
-
-
-def named_arguments(
-    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Argument, ...]:
-    """The arguments in the order of the signature."""
-    # Stand-ins pass through the signature in place of the arguments, so that each gets its parameter's name. They are
-    # no containers and are therefore never taken apart.
-    slots = [_Slot(key) for key in (*range(len(args)), *kwargs)]
-    named = named_inputs(forward, slots[: len(args)], dict(zip(kwargs, slots[len(args) :], strict=True)))
-    return tuple(
-        Argument(name, f".0.{slot.key}", args[slot.key])
-        if isinstance(slot.key, int)
-        else Argument(name, f".1.{slot.key}", kwargs[slot.key])
-        for name, slot in named.items()
-    )
 
 
 def _rule(name: str, split: Split) -> Any:
@@ -165,7 +126,7 @@ def batch_size(arguments: Sequence[Argument], split: Split) -> int:
 
 
 def _sizes(argument: Argument, split: Split) -> Iterator[tuple[int, str, Any]]:
-    name, _, value = argument
+    name, value = argument
     rule = _rule(name, split)
     if rule == "samples" and argument.is_list:
         yield len(value), name, value
@@ -189,26 +150,18 @@ def _sizes(argument: Argument, split: Split) -> Iterator[tuple[int, str, Any]]:
 
 
 def find_cuts(arguments: Sequence[Argument], batch: int, split: Split, is_final: bool) -> dict[str, Cut]:
-    """The cuts by path. `is_final`: there is one microbatch, so that nothing needs to be decided."""
-    tensors: dict[str, Argument] = {}
-    cuts: dict[str, Cut] = {}
-    for argument in arguments:
-        for unit in _units(argument, batch, split, is_final):
-            if unit.is_list:
-                cuts[unit.path] = Cut(unit.name, None)
-            else:
-                tensors[unit.name] = unit
-    known: dict[str, Cut | None] = {}
-    for name, unit in tensors.items():
-        cut = _cut_of(name, tensors, batch, split, known)
-        if cut is not None:
-            cuts[unit.path] = cut
-    return cuts
+    """The cuts by name. `is_final`: there is one microbatch, so that nothing needs to be decided."""
+    units = [unit for argument in arguments for unit in _units(argument, batch, split, is_final)]
+    tensors = {name: value for name, value in units if isinstance(value, Tensor)}
+    cuts: dict[str, Cut | None] = {name: Cut(None) for name, _ in units if name not in tensors}
+    for name in tensors:
+        _cut_of(name, tensors, batch, split, cuts)
+    return {name: cut for name, _ in units if (cut := cuts[name]) is not None}
 
 
 def _units(argument: Argument, batch: int, split: Split, is_final: bool) -> Iterator[Argument]:
     """The tensors of an argument, and the lists that are split by entries."""
-    name, _, value = argument
+    name, value = argument
     if isinstance(value, Tensor):
         yield argument
         return
@@ -263,14 +216,14 @@ def _is_record(value: object) -> bool:
 
 def _cut_of(
     name: str,
-    tensors: Mapping[str, Argument],
+    tensors: Mapping[str, Tensor],
     batch: int,
     split: Split,
     known: dict[str, Cut | None],
 ) -> Cut | None:
     """The cut of a tensor; None if it is passed whole. `known` holds the cuts found so far."""
     if name not in known:
-        rule, tensor = _rule(name, split), tensors[name].value
+        rule, tensor = _rule(name, split), tensors[name]
         # A placeholder, so that sizes which refer to each other in a circle are found.
         known[name] = None
         if rule is _NO_RULE or rule == "items":
@@ -284,7 +237,7 @@ def _cut_of(
                     hint=f"split={{{name!r}: dim}} if another dimension is the batch, {{{name!r}: None}} to pass it "
                     "whole",
                 )
-            known[name] = Cut(name, 0) if has_batch else None
+            known[name] = Cut(0) if has_batch else None
         elif rule == "samples":
             raise _unfit(name, tensor, f"a list or tuple of {batch} entries")
         elif isinstance(rule, Ragged):
@@ -297,25 +250,25 @@ def _cut_of(
                 each = f"{rows.per_sample} * " if rows.per_sample not in (1, None) else ""
                 wanted = f"a multiple of the {batch}" if rows.per_sample is None else f"{each}{batch}"
                 raise _unfit(name, tensor, f"{wanted} samples along dimension {dim}")
-            known[name] = Cut(name, dim, length // batch)
+            known[name] = Cut(dim, length // batch)
     return known[name]
 
 
 def _ragged_cut(
     name: str,
     rule: Ragged,
-    tensors: Mapping[str, Argument],
+    tensors: Mapping[str, Tensor],
     batch: int,
     split: Split,
     known_cuts: dict[str, Cut | None],
 ) -> Cut:
-    tensor = tensors[name].value
+    tensor = tensors[name]
     if rule.sizes not in tensors:
         known = ", ".join(other for other in tensors if other != name) or "none"
         raise RunError(
             "Ragged must name an argument that is a tensor", name=name, sizes=rule.sizes, hint=f"one of {known}"
         )
-    sizes, cut = tensors[rule.sizes].value, _cut_of(rule.sizes, tensors, batch, split, known_cuts)
+    sizes, cut = tensors[rule.sizes], _cut_of(rule.sizes, tensors, batch, split, known_cuts)
     if cut is None or cut.dim is None or (rule.token is None and cut.dim != 0):
         raise RunError(
             "the sizes of a ragged argument must be split by samples",
@@ -342,7 +295,7 @@ def _ragged_cut(
             sizes=rule.sizes,
             sum=ends[-1],
         )
-    return Cut(name, dim, 1, tuple(ends[start] for start in starts), rule.sizes)
+    return Cut(dim, 1, tuple(ends[start] for start in starts), rule.sizes)
 
 
 def _checked_dim(name: str, leaf: Tensor, dim: int) -> int:

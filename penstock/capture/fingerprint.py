@@ -58,28 +58,49 @@ def _leaf_signature(leaf: object) -> object:
     return type(leaf), content
 
 
-def model_fingerprint(model: nn.Module, granularity: Granularity, volatile: Collection[str] = ()) -> Any:
-    """Equal for a model at two times if a recording made at one of them holds at the other.
+class Fingerprinter:
+    """Computes the fingerprint of a model: equal at two times if a recording made at one of them holds at the other."""
 
-    `volatile` names settings that the forward itself changes; they are left out.
-    """
-    leaves, modules = granularity.find_leaves(model), list(model.modules())
-    opened = _opened_modules(modules, leaves)
-    settings = _settings(leaves, opened)
-    state = [
-        tensor
-        for module in modules
-        for kind in (module._parameters, module._buffers)
-        for tensor in kind.values()
-        if tensor is not None
-    ]
-    return (
-        tuple([(tensor.dtype, tensor.requires_grad, tensor.device) for tensor in state]),
-        tuple([(id(module), module.training) for module in modules]),
-        tuple(map(_hooks_and_state, opened)),
-        tuple([item for item in settings.items() if item[0] not in volatile]),
-        _torch_modes(),
-    )
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules: dict[str, nn.Module] = {}
+        self._leaves: dict[str, nn.Module] = {}
+        self._opened: list[nn.Module] = []
+
+    def find_modules(self, granularity: Granularity) -> None:
+        """Find the leaves and the opened modules; call this after every recording, which may have opened leaves.
+
+        Until the next recording they change only with the modules of the model: anything else that makes a leaf of a
+        module, or none, is part of its state, and so of the fingerprint.
+        """
+        self._modules = dict(self._model.named_modules())
+        self._leaves = granularity.find_leaves(self._model)
+        self._opened = _opened_modules(self._modules.values(), self._leaves)
+
+    def compute(self, granularity: Granularity, volatile: Collection[str] = ()) -> Any:
+        """The fingerprint. `volatile` names settings that the forward itself changes; they are left out."""
+        modules = dict(self._model.named_modules())
+        if modules != self._modules:
+            self.find_modules(granularity)
+        settings = _settings(self._leaves, self._opened)
+        state = [
+            tensor
+            for module in modules.values()
+            for kind in (module._parameters, module._buffers)
+            for tensor in kind.values()
+            if tensor is not None
+        ]
+        hooks = [(*module._forward_hooks, "pre", *module._forward_pre_hooks) for module in self._opened]
+        own_state = [(*module._parameters.values(), *module._buffers.values()) for module in self._opened]
+        autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+        return (
+            tuple([(tensor.dtype, tensor.requires_grad, tensor.device) for tensor in state]),
+            tuple([(name, id(module), type(module), module.training) for name, module in modules.items()]),
+            tuple(hooks),
+            tuple([tuple(map(id, tensors)) for tensors in own_state]),
+            tuple([item for item in settings.items() if item[0] not in volatile]),
+            (torch.is_grad_enabled(), *autocast, torch.get_default_dtype()),
+        )
 
 
 def model_settings(model: nn.Module, granularity: Granularity) -> dict[str, object]:
@@ -105,16 +126,6 @@ def _settings(leaves: Mapping[str, nn.Module], opened: list[nn.Module]) -> dict[
             if type(value) in _PLAIN_TYPES and name not in MODULE_ATTRIBUTES:
                 settings[f"{path}.{name}"] = type(value), value
     return settings | referenced_globals(dict.fromkeys(map(type, opened)))
-
-
-def _hooks_and_state(module: nn.Module) -> tuple[object, ...]:
-    hooks = (*module._forward_hooks, "pre", *module._forward_pre_hooks)
-    return hooks, tuple(map(id, (*module._parameters.values(), *module._buffers.values())))
-
-
-def _torch_modes() -> tuple[object, ...]:
-    autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-    return torch.is_grad_enabled(), autocast, torch.get_default_dtype()
 
 
 # Contents of Python values

@@ -1,6 +1,5 @@
 """Splits the arguments and the target of a step into microbatches."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -9,20 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.capture.cuts import (
-    TARGET,
-    Argument,
-    Cut,
-    Split,
-    batch_size,
-    check_split,
-    find_cuts,
-    has_rule,
-    named_arguments,
-)
-from penstock.capture.objects import register_containers
+from penstock.capture.cuts import TARGET, Argument, Cut, Split, batch_size, check_split, find_cuts, has_rule
+from penstock.capture.lru_cache import LruCache
+from penstock.capture.objects import PLAIN_TYPES, register_containers
 from penstock.errors import CaptureError, RunError
-from penstock.ir import named_leaves, put_together, take_apart
+from penstock.ir import named_arguments, named_inputs, put_together, signature_of, take_apart
 
 _TOO_FEW_VALUES = "Expected more than 1 value per channel when training"
 """how the error of torch's batch norm begins"""
@@ -38,33 +28,50 @@ class Microbatch:
     size: int
     """number of samples"""
     cuts: dict[str, Cut]
-    """by path in (args, kwargs, target); everything else is the same for all samples"""
+    """by the name of an argument, of `target` or of a part of either; everything else is the same for all samples"""
+    names: tuple[str, ...] = ()
+    """of the positional arguments"""
 
     def take(self, start: int, length: int) -> "Microbatch":
         """Some of the samples."""
-        args, kwargs, target = _part((self.args, self.kwargs, self.target), "", self.cuts, start, length)
-        cuts = {path: cut.within(start, length) for path, cut in self.cuts.items()}
-        return Microbatch(args, kwargs, target, length, cuts)
+        cuts = self.cuts
+        args = [_part(arg, name, cuts, start, length) for name, arg in zip(self.names, self.args, strict=True)]
+        kwargs = {name: _part(arg, name, cuts, start, length) for name, arg in self.kwargs.items()}
+        target = _part(self.target, TARGET, cuts, start, length)
+        if any(cut.offsets for cut in cuts.values()):
+            cuts = {name: cut.within(start, length) for name, cut in cuts.items()}
+        return Microbatch(tuple(args), kwargs, target, length, cuts, self.names)
 
     def countable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of the named tensors that every microbatch has, with the same number of rows for each sample."""
-        left_out = [cut.name for cut in self.cuts.values() if cut.dim is None or cut.offsets]
-        prefixes = tuple(f"{name}." for name in left_out)
-        return {name: tensor for name, tensor in tensors.items() if not f"{name}.".startswith(prefixes)}
+        left_out = tuple(f"{name}." for name, cut in self.cuts.items() if cut.dim is None or cut.offsets)
+        return {name: tensor for name, tensor in tensors.items() if not f"{name}.".startswith(left_out)}
 
     @staticmethod
     def join(parts: Sequence["Microbatch"]) -> "Microbatch":
         """The samples of several microbatches of one batch together."""
+        first = parts[0]
         if len(parts) == 1:
-            return parts[0]
-        structures = [(part.args, part.kwargs, part.target) for part in parts]
-        args, kwargs, target = _joined(structures, "", parts[0].cuts)
-        cuts = dict(parts[0].cuts)
-        for path, cut in cuts.items():
+            return first
+        cuts = dict(first.cuts)
+        for name, cut in cuts.items():
             if cut.offsets:
-                lengths = [end - start for part in parts for start, end in pairwise(part.cuts[path].offsets)]
-                cuts[path] = replace(cut, offsets=tuple(accumulate(lengths, initial=0)))
-        return Microbatch(args, kwargs, target, sum(part.size for part in parts), cuts)
+                lengths = [end - start for part in parts for start, end in pairwise(part.cuts[name].offsets)]
+                cuts[name] = replace(cut, offsets=tuple(accumulate(lengths, initial=0)))
+        columns = zip(first.names, zip(*(part.args for part in parts), strict=True), strict=True)
+        return Microbatch(
+            tuple(_joined(values, name, cuts) for name, values in columns),
+            {name: _joined([part.kwargs[name] for part in parts], name, cuts) for name in first.kwargs},
+            _joined([part.target for part in parts], TARGET, cuts),
+            sum(part.size for part in parts),
+            cuts,
+            first.names,
+        )
+
+
+Splitting = tuple[tuple[int, ...], dict[str, Cut], tuple[str, ...]]
+"""how batches of one structure are split: the size of each microbatch, the cuts, and the names of positional arguments
+"""
 
 
 def split_batch(
@@ -75,6 +82,7 @@ def split_batch(
     num_microbatches: int,
     split: Split | None = None,
     planned: Split | None = None,
+    known: LruCache[Any, Splitting] | None = None,
 ) -> tuple[Microbatch, ...]:
     """Split a batch into microbatches, larger ones first; into fewer if there are fewer samples.
 
@@ -85,28 +93,44 @@ def split_batch(
     forward, of `target`, or of a part of either (`batch.mask`); see `SplitRule`. `planned` are the rules of a plan
     for arguments that `split` does not name; this batch need not have these arguments.
 
-    The size of the batch is that of the first argument from which it follows.
+    The size of the batch is that of the first argument from which it follows. `known` keeps how batches were split
+    for later batches of the same structure.
     """
-    register_containers((args, kwargs, target))
-    split = dict(split or {})
-    arguments = named_arguments(forward, args, kwargs)
-    everything = (*arguments, Argument(TARGET, ".2", target))
-    check_split(split, everything, inspect.signature(forward).parameters)
-    split |= {name: rule for name, rule in (planned or {}).items() if not has_rule(name, split)}
-    batch = batch_size(arguments, split)
-    sizes = microbatch_sizes(batch, num_microbatches)
-    cuts = find_cuts(everything, batch, split, is_final=len(sizes) == 1)
-    is_ragged = any(cut.offsets for cut in cuts.values())
-    return tuple(
-        Microbatch(
-            tuple(_part(arg, f".0.{position}", cuts, start, size) for position, arg in enumerate(args)),
-            {key: _part(arg, f".1.{key}", cuts, start, size) for key, arg in kwargs.items()},
-            _part(target, ".2", cuts, start, size),
-            size,
-            {path: cut.within(start, size) for path, cut in cuts.items()} if is_ragged else cuts,
-        )
-        for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False)
-    )
+    parameters, split, planned = signature_of(forward).parameters, split or {}, planned or {}
+    args, kwargs = tuple(args), dict(kwargs)
+    rules = (*split.items(), None, *planned.items())
+    key = tuple(parameters), _structure((args, kwargs, target)), num_microbatches, rules
+    splitting = None if known is None else known.find(key)
+    if splitting is None:
+        named = named_arguments(forward, args, kwargs)
+        arguments = tuple(Argument(name, value) for name, value in named.items())
+        # A model without a loss function may have a parameter of the target's name.
+        everything = (*arguments, Argument(TARGET, target)) if target is not None else arguments
+        check_split(split, everything, parameters)
+        split = {**split, **{name: rule for name, rule in planned.items() if not has_rule(name, split)}}
+        batch = batch_size(arguments, split)
+        sizes = microbatch_sizes(batch, num_microbatches)
+        cuts = find_cuts(everything, batch, split, is_final=len(sizes) == 1)
+        splitting = sizes, cuts, tuple(named)[: len(args)]
+        # Offsets are read from a tensor: they hold for this batch only.
+        if known is not None and not any(cut.offsets for cut in cuts.values()):
+            known.put(key, splitting)
+    sizes, cuts, names = splitting
+    whole = Microbatch(args, kwargs, target, sum(sizes), cuts, names)
+    starts = accumulate(sizes, initial=0)
+    return tuple([whole.take(start, size) for start, size in zip(starts, sizes, strict=False)])
+
+
+def _structure(value: Any) -> Any:
+    """Equal for two batches that are split alike, as far as values of tensors do not decide."""
+    if isinstance(value, Tensor):
+        return value.shape
+    parts = take_apart(value)
+    if parts is None and type(value) not in PLAIN_TYPES and register_containers(value):
+        parts = take_apart(value)
+    if parts is None:
+        return type(value)
+    return parts.kind, parts.keys, tuple([_structure(item) for item in parts.items])
 
 
 def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
@@ -117,38 +141,37 @@ def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
     return tuple(size for size in (least + (index < more) for index in range(num_microbatches)) if size)
 
 
-def _part(value: Any, path: str, cuts: Mapping[str, Cut], start: int, length: int) -> Any:
+def _part(value: Any, name: str, cuts: Mapping[str, Cut], start: int, length: int) -> Any:
     """The structure for some samples: whatever is cut is replaced by its part."""
-    cut = cuts.get(path)
-    if cut is not None:
-        return cut.part(value, start, length)
-    parts = take_apart(value)
-    if parts is None:
-        return value
-    pairs = zip(parts.keys, parts.items, strict=True)
-    items = [_part(item, f"{path}.{key}", cuts, start, length) for key, item in pairs]
-    return put_together(parts.kind, parts.keys, items)
+    cut = cuts.get(name)
+    if cut is None:
+        parts = take_apart(value)
+        if parts is None:
+            return value
+        pairs = zip(parts.keys, parts.items, strict=True)
+        items = [_part(item, f"{name}.{key}", cuts, start, length) for key, item in pairs]
+        return put_together(parts.kind, parts.keys, items)
+    if cut.dim is None:
+        return put_together(type(value), range(length), value[start : start + length])
+    if cut.offsets:
+        first = cut.offsets[start]
+        return value.narrow(cut.dim, first, cut.offsets[start + length] - first)
+    return value.narrow(cut.dim, start * cut.rows, length * cut.rows)
 
 
-def _joined(values: Sequence[Any], path: str, cuts: Mapping[str, Cut]) -> Any:
-    cut, first = cuts.get(path), values[0]
-    if cut is not None:
-        if cut.dim is not None:
-            return torch.cat(list(values), cut.dim)
-        entries = [entry for value in values for entry in value]
-        return put_together(type(first), range(len(entries)), entries)
-    parts = take_apart(first)
-    if parts is None:
-        return first
-    columns = zip(*(_items(value) for value in values), strict=True)
-    items = [_joined(column, f"{path}.{key}", cuts) for key, column in zip(parts.keys, columns, strict=True)]
-    return put_together(parts.kind, parts.keys, items)
-
-
-def _items(value: Any) -> tuple[Any, ...]:
-    parts = take_apart(value)
-    assert parts is not None
-    return parts.items
+def _joined(values: Sequence[Any], name: str, cuts: Mapping[str, Cut]) -> Any:
+    cut, first = cuts.get(name), values[0]
+    if cut is None:
+        parts = [take_apart(value) for value in values]
+        if parts[0] is None:
+            return first
+        columns = zip(*(each.items for each in parts if each is not None), strict=True)
+        items = [_joined(column, f"{name}.{key}", cuts) for key, column in zip(parts[0].keys, columns, strict=True)]
+        return put_together(parts[0].kind, parts[0].keys, items)
+    if cut.dim is not None:
+        return torch.cat(list(values), cut.dim)
+    entries = [entry for value in values for entry in value]
+    return put_together(type(first), range(len(entries)), entries)
 
 
 def explain_failure(
@@ -167,11 +190,10 @@ def explain_failure(
             microbatches=len(microbatches),
             hint=f"{fewer}, so that each has at least two samples, or a larger batch",
         )
-    cut_names = tuple(f"{cut.name}." for cut in first.cuts.values())
+    cut_names = tuple(f"{name}." for name in first.cuts)
     whole = [
         (name, tuple(leaf.shape))
-        for argument in named_arguments(forward, first.args, first.kwargs)
-        for name, leaf in named_leaves(argument.value, argument.name)
+        for name, leaf in named_inputs(forward, first.args, first.kwargs).items()
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] > 1 and not f"{name}.".startswith(cut_names)
     ]
     if not whole:

@@ -60,7 +60,7 @@ from penstock.capture.objects import reachable_objects, register_containers, use
 from penstock.capture.tensor_table import TensorTable, has_gradient, storage_id
 from penstock.capture.transforms import TransformedCall, held_tensors
 from penstock.errors import CaptureError
-from penstock.ir import ADDED_LOSS, Call, Guard, Ref, Results, State, Tree, bind_state, copy_into, leaves, transform
+from penstock.ir import ADDED_LOSS, Call, Guard, Ref, Results, State, bind_state, copy_into, leaves, transform
 
 
 class LeakyLeaf(Exception):  # noqa: N818
@@ -377,17 +377,20 @@ class Recorder(TorchFunctionMode):
         # Before the call: it may change the containers that it is given, and rename the values in them.
         trees = self.writer.write(tuple(args), where), self.writer.write(dict(kwargs), where)
         self._num_calls += 1
-        name_hash = hash_name(self._next_name(where))
+        # With a number from the second use of the name on.
+        name = f"{where}@{self._num_uses[where] + 1}" if self._num_uses[where] else where
         # Torch's own functions put nothing into their arguments.
         contents = ArgumentContents(args, kwargs, self._objects_before) if runs_python(target) else None
         for is_shared_draw in (False, True):
-            with self._seeded(name_hash, is_shared_draw, runs_python(target)):
+            with self._seeded(hash_name(name), is_shared_draw, runs_python(target)):
                 effects = CallEffects(self.table, target, tensors)
                 # A transformed function must not use state that it is not given either: nobody would see it.
                 own = set(effects.own) if is_module or isinstance(target, TransformedCall) else None
                 call = RunningCall(where, self._num_calls, own)
                 call.takes_gradients = isinstance(target, TransformedCall) and target.transform != "vmap"
-                result = returned = self._run(run, call, _is_on_meta(target, tensors), args, kwargs)
+                state = (*target.parameters(), *target.buffers()) if is_module else ()
+                is_on_meta = any(tensor.is_meta for tensor in (*tensors, *state))
+                result = returned = self._run(run, call, is_on_meta, args, kwargs)
                 draws = call.draws_on_meta or effects.drew_random_numbers() or is_random(target, args, kwargs, result)
                 draws_with_python = effects.drew_with_python()
             is_for_batch = draws and not is_module and all(map(self._is_for_whole_batch, leaves(result)))
@@ -402,7 +405,9 @@ class Recorder(TorchFunctionMode):
                 result = (result, tuple(args), dict(kwargs))
                 if contents.are_shared():
                     raise LeakyLeaf(where)
-            self._check_result(call, result)
+            if opaque_leaves(result, lambda leaf: id(leaf) in call.given or id(leaf) in self._objects_before):
+                # A replay compares only the class of such an object.
+                raise LeakyLeaf(where)
         made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         has_effect = not is_module and getattr(target, "__name__", "") in TENSOR_EFFECTS
         written = tensors[:1] if has_effect else effects.written_arguments(call.written_storage)
@@ -418,8 +423,11 @@ class Recorder(TorchFunctionMode):
             if all(map(self._is_known, made)):
                 # A call that returned its argument, as `to` and `contiguous` do where there is nothing to change.
                 return result
-        name = self._unused_name(where)
-        trees = self._with_written_state(trees, written_state)
+        self._num_uses[where] += 1
+        # A buffer that the call writes is referred to as the buffer, even if other calls refer to a value instead.
+        bound = {own: self.table.state[id(tensor)] for tensor in written_state if (own := self.table.name(tensor))}
+        if bound:
+            trees = bind_state(trees[0], bound), bind_state(trees[1], bound)
         writes = self._rename_written(name, written)
         updates = self._name_updates(name, written_state, len(writes))
         key = where if is_module else self.writer.key(target)
@@ -467,10 +475,11 @@ class Recorder(TorchFunctionMode):
             args, kwargs = transform(tuple(args), _plain_draw), transform(dict(kwargs), _plain_draw)
         # A model on the meta device gets a real batch. Calls without weights run on real tensors, as the model may
         # read values from them (masks, lengths); with weights, arguments go to the meta device.
-        change = _to_meta if is_on_meta else _meta_to_cpu
         original = moved = (tuple(args), dict(kwargs))
-        if is_on_meta or any(isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in arguments):
-            moved = transform(original, change)
+        if is_on_meta:
+            moved = transform(original, lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf)
+        elif any(map(_is_meta_device, arguments)):
+            moved = transform(original, lambda leaf: torch.device("cpu") if _is_meta_device(leaf) else leaf)
         copies = leaves(moved)
         call.given |= {*map(id, arguments), *map(id, copies)}
         self._running, self._is_paused = call, False
@@ -484,21 +493,7 @@ class Recorder(TorchFunctionMode):
             copy_into(original, transform(moved, lambda leaf: originals.get(id(leaf), leaf)))
         return result
 
-    def _check_result(self, call: RunningCall, result: Any) -> None:
-        """Open a leaf that returns an opaque object: a replay compares only the class of such an object."""
-        if opaque_leaves(result, lambda leaf: id(leaf) in call.given or id(leaf) in self._objects_before):
-            raise LeakyLeaf(call.name)
-
     # Names
-
-    def _next_name(self, name: str) -> str:
-        """The name, with a number from the second use on."""
-        return name if not self._num_uses[name] else f"{name}@{self._num_uses[name] + 1}"
-
-    def _unused_name(self, name: str) -> str:
-        unused = self._next_name(name)
-        self._num_uses[name] += 1
-        return unused
 
     def _rename_written(self, name: str, written: list[Tensor]) -> tuple[tuple[str, str], ...]:
         """Give new names to values that were written in place and all that share their memory; (new, old) pairs."""
@@ -509,11 +504,6 @@ class Recorder(TorchFunctionMode):
                 self.table.add(tensor, new)
                 writes.append((new, old))
         return tuple(writes)
-
-    def _with_written_state(self, trees: tuple[Tree, Tree], written: list[Tensor]) -> tuple[Tree, Tree]:
-        """Refer to a buffer that the call writes as the buffer, even if other calls refer to a value instead."""
-        names = {name: self.table.state[id(tensor)] for tensor in written if (name := self.table.name(tensor))}
-        return (bind_state(trees[0], names), bind_state(trees[1], names)) if names else trees
 
     def _name_updates(self, name: str, written: list[Tensor], start: int) -> tuple[tuple[str, str], ...]:
         """Name a written buffer as a value, so that its new content can be sent to stages that read it later."""
@@ -606,15 +596,5 @@ def _plain_draw(leaf: object) -> object:
     return leaf.tensor.item() if isinstance(leaf, DrawnNumber) else leaf
 
 
-def _is_on_meta(target: Any, tensors: list[Tensor]) -> bool:
-    """Whether an argument, or some state of a module, is on the meta device."""
-    state = (*target.parameters(), *target.buffers()) if isinstance(target, nn.Module) else ()
-    return any(tensor.is_meta for tensor in (*tensors, *state))
-
-
-def _meta_to_cpu(leaf: object) -> object:
-    return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
-
-
-def _to_meta(leaf: object) -> object:
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+def _is_meta_device(leaf: object) -> bool:
+    return isinstance(leaf, torch.device) and leaf.type == "meta"

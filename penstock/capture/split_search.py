@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.capture.captured import without_cache
-from penstock.capture.cuts import Argument, Split, batch_size, has_rule, named_arguments
+from penstock.capture.cuts import Argument, Split, batch_size, has_rule
 from penstock.capture.generators import seed_generators
 from penstock.capture.hooks import without_user_hooks
 from penstock.capture.isolation import isolated, uncompiled
 from penstock.capture.microbatches import split_batch
 from penstock.capture.objects import copy_leaf, register_containers
 from penstock.errors import RunError
-from penstock.ir import Ragged, Rows, SplitRule, leaves, transform
+from penstock.ir import Ragged, Rows, SplitRule, leaves, named_arguments, transform
 
 _MAX_TRIALS, _MAX_SHOWN = 24, 4
 _MAX_COLUMNS = 4
@@ -41,7 +41,7 @@ def find_split(
     """
     register_containers((args, kwargs))
     split = dict(split or {})
-    arguments = named_arguments(model.forward, args, kwargs)
+    arguments = [Argument(name, value) for name, value in named_arguments(model.forward, args, kwargs).items()]
     search = _Search(model, args, kwargs, split, arguments)
     trials = list(islice(search.trials(), _MAX_TRIALS))
     if len(trials) < 2:
@@ -152,11 +152,12 @@ class _Search:
                     return rules
                 if agreement == _POSSIBLE:
                     possible.append(rules)
+                    if rules is trials[0] and self._is_unambiguous(rules):
+                        # Only a loss depends on the argument, and its weights are not known here. Other rules may fit
+                        # too, or give nearly the same loss by chance.
+                        return rules
         if len(possible) == 1:
             return possible[0]
-        if trials[0] in possible and self._is_unambiguous(trials[0]):
-            # Several fit, because only a loss depends on the argument, and its weights are not known here.
-            return trials[0]
         if not possible and ran == [trials[0]]:
             # Samples interact in this model, but no other way of splitting its arguments runs.
             return trials[0]

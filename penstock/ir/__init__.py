@@ -33,6 +33,7 @@ from penstock.ir.containers import (
     copy_into,
     is_attributes_only,
     leaves,
+    named_arguments,
     named_inputs,
     named_leaves,
     num_registered,
@@ -100,7 +101,6 @@ from penstock.ir.text import format_lines, parse_action, read_orders, write_atom
 from penstock.ir.timing import Needs, Seconds, find_waits, pass_seconds, schedule_length, walk, walk_passes
 from penstock.ir.trace import Curve, Idle, Series, Span, Trace, Transfer, critical_path
 from penstock.ir.units import (
-    align_columns,
     bytes_text,
     count_text,
     counted,
@@ -205,7 +205,6 @@ __all__ = [
     "Update",
     "Value",
     "WeightGrad",
-    "align_columns",
     "as_int",
     "attributes_of",
     "bind_state",
@@ -233,6 +232,7 @@ __all__ = [
     "load_record",
     "makes",
     "microbatch_of",
+    "named_arguments",
     "named_inputs",
     "named_leaves",
     "needs",

@@ -186,23 +186,43 @@ def named_leaves(thing: object, name: str) -> list[tuple[str, object]]:
     ]
 
 
+def named_arguments(
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    signature: inspect.Signature | None = None,
+) -> dict[str, Any]:
+    """The arguments of a call in the order of the signature, so that those given by position come first.
+
+    Each is named by its parameter, those of `*args` by their positions too: `args.0`. Inspects the signature if it is
+    not given.
+    """
+    signature = signature or signature_of(forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise _cannot_call(error) from None
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            named.update((f"{name}.{position}", item) for position, item in enumerate(value))
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)
+        else:
+            named[name] = value
+    return named
+
+
 def named_inputs(
     forward: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     signature: inspect.Signature | None = None,
 ) -> dict[str, Any]:
-    """Every leaf of the arguments of a call, named by the parameters; inspects the signature if it is not given."""
-    signature = signature or signature_of(forward)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise _cannot_call(error) from None
-    found: list[tuple[str, Any]] = []
-    for name, value in bound.arguments.items():
-        is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-        found += named_leaves(value, "" if is_rest else name)
-    return dict(found)
+    """Every leaf of the arguments of a call, named like them and by its path: `batch.mask`."""
+    arguments = named_arguments(forward, args, kwargs, signature)
+    return dict([leaf for name, value in arguments.items() for leaf in named_leaves(value, name)])
 
 
 def signature_of(forward: Callable[..., Any]) -> inspect.Signature:

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -160,7 +161,7 @@ class ModelLoss:
             noise.compare(name, values, chosen)
             try:
                 if name not in noise.unreplaced:
-                    made = self._noisy_result(call, values, noise, chosen)
+                    made = self._noisy_result(call, values, noise, chosen, partial(original, module), (args, kwargs))
                     if call.changes_arguments:
                         made, *changed = made
                         copy_into((args, kwargs), tuple(changed))
@@ -197,7 +198,13 @@ class ModelLoss:
         return torch.func.functional_call(model, made, args, without_cache(model, kwargs))
 
     def _noisy_result(
-        self, call: Call, values: Sequence[tuple[Tree, object]], noise: "Noise", chosen: Sequence[int]
+        self,
+        call: Call,
+        values: Sequence[tuple[Tree, object]],
+        noise: "Noise",
+        chosen: Sequence[int],
+        block: Callable[..., Any],
+        arguments: Any,
     ) -> Any:
         """The recorded result of a block, with noise for the tensors that it made."""
         graph = self.recording.graph
@@ -209,6 +216,8 @@ class ModelLoss:
             for length, now in zip(graph.spec(name).shape, leaf.shape, strict=False)
             if length != now
         }
+        if noise.is_ambiguous(fresh, changed):
+            noise.set_shapes(call, _run_apart(block, arguments))
 
         def built(result: Any) -> Any:
             if isinstance(result, Parts):
@@ -240,6 +249,8 @@ class Noise:
         self._device = torch.device("cpu") if first is None else first.device
         self._places: dict[str, tuple[int | None, tuple[int, ...]]] = {}
         """by value the dimension that holds the samples, and how long it is for each part"""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """by value that a block was run to see: its shape for all parts together"""
         self._leaves: dict[tuple[int, str], weakref.ref[Tensor]] = {}
         self._num_compared: Counter[str] = Counter()
         self._norms: dict[tuple[str, int, int], tuple[int | None, Tensor]] = {}
@@ -265,6 +276,21 @@ class Noise:
         live = {name: leaf() for (part, name), leaf in self._leaves.items() if part < 0}
         return {name: leaf for name, leaf in live.items() if leaf is not None}
 
+    def is_ambiguous(self, values: Collection[str], changed: Mapping[int, int]) -> bool:
+        """Whether several dimensions of one of the values may hold the samples, as far as their lengths show.
+
+        Such as those of a state of shape (directions, samples, features) with as many directions as samples.
+        """
+        unknown = [self._graph.spec(value).shape for value in values if value not in self._places]
+        return any(sum(length in changed for length in shape) > 1 for shape in unknown)
+
+    def set_shapes(self, call: Call, result: Any) -> None:
+        """Find the dimensions of samples from the result of a block for all parts together."""
+        tensors = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        for name, tensor in zip(call.results.values, tensors, strict=False):
+            if tensor.dim() == len(self._graph.spec(name).shape):
+                self._shapes[name] = tuple(tensor.shape)
+
     def of(self, value: str, changed: Mapping[int, int], chosen: Sequence[int]) -> Tensor:
         """The noise of a value for some parts together.
 
@@ -273,8 +299,9 @@ class Noise:
         shape = self._graph.spec(value).shape
         if value not in self._places:
             # The first run is for all parts together, more samples than were recorded: their dimension has grown.
-            dim = next((index for index, length in enumerate(shape) if length in changed), None)
-            total = 0 if dim is None else changed[shape[dim]]
+            now = self._shapes.get(value) or tuple(changed.get(length, length) for length in shape)
+            dim = next((index for index, length in enumerate(shape) if length != now[index]), None)
+            total = 0 if dim is None else now[dim]
             if dim is not None and total * self._recorded_size != shape[dim] * sum(self._sizes):
                 raise ProbeError("a block returns a tensor without a dimension of samples, as a packed sequence is")
             self._places[value] = dim, tuple(total // sum(self._sizes) * size for size in self._sizes)
@@ -322,6 +349,16 @@ class Noise:
                 limit = tolerance * float(whole.max())
                 if expected.shape != norms.shape or float((expected - norms).abs().max()) > limit:
                     self.mixing[name] = None
+
+
+def _run_apart(block: Callable[..., Any], arguments: Any) -> Any:
+    """The result of a block on copies of its arguments, without gradients and added losses; None if it fails."""
+    args, kwargs = transform(arguments, copy_leaf)
+    try:
+        with torch.no_grad(), collect_added(lambda added: None):
+            return block(*args, **kwargs)
+    except Exception:  # a block whose parameters are on another rank may raise anything
+        return None
 
 
 def mixing_blocks(model: ModelLoss, with_outputs: bool) -> list[str]:

@@ -3,7 +3,7 @@
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -126,7 +126,8 @@ class LossWeights:
     def losses(self, output: Any, target: Any) -> dict[str, Any]:
         """The losses of the loss function, by name."""
         assert self._loss_fn is not None
-        return losses_of_function(self._loss_fn(output, target))
+        result = self._loss_fn(output, target)
+        return {SINGLE: result} if isinstance(result, Tensor) else losses_of_function(result)
 
     def agree_on_names(self, names: Iterable[str]) -> None:
         """Raise a RunError, on every replica, if the replicas have losses of different names."""
@@ -369,4 +370,4 @@ def _reference(microbatch: Microbatch) -> Microbatch:
 
     sample = microbatch.take(0, 1)
     args, kwargs, target = transform((sample.args, sample.kwargs, sample.target), ones)
-    return Microbatch(args, kwargs, target, 1, sample.cuts)
+    return replace(sample, args=args, kwargs=kwargs, target=target)

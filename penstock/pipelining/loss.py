@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.capture import Cut, Microbatch
 from penstock.errors import RunError
-from penstock.ir import put_together, take_apart
+from penstock.ir import named_leaves, put_together, take_apart
 from penstock.loss import LossStep, LossWeights
 from penstock.runtime import MicrobatchWarning, check_gradient, checked_loss
 
@@ -86,9 +86,11 @@ def split_target(target: Any, sizes: Sequence[int] | None, count: int) -> tuple[
     `sizes` are the samples of each microbatch, if they are known: a target may have several rows for each sample.
     """
     cuts: dict[str, Cut] = {}
-    columns = _split(target, ".2", "target", sizes, count, cuts)
-    first = next(iter(cuts), None)
-    sizes = sizes or ([1] * count if first is None else [len(_at(column, first)) for column in columns])
+    columns = _split(target, "target", sizes, count, cuts)
+    if not sizes:
+        first = next(iter(cuts), "")
+        tensors = [dict(named_leaves(column, "target")).get(first) for column in columns]
+        sizes = [len(tensor) if isinstance(tensor, Tensor) else 1 for tensor in tensors]
     return tuple(Microbatch((), {}, column, size, cuts) for column, size in zip(columns, sizes, strict=True))
 
 
@@ -101,9 +103,7 @@ def target_rows(target: Any) -> int | None:
     return next((number for number in rows if number is not None), None)
 
 
-def _split(
-    value: Any, path: str, name: str, sizes: Sequence[int] | None, count: int, cuts: dict[str, Cut]
-) -> list[Any]:
+def _split(value: Any, name: str, sizes: Sequence[int] | None, count: int, cuts: dict[str, Cut]) -> list[Any]:
     if isinstance(value, Tensor) and value.dim():
         rows, rest = divmod(len(value), sum(sizes)) if sizes else (1, 0)
         if rest or len(value) < count:
@@ -114,22 +114,12 @@ def _split(
                 samples=sum(sizes) if sizes else "unknown",
                 microbatches=count,
             )
-        cuts[path] = Cut(name, 0, rows)
+        cuts[name] = Cut(0, rows)
         return list(torch.split(value, [size * rows for size in sizes])) if sizes else list(value.tensor_split(count))
     parts = take_apart(value)
     if parts is None:
         return [value] * count
     columns = [
-        _split(item, f"{path}.{key}", f"{name}.{key}", sizes, count, cuts)
-        for key, item in zip(parts.keys, parts.items, strict=True)
+        _split(item, f"{name}.{key}", sizes, count, cuts) for key, item in zip(parts.keys, parts.items, strict=True)
     ]
     return [put_together(parts.kind, parts.keys, [column[index] for column in columns]) for index in range(count)]
-
-
-def _at(value: Any, path: str) -> Any:
-    """The part of a target at a path of `cuts`."""
-    for key in path.split(".")[2:]:
-        parts = take_apart(value)
-        assert parts is not None
-        value = next(item for each, item in zip(parts.keys, parts.items, strict=True) if str(each) == key)
-    return value

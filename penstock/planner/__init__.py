@@ -5,15 +5,7 @@ from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.plan_search import search
 from penstock.planner.resize import interpolate_profile, with_microbatches
 from penstock.planner.slow_ranks import SlowRankAdvisor
-from penstock.planner.streams import (
-    STALENESS,
-    StageStaleness,
-    Stream,
-    check_stream,
-    plan_staleness,
-    simulate_stream,
-    staleness_lines,
-)
+from penstock.planner.streams import STALENESS, StageStaleness, Stream, check_stream, plan_staleness, simulate_stream
 from penstock.planner.synthesis import ScheduleProblem, is_too_large, synthesise
 
 __all__ = [
@@ -31,7 +23,6 @@ __all__ = [
     "plan_staleness",
     "search",
     "simulate_stream",
-    "staleness_lines",
     "synthesise",
     "with_microbatches",
 ]

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from penstock.errors import RunError
 from penstock.ir import ITEM_BYTES
 from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.layout import whole
 from penstock.runtime.tensor_json import Tensors, decode_tree, encode_tree
 
 _REFUSED = "refused: "
@@ -102,8 +102,7 @@ def gather_tensors(
 
     Sharded tensors are gathered. If several ranks have a name, the tensor of the first of them is returned.
     """
-    whole = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
-    detached = {name: tensor.detach() for name, tensor in whole.items()}
+    detached = {name: whole(tensor).detach() for name, tensor in tensors.items()}
     if groups.is_local:
         return {name: tensor.cpu().clone() for name, tensor in detached.items()}
     gathered: dict[str, Tensor] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import LruCache, Recording, Split, explain_failure, spec_of, split_batch
+from penstock.capture import LruCache, Recording, Split, Splitting, explain_failure, spec_of, split_batch
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan, named_inputs, named_leaves
 from penstock.passes import DEFAULT_PASSES
@@ -56,7 +56,10 @@ class Engine:
         passes = (*DEFAULT_PASSES, "add_shard_moves") if part.sharded.modules else DEFAULT_PASSES
         self._compiler = StepCompiler(plan, ranks, self._runner, self._transport, passes)
         self.compiled_steps: LruCache[tuple[bool, tuple[Recording, ...]], CompiledStep] = LruCache()
-        self._split_rules = dict(split or {})
+        self._split_rules, self._planned_rules = dict(split or {}), dict(plan.split)
+        self._num_microbatches = plan.num_microbatches
+        self._splittings: LruCache[Any, Splitting] = LruCache()
+        """how batches were split, by their structure"""
         is_sent = inputs == "first" and not groups.is_local
         self._sender = BatchSender(part, plan, self._split_batch) if is_sent else None
         self._given_names = GivenNames(part.captured.model.forward)
@@ -148,7 +151,7 @@ class Engine:
                     "tensor-parallel ranks were given different batches",
                     replica=index // groups.tensor_ranks,
                     tensor_ranks=(0, index - first),
-                    hint='the same batch on all ranks along the axis "tp": split data by the "dp" axis only',
+                    hint="the same batch on all ranks along the axis \"tp\": split data by the \"dp\" axis only",
                 )
                 error.is_shared = True
                 raise error
@@ -169,11 +172,9 @@ class Engine:
             self._part.check_weights()
         for stage in self._part.stages.values():
             stage.check_state()
-        captured, (args, kwargs, target) = self._part.captured, batch
-        plan, forward = self._plan, captured.model.forward
-        microbatches = split_batch(
-            forward, args, kwargs, target, plan.num_microbatches, self._split_rules, dict(plan.split)
-        )
+        captured = self._part.captured
+        forward, rules = captured.model.forward, (self._split_rules, self._planned_rules)
+        microbatches = split_batch(forward, *batch, self._num_microbatches, *rules, self._splittings)
         if recordings is not None:
             inputs = tuple(captured.inputs(microbatch.args, microbatch.kwargs) for microbatch in microbatches)
             return SplitBatch(microbatches, recordings, inputs)
@@ -280,13 +281,13 @@ class Engine:
         return self.compiled_steps.get((is_training, split.recordings), make)
 
     @contextmanager
-    def _refusing(self, request: SyncRequest, sync: RankSync | None = None) -> Iterator[None]:
+    def _refusing(self, request: SyncRequest) -> Iterator[None]:
         """Raise an error of the body on every rank: the other ranks raise it in the sync of `request`."""
         try:
             yield
         except Exception as error:
             shared = error if isinstance(error, PenstockError) else RunError(f"{type(error).__name__}: {error}")
-            (sync or self._sync).refuse(request, shared)
+            self._sync.refuse(request, shared)
             if isinstance(shared, RunError) and not self._groups.is_local:
                 shared = shared.at(rank=self._groups.rank)
             shared.is_shared = True

@@ -109,8 +109,8 @@ class BatchSender:
         if own_target is None or batch[2] is not None:
             return split
         split = self._split((batch[0], batch[1], own_target), split.recordings)
-        for path, cut in split.microbatches[0].cuts.items():
-            if path.startswith(".2") and cut.sizes and not cut.sizes.startswith(TARGET):
+        for name, cut in split.microbatches[0].cuts.items():
+            if name.startswith(TARGET) and cut.sizes and not cut.sizes.startswith(TARGET):
                 raise RunError(
                     "a target whose lengths are an argument of the model must be passed on rank 0",
                     lengths=cut.sizes,
@@ -135,15 +135,15 @@ class BatchSender:
             named = named_inputs(self._part.captured.model.forward, batch[0], batch[1])
             names = {id(leaf): name for name, leaf in named.items()}
             tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
-            cuts = split.microbatches[0].cuts.values()
-            tables = {cut.sizes for cut in cuts}
+            cuts = split.microbatches[0].cuts
+            tables = {cut.sizes for cut in cuts.values()}
             read = {id(leaf) for name, leaf in (*named.items(), *named_leaves(batch[2], TARGET)) if name in tables}
             self._new = BatchSignature(
                 split.recordings,
                 tuple(names.get(id(leaf), "") for leaf in tensors),
                 structure,
                 frozenset(index for index, leaf in enumerate(tensors) if id(leaf) in read),
-                tuple(cut.name for cut in cuts if cut.dim is None),
+                tuple(name for name, cut in cuts.items() if cut.dim is None),
                 {},
                 set(),
             )

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from penstock.capture import Microbatch, microbatch_sizes, split_batch
+from penstock.capture import LruCache, Microbatch, microbatch_sizes, split_batch
 from penstock.errors import RunError
-from penstock.ir import Ragged, Rows
+from penstock.ir import Ragged, Rows, named_leaves
 
 
 def forward(x: Any, mask: Any = None, *rest: Any, scale: Any = 1, **more: Any) -> None:
@@ -268,3 +268,54 @@ def test_samples_that_are_taken_and_joined_are_the_microbatch(asked: int, cut: i
         assert (one.size, str(one.args), str(one.target)) == (5, str((torch.zeros(5),)), str(lengths))
         assert str(one.kwargs) == str({"labels": labels, **more})
     assert whole.take(2, 1).kwargs["packed"].tolist() == [2, 3, 4]
+
+
+# Decisions that are kept
+
+
+def backwards(mask: Any, x: Any, **more: Any) -> None:
+    """Stands for a forward whose parameters are in another order."""
+
+
+class Holder:
+    """An object that may hold a tensor."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def test_a_kept_decision_is_used_for_batches_that_are_split_alike_only() -> None:
+    x, pair, table = torch.arange(4), [torch.arange(2), torch.arange(2)], torch.arange(6)
+    ragged = {"table": Ragged("mask")}
+    calls: list[tuple[Any, ...]] = [
+        (forward, (x, x), {}, None, 2),
+        (forward, (x, torch.arange(2)), {}, None, 2),
+        (forward, (x, x), {}, None, 3),
+        (forward, (x, x), {}, None, 2, {"mask": None}),
+        (forward, (x, x), {}, None, 2, None, {"mask": None}),
+        (backwards, (torch.arange(2), x), {}, None, 2),
+        (forward, (x, pair), {}, None, 2),
+        (forward, (x, tuple(pair)), {}, None, 2),
+        (forward, (torch.arange(2), pair), {}, None, 2, {"mask": "samples"}),
+        (forward, (torch.arange(2), dict(enumerate(pair))), {}, None, 2),
+        (forward, (x, Holder(1)), {}, None, 2),
+        (forward, (x, Holder(x)), {}, None, 2),
+        (forward, (x,), {"scale": x}, None, 2),
+        (forward, (x,), {"scale": None}, x, 2),
+        (forward, (x,), {"mask": torch.tensor([1, 2, 1, 2]), "table": table}, None, 2, ragged),
+        (forward, (x,), {"mask": torch.tensor([2, 2, 2, 0]), "table": table}, None, 2, ragged),
+    ]
+    known: LruCache[Any, Any] = LruCache()
+    for _ in range(2):
+        for forward_, args, kwargs, target, count, *rules in calls:
+            rules = [*rules, None, None][:2]
+            pieces = split_batch(forward_, args, kwargs, target, count, *rules, known)
+            expected = split_batch(forward_, args, kwargs, target, count, *rules)
+            assert [shown(piece) for piece in pieces] == [shown(piece) for piece in expected]
+
+
+def shown(piece: Microbatch) -> Any:
+    """The leaves of a microbatch by name, with lists in place of tensors, and its cuts."""
+    values = named_leaves((piece.args, piece.kwargs, piece.target), "")
+    plain = [(name, leaf.tolist() if isinstance(leaf, Tensor) else str(leaf)) for name, leaf in values]
+    return plain, piece.cuts

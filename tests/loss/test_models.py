@@ -19,9 +19,6 @@ COUPLED = {
     "resnet50": BATCH_NORM, "unet": BATCH_NORM, "segformer": BATCH_NORM, "clip": INSEPARABLE, "mixtral": INSEPARABLE,
     "qwen2_moe": INSEPARABLE, "olmoe": INSEPARABLE, "gpt_oss": INSEPARABLE,
 }  # fmt: skip
-# The dimension of samples is found by its length, and the state has as many directions as a microbatch has samples. The
-# loss cannot be evaluated on part of a batch then; each sample is given the same weight, which is right here.
-UNDETERMINED = {"gru_attention": "could not be determined"}
 # A block that stays whole and decides by the sum of all samples: nothing outside of it shows.
 UNSEEN = {"control_flow"}
 # Computed in lower precision than float64.
@@ -103,9 +100,8 @@ def losses(name: str) -> tuple[Tensor, Tensor, tuple[str, ...]]:
 def test_a_model_without_a_warning_has_the_loss_of_its_microbatches(name: str) -> None:
     whole, found, warnings = losses(name)
     is_equal = torch.allclose(found, whole, rtol=1e-10, atol=0)
-    causes = COUPLED | UNDETERMINED
-    assert (len(warnings) == 1, is_equal) == (name in causes, name not in {*COUPLED, *UNSEEN})
-    assert all(causes[name] in warning for warning in warnings)
+    assert (len(warnings) == 1, is_equal) == (name in COUPLED, name not in {*COUPLED, *UNSEEN})
+    assert all(COUPLED[name] in warning for warning in warnings)
 
 
 @pytest.mark.parametrize("name", sorted(UNSCORED - ROUGH))

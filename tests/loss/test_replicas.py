@@ -19,7 +19,7 @@ LABELS = torch.tensor([[0, 1, 2], [3, -100, -100], [4, 4, -100], [1, 0, 2], [2, 
 FULL = LABELS.clamp(min=0)
 VALUES = torch.randn(5, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Batch = Sequence[Sequence[int]]
-CUTS = {".2": Cut("target", 0)}
+CUTS = {"target": Cut(0)}
 
 
 def entropy(y: Tensor, t: Tensor, **options: Any) -> Tensor:
