@@ -31,6 +31,20 @@ def every_third(choices: Iterable[T], offset: int, is_whole: bool) -> list[T]:
     return list(choices) if is_whole else list(choices)[offset % 3 :: 3]
 
 
+def alternated(cases: Sequence[Case]) -> list[Any]:
+    """All cases of two dimensions, as parameters of a test; without `--whole` each value of either runs at least once.
+
+    The values of the second dimension alternate over those of the first.
+    """
+    places = [list(dict.fromkeys(values)) for values in zip(*cases, strict=True)]
+    return [
+        case
+        if (places[0].index(case[0]) - places[1].index(case[1])) % min(map(len, places)) == 0
+        else pytest.param(*case, marks=pytest.mark.whole)
+        for case in cases
+    ]
+
+
 def covered(cases: Sequence[Case]) -> list[Any]:
     """All cases, as parameters of a test; those beyond `covering` run with `--whole` only."""
     chosen = set(covering(cases))

@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.selection import covered, covering, every_third
+from tests.selection import alternated, covered, covering, every_third
 
 CASES = [
     list(product("abcd", range(3), (False, True), "xyz")),
@@ -45,6 +45,14 @@ def test_unselected_cases_are_marked_whole() -> None:
     marked = [case for case in covered(CASES[0]) if getattr(case, "marks", ())]
     assert len(marked) == len(CASES[0]) - len(covering(CASES[0]))
     assert {mark.name for case in marked for mark in case.marks} == {"whole"}
+
+
+@pytest.mark.parametrize("lengths", [(4, 2), (2, 4), (3, 3), (5, 3), (1, 4)])
+def test_alternated_cases_have_every_value_of_both_dimensions(lengths: tuple[int, int]) -> None:
+    cases = list(product("abcde"[: lengths[0]], range(lengths[1])))
+    chosen = [case for case in alternated(cases) if not getattr(case, "marks", ())]
+    assert [{case[place] for case in chosen} for place in (0, 1)] == [{c[p] for c in cases} for p in (0, 1)]
+    assert len(chosen) == max(lengths)
 
 
 def test_three_positions_rotate_through_all_choices() -> None:

@@ -75,7 +75,10 @@ def seed_generators(seed: int) -> None:
     """Seed the global generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # numpy accepts 32 bits
-    torch.manual_seed(seed)
+    # Without a GPU in use, torch.manual_seed would queue a call with a formatted stack for each kind of device.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 def _same_state(first: Any, second: Any) -> bool:

@@ -13,6 +13,7 @@ from penstock.partitioners import uniform
 from penstock.stages import Sequence
 from tests.capture.models import Stack
 from tests.parity import assert_stages_train_like_the_model
+from tests.selection import covered
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
@@ -117,9 +118,10 @@ class Glued(Stack):
         return self.head(self.blocks[2](self.glue(self, self.blocks[1](x))))
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("depth", [None, 9])
-@pytest.mark.parametrize("glue", GLUE)
+CUTS = [(glue, depth, stages) for glue in GLUE for depth in (None, 9) for stages in (2, 3, 4)]
+
+
+@pytest.mark.parametrize(("glue", "depth", "stages"), covered(CUTS))
 def test_stages_give_the_outputs_and_gradients_of_the_model(glue, depth, stages):
     captured = penstock.capture(Glued(glue), (BATCH,), depth=depth)
     assert_stages_train_like_the_model(captured, uniform(captured.graph, stages))

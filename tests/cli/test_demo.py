@@ -18,13 +18,21 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.cli.demo.SEARCH_SECONDS", 0.5)
 
 
+@pytest.fixture(params=["small", pytest.param("full", marks=pytest.mark.whole)])
+def size(request: pytest.FixtureRequest) -> None:
+    """The demo with a smaller GPT, and as users run it."""
+    if request.param == "small":
+        request.getfixturevalue("small")
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPT of which only the way through the demo is looked at."""
+    """A smaller GPT."""
     sizes = training.SIZES._replace(layers=4, width=16, length=8, samples=8, microbatches=4)
     monkeypatch.setattr(training, "SIZES", sizes)
 
 
+@pytest.mark.usefixtures("size")
 def test_the_demo_trains_like_one_process_and_writes_a_report(call, tmp_path: Path) -> None:
     result = call("demo", *QUICK)
     assert result.exit_code == 0, result.output

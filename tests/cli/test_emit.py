@@ -112,7 +112,8 @@ def test_plans_that_another_tool_cannot_run_are_refused(function: str, call) -> 
 
 
 def test_torchtitan_gets_no_modules_inside_others(call) -> None:
-    result = call("plan", "hf:tiny", *QUICK, "--batch", "4", "--sequence", "7", "--emit", "torchtitan")
+    sizes = ("--batch", "4", "--sequence", "7")
+    result = call("plan", "hf:tiny", *QUICK, *sizes, "--schedule", "1f1b", "--emit", "torchtitan")
     assert "at its own children only (module: model.embed_tokens)" in result.stderr
     assert "try: --emit automodel" in result.stderr
     assert result.exit_code == 3
@@ -125,7 +126,7 @@ def emitted_job(settings):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+@pytest.mark.parametrize("schedule", [pytest.param("interleaved", marks=pytest.mark.whole), "zbv"])
 def test_emitted_settings_train_like_the_unsplit_model(schedule: str, call, pools, tmp_path: Path) -> None:
     sizes = ("--batch", str(SAMPLES), "--sequence", str(LENGTH))
     typed = ("plan", "hf:tiny", *QUICK, *sizes, "--schedule", schedule, "--emit", "automodel", "--out", "pp.yaml")
