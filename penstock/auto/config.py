@@ -19,7 +19,7 @@ class AutoPipelineConfig:
     """The configuration of an AutoPipeline."""
 
     world_mesh: DeviceMesh
-    """all processes; needs the pipeline axis, and may have axes of data-parallel replicas"""
+    """all processes; needs the pipeline axis, and may have axes of replicas and of tensor-parallel ranks"""
     moe_mesh: DeviceMesh | None = None
     """another mesh of the same processes, passed to `parallelize_fn`"""
     pp_axis_name: str = "pp"
@@ -29,9 +29,9 @@ class AutoPipelineConfig:
     cp_axis_name: str | None = None
     """an axis of size 1, passed to `parallelize_fn`: sequences are not split over processes"""
     tp_axis_name: str | None = None
-    """an axis of size 1, passed to `parallelize_fn`: tensors are not split over processes"""
+    """the axis of `world_mesh` along which `parallelize_fn` splits tensors; its ranks are given the same batch"""
     ep_axis_name: str | None = None
-    """an axis of `moe_mesh`, passed to `parallelize_fn`"""
+    """an axis of `moe_mesh`, passed to `parallelize_fn`, along which replicas have different experts"""
     ep_shard_axis_names: tuple[str, ...] | None = None
     """axes of `moe_mesh`, passed to `parallelize_fn`"""
     pp_schedule: str | None = "1f1b"
@@ -85,19 +85,22 @@ class AutoPipelineConfig:
         return tuple(name for name in self.dp_axis_names if name in (self.world_mesh.mesh_dim_names or ()))
 
     def pipeline_mesh(self) -> DeviceMesh:
-        """The mesh with the axis names "pp" and "dp" that a Pipeline expects. Collective.
+        """The mesh with the axis names "pp", "dp" and "tp" that a Pipeline expects. Collective.
 
         Several replica axes become one.
         """
         mesh, replicas = self.world_mesh, self.own_dp_axis_names
         names = tuple(mesh.mesh_dim_names or ())
-        if self.pp_axis_name == "pp" and set(names) <= {"pp", *(("dp",) if replicas else ())}:
+        tensor = () if self.tp_axis_name is None else (self.tp_axis_name,)
+        usual = {"pp", *(("dp",) if replicas else ()), *(("tp",) if tensor else ())}
+        if self.pp_axis_name == "pp" and replicas in ((), ("dp",)) and tensor in ((), ("tp",)) and set(names) <= usual:
             return mesh
-        order = [names.index(name) for name in (*replicas, self.pp_axis_name)]
+        order = [names.index(name) for name in (*replicas, self.pp_axis_name, *tensor)]
         rest = [axis for axis in range(len(names)) if axis not in order]
         moved = mesh.mesh.permute(*order, *rest)
-        count = math.prod(moved.shape[: len(replicas)])
-        return DeviceMesh(mesh.device_type, moved.reshape(count, self.num_ranks), mesh_dim_names=("dp", "pp"))
+        sizes = [math.prod(moved.shape[: len(replicas)]), self.num_ranks, *(mesh[name].size() for name in tensor)]
+        shared = ("tp",) if tensor else ()
+        return DeviceMesh(mesh.device_type, moved.reshape(sizes), mesh_dim_names=("dp", "pp", *shared))
 
     def _check_meshes(self) -> None:
         mesh = self.world_mesh
@@ -117,15 +120,27 @@ class AutoPipelineConfig:
         for field in ("tp_axis_name", "cp_axis_name"):
             if getattr(self, field) is not None:
                 _check_axes(mesh, "world_mesh", field, (getattr(self, field),))
+        if self.tp_axis_name in (self.pp_axis_name, *self.dp_axis_names):
+            problem = "the tensor-parallel axis must be neither the pipeline axis nor a replica axis"
+            raise PlanError(problem, name=repr(self.tp_axis_name))
         # Processes along any other axis would repeat the same work or, if they split a stage, compute wrong gradients.
-        used = {self.pp_axis_name, *self.dp_axis_names}
+        used = {self.pp_axis_name, *self.dp_axis_names, self.tp_axis_name}
         for name, size in zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True):
-            if name not in used and size > 1:
+            if name == self.cp_axis_name and size > 1:
                 raise PlanError(
-                    "every axis of world_mesh above size 1 must be the pipeline axis or a replica axis",
+                    "cp_axis_name must name an axis of size 1: sequences are not split over processes, because torch's "
+                    "context-parallel attention has no CPU kernels to test the gradients with",
                     axis=repr(name),
                     size=size,
-                    hint=f"add it to dp_axis_names, or leave it at size 1: stages are not split along {name!r}",
+                    hint="tensor parallelism (tp_axis_name) with SequenceParallel also splits activations",
+                )
+            if name not in used and size > 1:
+                raise PlanError(
+                    "every axis of world_mesh above size 1 must be the pipeline axis, a replica axis or the "
+                    "tensor-parallel axis",
+                    axis=repr(name),
+                    size=size,
+                    hint=f"dp_axis_names=({name!r},) for replicas, tp_axis_name={name!r} for ranks that share tensors",
                 )
         experts = {"ep_axis_name": self.ep_axis_name, "ep_shard_axis_names": self.ep_shard_axis_names}
         given = {field: value for field, value in experts.items() if value is not None}

@@ -19,6 +19,7 @@ from penstock.runtime.compile import CompiledStep, StepCompiler
 from penstock.runtime.executor import ActionTimes, StageRunner, execute, execute_local, watch_step
 from penstock.runtime.health import Extremes, NonfiniteProbe, agree_on_origin
 from penstock.runtime.inputs import BatchSender, GivenNames, has_no_batch, naming_the_first_rank
+from penstock.runtime.layout import raise_on_all_ranks
 from penstock.runtime.loss_head import LossHead, StepWarnings
 from penstock.runtime.model_part import BufferName, ModelPart
 from penstock.runtime.options import RunOptions
@@ -386,11 +387,15 @@ class Engine:
             # NaN spreads to later stages in forward and to earlier ones in backward.
             first = min(step.extremes.nonfinite_stages(), default=math.inf)
             last = max(gradients.nonfinite_stages(), default=-math.inf)
+        every, difference = self._options.check_inputs_every, None
+        if step.is_training and groups.tensor_ranks > 1 and every and number % every == 0:
+            difference = self._part.shared_gradients.differing()
         new_warnings = self._warnings.new(step, self._loss_head, lambda: self._part.parameters)
         request = SyncRequest("the end of step" if step.is_training else "the end of eval", number)
         content = losses_and_weights if len(losses_and_weights) <= MAX_CONTENT else ()
         # The first stage is negated, so that the maximum over the ranks gives the minimum.
-        vote = SyncVote(sums=(loss, added, len(new_warnings)), maxes=(has_loss, dtype, -first, last), content=content)
+        sums = (loss, added, len(new_warnings), float(difference is not None))
+        vote = SyncVote(sums=sums, maxes=(has_loss, dtype, -first, last), content=content)
         result = self._sync.exchange(request, vote)
         if result.sums[2]:
             self._warnings.issue(new_warnings, step.is_training)
@@ -408,6 +413,8 @@ class Engine:
         skipped = ""
         if math.isfinite(first) or math.isfinite(last):
             skipped = self._handle_nonfinite(step, compiled, number, first, last)
+        elif result.sums[3]:
+            raise_on_all_ranks(groups, difference)
         return Result(
             torch.tensor(total, dtype=torch.float64).to(loss_dtype) if has_loss > 0 else None,
             tuple(torch.tensor(losses_and_weights[:count], dtype=torch.float64).to(loss_dtype).unbind()),

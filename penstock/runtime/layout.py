@@ -6,7 +6,7 @@ that follow the replicas over which its gradient is summed, and how many ranks w
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from penstock.runtime.sync import checksum
 
 _NUM_SAMPLED = 1024
 """entries of each parameter that ranks compare"""
+_MAX_DIFFERENCE = 0.05
+"""between entries of gradients that should be equal, relative to the largest one"""
 _DTENSOR_HINT = "the same parameter on all of these ranks, or a DTensor: DTensor.from_local(own_part, mesh, [Shard(0)])"
 
 
@@ -108,9 +110,9 @@ def find_layouts(
     named = [(name, parameter) for stage in stages for name, parameter in stage.named_parameters()]
     if groups.is_local:
         return {parameter: ParameterLayout() for _, parameter in named}
-    problem = _wrong_mesh(groups, named)
+    problem = _wrong_mesh(groups, named) or _tensor_parallel_replicas(groups, stages)
     rows, difference = _gather_hashes(groups, named, has_weights)
-    _raise_on_all_ranks(groups, problem or difference)
+    raise_on_all_ranks(groups, problem or difference)
     replica_ranks = [dist.get_rank()] if groups.replicas is None else dist.get_process_group_ranks(groups.replicas)
     averaged = _averaged_by_fsdp(stages)
     # The pipelines of all replicas that have the same part of the tensors as this one.
@@ -182,6 +184,62 @@ def _wrong_mesh(groups: ProcessGroups, named: Sequence[tuple[str, nn.Parameter]]
     return None
 
 
+def _tensor_parallel_replicas(groups: ProcessGroups, stages: Iterable[nn.Module]) -> RunError | None:
+    """The error for a layer that torch's tensor parallelism splits over replicas: they have different batches."""
+    if groups.replicas is None:
+        return None
+    replicas = set(dist.get_process_group_ranks(groups.replicas))
+    for stage in stages:
+        for name, module in stage.named_modules():
+            # Expert parallelism distributes modules with parameters of their own, not single layers of torch.
+            if isinstance(module, nn.Linear | nn.Embedding) and getattr(module, "_distribute_module_applied", False):
+                weight = module.weight
+                ranks = weight.device_mesh.mesh.flatten().tolist() if isinstance(weight, DTensor) else []
+                if len(replicas.intersection(ranks)) > 1:
+                    return RunError(
+                        "a layer is split by tensor parallelism over replicas, which have different batches",
+                        module=name,
+                        hint='an axis "tp" of the mesh (tp_axis_name of an AutoPipeline), and the layer split along it',
+                    )
+    return None
+
+
+class SharedGradients:
+    """Compares gradients of plain parameters between tensor-parallel ranks: they must be equal, as the batch is.
+
+    They differ if a module without a plan, such as a norm, is given another part of the sequence on each rank: then
+    each rank has the gradient of its part.
+    """
+
+    def __init__(self, groups: ProcessGroups, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._groups = groups
+        shared = {name: p for name, p in parameters.items() if p.requires_grad and not isinstance(p, DTensor)}
+        self._parameters = shared if groups.tensor_ranks > 1 else {}
+
+    def differing(self) -> RunError | None:
+        """The error for the first parameter whose gradient differs; a collective call of the ranks with this stage."""
+        if not self._parameters:
+            return None
+        samples = [sampled(p if p.grad is None else p.grad).to("cpu", torch.float64) for p in self._parameters.values()]
+        gradients = [
+            torch.zeros_like(values) if p.grad is None else values
+            for values, p in zip(samples, self._parameters.values(), strict=True)
+        ]
+        ranks = self._groups.tensor_ranks
+        first = self._groups.pipeline - self._groups.pipeline % ranks
+        rows = self._groups.gather_peers(torch.cat(gradients))[first : first + ranks]
+        parts = torch.split(rows, [len(values) for values in gradients], dim=1)
+        for name, part in zip(self._parameters, parts, strict=True):
+            # Rounding may differ; gradients of different parts of a sequence differ as much as they are large.
+            if part.numel() and bool(((part - part[0]).abs().max() > _MAX_DIFFERENCE * part.abs().max()).item()):
+                return RunError(
+                    "the gradient of a parameter that is not a DTensor differs between tensor-parallel ranks",
+                    name=name,
+                    hint="SequenceParallel() for a module that is given a part of the sequence on each rank",
+                )
+        return None
+
+
 def _gather_hashes(
     groups: ProcessGroups, named: Sequence[tuple[str, nn.Parameter]], has_weights: bool
 ) -> tuple[Tensor, RunError | None]:
@@ -218,7 +276,7 @@ def _shard_hash(parameter: nn.Parameter) -> int:
     return 2 * zlib.crc32(f"{text} {sharded}".encode()) + 1
 
 
-def _raise_on_all_ranks(groups: ProcessGroups, problem: RunError | None) -> None:
+def raise_on_all_ranks(groups: ProcessGroups, problem: RunError | None) -> None:
     """Raise the problem of any rank of any pipeline on all of them."""
     flags = groups.gather(torch.tensor([int(problem is not None)])).flatten().tolist()
     pipelines = groups.gather_peers(torch.tensor([max(flags)])).flatten().tolist()

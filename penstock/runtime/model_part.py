@@ -12,7 +12,7 @@ from penstock.errors import PlanError, RunError
 from penstock.ir import Plan
 from penstock.runtime.gradients import ReplicaReducer, ShardedStages, TiedParameter, TiedReducer
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.layout import PartialGradients, find_layouts, sampled, shard_like, whole
+from penstock.runtime.layout import PartialGradients, SharedGradients, find_layouts, sampled, shard_like, whole
 from penstock.runtime.meta_init import is_meta, materialize
 from penstock.runtime.sync import checksum
 from penstock.stages import Stage
@@ -71,9 +71,10 @@ class ModelPart:
         by_stage = {index: list(stage.parameters()) for index, stage in self.stages.items()}
         self.replicas = ReplicaReducer(groups, by_stage, self.layouts)
         self.tied = TiedReducer(groups, self._tied_parameters(plan))
-        self.partial = PartialGradients(groups, self.layouts)
-        self.reducers = [reducer for reducer in (self.replicas, self.partial, self.tied) if reducer.parameters]
+        partial = PartialGradients(groups, self.layouts)
+        self.reducers = [reducer for reducer in (self.replicas, partial, self.tied) if reducer.parameters]
         """those with gradients to reduce, in the order in which they run after the last backward"""
+        self.shared_gradients = SharedGradients(groups, self.parameters)
         if self.has_weights:
             check_tied_weights(plan, self.tied, groups)
 

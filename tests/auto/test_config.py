@@ -17,7 +17,9 @@ WRONG = [
     ({"dp_axis_names": ("rows",)}, "dp_axis_names must name an axis"),
     ({"dp_axis_names": "dp"}, "dp_axis_names must be a tuple"),
     ({"dp_axis_names": ("dp", "pp")}, "must not be a replica axis"),
-    ({"dp_axis_names": ()}, "must be the pipeline axis or a replica axis"),
+    ({"dp_axis_names": ()}, "must be the pipeline axis, a replica axis or the tensor-parallel axis"),
+    ({"tp_axis_name": "dp"}, "must be neither the pipeline axis nor a replica axis"),
+    ({"dp_axis_names": (), "cp_axis_name": "dp"}, "torch's context-parallel attention has no CPU kernels"),
     ({"tp_axis_name": "tp"}, "tp_axis_name must name an axis"),
     ({"cp_axis_name": "cp"}, "cp_axis_name must name an axis"),
     ({"ep_axis_name": "ep"}, "expert axes need moe_mesh"),
@@ -77,8 +79,8 @@ def test_a_mesh_with_the_usual_names_is_taken_as_it_is(wide_mesh):
 
 def test_axes_of_other_names_become_those_of_a_pipeline_and_its_replicas(wide_mesh):
     names = ("stage", "outer", "inner", "tensor")
-    mesh = init_device_mesh("cpu", (2, 2, 2, 1), mesh_dim_names=names)
+    mesh = init_device_mesh("cpu", (2, 1, 2, 2), mesh_dim_names=names)
     config = AutoPipelineConfig(mesh, pp_axis_name="stage", dp_axis_names=("outer", "inner"), tp_axis_name="tensor")
     found = config.pipeline_mesh()
-    assert found.mesh_dim_names == ("dp", "pp")
-    assert found.mesh.tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert found.mesh_dim_names == ("dp", "pp", "tp")
+    assert found.mesh.tolist() == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]

@@ -1,12 +1,26 @@
 """Stages whose blocks are split over tensor-parallel ranks train like the unsplit model."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
 
 import penstock
+from penstock import AutoPipeline, AutoPipelineConfig
+from penstock.errors import RunError
 from tests.auto.models import batches, decoder, mean_loss
 from tests.plans import quick_plan
 
@@ -86,11 +100,7 @@ def assert_alike(found, expected):
 
 @pytest.mark.parametrize(
     ("schedule", "options", "changes"),
-    [
-        ("1f1b", {}, {}),
-        ("zb_h1", {}, {"tie_word_embeddings": True}),
-        ("1f1b", {"recompute": "full"}, {}),
-    ],
+    [("1f1b", {"recompute": "full"}, {}), ("zb_h1", {}, {"tie_word_embeddings": True})],
 )
 def test_a_model_split_by_its_own_plan_trains_like_the_whole_model(pools, schedule, options, changes):
     found = pools[4].run(trained, (2, 2), ("pp", "tp"), schedule, options, changes)
@@ -100,3 +110,228 @@ def test_a_model_split_by_its_own_plan_trains_like_the_whole_model(pools, schedu
 def test_replicas_of_tensor_parallel_pipelines_train_like_the_whole_model(pools):
     found = pools[8].run(trained, (2, 2, 2), ("pp", "dp", "tp"), "1f1b", {}, {"tie_word_embeddings": True})
     assert_alike(found, trained_alone(tie_word_embeddings=True))
+
+
+def auto_job(path):
+    """Train with an AutoPipeline whose axes have other names, save in the middle, and resume from that."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "stage"))
+
+    def split(model, world_mesh, moe_mesh, *, tp_axis_name, **axes):
+        plan = {**model.whole_model.config.base_model_tp_plan, **HEAD}
+        names = {name if name in HEAD else f"model.{name}": STYLES[style]() for name, style in plan.items()}
+        with warnings.catch_warnings():  # a name of the plan that is on another stage
+            warnings.simplefilter("ignore")
+            parallelize_module(model, world_mesh[tp_axis_name], names)
+
+    def built():
+        config = AutoPipelineConfig(
+            mesh, pp_axis_name="stage", tp_axis_name="tensor", pp_batch_size=4, scale_grads_in_schedule=True
+        )
+        ap = AutoPipeline(config).build(decoder(**SIZES), loss_fn=mean_loss, parallelize_fn=split)
+        return ap, torch.optim.AdamW(ap.parameters(), 1e-2)
+
+    losses, norms = [], []
+    ap, optimizer = built()
+    for number, (ids, labels) in enumerate(batches(STEPS)):
+        if number == STEPS - 1:
+            ap.pipeline.save(path, optimizer)
+            ap, optimizer = built()
+            ap.pipeline.load(path, optimizer)
+        optimizer.zero_grad()
+        losses.append(ap.step(ids, target=labels).loss.item())
+        norms.append(ap.clip_grad_norm(0.5).item())
+        optimizer.step()
+    return losses, norms, {}, ap.pipeline.full_state_dict(everywhere=True)
+
+
+STYLES["gathered"] = lambda: ColwiseParallel(output_layouts=Replicate())
+HEAD = {"lm_head": "gathered"}
+
+
+def test_an_auto_pipeline_with_a_tensor_axis_trains_saves_and_resumes_like_the_whole_model(pools, tmp_path):
+    losses, norms, gradients, parameters = trained_alone()
+    found = pools[4].run(auto_job, str(tmp_path))
+    # The losses of microbatches are means over labels, of which each has the same number.
+    assert_alike(found, (losses, norms, gradients, parameters))
+
+
+# Plans of a chain of blocks of sequences
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+def chain():
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(4)]).double()
+
+
+X, Y = torch.randn(2, 4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def split_linears(stage, mesh):
+    for block in stage.children():
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def split_sequences(stage, mesh):
+    """Inside a block each rank has a part of the sequence, except in its linears."""
+    split_inside(stage, mesh, {"norm": SequenceParallel()})
+
+
+def split_sequences_of_plain_norms(stage, mesh):
+    split_inside(stage, mesh, {})
+
+
+def split_inside(stage, mesh, plan):
+    for block in stage.children():
+        linears = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}
+        parallelize_module(block, mesh["tp"], {**plan, **linears})
+        whole, parts = {"input_layouts": Replicate(), "desired_input_layouts": Shard(1)}, {"output_layouts": Shard(1)}
+        parallelize_module(block, mesh["tp"], PrepareModuleInput(**whole, use_local_output=True))
+        parallelize_module(block, mesh["tp"], PrepareModuleOutput(**parts, desired_output_layouts=Replicate()))
+
+
+def split_and_shard(stage, mesh):
+    split_sequences(stage, mesh)
+    for block in stage.children():
+        fully_shard(block, mesh=mesh["dp"])
+
+
+def chain_pipe(shape, names, parallelize_fn, model, **options):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    plan = quick_plan(model, (X,), ranks=mesh["pp"].size(), microbatches=2, schedule="1f1b")
+    return mesh, penstock.Pipeline(
+        model, plan, loss_fn=functional.mse_loss, mesh=mesh, parallelize_fn=parallelize_fn, **options
+    )
+
+
+def chain_job(shape, names, parallelize_fn, path):
+    """Two accumulated steps; gradients, and a checkpoint of them that a pipeline without tensor parallelism reads."""
+    model = chain().eval()
+    scaler = penstock.GradScaler(8.0)
+    mesh, pipe = chain_pipe(shape, names, parallelize_fn, model, scaler=scaler)
+    rows = slice(None)
+    if "dp" in names:
+        rows = slice(2 * mesh.get_local_rank("dp"), 2 * mesh.get_local_rank("dp") + 2)
+    optimizer = torch.optim.AdamW(pipe.parameters(), 1e-2)
+    for _ in range(2):
+        pipe.step(X[rows], target=Y[rows])
+    scaler.unscale_(optimizer)
+    norm = pipe.clip_grad_norm_(0.1)
+    gradients = {name: full(parameter.grad).clone() for name, parameter in pipe.named_parameters()}
+    scaler.step(optimizer)
+    scaler.update()
+    pipe.save(path, optimizer)
+    return norm, gradients, {name: full(value) for name, value in pipe.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "parallelize_fn"),
+    [
+        ((2, 2), ("pp", "tp"), split_sequences),
+        ((1, 2, 2), ("pp", "dp", "tp"), split_and_shard),
+    ],
+)
+def test_sequence_parallel_blocks_have_whole_gradients_and_checkpoints(pools, tmp_path, shape, names, parallelize_fn):
+    model = chain().eval()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    (2 * functional.mse_loss(model(X), Y)).backward()
+    expected_norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    optimizer.step()
+    for norm, found, state in pools[4].run(chain_job, shape, names, parallelize_fn, str(tmp_path)):
+        torch.testing.assert_close(norm, expected_norm, rtol=1e-12, atol=0)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=0, atol=1e-12)
+        for name, value in state.items():
+            torch.testing.assert_close(value, model.state_dict()[name], rtol=0, atol=1e-10)
+    # One process with another plan reads the checkpoint, and writes one that tensor-parallel ranks read.
+    alone = chain().eval()
+    plan = quick_plan(alone, (X,), ranks=2, microbatches=2, schedule="gpipe")
+    pipe = penstock.Pipeline(alone, plan, loss_fn=functional.mse_loss, local=True)
+    adam = torch.optim.AdamW(pipe.parameters(), 1e-2)
+    pipe.load(tmp_path, adam)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(alone.state_dict()[name], value, rtol=0, atol=1e-10)
+    averages = {name: adam.state[parameter]["exp_avg"] for name, parameter in pipe.named_parameters()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(averages[name], optimizer.state[parameter]["exp_avg"], rtol=0, atol=1e-12)
+    pipe.step(X, target=Y)
+    adam.step()
+    pipe.save(tmp_path / "alone", adam)
+    for state, averages in pools[4].run(loaded_job, shape, names, parallelize_fn, str(tmp_path / "alone")):
+        for name, value in state.items():
+            assert torch.equal(value, alone.state_dict()[name])
+        for name, value in averages.items():
+            assert torch.equal(value, adam.state[alone.get_parameter(name)]["exp_avg"])
+
+
+def loaded_job(shape, names, parallelize_fn, path):
+    _, pipe = chain_pipe(shape, names, parallelize_fn, chain())
+    optimizer = torch.optim.AdamW(pipe.parameters(), 1e-2)
+    pipe.load(path, optimizer)
+    averages = {name: full(optimizer.state[parameter]["exp_avg"]) for name, parameter in pipe.named_parameters()}
+    return {name: full(value) for name, value in pipe.state_dict().items()}, averages
+
+
+def dropout_job(parallelize_fn):
+    _, pipe = chain_pipe((2, 2), ("pp", "tp"), parallelize_fn, chain())
+    result = pipe.step(X, target=Y)
+    return result.loss, {name: full(parameter.grad) for name, parameter in pipe.named_parameters()}
+
+
+def test_dropout_of_whole_activations_is_that_of_a_pipeline_without_tensor_parallelism(pools):
+    model = chain()
+    plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    loss = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, local=True).step(X, target=Y).loss
+    for found, gradients in pools[4].run(dropout_job, split_linears):
+        torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=0, atol=1e-12)
+
+
+def mistakes_job():
+    """The messages of steps that are refused on every rank; a good step follows each."""
+    found = []
+    mesh, pipe = chain_pipe((2, 2), ("pp", "tp"), split_linears, chain())
+    tensor_rank = mesh.get_local_rank("tp")
+    for x in (X + tensor_rank, X[: 4 - 2 * tensor_rank]):
+        with pytest.raises(RunError) as refused:
+            pipe.step(x, target=Y[: len(x)])
+        found.append(str(refused.value))
+    assert pipe.step(X, target=Y).loss.isfinite()
+    with pytest.raises(RunError) as refused:
+        pipe.step(X * torch.inf, target=Y)
+    found.append(str(refused.value))
+    assert pipe.step(X, target=Y).loss.isfinite()
+    with pytest.raises(RunError) as refused:
+        pipe.step(X, target=Y) if tensor_rank else pipe.clip_grad_norm_(1.0)
+    found.append(str(refused.value))
+    _, pipe = chain_pipe((2, 2), ("pp", "tp"), split_sequences_of_plain_norms, chain().eval())
+    with pytest.raises(RunError) as refused:
+        pipe.step(X, target=Y)
+    found.append(str(refused.value))
+    torch.manual_seed(tensor_rank)
+    with pytest.raises(RunError) as refused:
+        chain_pipe((2, 2), ("pp", "tp"), split_linears, nn.Sequential(*[Block() for _ in range(4)]))
+    found.append(str(refused.value))
+    return found
+
+
+def test_mistakes_with_tensor_parallel_ranks_are_refused_on_every_rank(pools):
+    for values, shapes, infinite, calls, norms, weights in pools[4].run(mistakes_job):
+        assert "tensor-parallel ranks were given different batches" in values
+        assert "tensor-parallel ranks were given different batches" in shapes
+        assert "is not a finite number" in infinite
+        assert "called clip_grad_norm_" in calls
+        assert "norm.weight" in norms or "norm.bias" in norms
+        assert "differs between tensor-parallel ranks" in norms
+        assert "tensor-parallel ranks start with different weights" in weights
