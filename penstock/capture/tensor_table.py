@@ -120,7 +120,9 @@ def buffers_and_attributes(model: nn.Module) -> dict[str, Tensor]:
 
 
 def same_content(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors hold the same numbers; NaN equals NaN."""
+    """Whether two tensors hold the same numbers, of DTensors the parts of this rank; NaN equals NaN."""
+    # torch.equal of DTensors is a collective call, and not all ranks compare the same tensors.
+    first, second = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in (first, second))
     if first.layout is not torch.strided:
         # torch.equal does not support sparse tensors; for these only versions are compared.
         return True

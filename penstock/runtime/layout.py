@@ -110,11 +110,11 @@ def find_layouts(
     named = [(name, parameter) for stage in stages for name, parameter in stage.named_parameters()]
     if groups.is_local:
         return {parameter: ParameterLayout() for _, parameter in named}
-    problem = _wrong_mesh(groups, named) or _tensor_parallel_replicas(groups, stages)
+    averaged = _averaged_by_fsdp(stages)
+    problem = _wrong_mesh(groups, named) or _tensor_parallel_replicas(groups, stages, averaged)
     rows, difference = _gather_hashes(groups, named, has_weights)
     raise_on_all_ranks(groups, problem or difference)
     replica_ranks = [dist.get_rank()] if groups.replicas is None else dist.get_process_group_ranks(groups.replicas)
-    averaged = _averaged_by_fsdp(stages)
     # The pipelines of all replicas that have the same part of the tensors as this one.
     alike = range(groups.pipeline % groups.tensor_ranks, groups.num_pipelines, groups.tensor_ranks)
     subgroups: dict[tuple[int, ...], Any] = {}
@@ -184,7 +184,9 @@ def _wrong_mesh(groups: ProcessGroups, named: Sequence[tuple[str, nn.Parameter]]
     return None
 
 
-def _tensor_parallel_replicas(groups: ProcessGroups, stages: Iterable[nn.Module]) -> RunError | None:
+def _tensor_parallel_replicas(
+    groups: ProcessGroups, stages: Iterable[nn.Module], averaged: Mapping[nn.Parameter, tuple[set[int], float]]
+) -> RunError | None:
     """The error for a layer that torch's tensor parallelism splits over replicas: they have different batches."""
     if groups.replicas is None:
         return None
@@ -194,8 +196,9 @@ def _tensor_parallel_replicas(groups: ProcessGroups, stages: Iterable[nn.Module]
             # Expert parallelism distributes modules with parameters of their own, not single layers of torch.
             if isinstance(module, nn.Linear | nn.Embedding) and getattr(module, "_distribute_module_applied", False):
                 weight = module.weight
-                ranks = weight.device_mesh.mesh.flatten().tolist() if isinstance(weight, DTensor) else []
-                if len(replicas.intersection(ranks)) > 1:
+                ranks = set(weight.device_mesh.mesh.flatten().tolist()) if isinstance(weight, DTensor) else set()
+                by_fsdp, _ = averaged.get(weight, (set(), 1.0))
+                if (ranks - by_fsdp) & (replicas - {dist.get_rank()}):
                     return RunError(
                         "a layer is split by tensor parallelism over replicas, which have different batches",
                         module=name,

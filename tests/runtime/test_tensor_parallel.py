@@ -321,7 +321,7 @@ def mistakes_job():
     found.append(str(refused.value))
     torch.manual_seed(tensor_rank)
     with pytest.raises(RunError) as refused:
-        chain_pipe((2, 2), ("pp", "tp"), split_linears, nn.Sequential(*[Block() for _ in range(4)]))
+        chain_pipe((2, 2), ("pp", "tp"), split_linears, nn.Sequential(*[Block() for _ in range(4)]).double())
     found.append(str(refused.value))
     return found
 
