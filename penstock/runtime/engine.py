@@ -136,14 +136,12 @@ class Engine:
         """
         groups, every = self._groups, self._options.check_inputs_every
         comparison = SyncRequest(f"the batch of {request.name}", request.step)
-        batch_checksum = 0
-        if self._sender is None or groups.rank == 0:
-            with self._refusing(comparison):
-                # Between the steps in which whole batches are compared, only shapes and dtypes are.
-                is_short = not every or request.step % every > 0
-                leaves = dict(named_leaves(batch, ""))
-                specs = {name: str(spec_of(leaf)) for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
-                batch_checksum = checksum([{**leaves, **(specs if is_short else {})}])
+        with self._refusing(comparison):
+            # Between the steps in which whole batches are compared, only shapes and dtypes are.
+            is_short = not every or request.step % every > 0
+            leaves = dict(named_leaves(batch, ""))
+            specs = {name: str(spec_of(leaf)) for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+            batch_checksum = checksum([{**leaves, **(specs if is_short else {})}])
         result = self._sync.exchange(comparison, SyncVote(sums=(float(batch_checksum),)))
         for index, own_sums in enumerate(result.sums_by_pipeline):
             first = index - index % groups.tensor_ranks
