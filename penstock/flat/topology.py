@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partialmethod
 from itertools import product
 from typing import Any
 
@@ -191,69 +192,23 @@ class Topology:
         """Whether this process is the last of its group."""
         return self.get_group_rank(mode) == self.get_group_size(mode) - 1
 
-    def is_first_in_pipeline_group(self) -> bool:
-        """Whether this process has the first stage."""
-        return self.is_first_in_group(PIPE)
-
-    def is_last_in_pipeline_group(self) -> bool:
-        """Whether this process has the last stage."""
-        return self.is_last_in_group(PIPE)
-
-    def is_first_in_data_group(self) -> bool:
-        """Whether this process is in the first replica."""
-        return self.is_first_in_group(DATA)
-
-    def is_last_in_data_group(self) -> bool:
-        """Whether this process is in the last replica."""
-        return self.is_last_in_group(DATA)
-
-    def is_first_in_tensor_group(self) -> bool:
-        """Whether this process is the first of its tensor group."""
-        return self.is_first_in_group(TENSOR)
-
-    def is_last_in_tensor_group(self) -> bool:
-        """Whether this process is the last of its tensor group."""
-        return self.is_last_in_group(TENSOR)
-
-    def is_first_in_model_group(self) -> bool:
-        """Whether this process is the first of its model group."""
-        return self.is_first_in_group(MODEL)
-
-    def is_last_in_model_group(self) -> bool:
-        """Whether this process is the last of its model group."""
-        return self.is_last_in_group(MODEL)
-
-    def get_pp_rank(self) -> int:
-        """The pipeline rank."""
-        return self.get_group_rank(PIPE)
-
-    def get_pp_size(self) -> int:
-        """The number of pipeline ranks."""
-        return self.get_group_size(PIPE)
-
-    def get_dp_rank(self) -> int:
-        """The data-parallel rank."""
-        return self.get_group_rank(DATA)
-
-    def get_dp_size(self) -> int:
-        """The number of replicas."""
-        return self.get_group_size(DATA)
-
-    def get_tp_rank(self) -> int:
-        """The tensor-parallel rank."""
-        return self.get_group_rank(TENSOR)
-
-    def get_tp_size(self) -> int:
-        """The size of the tensor group."""
-        return self.get_group_size(TENSOR)
-
-    def get_mp_rank(self) -> int:
-        """The rank in the model group."""
-        return self.get_group_rank(MODEL)
-
-    def get_mp_size(self) -> int:
-        """The size of the model group."""
-        return self.get_group_size(MODEL)
+    # Names of TorchDistPackage for the usual dimensions.
+    is_first_in_pipeline_group = partialmethod(is_first_in_group, PIPE)
+    is_last_in_pipeline_group = partialmethod(is_last_in_group, PIPE)
+    is_first_in_data_group = partialmethod(is_first_in_group, DATA)
+    is_last_in_data_group = partialmethod(is_last_in_group, DATA)
+    is_first_in_tensor_group = partialmethod(is_first_in_group, TENSOR)
+    is_last_in_tensor_group = partialmethod(is_last_in_group, TENSOR)
+    is_first_in_model_group = partialmethod(is_first_in_group, MODEL)
+    is_last_in_model_group = partialmethod(is_last_in_group, MODEL)
+    get_pp_rank = partialmethod(get_group_rank, PIPE)
+    get_pp_size = partialmethod(get_group_size, PIPE)
+    get_dp_rank = partialmethod(get_group_rank, DATA)
+    get_dp_size = partialmethod(get_group_size, DATA)
+    get_tp_rank = partialmethod(get_group_rank, TENSOR)
+    get_tp_size = partialmethod(get_group_size, TENSOR)
+    get_mp_rank = partialmethod(get_group_rank, MODEL)
+    get_mp_size = partialmethod(get_group_size, MODEL)
 
     def _checked_grid(self, mode: str) -> Grid:
         if self._grid is None:
