@@ -15,9 +15,9 @@ from penstock.ir import as_int
 from penstock.partitioners.base import Division, Partitioner, Problem
 from penstock.partitioners.costs import CostRates
 from penstock.partitioners.score import Score, division, lower_bound
-from penstock.partitioners.search.bisection import round_up
 from penstock.partitioners.search.contiguous import Chains, cut_runs
 from penstock.partitioners.search.ideals import Ideals, all_ideals
+from penstock.partitioners.search.limits import round_up
 from penstock.partitioners.search.local import improve
 from penstock.partitioners.search.multilevel import join_idle_atoms, search_partitions
 

@@ -3,7 +3,7 @@
 Boundaries are shifted, one or several at a time, while that relieves the busiest rank: moving all boundaries from one
 to another by about the same weight takes from one stage and gives to a stage far away, while the stages in between
 stay as heavy as they are. A branch and bound search completes this for few atoms, and an exact test of limits
-(`two_runs`) for two stages per rank.
+(`limit_test`) for two stages per rank.
 """
 
 import math
@@ -16,8 +16,7 @@ import numpy as np
 from penstock.ir import Placement
 from penstock.partitioners.atoms import Floats, Ints
 from penstock.partitioners.costs import Box, CostRates, Runs, StageCost
-from penstock.partitioners.search.bisection import boundary_ranges, least_load, round_up
-from penstock.partitioners.search.two_runs import limit_test
+from penstock.partitioners.search.limits import boundary_ranges, least_load, limit_test, round_up
 
 _FEW_ATOMS = 64
 """atoms up to which branch and bound is tried"""

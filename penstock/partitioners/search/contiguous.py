@@ -10,8 +10,8 @@ from penstock.partitioners.atoms import Atoms, Floats, Ints
 from penstock.partitioners.base import Problem
 from penstock.partitioners.costs import Box, CostRates, Runs, StageCost
 from penstock.partitioners.score import Score
-from penstock.partitioners.search.bisection import boundary_ranges, least_load, round_up
 from penstock.partitioners.search.boundaries import search_boundaries, shift_equal_shares
+from penstock.partitioners.search.limits import boundary_ranges, least_load, round_up
 
 DENSE = 1000
 """atoms up to which all pairs of places are considered"""

@@ -1,18 +1,25 @@
-"""Tests exactly whether a limit can be kept when every rank takes two runs, for loops and vees.
+"""Limits of the load of the busiest rank: whether a cut into runs keeps one, and the least that any cut keeps.
 
-In a vee rank r takes the r-th run from the left and the r-th from the right: after each rank it is enough to know, for
-every left end, the best right end. In a loop it takes the r-th run of the first half and the r-th of the second: the
-same, for every place where the second half may begin. Runs may be empty here, and items that runs share cost nothing.
-So a limit that is refused cannot be kept by any cut, and one that is granted comes with places to start from.
+One run per rank (`least_load`): a trial fills stage after stage up to a limit. If it fails, every stage would take the
+same atoms for all limits below the least weight that one more atom would give one of them: that weight is the next
+limit worth a trial. If it succeeds, the heaviest stage is the new best. Trials bisect between the two until they meet,
+after a few dozen.
+
+Two runs per rank (`limit_test`), for loops and vees: in a vee rank r takes the r-th run from the left and the r-th from
+the right, so after each rank it is enough to know, for every left end, the best right end. In a loop it takes the r-th
+run of the first half and the r-th of the second: the same, for every place where the second half may begin. Runs may be
+empty here, and items that runs share cost nothing. So a limit that is refused cannot be kept by any cut, and one that
+is granted comes with places to start from.
 """
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 
 from penstock.ir import Placement
 from penstock.partitioners.atoms import Bools, Floats, Ints
-from penstock.partitioners.search.bisection import round_up
+from penstock.partitioners.costs import RunWeights
 
 _NOWHERE = 1 << 60
 _LOOP_ATOMS = 300
@@ -20,6 +27,57 @@ _LOOP_ATOMS = 300
 
 LimitTest = Callable[[float], list[int] | None]
 """returns boundaries of runs that keep the limit, or None if there are none"""
+
+
+def least_load(weights: RunWeights, slowness: Floats) -> float:
+    """Returns the least load of the busiest stage, with at least one atom in each."""
+    low, high, limit, step = 0.0, math.inf, 0.0, 0.01
+    while True:
+        is_kept, load = _trial(weights, slowness.tolist(), limit)
+        if is_kept:
+            high = load
+        else:
+            low = max(load, math.nextafter(limit, math.inf))
+        if low >= high:
+            return high
+        if math.isinf(high):
+            limit, step = low * (1 + step), step * 2
+        else:
+            limit = (low + high) / 2 if high - low > 1e-9 * high else low
+
+
+def _trial(weights: RunWeights, slowness: list[float], limit: float) -> tuple[bool, float]:
+    """Returns whether the limit can be kept, with the load of the busiest stage or the next limit to try."""
+    start, busiest, following, number = 0, 0.0, math.inf, len(weights.added) - 1
+    for stage, factor in enumerate(slowness):
+        # Every later stage needs an atom.
+        last = number - (len(slowness) - 1 - stage)
+        end = min(weights.last_end(start, limit / factor), last)
+        is_short = end < number if last == number else end <= start
+        if is_short:
+            needed = last if last == number else start + 1
+            return False, min(following, weights.of_run(start, needed) * factor)
+        if end < last:
+            following = min(following, weights.of_run(start, end + 1) * factor)
+        busiest = max(busiest, weights.of_run(start, end) * factor)
+        start = end
+    return True, busiest
+
+
+def boundary_ranges(weights: RunWeights, slowness: Floats, limit: float) -> list[tuple[int, int]]:
+    """Returns for every boundary the first and the last place where the limit can be kept, both ends included."""
+    number, factors = len(weights.added) - 1, slowness.tolist()
+    first, last = [number], [0]
+    for stage, factor in enumerate(factors):
+        last.append(min(weights.last_end(last[-1], limit / factor), number - (len(factors) - 1 - stage)))
+    for stage, factor in reversed(list(enumerate(factors))):
+        first.append(max(weights.first_start(first[-1], limit / factor), stage))
+    return list(zip(reversed(first), last, strict=True))
+
+
+def round_up(limit: float) -> float:
+    """Returns the limit plus rounding, so that equal sums in another order keep it."""
+    return limit * (1 + 1e-12)
 
 
 def limit_test(placement: Placement, added: Floats, slowness: Floats) -> LimitTest | None:
