@@ -439,7 +439,7 @@ def _agree_on_plan(
 
 def _plan_summary(plan: Plan) -> dict[str, object]:
     """The parts of a plan that all ranks must share."""
-    schedule, stages = plan.schedule, plan.partition.stages
+    schedule, stages = plan.orders, plan.partition.stages
     return {
         "number of microbatches": plan.num_microbatches,
         "schedule": f"{plan.choices.schedule}, orders {_digest(schedule.table.codes.tobytes())}",

@@ -30,6 +30,7 @@ from penstock.ir import (
     Partition,
     Plan,
     Profile,
+    Program,
     Schedule,
     SplitRule,
     from_json,
@@ -56,7 +57,7 @@ def plan(
     *,
     ranks: int | Cluster,
     microbatches: int | str,
-    schedule: str | Path | Schedule = "auto",
+    schedule: str | Path | Schedule | Program = "auto",
     partitioner: str | Partition | Division | Sequence[Sequence[str]] = "auto",
     stages_per_rank: int | None = None,
     memory: int | str | None = None,
@@ -71,9 +72,10 @@ def plan(
 ) -> Plan:
     """Search for the best plan: cuts, placement, schedule, microbatches and recomputation.
 
-    `args` and `kwargs` are one example batch. `schedule` is a name, a Schedule or the path of a CSV file; `partitioner`
-    a name, a Partition, a Division (whose placement is kept), or lists of module names per stage. Everything that is
-    "auto" is searched together for about `budget_seconds`; `plan.describe()` shows the candidates.
+    `args` and `kwargs` are one example batch. `schedule` is a name, a Schedule, a Program or the path of a CSV file; an
+    order with messages is run as it is, one without any backward can be evaluated only. `partitioner` is a name, a
+    Partition, a Division (whose placement is kept), or lists of module names per stage. Everything that is "auto" is
+    searched together for about `budget_seconds`; `plan.describe()` shows the candidates.
 
     `ranks` may be a Cluster with the memory, slowness and links of every rank. `memory` is the limit of a rank, in
     bytes or as "24GiB". `recompute` is "none", "full", or "auto": recompute activations where memory requires it. With
@@ -101,7 +103,7 @@ def _microbatch_counts(options: PlanOptions, examples: "Examples") -> list[int]:
     """The numbers of microbatches to consider; a Schedule that the user gives has one already."""
     if isinstance(options.microbatches, int):
         return [options.microbatches]
-    if isinstance(options.schedule, Schedule):
+    if isinstance(options.schedule, Schedule | Program):
         return [options.schedule.num_microbatches]
     counts = [each * options.cluster.ranks for each in _MICROBATCHES_PER_RANK]
     samples = examples.num_samples(max(counts))

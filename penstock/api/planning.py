@@ -95,8 +95,13 @@ def _check_bytes(costs: StageCosts, limit: int) -> None:
         raise ScheduleError("a memory limit needs bytes", limit=limit, hint="costs with activation_bytes and state")
 
 
-def lower(schedule: Schedule, *, cuts: Cuts | None = None, passes: Sequence[str | Pass] = DEFAULT_PASSES) -> Program:
-    """Add sends, receives, reductions and frees. Without cuts, every stage reads the previous one."""
+def lower(
+    schedule: Schedule | Program, *, cuts: Cuts | None = None, passes: Sequence[str | Pass] = DEFAULT_PASSES
+) -> Program:
+    """Add sends, receives, reductions and frees. Without cuts, every stage reads the previous one.
+
+    A Program keeps its order and its messages.
+    """
     return lower_schedule(schedule, cuts=cuts, passes=passes)
 
 
@@ -126,7 +131,7 @@ def simulate(
             costs = costs.times((cluster or program.cluster).slowness_of(program.schedule.placement))
         return simulate_stream(program, staleness, batches, costs, cluster)
     if isinstance(program, Plan):
-        lowered, cluster = lower_schedule(program.schedule, cuts=program.cuts), cluster or program.cluster
+        lowered, cluster = lower_schedule(program.orders, cuts=program.cuts), cluster or program.cluster
         if costs is None:
             return simulate_program(lowered, program.costs_on(cluster), cluster)
         program = lowered

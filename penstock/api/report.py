@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock.api.planning import simulate
 from penstock.errors import PenstockError, ViewError
-from penstock.ir import Cluster, Plan, Run, Schedule, StageCosts, Trace, to_json, write_atomic
+from penstock.ir import Cluster, Plan, Program, Run, Schedule, StageCosts, Trace, to_json, write_atomic
 from penstock.passes import lower
 from penstock.planner import ScheduleProblem, is_too_large, synthesise, with_microbatches
 from penstock.schedules import SCHEDULES, build
@@ -102,7 +102,7 @@ def _balance(plan: Plan) -> Iterator[Advice]:
     mean = sum(work) / len(work)
     even = costs.times([mean / work[rank] for rank in placement.ranks])
     note = "at most: ranks with exactly equal work; a larger capture depth allows finer cuts"
-    yield _advice(plan, "finer cuts", _run(plan, plan.schedule, even).makespan, note)
+    yield _advice(plan, "finer cuts", _run(plan, plan.orders, even).makespan, note)
 
 
 def _links(plan: Plan) -> Iterator[Advice]:
@@ -110,7 +110,7 @@ def _links(plan: Plan) -> Iterator[Advice]:
     free = plan.cluster.with_instant_messages()
     if free != plan.cluster:
         note = "at most: messages that take no time at all"
-        yield _advice(plan, "faster links", _run(plan, plan.schedule, cluster=free).makespan, note)
+        yield _advice(plan, "faster links", _run(plan, plan.orders, cluster=free).makespan, note)
 
 
 def _cores(plan: Plan) -> Iterator[Advice]:
@@ -118,13 +118,15 @@ def _cores(plan: Plan) -> Iterator[Advice]:
     if plan.cluster.cores is not None and plan.cluster.cores < plan.num_ranks:
         alone = replace(plan.cluster, cores=None)
         note = f"now {plan.num_ranks} ranks share {plan.cluster.cores}"
-        yield _advice(plan, "a core for every rank", _run(plan, plan.schedule, cluster=alone).makespan, note)
+        yield _advice(plan, "a core for every rank", _run(plan, plan.orders, cluster=alone).makespan, note)
 
 
 _CHANGES = (_other_orders, _smaller_microbatches, _larger_batch, _balance, _links, _cores)
 
 
-def _run(plan: Plan, schedule: Schedule, costs: StageCosts | None = None, cluster: Cluster | None = None) -> Trace:
+def _run(
+    plan: Plan, schedule: Schedule | Program, costs: StageCosts | None = None, cluster: Cluster | None = None
+) -> Trace:
     return simulate_program(lower(schedule, cuts=plan.cuts), costs or plan.costs, cluster or plan.cluster)
 
 

@@ -11,7 +11,7 @@ from penstock.api.measuring import measured_model
 from penstock.auto.config import AutoPipelineConfig
 from penstock.capture import Granularity, Microbatch, Split, capture, find_split, split_batch
 from penstock.errors import PartitionError, PlanError
-from penstock.ir import Graph, Partition, Plan, Profile, Schedule, SplitRule, as_int
+from penstock.ir import Graph, Partition, Plan, Profile, Program, Schedule, SplitRule, as_int, read_schedule
 from penstock.partitioners import by_modules, cut_before
 from penstock.passes import verify
 from penstock.planner import Measured, PlanOptions, search
@@ -36,19 +36,23 @@ def plan_of(config: AutoPipelineConfig, model: nn.Module, example: Microbatch, h
     return search({config.num_microbatches: Measured(graph, Profile.uniform(graph))}, options)
 
 
-def _schedule_from_csv(config: AutoPipelineConfig) -> Schedule | None:
+def _schedule_from_csv(config: AutoPipelineConfig) -> Schedule | Program | None:
     if config.pp_schedule_csv is None:
         return None
-    schedule = Schedule.from_csv(config.pp_schedule_csv)
+    schedule = read_schedule(config.pp_schedule_csv)
     sizes = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}
     configured = {"ranks": config.num_ranks, "microbatches": config.num_microbatches}
     if sizes != configured:
         raise PlanError("the CSV must have the configured ranks and microbatches", csv=sizes, configured=configured)
-    verify(schedule)
+    if isinstance(schedule, Schedule):
+        # A program is proven for the cuts of the model when it is planned.
+        verify(schedule)
     return schedule
 
 
-def partition_of(config: AutoPipelineConfig, model: nn.Module, graph: Graph, given: Schedule | None) -> Partition:
+def partition_of(
+    config: AutoPipelineConfig, model: nn.Module, graph: Graph, given: Schedule | Program | None
+) -> Partition:
     """The configured stages; `given` is the schedule of the CSV, if there is one."""
     if config.module_fqns_per_model_part is not None:
         return by_modules(graph, config.module_fqns_per_model_part)
@@ -61,7 +65,7 @@ def partition_of(config: AutoPipelineConfig, model: nn.Module, graph: Graph, giv
     return cut_before(graph, [layers[start] for start in starts])
 
 
-def num_stages_of(config: AutoPipelineConfig, num_layers: int, given: Schedule | None) -> int:
+def num_stages_of(config: AutoPipelineConfig, num_layers: int, given: Schedule | Program | None) -> int:
     """The number of stages from `layers_per_stage`, rounded as configured; else what the schedule needs."""
     ranks, each = config.num_ranks, config.layers_per_stage
     if each is None:

@@ -83,7 +83,7 @@ def _prove(record: Any, in_flight: int | None) -> "Schedule | Program":
 
     orders = record.program if isinstance(record, Trace) else record
     if isinstance(record, Plan):
-        orders = penstock.lower(record.schedule, cuts=record.cuts)
+        orders = penstock.lower(record.orders, cuts=record.cuts)
     if not isinstance(orders, penstock.Schedule | penstock.Program):
         hint = "a schedule, program, trace or plan"
         raise FormatError("the file has nothing to prove", got=type(record).__name__, hint=hint)

@@ -115,7 +115,7 @@ def _train(plan: "Plan", steps: int, echo: Print) -> "Run":
         if report.metrics.step % PRINT_EVERY == 0 or report.metrics.step + 1 == report.num_steps:
             echo("  " + step_line(report, plan.predicted.makespan))
 
-    penstock.verify(penstock.lower(plan.schedule, cuts=plan.cuts))
+    penstock.verify(penstock.lower(plan.orders, cuts=plan.cuts))
     echo(f"proven: the program of {plan.choices.schedule} cannot deadlock")
     echo(f"training {steps} steps on {plan.num_ranks} processes")
     ranks = penstock.launch(train_rank, plan.num_ranks, plan, steps, print_step)

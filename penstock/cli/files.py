@@ -49,15 +49,12 @@ def _suggest(path: Path) -> str:
 
 
 def _read_orders(path: Path) -> Any:
-    from penstock.ir import COMPUTE_KINDS, Program, Schedule
+    from penstock.ir import read_schedule
 
     try:
-        program = Program.from_csv(path)
+        return read_schedule(path)
     except PenstockError as error:
         raise FormatError(error.problem, hint=error.hint, **{"file": path, **error.values}) from None
-    if set(program.table.kinds.tolist()) <= set(COMPUTE_KINDS):
-        return Schedule(program.placement, program.num_microbatches, program.table)
-    return program
 
 
 def write(path: Path, document: str | bytes) -> None:

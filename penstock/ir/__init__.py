@@ -95,7 +95,7 @@ from penstock.ir.record import (
     refs,
     states,
 )
-from penstock.ir.schedule import Program, Schedule
+from penstock.ir.schedule import Program, Schedule, read_schedule
 from penstock.ir.splitting import SPLIT_HINT, Ragged, Rows, SplitRule, is_split_rule
 from penstock.ir.text import format_lines, parse_action, read_orders, write_atomic, write_csv
 from penstock.ir.timing import Needs, Seconds, find_waits, pass_seconds, schedule_length, walk, walk_passes
@@ -250,6 +250,7 @@ __all__ = [
     "prune_gradients",
     "put_together",
     "read_orders",
+    "read_schedule",
     "refs",
     "register_attributes",
     "register_container",

@@ -15,7 +15,7 @@ from penstock.ir.costs import StageCosts
 from penstock.ir.graph import Graph
 from penstock.ir.partition import Partition
 from penstock.ir.placement import Cuts
-from penstock.ir.schedule import Schedule
+from penstock.ir.schedule import Program, Schedule
 from penstock.ir.splitting import SplitRule
 from penstock.ir.trace import Trace
 from penstock.ir.units import align_columns, bytes_text, counted, percent_text, printable, seconds_text
@@ -146,9 +146,13 @@ class Plan:
     """the other candidates and why this one was chosen; empty if all choices were given"""
     split: tuple[tuple[str, SplitRule], ...] = ()
     """how arguments are split whose shape leaves that open, by name; found by running the model on the example"""
+    program: Program | None = None
+    """the order with its messages, if that was given: it is run as it is; `schedule` has its compute actions"""
 
     def __post_init__(self) -> None:
         self.partition.check(self.graph)
+        if self.program is not None and self.program.schedule != self.schedule:
+            raise PlanError("the program of a plan must have the compute actions of its schedule")
         stages = {
             "partition": self.partition.num_stages,
             "schedule": self.schedule.num_stages,
@@ -169,6 +173,11 @@ class Plan:
     def cuts(self) -> Cuts:
         """The edges between stages."""
         return self.partition.cuts(self.graph)
+
+    @property
+    def orders(self) -> Schedule | Program:
+        """What is lowered and run: the given program, or else the schedule."""
+        return self.schedule if self.program is None else self.program
 
     @property
     def num_ranks(self) -> int:
@@ -224,7 +233,9 @@ class Plan:
         predicted, recomputed = self.predicted, sum(self.choices.recompute)
         words = (
             f"{counted(self.num_stages, 'stage')} ({self.choices.partitioner}) on {counted(self.num_ranks, 'rank')}",
-            f"schedule {self.choices.schedule}",
+            f"schedule {self.choices.schedule}"
+            + (" with its messages" if self.program is not None else "")
+            + (", forward only" if self.schedule.is_forward_only else ""),
             counted(self.num_microbatches, "microbatch"),
             f"{counted(recomputed, 'stage') if recomputed else 'no stage'} recomputed",
         )

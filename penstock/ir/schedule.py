@@ -3,14 +3,25 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import FormatError, ScheduleError
 from penstock.ir.action import COMPUTE_KINDS, MAX_MICROBATCHES, Action, Kind
 from penstock.ir.dependencies import Dependencies, Makers, find_dependencies
-from penstock.ir.orders import Orders, kind_of, pack, peer_of, stage_of
+from penstock.ir.orders import (
+    Codes,
+    Orders,
+    kind_of,
+    microbatch_of,
+    pack,
+    peer_microbatch_of,
+    peer_of,
+    stage_of,
+)
 from penstock.ir.placement import MAX_STAGES, Cuts, Placement
 from penstock.ir.text import format_lines, read_orders, write_csv
 
@@ -66,6 +77,12 @@ class _Ordered:
         """Number of stages."""
         return self.placement.num_stages
 
+    @property
+    def is_forward_only(self) -> bool:
+        """Whether it has no backward and no reduction at all: such an order is for evaluation."""
+        kinds = {Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.OVERLAP, Kind.REDUCE}
+        return not kinds & set(np.unique(self.table.kinds).tolist())
+
     @cached_property
     def makers(self) -> Makers:
         """The action that makes each fact."""
@@ -95,7 +112,7 @@ class Schedule(_Ordered):
         foreign = ~np.isin(self.table.kinds, COMPUTE_KINDS)
         if foreign.any():
             action = self.table.action(int(np.argmax(foreign)))
-            raise ScheduleError("a schedule must hold compute actions only", action=action, hint="read it as a Program")
+            raise ScheduleError("a schedule must hold compute actions only", action=action, hint="Program.from_csv")
 
     @classmethod
     def of(cls, placement: Placement, num_microbatches: int, orders: Iterable[Iterable[Action]]) -> "Schedule":
@@ -183,6 +200,49 @@ class Program(_Ordered):
         placement, num_microbatches = _infer_sizes(table)
         return cls(placement, num_microbatches, cuts or _infer_cuts(table, placement), table)
 
+    @property
+    def schedule(self) -> Schedule:
+        """Its compute actions."""
+        table = self.table.select(np.isin(self.table.kinds, COMPUTE_KINDS))
+        return Schedule(self.placement, self.num_microbatches, table)
+
+    def with_cuts(self, cuts: Cuts) -> "Program":
+        """The same orders for a model with these cuts, without the messages of other edges."""
+        kinds, ends = self.table.kinds, (stage_of(self.table.codes), peer_of(self.table.codes))
+        sends = kinds == Kind.SEND
+        source, target = np.where(sends, *ends), np.where(sends, *ends[::-1])
+        pairs = [*cuts.edges, *(edge[::-1] for edge in cuts.gradient_edges)]
+        needed = [source * self.num_stages + target for source, target in pairs]
+        is_message = sends | (kinds == Kind.RECV)
+        keep = ~is_message | np.isin(source * self.num_stages + target, needed)
+        return Program(self.placement, self.num_microbatches, cuts, self.table.select(keep))
+
+    def first(self, num_microbatches: int) -> "Program":
+        """The same program for the first `num_microbatches` only."""
+        if num_microbatches >= self.num_microbatches:
+            return self
+        codes, is_pair = self.table.codes, self.table.kinds == Kind.OVERLAP
+        has_forward = microbatch_of(codes) < num_microbatches
+        has_backward = is_pair & (peer_microbatch_of(codes) < num_microbatches)
+        backwards = pack(Kind.BACKWARD, peer_of(codes), peer_microbatch_of(codes))
+        codes = np.where(is_pair & ~has_backward, _forwards(codes), codes)
+        codes = np.where(is_pair & ~has_forward, backwards, codes)
+        return self._selected(codes, has_forward | has_backward, num_microbatches)
+
+    def forwards(self) -> "Program":
+        """The same program without backwards and what belongs to them."""
+        codes, kinds = self.table.codes, self.table.kinds
+        is_pair, is_later = kinds == Kind.OVERLAP, peer_of(codes) > stage_of(codes)
+        is_value = ((kinds == Kind.SEND) & is_later) | ((kinds == Kind.RECV) & ~is_later)
+        codes = np.where(is_pair, _forwards(codes), codes)
+        return self._selected(codes, is_pair | (kinds == Kind.FORWARD) | is_value, self.num_microbatches)
+
+    def _selected(self, codes: Codes, keep: NDArray[np.bool_], num_microbatches: int) -> "Program":
+        """The actions where `keep` is true, with other codes."""
+        parts = [slice(*ends) for ends in pairwise(self.table.starts.tolist())]
+        table = Orders([codes[part][keep[part]] for part in parts])
+        return Program(self.placement, num_microbatches, self.cuts, table)
+
     def with_table(self, table: Orders) -> "Program":
         """The same program with other orders, which are not checked: for passes that insert or move actions."""
         program = object.__new__(Program)
@@ -194,6 +254,18 @@ class Program(_Ordered):
     def dependencies(self) -> Dependencies:
         """All dependencies between its compute actions, over its cuts."""
         return find_dependencies(self.table.passes, self.makers, self.cuts)
+
+
+def read_schedule(source: str | Path) -> Schedule | Program:
+    """A schedule from a CSV file or its text, or a program if it has other than compute actions."""
+    program = Program.from_csv(source)
+    has_other = set(program.table.kinds.tolist()) - set(COMPUTE_KINDS)
+    return program if has_other else program.schedule
+
+
+def _forwards(codes: Codes) -> Codes:
+    """The forward halves of overlapped pairs."""
+    return pack(Kind.FORWARD, stage_of(codes), microbatch_of(codes))
 
 
 def _infer_sizes(orders: Orders) -> tuple[Placement, int]:

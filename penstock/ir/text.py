@@ -35,12 +35,14 @@ _COMPUTE_CELL = re.compile(rf"{_NUMBER}(F|I|W|B|FREE){_NUMBER}")
 _STAGE_CELL = re.compile(rf"{_NUMBER}(UNSHARD|RESHARD|REDUCE_GRAD)")
 _MESSAGE_CELL = re.compile(rf"{_NUMBER}(SEND|RECV)_(F|B){_NUMBER}(?:([<>]){_NUMBER})?")
 _OVERLAP_CELL = re.compile(rf"\({_NUMBER}F{_NUMBER};{_NUMBER}B{_NUMBER}\)OVERLAP_F_B")
+_PAIR = re.compile(r"\([^()\n]*\)[ \t]*(?=OVERLAP)")
 _COMPUTE_WORDS = {"F": Forward, "I": InputGrad, "W": WeightGrad, "B": Backward, "FREE": Free}
 _STAGE_WORDS = {"UNSHARD": Unshard, "RESHARD": Reshard, "REDUCE_GRAD": Reduce}
 
 
 def parse_action(cell: str) -> Action:
-    """The action of a cell; the whole cell must match."""
+    """The action of a cell; the whole cell must match. An overlapped pair may have blanks in it."""
+    cell = _PAIR.sub(_without_blanks, cell)
     if match := _COMPUTE_CELL.fullmatch(cell):
         return _COMPUTE_WORDS[match[2]](int(match[1]), int(match[3]))
     if match := _MESSAGE_CELL.fullmatch(cell):
@@ -52,6 +54,10 @@ def parse_action(cell: str) -> Action:
         return Overlap(Forward(forward_stage, forward_microbatch), Backward(backward_stage, backward_microbatch))
     hint = "cells such as 2F0, 1I3, 3SEND_F1, 1SEND_F0>4, 2REDUCE_GRAD"
     raise FormatError("not an action", cell=repr(cell), hint=hint)
+
+
+def _without_blanks(match: "re.Match[str]") -> str:
+    return re.sub(r"[ \t]", "", match[0])
 
 
 def _message(match: "re.Match[str]") -> Action:
@@ -77,6 +83,8 @@ def read_orders(source: str | Path) -> Orders:
             source = Path(source).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise FormatError("cannot read the schedule file", path=source, reason=error) from None
+    # In plain text blanks separate cells.
+    source = _PAIR.sub(_without_blanks, source)
     if "," in source or not re.search(r"\S[ \t]+\S", source):
         reader = csv.reader(io.StringIO(source))
         try:

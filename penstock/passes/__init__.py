@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import cast
 
 from penstock.errors import ScheduleError
-from penstock.ir import Cuts, Program, Schedule
+from penstock.ir import Cuts, Kind, Program, Schedule
 from penstock.passes.add_frees import AddFrees
 from penstock.passes.add_reductions import AddReductions
 from penstock.passes.add_shard_moves import AddShardMoves
 from penstock.passes.add_transfers import AddTransfers
 from penstock.passes.base import Pass, ProgramPass
 from penstock.passes.hoist_receives import HoistReceives
-from penstock.passes.verification import verify
+from penstock.passes.verification import check_complete, verify
 
 PASSES: dict[str, type[Pass]] = {
     "add_transfers": AddTransfers,
@@ -21,27 +21,44 @@ PASSES: dict[str, type[Pass]] = {
     "add_frees": AddFrees,
 }
 """all passes by name, in the order in which they run"""
+_ADDED: dict[type[Pass], set[int]] = {
+    AddReductions: {Kind.REDUCE},
+    AddShardMoves: {Kind.UNSHARD, Kind.RESHARD},
+    AddFrees: {Kind.FREE},
+}
+"""the kinds of action that a pass adds to a program which has none of them"""
 DEFAULT_PASSES = ("add_transfers", "hoist_receives", "add_reductions", "add_frees")
 
 __all__ = [
     "DEFAULT_PASSES",
     "PASSES",
     "Pass",
+    "check_complete",
     "lower",
     "verify",
 ]
 
 
-def lower(schedule: Schedule, *, cuts: Cuts | None = None, passes: Sequence[str | Pass] = DEFAULT_PASSES) -> Program:
+def lower(
+    schedule: Schedule | Program, *, cuts: Cuts | None = None, passes: Sequence[str | Pass] = DEFAULT_PASSES
+) -> Program:
     """Run the passes, given by name or as records with options, in the order of the table.
 
-    `cuts` are the edges between stages; None: every stage reads the one before it.
+    `cuts` are the edges between stages; None: every stage reads the one before it. A Program keeps its order: messages
+    that the cuts do not need are left out, and only reductions, shard moves and frees are added if it has none of them.
     """
-    if not isinstance(schedule, Schedule):
-        raise ScheduleError("lower must be given a Schedule", got=type(schedule).__name__)
+    if not isinstance(schedule, Schedule | Program):
+        raise ScheduleError("lower must be given a Schedule or a Program", got=type(schedule).__name__)
     chosen = sorted((_find_pass(entry, cuts) for entry in passes), key=lambda step: list(PASSES).index(step.name))
     if not chosen or not isinstance(chosen[0], AddTransfers):
         raise ScheduleError("lower must run add_transfers", passes=[step.name for step in chosen])
+    if isinstance(schedule, Program):
+        program = schedule if cuts is None else schedule.with_cuts(cuts)
+        known = set(program.table.kinds.tolist())
+        for step in chosen:
+            added = _ADDED.get(type(step), known)
+            program = cast(ProgramPass, step)(program) if not added & known else program
+        return program
     program = chosen[0](schedule)
     for step in chosen[1:]:
         program = cast(ProgramPass, step)(program)

@@ -35,6 +35,8 @@ from penstock.ir import (
 
 Indices = NDArray[np.int64]
 _FACT_NAMES = {Fact.OUTPUT: "forward", Fact.INPUT_GRADIENT: "input gradient", Fact.WEIGHT_GRADIENT: "weight gradient"}
+_MAKERS = {Fact.OUTPUT: "F", Fact.INPUT_GRADIENT: "I", Fact.WEIGHT_GRADIENT: "W"}
+_NUM_NAMED = 6
 _PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 _USERS = (*_PASSES, Kind.SEND, Kind.RECV)
 """actions that use the tensors of a (stage, microbatch)"""
@@ -44,6 +46,8 @@ _CONTEXT = 4
 
 def verify(subject: Schedule | Program, *, in_flight: int | None = None) -> None:
     """Raise a ScheduleError that names the actions, unless the orders are complete, legal and free of deadlock.
+
+    An order without any backward, which is for evaluation, is complete if it has all forwards.
 
     `in_flight`: the most (stage, microbatch) that one rank may hold between forward and last gradient.
     """
@@ -56,7 +60,7 @@ def verify(subject: Schedule | Program, *, in_flight: int | None = None) -> None
     else:
         cuts = Cuts.chain(subject.num_stages)
         program = Program(subject.placement, subject.num_microbatches, cuts, subject.table)
-    _check_once_each(program)
+    check_complete(program)
     dependencies = program.dependencies()
     _check_own_order(program, dependencies)
     if isinstance(subject, Schedule):
@@ -71,23 +75,33 @@ def verify(subject: Schedule | Program, *, in_flight: int | None = None) -> None
         _check_frees(program)
         _check_reductions(program)
         _check_shards(program)
-    if in_flight is not None:
+    if in_flight is not None and not program.is_forward_only:
         _check_in_flight(program, in_flight)
 
 
-def _check_once_each(program: Program) -> None:
-    """Every (stage, microbatch) runs forward once and backward once: B, or I and W."""
+def check_complete(program: Schedule | Program) -> None:
+    """Check that every (stage, microbatch) runs forward once and backward once: B, or I and W."""
     for fact, name in _FACT_NAMES.items():
+        if fact is not Fact.OUTPUT and program.is_forward_only:
+            break
         times = program.makers.times(fact)
         if (times == 1).all():
             continue
         stage, microbatch = (int(place) for place in np.argwhere(times != 1)[0])
+        # Without both gradients the full backward is missing.
+        has_weights = program.makers.times(Fact.WEIGHT_GRADIENT) > 0
+        absent = [
+            f"{stage}{'B' if fact is Fact.INPUT_GRADIENT and not has_weights[stage, mb] else _MAKERS[fact]}{mb}"
+            for stage, mb in np.argwhere(times == 0).tolist()
+        ]
+        more = f" and {len(absent) - _NUM_NAMED} more" if len(absent) > _NUM_NAMED else ""
         raise ScheduleError(
             f"every stage must make the {name} of every microbatch exactly once",
             stage=stage,
             microbatch=microbatch,
             rank=program.placement[stage],
             times=int(times[stage, microbatch]),
+            **({"missing": ", ".join(absent[:_NUM_NAMED]) + more} if absent else {}),
         )
 
 

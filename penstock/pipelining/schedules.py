@@ -303,7 +303,7 @@ class _PipelineSchedule:
             if isinstance(order, Program) and is_training:
                 program = order
             else:
-                schedule = order if isinstance(order, Schedule) else _compute_only(order)
+                schedule = order if isinstance(order, Schedule) else order.schedule
                 passes: tuple[str, ...] = ("add_transfers", "hoist_receives")
                 if is_training:
                     passes = (*DEFAULT_PASSES, "add_shard_moves") if self._has_shard_moves() else DEFAULT_PASSES
@@ -543,12 +543,6 @@ def _checked(program: Program) -> Program:
         raise ScheduleError("messages must lead to the next stage", edges=program.cuts.edges)
     verify(program)
     return program
-
-
-def _compute_only(program: Program) -> Schedule:
-    """The orders of a program without messages."""
-    rows = [[action for action in row if hasattr(action, "parts")] for row in program.orders]
-    return Schedule.of(program.placement, program.num_microbatches, rows)
 
 
 def _sent_values(output: Any) -> list[Tensor]:

@@ -17,13 +17,14 @@ from penstock.ir import (
     Plan,
     Prediction,
     Profile,
+    Program,
     Schedule,
     StageCosts,
     compute_stage_costs,
 )
 from penstock.partitioners import PARTITIONERS, Division, Holding, Partitioner, Problem, by_modules, divide
 from penstock.partitioners import find as find_partitioner
-from penstock.passes import lower
+from penstock.passes import lower, verify
 from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.synthesis import ScheduleProblem, lower_bound, synthesise
 from penstock.schedules import SCHEDULES, build, build_on, find
@@ -99,13 +100,26 @@ class StageLayout:
         costs = compute_stage_costs(graph, profile, self.partition, placement=self.placement, recomputed=recomputed)
         return costs.times(self.cluster.slowness_of(self.placement)) if self.cluster.slowness else costs
 
-    def plan(self, schedule: Schedule, name: str, bound: float = 0.0) -> Plan:
+    def plan(self, orders: Schedule | Program, name: str, bound: float = 0.0) -> Plan:
         """Returns the plan with this order, simulated; `bound` is a lower bound that is already known."""
-        trace = simulate(lower(schedule, cuts=self.cuts), self.costs, self.cluster)
+        program = lower(orders, cuts=self.cuts)
+        if isinstance(orders, Program):
+            verify(program)
+        trace = simulate(program, self.costs, self.cluster)
         # The bound holds for every order; only rounding can put it above the makespan of one.
         predicted = Prediction.of(trace, min(max(self.bound, bound), trace.makespan))
         choices = replace(self.choices, schedule=name)
-        return Plan(self.measured.graph, self.partition, schedule, choices, self.costs, self.cluster, predicted)
+        schedule, given = (orders.schedule, orders) if isinstance(orders, Program) else (orders, None)
+        return Plan(
+            self.measured.graph,
+            self.partition,
+            schedule,
+            choices,
+            self.costs,
+            self.cluster,
+            predicted,
+            program=given,
+        )
 
 
 class Found(NamedTuple):
@@ -188,7 +202,7 @@ def _placements(options: PlanOptions, count: int, has_choice: bool) -> list[Plac
     if isinstance(given, Division):
         return [_given_placement(given.placement, options, count)]
     depth = _depth(options)
-    if isinstance(asked, Schedule):
+    if isinstance(asked, Schedule | Program):
         return [_checked(asked, ranks, count).placement]
     if asked != AUTO:
         return [build(str(asked), ranks, count, depth).placement]
@@ -208,7 +222,7 @@ def _given_placement(placement: Placement, options: PlanOptions, count: int) -> 
     ranks, asked = options.cluster.ranks, options.schedule
     per_rank, rest = divmod(placement.num_stages, ranks)
     wanted: Placement | None = placement
-    if isinstance(asked, Schedule):
+    if isinstance(asked, Schedule | Program):
         wanted = _checked(asked, ranks, count).placement
     elif asked != AUTO:
         wanted = None if rest else build(str(asked), ranks, count, per_rank).placement
@@ -223,7 +237,7 @@ def _given_placement(placement: Placement, options: PlanOptions, count: int) -> 
     return placement
 
 
-def _checked(schedule: Schedule, ranks: int, count: int) -> Schedule:
+def _checked(schedule: Schedule | Program, ranks: int, count: int) -> Schedule | Program:
     found = {"ranks": schedule.num_ranks, "microbatches": schedule.num_microbatches}
     wanted = {"ranks": ranks, "microbatches": count}
     if found != wanted:
@@ -308,7 +322,7 @@ def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[Found]:
     With recompute="auto" stages recompute, one more on every rank that lacks memory, until the plan fits.
     """
     asked = options.schedule
-    if isinstance(asked, Schedule):
+    if isinstance(asked, Schedule | Program):
         names = [GIVEN]
     elif asked == AUTO:
         # Schedules that split the backward first: they are mostly faster.
@@ -339,7 +353,7 @@ def synthesised_plans(layout: StageLayout, budget_seconds: float) -> Iterator[Fo
 
 def _with_schedule(layout: StageLayout, name: str, asked: object) -> Found | None:
     """None if the schedule has another placement, or does not support that many stages."""
-    if isinstance(asked, Schedule):
+    if isinstance(asked, Schedule | Program):
         return Found(layout.plan(asked, GIVEN), layout)
     built = build_on(layout.placement, name, layout.num_microbatches, layout.costs)
     return Found(layout.plan(built, name), layout) if built is not None else None

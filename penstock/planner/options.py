@@ -7,9 +7,20 @@ from functools import cached_property
 from pathlib import Path
 
 from penstock.errors import PlanError
-from penstock.ir import MAX_MICROBATCHES, MAX_STAGES, Cluster, Partition, Schedule, as_int, is_finite
+from penstock.ir import (
+    MAX_MICROBATCHES,
+    MAX_STAGES,
+    Cluster,
+    Partition,
+    Program,
+    Schedule,
+    as_int,
+    is_finite,
+    read_schedule,
+)
 from penstock.partitioners import Division
 from penstock.partitioners import find as find_partitioner
+from penstock.passes import check_complete
 from penstock.schedules import find as find_schedule
 
 RECOMPUTE = ("none", "full", "auto")
@@ -24,8 +35,8 @@ class PlanOptions:
     """number of ranks, or a Cluster with their memory, slowness and links"""
     microbatches: int | str = AUTO
     """microbatches per batch"""
-    schedule: str | Path | Schedule = AUTO
-    """a name, a Schedule, or a CSV file"""
+    schedule: str | Path | Schedule | Program = AUTO
+    """a name, a Schedule, a Program, or a CSV file; one with messages is run as it is"""
     partitioner: str | Partition | Division | Sequence[Sequence[str]] = AUTO
     """a name, a Partition, a Division with its placement, or lists of module names per stage"""
     stages_per_rank: int | None = None
@@ -95,7 +106,7 @@ class PlanOptions:
 
     @property
     def _orders(self) -> object:
-        return self.schedule.orders if isinstance(self.schedule, Schedule) else self.schedule
+        return self.schedule.orders if isinstance(self.schedule, Schedule | Program) else self.schedule
 
     @property
     def _stages(self) -> tuple[object, ...]:
@@ -112,14 +123,15 @@ def _count(name: str, given: object, hint: str) -> int:
     return number
 
 
-def _schedule(given: object) -> str | Schedule:
-    """The name as in the table, or the schedule itself; a CSV is read."""
-    if isinstance(given, Schedule):
-        return given
+def _schedule(given: object) -> str | Schedule | Program:
+    """The name as in the table, or the orders themselves, which must be complete; a CSV is read."""
     if isinstance(given, Path) or (isinstance(given, str) and (given.endswith(".csv") or "\n" in given)):
-        return Schedule.from_csv(given)
+        given = read_schedule(given)
+    if isinstance(given, Schedule | Program):
+        check_complete(given)
+        return given
     if not isinstance(given, str):
-        hint = 'a name such as "1f1b", a Schedule, or the path of a CSV'
+        hint = 'a name such as "1f1b", a Schedule, a Program, or the path of a CSV'
         raise PlanError("schedule must be a name or a Schedule", got=repr(given), hint=hint)
     return AUTO if given.lower() == AUTO else find_schedule(given).name
 

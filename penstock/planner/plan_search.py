@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
-from penstock.errors import PartitionError
+from penstock.errors import PartitionError, ScheduleError
 from penstock.ir import Candidate, Graph, Partition, Plan, Search
 from penstock.planner.candidates import (
     Found,
@@ -139,7 +140,9 @@ class _Search:
             if nth and not self._seconds_left:
                 break
             cut = replace(layout, partition=partition)
-            yield Move(node, source, target, cut.plan(plan.schedule, plan.choices.schedule)), cut
+            # The messages of a given program may not fit other cuts.
+            with suppress(ScheduleError) if plan.program is not None else nullcontext():
+                yield Move(node, source, target, cut.plan(plan.orders, plan.choices.schedule)), cut
 
     def _ranked(self, chosen: Plan) -> Iterable[Candidate]:
         """The chosen plan and the others from best to worst; those with equal results are listed once."""

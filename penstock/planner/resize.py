@@ -14,15 +14,25 @@ from penstock.simulate import simulate
 def with_microbatches(plan: Plan, count: int) -> Plan:
     """Returns the plan for another number of microbatches of the same size; every rank gets the same result.
 
-    A schedule of the table is rebuilt; any other, given or synthesised, is truncated or repeated.
+    A schedule of the table is rebuilt; any other, given or synthesised, is truncated or repeated. A given program is
+    truncated.
     """
+    if plan.program is not None and count > plan.num_microbatches:
+        raise PlanError(
+            "a given program cannot have more microbatches than its orders",
+            microbatches=count,
+            program=plan.num_microbatches,
+            hint="plan(schedule=...) with another program, or a CSV without messages, which is repeated",
+        )
     if plan.choices.schedule in SCHEDULES:
         built = build(plan.choices.schedule, plan.num_ranks, count, plan.num_stages // plan.num_ranks, plan.costs)
     else:
         built = plan.schedule.repeated(count)
-    trace = simulate(lower(built, cuts=plan.cuts), plan.costs, plan.cluster)
+    program = None if plan.program is None else plan.program.first(count)
+    trace = simulate(lower(program or built, cuts=plan.cuts), plan.costs, plan.cluster)
     bound = lower_bound(ScheduleProblem(plan.costs, built.placement, count, plan.cluster, plan.cuts)).seconds
-    return replace(plan, schedule=built, predicted=Prediction.of(trace, min(bound, trace.makespan)))
+    predicted = Prediction.of(trace, min(bound, trace.makespan))
+    return replace(plan, schedule=built, predicted=predicted, program=program)
 
 
 def interpolate_profile(graph: Graph, share: float, small: Profile, large: Profile) -> Profile:

@@ -246,7 +246,7 @@ def replan(plan: Plan, slowness: tuple[float, ...], budget_seconds: float = REPL
     if len(plan.schedule.table.codes) > MAX_PASSES:
         return None
     cluster = replace(plan.cluster, slowness=slowness)
-    present = simulate(lower(plan.schedule, cuts=plan.cuts), plan.costs_on(cluster), cluster).makespan
+    present = simulate(lower(plan.orders, cuts=plan.cuts), plan.costs_on(cluster), cluster).makespan
     profile = estimate_profile(plan, plan.costs_on(replace(plan.cluster, slowness=None)))
     models = {plan.num_microbatches: Measured(plan.graph, profile)}
     options = PlanOptions(cluster, schedule=_asked_schedule(plan), budget_seconds=budget_seconds)

@@ -212,7 +212,7 @@ def check_staleness(staleness: object) -> None:
 def check_stream(plan: Plan, staleness: str) -> None:
     """Refuse a plan that cannot run without flushes."""
     check_staleness(staleness)
-    if plan.schedule != build("1f1b", plan.num_ranks, plan.num_microbatches):
+    if plan.program is not None or plan.schedule != build("1f1b", plan.num_ranks, plan.num_microbatches):
         raise ScheduleError(
             "an asynchronous pipeline must have a plan with one stage per rank and the schedule 1f1b",
             schedule=plan.choices.schedule,

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from penstock.capture import LruCache, Recording
+from penstock.errors import RunError
 from penstock.ir import (
     Action,
     ComputeAction,
@@ -94,10 +95,14 @@ class StepCompiler:
 
     def _lower(self, is_training: bool, num_microbatches: int, cuts: Cuts) -> Program:
         """The program for all batches that are cut alike, whatever their shapes."""
-        schedule = self._plan.schedule.first(num_microbatches)
-        if not is_training:
-            return lower(schedule.forwards(), cuts=cuts, passes=("add_transfers", "hoist_receives"))
-        program = lower(schedule, cuts=cuts, passes=self._passes)
+        orders = self._plan.orders.first(num_microbatches)
+        if is_training and orders.is_forward_only:
+            hint = "pipe.eval, or a plan with a schedule that has backwards"
+            raise RunError("the schedule of the plan has no backward, so it cannot train", hint=hint)
+        if is_training:
+            program = lower(orders, cuts=cuts, passes=self._passes)
+        else:
+            program = lower(orders.forwards(), cuts=cuts, passes=("add_transfers", "hoist_receives"))
         verify(program)
         return program
 

@@ -64,7 +64,7 @@ def test_the_error_names_the_action_and_its_rank():
 
 
 def test_messages_belong_in_a_program():
-    with pytest.raises(ScheduleError, match=r"compute actions only \(action: 0SEND_F0\)\ntry: read it as a Program"):
+    with pytest.raises(ScheduleError, match=r"compute actions only \(action: 0SEND_F0\)\ntry: Program.from_csv"):
         Schedule.of(LINE, 1, [[F(0, 0), Send(0, 0, 1)], []])
     with pytest.raises(ScheduleError, match="compute actions only"):
         Schedule.from_csv("0F0,0SEND_F0\n1RECV_F0,1F0")

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.ir import Schedule
+from penstock.ir import Kind, Schedule
 from penstock.passes import PASSES, AddTransfers, HoistReceives, lower
 from penstock.schedules import build
 
@@ -29,7 +29,17 @@ def test_lowering_without_messages_is_refused() -> None:
         lower(build("gpipe", 2, 2), passes=["hoist_receives", "add_frees"])
 
 
-@pytest.mark.parametrize("subject", [lower(build("gpipe", 2, 2)), "x", None], ids=["program", "text", "nothing"])
-def test_only_a_schedule_is_lowered(subject: Schedule) -> None:
-    with pytest.raises(ScheduleError, match=r"lower must be given a Schedule \(got: (Program|str|NoneType)\)"):
+@pytest.mark.parametrize("subject", ["x", None], ids=["text", "nothing"])
+def test_only_a_schedule_or_a_program_is_lowered(subject: Schedule) -> None:
+    with pytest.raises(ScheduleError, match=r"lower must be given a Schedule or a Program \(got: (str|NoneType)\)"):
         lower(subject)
+
+
+def test_a_program_keeps_its_order_and_gets_only_the_kinds_of_action_that_it_lacks() -> None:
+    program = lower(build("zb_h1", 2, 3), passes=["add_transfers"])
+    whole = lower(program)
+    assert lower(whole) == whole
+    added = [[action for action in order if action.kind in (Kind.REDUCE, Kind.FREE)] for order in whole.orders]
+    assert [len(actions) for actions in added] == [4, 4]
+    rest = [[action for action in order if action not in more] for order, more in zip(whole.orders, added, strict=True)]
+    assert tuple(map(tuple, rest)) == program.orders
