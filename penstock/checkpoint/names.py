@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from penstock.errors import CheckpointError
-from penstock.ir import printable
+from penstock.ir import listed, printable
 
 _SHOWN = 5
 LOSS_STATE = r"^loss_fn_*\."
@@ -90,5 +90,4 @@ def _mismatch(match: _Match) -> CheckpointError:
 
 def shorten(names: Collection[str]) -> str:
     """The first names of a list, and how many more there are."""
-    shown = printable(", ".join(list(names)[:_SHOWN]))
-    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+    return printable(listed(list(names), _SHOWN))

@@ -44,6 +44,12 @@ def counted(count: int, word: str) -> str:
     return f"{count} {word}{ending}"
 
 
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """`a, b, c and 2 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def bytes_unit(largest: float) -> tuple[int, str]:
     """The unit for numbers up to the largest: its bytes and its name."""
     return next((entry for entry in _BYTES if largest >= entry[0]), (1, "B"))

@@ -13,7 +13,7 @@ from penstock.capture import Microbatch
 from penstock.errors import PenstockError
 from penstock.loss.counts import IGNORE_INDEX, Count, Piece, candidates
 from penstock.loss.probe import Evaluate, Evaluation, Probe
-from penstock.loss.samples import LARGE, Part, choose_parts, sample_dims, take
+from penstock.loss.samples import LARGE, Part, choose_parts
 
 _MAX_TOGETHER = 8 * LARGE
 """entries of the outputs of a batch above which microbatches are evaluated in pairs instead of all together"""
@@ -27,6 +27,9 @@ UNDECIDED = "how the loss is averaged over samples could not be determined, so e
 
 class Source(Protocol):
     """A loss that can be evaluated on parts of a batch: that of a loss function, or the one that a model returns."""
+
+    microbatches: Sequence[Microbatch]
+    """those of the step"""
 
     @property
     def sample_size(self) -> int:
@@ -70,7 +73,7 @@ def decide(source: Source, pieces: Sequence[Piece], step_number: int) -> tuple[D
     for parts in (few, everything):
         weights = None
         try:
-            decision, weights = _compare(source, parts, _rows(pieces, parts), step_number)
+            decision, weights = _compare(source, parts, step_number)
         except PenstockError:
             raise
         except Exception as error:  # a user's loss may raise anything for parts of a batch
@@ -100,7 +103,7 @@ def holds(count: Count, source: Source, pieces: Sequence[Piece], step_number: in
         raise
     except Exception:
         return False
-    return not probe.is_decisive or probe.fits(count.weights(_rows(pieces, parts)))
+    return not probe.is_decisive or probe.fits(count.weights(_pieces(source, parts)))
 
 
 def evaluated_weights(source: Source, pieces: Sequence[Piece], step_number: int) -> tuple[float, ...] | None:
@@ -118,10 +121,9 @@ def evaluated_weights(source: Source, pieces: Sequence[Piece], step_number: int)
     return weights if weights is not None and all(probe.fits(weights) for probe in probes) else None
 
 
-def _compare(
-    source: Source, parts: Sequence[Part], pieces: Sequence[Piece], step_number: int
-) -> tuple[Decision, tuple[float, ...] | None]:
+def _compare(source: Source, parts: Sequence[Part], step_number: int) -> tuple[Decision, tuple[float, ...] | None]:
     """The decision from the gradients for some parts, and the weights of these if they cannot be counted."""
+    pieces = _pieces(source, parts)
     known = {count: count.weights(pieces) for count in candidates(pieces)}
     probes = _probes(source, parts, (2 * step_number, 2 * step_number + 1), list(known.values()))
     weights = _combined(probes)
@@ -222,8 +224,7 @@ class _Pairs:
         return apart if apart > self.tolerance / 100 else 0.0
 
 
-def _rows(pieces: Sequence[Piece], parts: Sequence[Part]) -> list[Piece]:
+def _pieces(source: Source, parts: Sequence[Part]) -> list[Piece]:
     """The tensors of the samples of each part."""
-    dims = sample_dims(pieces[0][0], pieces[0][1], pieces[1][0] if len(pieces) > 1 else None)
-    sources = [(pieces[part.microbatch], part) for part in parts]
-    return [(take(tensors, dims, size, part.start, part.length), part.length) for (tensors, size), part in sources]
+    taken = [source.microbatches[part.microbatch].take(part.start, part.length) for part in parts]
+    return [(source.tensors(microbatch), microbatch.size) for microbatch in taken]

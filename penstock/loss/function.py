@@ -20,13 +20,12 @@ from penstock.capture import (
     uncompiled,
 )
 from penstock.errors import PenstockError, RunError
-from penstock.ir import leaves, named_leaves, take_apart, transform
+from penstock.ir import leaves, listed, named_leaves, take_apart, transform
 from penstock.loss.probe import ConstantRandomness, Evaluate, Evaluation, FunctionTracker, ProbeError, evaluation
 from penstock.loss.samples import LARGE, SMALL_SCALE, Part, join, sample_dims, stand_in
 from penstock.loss.terms import SINGLE, losses_of_function
 
 LossFn = Callable[[Any, Any], Any]
-_NAMED = 3
 _DEPTH = 4
 _FEW = 64
 
@@ -50,7 +49,7 @@ class LossFunction:
         `name` is that of the loss, if the function returns several.
         """
         self._loss_fn, self._remote, self._name = loss_fn, remote_parameters, name
-        self._microbatches: Sequence[Microbatch] = ()
+        self.microbatches: Sequence[Microbatch] = ()
         self._output: Any = None
         self._size = 0
         self._is_random = False
@@ -65,12 +64,12 @@ class LossFunction:
 
     def begin(self, microbatches: Sequence[Microbatch], output: Any, size: int) -> "LossFunction":
         """Set the microbatches of a step, and the output of one of them, which has `size` samples."""
-        self._microbatches, self._output, self._size = microbatches, output, size
+        self.microbatches, self._output, self._size = microbatches, output, size
         return self
 
     def end(self) -> None:
         """Release the tensors of the step."""
-        self._microbatches, self._output = (), None
+        self.microbatches, self._output = (), None
 
     @property
     def sample_size(self) -> int:
@@ -86,7 +85,7 @@ class LossFunction:
     def refuse_remote_parameters(self) -> None:
         """Raise a RunError if the function uses parameters whose values are out of date in this process."""
         try:
-            with self.evaluator([Part(0, 0, self._microbatches[0].size)], 0) as evaluate:
+            with self.evaluator([Part(0, 0, self.microbatches[0].size)], 0) as evaluate:
                 evaluate([0])
         except PenstockError:
             raise
@@ -97,9 +96,9 @@ class LossFunction:
     def evaluator(self, parts: Sequence[Part], draw: int) -> Iterator[Evaluate]:
         """Evaluate on artificial outputs, which differ in every `draw`."""
         # If several dimensions of the output could hold the samples, it is the one that holds them in the inputs.
-        given = (cut.dim for cut in self._microbatches[0].cuts.values() if cut.dim is not None)
+        given = (cut.dim for cut in self.microbatches[0].cuts.values() if cut.dim is not None)
         dims = sample_dims(self._output, self._size, preferred=next(given, 0))
-        taken = [self._microbatches[part.microbatch].take(part.start, part.length) for part in parts]
+        taken = [self.microbatches[part.microbatch].take(part.start, part.length) for part in parts]
         outputs: dict[torch.dtype | None, list[Any]] = {}
 
         def evaluated(chosen: Sequence[int], dtype: torch.dtype | None) -> Evaluation:
@@ -180,12 +179,10 @@ class LossFunction:
                 self._is_random, self.is_plain = True, False
                 return self._call(output, target, inputs)
         if tracker.used_parameters:
-            names = sorted(tracker.used_parameters)
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             raise RunError(
                 "the loss function uses parameters of the model that are on another rank: their values are out of "
                 "date here, and their gradients would be lost",
-                parameters=", ".join(names[:_NAMED]) + more,
+                parameters=listed(sorted(tracker.used_parameters)),
                 hint="penstock.add_loss(...) in the forward of the module that has them, or weight_decay=... of the "
                 "optimizer",
             )

@@ -27,7 +27,7 @@ from penstock.capture import (
     without_cache,
     without_user_hooks,
 )
-from penstock.ir import Call, Container, Parts, Ref, Tree, copy_into, leaves, put_together, transform
+from penstock.ir import Call, Container, Parts, Ref, Tree, copy_into, leaves, listed, put_together, transform
 from penstock.loss.added import collect_added
 from penstock.loss.probe import (
     COARSE,
@@ -42,17 +42,13 @@ from penstock.loss.probe import (
 from penstock.loss.samples import SMALL_SCALE, Part, choose_parts
 from penstock.loss.terms import SINGLE, losses_of
 
-_NAMED = 3
-
 
 def couplings(model: nn.Module, recording: Recording) -> list[str]:
     """Warnings about blocks in which samples interact; found by type, because probes do not run blocks."""
     blocks = {node.module for node in recording.graph.nodes if node.is_leaf}
 
     def names(matches: Callable[[nn.Module], bool]) -> str:
-        matching = [name for name, part in model.named_modules() if matches(part) and _is_within(name, blocks)]
-        more = f" and {len(matching) - _NAMED} more" if len(matching) > _NAMED else ""
-        return ", ".join(matching[:_NAMED]) + more
+        return listed([name for name, part in model.named_modules() if matches(part) and _is_within(name, blocks)])
 
     normed = names(lambda part: isinstance(part, _BatchNorm) and (part.training or part.running_mean is None))
     counted = names(lambda part: isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.scale_grad_by_freq)

@@ -28,25 +28,18 @@ class Part:
     length: int
 
 
-def sample_dims(structure: Any, size: int, following: Any = None, preferred: int = 0) -> list[int | None]:
-    """The dimension of samples in every leaf of the structure that a microbatch of `size` samples has.
+def sample_dims(output: Any, size: int, preferred: int = 0) -> list[int | None]:
+    """The dimension of samples in every leaf of an output of `size` samples.
 
-    `following` is the structure of the next microbatch. Where both are views of one tensor, their distance in memory
-    gives the dimension; where both are the same object, it was passed whole and has none. Otherwise it is the
-    `preferred` dimension if that has length `size`, or the only one that has. A first dimension that is a multiple of
-    `size` holds several rows for each sample, as after `flatten(0, 1)`.
+    It is the `preferred` dimension if that has length `size`, or the only one that has. A first dimension that is a
+    multiple of `size` holds several rows for each sample, as after `flatten(0, 1)`.
     """
     dims: list[int | None] = []
-    next_leaves: list[Any] = [None] * len(leaves(structure)) if following is None else leaves(following)
-    for leaf, next_leaf in zip(leaves(structure), next_leaves, strict=True):
-        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf is next_leaf:
+    for leaf in leaves(output):
+        if not isinstance(leaf, Tensor) or not leaf.dim():
             dims.append(None)
             continue
         fitting = [dim for dim, length in enumerate(leaf.shape) if length == size]
-        storage = leaf.untyped_storage().data_ptr()
-        if isinstance(next_leaf, Tensor) and next_leaf.untyped_storage().data_ptr() == storage:
-            distance = next_leaf.storage_offset() - leaf.storage_offset()
-            fitting = [dim for dim in fitting if leaf.stride(dim) * size == distance] or fitting
         if preferred in fitting:
             dims.append(preferred)
         elif len(fitting) == 1:
@@ -54,20 +47,6 @@ def sample_dims(structure: Any, size: int, following: Any = None, preferred: int
         else:
             dims.append(0 if leaf.shape[0] % size == 0 else None)
     return dims
-
-
-def take(structure: Any, dims: Dims, size: int, start: int, length: int) -> Any:
-    """The same structure for `length` of its `size` samples."""
-    remaining_dims = iter(dims)
-
-    def narrowed(leaf: object) -> object:
-        dim = next(remaining_dims)
-        if not isinstance(leaf, Tensor) or dim is None:
-            return leaf
-        rows = leaf.shape[dim] // size
-        return leaf.narrow(dim, start * rows, length * rows)
-
-    return transform(structure, narrowed)
 
 
 def join(structures: Sequence[Any], dims: Dims) -> Any:

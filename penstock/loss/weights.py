@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.capture import Captured, LruCache, Microbatch, Recording
 from penstock.errors import RunError
-from penstock.ir import transform
+from penstock.ir import listed, transform
 from penstock.loss.counts import IGNORE_INDEX, REDUCTIONS, Count, Piece
 from penstock.loss.decide import INSEPARABLE, Decision, Source, decide, evaluated_weights, holds
 from penstock.loss.function import LossFunction
@@ -25,7 +25,6 @@ LossFn = Callable[[Any, Any], Tensor]
 _LABELS = Count("tokens", "", IGNORE_INDEX)
 _FUNCTION = ""
 """the key of the decision about a loss function"""
-_NUM_NAMED = 3
 _SMALLER = 0.75
 _ROUNDING = 1e-6
 _NUM_CODES = 1 << 20
@@ -188,9 +187,8 @@ class LossWeights:
         """Warnings about blocks in which, or before which, samples interact."""
         causes = couplings(self._captured.model, recording)
         if mixing:
-            more = f" and {len(mixing) - _NUM_NAMED} more" if len(mixing) > _NUM_NAMED else ""
-            where = ", ".join(mixing[:_NUM_NAMED]) + more
-            causes.append(f"a value depends on all samples of a batch, of which a microbatch has only some: {where}")
+            problem = "a value depends on all samples of a batch, of which a microbatch has only some"
+            causes.append(f"{problem}: {listed(mixing)}")
         return tuple(causes)
 
     def _confirm(self, step: LossStep, microbatch: int, output: Any, loss: Any) -> bool:

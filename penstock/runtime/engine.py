@@ -189,7 +189,7 @@ class Engine:
         """Begin a step whose batch every rank was given; the ranks compare the steps that they derive from it."""
         groups, every = self._groups, self._options.check_inputs_every
         with self._refusing(request):
-            if has_no_batch(batch) and not groups.is_local:
+            if not groups.is_local and has_no_batch(batch):
                 hint = (
                     "the same call with the whole batch on every rank; to pass the batch on rank 0 only, and the "
                     'target there or on the rank of the last stage, use inputs="first"'

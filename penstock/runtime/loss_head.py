@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from penstock.capture import Captured, Recording
 from penstock.errors import PenstockWarning, RunError
-from penstock.ir import Partition, transform
+from penstock.ir import Partition, listed, transform
 from penstock.loss import SINGLE, Added, AddedLosses, LossStep, LossWeights
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.layout import whole
@@ -20,7 +21,6 @@ from penstock.runtime.step import Step
 
 _TRAINING_EFFECT = "gradients are those of a loop over the microbatches"
 _EVALUATION_EFFECT = "the loss is the mean over the microbatches"
-_NUM_NAMED = 3
 
 
 class LossHead:
@@ -152,7 +152,8 @@ def checked_loss(name: str, loss: Any, microbatch_size: int) -> Tensor:
         raise RunError("a loss must be one number", **which, got=got, microbatch_size=microbatch_size)
     if not loss.is_floating_point():
         raise RunError("a loss must be a floating-point number", **which, got=loss.dtype, hint="loss.float()")
-    return whole(loss).reshape(())
+    # In a tensor-parallel stage each rank may have a shard or an addend of the loss.
+    return (whole(loss) if isinstance(loss, DTensor) else loss).reshape(())
 
 
 def check_gradient(loss: Tensor) -> None:
@@ -224,10 +225,9 @@ class StepWarnings:
 def _hook_causes(parameters: Mapping[str, Tensor]) -> Iterator[str]:
     names = [name for name, parameter in parameters.items() if _has_user_hook(parameter)]
     if names:
-        more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
         yield (
             "hooks on parameters are called once per microbatch, so that a nonlinear hook, such as clamping, "
-            f"differs from one call for the whole batch: {', '.join(names[:_NUM_NAMED])}{more}"
+            f"differs from one call for the whole batch: {listed(names)}"
         )
 
 
