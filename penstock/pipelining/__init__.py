@@ -4,11 +4,13 @@
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_fn)
     schedule.step(x) on the first rank, schedule.step(target=y, losses=losses) on the last, schedule.step() elsewhere
 
-Stages are modules that exist on their own rank only (`stage.py`). `schedules.py` has the schedule classes,
+Stages are modules that exist on their own rank only (`stage.py`), written by hand or cut out of a recorded model by
+`pipeline` (`pipe.py`). `schedules.py` has the schedule classes,
 `microbatch.py` the chunk specs, `loss.py` the weights of losses, `actions.py` custom functions per action.
 """
 
 from penstock.pipelining.microbatch import TensorChunkSpec
+from penstock.pipelining.pipe import Pipe, SplitPoint, pipe_split, pipeline
 from penstock.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -25,6 +27,7 @@ from penstock.pipelining.schedules import (
 from penstock.pipelining.stage import PipelineStage, build_stage
 
 __all__ = [
+    "Pipe",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "PipelineStage",
@@ -35,8 +38,11 @@ __all__ = [
     "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
+    "SplitPoint",
     "TensorChunkSpec",
     "_ScheduleForwardOnly",
     "build_stage",
     "get_schedule_class",
+    "pipe_split",
+    "pipeline",
 ]

@@ -217,6 +217,9 @@ class _PipelineSchedule:
             arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(
                 own_args, kwargs, count, specs, self._kwargs_chunk_spec if kwargs else None
             )
+            for stage in self._stages:
+                for parts in zip(arg_mbs, kwarg_mbs, strict=True) if stage.is_first else ():
+                    stage.check_microbatch(*parts)
             step = _Step(is_training, True, arg_mbs, kwarg_mbs, losses=losses)
             samples = num_samples(own_args, specs) or num_samples(kwargs, self._kwargs_chunk_spec)
             rows = target_rows(target) if last is not None else None
@@ -356,7 +359,8 @@ class _Stage(UserStage):
         stage, step, loss = self._stage, self._schedule._step, self._schedule._loss
         assert step is not None
         args = step.args[microbatch] if stage.is_first else tuple(received)
-        stage.check_values(args, stage.input_args, "inputs")
+        if not stage.is_first:
+            stage.check_values(args, stage.input_args, "inputs")
         output = stage.submod(*args, **step.kwargs[microbatch])
         if not stage.is_last:
             values = _sent_values(output)

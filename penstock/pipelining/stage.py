@@ -59,6 +59,9 @@ class PipelineStage:
         self.dw_builder = dw_builder
         self.input_args, self.output_args = _examples(input_args), _examples(output_args)
         self.has_backward = False
+        # Of a stage that `pipeline` made, also inside of a wrapper.
+        traced = (each.check_microbatch for each in submodule.modules() if hasattr(each, "check_microbatch"))
+        self._check_traced: Callable[..., None] | None = next(traced, None)
         self.tied: Sequence[tuple[str, nn.Parameter, tuple[int, ...]]] = ()
         """parameters of a traced model that several stages use: name, parameter and stages"""
 
@@ -71,6 +74,12 @@ class PipelineStage:
     def is_last(self) -> bool:
         """Whether it is the last stage."""
         return self.stage_index == self.num_stages - 1
+
+    def check_microbatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise a RunError if the first stage cannot take the arguments of a microbatch."""
+        self.check_values(args, self.input_args, "inputs")
+        if self._check_traced is not None:
+            self._check_traced(args, kwargs)
 
     def check_values(self, values: Sequence[Any], examples: Sequence[Tensor] | None, what: str) -> None:
         """Compare values with the examples that the stage was given."""
@@ -92,7 +101,7 @@ def build_stage(
 ) -> PipelineStage:
     """A stage from a module of `Pipe.get_stage_module`, for example wrapped for data parallelism; see `Pipe.info`."""
     stage = PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
-    stage.tied = pipe_info.tied_of(stage_module)
+    stage.tied = pipe_info.tied_of(stage_index)
     return stage
 
 

@@ -150,7 +150,7 @@ class Engine:
                     "tensor-parallel ranks were given different batches",
                     replica=index // groups.tensor_ranks,
                     tensor_ranks=(0, index - first),
-                    hint="the same batch on all ranks along the axis \"tp\": split data by the \"dp\" axis only",
+                    hint='the same batch on all ranks along the axis "tp": split data by the "dp" axis only',
                 )
                 error.is_shared = True
                 raise error

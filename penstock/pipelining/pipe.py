@@ -1,0 +1,284 @@
+"""pipeline: a model is recorded and cut into stage modules, each of which passes on what later stages need."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.api.models import explain
+from penstock.capture import Captured, Granularity, Recording, capture, spec_of
+from penstock.errors import PartitionError, RunError
+from penstock.ir import Graph, Partition
+from penstock.partitioners import cut_at
+from penstock.pipelining.stage import PipelineStage
+from penstock.pipelining.stage import build_stage as build_stage_of
+from penstock.stages import Ownership, Stage
+
+_SPLIT = "split"
+_events: list[tuple[str, str]] | None = None
+"""while a forward is searched for calls of pipe_split: calls and returns of modules, and these"""
+Tied = tuple[tuple[str, nn.Parameter, tuple[int, ...]], ...]
+
+
+class SplitPoint(Enum):
+    """Where to cut: before a module is called, or after."""
+
+    BEGINNING = 1
+    END = 2
+
+
+def pipe_split() -> None:
+    """Mark, inside the forward of a model, where a new stage begins; a no-op outside of `pipeline`."""
+    if _events is not None:
+        _events.append((_SPLIT, ""))
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None = None,
+    split_spec: Mapping[str, SplitPoint] | None = None,
+    split_policy: Any = None,
+) -> "Pipe":
+    """Record a model on an example microbatch, and cut it at the modules of `split_spec` or where it calls pipe_split.
+
+    Every rank calls it with the same model. Later microbatches must have the shapes of the example.
+    """
+    if split_policy is not None:
+        raise PartitionError(
+            "split_policy is not supported: it changes an exported graph, and models are not exported here",
+            hint='split_spec={"layers.2": SplitPoint.BEGINNING}, or pipe_split() in the forward',
+        )
+    args, kwargs = tuple(mb_args), dict(mb_kwargs or {})
+    points = _marked_points(module, args, kwargs) if split_spec is None else list(split_spec.items())
+    for name, point in points:
+        # torch's own enumeration has the same members.
+        if getattr(point, "name", None) not in SplitPoint.__members__:
+            raise PartitionError("a split point must be a SplitPoint", module=name, got=repr(point))
+    words = [name.split(".") for name, _ in points]
+    opened = frozenset(".".join(parts[:end]) for parts in words for end in range(1, len(parts)))
+    captured = capture(module, args, kwargs, Granularity(opened=opened))
+    places = {_place(captured.graph, name, point.name) for name, point in points}
+    return Pipe(captured, cut_at(captured.graph, sorted(places)))
+
+
+def _place(graph: Graph, module: str, point: str) -> int:
+    """The index of the first node after a split point."""
+    is_inside = [node.module == module or node.module.startswith(f"{module}.") for node in graph.nodes]
+    if not any(is_inside):
+        hint = "a name of named_modules() that the forward calls"
+        raise PartitionError("no module of this name is called", name=repr(module), hint=hint)
+    return is_inside.index(True) if point == "BEGINNING" else len(is_inside) - is_inside[::-1].index(True)
+
+
+def _marked_points(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, SplitPoint]]:
+    """The modules next to the calls of pipe_split in the model's forward."""
+    with capture(model, args, kwargs).isolated(), torch.no_grad(), _logged(model) as events:
+        model(*args, **kwargs)
+    points = []
+    for index, (kind, _) in enumerate(events):
+        if kind != _SPLIT:
+            continue
+        following = next((name for what, name in events[index:] if what == "call"), None)
+        if following is not None:
+            if ("call", following) in events[:index]:
+                raise PartitionError(
+                    "pipe_split before the second call of a module", module=following, hint="split_spec={...}"
+                )
+            points.append((following, SplitPoint.BEGINNING))
+        else:
+            ended = [name for what, name in events[:index] if what == "return"]
+            if not ended:
+                raise PartitionError("pipe_split needs a module before or after it", hint="split_spec={...}")
+            points.append((ended[-1], SplitPoint.END))
+    return points
+
+
+@contextmanager
+def _logged(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
+    """Log calls of pipe_split, and calls and returns of modules."""
+    global _events
+    events: list[tuple[str, str]] = []
+    handles = []
+    for name, module in model.named_modules():
+        if name:
+            handles.append(module.register_forward_pre_hook(partial(_log, events, ("call", name))))
+            handles.append(module.register_forward_hook(partial(_log, events, ("return", name))))
+    _events = events
+    try:
+        yield events
+    finally:
+        _events = None
+        for handle in handles:
+            handle.remove()
+
+
+def _log(events: list[tuple[str, str]], event: tuple[str, str], *_: Any) -> None:
+    events.append(event)
+
+
+class TracedStage(Stage):
+    """A stage of a recorded model as a module: it takes what the stage before it returned, and passes on values.
+
+    The first stage takes the arguments of the model, and the last returns its output. Parameters have the names of the
+    model. A value that a later stage reads travels through the stages between.
+    """
+
+    def __init__(self, captured: Captured, partition: Partition, index: int) -> None:
+        super().__init__(captured, partition, index)
+        self._recordings: dict[bool, Recording] = {}
+        self._flows: dict[Recording, tuple[tuple[str, ...], ...]] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Run the stage. Only the first takes keyword arguments: their tensors reach later stages with the values."""
+        captured, index = self._captured[0], self.stage_index
+        recording = self._own_recording()
+        graph = recording.graph
+        flow = self._flows.get(recording)
+        if flow is None:
+            flow = self._flows[recording] = _flow(graph, Ownership(captured.graph, self._partition).fit(graph))
+        if index == 0:
+            values = captured.inputs(args, kwargs)
+        elif len(args) != len(flow[index - 1]):
+            raise RunError(
+                "a stage of a recorded model must be given what the stage before it returned",
+                stage=index,
+                values=len(flow[index - 1]),
+                got=len(args),
+            )
+        else:
+            values = dict(zip(flow[index - 1], args, strict=True))
+        _check_shapes(graph, values)
+        self.check_state()
+        inputs = {name: value for name, value in values.items() if name not in graph.makers}
+        incoming = {name: value for name, value in values.items() if name in graph.makers}
+        values |= super().forward(recording, inputs, incoming)
+        if index == self._partition.num_stages - 1:
+            return captured.output(recording, values)
+        sent = tuple(values[name] for name in flow[index])
+        return sent[0] if len(sent) == 1 else sent
+
+    def _own_recording(self) -> Recording:
+        """The recording of the example in the present mode; the first forward in another mode records it."""
+        mode = self.training
+        if mode not in self._recordings:
+            captured = self._captured[0]
+            modes = [(module, module.training) for module in captured.model.modules()]
+            captured.model.train(mode)
+            try:
+                self._recordings[mode] = captured.recording(*captured.example)
+            finally:
+                for module, was_training in modes:
+                    module.training = was_training
+        return self._recordings[mode]
+
+    def check_microbatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise a RunError if the first stage was not recorded for arguments of these shapes."""
+        recording = self._own_recording()
+        values = self._captured[0].inputs(args, kwargs)
+        known = {value.name for value in recording.graph.inputs}
+        if values.keys() != known:
+            raise RunError(
+                "a microbatch must have the arguments of the example that the model was recorded with",
+                example=sorted(known),
+                got=sorted(values),
+            )
+        _check_shapes(recording.graph, values)
+
+
+def _check_shapes(graph: Graph, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        spec = graph.spec(name)
+        found = spec_of(value) if isinstance(value, Tensor) else None
+        if found is None or (found.shape, found.dtype) != (spec.shape, spec.dtype):
+            raise RunError(
+                "a microbatch must have the shapes of the example that the model was recorded with",
+                value=name,
+                example=spec,
+                got=found or type(value).__name__,
+                hint="a batch that n_microbatches divides evenly, or penstock.Pipeline, which records new shapes",
+            )
+
+
+def _flow(graph: Graph, partition: Partition) -> tuple[tuple[str, ...], ...]:
+    """The values that each stage passes to the next one: those that any later stage reads, inputs included."""
+    inputs = {value.name for value in graph.inputs}
+    read = [dict.fromkeys(name for node in nodes for name in node.reads) for nodes in partition.runs(graph)]
+    read[-1] |= dict.fromkeys(graph.outputs)
+    crossings = partition.crossings(graph)
+    passed = []
+    for stage in range(partition.num_stages - 1):
+        names = dict.fromkeys(
+            value.name
+            for crossing in crossings
+            if crossing.producer <= stage < crossing.consumer
+            for value in crossing.values
+        )
+        names |= {name: None for later in read[stage + 1 :] for name in later if name in inputs}
+        passed.append(tuple(names))
+    return tuple(passed)
+
+
+@dataclass(frozen=True)
+class PipeInfo:
+    """The stages of a Pipe, without its modules."""
+
+    num_stages: int
+    tied: Tied = ()
+    """parameters that several stages use: name, parameter and stages"""
+    has_loss_and_backward: bool = False
+
+    def tied_of(self, stage_index: int) -> Tied:
+        """The parameters that a stage shares with others."""
+        return tuple(entry for entry in self.tied if stage_index in entry[2])
+
+
+class Pipe:
+    """A model cut into stages. Called like the model, it runs all stages in this process."""
+
+    def __init__(self, captured: Captured, partition: Partition) -> None:
+        partition.check(captured.graph)
+        self._captured, self._partition = captured, partition
+        self._stages = [TracedStage(captured, partition, index) for index in range(partition.num_stages)]
+        self.num_stages = partition.num_stages
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the model."""
+        value = self._stages[0](*args, **kwargs)
+        for stage in self._stages[1:]:
+            value = stage(*(value if isinstance(value, tuple) else (value,)))
+        return value
+
+    forward = __call__
+
+    def get_stage_module(self, stage_idx: int) -> nn.Module:
+        """The module of a stage; its parameters are the model's own, with the model's names."""
+        if not 0 <= stage_idx < self.num_stages:
+            raise PartitionError("no such stage", stage=stage_idx, stages=self.num_stages)
+        return self._stages[stage_idx]
+
+    def build_stage(self, stage_index: int, device: torch.device | str, group: Any = None) -> PipelineStage:
+        """The stage with its place in the pipeline, for a schedule."""
+        return build_stage_of(self.get_stage_module(stage_index), stage_index, self.info(), device, group)
+
+    def info(self) -> PipeInfo:
+        """What `build_stage` needs besides the module."""
+        users: dict[nn.Parameter, tuple[str, set[int]]] = {}
+        for index, nodes in enumerate(self._partition.runs(self._captured.graph)):
+            for name in sorted({name for node in nodes for name in node.parameters}):
+                parameter = self._captured.model.get_parameter(name)
+                users.setdefault(parameter, (name, set()))[1].add(index)
+        tied = [(name, each, tuple(sorted(stages))) for each, (name, stages) in users.items() if len(stages) > 1]
+        return PipeInfo(self.num_stages, tuple(tied))
+
+    def print_readable(self) -> None:
+        """Print the values that cross each cut."""
+        print(self)
+
+    def __str__(self) -> str:
+        return explain(self._captured, self._partition)

@@ -1,0 +1,113 @@
+"""Keyword arguments, evaluation, chunk specs, weight gradients of one's own, CSV orders, custom functions, mistakes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+from penstock.errors import ScheduleError
+from penstock.pipelining import PipelineScheduleMulti, Schedule1F1B, ScheduleZBVZeroBubble, get_schedule_class
+from tests.pipelining import features
+from tests.pipelining.runs import PENSTOCK, TORCH, batch, blocks
+from tests.process_pool import Pools
+
+
+@pytest.mark.gloo
+def test_steps_evaluations_and_new_shapes_follow_each_other(pools: Pools) -> None:
+    first, last = pools[2].run(features.called_otherwise)
+    model, (x, y) = blocks(2), batch(8)
+    scale = torch.arange(8.0, dtype=torch.float64).reshape(8, 1)
+    output = model[1](model[0](x, scale), scale)
+    mse_loss(output, y).backward()
+    torch.testing.assert_close(last["kwargs"], output.detach())
+    losses = [mse_loss(*parts).detach() for parts in zip(output.split(2), y.split(2), strict=True)]
+    torch.testing.assert_close(last["losses"], losses)
+    for index, found in enumerate((first, last)):
+        torch.testing.assert_close(found["first"], features.gradients(model[index]))
+    mse_loss(model(x), y).backward()
+    for index, found in enumerate((first, last)):
+        torch.testing.assert_close(found["accumulated"], features.gradients(model[index]))
+    output = model(x).detach()
+    for name in ("eval", "after eval", "forward only"):
+        torch.testing.assert_close(last[name], output)
+        assert first[name] is None
+    torch.testing.assert_close(torch.stack(last["eval losses"]).mean(), mse_loss(output, y))
+    torch.testing.assert_close(last["longer"], torch.cat([output, output]))
+    model.zero_grad()
+    mse_loss(model(x), y).backward()
+    for index, found in enumerate((first, last)):
+        torch.testing.assert_close(found["longer gradients"], features.gradients(model[index]))
+
+
+@pytest.mark.gloo
+def test_chunk_specs_split_and_merge_along_other_dimensions(pools: Pools) -> None:
+    nothing, (merged, total, expected, expected_total) = pools[2].run(features.with_specs)
+    assert nothing is None
+    torch.testing.assert_close(merged, expected)
+    torch.testing.assert_close(total, expected_total)
+
+
+@pytest.mark.gloo
+def test_weight_gradients_of_ones_own_run_where_the_schedule_has_them(pools: Pools) -> None:
+    found = [pools[2].run(features.own_weight_gradients, library) for library in (PENSTOCK, TORCH)]
+    ours, theirs = (dict(pair for rank in ranks for pair in rank) for ranks in found)
+    assert sorted(ours) == [0, 1, 2, 3]
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.gloo
+def test_orders_are_read_from_csv_with_and_without_messages_and_actions_replaced(pools: Pools, tmp_path: Path) -> None:
+    found = pools[2].run(features.loaded_orders, str(tmp_path))
+    model, (x, y) = blocks(4), batch(8)
+    mse_loss(model(x), y).backward()
+    for form in ("compute_only", "compute_comms"):
+        for rank in found:
+            for index, gradients in rank[form].items():
+                torch.testing.assert_close(gradients, features.gradients(model[index]))
+            assert rank[f"{form} seen"] == [text for text in rank[f"{form} order"] if "F" in text or "W" in text]
+
+
+@pytest.mark.gloo
+def test_no_activation_outlives_a_step(pools: Pools) -> None:
+    assert pools[2].run(features.live_tensors) == [0, 0]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("target", "the rank of the last stage needs a target"),
+        ("rows", "the target must have the same number of rows for every sample of the inputs"),
+        (
+            "few",
+            "fewer samples than microbatches (step: 0, rank: 0, argument: argument 0, samples: 3, microbatches: 4)",
+        ),
+        ("losses", "losses must be a list"),
+        ("different", "rank 1 called step while rank 0 called eval"),
+    ],
+)
+def test_a_wrong_call_is_the_same_error_on_all_ranks_and_the_next_call_works(
+    pools: Pools, kind: str, words: str
+) -> None:
+    for error in pools[2].run(features.refused, kind):
+        assert words in error
+
+
+@pytest.mark.parametrize(
+    ("name", "member"),
+    [
+        ("1F1B", Schedule1F1B),
+        ("schedule1f1b", Schedule1F1B),
+        ("ZBVZeroBubble", ScheduleZBVZeroBubble),
+        ("zbv", ScheduleZBVZeroBubble),
+        ("PipelineScheduleMulti", PipelineScheduleMulti),
+    ],
+)
+def test_a_schedule_class_is_found_by_the_names_of_torch_and_of_penstock(name: str, member: type) -> None:
+    assert get_schedule_class(name) is member
+
+
+def test_an_unknown_schedule_class_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"unknown schedule.*\ntry: one of 1F1B, Interleaved1F1B"):
+        get_schedule_class("2F2B")
