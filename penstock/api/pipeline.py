@@ -47,14 +47,16 @@ LossFn = Callable[[Any, Any], Tensor]
 class Pipeline:
     """This rank's stages of a model; `step` trains on a whole batch, with the gradients of the unsplit model.
 
-    Under torch.distributed every process is one rank; `mesh` has an axis "pp", and "dp" if there are replicas. With
-    `local=True` all ranks run inside this process, and gradients accumulate in the model's own parameters.
+    Under torch.distributed every process is one rank; `mesh` has an axis "pp", "dp" if there are replicas, and "tp" if
+    `parallelize_fn` splits tensors over ranks, which are all given the batch of their replica. With `local=True` all
+    ranks run inside this process, and gradients accumulate in the model's own parameters.
 
     `loss_fn(output, target)` returns the loss; without it the model must return its loss. `reduction` is "mean" over
     samples, "tokens" (mean over labels) or "sum"; by default it is detected. With `inputs="first"` only rank 0 needs
     the batch, and sends it to the others. `split` maps the name of an argument to the dimension that holds its samples,
     or to None to pass it whole to every microbatch. `parallelize_fn(stage)` or `parallelize_fn(stage, mesh)` is called
-    for every stage of this rank, such as to apply `fully_shard`. `scaler` scales losses for float16.
+    for every stage of this rank, such as to apply `fully_shard` or `parallelize_module`. `scaler` scales losses for
+    float16.
 
     Modules are opened as in the plan; `depth` and `basic_blocks`, as in `capture`, change that for the batches that
     this Pipeline records.
@@ -289,6 +291,8 @@ def _describe_part(part: ModelPart, reduction: str) -> Iterator[str]:
     yield f"{position}, stages {', '.join(map(str, part.stages))}, {len(part.parameters)} parameters"
     if groups.num_replicas > 1:
         yield f"replica {groups.replica} of {groups.num_replicas}"
+    if groups.tensor_ranks > 1:
+        yield f"tensor-parallel rank {groups.pipeline % groups.tensor_ranks} of {groups.tensor_ranks}"
     for shared in part.tied.tied:
         yield f"{shared.name} is used on ranks {', '.join(map(str, shared.ranks))}: its gradients are summed"
     for index, stage in part.stages.items():
@@ -368,6 +372,10 @@ def _check_execution(mesh: object, local: object, parallelize_fn: object) -> Non
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         hint = 'torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))'
         raise RunError("mesh must be a DeviceMesh", got=_shown(mesh), hint=hint)
+    names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
+    if parallelize_fn is None and isinstance(mesh, DeviceMesh) and "tp" in names and mesh["tp"].size() > 1:
+        hint = "a parallelize_fn that calls parallelize_module(stage, mesh['tp'], ...), or an axis 'dp' of replicas"
+        raise RunError("an axis 'tp' needs a parallelize_fn, which splits the stages along it", hint=hint)
     if parallelize_fn is not None and (not callable(parallelize_fn) or isinstance(parallelize_fn, nn.Module)):
         hint = "a function of a stage, or of a stage and the mesh"
         raise RunError("parallelize_fn must be a function", got=_shown(parallelize_fn), hint=hint)

@@ -96,6 +96,12 @@ def as_shards_of_dtensors(stage, mesh):
         fully_shard(block, mesh=mesh["dp"])
 
 
+def as_shards_with_their_own_divisor(stage, mesh):
+    as_shards_of_dtensors(stage, mesh)
+    for block in stage.children():
+        block.set_gradient_divide_factor(4.0)
+
+
 def as_plain_parts(stage, mesh):
     for block in stage.children():
         block.group = mesh.get_group("ep")
@@ -147,6 +153,7 @@ def trained(shape, names, parallelize_fn):
         ((2, 2), ("pp", "ep"), as_dtensors),
         ((1, 2, 2), ("pp", "dp", "ep"), as_dtensors),
         ((1, 2, 2), ("pp", "dp", "ep"), as_shards_of_dtensors),
+        ((1, 2, 2), ("pp", "dp", "ep"), as_shards_with_their_own_divisor),
     ],
 )
 def test_experts_of_several_replicas_train_like_the_whole_model(pools, shape, names, parallelize_fn):

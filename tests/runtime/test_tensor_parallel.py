@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import penstock
 from penstock import AutoPipeline, AutoPipelineConfig
-from penstock.errors import RunError
+from penstock.errors import PenstockError, RunError
 from tests.auto.models import batches, decoder, mean_loss
 from tests.plans import quick_plan
 
@@ -199,6 +199,19 @@ def split_inside(stage, mesh, plan):
         parallelize_module(block, mesh["tp"], PrepareModuleOutput(**parts, desired_output_layouts=Replicate()))
 
 
+def keep_parts_between_blocks(stage, mesh):
+    for block in stage.children():
+        parallelize_module(
+            block, mesh["tp"], PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+        )
+
+
+def keep_dtensors_between_blocks(stage, mesh):
+    layouts = {"output_layouts": Replicate(), "desired_output_layouts": Replicate()}
+    for block in stage.children():
+        parallelize_module(block, mesh["tp"], PrepareModuleOutput(**layouts, use_local_output=False))
+
+
 def split_and_shard(stage, mesh):
     split_sequences(stage, mesh)
     for block in stage.children():
@@ -319,6 +332,13 @@ def mistakes_job():
     with pytest.raises(RunError) as refused:
         pipe.step(X, target=Y)
     found.append(str(refused.value))
+    for parallelize_fn in (keep_parts_between_blocks, keep_dtensors_between_blocks):
+        _, pipe = chain_pipe((2, 2), ("pp", "tp"), parallelize_fn, chain().eval())
+        with pytest.raises(PenstockError) as refused:
+            pipe.step(X, target=Y)
+        found.append(str(refused.value))
+    with pytest.raises(RunError, match="an axis 'tp' needs a parallelize_fn"):
+        chain_pipe((2, 2), ("pp", "tp"), None, chain())
     torch.manual_seed(tensor_rank)
     with pytest.raises(RunError) as refused:
         chain_pipe((2, 2), ("pp", "tp"), split_linears, nn.Sequential(*[Block() for _ in range(4)]).double())
@@ -327,11 +347,13 @@ def mistakes_job():
 
 
 def test_mistakes_with_tensor_parallel_ranks_are_refused_on_every_rank(pools):
-    for values, shapes, infinite, calls, norms, weights in pools[4].run(mistakes_job):
+    for values, shapes, infinite, calls, norms, parts, dtensors, weights in pools[4].run(mistakes_job):
         assert "tensor-parallel ranks were given different batches" in values
         assert "tensor-parallel ranks were given different batches" in shapes
         assert "is not a finite number" in infinite
         assert "called clip_grad_norm_" in calls
         assert "norm.weight" in norms or "norm.bias" in norms
         assert "differs between tensor-parallel ranks" in norms
+        assert "disagree about the values that pass between the stages" in parts
+        assert "mixed torch.Tensor and DTensor" in dtensors
         assert "tensor-parallel ranks start with different weights" in weights
