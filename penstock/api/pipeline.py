@@ -2,24 +2,26 @@
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from penstock.capture import Granularity, Split
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver, TrainingState
 from penstock.errors import CheckpointError, PlanError, RunError
-from penstock.ir import SPLIT_HINT, Plan, from_json, is_split_rule, to_json
+from penstock.ir import SPLIT_HINT, Plan, Trace, from_json, is_split_rule, to_json
 from penstock.loss import REDUCTIONS, LossWeights, loss_module
-from penstock.planner import with_microbatches
+from penstock.planner import check_stream, staleness_lines, with_microbatches
 from penstock.runtime import (
     INPUTS,
     MAX_REDUCED,
     Agreement,
+    AsyncEngine,
     Engine,
     GradScaler,
     LossHead,
@@ -37,6 +39,7 @@ from penstock.runtime import (
     clip,
     gather_tensors,
     global_norm,
+    make_optimizer,
 )
 from penstock.views import Cuts
 
@@ -60,6 +63,10 @@ class Pipeline:
 
     Modules are opened as in the plan; `depth` and `basic_blocks`, as in `capture`, change that for the batches that
     this Pipeline records.
+
+    With `staleness`, "stash", "2bw" or "predict", the pipeline is asynchronous: it is not flushed between steps, and
+    each stage updates its weights as soon as it can, with `optimizer(parameters)`. The numbers are then not those of
+    the unsplit model; docs/asynchronous.md defines them.
     """
 
     def __init__(
@@ -76,6 +83,8 @@ class Pipeline:
         split: Split | None = None,
         output_dims: OutputDims = None,
         scaler: GradScaler | None = None,
+        staleness: str | None = None,
+        optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
         options: RunOptions = RunOptions(),  # noqa: B008
         depth: int | None = None,
         basic_blocks: Sequence[str | type] = (),
@@ -87,12 +96,15 @@ class Pipeline:
         _check_choices(reduction, inputs, scaler, options)
         check_split(split, model)
         check_output_dims(output_dims)
+        _check_staleness(staleness, optimizer, plan, scaler, inputs, parallelize_fn, options)
         self._output_dims = output_dims
         self.num_steps = 0
         """number of steps taken; part of the seed of random numbers"""
         groups = _groups(plan, mesh, local, options.deadline_seconds)
         self._sync = RankSync(groups)
         choices = {"reduction": reduction, "inputs": inputs, "split": split or {}, "scaler": _scaler_settings(scaler)}
+        if staleness is not None:
+            choices["staleness"] = staleness
         self.plan = plan = _agree_on_plan(plan, groups, self._sync, loss_fn, options, **choices)
         parallelize = _parallelize(parallelize_fn, mesh)
         self._part = part = ModelPart(model, plan, groups, parallelize, granularity, loss_module(loss_fn))
@@ -101,8 +113,17 @@ class Pipeline:
         if scaler is not None:
             scaler.bind(self._sync)
         self._loss_head = loss_head = LossHead(part.captured, loss_weights, plan.partition, scaler)
+        self.optimizer: Optimizer | None = None
+        """the optimizer of an asynchronous pipeline, which updates the weights inside `step`"""
+        if staleness is not None and optimizer is not None:
+            if groups.peers is not None:
+                raise RunError("an asynchronous pipeline has no replicas", hint='a mesh with the axis "pp" only')
+            self.optimizer = make_optimizer(optimizer, part, plan, staleness)
+        self._staleness = staleness
 
         def engine(plan: Plan) -> Engine:
+            if staleness is not None and self.optimizer is not None:
+                return AsyncEngine(part, plan, self._sync, loss_head, options, self.optimizer, staleness, split=split)
             return Engine(part, plan, self._sync, loss_head, options, inputs, split)
 
         self._engine_of = engine
@@ -144,9 +165,28 @@ class Pipeline:
         output_dims: OutputDims = None,
         **kwargs: Any,
     ) -> Result:
-        """Run the forward of one whole batch in eval mode, without gradients; arguments and result as in `step`."""
+        """Run the forward of one whole batch in eval mode, without gradients; arguments and result as in `step`.
+
+        An asynchronous pipeline is drained first.
+        """
+        self.drain()
         dims = self._dims_of_outputs(output_dims)
         return self._engine.evaluate((args, kwargs, target), self.num_steps, bool(return_outputs), dims)
+
+    def drain(self) -> Trace | None:
+        """Finish all batches in flight in an asynchronous pipeline, so that every result is known; a collective call.
+
+        Returns the Trace of all steps since the last drain, if they were called with `record=True`. Any other pipeline
+        has no batch in flight.
+        """
+        return self._engine.drain(self.num_steps) if isinstance(self._engine, AsyncEngine) else None
+
+    def _check_drained(self) -> None:
+        """Raise an error if batches are in flight: the ranks may not have made the same number of updates."""
+        if isinstance(self._engine, AsyncEngine):
+            self._engine.check_usable()
+            if not self._engine.is_empty:
+                raise RunError("batches are in flight in an asynchronous pipeline", hint="pipe.drain() before")
 
     def _dims_of_outputs(self, given: OutputDims) -> OutputDims:
         if given is None:
@@ -162,6 +202,7 @@ class Pipeline:
 
     @microbatches.setter
     def microbatches(self, count: int) -> None:
+        self._check_drained()
         self.plan = with_microbatches(self.plan, count)
         self._engine = self._engine_of(self.plan)
 
@@ -170,6 +211,11 @@ class Pipeline:
 
         Gradients that a scaler has scaled and not yet unscaled are measured without their scale.
         """
+        if self._staleness is not None:
+            raise RunError(
+                "an asynchronous pipeline updates each stage by itself, so that the norm over all ranks is not known",
+                hint="clipping inside the optimizer's step, for each stage",
+            )
         limit, power = check_clipping(max_norm, norm_type)
         request = SyncRequest("clip_grad_norm_", self.num_steps, f"{limit:g}, {power:g}")
         scale = self._scale(request)
@@ -214,14 +260,17 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's parameters and buffers by their original names."""
+        self._check_drained()
         return self._part.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this rank's weights from a state dict of the whole model or of this rank."""
+        self._check_drained()
         self._part.load_state_dict(state)
 
     def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
         """The whole model's parameters and buffers in host memory, on rank 0 or on all ranks; empty elsewhere."""
+        self.drain()
         options = "everywhere=True" if everywhere else ""
         self._sync.exchange(SyncRequest("full_state_dict", self.num_steps, options))
         state = gather_tensors(self._part.groups, self._part.state_dict(), self._part.device, bool(everywhere))
@@ -244,8 +293,11 @@ class Pipeline:
         The checkpoint holds weights, buffers and random generators, and the state of `optimizer`, `scheduler` and the
         scaler. `extra` and `position` (in the data) may hold numbers, strings, lists, dicts and tensors; those of rank
         0 are saved. Only the newest `keep` checkpoints are kept. With `asynchronous` the state is copied and written by
-        a thread while training continues; if that fails, the next step or save raises the error.
+        a thread while training continues; if that fails, the next step or save raises the error. An asynchronous
+        pipeline is drained first, and saves its own optimizer.
         """
+        self.drain()
+        optimizer = self._own_optimizer(optimizer)
         request = SyncRequest("save", self.num_steps)
         try:
             options = CheckpointOptions(path, keep=keep, asynchronous=asynchronous)  # type: ignore[arg-type]
@@ -271,6 +323,8 @@ class Pipeline:
         only its own tensors. A model that was on the meta device has its weights after this call. Unless `random_state`
         is False, the random number generators of torch, numpy and Python are restored too.
         """
+        self.drain()
+        optimizer = self._own_optimizer(optimizer)
         self._saver.wait(self.num_steps)
         targets = LoadTargets(optimizer, scheduler, self._loss_head.scaler, bool(random_state))
         loaded = Loader(self._part, self._sync, self.plan).load(path, self.num_steps, targets)
@@ -278,10 +332,21 @@ class Pipeline:
         self.num_steps = self.num_steps if loaded.step is None else loaded.step
         return loaded
 
+    def _own_optimizer(self, given: Any) -> Any:
+        """The optimizer to save or load: that of an asynchronous pipeline, which no other may replace."""
+        if self.optimizer is not None and given not in (None, self.optimizer):
+            raise RunError(
+                "an asynchronous pipeline has its own optimizer", hint="leave out optimizer, or pipe.optimizer"
+            )
+        return given if self.optimizer is None else self.optimizer
+
     def describe(self) -> str:
         """Stages, parameters, crossing tensors, schedule, prediction and warnings as text."""
         cuts = Cuts()((self.plan.graph, self.plan.partition))
-        return "\n".join((str(self.plan), "", cuts, "", *_describe_part(self._part, self._loss_head.reduction)))
+        lines = [str(self.plan), "", cuts, "", *_describe_part(self._part, self._loss_head.reduction)]
+        if self._staleness is not None:
+            lines += ["", *staleness_lines(self.plan, self._staleness)]
+        return "\n".join(lines)
 
 
 def _describe_part(part: ModelPart, reduction: str) -> Iterator[str]:
@@ -301,6 +366,38 @@ def _describe_part(part: ModelPart, reduction: str) -> Iterator[str]:
     yield f"recordings of the model: {part.captured.num_recordings}"
     if reduction:
         yield f"reduction of the loss: {reduction}"
+
+
+def _check_staleness(
+    staleness: object,
+    optimizer: object,
+    plan: Plan,
+    scaler: object,
+    inputs: str,
+    parallelize_fn: object,
+    options: RunOptions,
+) -> None:
+    """Refuse what an asynchronous pipeline does not combine with."""
+    example = "optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)"
+    if staleness is None:
+        if optimizer is not None:
+            hint = 'staleness="stash", or optimizer.step() after pipe.step()'
+            raise RunError("only an asynchronous pipeline takes an optimizer", hint=hint)
+        return
+    if not isinstance(staleness, str):
+        raise RunError("unknown staleness", got=_shown(staleness), hint='"stash", "2bw" or "predict"')
+    check_stream(plan, staleness)
+    if optimizer is None:
+        raise RunError("staleness needs an optimizer: weights are updated inside step", hint=example)
+    refused = {
+        "a scaler, which needs the gradients of all stages before an update": scaler is not None,
+        'inputs="first"': inputs != "all",
+        "parallelize_fn": parallelize_fn is not None,
+        'nonfinite="skip": other stages may have applied the batch already': options.nonfinite == "skip",
+    }
+    for name, is_given in refused.items():
+        if is_given:
+            raise RunError(f"staleness does not combine with {name}", staleness=staleness, hint="leave out one of them")
 
 
 def _parallelize(parallelize_fn: Callable[..., Any] | None, mesh: Any) -> Callable[[nn.Module], Any] | None:

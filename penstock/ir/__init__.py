@@ -101,6 +101,7 @@ from penstock.ir.text import format_lines, parse_action, read_orders, write_atom
 from penstock.ir.timing import Needs, Seconds, find_waits, pass_seconds, schedule_length, walk, walk_passes
 from penstock.ir.trace import Curve, Idle, Series, Span, Trace, Transfer, critical_path
 from penstock.ir.units import (
+    align_columns,
     bytes_text,
     count_text,
     counted,
@@ -209,6 +210,7 @@ __all__ = [
     "as_int",
     "attributes_of",
     "bind_state",
+    "align_columns",
     "bytes_text",
     "compare_tensors",
     "compute_stage_costs",

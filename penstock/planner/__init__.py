@@ -5,7 +5,15 @@ from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.plan_search import search
 from penstock.planner.resize import interpolate_profile, with_microbatches
 from penstock.planner.slow_ranks import SlowRankAdvisor
-from penstock.planner.streams import STALENESS, StageStaleness, Stream, check_stream, plan_staleness, simulate_stream
+from penstock.planner.streams import (
+    STALENESS,
+    StageStaleness,
+    Stream,
+    check_stream,
+    plan_staleness,
+    simulate_stream,
+    staleness_lines,
+)
 from penstock.planner.synthesis import ScheduleProblem, is_too_large, synthesise
 
 __all__ = [
@@ -23,6 +31,7 @@ __all__ = [
     "plan_staleness",
     "search",
     "simulate_stream",
+    "staleness_lines",
     "synthesise",
     "with_microbatches",
 ]

@@ -13,7 +13,6 @@ import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.ir import (
-    COMPUTE_KINDS,
     Backward,
     Cluster,
     Codes,
@@ -28,7 +27,9 @@ from penstock.ir import (
     Program,
     StageCosts,
     Trace,
+    align_columns,
     as_int,
+    bytes_text,
     pack,
 )
 from penstock.passes import lower, verify
@@ -98,7 +99,7 @@ class Stream:
         """by compute action, whether it belongs to an earlier part (0), this one (1) or a later one (2)"""
         for rank, order in enumerate(program.orders):
             ends = [self._num_passes(rank, start), self._num_passes(rank, end) if count else len(order)]
-            passes = [action for action in order if action.kind in COMPUTE_KINDS]
+            passes = [action for action in order if isinstance(action, ComputeAction)]
             part_of.update((action, sum(index >= limit for limit in ends)) for index, action in enumerate(passes))
         chosen = []
         for order in program.orders:
@@ -179,6 +180,19 @@ def plan_staleness(plan: Plan, staleness: str) -> tuple[StageStaleness, ...]:
         StageStaleness(stage, longest, mean, versions, versions * plan.costs.state[stage].parameters)
         for stage, (longest, mean, versions) in enumerate(found)
     )
+
+
+def staleness_lines(plan: Plan, staleness: str) -> list[str]:
+    """The staleness and the stashed bytes of every stage as a table, line by line."""
+    entries = plan_staleness(plan, staleness)
+    rows = [
+        (*map(str, (e.stage, e.stage, e.longest, f"{e.mean:.2f}", e.versions)), bytes_text(e.stashed_bytes))
+        for e in entries
+    ]
+    head = (
+        f"asynchronous, staleness {staleness!r}: updates that the weights of a forward lack, and weights that are kept"
+    )
+    return [head, *align_columns([("stage", "rank", "longest", "mean", "versions", "stashed"), *rows])]
 
 
 def simulate_stream(

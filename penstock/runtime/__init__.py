@@ -1,5 +1,6 @@
 """Runs a plan: stages, messages between ranks, losses, gradients and recorded traces."""
 
+from penstock.runtime.asynchronous import AsyncEngine, PendingResult, make_optimizer
 from penstock.runtime.broadcast import gather_tensors
 from penstock.runtime.compile import message_key
 from penstock.runtime.engine import Engine
@@ -41,6 +42,7 @@ __all__ = [
     "LOSS_FN",
     "MAX_REDUCED",
     "Agreement",
+    "AsyncEngine",
     "Engine",
     "FindTensor",
     "GradScaler",
@@ -49,6 +51,7 @@ __all__ = [
     "MicrobatchWarning",
     "ModelPart",
     "OutputDims",
+    "PendingResult",
     "ProcessGroups",
     "RankMonitor",
     "RankProgram",
@@ -83,6 +86,7 @@ __all__ = [
     "global_norm",
     "json_bytes",
     "located_error",
+    "make_optimizer",
     "make_transport",
     "merge",
     "message_key",

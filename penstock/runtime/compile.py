@@ -79,19 +79,29 @@ class StepCompiler:
 
     def compile(self, is_training: bool, recordings: tuple[Recording, ...], roots: tuple[Roots, ...]) -> CompiledStep:
         """Lower the schedule for microbatches with these recordings and roots, and compile it for each rank."""
-        pairs = zip(recordings, roots, strict=True)
-        edges = [self._crossings(recording, loss_roots, is_training) for recording, loss_roots in pairs]
-        # An edge exists if any microbatch has it, and carries gradients if it does for any microbatch.
-        all_edges = {edge for crossings in edges for edge in crossings}
-        with_gradients = {edge for crossings in edges for edge, crossing in crossings.items() if crossing.gradients}
-        cuts = Cuts.of(self._plan.num_stages, all_edges, all_edges - with_gradients)
+        edges = self.edges(is_training, recordings, roots)
+        cuts = self.cuts(edges)
         program = self._programs.get(
             (is_training, len(edges), cuts), lambda: self._lower(is_training, len(edges), cuts)
         )
-        ranks = tuple(compile_rank(program, rank, edges, self._runner, self._transport) for rank in self._ranks)
         name = f"{'train' if is_training else 'eval'} on {len(edges)} microbatches"
         agreement = Agreement.of_step(program, edges, name)
-        return CompiledStep(is_training, recordings, roots, program, agreement, ranks)
+        return CompiledStep(is_training, recordings, roots, program, agreement, self.compile_ranks(program, edges))
+
+    def edges(self, is_training: bool, recordings: Sequence[Recording], roots: Sequence[Roots]) -> list[Edges]:
+        """The values that cross between stages for each microbatch."""
+        pairs = zip(recordings, roots, strict=True)
+        return [self._crossings(recording, loss_roots, is_training) for recording, loss_roots in pairs]
+
+    def cuts(self, edges: Sequence[Edges]) -> Cuts:
+        """An edge exists if any microbatch has it, and carries gradients if it does for any microbatch."""
+        all_edges = {edge for crossings in edges for edge in crossings}
+        with_gradients = {edge for crossings in edges for edge, crossing in crossings.items() if crossing.gradients}
+        return Cuts.of(self._plan.num_stages, all_edges, all_edges - with_gradients)
+
+    def compile_ranks(self, program: Program, edges: Sequence[Edges]) -> tuple[RankProgram, ...]:
+        """Compile a program, which may be a part of a longer one, for the ranks of this process."""
+        return tuple(compile_rank(program, rank, edges, self._runner, self._transport) for rank in self._ranks)
 
     def _lower(self, is_training: bool, num_microbatches: int, cuts: Cuts) -> Program:
         """The program for all batches that are cut alike, whatever their shapes."""

@@ -280,13 +280,13 @@ class Engine:
         return self.compiled_steps.get((is_training, split.recordings), make)
 
     @contextmanager
-    def _refusing(self, request: SyncRequest) -> Iterator[None]:
+    def _refusing(self, request: SyncRequest, sync: RankSync | None = None) -> Iterator[None]:
         """Raise an error of the body on every rank: the other ranks raise it in the sync of `request`."""
         try:
             yield
         except Exception as error:
             shared = error if isinstance(error, PenstockError) else RunError(f"{type(error).__name__}: {error}")
-            self._sync.refuse(request, shared)
+            (sync or self._sync).refuse(request, shared)
             if isinstance(shared, RunError) and not self._groups.is_local:
                 shared = shared.at(rank=self._groups.rank)
             shared.is_shared = True

@@ -127,10 +127,10 @@ class RankSync:
 
     _next_pipeline: ClassVar[int] = 0
 
-    def __init__(self, groups: ProcessGroups) -> None:
+    def __init__(self, groups: ProcessGroups, tag: int = TAG) -> None:
         self._groups = groups
-        self._ranks = None if groups.is_local else _Exchange(groups, groups.control)
-        self._replicas = None if groups.peers is None else _Exchange(groups, groups.peers)
+        self._ranks = None if groups.is_local else _Exchange(groups, groups.control, tag)
+        self._replicas = None if groups.peers is None else _Exchange(groups, groups.peers, tag)
         self._number, self._pipeline = 0, -1
         self.step = 0
         """the step of the last request"""
@@ -151,6 +151,12 @@ class RankSync:
         if self._groups.monitor is not None:
             self._groups.monitor.building()
         return largest == -smallest
+
+    def beside(self, number: int) -> "RankSync":
+        """Another sync of the same Pipeline, which may be open at the same time as this one; numbered from 1."""
+        other = RankSync(self._groups, TAG + number)
+        other._pipeline = self._pipeline
+        return other
 
     def exchange(self, request: SyncRequest, vote: SyncVote = _EMPTY) -> SyncResult:
         """Exchange votes and wait for those of all ranks."""
@@ -330,8 +336,8 @@ class _Exchange:
     `finish` in turn.
     """
 
-    def __init__(self, groups: ProcessGroups, group: Any) -> None:
-        self._groups, self._group = groups, group
+    def __init__(self, groups: ProcessGroups, group: Any, tag: int) -> None:
+        self._groups, self._group, self._tag = groups, group, tag
         self._rank, self._last = dist.get_rank(group), dist.get_world_size(group) - 1
         self._table = bytearray((self._last + 1) * ROW_BYTES)
         self._whole = torch.frombuffer(self._table, dtype=torch.uint8)
@@ -375,10 +381,10 @@ class _Exchange:
         self._works = []
 
     def _send(self, tensor: Tensor, rank: int) -> Any:
-        return self._groups.start(self._group.send, [tensor], rank, TAG)
+        return self._groups.start(self._group.send, [tensor], rank, self._tag)
 
     def _recv(self, tensor: Tensor, rank: int) -> Any:
-        return self._groups.start(self._group.recv, [tensor], rank, TAG)
+        return self._groups.start(self._group.recv, [tensor], rank, self._tag)
 
 
 def _bytes_tensor(data: bytes) -> Tensor:

@@ -1,5 +1,7 @@
 """Messages between ranks that are all in this process."""
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
@@ -7,11 +9,18 @@ from penstock.runtime.transports.base import MessageKey, RecvSlot, Route, SendSl
 
 
 class LocalTransport(Transport):
-    """Keeps each message in a dictionary from when it is sent until it is taken."""
+    """Keeps each message from when it is sent until it is taken; those with the same key are taken in order."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, is_stream: bool = False) -> None:
+        """`is_stream`: messages between two stages are told apart by their order, not by their microbatch."""
         super().__init__(device)
-        self.messages: dict[MessageKey, list[Tensor | None]] = {}
+        self._is_stream = is_stream
+        self.messages: dict[MessageKey, deque[list[Tensor | None]]] = {}
+
+    def queue(self, route: Route) -> deque[list[Tensor | None]]:
+        """The messages of a route that were sent and not taken yet."""
+        source, target, microbatch = route.key
+        return self.messages.setdefault((source, target, 0 if self._is_stream else microbatch), deque())
 
     def send_slot(self, route: Route) -> SendSlot:
         """The sending end of a message."""
@@ -42,10 +51,12 @@ class _SendSlot(SendSlot):
         # Packed and unpacked as between processes, so that layouts and checks are the same.
         pairs = zip(self.route.codecs, self._tensors, strict=True)
         device = self._transport.device
-        self._transport.messages[self.route.key] = [
-            None if tensor is None and codec.is_optional else codec.unpack(codec.pack(tensor, device))
-            for codec, tensor in pairs
-        ]
+        self._transport.queue(self.route).append(
+            [
+                None if tensor is None and codec.is_optional else codec.unpack(codec.pack(tensor, device))
+                for codec, tensor in pairs
+            ]
+        )
         self._tensors = ()
 
     def release(self) -> None:
@@ -74,13 +85,13 @@ class _RecvSlot(RecvSlot):
 
     @property
     def is_ready(self) -> bool:
-        return self.route.key in self._transport.messages
+        return bool(self._transport.queue(self.route))
 
     def wait(self) -> None:
         """No-op: the executor only runs actions whose messages have arrived."""
 
     def take(self) -> Tensors:
-        return self._transport.messages.pop(self.route.key)
+        return self._transport.queue(self.route).popleft()
 
     @property
     def held(self) -> list[Tensor]:

@@ -1,0 +1,529 @@
+"""Trains without a flush between batches: each stage updates its own weights while other batches are in flight.
+
+`AsyncEngine.train` runs the chunk of one batch of the endless 1F1B order (`penstock.planner.Stream`) and returns while
+backwards of that batch are still to come. No rank waits for all others in a step: votes and losses of a step travel
+while later steps run, and are read `_lag` steps later.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.capture import Recording
+from penstock.errors import RunError
+from penstock.ir import Cuts, Plan, Trace, named_inputs, named_leaves
+from penstock.passes import DEFAULT_PASSES
+from penstock.planner import Stream, check_stream
+from penstock.runtime.compile import Edges, Roots, StepCompiler
+from penstock.runtime.engine import _DTYPES, Engine, _generators_restored, _mix
+from penstock.runtime.executor import ActionTimes, Pass, RankProgram, StageRunner, execute, execute_local, watch_step
+from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.health import Extremes
+from penstock.runtime.loss_head import LossHead
+from penstock.runtime.model_part import ModelPart, parameter_ranks
+from penstock.runtime.options import RunOptions
+from penstock.runtime.outputs import OutputDims
+from penstock.runtime.step import TARGET, Batch, Result, Step
+from penstock.runtime.sync import Agreement, RankSync, SyncRequest, SyncVote, checksum
+from penstock.runtime.trace import recorded_trace
+from penstock.runtime.transports import LocalTransport
+from penstock.runtime.weight_versions import StageWeights, Version, check_predicted
+from penstock.stages import StageRun
+
+MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
+_OPTIMIZER_HINT = "optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)"
+_LOSS_TAG = 1_999_999_973
+"""message tag of the losses of a step"""
+_MAX_KINDS = 64
+"""kinds of chunks whose compiled programs are kept"""
+
+
+class PendingResult(Result):
+    """The Result of a step without a flush. It is known some steps later, or after `drain`; see `is_known`."""
+
+    def __init__(self, number: int) -> None:
+        object.__setattr__(self, "number", number)
+        object.__setattr__(self, "_result", None)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in _RESULT_FIELDS:
+            return object.__getattribute__(self, name)
+        result = object.__getattribute__(self, "_result")
+        if result is None:
+            raise RunError(
+                "the result of an asynchronous step is not known yet",
+                step=self.number,
+                hint="result.is_known, a result of some steps before, or pipe.drain()",
+            )
+        return getattr(result, name)
+
+    number: int
+    """of the step"""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether loss, losses and weights are known; the same on every rank."""
+        return object.__getattribute__(self, "_result") is not None
+
+    def set(self, result: Result) -> None:
+        """Make the result known."""
+        object.__setattr__(self, "_result", result)
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        known = repr(self._result) if self.is_known else "not known yet"
+        return f"PendingResult(step {self.number}: {known})"
+
+
+_RESULT_FIELDS = frozenset(Result.__dataclass_fields__)
+
+
+@dataclass(eq=False)
+class StreamBatch:
+    """A batch in flight."""
+
+    number: int
+    """in the stream, from 0"""
+    step: Step
+    result: PendingResult
+    left: dict[int, int]
+    """by stage of this process, the backwards that are still to come"""
+    runs: dict[tuple[int, int], StageRun] = field(default_factory=dict)
+    versions: dict[tuple[int, int], Version] = field(default_factory=dict)
+
+
+class StreamRunner(StageRunner):
+    """Runs passes of several batches, each with its own version of the weights, and updates them after each batch."""
+
+    def __init__(
+        self, part: ModelPart, last_stage: int, loss_head: LossHead, weights: dict[int, StageWeights], checks: bool
+    ) -> None:
+        """`checks`: an update with NaN or Inf is refused."""
+        super().__init__(part, last_stage, loss_head)
+        self._weights, self._checks = weights, checks
+        self.window: Sequence[tuple[StreamBatch, int] | None] = ()
+        """by microbatch of the chunk that runs now: its batch, and its index in the batch"""
+
+    def forward(self, stage_pass: Pass) -> None:
+        batch, index = self._enter(stage_pass)
+        weights = self._weights[stage_pass.stage]
+        version = batch.versions[stage_pass.stage, index] = weights.acquire(batch.number)
+        with weights.using(version):
+            super().forward(stage_pass._replace(microbatch=index))
+        if batch.step.named_steps:
+            raise RunError(
+                "an asynchronous pipeline must have one loss",
+                losses=", ".join(batch.step.named_steps),
+                hint="a loss function that returns their sum",
+            )
+
+    def backward(self, stage_pass: Pass) -> None:
+        batch, index = self._enter(stage_pass)
+        stage, weights = stage_pass.stage, self._weights[stage_pass.stage]
+        version = batch.versions.pop((stage, index))
+        with weights.using(version):
+            super().backward(stage_pass._replace(microbatch=index))
+        weights.release(version)
+        batch.left[stage] -= 1
+        if not batch.left[stage]:
+            if self._checks:
+                self._check_finite(stage, batch)
+            weights.update()
+
+    def _enter(self, stage_pass: Pass) -> tuple[StreamBatch, int]:
+        entry = self.window[stage_pass.microbatch]
+        assert entry is not None
+        self.step, self._runs = entry[0].step, entry[0].runs
+        return entry
+
+    def _check_finite(self, stage: int, batch: StreamBatch) -> None:
+        gradients = Extremes()
+        gradients.add(stage, [parameter.grad for parameter in self._part.stages[stage].parameters()])
+        is_forward = stage in batch.step.extremes.nonfinite_stages()
+        if is_forward or gradients.nonfinite_stages():
+            raise RunError(
+                "a loss or gradient is not a finite number; the weights of this stage were not updated",
+                step=batch.result.number,
+                during="forward" if is_forward else "backward",
+                hint="a smaller learning rate, or a checkpoint from before",
+            )
+
+
+@dataclass(eq=False)
+class Chunk:
+    """The compiled part of a stream that belongs to one call; not used again before its sends are finished."""
+
+    key: object
+    agreement: Agreement
+    ranks: tuple[RankProgram, ...]
+
+    def finish_sends(self) -> None:
+        """Wait until all messages that were sent have arrived."""
+        for rank in self.ranks:
+            for slot in rank.send_slots:
+                slot.finish()
+
+
+class LossMessages:
+    """Sends the losses and weights of each batch from the last rank to all others, without waiting."""
+
+    def __init__(self, groups: ProcessGroups, last_rank: int) -> None:
+        self._groups, self._last_rank = groups, last_rank
+        self._started: deque[tuple[Tensor, list[Any]]] = deque()
+
+    def start(self, losses_and_weights: Sequence[float], count: int) -> None:
+        """Send or receive those of a batch of `count` microbatches."""
+        values = torch.tensor(losses_and_weights or [0.0] * 2 * count, dtype=torch.float64)
+        works, groups = [], self._groups
+        if not groups.is_local and groups.rank == self._last_rank:
+            others = (rank for rank in range(groups.num_ranks) if rank != groups.rank)
+            works = [groups.start(groups.control.send, [values], rank, _LOSS_TAG) for rank in others]
+        elif not groups.is_local:
+            works = [groups.start(groups.control.recv, [values], self._last_rank, _LOSS_TAG)]
+        self._started.append((values, works))
+
+    def finish(self) -> list[float]:
+        """Those of the oldest batch that was started."""
+        values, works = self._started.popleft()
+        for work in works:
+            self._groups.wait(work)
+        numbers: list[float] = values.tolist()
+        return numbers
+
+    def clear(self) -> None:
+        """Drop what was started, after a failure."""
+        self._started.clear()
+
+
+class AsyncEngine(Engine):
+    """Runs steps of a stream; `drain` ends it. Evaluation is that of `Engine`, after a drain."""
+
+    def __init__(
+        self,
+        part: ModelPart,
+        plan: Plan,
+        sync: RankSync,
+        loss_head: LossHead,
+        options: RunOptions,
+        optimizer: torch.optim.Optimizer,
+        staleness: str,
+        **given: Any,
+    ) -> None:
+        super().__init__(part, plan, sync, loss_head, options, **given)
+        check_stream(plan, staleness)
+        self._staleness = staleness
+        self.weights = {
+            index: StageWeights(list(stage.parameters()), optimizer, staleness) for index, stage in part.stages.items()
+        }
+        is_checked = options.nonfinite != "ignore"
+        self._stream_runner = StreamRunner(part, plan.num_stages - 1, loss_head, self.weights, is_checked)
+        local = LocalTransport(part.device, is_stream=True) if self._groups.is_local else None
+        self._stream_transport = local or self._transport
+        ranks = range(plan.num_ranks) if self._groups.is_local else (self._groups.rank,)
+        self._stream_compiler = StepCompiler(plan, ranks, self._stream_runner, self._stream_transport, DEFAULT_PASSES)
+        # That many steps later, all ranks have at least begun the step: reading its votes then does not wait.
+        self._lag = -(-(plan.num_ranks - 1) // plan.num_microbatches) + 1
+        self._syncs = [sync.beside(number) for number in range(1, self._lag + 2)]
+        self._losses = LossMessages(self._groups, self._last_rank)
+        self._streams: dict[Cuts, Stream] = {plan.cuts: Stream(plan.cuts)}
+        self._free_chunks: dict[object, list[Chunk]] = {}
+        self._num_calls = 0
+        self._failure = ""
+        self._causes: list[tuple[str, bool]] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        """Begin a new stream."""
+        self._stream: Stream | None = None
+        self._counts: list[int] = []
+        """number of microbatches of each batch of the stream"""
+        self._batches: deque[StreamBatch] = deque()
+        """those with microbatches that a later chunk may still use"""
+        self._running: deque[Chunk] = deque()
+        """chunks whose sends may not have arrived"""
+        self._votes: deque[tuple[RankSync, StreamBatch | None]] = deque()
+        """syncs that were started, each with the batch whose losses it carries"""
+        self._finished: deque[tuple[StreamBatch, tuple[float, ...]]] = deque()
+        """batches whose votes are known and whose results are not, with the sums of the votes"""
+        self._times: list[ActionTimes] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no batch is in flight."""
+        return not self._counts
+
+    def check_usable(self) -> None:
+        """Raise an error after a failure: the stages have weights of different batches."""
+        if self._failure:
+            raise RunError(
+                "an asynchronous pipeline cannot continue after a failed step",
+                failure=self._failure,
+                hint="a new Pipeline, and pipe.load(...) of the last checkpoint",
+            )
+
+    def train(
+        self, batch: Batch, number: int, keeps_outputs: bool, records: bool, output_dims: OutputDims = None
+    ) -> Result:
+        """Run the next batch as far as its stages have the microbatches of later stages; returns its future result."""
+        self.check_usable()
+        request = SyncRequest("step", number, "record=True" if records else "")
+        with watch_step(self._groups.monitor, number, True):
+            with self._refusing(request, self._sync_of_call):
+                entry, chunk, vote, is_new = self._begin(batch, number, keeps_outputs, records)
+            with self._failing():
+                self._start_vote(request, vote)
+                if is_new:
+                    # The ranks agree on new shapes before any data is sent.
+                    self._finish_votes(0)
+                if self.is_empty:
+                    for weights in self.weights.values():
+                        weights.start()
+                before = sum(self._counts)
+                self._counts.append(len(entry.step.microbatches))
+                self._batches.append(entry)
+                self._run(chunk, records, before)
+                self._take_causes(entry.step)
+                if len(self._running) > self._lag:
+                    self._finish_chunk()
+                # The last rank answers at once: all others had begun this step when it got their values.
+                self._finish_votes(0 if self._groups.rank == self._last_rank else self._lag)
+                self._publish(self._lag)
+            return entry.result
+
+    def drain(self, number: int) -> Trace | None:
+        """Run the rest of all batches in flight; returns the Trace of the stream if its steps were recorded."""
+        self.check_usable()
+        if self.is_empty:
+            return None
+        with watch_step(self._groups.monitor, number, True):
+            before = sum(self._counts)
+            assert self._stream is not None
+            with self._failing():
+                chunk, _ = self._chunk(self._stream, before, ())
+                self._start_vote(SyncRequest("drain", number), SyncVote(chunk.agreement))
+                self._finish_votes(0)
+                self._run(chunk, self._times is not None, before)
+                while self._running:
+                    self._finish_chunk()
+                self._publish(0)
+                causes, self._causes = self._causes, []
+                end = self._sync.exchange(SyncRequest("the end of drain", number), SyncVote(sums=(len(causes),)))
+                if end.sums[0]:
+                    self._warnings.issue(causes, True)
+                trace = None
+                if self._times is not None:
+                    program = self._stream.unrolled(self._counts)
+                    trace = recorded_trace(program, self._plan.costs, self._groups, self._times)
+            self._reset()
+            return trace
+
+    def evaluate(self, batch: Batch, number: int, keeps_outputs: bool, output_dims: OutputDims = None) -> Result:
+        """Run the forward of one batch in eval mode; no batch may be in flight."""
+        self.check_usable()
+        return super().evaluate(batch, number, keeps_outputs, output_dims)
+
+    @property
+    def _sync_of_call(self) -> RankSync:
+        return self._syncs[self._num_calls % len(self._syncs)]
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """End the stream for good if the body fails: the stages have applied updates of different batches."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = str(error)
+            for chunk in self._running:
+                for rank in chunk.ranks:
+                    rank.clear()
+            self._stream_transport.clear()
+            self._losses.clear()
+            for weights in self.weights.values():
+                weights.restore()
+            self._free_chunks.clear()
+            self._reset()
+            raise
+
+    def _begin(
+        self, batch: Batch, number: int, keeps_outputs: bool, records: bool
+    ) -> tuple[StreamBatch, Chunk, SyncVote, bool]:
+        """Split a batch and compile its chunk; nothing is changed if that fails."""
+        groups, every = self._groups, self._options.check_inputs_every
+        if keeps_outputs:
+            raise RunError("an asynchronous step returns no outputs", hint="pipe.eval(..., return_outputs=True)")
+        if not self.is_empty and records != (self._times is not None):
+            raise RunError("record must be the same in all steps between two drains", hint="pipe.drain() before")
+        if self._staleness == "2bw" and self._counts and self._counts[-1] < self._plan.num_ranks - 1:
+            raise RunError(
+                "the batch before had too few microbatches for two versions of the weights",
+                microbatches=self._counts[-1],
+                needed=self._plan.num_ranks - 1,
+                hint="pipe.drain() after a short batch",
+            )
+        seed = self._seed = _mix(self._options.seed, number, groups.replica)
+        microbatches, recordings, inputs = self._split_batch(self._target_as_argument(batch))
+        edges = self._edges(recordings)
+        cuts = self._stream_compiler.cuts(edges)
+        if not self.is_empty and self._stream is not None and self._stream.cuts != cuts:
+            raise RunError(
+                "the stages exchange other values than for the batches in flight", hint="pipe.drain() before"
+            )
+        if cuts not in self._streams:
+            self._streams[cuts] = Stream(cuts)
+        self._stream = stream = self._streams[cuts]
+        size = float(sum(microbatch.size for microbatch in microbatches))
+        step = Step(microbatches, recordings, True, inputs=inputs, seed=seed, mean_size=size)
+        chunk, is_new = self._chunk(stream, sum(self._counts), recordings)
+        left = dict.fromkeys(self._part.stages, len(microbatches))
+        entry = StreamBatch(len(self._counts), step, PendingResult(number), left)
+        batch_checksum = 0
+        if every and number % every == 0 and not groups.is_local:
+            forward = self._part.captured.model.forward
+            batch_checksum = checksum(
+                {**named_inputs(forward, part.args, part.kwargs), **dict(named_leaves(part.target, TARGET))}
+                for part in microbatches
+            )
+        return entry, chunk, SyncVote(chunk.agreement, batch_checksum), is_new
+
+    def _edges(self, recordings: Sequence[Recording]) -> list[Edges]:
+        roots: list[Roots] = [self._loss_head.roots(recording, True) for recording in recordings]
+        return self._stream_compiler.edges(True, recordings, roots)
+
+    def _chunk(self, stream: Stream, before: int, recordings: tuple[Recording, ...]) -> tuple[Chunk, bool]:
+        """The compiled chunk of the next batch, and whether it is the first of its kind.
+
+        Without recordings, that of a drain.
+        """
+        start = min(before, stream.num_distinct)
+        earlier = self._recent(min(start, stream.num_ranks - 1))
+        key = (stream.cuts, start, earlier, recordings)
+        is_new = key not in self._free_chunks
+        if free := self._free_chunks.setdefault(key, []):
+            return free.pop(), is_new
+        while len(self._free_chunks) > _MAX_KINDS:
+            self._free_chunks.pop(next(iter(self._free_chunks)))
+        program = stream.chunk(before, len(recordings))
+        # Microbatches that no action of the chunk uses have no edges.
+        unused: list[Edges] = [{}] * (start - len(earlier))
+        edges = [*unused, *self._edges((*earlier, *recordings))]
+        name = f"train on {len(recordings)} microbatches after {start}" if recordings else "drain"
+        agreement = Agreement.of_step(program, edges, name)
+        return Chunk(key, agreement, self._stream_compiler.compile_ranks(program, edges)), is_new
+
+    def _recent(self, count: int) -> tuple[Recording, ...]:
+        """The recordings of the last `count` microbatches."""
+        recordings = [recording for batch in self._batches for recording in batch.step.recordings]
+        return tuple(recordings[len(recordings) - count :])
+
+    def _run(self, chunk: Chunk, records: bool, before: int) -> None:
+        """Run a chunk that comes after `before` microbatches."""
+        assert self._stream is not None
+        start = min(before, self._stream.num_distinct)
+        microbatches = [(batch, index) for batch in self._batches for index in range(len(batch.step.microbatches))]
+        length = start + sum(self._counts) - before
+        missing = [None] * (length - len(microbatches))
+        self._stream_runner.window = (*missing, *microbatches)[-length:]
+        if records and self._times is None:
+            self._times = [ActionTimes() for _ in chunk.ranks]
+        monitor, times = self._groups.monitor, self._times
+        self._running.append(chunk)
+        try:
+            with _generators_restored():
+                if monitor is None:
+                    execute_local(chunk.ranks, times)
+                else:
+                    execute(chunk.ranks[0], monitor.working, times[0] if times else None)
+        finally:
+            self._stream_runner.step, self._stream_runner.window = None, ()
+        # Later chunks use at most the last `num_ranks - 1` microbatches.
+        held = sum(len(batch.step.microbatches) for batch in self._batches)
+        while held - len(self._batches[0].step.microbatches) >= self._stream.num_ranks - 1 and len(self._batches) > 1:
+            held -= len(self._batches.popleft().step.microbatches)
+
+    def _finish_chunk(self) -> None:
+        """Wait for the sends of the oldest chunk, which can then be used again."""
+        chunk = self._running.popleft()
+        chunk.finish_sends()
+        self._free_chunks.setdefault(chunk.key, []).append(chunk)
+
+    def _start_vote(self, request: SyncRequest, vote: SyncVote) -> None:
+        """Send the vote of a call, and with it the losses of the batch before."""
+        batch = self._batches[-1] if self._batches else None
+        if batch is not None:
+            step, count = batch.step, len(batch.step.microbatches)
+            losses_and_weights: tuple[float, ...] = ()
+            loss, has_loss, dtype = 0.0, 0.0, -1.0
+            if step.losses:
+                assert step.weights is not None
+                values = torch.stack([step.losses[index] for index in range(count)])
+                losses_and_weights = (*values.tolist(), *step.weights)
+                has_loss, dtype = 1.0, float(_DTYPES.index(values.dtype))
+                # A microbatch of weight 0 does not count, even if its loss is NaN.
+                loss = sum(w * value for w, value in zip(step.weights, losses_and_weights, strict=False) if w)
+            added = sum(float(value) for each in step.added.values() for value in each)
+            vote = vote._replace(sums=(loss, added), maxes=(has_loss, dtype))
+            self._losses.start(losses_and_weights, count)
+        self._sync_of_call.start(request, vote)
+        self._votes.append((self._sync_of_call, batch))
+        self._num_calls += 1
+
+    def _finish_votes(self, lag: int) -> None:
+        """Read the votes of all calls but the last `lag`."""
+        while len(self._votes) > lag:
+            sync, batch = self._votes.popleft()
+            result = sync.finish()
+            if batch is not None:
+                self._finished.append((batch, (*result.sums[:2], *result.maxes[:2])))
+
+    def _publish(self, lag: int) -> None:
+        """Make the results of all batches known whose votes were sent at least `lag` calls ago, on every rank."""
+        while len(self._finished) + sum(batch is not None for _, batch in self._votes) > lag and self._finished:
+            batch, (loss, added, has_loss, dtype) = self._finished.popleft()
+            count = len(batch.step.microbatches)
+            numbers = self._losses.finish()
+            if has_loss <= 0:
+                batch.result.set(Result(None, ()))
+                continue
+            loss_dtype = _DTYPES[int(dtype)]
+            losses = torch.tensor(numbers[:count], dtype=torch.float64).to(loss_dtype)
+            total = torch.tensor(loss + added, dtype=torch.float64).to(loss_dtype)
+            batch.result.set(Result(total, tuple(losses.unbind()), tuple(numbers[count:]), seed=batch.step.seed))
+
+    def _take_causes(self, step: Step) -> None:
+        """Collect warnings, which are issued when the stream is drained."""
+        new = self._warnings.new(step, self._loss_head, lambda: self._part.parameters)
+        self._causes = list(dict.fromkeys((*self._causes, *new)))
+
+
+def make_optimizer(make: MakeOptimizer, part: ModelPart, plan: Plan, staleness: str) -> torch.optim.Optimizer:
+    """The optimizer of this process's stages; refuses parameters and optimizers that asynchronous updates exclude."""
+    shared = [name for name, ranks in parameter_ranks(plan).items() if len(ranks) > 1]
+    if shared:
+        raise RunError(
+            "in an asynchronous pipeline, no parameter may be used by several stages",
+            name=shared[0],
+            hint="a partition that keeps its users on one stage, or no staleness",
+        )
+    if not callable(make) or isinstance(make, type):
+        raise RunError("optimizer must be a function of the parameters", got=repr(make)[:60], hint=_OPTIMIZER_HINT)
+    parameters = [parameter for parameter in part.parameters.values() if parameter.requires_grad]
+    optimizer = make(parameters)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise RunError(
+            "optimizer must return an optimizer of torch", got=type(optimizer).__name__, hint=_OPTIMIZER_HINT
+        )
+    foreign = {p for group in optimizer.param_groups for p in group["params"]} - set(parameters)
+    if foreign:
+        raise RunError(
+            "the optimizer must have parameters of this rank only", foreign=len(foreign), hint=_OPTIMIZER_HINT
+        )
+    if staleness == "predict":
+        check_predicted(optimizer)
+    return optimizer

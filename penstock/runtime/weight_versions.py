@@ -1,0 +1,220 @@
+"""The versions of a stage's weights in an asynchronous pipeline: present, stashed, and predicted ones.
+
+The parameters always hold the present weights, except while a pass of a microbatch runs: then they hold the version
+that was chosen in its forward. Parameters stay the same objects; only their `data` is exchanged.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
+
+from penstock.errors import RunError
+
+_PREDICTED = 'torch.optim.SGD(params, lr, momentum=0.9), Adam or AdamW; or staleness="stash"'
+
+
+@dataclass(eq=False)
+class Version:
+    """One set of weights; `number` counts the updates since the stream began, `ahead` those that were predicted."""
+
+    number: int
+    ahead: int
+    tensors: tuple[Tensor, ...]
+    num_users: int = 0
+    """microbatches between their forward and the end of their backward"""
+
+
+class StageWeights:
+    """The weights of one stage, and which version each microbatch uses."""
+
+    def __init__(
+        self,
+        stage_parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        staleness: str,
+    ) -> None:
+        self._parameters = tuple(p for p in dict.fromkeys(stage_parameters) if p.requires_grad)
+        self._optimizer, self._staleness = optimizer, staleness
+        own = set(self._parameters)
+        self._others = [p for group in optimizer.param_groups for p in group["params"] if p not in own]
+        """parameters of other stages that the same optimizer updates, if all stages are in this process"""
+        self._present = Version(0, 0, ())
+        self._previous: Version | None = None
+        self._predicted: dict[tuple[int, int], Version] = {}
+        self.stashed_versions = 0
+        """the most versions other than the present one that were kept at a time since the stream began"""
+        self._kept: set[Version] = set()
+        self.start()
+
+    def start(self) -> None:
+        """Begin a stream with the weights that the parameters have now."""
+        self._present = Version(0, 0, self._data())
+        self._previous, self._predicted, self._kept, self.stashed_versions = None, {}, set(), 0
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def acquire(self, batch: int) -> Version:
+        """The version for the forward and backward of a microbatch of batch number `batch` of the stream."""
+        version = self._choose(batch)
+        version.num_users += 1
+        self._keep(version)
+        return version
+
+    def _choose(self, batch: int) -> Version:
+        if self._staleness == "2bw":
+            wanted = max(batch - 1, 0)
+            if self._present.number == wanted:
+                return self._present
+            assert self._previous is not None
+            return self._previous
+        present, ahead = self._present, batch - self._present.number
+        if self._staleness == "stash" or not ahead:
+            return present
+        key = (present.number, ahead)
+        if key not in self._predicted:
+            tensors = predict(self._optimizer, self._parameters, present.tensors, ahead)
+            self._predicted[key] = Version(*key, tensors)
+        return self._predicted[key]
+
+    def release(self, version: Version) -> None:
+        """The backward of a microbatch that used this version is over."""
+        version.num_users -= 1
+        if not version.num_users:
+            self._predicted.pop((version.number, version.ahead), None)
+            if version is not self._previous:
+                self._kept.discard(version)
+
+    def _keep(self, version: Version) -> None:
+        if version is not self._present:
+            self._kept.add(version)
+            self.stashed_versions = max(self.stashed_versions, len(self._kept))
+
+    @contextmanager
+    def using(self, version: Version) -> Iterator[None]:
+        """Run the body with the parameters at a version."""
+        if version is self._present:
+            yield
+            return
+        self._set_data(version.tensors)
+        try:
+            yield
+        finally:
+            self._set_data(self._present.tensors)
+
+    def update(self) -> None:
+        """Apply the gradients of a batch to the present weights, and drop them.
+
+        A version that is still used keeps its memory: the parameters move to a copy before they are updated.
+        """
+        old = self._present
+        if self._previous is not None and not self._previous.num_users:
+            self._kept.discard(self._previous)
+        if old.num_users or self._staleness == "2bw":
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.data = parameter.data.clone()
+        aside = [parameter.grad for parameter in self._others]
+        for parameter in self._others:
+            parameter.grad = None
+        # The memory that autograd has saved is not written, so the parameters count as unchanged for it.
+        with preserve_version_counter(self._parameters):
+            self._optimizer.step()
+        for parameter, gradient in zip(self._others, aside, strict=True):
+            parameter.grad = gradient
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._present = Version(old.number + 1, 0, self._data())
+        if self._staleness == "2bw":
+            self._previous = old
+        if old.num_users or self._staleness == "2bw":
+            self._keep(old)
+
+    def _data(self) -> tuple[Tensor, ...]:
+        return tuple(parameter.data for parameter in self._parameters)
+
+    def _set_data(self, tensors: Sequence[Tensor]) -> None:
+        for parameter, tensor in zip(self._parameters, tensors, strict=True):
+            parameter.data = tensor
+
+    def restore(self) -> None:
+        """Drop all versions but the present one, after a failure."""
+        self._set_data(self._present.tensors)
+        self.start()
+
+
+def check_predicted(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose next updates cannot be predicted."""
+    problem = ""
+    if isinstance(optimizer, torch.optim.SGD):
+        if not all(group["momentum"] for group in optimizer.param_groups):
+            problem = "without momentum, the next updates cannot be predicted"
+    elif not isinstance(optimizer, torch.optim.Adam):  # torch's AdamW is an Adam
+        problem = "the next updates of this optimizer cannot be predicted"
+    elif any(group["amsgrad"] for group in optimizer.param_groups):
+        problem = "the next updates of amsgrad cannot be predicted"
+    if not problem and any(group["maximize"] for group in optimizer.param_groups):
+        problem = "the next updates cannot be predicted with maximize=True"
+    if problem:
+        raise RunError(problem, optimizer=type(optimizer).__name__, hint=_PREDICTED)
+
+
+@torch.no_grad()
+def predict(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], weights: Sequence[Tensor], steps: int
+) -> tuple[Tensor, ...]:
+    """The weights after `steps` further updates whose gradients of the loss are 0.
+
+    Momentum decays and moves the weights, as does weight decay; the second moment of Adam stays. A parameter that has
+    no momentum yet, or is not in the optimizer, stays as it is.
+    """
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    found = []
+    for parameter, weight in zip(parameters, weights, strict=True):
+        group, state = groups.get(parameter), optimizer.state.get(parameter, {})
+        if group is None:
+            found.append(weight)
+        elif state.get("momentum_buffer") is None and "exp_avg" not in state:
+            # A copy all the same: the next update writes into the present weights.
+            found.append(weight.clone())
+        elif "exp_avg" in state:
+            found.append(_adam(group, state, weight, steps))
+        else:
+            found.append(_sgd(group, state, weight, steps))
+    return tuple(found)
+
+
+def _sgd(group: dict[str, Any], state: dict[str, Any], weight: Tensor, steps: int) -> Tensor:
+    rate, momentum, decay = float(group["lr"]), group["momentum"], group["weight_decay"]
+    weight, buffer = weight.clone(), state["momentum_buffer"]
+    for _ in range(steps):
+        buffer = buffer * momentum
+        if decay:
+            gradient = weight * decay
+            buffer = buffer.add(gradient, alpha=1 - group["dampening"])
+        direction = buffer
+        if group["nesterov"]:
+            direction = buffer * momentum
+            direction = direction.add(gradient) if decay else direction
+        weight.add_(direction, alpha=-rate)
+    return weight
+
+
+def _adam(group: dict[str, Any], state: dict[str, Any], weight: Tensor, steps: int) -> Tensor:
+    rate, (beta1, beta2), decay = float(group["lr"]), map(float, group["betas"]), group["weight_decay"]
+    weight, mean, number = weight.clone(), state["exp_avg"], float(state["step"])
+    root = state["exp_avg_sq"].sqrt()
+    for step in range(1, steps + 1):
+        mean = mean * beta1
+        if decay and group["decoupled_weight_decay"]:
+            weight.mul_(1 - rate * decay)
+        elif decay:
+            mean = mean.add(weight, alpha=(1 - beta1) * decay)
+        denominator = (root / math.sqrt(1 - beta2 ** (number + step))).add_(group["eps"])
+        weight.addcdiv_(mean, denominator, value=-rate / (1 - beta1 ** (number + step)))
+    return weight
