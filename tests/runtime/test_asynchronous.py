@@ -1,8 +1,7 @@
 """Asynchronous pipelines have every bit of one process that replays the same versions of the weights."""
 
-import copy
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -47,9 +46,15 @@ def batches(sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
+@cache
+def plan_of(ranks: int, microbatches: int) -> penstock.Plan:
+    batch = (noise(8, WIDTH),)
+    return quick_plan(layers(ranks), batch, ranks=ranks, microbatches=microbatches, schedule="1f1b")
+
+
 def pipeline(ranks: int, microbatches: int, staleness: str, name: str, local: bool = True, **given: Any) -> Any:
     model = given.pop("model", None) or layers(ranks)
-    plan = quick_plan(model, (noise(8, WIDTH),), ranks=ranks, microbatches=microbatches, schedule="1f1b")
+    plan = plan_of(ranks, microbatches)
     given = {"loss_fn": mse_loss, "optimizer": lambda params: OPTIMIZERS[name](params), **given}
     return penstock.Pipeline(model, plan, staleness=staleness, local=local, **given)
 
@@ -76,7 +81,9 @@ def replayed(
     return model.state_dict(), oracle.losses
 
 
-def assert_same(found: tuple[dict[str, Tensor], list[Tensor]], expected: tuple[dict[str, Tensor], list[Tensor]]) -> None:
+def assert_same(
+    found: tuple[dict[str, Tensor], list[Tensor]], expected: tuple[dict[str, Tensor], list[Tensor]]
+) -> None:
     assert found[0].keys() == expected[0].keys()
     different = [name for name, tensor in expected[0].items() if not torch.equal(found[0][name], tensor)]
     assert not different
@@ -96,3 +103,37 @@ CASES = [
 def test_every_bit_is_that_of_the_replayed_versions(ranks: int, microbatches: int, staleness: str, name: str) -> None:
     case = (ranks, microbatches, staleness, name, [[6] * 7])
     assert_same(trained(*case, True), replayed(*case))
+
+
+STREAMS = [[6] * 5, [6, 6, 5], [1]]
+"""an uneven last batch, and streams that begin after a drain"""
+
+
+@pytest.mark.parametrize("staleness", STALENESS)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (3, 2), (4, 3)])
+def test_streams_continue_after_a_drain(ranks: int, microbatches: int, staleness: str) -> None:
+    case = (ranks, microbatches, staleness, "momentum", STREAMS)
+    assert_same(trained(*case, True), replayed(*case))
+
+
+def trained_cases(ranks: int, cases: Sequence[tuple[int, str, str]]) -> list[Any]:
+    """On one rank of several."""
+    return [trained(ranks, microbatches, *rest, STREAMS, False) for microbatches, *rest in cases]  # type: ignore[arg-type]
+
+
+PROCESSES = {
+    2: [(1, "stash", "sgd"), (1, "2bw", "adam"), (3, "predict", "momentum")],
+    3: [(2, "2bw", "momentum"), (1, "predict", "adamw")],
+    4: [(1, "stash", "momentum"), (3, "2bw", "adam"), (3, "stash", "adamw"), (1, "predict", "adam")],
+}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("ranks", PROCESSES)
+def test_processes_have_every_bit_of_the_replayed_versions(ranks: int, pools: Pools) -> None:
+    by_rank = pools[ranks].run(trained_cases, ranks, PROCESSES[ranks])
+    for index, (microbatches, staleness, name) in enumerate(PROCESSES[ranks]):
+        states, losses = zip(*(results[index] for results in by_rank), strict=True)
+        expected = replayed(ranks, microbatches, staleness, name, STREAMS)
+        for loss in losses:
+            assert_same(({key: value for state in states for key, value in state.items()}, loss), expected)
