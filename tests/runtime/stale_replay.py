@@ -100,8 +100,8 @@ def predicted_weight(optimizer: torch.optim.Optimizer, parameter: Tensor, weight
     state, group = optimizer.state.get(parameter, {}), optimizer.param_groups[0]
     rate = group["lr"]
     if state.get("momentum_buffer") is not None:
-        for step in range(ahead):
-            buffer = state["momentum_buffer"] if step == 0 else buffer
+        buffer = state["momentum_buffer"]
+        for _ in range(ahead):
             buffer = buffer * group["momentum"]
             weight = torch.add(weight, buffer, alpha=-rate)
     elif "exp_avg" in state:
