@@ -12,7 +12,7 @@ from penstock.api.planning import simulate
 from penstock.errors import PenstockError, ViewError
 from penstock.ir import Cluster, Plan, Program, Run, Schedule, StageCosts, Trace, to_json, write_atomic
 from penstock.passes import lower
-from penstock.planner import ScheduleProblem, is_too_large, synthesise, with_microbatches
+from penstock.planner import ScheduleProblem, is_too_large, staleness_table, synthesise, with_microbatches
 from penstock.schedules import SCHEDULES, build
 from penstock.simulate import simulate as simulate_program
 from penstock.views import Advice, Contents, Report
@@ -22,6 +22,8 @@ MAX_ADVICE = 6
 MAX_PASSES = 20_000
 """larger plans get no advice"""
 SEARCH_SECONDS = 0.5
+NUM_BATCHES = 3
+"""batches of the timeline without flushes"""
 _PACKAGES = ("penstock", "torch", "numpy")
 
 
@@ -168,25 +170,30 @@ def _scaled(costs: StageCosts, factor: float) -> StageCosts:
     )
 
 
-def report(plan_or_run: Plan | Run, path: str | Path | None = None) -> str:
+def report(plan_or_run: Plan | Run, path: str | Path | None = None, *, staleness: str | None = None) -> str:
     """The report as one HTML document, at most 300 KB and needing no network; with a path it is also written there.
 
-    Simulates the plan for its timeline, and changes of it for the advice.
+    Simulates the plan for its timeline, and changes of it for the advice. With `staleness`, as in `Pipeline`, also a
+    few batches without a flush between them.
     """
-    document = Report()(contents_of(plan_or_run))
+    document = Report()(contents_of(plan_or_run, staleness))
     if path is not None:
         write_atomic(path, document)
     return document
 
 
-def contents_of(plan_or_run: Plan | Run) -> Contents:
+def contents_of(plan_or_run: Plan | Run, staleness: str | None = None) -> Contents:
     """Simulate a plan and compute everything that its report shows."""
     if not isinstance(plan_or_run, Plan | Run):
         hint = "penstock.report(plan), or the Run that a training loop returned"
         raise ViewError("a report needs a plan or a run", got=type(plan_or_run).__name__, hint=hint)
     run = plan_or_run if isinstance(plan_or_run, Run) else None
     plan = run.plan if run else plan_or_run
-    return Contents(plan, simulate(plan), run, advise(plan), digest_of(plan), _versions())
+    contents = Contents(plan, simulate(plan), run, advise(plan), digest_of(plan), _versions())
+    if staleness is None:
+        return contents
+    stream = simulate(plan, staleness=staleness, batches=NUM_BATCHES)
+    return replace(contents, stream=stream, staleness=staleness_table(plan, staleness))
 
 
 def digest_of(plan: Plan) -> str:

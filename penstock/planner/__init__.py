@@ -13,6 +13,7 @@ from penstock.planner.streams import (
     plan_staleness,
     simulate_stream,
     staleness_lines,
+    staleness_table,
 )
 from penstock.planner.synthesis import ScheduleProblem, is_too_large, synthesise
 
@@ -32,6 +33,7 @@ __all__ = [
     "search",
     "simulate_stream",
     "staleness_lines",
+    "staleness_table",
     "synthesise",
     "with_microbatches",
 ]

@@ -182,17 +182,21 @@ def plan_staleness(plan: Plan, staleness: str) -> tuple[StageStaleness, ...]:
     )
 
 
-def staleness_lines(plan: Plan, staleness: str) -> list[str]:
-    """The staleness and the stashed bytes of every stage as a table, line by line."""
-    entries = plan_staleness(plan, staleness)
-    rows = [
+def staleness_table(plan: Plan, staleness: str) -> tuple[tuple[str, ...], ...]:
+    """The staleness and the stashed bytes of every stage: the names of the columns, then a row per stage."""
+    rows = (
         (*map(str, (e.stage, e.stage, e.longest, f"{e.mean:.2f}", e.versions)), bytes_text(e.stashed_bytes))
-        for e in entries
-    ]
-    head = (
-        f"asynchronous, staleness {staleness!r}: updates that the weights of a forward lack, and weights that are kept"
+        for e in plan_staleness(plan, staleness)
     )
-    return [head, *align_columns([("stage", "rank", "longest", "mean", "versions", "stashed"), *rows])]
+    return ("stage", "rank", "longest", "mean", "versions", "stashed"), *rows
+
+
+def staleness_lines(plan: Plan, staleness: str) -> list[str]:
+    """`staleness_table` as text, line by line."""
+    head = (
+        f"asynchronous, staleness {staleness!r}: updates that forwards lack, and versions of the weights that are kept"
+    )
+    return [head, *align_columns(staleness_table(plan, staleness))]
 
 
 def simulate_stream(

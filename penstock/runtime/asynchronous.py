@@ -6,7 +6,7 @@ while later steps run, and are read `_lag` steps later.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +35,6 @@ from penstock.runtime.transports import LocalTransport
 from penstock.runtime.weight_versions import StageWeights, Version, check_predicted
 from penstock.stages import StageRun
 
-MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 _OPTIMIZER_HINT = "optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)"
 _LOSS_TAG = 1_999_999_973
 """message tag of the losses of a step"""
@@ -502,7 +501,7 @@ class AsyncEngine(Engine):
         self._causes = list(dict.fromkeys((*self._causes, *new)))
 
 
-def make_optimizer(make: MakeOptimizer, part: ModelPart, plan: Plan, staleness: str) -> torch.optim.Optimizer:
+def make_optimizer(make: Any, part: ModelPart, plan: Plan, staleness: str) -> torch.optim.Optimizer:
     """The optimizer of this process's stages; refuses parameters and optimizers that asynchronous updates exclude."""
     shared = [name for name, ranks in parameter_ranks(plan).items() if len(ranks) > 1]
     if shared:

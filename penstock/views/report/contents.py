@@ -32,6 +32,10 @@ class Contents:
     """of the plan, in hexadecimal digits"""
     versions: tuple[tuple[str, str], ...] = ()
     """of the software that made the report, by name"""
+    stream: Trace | None = None
+    """the predicted trace of several batches without a flush between them, if it was asked for"""
+    staleness: tuple[tuple[str, ...], ...] = ()
+    """a table about the stages without flushes: the names of its columns, then a row per stage"""
 
     def __post_init__(self) -> None:
         if self.predicted.num_ranks != self.plan.num_ranks:
@@ -44,4 +48,5 @@ class Contents:
     def traces(self) -> dict[str, Trace]:
         """The timelines to show, by name."""
         recorded = self.run.trace if self.run else None
-        return {"predicted": self.predicted} | ({"measured": recorded} if recorded else {})
+        stream = {"predicted without flushes": self.stream} if self.stream else {}
+        return {"predicted": self.predicted} | ({"measured": recorded} if recorded else {}) | stream
