@@ -278,8 +278,9 @@ class AsyncEngine(Engine):
                 entry, chunk, vote, is_new = self._begin(batch, number, keeps_outputs, records)
             with self._failing():
                 self._start_vote(request, vote)
-                if is_new:
-                    # The ranks agree on new shapes before any data is sent.
+                if is_new or self._groups.rank == self._last_rank:
+                    # The ranks agree on new shapes before any data is sent. The last rank reads all votes at once;
+                    # it does not wait for long, as each rank votes before it computes what the last rank needs.
                     self._finish_votes(0)
                 if self.is_empty:
                     for weights in self.weights.values():
@@ -291,8 +292,7 @@ class AsyncEngine(Engine):
                 self._take_causes(entry.step)
                 if len(self._running) > self._lag:
                     self._finish_chunk()
-                # The last rank answers at once: all others had begun this step when it got their values.
-                self._finish_votes(0 if self._groups.rank == self._last_rank else self._lag)
+                self._finish_votes(self._lag)
                 self._publish(self._lag)
             return entry.result
 
