@@ -154,11 +154,14 @@ class Captured:
         """
         seed = self.seed if seed is None else seed
         signature, fingerprint = signature_of(self.model.forward), self._fingerprint()
+        # Once for all microbatches: it looks at the configuration of every module.
+        no_cache = without_cache(self.model, {})
         results: list[tuple[Recording, Values]] = []
         candidates: dict[Any, list[Recording]] = {}
         for index, (args, kwargs) in enumerate(batches):
             own_seed = DrawSeed(seed, index)
-            kwargs = without_cache(self.model, kwargs)
+            if kwargs.get("use_cache") is None:
+                kwargs = {**kwargs, **no_cache}
             named_values = named_inputs(self.model.forward, args, kwargs, signature)
             inputs = {name: leaf for name, leaf in named_values.items() if isinstance(leaf, Tensor)}
             batch = batch_signature(named_values)

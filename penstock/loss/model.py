@@ -45,10 +45,11 @@ from penstock.loss.terms import SINGLE, losses_of
 
 def couplings(model: nn.Module, recording: Recording) -> list[str]:
     """Warnings about blocks in which samples interact; found by type, because probes do not run blocks."""
-    blocks = {node.module for node in recording.graph.nodes if node.is_leaf}
+    blocks = tuple(f"{node.module}." for node in recording.graph.nodes if node.is_leaf)
 
     def names(matches: Callable[[nn.Module], bool]) -> str:
-        return listed([name for name, part in model.named_modules() if matches(part) and _is_within(name, blocks)])
+        parts = model.named_modules()
+        return listed([name for name, part in parts if matches(part) and f"{name}.".startswith(blocks)])
 
     normed = names(lambda part: isinstance(part, _BatchNorm) and (part.training or part.running_mean is None))
     counted = names(lambda part: isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.scale_grad_by_freq)
@@ -60,11 +61,6 @@ def couplings(model: nn.Module, recording: Recording) -> list[str]:
             f"scale_grad_by_freq counts the words of each microbatch instead of the whole batch: {counted}"
         )
     return sentences
-
-
-def _is_within(name: str, blocks: Collection[str]) -> bool:
-    words = name.split(".")
-    return any(".".join(words[:end]) in blocks for end in range(1, len(words) + 1))
 
 
 class ModelLoss:
