@@ -137,12 +137,15 @@ class Pipeline:
         return_outputs: bool = False,
         record: bool = False,
         output_dims: OutputDims = None,
+        losses: list[Tensor] | None = None,
         **kwargs: Any,
     ) -> Result:
         """Run forward and backward of one whole batch; gradients accumulate. Every rank makes the same call.
 
         `args` and `kwargs` go to the model, `target` to the loss function. The Result has the loss on every rank, with
-        `return_outputs` also the model's outputs, and with `record` the Trace of this step.
+        `return_outputs` (off by default, unlike in torch's schedules: outputs are sent to all ranks) also the model's
+        outputs, and with `record` the Trace of this step. A list given as `losses` is filled with those of the
+        microbatches.
 
         The batch dimension of each output is found from a recording of two microbatches together. `output_dims`, here
         or in the constructor, overrides it by name: a dimension, None for a value that is the same for all samples,
@@ -152,9 +155,13 @@ class Pipeline:
             self._saver.check(SyncRequest("step", self.num_steps))
         if self._loss_head.scaler is not None:
             self._loss_head.scaler.begin()
+        if losses is not None:
+            self._check_losses("step", losses)
         batch, dims = (args, kwargs, target), self._dims_of_outputs(output_dims)
         result = self._engine.train(batch, self.num_steps, bool(return_outputs), bool(record), dims)
         self.num_steps += 1
+        if losses is not None:
+            losses[:] = result.losses
         return result
 
     def eval(
@@ -163,15 +170,35 @@ class Pipeline:
         target: Any = None,
         return_outputs: bool = False,
         output_dims: OutputDims = None,
+        losses: list[Tensor] | None = None,
         **kwargs: Any,
     ) -> Result:
         """Run the forward of one whole batch in eval mode, without gradients; arguments and result as in `step`.
 
         An asynchronous pipeline is drained first.
         """
+        if losses is not None:
+            self._check_losses("eval", losses)
         self.drain()
         dims = self._dims_of_outputs(output_dims)
-        return self._engine.evaluate((args, kwargs, target), self.num_steps, bool(return_outputs), dims)
+        result = self._engine.evaluate((args, kwargs, target), self.num_steps, bool(return_outputs), dims)
+        if losses is not None:
+            losses[:] = result.losses
+        return result
+
+    def _check_losses(self, call: str, losses: object) -> None:
+        error = None
+        if "losses" in inspect.signature(self._part.captured.model.forward).parameters:
+            hint = "pass it to the model by position, and read the losses from the result"
+            error = RunError("losses is ambiguous: the model's forward has a parameter of that name", hint=hint)
+        elif call == "step" and isinstance(self._engine, AsyncEngine):
+            hint = "the losses of the result"
+            error = RunError("an asynchronous step ends before its losses are known", hint=hint)
+        elif not isinstance(losses, list):
+            error = RunError("losses must be a list, which is filled", got=type(losses).__name__, hint="losses=[]")
+        if error is not None:
+            self._sync.refuse(SyncRequest(call, self.num_steps), error)
+            raise error
 
     def drain(self) -> Trace | None:
         """Finish all batches in flight in an asynchronous pipeline, so that every result is known; a collective call.
@@ -536,6 +563,7 @@ def _agree_on_plan(
         "nonfinite": options.nonfinite,
         "check_inputs_every": options.check_inputs_every,
         "restore_gradients": options.restore_gradients,
+        "max_active_stages": options.max_active_stages,
     }
     if sync.establish(Agreement.of_options(given), int(_digest(repr(summary).encode()), 16)):
         return plan

@@ -1,6 +1,7 @@
 """plan and plan_together: search for the best plan of a model, from one example batch."""
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ from penstock.launch import host_id, one_line
 from penstock.partitioners import Division
 from penstock.planner import Measured, PlanOptions, interpolate_profile, search
 
+_LOG = logging.getLogger(__name__)
 LossFn = Callable[[Any, Any], Tensor]
 # Shares of the budget: the least that is left for searching, however long measuring takes, and the share after which
 # no new candidate is started.
@@ -96,7 +98,9 @@ def plan(
     seconds_left = max(seconds_left, _MIN_SEARCH_SHARE * budget_seconds)
     with progress("planning") as update:
         found = search(models, replace(options, budget_seconds=seconds_left), update)
-    return replace(found, split=tuple(examples.rules.items()))
+    found = replace(found, split=tuple(examples.rules.items()))
+    _LOG.info("plan: %s", found)
+    return found
 
 
 def _microbatch_counts(options: PlanOptions, examples: "Examples") -> list[int]:

@@ -63,6 +63,11 @@ class AutoPipelineConfig:
     basic_blocks: tuple[str | type, ...] = ()
     """modules that stay whole, by name or class, as in `penstock.capture`"""
 
+    patch_stage_backward_maybe_with_nosync: bool = False
+    """without effect: replicated and sharded stages reduce their gradients once, with the last microbatch, anyway"""
+    visualization_font_size_offset: int = 0
+    """without effect: pictures of schedules choose font sizes by the size of their cells"""
+
     def __post_init__(self) -> None:
         self._check_meshes()
         self._check_sizes()

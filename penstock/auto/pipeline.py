@@ -97,11 +97,7 @@ class TrainingSchedule:
         losses: list[Tensor] | None,
         kwargs: Mapping[str, Any],
     ) -> Result:
-        if losses is not None and not isinstance(losses, list):
-            raise RunError("losses must be a list, which is filled", got=type(losses).__name__, hint="losses=[]")
-        result = call(*args, target=target, **_with_cache(self._cache, kwargs))
-        if losses is not None:
-            losses[:] = result.losses
+        result = call(*args, target=target, losses=losses, **_with_cache(self._cache, kwargs))
         return replace(result, outputs=_logits(result.outputs)) if self._takes_logits else result
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penstock.api.measuring import measured_model
 from penstock.auto.config import AutoPipelineConfig
 from penstock.capture import Granularity, Microbatch, Split, capture, find_split, split_batch
-from penstock.errors import PartitionError, PlanError
+from penstock.errors import PartitionError, PlanError, ScheduleError
 from penstock.ir import Graph, Partition, Plan, Profile, Program, Schedule, SplitRule, as_int, read_schedule
 from penstock.partitioners import by_modules, cut_before
 from penstock.passes import verify
@@ -92,7 +92,13 @@ def schedule_of(config: AutoPipelineConfig, num_stages: int) -> Schedule:
     if rest:
         sizes = {"stages": num_stages, "ranks": config.num_ranks}
         raise PlanError("the number of stages must be a multiple of the ranks", **sizes)
-    return build(schedule_name(config, num_stages), config.num_ranks, config.num_microbatches, stages_per_rank)
+    try:
+        return build(schedule_name(config, num_stages), config.num_ranks, config.num_microbatches, stages_per_rank)
+    except ScheduleError as error:
+        if config.layers_per_stage is None:
+            raise
+        hint = 'pp_schedule="interleaved1f1b", which takes several stages per rank, or more layers_per_stage'
+        raise PlanError(error.problem, layers_per_stage=config.layers_per_stage, hint=hint, **error.values) from None
 
 
 def schedule_name(config: AutoPipelineConfig, num_stages: int) -> str:

@@ -32,6 +32,7 @@ DEFAULT_PASSES = ("add_transfers", "hoist_receives", "add_reductions", "add_free
 __all__ = [
     "DEFAULT_PASSES",
     "PASSES",
+    "AddShardMoves",
     "Pass",
     "check_complete",
     "lower",

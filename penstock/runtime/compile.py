@@ -1,5 +1,6 @@
 """Compiles a step: lowers the schedule, and turns the order of each rank into a flat list of calls."""
 
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from penstock.runtime.sync import Agreement
 from penstock.runtime.transports import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Transport
 from penstock.stages import Ownership
 
+_LOG = logging.getLogger(__name__)
 Edges = Mapping[tuple[int, int], Crossing]
 """the values that cross between stages, by producer and consumer, for one microbatch"""
 Roots = tuple[str, ...]
@@ -86,6 +88,7 @@ class StepCompiler:
         )
         name = f"{'train' if is_training else 'eval'} on {len(edges)} microbatches"
         agreement = Agreement.of_step(program, edges, name)
+        _LOG.info("compiled %s: %d actions on %d ranks", name, len(program.table.codes), program.num_ranks)
         return CompiledStep(is_training, recordings, roots, program, agreement, self.compile_ranks(program, edges))
 
     def edges(self, is_training: bool, recordings: Sequence[Recording], roots: Sequence[Roots]) -> list[Edges]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock.capture import LruCache, Recording, Split, Splitting, explain_failure, spec_of, split_batch
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan, named_inputs, named_leaves
-from penstock.passes import DEFAULT_PASSES
+from penstock.passes import DEFAULT_PASSES, AddShardMoves
 from penstock.runtime.compile import CompiledStep, StepCompiler
 from penstock.runtime.executor import ActionTimes, StageRunner, execute, execute_local, watch_step
 from penstock.runtime.health import Extremes, NonfiniteProbe, agree_on_origin
@@ -54,7 +54,8 @@ class Engine:
         self._runner = StageRunner(part, plan.num_stages - 1, loss_head)
         self._transport = make_transport(groups, part.device)
         ranks = range(plan.num_ranks) if groups.is_local else (groups.rank,)
-        passes = (*DEFAULT_PASSES, "add_shard_moves") if part.sharded.modules else DEFAULT_PASSES
+        moves = AddShardMoves(options.max_active_stages)
+        passes = (*DEFAULT_PASSES, moves) if part.sharded.modules else DEFAULT_PASSES
         self._compiler = StepCompiler(plan, ranks, self._runner, self._transport, passes)
         self.compiled_steps: LruCache[tuple[bool, tuple[Recording, ...]], CompiledStep] = LruCache()
         self._split_rules, self._planned_rules = dict(split or {}), dict(plan.split)

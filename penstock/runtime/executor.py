@@ -3,6 +3,7 @@
 `compile.py` turns the order of a rank into a RankProgram, whose actions call the methods of one StageRunner.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from penstock.runtime.step import Step
 from penstock.runtime.transports import RecvSlot, SendSlot, Tensors
 from penstock.stages import StageRun
 
+_LOG = logging.getLogger(__name__)
 Run = Callable[[], None]
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 _OUT_OF_MEMORY_TEXTS = ("not enough memory", "can't allocate memory")
@@ -263,7 +265,8 @@ class ActionTimes:
 
 def execute(program: RankProgram, report: Callable[[int], None], times: ActionTimes | None = None) -> None:
     """Run the actions of one rank in order; `report` is given the code of each action that takes time."""
-    if times is not None:
+    if times is not None or is_observed():
+        times = times or ActionTimes()
         for action in program.actions:
             _run_timed(program, action, times, report)
         return
@@ -312,11 +315,28 @@ def _run_timed(
         if report is not None:
             report(action.code)
         if action.run is not None:
-            action.run()
+            if is_observed():
+                _run_observed(program.rank, action)
+            else:
+                action.run()
         times.ends.append(perf_counter())
     except Exception as error:
         program.clear()
         raise located_error(error, program.rank, action.code) from error
+
+
+def is_observed() -> bool:
+    """Whether a profiler of torch is active in this thread, or actions are logged."""
+    return torch.autograd._profiler_enabled() or _LOG.isEnabledFor(logging.DEBUG)
+
+
+def _run_observed(rank: int, action: CompiledAction) -> None:
+    """Run an action in a range of the profiler, such as `PP:2F0`, and log it."""
+    text = str(decode_one(action.code))
+    _LOG.debug("rank %d: %s", rank, text)
+    assert action.run is not None
+    with torch.profiler.record_function(f"PP:{text}"):
+        action.run()
 
 
 @contextmanager

@@ -25,7 +25,12 @@ class RunOptions:
     """whether a failed step restores the gradients of earlier steps, which takes the memory of one more set of them
     while several steps accumulate; otherwise a failed step drops all gradients"""
 
+    max_active_stages: int = 3
+    """how many stages of a rank may have their sharded parameters gathered at once, if `parallelize_fn` shards them"""
+
     def __post_init__(self) -> None:
+        if (as_int(self.max_active_stages) or 0) < 1:
+            raise RunError("max_active_stages must be an integer of 1 or more", got=repr(self.max_active_stages))
         if self.nonfinite not in NONFINITE:
             raise RunError('nonfinite must be "raise", "skip" or "ignore"', got=repr(self.nonfinite), hint='"skip"')
         if not (is_finite(self.deadline_seconds) and self.deadline_seconds > 0):
