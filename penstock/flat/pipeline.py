@@ -1,4 +1,4 @@
-"""The pipeline of this process: its process groups, rank sync, transport, and the calls its ranks make together."""
+"""The pipeline of this process: its process groups, engine, and the calls its ranks make together."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +10,10 @@ import torch.distributed as dist
 from penstock.errors import RunError
 from penstock.runtime import (
     ProcessGroups,
-    RankSync,
     SyncRequest,
     SyncResult,
     SyncVote,
-    make_transport,
+    UserStageEngine,
     watch_step,
 )
 
@@ -25,8 +24,8 @@ class FlatPipeline:
     def __init__(self, groups: ProcessGroups) -> None:
         assert groups.monitor is not None
         self.groups, self._monitor = groups, groups.monitor
-        self.sync = RankSync(groups)
-        self.transport = make_transport(groups, _device_of(groups.group))
+        self.engine = UserStageEngine(groups, _device_of(groups.group), groups.num_ranks)
+        self.sync = self.engine.sync
         self.num_calls = 0
         self.replicated: dict[Any, None] | None = None
         """DDP modules that computed gradients in the present call; None between calls"""
@@ -40,10 +39,6 @@ class FlatPipeline:
     def is_last(self) -> bool:
         """Whether this rank has the last stage."""
         return self.groups.rank == self.groups.num_ranks - 1
-
-    def record_action(self, code: int) -> None:
-        """Record the action that this rank is about to run, for hang reports."""
-        self._monitor.working(code)
 
     @contextmanager
     def call(self, is_training: bool) -> Iterator[int]:

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,28 +15,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.capture import microbatch_sizes, spec_of
 from penstock.errors import PenstockWarning, RunError
-from penstock.flat.messages import Messages
 from penstock.flat.pipeline import FlatPipeline
 from penstock.flat.topology import DATA, TENSOR, topology
-from penstock.ir import Action, Backward, Forward, Recv, Send, TensorSpec, as_int
+from penstock.ir import Program, as_int
 from penstock.passes import lower
 from penstock.runtime import (
     ReplicaReducer,
+    StageOutput,
     SyncRequest,
     SyncVote,
+    UserStage,
     check_clipping,
     clip,
     global_norm,
-    located_error,
     merge,
 )
 from penstock.schedules import build
-from penstock.stages import grad_boundary
 
 ForwardFn = Callable[[Any], Any]
 BackwardFn = Callable[[Any, Any], object]
 Inputs = Tensor | Sequence[Tensor] | None
-Order = tuple[tuple[Action, int], ...]
 
 
 def forward_backward(
@@ -49,6 +47,7 @@ def forward_backward(
     *,
     dtype: torch.dtype | None = None,
     scatter_gather_tensors: bool = False,
+    schedule: str = "1f1b",
 ) -> Any:
     """Run one batch through the pipeline: forward and, unless `forward_only`, backward. Collective over the pipeline.
 
@@ -59,7 +58,8 @@ def forward_backward(
 
     Returns the merged results of `fwd_fn` on the last rank: tensors concatenated along their first dimension, scalars
     such as losses summed; None on other ranks. `dtype` is the expected dtype of values between stages; a
-    different one gives a warning and is not converted, so that the results equal the unsplit model.
+    different one gives a warning and is not converted, so that the results equal the unsplit model. `schedule` is one
+    with a single stage per rank: "gpipe", "1f1b", "zb_h1" or "zb_h2".
     """
     pipeline = topology.pipeline
     if scatter_gather_tensors and topology.is_mode_inited(TENSOR):
@@ -69,15 +69,20 @@ def forward_backward(
             hint="scatter_gather_tensors=False",
         )
     is_training = not forward_only
+    groups = pipeline.groups
     with pipeline.call(is_training) as number:
         options = f"num_microbatches={num_microbatches}" + (", forward_only=True" if forward_only else "")
+        options += f", schedule={schedule!r}" if schedule != "1f1b" else ""
         request = SyncRequest("forward_backward", number, options)
         split = _split_inputs(pipeline, request, inputs, num_microbatches)
         if optimizer is not None and is_training:
             optimizer.zero_grad()
-        stage = _UserStage(fwd_fn, bwd_fn, dtype, split.inputs, pipeline.is_last)
-        order = _orders(pipeline.groups.num_ranks, len(split.sizes), is_training)[pipeline.groups.rank]
-        _execute(order, pipeline, Messages(pipeline.transport, number), stage, is_training)
+        stage = _FunctionStage(fwd_fn, bwd_fn, dtype, split.inputs, pipeline.is_last)
+        program = _program(schedule, groups.num_ranks, len(split.sizes), is_training)
+        with torch.set_grad_enabled(is_training):
+            # The caller's functions may differ in every call, so every message describes its content.
+            pipeline.engine.runner.stages = {groups.rank: stage}
+            pipeline.engine.execute(program, (schedule, len(split.sizes), is_training), number, is_training)
         for module in list(pipeline.replicated or ()):
             module.reduce_gradients()
         if not pipeline.is_last:
@@ -91,48 +96,11 @@ def forward_eval(fwd_fn: ForwardFn, inputs: Inputs, dtype: torch.dtype | None = 
     return forward_backward(None, fwd_fn, None, inputs, 1, True, dtype=dtype)
 
 
-def _execute(
-    order: Iterable[tuple[Action, int]],
-    pipeline: FlatPipeline,
-    messages: Messages,
-    stage: "_UserStage",
-    is_training: bool,
-) -> None:
-    """Run this rank's actions in order, and wait until all messages have arrived."""
-    unsent: dict[tuple[bool, int], list[Tensor]] = {}
-    for action, code in order:
-        try:
-            match action:
-                case Recv():
-                    messages.expect(action, code)
-                case Send():
-                    messages.send(action, code, unsent.pop((action.is_gradient, action.microbatch)))
-                case Forward(index, microbatch):
-                    received = [] if pipeline.is_first else messages.take((index - 1, index, microbatch))
-                    pipeline.record_action(code)
-                    values = stage.forward(microbatch, received, is_training)
-                    if not pipeline.is_last:
-                        unsent[False, microbatch] = values
-                case Backward(index, microbatch):
-                    gradients = [] if pipeline.is_last else messages.take((index + 1, index, microbatch))
-                    pipeline.record_action(code)
-                    values = stage.backward(microbatch, gradients)
-                    if not pipeline.is_first:
-                        unsent[True, microbatch] = values
-        except Exception as error:
-            raise located_error(error, pipeline.groups.rank, code) from error
-    messages.finish()
-
-
 @lru_cache(maxsize=64)
-def _orders(ranks: int, microbatches: int, is_training: bool) -> tuple[Order, ...]:
-    """The actions of every rank in 1f1b order with sends and receives, each with its code."""
-    schedule = build("1f1b", ranks, microbatches)
-    program = lower(schedule if is_training else schedule.forwards(), passes=("add_transfers",))
-    table = program.table
-    return tuple(
-        tuple(zip(actions, table.rank(rank).tolist(), strict=True)) for rank, actions in enumerate(program.orders)
-    )
+def _program(schedule: str, ranks: int, microbatches: int, is_training: bool) -> Program:
+    """The orders of all ranks with messages, for one stage per rank."""
+    built = build(schedule, ranks, microbatches, stages_per_rank=1)
+    return lower(built) if is_training else lower(built.forwards(), passes=("add_transfers", "hoist_receives"))
 
 
 class _SplitInputs(NamedTuple):
@@ -180,17 +148,7 @@ def _batch_size(pipeline: FlatPipeline, given: Sequence[Any], num_microbatches: 
     return sizes.pop() if sizes else None
 
 
-class _InFlight(NamedTuple):
-    """A microbatch between its forward and its backward."""
-
-    output: Any
-    specs: tuple[TensorSpec, ...]
-    """of the received values that need a gradient"""
-    device: torch.device
-    returned: dict[str, Tensor | None]
-
-
-class _UserStage:
+class _FunctionStage(UserStage):
     """Runs the caller's functions; `results` are the returned values of the last stage by microbatch."""
 
     def __init__(
@@ -203,55 +161,22 @@ class _UserStage:
     ) -> None:
         self._forward, self._backward, self._dtype = forward, backward, dtype
         self._inputs, self._is_last = inputs, is_last
-        self._in_flight: dict[int, _InFlight] = {}
         self.results: dict[int, Any] = {}
 
-    def forward(self, microbatch: int, received: Sequence[Tensor], is_training: bool) -> list[Tensor]:
-        """Run the caller's forward on received values and own inputs; returns the values for the next stage."""
-        returned: dict[str, Tensor | None] = {}
-        entered = grad_boundary({str(index): value for index, value in enumerate(received)}, (), returned)
-        inputs = [*entered.values(), *self._inputs[microbatch]]
-        with torch.set_grad_enabled(is_training):
-            output = self._forward(inputs[0] if len(inputs) == 1 else inputs)
-        values = [] if self._is_last else self._values_to_send(output)
-        if self._is_last:
-            self.results[microbatch] = _detached(output)
-        if is_training:
-            specs = tuple(spec_of(value) for value in received if value.requires_grad)
-            self._in_flight[microbatch] = _InFlight(output, specs, inputs[0].device, returned)
-        return values
-
-    def backward(self, microbatch: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Run the backward; returns the gradients for the previous stage, one per value that needs one."""
-        output, specs, device, returned = self._in_flight.pop(microbatch)
-        if self._is_last:
-            self._backward_from_loss(output)
-        else:
-            self._backward_from_gradients(output, gradients)
-        pairs = zip(returned.values(), specs, strict=True)
-        return [_zeros(spec, device) if gradient is None else gradient for gradient, spec in pairs]
-
-    def _backward_from_loss(self, output: Any) -> None:
-        if self._backward is not None:
-            self._backward(output, None)
-        elif isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
-            output.backward()  # type: ignore[no-untyped-call]
-        else:
-            raise RunError(
-                "the forward of the last stage must return a scalar loss with a gradient",
-                got=spec_of(output) if isinstance(output, Tensor) else type(output).__name__,
-                hint="a bwd_fn of your own, or forward_only=True",
-            )
-
-    def _backward_from_gradients(self, output: Any, gradients: Sequence[Tensor]) -> None:
-        """Backward from the received gradients, one per value that needs one."""
-        values = _tensors(output)
-        remaining = iter(gradients)
-        matched = [next(remaining) if value.requires_grad else None for value in values]
-        if self._backward is not None:
-            self._backward(output, matched[0] if isinstance(output, Tensor) else tuple(matched))
-        elif gradients:
-            torch.autograd.backward([value for value in values if value.requires_grad], list(gradients))
+    def forward(self, microbatch: int, received: list[Tensor]) -> StageOutput:
+        """Run the caller's forward on received values and own inputs."""
+        inputs = [*received, *self._inputs[microbatch]]
+        output = self._forward(inputs[0] if len(inputs) == 1 else inputs)
+        own = self._backward
+        if not self._is_last:
+            values = self._values_to_send(output)
+            return StageOutput(values, backward=None if own is None else partial(_backward_by, own, output, values))
+        self.results[microbatch] = _detached(output)
+        if not torch.is_grad_enabled():
+            return StageOutput(())
+        if own is not None:
+            return StageOutput((), backward=lambda _: own(output, None))
+        return StageOutput((), loss=partial(_loss, output))
 
     def _values_to_send(self, output: Any) -> list[Tensor]:
         values = _tensors(output)
@@ -283,9 +208,26 @@ def _detached(output: Any) -> Any:
     return type(output)(map(_detached, output)) if type(output) in (list, tuple) else output
 
 
-def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
-    """The gradient of a value that the loss does not depend on."""
-    return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+def _backward_by(
+    own_backward: BackwardFn, output: Any, values: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> None:
+    """Call the caller's backward; the gradient of a value that the loss does not depend on is zero."""
+    pairs = zip(gradients, values, strict=True)
+    matched = [
+        torch.zeros_like(value) if gradient is None and value.requires_grad else gradient for gradient, value in pairs
+    ]
+    own_backward(output, matched[0] if isinstance(output, Tensor) else tuple(matched))
+
+
+def _loss(output: Any) -> tuple[Tensor, float]:
+    """The loss that the last stage returned, and the factor of its gradient."""
+    if isinstance(output, Tensor) and output.numel() == 1 and output.requires_grad:
+        return output, 1.0
+    raise RunError(
+        "the forward of the last stage must return a scalar loss with a gradient",
+        got=spec_of(output) if isinstance(output, Tensor) else type(output).__name__,
+        hint="a bwd_fn of your own, or forward_only=True",
+    )
 
 
 def clip_grad_norm_(

@@ -118,8 +118,8 @@ class _PipelineSchedule:
     def pipeline_order(self) -> dict[int, list[_Action | None]]:
         """The compute actions of every rank."""
         order = self._checked_order()
-        compute = [[action for action in row if hasattr(action, "parts")] for row in order.orders]
-        return {rank: [of_action(action) for action in row] for rank, row in enumerate(compute)}
+        rows = order.orders if isinstance(order, Schedule) else order.schedule.orders
+        return {rank: [of_action(action) for action in row] for rank, row in enumerate(rows)}
 
     @property
     def pipeline_order_with_comms(self) -> dict[int, list[_Action]]:
@@ -311,8 +311,9 @@ class _PipelineSchedule:
                 if is_training:
                     passes = (*DEFAULT_PASSES, "add_shard_moves") if self._has_shard_moves() else DEFAULT_PASSES
                 program = lower(schedule if is_training else schedule.forwards(), passes=passes)
-            if is_training:
-                verify(program)
+            verify(program)
+            if is_training and program.is_forward_only:
+                raise ScheduleError("orders without backward cannot train", hint="schedule.eval(...), or no loss_fn")
             self._programs[key] = program
         return self._programs[key]
 
@@ -327,7 +328,7 @@ class _PipelineSchedule:
             first = self._stages[0]
             groups = _process_groups(first.group)
             stages = {stage.stage_index: _Stage(stage, self) for stage in self._stages}
-            engine = UserStageEngine(groups, first.device, stages, self._num_stages)
+            engine = UserStageEngine(groups, first.device, self._num_stages, stages)
             options = {
                 "schedule": type(self).__name__,
                 "n_microbatches": self._n_microbatches,

@@ -7,8 +7,10 @@ backward and transports are those of recorded stages.
 """
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +60,7 @@ class UserStage(ABC):
 class UserStageRunner:
     """Runs the passes of this rank's hand-written stages."""
 
-    def __init__(self, groups: ProcessGroups, stages: Mapping[int, UserStage], num_stages: int) -> None:
+    def __init__(self, groups: ProcessGroups, num_stages: int, stages: Mapping[int, UserStage]) -> None:
         self.stages, self._last_stage = dict(stages), num_stages - 1
         self.is_training = False
         modules = {index: stage.module for index, stage in stages.items() if stage.module is not None}
@@ -70,7 +72,7 @@ class UserStageRunner:
         self.has_replicas = any(self._replicated.values())
         self._groups = groups
         self._reducers: list[ReplicaReducer] = []
-        self._accumulators = {index: DeferredAccumulator() for index in stages}
+        self._accumulators: defaultdict[int, DeferredAccumulator] = defaultdict(DeferredAccumulator)
         self._runs: dict[tuple[int, int], ForwardRun] = {}
         self._loss_gradients: dict[tuple[int, int], Tensor] = {}
         self._weight_grads: dict[tuple[int, int], Callable[..., None]] = {}
@@ -221,9 +223,16 @@ class UserStageRunner:
 class UserStageEngine:
     """Runs the steps of hand-written stages on this rank, together with all other ranks."""
 
-    def __init__(self, groups: ProcessGroups, device: torch.device, stages: Mapping[int, UserStage], num_stages: int):
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        device: torch.device,
+        num_stages: int,
+        stages: Mapping[int, UserStage] = MappingProxyType({}),
+    ) -> None:
+        """`stages` of this rank; `runner.stages` may also be set before every step."""
         self.groups, self.sync = groups, RankSync(groups)
-        self.runner = UserStageRunner(groups, stages, num_stages)
+        self.runner = UserStageRunner(groups, num_stages, stages)
         self._described = DescribedTransport(groups, device)
         self._transport = make_transport(groups, device)
         self._compiled: LruCache[Hashable, RankProgram] = LruCache(_MAX_COMPILED)

@@ -32,7 +32,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def own_backward(ranks: int) -> tuple[list[Tensor], list[bool]]:
+def own_backward(ranks: int, schedule: str = "1f1b") -> tuple[list[Tensor], list[bool]]:
     """With a bwd_fn that scales every loss by 8 on its way, and notes whether it was given a gradient."""
     topology.setup_process_groups([("pipe", ranks)])
     model, seen = stage_of(dist.get_rank()), []
@@ -47,7 +47,8 @@ def own_backward(ranks: int) -> tuple[list[Tensor], list[bool]]:
     def fwd_fn(x: Tensor) -> Tensor:
         return model(x).square().mean() if topology.is_last_in_pipeline_group() else model(x)
 
-    forward_backward(None, fwd_fn, bwd_fn, batch(6) if topology.is_first_in_pipeline_group() else None, 3)
+    inputs = batch(6) if topology.is_first_in_pipeline_group() else None
+    forward_backward(None, fwd_fn, bwd_fn, inputs, 3, schedule=schedule)
     return gradients(model), seen
 
 

@@ -17,9 +17,9 @@ def assert_gradients(found: list[list[Tensor]], models: list[nn.Module]) -> None
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_backward_of_ones_own_is_given_the_output_and_its_gradient(pools: Pools, ranks: int) -> None:
-    found = pools[ranks].run(stages.own_backward, ranks)
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (2, "gpipe"), (3, "1f1b"), (3, "zb_h1")])
+def test_a_backward_of_ones_own_is_given_the_output_and_its_gradient(pools: Pools, ranks: int, schedule: str) -> None:
+    found = pools[ranks].run(stages.own_backward, ranks, schedule)
     models = [stage_of(rank) for rank in range(ranks)]
     for part in batch(6).split(2):
         (8 * nn.Sequential(*models)(part).square().mean()).backward()

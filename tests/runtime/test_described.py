@@ -2,15 +2,14 @@
 
 from collections import defaultdict, deque
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.flat.messages import Messages
-from penstock.ir import Recv, Send
-from penstock.runtime.transports import DistributedTransport
+from penstock.runtime.transports import DescribedTransport, Route
 
 
 class Work:
@@ -47,19 +46,26 @@ class FakeMonitor:
         """No-op."""
 
 
-def transfer(values: list[Tensor], sent_in: int = 0, expected_in: int = 0) -> list[Tensor]:
-    """Send values from stage 0 in one call and receive them on stage 1 in another."""
-    transport = DistributedTransport(FakeGroup(), torch.device("cpu"), FakeMonitor())  # type: ignore[arg-type]
-    Messages(transport, sent_in).send(Send(0, 2, 1), 7, values)
-    receiver = Messages(transport, expected_in)
-    receiver.expect(Recv(1, 2, 0), 8)
-    return receiver.take((0, 1, 2))
+def transfer(values: list[Tensor | None], sent_in: int = 0, expected_in: int = 0) -> list[Tensor | None]:
+    """Send values from stage 0 in one step and receive them on stage 1 in another."""
+    groups = SimpleNamespace(control=FakeGroup(), monitor=FakeMonitor())
+    transport = DescribedTransport(groups, torch.device("cpu"))  # type: ignore[arg-type]
+    key = (0, 1, 2)
+    sender, receiver = transport.send_slot(Route(7, key, 1, 0, ())), transport.recv_slot(Route(8, key, 0, 0, ()))
+    transport.call = sent_in
+    sender.put(values)
+    sender.send()
+    transport.call = expected_in
+    receiver.post()
+    receiver.wait()
+    return list(receiver.take())
 
 
 def test_values_of_any_shape_and_dtype_arrive_with_their_memory_layout() -> None:
     image = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
     values = [image, torch.arange(3), torch.zeros(0, 5), torch.randn(2, dtype=torch.complex64), torch.tensor(1.5)]
-    arrived = transfer(values)
+    *arrived, nothing = transfer([*values, None])
+    assert nothing is None
     assert all(map(torch.equal, arrived, values))
     assert [value.dtype for value in arrived] == [value.dtype for value in values]
     assert arrived[0].stride() == image.stride()
