@@ -100,18 +100,22 @@ def resolve_partial(parameter: nn.Parameter) -> None:
 
 
 def find_layouts(
-    groups: ProcessGroups, stages: Sequence[nn.Module], has_weights: bool
+    groups: ProcessGroups, stages: Sequence[nn.Module], has_weights: bool, tied: Iterable[Sequence[str]] = ()
 ) -> dict[nn.Parameter, ParameterLayout]:
     """The layout of every parameter of this rank's stages; a collective call of all ranks.
 
-    Raises an error, on every rank, if a plain parameter differs between ranks that have the same stage: its gradient
-    would be averaged over different parameters, and a checkpoint would have one of them.
+    `tied`: groups of names that are one parameter. Raises an error, on every rank, if `parallelize_fn` untied one, or
+    if a plain parameter differs between ranks that have the same stage: its gradient would be averaged over different
+    parameters, and a checkpoint would have one of them.
     """
     named = [(name, parameter) for stage in stages for name, parameter in stage.named_parameters()]
+    untied = _untied(stages, tied)
     if groups.is_local:
+        if untied is not None:
+            raise untied
         return {parameter: ParameterLayout() for _, parameter in named}
     averaged = _averaged_by_fsdp(stages)
-    problem = _wrong_mesh(groups, named) or _tensor_parallel_replicas(groups, stages, averaged)
+    problem = untied or _wrong_mesh(groups, named) or _tensor_parallel_replicas(groups, stages, averaged)
     rows, difference = _gather_hashes(groups, named, has_weights)
     raise_on_all_ranks(groups, problem or difference)
     replica_ranks = [dist.get_rank()] if groups.replicas is None else dist.get_process_group_ranks(groups.replicas)
@@ -161,6 +165,20 @@ def _averaged_by_fsdp(stages: Iterable[nn.Module]) -> dict[nn.Parameter, tuple[s
                 for managed in group.fsdp_params:
                     averaged[managed.sharded_param] = ranks, factor
     return averaged
+
+
+def _untied(stages: Sequence[nn.Module], tied: Iterable[Sequence[str]]) -> RunError | None:
+    """The error for names that were one parameter and no longer are, as after one of two modules was split."""
+    parameters = {name: p for stage in stages for name, p in stage.named_parameters(remove_duplicate=False)}
+    for names in tied:
+        own = [name for name in names if name in parameters]
+        if len({id(parameters[name]) for name in own}) > 1:
+            return RunError(
+                "parallelize_fn must keep tied parameters tied",
+                names=", ".join(own),
+                hint="split both modules alike and assign one parameter to both: head.weight = embedding.weight",
+            )
+    return None
 
 
 def _wrong_mesh(groups: ProcessGroups, named: Sequence[tuple[str, nn.Parameter]]) -> RunError | None:

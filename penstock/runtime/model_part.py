@@ -66,7 +66,7 @@ class ModelPart:
         self.sharded = ShardedStages(self.stages)
         # Recording runs the model as a whole, which needs whole parameters.
         self.captured.recording_context = self.sharded.gathered
-        self.layouts = find_layouts(groups, list(self.stages.values()), self.has_weights)
+        self.layouts = find_layouts(groups, list(self.stages.values()), self.has_weights, plan.graph.tied)
         """how each parameter is distributed over the ranks with the same stages"""
         by_stage = {index: list(stage.parameters()) for index, stage in self.stages.items()}
         self.replicas = ReplicaReducer(groups, by_stage, self.layouts)

@@ -490,7 +490,8 @@ def first_difference(agreements: Sequence[Sequence[str]], kind: str = "rank") ->
                 values = {"producer": f"stage {producer}", "consumer": f"stage {consumer.split(',')[0]}", **values}
             return RunError(
                 f"the {kind}s disagree about the values that pass between the stages",
-                hint="give every rank the same model, plan, options and shape of batch",
+                hint="give every rank the same model, plan, options and shape of batch; parallelize_fn must keep the "
+                "shapes of values between blocks",
                 **values,
             )
     return None

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn import functional
 
 import penstock
+from penstock import AutoPipeline, AutoPipelineConfig
 from penstock.errors import RunError
 from tests.plans import quick_plan
 
@@ -169,6 +170,36 @@ def test_experts_of_several_replicas_train_like_the_whole_model(pools, shape, na
         assert state.keys() == model.state_dict().keys()
         for name, value in model.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
+
+
+def auto_job():
+    """The experts are placed along an axis of another mesh of the same processes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    experts_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "pp"))
+    given = {"moe_mesh": experts_mesh, "ep_axis_name": "ep", "pp_batch_size": 4, "scale_grads_in_schedule": True}
+
+    def place_experts(model, world_mesh, moe_mesh, **axes):
+        as_dtensors(model, moe_mesh)
+
+    ap = AutoPipeline(AutoPipelineConfig(mesh, **given))
+    ap.build(mixture(), loss_fn=functional.mse_loss, parallelize_fn=place_experts, args=(X[0][:4],))
+    rows = slice(4 * mesh.get_local_rank("dp"), 4 * mesh.get_local_rank("dp") + 4)
+    ap.step(X[0][rows], target=Y[0][rows])
+    return ap.clip_grad_norm(1.0).item(), {name: whole(p.grad) for name, p in ap.pipeline.named_parameters()}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def test_experts_of_an_auto_pipeline_have_the_gradients_of_the_whole_model(pools):
+    model = mixture()
+    functional.mse_loss(model(X[0]), Y[0]).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+    for found, gradients in pools[4].run(auto_job):
+        assert found == pytest.approx(norm, rel=1e-12)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=0, atol=1e-12)
 
 
 def refusals():

@@ -36,6 +36,13 @@ def by_own_plan(stage, mesh):
     parallelize_module(stage.model, mesh["tp"], {name: STYLES[style]() for name, style in plan.items()})
 
 
+def with_the_head(stage, mesh):
+    """Split the head too; if its weight is that of the embedding, then on the stage of the head only."""
+    by_own_plan(stage, mesh)
+    if hasattr(stage, "lm_head"):
+        parallelize_module(stage.lm_head, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+
+
 def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -73,7 +80,7 @@ def trained(shape, names, schedule, options, changes):
         rows = slice(2 * replica, 2 * replica + 2)
     given = [(ids[rows], labels[rows]) for ids, labels in batches(STEPS)]
     plan = quick_plan(model, given[0][:1], ranks=mesh["pp"].size(), microbatches=2, schedule=schedule, **options)
-    pipe = penstock.Pipeline(model, plan, loss_fn=logits_loss, mesh=mesh, parallelize_fn=by_own_plan)
+    pipe = penstock.Pipeline(model, plan, loss_fn=logits_loss, mesh=mesh, parallelize_fn=with_the_head)
     optimizer, losses, norms = torch.optim.AdamW(pipe.parameters(), 1e-2), [], []
     for ids, labels in given:
         optimizer.zero_grad()
@@ -220,7 +227,7 @@ def split_and_shard(stage, mesh):
 
 def chain_pipe(shape, names, parallelize_fn, model, **options):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    plan = quick_plan(model, (X,), ranks=mesh["pp"].size(), microbatches=2, schedule="1f1b")
+    plan = quick_plan(model, (X,), ranks=mesh["pp"].size(), microbatches=2, schedule="zb_h1")
     return mesh, penstock.Pipeline(
         model, plan, loss_fn=functional.mse_loss, mesh=mesh, parallelize_fn=parallelize_fn, **options
     )
@@ -296,16 +303,20 @@ def loaded_job(shape, names, parallelize_fn, path):
 
 
 def dropout_job(parallelize_fn):
-    _, pipe = chain_pipe((2, 2), ("pp", "tp"), parallelize_fn, chain())
-    result = pipe.step(X, target=Y)
-    return result.loss, {name: full(parameter.grad) for name, parameter in pipe.named_parameters()}
+    """A step and an evaluation of a batch that only the first stages are given."""
+    mesh, pipe = chain_pipe((2, 2), ("pp", "tp"), parallelize_fn, chain(), inputs="first")
+    given, target = ((X,), Y) if mesh.get_local_rank("pp") == 0 else ((), None)
+    loss = pipe.step(*given, target=target).loss
+    outputs = pipe.eval(*given, target=target, return_outputs=True).outputs
+    return loss, outputs, {name: full(parameter.grad) for name, parameter in pipe.named_parameters()}
 
 
 def test_dropout_of_whole_activations_is_that_of_a_pipeline_without_tensor_parallelism(pools):
     model = chain()
     plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
     loss = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, local=True).step(X, target=Y).loss
-    for found, gradients in pools[4].run(dropout_job, split_linears):
+    for found, outputs, gradients in pools[4].run(dropout_job, split_linears):
+        torch.testing.assert_close(outputs, model.eval()(X), rtol=0, atol=1e-12)
         torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=0, atol=1e-12)
@@ -337,6 +348,8 @@ def mistakes_job():
         with pytest.raises(PenstockError) as refused:
             pipe.step(X, target=Y)
         found.append(str(refused.value))
+    with pytest.raises(RunError, match="must keep tied parameters tied"):
+        trained((1, 4), ("pp", "tp"), "1f1b", {}, {"num_key_value_heads": 4, "tie_word_embeddings": True})
     with pytest.raises(RunError, match="an axis 'tp' needs a parallelize_fn"):
         chain_pipe((2, 2), ("pp", "tp"), None, chain())
     torch.manual_seed(tensor_rank)
