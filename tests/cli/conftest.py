@@ -1,21 +1,23 @@
-"""What the tests of the command line share: a way to call it, orders in files, and a short training."""
+"""Fixtures of the tests of the command line: calls of it, files, and a short training."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.short_training import Outcome, ShortTraining
 from penstock.cli import app
+
+if TYPE_CHECKING:
+    from benchmarks.short_training import Outcome, ShortTraining
 
 Call = Callable[..., Any]
 
 
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
-    """`call("check", path)` runs the command in an empty directory; .output and .exit_code say what came of it."""
+    """`call("check", path)` runs the command in an empty directory; the result has .output and .exit_code."""
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 
@@ -32,12 +34,14 @@ def written(tmp_path: Path) -> Callable[[str, str], Path]:
 
 
 @pytest.fixture(scope="session")
-def training() -> Iterator[ShortTraining]:
+def training() -> Iterator["ShortTraining"]:
+    from benchmarks.short_training import ShortTraining  # which loads torch
+
     with ShortTraining.made(2) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
-def clean(training: ShortTraining) -> Outcome:
-    """What it comes to if nothing happens."""
+def clean(training: "ShortTraining") -> "Outcome":
+    """The outcome of a training without faults."""
     return training.run()

@@ -73,7 +73,7 @@ def test_ctrl_c_in_the_middle_of_work_leaves_no_traceback_and_no_file(tmp_path: 
         assert process.stdout.readline() == "ready\n"
         time.sleep(1)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=240)
     assert errors == "interrupted\n"
     assert process.returncode == 130
     assert list(tmp_path.iterdir()) == []

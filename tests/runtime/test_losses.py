@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional
 import penstock
 from tests.parity import WholeModel, assert_close, values
 from tests.plans import quick_plan
+from tests.selection import alternated
 from tests.small_models import CLASSES, WIDTH, classifier, noise, tied, token_loss, tokens
 from tests.zoo import ZOO
 
@@ -36,21 +38,18 @@ def step_and_compare(model: nn.Module, loss_fn: Any, x: Tensor, target: Tensor, 
     assert_close(values(model, [result.loss]), values(plain, expected))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize(("rows", "schedule"), alternated(list(product([1, 2, 3, 7, 8], SCHEDULES))))
 def test_a_mean_over_samples(schedule: str, rows: int) -> None:
     step_and_compare(classifier(), functional.mse_loss, noise(rows, WIDTH), noise(rows, CLASSES, seed=1), schedule)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("rows", [1, 3, 7, 8])
+@pytest.mark.parametrize(("rows", "schedule"), alternated(list(product([1, 3, 7, 8], SCHEDULES))))
 def test_a_mean_over_labels_that_count(schedule: str, rows: int) -> None:
     """With 7 or 8 rows and 4 microbatches some have few labels, with 3 rows one microbatch has none."""
     step_and_compare(tied(), token_loss, tokens(rows, 6), labels_with_gaps(rows), schedule)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("rows", [2, 7])
+@pytest.mark.parametrize(("rows", "schedule"), alternated(list(product([2, 7], SCHEDULES))))
 def test_a_mean_over_weighted_classes(schedule: str, rows: int) -> None:
     importance = noise(CLASSES, seed=8).abs()
     loss_fn = nn.CrossEntropyLoss(weight=importance)
@@ -64,8 +63,7 @@ SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize(("name", "schedule"), alternated(list(product(SUMS, SCHEDULES))))
 def test_a_sum(schedule: str, name: str) -> None:
     step_and_compare(classifier(), SUMS[name], noise(7, WIDTH), noise(7, CLASSES, seed=1), schedule)
 

@@ -2,6 +2,7 @@
 
 import random
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from penstock.schedules import SCHEDULES
 from tests.parity import Execution, Values, assert_close, copied, split, values
 from tests.plans import quick_plan
 from tests.process_pool import Pools
+from tests.selection import alternated
 from tests.small_models import WIDTH, Block, noise, seeded
 
 X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
@@ -62,8 +64,7 @@ def test_steps_and_microbatches_draw_other_numbers() -> None:
     assert len({float(loss) for loss in pipe.step(same, target=same).losses}) == 3
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("schedule", "ranks"), alternated(list(product(SCHEDULES, (2, 4)))))
 def test_every_schedule_drops_the_same(schedule: str, ranks: int) -> None:
     assert_close(dropped(schedule, ranks), expected())
 
