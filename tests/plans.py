@@ -11,7 +11,7 @@ from torch import nn
 import penstock
 from penstock.api import plan as plan_module
 from penstock.api.measuring import measured_model
-from penstock.capture import Captured
+from penstock.capture import Captured, capture
 from penstock.ir import Backward, Graph, Plan, Profile, WeightGrad
 from penstock.planner import Measured, PlanOptions, search
 from penstock.runtime import model_part
@@ -75,13 +75,26 @@ def accumulates_in_order(plan: Plan) -> bool:
 
 @contextmanager
 def shared_recordings() -> Iterator[None]:
-    """Pipelines over one model share its recordings."""
-    with mock.patch.object(model_part.Captured, "planned", _planned):
+    """Plans and pipelines over one model share its recordings."""
+    with (
+        mock.patch.object(plan_module, "record_model", _recorded),
+        mock.patch.object(model_part.Captured, "planned", _planned),
+    ):
         yield
 
 
 _PLANNED = Captured.planned
 _CAPTURED: dict[nn.Module, Captured] = {}
+_RECORDED: dict[Any, Captured] = {}
+
+
+def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], granularity: Any) -> Captured:
+    if kwargs:
+        return capture(model, args, kwargs, granularity)
+    key = (model, str(granularity), *(arg.shape for arg in args))
+    if key not in _RECORDED:
+        _RECORDED[key] = capture(model, args, kwargs, granularity)
+    return _RECORDED[key]
 
 
 def _planned(model: nn.Module, graph: Any, *granularity: Any) -> Captured:

@@ -213,14 +213,14 @@ def of_another_type() -> list[str]:
 
 def fateful(fate: str) -> None:
     """A call that works, then one in which the last rank hangs or dies."""
-    topology.setup_process_groups([("pipe", 2)], deadline_seconds=1.5)
+    topology.setup_process_groups([("pipe", 2)], deadline_seconds=5.0)
     is_first, calls = topology.is_first_in_pipeline_group(), []
     model = stage_of(dist.get_rank())
 
     def fwd_fn(x: Tensor) -> Tensor:
         calls.append(x)
         if not is_first and len(calls) == 4:
-            time.sleep(60.0) if fate == "hang" else os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(240.0) if fate == "hang" else os.kill(os.getpid(), signal.SIGKILL)
         return model(x) if is_first else model(x).sum()
 
     for _ in range(2):

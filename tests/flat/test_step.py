@@ -139,7 +139,7 @@ def test_a_mistake_of_one_rank_is_an_error_on_all_and_the_next_call_works(pools:
 )
 def test_a_stage_that_fails_is_named_with_its_microbatch(rank: int, kind: str, words: str) -> None:
     with pytest.raises(RunError) as caught:
-        penstock.launch(stages.broken, 2, rank, kind, timeout=60.0)
+        penstock.launch(stages.broken, 2, rank, kind, timeout=240.0)
     assert words in str(caught.value)
     assert f"rank: {rank}" in str(caught.value)
     assert "microbatch: 0" in str(caught.value)
@@ -150,7 +150,7 @@ def test_a_stage_that_fails_is_named_with_its_microbatch(rank: int, kind: str, w
 )
 def test_a_rank_that_hangs_or_dies_ends_the_run_soon_and_is_named(fate: str, words: str) -> None:
     with pytest.raises(RunError) as caught:
-        penstock.launch(stages.fateful, 2, fate, timeout=60.0)
+        penstock.launch(stages.fateful, 2, fate, timeout=240.0)
     assert words in str(caught.value)
 
 

@@ -119,7 +119,9 @@ def test_a_loss_function_is_exact_or_causes_a_warning_on_single_samples(name: st
 
 
 @pytest.mark.filterwarnings("ignore:reduction")
-@pytest.mark.parametrize("name", RETURNED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.whole if place % 2 else ()) for place, name in enumerate(RETURNED)]
+)
 def test_a_model_that_returns_its_loss_is_exact_or_causes_a_warning(name: str) -> None:
     row = TABLE[name]
     model = Scored(copy.deepcopy(row.loss_fn))
@@ -136,7 +138,7 @@ NOT_IN_PAIRS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("microbatches", [3, SAMPLES])
+@pytest.mark.parametrize("microbatches", [3, pytest.param(SAMPLES, marks=pytest.mark.whole)])
 def test_pairs_of_microbatches_are_enough_for_most(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.loss.decide._MAX_TOGETHER", 0)
     sizes = microbatch_sizes(SAMPLES, microbatches)

@@ -11,7 +11,6 @@ from penstock.schedules import SCHEDULES, build
 from penstock.simulate import simulate
 
 SPLIT = [name for name, member in SCHEDULES.items() if member.splits_backward]
-TRIALS = 40
 
 
 def drawn(random, name):
@@ -31,9 +30,9 @@ def peaks(trace):
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("name", SPLIT)
-def test_with_costs_a_schedule_is_never_slower_and_never_holds_more(name):
+def test_with_costs_a_schedule_is_never_slower_and_never_holds_more(name, is_whole):
     random = Random(name)
-    for _ in range(TRIALS):
+    for _ in range(40 if is_whole else 16):
         sizes, costs = drawn(random, name)
         measured = build(*sizes, costs)
         verify(measured)

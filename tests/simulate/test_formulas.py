@@ -7,7 +7,7 @@ from penstock.passes import lower
 from penstock.schedules import build
 from penstock.simulate import simulate
 
-RANKS = (1, 2, 3, 4, 6, 9)
+RANKS = (1, 2, 3, 6, *(pytest.param(ranks, marks=pytest.mark.whole) for ranks in (4, 9)))
 TIMES = [(1, 1, 1), (1, 2, 1), (3, 1.5, 1.25)]
 
 

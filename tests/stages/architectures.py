@@ -30,10 +30,13 @@ CUTS: Cuts = {
     "plain": ((2, True), (3, False), (4, False)),
 }
 
-# A run without `--whole` alternates between these two: together with the other data in 4 stages, every model meets
-# every number of stages.
-SELECTED: tuple[Cuts, Cuts] = ({"labels": ((3, True),)}, {"plain": ((2, True),)})
-SELECTED_UNSCORED: tuple[Cuts, Cuts] = ({"plain": ((3, False),)}, {"plain": ((2, True),)})
+# A run without `--whole` records every model once: the models alternate between both granularities, with labels and
+# without. With the other data in 4 stages, each has every number of stages.
+SELECTED: dict[str, Cuts] = {
+    "blocks": {"labels": ((2, False), (3, True))},
+    "functions": {"plain": ((2, True), (3, False))},
+}
+SELECTED_UNSCORED: Cuts = {"plain": ((2, True), (3, False))}
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,14 @@ class Architecture:
         return ("plain",) if self.name in UNSCORED else ("labels", "plain")
 
     @property
+    def is_selected(self) -> bool:
+        """Whether a run without `--whole` has the model at this granularity."""
+        return list(ZOO).index(self.name) % len(DEPTHS) == list(DEPTHS).index(self.granularity)
+
+    @property
     def selected_cuts(self) -> Cuts:
-        """The cuts of a run without `--whole`; the other granularity of the model has the others."""
-        choices = SELECTED_UNSCORED if self.name in UNSCORED else SELECTED
-        return choices[(list(ZOO).index(self.name) + list(DEPTHS).index(self.granularity)) % 2]
+        """The cuts of a run without `--whole`."""
+        return SELECTED_UNSCORED if self.name in UNSCORED else SELECTED[self.granularity]
 
     def captured(self, mode: str, example: Example | None = None) -> tuple[Captured, Batch]:
         """The captured model and its batch; the model is built if no example is given."""

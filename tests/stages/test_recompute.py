@@ -6,6 +6,7 @@ from torch import nn
 
 from penstock.partitioners import uniform
 from tests.parity import StagedModel, assert_identical, one_step
+from tests.selection import alternated
 from tests.stages.architectures import Architecture
 from tests.stages.blocks import AT_ONCE, WAITING, Does, rows
 from tests.stages.second_stage import SecondStage
@@ -57,8 +58,7 @@ def test_a_recomputed_block_gives_the_same_gradients(name, is_split):
     assert_identical(expected, module.gradients(is_split))
 
 
-@WAYS
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "is_split"), alternated([(name, way) for name in MODELS for way in (False, True)]))
 def test_a_model_whose_stages_recompute_has_the_same_outputs_gradients_and_buffers(name, is_split):
     with ambient(name):
         captured, batch = Architecture(name, "blocks").captured("plain")
