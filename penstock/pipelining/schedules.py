@@ -162,6 +162,9 @@ class _PipelineSchedule:
         number, self._num_calls = self._num_calls, self._num_calls + 1
         request = SyncRequest("step" if is_training else "eval", number)
         last = next((stage for stage in self._stages if stage.is_last), None)
+        if self._loss is not None:
+            # A step that failed may have left losses.
+            self._loss.end()
         with watch_step(engine.groups.monitor, number, is_training):
             step, shapes = self._begin(request, engine, program, (args, kwargs, target, losses), last, is_training)
             step.keeps_outputs = keeps_outputs

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining.schedules import _ComputationType
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import PenstockError
 from penstock.pipelining import (
@@ -21,6 +26,7 @@ from penstock.pipelining import (
     SplitPoint,
     TensorChunkSpec,
     build_stage,
+    get_schedule_class,
     pipe_split,
     pipeline,
 )
@@ -211,6 +217,33 @@ def live_tensors() -> int:
         gc.enable()
 
 
+def misused(directory: str) -> dict[str, str]:
+    """Mistakes that a rank finds alone, before any step."""
+    model, rank = blocks(2), dist.get_rank()
+    path = Path(directory) / f"forwards-{rank}.csv"
+    path.write_text("0F0,0F1\n1F0,1F1\n", encoding="utf-8")
+    stage = own_stage(model)
+    multi = _PipelineScheduleRuntime([stage], 2, loss_fn=mse_loss)
+    calls: dict[str, Any] = {
+        "no orders": lambda: multi.step(),
+        "another place": lambda: Schedule1F1B(PipelineStage(model[0], 1 - rank, 2, CPU), 2),
+        "too many": lambda: Schedule1F1B(PipelineStage(model[0], rank, 4, CPU), 2),
+        "index": lambda: PipelineStage(model[0], 2, 2, CPU),
+        "microbatches": lambda: Schedule1F1B(stage, 0),
+        "message": lambda: multi.register_custom_function(_ComputationType.SEND_F, print),
+        "forwards only": lambda: (multi._load_csv(path), multi.step()),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except PenstockError as error:
+            found[name] = str(error)
+    # torch's own enumeration is accepted.
+    multi.register_custom_function(_ComputationType.FORWARD, print)
+    return found
+
+
 def refused(kind: str) -> str:
     """The error of a wrong call, the same on every rank; the next call works."""
     model, (x, y), rank = blocks(2), batch(8), dist.get_rank()
@@ -228,6 +261,31 @@ def refused(kind: str) -> str:
         schedule.step(x, target=y)
         return str(error)
     return ""
+
+
+def replicated(wrapper: str, schedule: str) -> dict[str, Tensor]:
+    """Two replicas of a pipeline of two ranks, each with half of the batch, wrapped by torch's own wrappers."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    rank, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    own = [rank] if schedule == "Schedule1F1B" else [rank, 3 - rank]
+    count = 2 * len(own)
+    model, (x, y) = blocks(count), batch(8)
+    stages = []
+    for index in own:
+        module: nn.Module = model[index]
+        if wrapper == "ddp":
+            module = DistributedDataParallel(module, process_group=mesh.get_group("dp"))
+        else:
+            fully_shard(module, mesh=mesh["dp"])
+        stages.append(PipelineStage(module, index, count, CPU, group=mesh.get_group("pp")))
+    schedule_class = get_schedule_class(schedule)
+    runs = schedule_class(stages[0] if len(own) == 1 else stages, 2, loss_fn=mse_loss)  # type: ignore[call-arg]
+    half = slice(4 * replica, 4 * replica + 4)
+    for _ in range(2):
+        model.zero_grad()
+        runs.step(x[half], target=y[half])
+    found = {f"{index}.{name}": grad for index in own for name, grad in gradients(model[index]).items()}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
 
 
 class Tied(nn.Module):

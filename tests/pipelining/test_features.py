@@ -69,6 +69,19 @@ def test_orders_are_read_from_csv_with_and_without_messages_and_actions_replaced
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_stages_wrapped_for_data_parallelism_average_gradients_once(pools: Pools, wrapper: str, schedule: str) -> None:
+    model, (x, y) = blocks(2 if schedule == "Schedule1F1B" else 4), batch(8)
+    mse_loss(model(x), y).backward()
+    expected = features.gradients(model)
+    found = pools[4].run(features.replicated, wrapper, schedule)
+    assert {name for own in found for name in own} == set(expected)
+    for own in found:
+        torch.testing.assert_close(own, {name: expected[name] for name in own})
+
+
+@pytest.mark.gloo
 def test_no_activation_outlives_a_step(pools: Pools) -> None:
     assert pools[2].run(features.live_tensors) == [0, 0]
 
@@ -92,6 +105,21 @@ def test_a_wrong_call_is_the_same_error_on_all_ranks_and_the_next_call_works(
 ) -> None:
     for error in pools[2].run(features.refused, kind):
         assert words in error
+
+
+@pytest.mark.gloo
+def test_mistakes_that_a_rank_finds_alone_are_refused_before_any_step(pools: Pools, tmp_path: Path) -> None:
+    words = {
+        "no orders": "the schedule has no orders yet",
+        "another place": "a rank must have the stages that the schedule places there",
+        "too many": "the schedule has one stage per rank",
+        "index": "stage_index must be at least 0 and below num_stages",
+        "microbatches": "n_microbatches must be a whole number, 1 or more",
+        "message": "custom functions are not supported for this computation type",
+        "forwards only": "orders without backward cannot train",
+    }
+    for found in pools[2].run(features.misused, str(tmp_path)):
+        assert {name: found.get(name, "")[: len(text)] for name, text in words.items()} == words
 
 
 @pytest.mark.parametrize(
