@@ -22,7 +22,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import resolve_name
 
 from penstock.capture.draws import ArrayOf, DrawnArray, DrawnNumber, NumberOf, PythonDraw
-from penstock.capture.objects import holds_tensors, register_class_of, register_containers
+from penstock.capture.functions import WholeFunction
+from penstock.capture.objects import holds_tensors, register_class_of, register_containers, user_line
 from penstock.capture.tensor_table import same_content
 from penstock.capture.transforms import TransformedCall
 from penstock.errors import CaptureError
@@ -113,7 +114,7 @@ class ArgumentWriter:
                 hint="keep the module that does so whole (basic_blocks)",
             )
         if tensor.requires_grad:
-            raise unknown_origin(tensor, where)
+            raise unknown_origin(tensor, where, user_line())
         # A tensor that is not part of the model, such as a global variable. Every forward must use the same tensor.
         key = self.key(tensor)
         if key not in self._constants:
@@ -141,14 +142,18 @@ class ArgumentWriter:
         return name
 
 
-def unknown_origin(tensor: Tensor, where: str) -> CaptureError:
+def unknown_origin(tensor: Tensor, where: str, line: str = "") -> CaptureError:
     """The error for a tensor that a replay could not find."""
+    hint = "make it a buffer (register_buffer), or keep the module whole (basic_blocks)"
+    if tensor.grad_fn is not None:
+        hint = "clear what an earlier forward kept before the next batch, or keep the module whole (basic_blocks)"
     return CaptureError(
         "a tensor of unknown origin is used",
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
         where=where,
-        hint="make it a buffer (register_buffer), or keep the module whole (basic_blocks)",
+        **({"line": line} if line else {}),
+        hint=hint,
     )
 
 
@@ -169,7 +174,7 @@ def _live_name(value: Any) -> str:
 def _function_name(function: Any) -> str:
     if isinstance(function, TransformedCall):
         return f"torch.func.{function.transform}"
-    function = function.function if isinstance(function, PythonDraw) else function
+    function = function.function if isinstance(function, PythonDraw | WholeFunction) else function
     if isinstance(function, FunctionApply):
         return f"{function.function.__module__}.{function.function.__qualname__}.apply"
     name = _resolve_name()(function) or getattr(function, "__qualname__", None) or type(function).__name__

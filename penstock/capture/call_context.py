@@ -58,6 +58,10 @@ class ContextTracker:
         """Whether an autograd function runs and has enabled gradients: its backward will run a backward inside."""
         return self._num_running_functions > 0 and torch.is_grad_enabled()
 
+    def in_checkpoint(self) -> bool:
+        """Whether a checkpoint is active, which runs the calls of the forward again in the backward."""
+        return any(getattr(hook, "__module__", "") == "torch.utils.checkpoint" for hook in _saved_tensors_hooks())
+
     def refuse_unsupported(self, scope: str) -> None:
         """Raise a CaptureError if a context is active that a replay could not enter again."""
         if torch.is_inference_mode_enabled() != self._outer_inference:

@@ -17,6 +17,7 @@ from penstock.capture.guards import InputGuards
 from penstock.capture.isolation import isolated, without_accumulation_hooks
 from penstock.capture.lru_cache import LruCache
 from penstock.capture.objects import register_containers
+from penstock.capture.recorder import WholeFunctions
 from penstock.capture.recording import Recording, make_recording, run_with_draws
 from penstock.capture.replay import ArgumentReader, Getter, Replay, Values, WrapModule
 from penstock.capture.tensor_table import device_of, storage_id
@@ -58,6 +59,8 @@ class Captured:
         """is entered around every recording, such as to gather sharded parameters"""
         self._granularity = granularity
         self._fingerprinter = Fingerprinter(model)
+        self._functions: WholeFunctions | None = None
+        """functions of the user's that are recorded as one call"""
         self._recordings: dict[tuple[Any, ...], list[Recording]] = {}
         """by batch signature and model fingerprint; several if they differ in guards"""
         self._kept: LruCache[Recording, tuple[tuple[Any, ...], Recording]] = LruCache()
@@ -192,11 +195,17 @@ class Captured:
             raise CaptureError("a model cannot be recorded in inference mode", hint="torch.no_grad()")
         with self.recording_context():
             made = make_recording(
-                self.model, args, kwargs, self._granularity, seed, lambda form: (fingerprint, form) in self._forms
+                self.model,
+                args,
+                kwargs,
+                self._granularity,
+                seed,
+                lambda form: (fingerprint, form) in self._forms,
+                self._functions,
             )
         self._first = self._first or made
         # Leaves that had to be opened stay open, also for the fingerprint.
-        self._granularity = made.granularity
+        self._granularity, self._functions = made.granularity, made.functions
         self._fingerprinter.find_modules(made.granularity)
         self._volatile |= made.volatile
         key = (signature, self._fingerprint())

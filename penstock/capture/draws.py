@@ -6,10 +6,8 @@ an array that remembers the tensor: comparing it, computing with it or passing i
 the model had drawn the tensor. Any other use is found by recording a second forward with other draws.
 """
 
-import inspect
 import random
 import sys
-import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penstock.capture.functions import Handler, calling
 from penstock.capture.generators import GeneratorStates, python_generators
-from penstock.capture.objects import user_line
+from penstock.capture.objects import code_origin, user_line
 from penstock.errors import CaptureError
 from penstock.ir import transform
 
@@ -200,69 +199,36 @@ class ArrayOf(tuple):  # type: ignore[type-arg]
 # Interception
 
 _NOT_DRAWS = frozenset(("seed", "getstate", "setstate", "get_state", "set_state", "shuffle", "get_bit_generator"))
-Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], types.FrameType], Any]
-
-
-class DrawingFunction(NamedTuple):
-    """A function of the user's that draws, and the namespace in which the model looks it up."""
-
-    namespace: dict[str, Any]
-    name: str
-    function: Any
 
 
 @contextmanager
-def intercept_draws(handler: Handler, functions: Iterable[DrawingFunction]) -> Iterator[None]:
-    """Route calls of `random.*`, `numpy.random.*` and of some functions of the user through the handler.
+def intercept_draws(handler: Handler, model: nn.Module) -> Iterator[None]:
+    """Route calls of `random.*` and `numpy.random.*` through the handler.
 
-    It is called as `handler(function, args, kwargs, frame of the caller)`.
+    It is called as `handler(function, args, kwargs, frame of the caller)`. Names that the files of the model's classes
+    import (`from random import random`) are replaced too.
     """
-
-    def replacement(function: Callable[..., Any]) -> Callable[..., Any]:
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            return handler(function, args, kwargs, sys._getframe(1))
-
-        return draw
-
-    places = [*_library_functions(), *functions]
+    places = list(_library_functions())
+    functions = {id(function): function for _, _, function in places}
+    owners = {owner.__module__ for module in model.modules() for owner in type(module).__mro__}
+    files = [vars(sys.modules[name]) for name in owners if name in sys.modules and code_origin(name) != "torch"]
+    places += [
+        (file, name, functions[id(value)]) for file in files for name, value in file.items() if id(value) in functions
+    ]
     try:
         for namespace, name, function in places:
-            namespace[name] = replacement(function)
+            namespace[name] = calling(handler, function)
         yield
     finally:
         for namespace, name, function in places:
             namespace[name] = function
 
 
-def _library_functions() -> Iterator[DrawingFunction]:
+def _library_functions() -> Iterator[tuple[dict[str, Any], str, Callable[..., Any]]]:
     """The functions that draw from the global generators of Python and numpy."""
     owners = ((random, random._inst), (np.random, np.random.mtrand._rand))
     for module, generator in owners:
         for name, function in vars(module).items():
             is_bound = getattr(function, "__self__", None) is generator
             if is_bound and callable(function) and not name.startswith("_") and name not in _NOT_DRAWS:
-                yield DrawingFunction(vars(module), name, function)
-
-
-def find_drawing_function(frame: types.FrameType) -> tuple[DrawingFunction | None, bool]:
-    """The outermost function around a draw that is not a method of a module, and whether there is one.
-
-    The function is None if the namespace in which the model looks it up is not known.
-    """
-    codes = []
-    caller: types.FrameType | None = frame
-    while caller is not None and not _is_module_method(caller):
-        codes.append(caller.f_code)
-        caller = caller.f_back
-    if caller is None or not codes:
-        return None, bool(codes) and caller is not None
-    for name in caller.f_code.co_names:
-        function = caller.f_globals.get(name)
-        if callable(function) and getattr(inspect.unwrap(function), "__code__", None) in codes:
-            return DrawingFunction(caller.f_globals, name, function), True
-    return None, True
-
-
-def _is_module_method(frame: types.FrameType) -> bool:
-    code = frame.f_code
-    return bool(code.co_argcount) and isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module)
+                yield vars(module), name, function

@@ -9,6 +9,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from penstock.capture.arguments import FunctionApply
 from penstock.capture.draws import PythonDraw
+from penstock.capture.functions import WholeFunction
 from penstock.capture.generators import GeneratorStates, module_generators, python_generators, torch_generators
 from penstock.capture.tensor_table import TensorTable, buffers_and_attributes, same_content, storage_id
 from penstock.ir import leaves
@@ -80,7 +81,7 @@ class CallEffects:
 
 def runs_python(target: Any) -> bool:
     """Whether a call runs Python code: a torch function cannot draw from the generators of Python and numpy."""
-    return isinstance(target, nn.Module | FunctionApply | PythonDraw)
+    return isinstance(target, nn.Module | FunctionApply | PythonDraw | WholeFunction)
 
 
 def _own_state(module: nn.Module | None) -> list[Tensor]:

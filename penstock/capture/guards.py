@@ -17,7 +17,7 @@ from penstock.capture.generators import GeneratorStates, torch_generators
 from penstock.capture.hooks import without_user_hooks
 from penstock.capture.recording import Recording
 from penstock.capture.replay import Replay
-from penstock.ir import Call, Guard, object_keys, refs
+from penstock.ir import Call, Guard, refs
 
 
 class InputGuards:
@@ -56,7 +56,7 @@ class InputGuards:
 def _nodes_to_check(recording: Recording) -> list[str] | None:
     """The nodes that must run to check all guards on the inputs; None if there are no such guards."""
     graph, record = recording.graph, recording.record
-    free = _nodes_without_weights(recording)
+    free = recording.nodes_without_weights
     available = recording.available_values(free)
     has_guards, wanted = False, set[str]()
     # Values that may differ between two batches of the same signature.
@@ -80,21 +80,6 @@ def _nodes_to_check(recording: Recording) -> list[str] | None:
             needed.append(node.name)
             wanted |= set(node.reads)
     return needed[::-1]
-
-
-def _nodes_without_weights(recording: Recording) -> set[str]:
-    """The nodes that depend on the inputs, and on random numbers that are drawn between blocks, alone."""
-    graph, calls = recording.graph, {step.name: step for step in recording.record.steps if isinstance(step, Call)}
-    names, known = set[str](), set(recording.record.inputs)
-    for node in graph.nodes:
-        # A generator of the model's own would move in a second draw.
-        keys = (*object_keys(calls[node.name].args), *object_keys(calls[node.name].kwargs))
-        has_generator = any(isinstance(recording.live[key], torch.Generator) for key in keys)
-        is_plain = not (node.is_leaf or node.parameters or node.buffers or has_generator)
-        if node.from_inputs or (is_plain and known.issuperset(node.reads)):
-            names.add(node.name)
-            known.update(value.name for value in node.makes)
-    return names
 
 
 def _has_implicit_guard(call: Call, sized: frozenset[str]) -> bool:

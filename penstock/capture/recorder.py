@@ -6,6 +6,7 @@ scripted functions are intercepted (`hooks.py`). Outside of leaves each of these
 tensor enters or leaves it other than through arguments and results.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,12 +32,10 @@ from penstock.capture.arguments import (
 from penstock.capture.call_context import ContextTracker
 from penstock.capture.draws import (
     RANDOMNESS_HINT,
-    DrawingFunction,
     DrawnArray,
     DrawnNumber,
     DrawSeed,
     PythonDraw,
-    find_drawing_function,
     hash_name,
     python_seeded,
     seed_torch,
@@ -54,13 +53,27 @@ from penstock.capture.effects import (
     sets_requires_grad,
     writes_in_place,
 )
+from penstock.capture.functions import WholeFunction, enclosing_function
 from penstock.capture.generators import GeneratorStates, python_generators
 from penstock.capture.hooks import refuse_backward_hooks
 from penstock.capture.objects import reachable_objects, register_containers, user_line
 from penstock.capture.tensor_table import TensorTable, has_gradient, storage_id
 from penstock.capture.transforms import TransformedCall, held_tensors
 from penstock.errors import CaptureError
-from penstock.ir import ADDED_LOSS, Call, Guard, Ref, Results, State, bind_state, copy_into, leaves, transform
+from penstock.ir import (
+    ADDED_LOSS,
+    Call,
+    Guard,
+    Ref,
+    Results,
+    State,
+    Tree,
+    bind_state,
+    copy_into,
+    leaves,
+    object_keys,
+    transform,
+)
 
 
 class LeakyLeaf(Exception):  # noqa: N818
@@ -85,12 +98,26 @@ class NewContainer(Exception):  # noqa: N818
     """A class of objects that hold tensors was registered as a container: the forward must be recorded again."""
 
 
-class DrawsInside(Exception):  # noqa: N818
-    """A function of the user's draws with Python's or numpy's generators: it must be recorded as one call."""
+class NotReplayable(Exception):  # noqa: N818
+    """A function of the user's contains a call that cannot be replayed by itself: it must be recorded as one call."""
 
-    def __init__(self, function: DrawingFunction) -> None:
-        super().__init__(function.name)
+    def __init__(self, function: Callable[..., Any], draws: bool = False) -> None:
+        super().__init__(function)
         self.function = function
+        self.draws = draws
+        """whether it draws with Python's or numpy's generators"""
+
+
+@dataclass
+class WholeFunctions:
+    """The functions of the user's that are recorded as one call."""
+
+    drawing: list[Callable[..., Any]] = field(default_factory=list)
+    """those that draw with Python's or numpy's generators"""
+    reading: list[Callable[..., Any]] = field(default_factory=list)
+    """those that read activations or use tensors that a replay could not find"""
+    opened: list[Callable[..., Any]] = field(default_factory=list)
+    """those that read, but cannot be one call: values enter or leave them other than as arguments and results"""
 
 
 @dataclass(frozen=True)
@@ -139,6 +166,7 @@ class Recorder(TorchFunctionMode):
         leaf_names: set[str],
         seed: DrawSeed,
         exposed_seed: int,
+        functions: WholeFunctions,
         around_calls: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """`seed` determines all random numbers of the forward, and `exposed_seed` those in drawn numbers and arrays.
@@ -162,8 +190,9 @@ class Recorder(TorchFunctionMode):
         self.table = TensorTable(model)
         self.writer = ArgumentWriter(self._reference)
         self.context = ContextTracker()
-        self.drawing_functions: list[Any] = []
-        """functions of the user's that draw with Python's or numpy's generators, each recorded as one call"""
+        self.functions = functions
+        self.enclosing: dict[int, Callable[..., Any]] = {}
+        """functions of the user's around guards and calls that are given unknown tensors, by index of the step"""
         self.has_single_sample = False
         """whether the batch may have one sample only, so that a draw of one element may be one per sample"""
         self._seed, self._exposed_seed = seed, exposed_seed
@@ -172,12 +201,15 @@ class Recorder(TorchFunctionMode):
         self._python_states = GeneratorStates(python_generators())
         self._rng_was_set = False
         self._leaf_names = leaf_names
+        self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._scopes: list[str] = []
         self._num_uses: Counter[str] = Counter()
         self._objects_before = reachable_objects(model.modules())
         self._running: RunningCall | None = None
         self._num_calls = 0
+        self._num_checkpoints = 0
+        """of reentrant checkpoints that run now"""
         # While the recorder itself uses torch, nothing must be recorded. Inside __torch_function__ torch disables the
         # mode by itself, but a module's call is intercepted with the mode active.
         self._is_paused = False
@@ -265,8 +297,12 @@ class Recorder(TorchFunctionMode):
             # A reentrant checkpoint: its first two arguments are the function and a flag. The function is recorded
             # as if there were no checkpoint, without gradients where no input has one, as in the checkpoint.
             needs_gradient = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args[2:])
-            with torch.set_grad_enabled(needs_gradient and torch.is_grad_enabled()):
-                return args[0](*args[2:])
+            self._num_checkpoints += needs_gradient
+            try:
+                with torch.set_grad_enabled(needs_gradient and torch.is_grad_enabled()):
+                    return args[0](*args[2:])
+            finally:
+                self._num_checkpoints -= needs_gradient
         original = self.context.counting(original)
         if self._running is not None:
             return self._inside_call(original, args, kwargs)
@@ -298,10 +334,10 @@ class Recorder(TorchFunctionMode):
         """Handle a draw with Python's or numpy's generators: a recorded call that returns tensors."""
         if self._is_paused or self._running is not None:
             return function(*args, **kwargs)
-        drawing, is_inside = find_drawing_function(frame)
+        drawing, is_inside = enclosing_function(frame, self._paths)
         if is_inside:
-            if drawing is not None and drawing.function not in self.drawing_functions:
-                raise DrawsInside(drawing)
+            if drawing is not None and drawing not in self.functions.drawing:
+                raise NotReplayable(drawing, draws=True)
             # Not recorded: `refuse_unseen_draws` finds it.
             return function(*args, **kwargs)
         if getattr(function, "__name__", "") == "choice" and args and isinstance(args[0], list | tuple):
@@ -318,6 +354,18 @@ class Recorder(TorchFunctionMode):
             self._refuse_unseen_draw()
         drawn = iter(leaves(recorded))
         return transform(exposed, lambda leaf: _drawn(leaf, next(drawn)))
+
+    def function_called(self, function: Any, args: Any, kwargs: Any, frame: Any) -> Any:
+        """Handle a function of the user's that is recorded as one call."""
+        if self._is_paused or self._running is not None:
+            return function(*args, **kwargs)
+        return self._record(whole := WholeFunction(function), whole, args, kwargs)
+
+    def _enclosing_function(self) -> Callable[..., Any] | None:
+        """The function of the user's that runs now and could be recorded as one call."""
+        function, _ = enclosing_function(sys._getframe(1), self._paths)
+        known = (*self.functions.drawing, *self.functions.reading, *self.functions.opened)
+        return None if any(function is one for one in known) else function
 
     def refuse_unseen_draws(self) -> None:
         """Raise a CaptureError if Python's or numpy's global generators moved outside of recorded calls."""
@@ -375,7 +423,12 @@ class Recorder(TorchFunctionMode):
             # As with a module of position biases that every layer is given: only its calls show whose parameters it is.
             raise LeakyLeaf(where)
         # Before the call: it may change the containers that it is given, and rename the values in them.
-        trees = self.writer.write(tuple(args), where), self.writer.write(dict(kwargs), where)
+        try:
+            trees = self.writer.write(tuple(args), where), self.writer.write(dict(kwargs), where)
+        except CaptureError:
+            if function := self._enclosing_function():
+                raise NotReplayable(function) from None
+            raise
         self._num_calls += 1
         # With a number from the second use of the name on.
         name = f"{where}@{self._num_uses[where] + 1}" if self._num_uses[where] else where
@@ -385,7 +438,8 @@ class Recorder(TorchFunctionMode):
             with self._seeded(hash_name(name), is_shared_draw, runs_python(target)):
                 effects = CallEffects(self.table, target, tensors)
                 # A transformed function must not use state that it is not given either: nobody would see it.
-                own = set(effects.own) if is_module or isinstance(target, TransformedCall) else None
+                # The same for a function of the user's that is one call.
+                own = set(effects.own) if is_module or isinstance(target, TransformedCall | WholeFunction) else None
                 call = RunningCall(where, self._num_calls, own)
                 call.takes_gradients = isinstance(target, TransformedCall) and target.transform != "vmap"
                 state = (*target.parameters(), *target.buffers()) if is_module else ()
@@ -409,14 +463,30 @@ class Recorder(TorchFunctionMode):
                 # A replay compares only the class of such an object.
                 raise LeakyLeaf(where)
         made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        if isinstance(target, WholeFunction) and result is None:
+            # It may raise or print depending on what it reads: its calls are recorded, with guards.
+            raise LeakyLeaf(where)
         has_effect = not is_module and getattr(target, "__name__", "") in TENSOR_EFFECTS
         written = tensors[:1] if has_effect else effects.written_arguments(call.written_storage)
         written_state = effects.written_state(written)
+        if written_state and (self._num_checkpoints or self.context.in_checkpoint()):
+            raise CaptureError(
+                "a checkpoint between blocks contains a call that writes buffers, twice in plain PyTorch",
+                module=self._scope or "the model",
+                line=user_line(),
+                call=where,
+                buffer=self.table.state[id(written_state[0])],
+                hint=f'basic_blocks=["{self._kinds[self._scope]}"], which keeps the module with the checkpoint whole'
+                if self._scope
+                else "move the checkpoint into a submodule, and keep that whole (basic_blocks)",
+            )
         if not is_module and not written and not written_state and not has_changed:
             if not made:
                 if tensors and result is not None:
                     # A Python value that was read from tensors: the record holds only while it is the same.
                     expected, key = self.writer.key(Expected(result)), self.writer.key(target)
+                    if function := self._enclosing_function():
+                        self.enclosing[len(self.steps)] = function
                     self.steps.append(Guard(short_name(target), key, *trees, expected, self._scope))
                     self.lines.append(user_line())
                 return result
@@ -434,6 +504,8 @@ class Recorder(TorchFunctionMode):
         results = Results(self._name_results(name, made), structure_of(result), updates)
         if results.structure != TENSOR:
             self.returned[name] = structure_with_names(result, self._name_or_empty)
+        if self._has_constant_tensor(trees) and (function := self._enclosing_function()):
+            self.enclosing[len(self.steps)] = function
         self.steps.append(Call(name, key, is_module, *trees, results, writes, self.context.current(), has_changed))
         self.lines.append(user_line())
         if draws and self._rng_was_set:
@@ -492,6 +564,10 @@ class Recorder(TorchFunctionMode):
             originals = {id(copy): leaf for copy, leaf in zip(copies, arguments, strict=True)}
             copy_into(original, transform(moved, lambda leaf: originals.get(id(leaf), leaf)))
         return result
+
+    def _has_constant_tensor(self, trees: tuple[Tree, Tree]) -> bool:
+        keys = (*object_keys(trees[0]), *object_keys(trees[1]))
+        return any(isinstance(self.writer.live[key], Tensor) for key in keys)
 
     # Names
 

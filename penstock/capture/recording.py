@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.capture.arguments import Expected, structure_of, unknown_origin
-from penstock.capture.draws import FIRST_SEED, DrawingFunction, DrawSeed, intercept_draws
+from penstock.capture.arguments import Expected, short_name, structure_of, unknown_origin
+from penstock.capture.draws import FIRST_SEED, DrawSeed, intercept_draws
 from penstock.capture.fingerprint import model_settings
+from penstock.capture.functions import intercept_functions
 from penstock.capture.generators import GeneratorStates, python_generators, seed_generators
 from penstock.capture.gradient_paths import outputs_with_gradient
 from penstock.capture.granularity import Granularity
@@ -33,7 +34,14 @@ from penstock.capture.hooks import (
 )
 from penstock.capture.isolation import isolated, uncompiled
 from penstock.capture.objects import copy_leaf, register_containers
-from penstock.capture.recorder import BypassedLeaf, DrawsInside, LeakyLeaf, NewContainer, Recorder
+from penstock.capture.recorder import (
+    BypassedLeaf,
+    LeakyLeaf,
+    NewContainer,
+    NotReplayable,
+    Recorder,
+    WholeFunctions,
+)
 from penstock.capture.tensor_table import buffers_and_attributes, device_of, same_content
 from penstock.capture.transforms import TransformedCall, intercept_transforms
 from penstock.errors import CaptureError, PenstockError
@@ -74,8 +82,10 @@ class Recording:
     """nodes that draw one number for the whole batch"""
     python_draws: frozenset[str] = frozenset()
     """nodes that draw from the generators of Python or numpy"""
-    drawing_functions: tuple[DrawingFunction, ...] = ()
-    """functions of the user's that draw so, each recorded as one call"""
+    functions: WholeFunctions = field(default_factory=WholeFunctions)
+    """functions of the user's that are recorded as one call"""
+    enclosing: dict[int, Callable[..., Any]] = field(default_factory=dict)
+    """functions that could be: around guards and unknown tensors, by index of the step"""
     lines: dict[int, str] = field(default_factory=dict)
     """the line of the user's code for each step of the record, by the step's id()"""
     size_reads: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -126,6 +136,21 @@ class Recording:
         )
         return blake2b(repr(parts).encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
+    @cached_property
+    def nodes_without_weights(self) -> frozenset[str]:
+        """The nodes that depend on the inputs, and on random numbers that are drawn between blocks, alone."""
+        calls = {step.name: step for step in self.record.steps if isinstance(step, Call)}
+        names, known = set[str](), set(self.record.inputs)
+        for node in self.graph.nodes:
+            # A generator of the model's own would move in a second draw.
+            keys = (*object_keys(calls[node.name].args), *object_keys(calls[node.name].kwargs))
+            has_generator = any(isinstance(self.live[key], torch.Generator) for key in keys)
+            is_plain = not (node.is_leaf or node.parameters or node.buffers or has_generator)
+            if node.from_inputs or (is_plain and known.issuperset(node.reads)):
+                names.add(node.name)
+                known.update(value.name for value in node.makes)
+        return frozenset(names)
+
     def available_values(self, nodes: Iterable[str]) -> set[str]:
         """The values that a stage with these nodes has: inputs, and whatever the nodes read and make."""
         chosen = [self.graph[name] for name in nodes]
@@ -140,27 +165,30 @@ def make_recording(
     granularity: Granularity,
     seed: DrawSeed = FIRST_SEED,
     is_known: Callable[[str], bool] = lambda form: False,
+    functions: WholeFunctions | None = None,
 ) -> Recording:
     """Record the forward of a model on a batch. The model is left as it was.
 
     Random numbers between blocks, on which the forward may depend, are those that a replay with the same seed draws.
-    `is_known` returns whether a form is that of an earlier recording of this model with the same settings.
+    `is_known` returns whether a form is that of an earlier recording of this model with the same settings. `functions`
+    are those of earlier recordings.
     """
     with isolated(model), uncompiled():
         before = model_settings(model, granularity)
-        first = _record_opening(model, args, kwargs, granularity, seed, _SEEDS[0])
+        first = _record_opening(model, args, kwargs, granularity, seed, _SEEDS[0], functions or WholeFunctions())
         difference = None
         if first.draws_in_python or not is_known(first.form):
             # The second forward is not isolated from the first, so that a counter that the first increased shows up.
-            second = _record_opening(model, args, kwargs, first.granularity, seed, _SEEDS[1])
+            second = _record_opening(model, args, kwargs, first.granularity, seed, _SEEDS[1], first.functions)
             difference = _difference(first, second)
         after = model_settings(model, granularity)
         if difference is not None and not _caches_constants(first, second):
-            third = _record_opening(model, args, kwargs, first.granularity, seed, _SEEDS[0])
+            third = _record_opening(model, args, kwargs, first.granularity, seed, _SEEDS[0], first.functions)
             if _difference(second, third) is None:
                 raise CaptureError(
                     "the first forward initialises state that later ones use",
                     where=difference.values["where"],
+                    **{name: difference.values[name] for name in ("line",) if name in difference.values},
                     hint="call the model once on this batch, and capture it then",
                 )
             raise difference
@@ -187,19 +215,28 @@ def _record_opening(
     granularity: Granularity,
     seed: DrawSeed,
     global_seed: int,
+    functions: WholeFunctions,
 ) -> Recording:
     """Record one forward. A leaf that leaks, or whose parts are called instead of it, is opened; then record again.
 
     `global_seed` seeds the global generators, which no call between blocks may draw from unseen.
     """
     skip_hooks = True
-    functions: list[DrawingFunction] = []
+    functions = WholeFunctions([*functions.drawing], [*functions.reading], [*functions.opened])
     while True:
         leaves = granularity.leaves(model)
         try:
             with without_user_hooks(leaves.values() if skip_hooks else ()):
-                return _record_once(model, args, kwargs, granularity, seed, global_seed, functions)
+                made = _record_once(model, args, kwargs, granularity, seed, global_seed, functions)
+            found = _reading_functions(made)
+            if not found:
+                return made
+            functions.reading += found
         except CaptureError:
+            if functions.reading:
+                # Perhaps because of a function that is one call: then open it.
+                functions.opened.append(functions.reading.pop())
+                continue
             # The model may depend on its hooks, such as one that collects router logits for the loss.
             if not skip_hooks or not has_user_hooks(leaves.values()):
                 raise
@@ -211,6 +248,11 @@ def _record_opening(
             continue
         except LeakyLeaf as leak:
             if leak.leaf not in leaves:
+                if functions.reading:
+                    named = (one for one in functions.reading if leak.leaf.endswith(f"/{short_name(one)}"))
+                    functions.opened.append(next(named, functions.reading[-1]))
+                    functions.reading.remove(functions.opened[-1])
+                    continue
                 raise CaptureError(
                     "a value enters or leaves a function other than through tensors in its arguments and results",
                     where=leak.leaf,
@@ -218,8 +260,21 @@ def _record_opening(
                     hint="keep the module that contains both as one block (basic_blocks)",
                 ) from None
             granularity = granularity.open_like(model, leak.leaf)
-        except DrawsInside as draw:
-            functions.append(draw.function)
+        except NotReplayable as call:
+            (functions.drawing if call.draws else functions.reading).append(call.function)
+
+
+def _reading_functions(recording: Recording) -> list[Callable[..., Any]]:
+    """The functions of the user's, each once, that read activations into Python or make tensors that nobody saw."""
+    free = recording.available_values(recording.nodes_without_weights)
+    steps = enumerate(recording.record.steps)
+    found = (
+        recording.enclosing[index]
+        for index, step in steps
+        if index in recording.enclosing
+        and (isinstance(step, Call) or not {*refs(step.args), *refs(step.kwargs)} <= free)
+    )
+    return list(dict.fromkeys(found))
 
 
 def _record_once(
@@ -229,18 +284,18 @@ def _record_once(
     granularity: Granularity,
     seed: DrawSeed,
     global_seed: int,
-    functions: list[DrawingFunction],
+    functions: WholeFunctions,
 ) -> Recording:
     register_containers((args, kwargs))
     seed_generators(global_seed)
-    recorder = Recorder(model, set(granularity.leaves(model)), seed, global_seed)
+    recorder = Recorder(model, set(granularity.leaves(model)), seed, global_seed, functions)
     # Copies, as the model may write into its inputs. The same tensor given twice becomes two inputs: in another batch
     # they may differ.
     args, kwargs = transform(args, copy_leaf), transform(kwargs, copy_leaf)
     inputs = [name for name, leaf in named_inputs(model.forward, args, kwargs).items() if isinstance(leaf, Tensor)]
     generators = GeneratorStates(python_generators())
     try:
-        output = _run_model(model, recorder, args, kwargs, functions)
+        output = _run_model(model, recorder, args, kwargs)
     finally:
         for tensor, content in recorder.state_before.values():
             tensor.data.copy_(content)
@@ -255,7 +310,7 @@ def _record_once(
     if register_containers(output):
         raise NewContainer
     outputs = recorder.writer.write(output, _OUTPUT)
-    constants = _constant_values(recorder)
+    constants = _constant_values(model, recorder)
     _refuse_replaced_state(model, recorder, constants)
     steps = _without_unread_updates(recorder.steps, outputs)
     record = Record(tuple(inputs), steps, outputs, frozenset(recorder.sized))
@@ -275,7 +330,8 @@ def _record_once(
         seed=seed,
         shared_draws=frozenset(name for name, note in notes if note.is_shared_draw),
         python_draws=frozenset(name for name, note in notes if note.draws_with_python),
-        drawing_functions=tuple(functions),
+        functions=functions,
+        enclosing=recorder.enclosing,
         lines=dict(zip(map(id, steps), recorder.lines, strict=True)),
         size_reads=recorder.sized,
         draws_in_python=any(note.draws_with_python for _, note in notes) or generators.have_moved(),
@@ -286,13 +342,17 @@ def _record_once(
     )
 
 
-def _constant_values(recorder: Recorder) -> set[str]:
-    """The values that depend neither on inputs and state nor on random numbers."""
+def _constant_values(model: nn.Module, recorder: Recorder) -> set[str]:
+    """The values that depend on no input, parameter, random number, or buffer that the forward writes."""
     found: set[str] = set()
+    written = {name for note in recorder.notes.values() for name in note.written_state}
+    # A buffer that the forward replaces, as a counter, has another value next time.
+    kept = buffers_and_attributes(model)
+    constant = {name for name, tensor in recorder.table.buffers.items() if kept.get(name) is tensor} - written
     for step in recorder.steps:
         if isinstance(step, Call) and not (step.is_module or step.writes or recorder.notes[step.name].is_random):
             read = {*refs(step.args), *refs(step.kwargs)}
-            if read <= found and not states(step.args) and not states(step.kwargs):
+            if read <= found and constant >= {*states(step.args), *states(step.kwargs)}:
                 found.update(step.results.values)
     return found
 
@@ -301,8 +361,9 @@ def run_with_draws(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording, seed: DrawSeed
 ) -> Any:
     """Call the model, not the recording, with the random numbers that a replay of the recording draws with the seed."""
-    recorder = Recorder(model, set(recording.granularity.leaves(model)), seed, seed.step, _keep_saved_tensors)
-    return _run_model(model, recorder, args, kwargs, recording.drawing_functions)
+    leaves = set(recording.granularity.leaves(model))
+    recorder = Recorder(model, leaves, seed, seed.step, recording.functions, _keep_saved_tensors)
+    return _run_model(model, recorder, args, kwargs)
 
 
 def _keep_saved_tensors() -> AbstractContextManager[Any]:
@@ -318,17 +379,17 @@ def _run_model(
     recorder: Recorder,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    functions: Iterable[DrawingFunction],
 ) -> Any:
     """Run the forward under the recorder; an error names the module in which it happened."""
     for name, leaf in named_inputs(model.forward, args, kwargs).items():
         if isinstance(leaf, Tensor):
             recorder.table.add(leaf, name)
             recorder.has_single_sample |= leaf.dim() > 0 and leaf.shape[0] == 1
-    recorder.drawing_functions = [one.function for one in functions]
     try:
         with (
-            intercept_draws(recorder.function_drew, functions),
+            intercept_draws(recorder.function_drew, model),
+            intercept_functions(recorder.function_drew, recorder.functions.drawing),
+            intercept_functions(recorder.function_called, recorder.functions.reading),
             intercept_modules(model, recorder.module_called),
             intercept_autograd_functions(recorder.function_applied),
             intercept_scripted_functions(recorder.script_called),
@@ -339,7 +400,7 @@ def _run_model(
                 return model(*args, **kwargs)
             finally:
                 recorder.stop()
-    except (BypassedLeaf, DrawsInside, LeakyLeaf, NewContainer, PenstockError):
+    except (BypassedLeaf, LeakyLeaf, NotReplayable, NewContainer, PenstockError):
         raise
     except Exception as error:
         failed, module = recorder.failure
@@ -410,8 +471,9 @@ def _difference(first: Recording, second: Recording) -> CaptureError | None:
     for key, value in first.live.items():
         if isinstance(value, Tensor) and value is not second.live.get(key):
             # A constant tensor that every forward creates again, in a way that the torch function mode does not see.
-            used = (step.name for step in one.steps if key in (*object_keys(step.args), *object_keys(step.kwargs)))
-            return unknown_origin(value, next(used, _OUTPUT))
+            users = [step for step in one.steps if key in (*object_keys(step.args), *object_keys(step.kwargs))]
+            where, line = (users[0].name, first.lines[id(users[0])]) if users else (_OUTPUT, "")
+            return unknown_origin(value, where, line)
         if not _same_constant(value, second.live.get(key)):
             return _changed(key)
     # In tuples, which compare by identity first: NaN is not equal to itself.

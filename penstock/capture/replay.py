@@ -143,6 +143,7 @@ class Replay:
         if call.is_module:
             # The code that depends on the result of a block is in the module around it.
             scope = _called_parent(self._whole, scope)
+        returned = [name for name in dict.fromkeys(results) if name and name in (*refs(call.args), *refs(call.kwargs))]
         sizes = [(name, graph.spec(name).shape) for name in dict.fromkeys(results) if name in record.sized]
 
         def run(values: Values) -> None:
@@ -152,10 +153,15 @@ class Replay:
             result_structure = TENSOR if isinstance(result, Tensor) else structure_of(result)
             if result_structure != structure:
                 raise _data_dependent(call.name, scope, line, structure, result_structure)
+            given = [values[name] for name in returned]
             if result_structure == TENSOR:
                 values[results[0]] = result
             else:
                 values.update(zip(results, (leaf for leaf in leaves(result) if isinstance(leaf, Tensor)), strict=True))
+            for name, tensor in zip(returned, given, strict=True):
+                # The value that was given is still read elsewhere, perhaps by another stage.
+                if values[name] is not tensor:
+                    raise _data_dependent(call.name, scope, line, "its argument", "another tensor")
             for new, buffer in updates:
                 values[new] = buffer(values)
             for name, size in sizes:
@@ -351,7 +357,10 @@ def _keep_whole(module: str) -> str:
     """How to keep the smallest module whole that contains the decision."""
     if module:
         return f'basic_blocks=["{module}"], which keeps the module that decides whole'
-    return "move the decision into a submodule, and keep that whole (basic_blocks)"
+    return (
+        "move the decision into a global function, which runs as one call, or into a submodule, and keep that whole "
+        "(basic_blocks)"
+    )
 
 
 def _shortened(value: object) -> str:

@@ -1,7 +1,7 @@
 """Random numbers that decide between blocks, as in layer drop, are drawn per step, and alike on every rank."""
 
 import random
-from random import random as unseen
+from random import random as seen
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from tests.capture.models import Stack
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 DROPS = {
     "random.random": lambda self: random.random() < 0.5,
+    "a name of its own": lambda self: seen() < 0.5,
     "random.uniform": lambda self: not random.uniform(1, 3) >= 2,
     "arithmetic": lambda self: 1 - 2 * random.random() > 0,
     "rounding": lambda self: int(3 * random.random()) == 1,
@@ -111,7 +112,10 @@ def test_a_function_that_draws_an_array_is_one_call():
 
 
 UNRECORDED = {
-    "a draw by a name of its own": (lambda self: unseen() < 0.5, "which cannot be recorded as a call"),
+    "a draw by a name inside an object": (
+        lambda self, draw=random.random: draw() < 0.5,
+        "which cannot be recorded as a call",
+    ),
     "an array that is computed with": (lambda self: (np.random.rand(3) < 0.5).all(), "computes with an array"),
     "an order": (lambda self: random.shuffle([1, 2, 3]), "which cannot be recorded as a call"),
 }

@@ -1,0 +1,103 @@
+"""Functions of the user's that are recorded as one call, because the calls inside could not be replayed.
+
+Such as the loss of an object detector, which matches boxes on the CPU: it reads activations into numpy, and its next
+steps depend on them. As one call it runs as it is, wherever its arguments are.
+"""
+
+import inspect
+import sys
+import types
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.capture.objects import code_origin
+from penstock.ir import leaves, transform
+
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], types.FrameType], Any]
+
+
+@dataclass(frozen=True)
+class WholeFunction:
+    """A function that is recorded as one call."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # An argument that is returned as it is becomes a value of its own: in another batch the result may be another.
+        given = {id(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = self.function(*args, **kwargs)
+        return transform(result, lambda leaf: leaf.view_as(leaf) if id(leaf) in given else leaf)
+
+
+def enclosing_function(
+    frame: types.FrameType | None, modules: Collection[int] | None = None
+) -> tuple[Callable[..., Any] | None, bool]:
+    """The outermost function around a line of a module's forward, and whether there is one.
+
+    Methods of modules are no such functions; with `modules`, only those of modules with these identities. The function
+    is None if it is not a global one, so that no name is known by which the model finds it.
+    """
+    found, is_inside = None, False
+    while frame is not None and not _is_method_of(frame, modules):
+        origin = code_origin(frame.f_globals.get("__name__", ""))
+        if origin in ("library", "user") and not frame.f_globals.get("__name__", "").startswith(("penstock.", "numpy")):
+            is_inside = True
+            function = frame.f_globals.get(frame.f_code.co_name)
+            if callable(function) and getattr(inspect.unwrap(function), "__code__", None) is frame.f_code:
+                found = function
+        frame = frame.f_back
+    return (found, is_inside) if frame is not None else (None, False)
+
+
+def _is_method_of(frame: types.FrameType, modules: Collection[int] | None) -> bool:
+    code = frame.f_code
+    if not code.co_argcount:
+        return False
+    first = frame.f_locals.get(code.co_varnames[0])
+    return isinstance(first, nn.Module) and (modules is None or id(first) in modules)
+
+
+@contextmanager
+def intercept_functions(handler: Handler, functions: Collection[Callable[..., Any]]) -> Iterator[None]:
+    """Route calls of some global functions through `handler(function, args, kwargs, frame of the caller)`."""
+    places = list(_places(functions)) if functions else []
+    try:
+        for namespace, name, function in places:
+            namespace[name] = calling(handler, function)
+        yield
+    finally:
+        for namespace, name, function in places:
+            namespace[name] = function
+
+
+def calling(handler: Handler, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls the handler in place of another one."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return handler(function, args, kwargs, sys._getframe(1))
+
+    return call
+
+
+def _places(functions: Collection[Callable[..., Any]]) -> Iterator[tuple[dict[Any, Any], Any, Callable[..., Any]]]:
+    """The global names of some functions, and the entries of global dicts that hold them."""
+    wanted = {id(function): function for function in functions}
+    namespaces = {
+        id(vars(module)): vars(module) for module in list(sys.modules.values()) if hasattr(module, "__dict__")
+    }
+    # A function of a module that is not imported by a name, as in a notebook.
+    namespaces |= {
+        id(space): space for one in functions if (space := getattr(inspect.unwrap(one), "__globals__", None))
+    }
+    for namespace in namespaces.values():
+        for name, value in list(namespace.items()):
+            if id(value) in wanted:
+                yield namespace, name, wanted[id(value)]
+            elif type(value) is dict:
+                for key, entry in list(value.items()):
+                    if id(entry) in wanted:
+                        yield value, key, wanted[id(entry)]
