@@ -49,6 +49,7 @@ class ReplicaReducer:
             for index, stage in parameters.items()
             if groups.replicas is not None
         }
+        self._replica_ranks = () if groups.replicas is None else dist.get_process_group_ranks(groups.replicas)
         self._started: list[tuple[Any, float, Tensor, list[nn.Parameter]]] = []
 
     @property
@@ -61,7 +62,7 @@ class ReplicaReducer:
         alike: dict[Any, list[nn.Parameter]] = {}
         for parameter in self._parameters.get(stage, ()):
             if parameter.requires_grad:
-                resolve_partial(parameter)
+                resolve_partial(parameter, self._replica_ranks)
                 layout = self._layouts[parameter]
                 # One message per dtype, so that no gradient is converted.
                 alike.setdefault((layout.group, layout.divisor, parameter.dtype), []).append(parameter)

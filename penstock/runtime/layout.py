@@ -6,7 +6,7 @@ that follow the replicas over which its gradient is summed, and how many ranks w
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,10 +92,23 @@ class PartialGradients:
             resolve_partial(parameter)
 
 
-def resolve_partial(parameter: nn.Parameter) -> None:
-    """Give a gradient the placements of its parameter; a collective call if they differ."""
+def resolve_partial(parameter: nn.Parameter, replicas: Collection[int] = ()) -> None:
+    """Give a gradient the placements of its parameter; a collective call if they differ.
+
+    Refuses a gradient that is partial over `replicas`, given as global ranks: it would be summed over them twice.
+    """
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        mesh = gradient.device_mesh
+        for dim, placement in enumerate(gradient.placements):
+            ranks = set(dist.get_process_group_ranks(mesh.get_group(dim))) - {dist.get_rank()}
+            if isinstance(placement, Partial) and ranks.intersection(replicas):
+                raise RunError(
+                    "a gradient is a partial sum over replicas, whose gradients the Pipeline averages",
+                    shape=list(parameter.shape),
+                    placements=gradient.placements,
+                    hint="DTensors along the axis of replicas for experts only, which are used with to_local()",
+                )
         parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional
 
 import penstock
@@ -125,6 +125,11 @@ def as_tensor_parallel(stage, mesh):
         parallelize_module(block.gate, mesh["ep"], ColwiseParallel())
 
 
+def as_sequences(stage, mesh):
+    for block in stage.children():
+        parallelize_module(block[0], mesh["ep"], SequenceParallel(sequence_dim=0, use_local_output=True))
+
+
 def built(shape, names, parallelize_fn):
     mesh, model = init_device_mesh("cpu", shape, mesh_dim_names=names), mixture()
     rows = len(X[0]) // (dist.get_world_size() // mesh["pp"].size())
@@ -203,18 +208,26 @@ def test_experts_of_an_auto_pipeline_have_the_gradients_of_the_whole_model(pools
 
 
 def refusals():
+    torch.manual_seed(0)
     found = []
     for parallelize_fn in (as_plain_parts, without_experts_elsewhere, over_the_pipeline, as_tensor_parallel):
         with pytest.raises(RunError) as refused:
             built((2, 2), ("pp", "ep"), parallelize_fn)
         found.append(str(refused.value))
-    return found
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    model = nn.Sequential(*[nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]).double()
+    plan = quick_plan(model, (X[0],), ranks=2, microbatches=2, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, mesh=mesh, parallelize_fn=as_sequences)
+    with pytest.raises(RunError) as refused:
+        pipe.step(X[0], target=Y[0])
+    return [*found, str(refused.value)]
 
 
 def test_parameters_that_differ_between_replicas_in_other_ways_are_refused(pools):
-    for parts, missing, pipeline, layer in pools[4].run(refusals):
+    for parts, missing, pipeline, layer, partial in pools[4].run(refusals):
         assert "different values on ranks that have the same stage" in parts or "different shapes" in parts
         assert "experts" in parts
         assert "parameters of the same names" in missing
         assert "must be distributed over ranks that have its stage" in pipeline
         assert "split by tensor parallelism over replicas" in layer
+        assert "a partial sum over replicas" in partial
