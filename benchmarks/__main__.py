@@ -3,6 +3,7 @@
 import sys
 
 from benchmarks import (
+    asynchronous,
     backward,
     breaking,
     capture,
@@ -38,6 +39,7 @@ SCRIPTS = {
     "rank_sync": rank_sync.tables,
     "runtime_memory": runtime_memory.tables,
     "runtime_sleep": runtime_sleep.tables,
+    "asynchronous": asynchronous.tables,
     "saving": saving.tables,
     "slow_ranks": slow_ranks.tables,
     "runtime_compute": runtime_compute.tables,

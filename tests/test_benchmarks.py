@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import (
+    asynchronous,
     backward,
     breaking,
     capture,
@@ -123,6 +124,17 @@ def test_sleeping_stages_are_measured_beside_torch_and_their_simulation():
     lines = list(runtime_sleep.sleeping(runtime_sleep.Setting(2, 2, 0.001, 1.05, 1), ("zbv",)).lines)
     assert [line.cells[5] for line in lines] == ["simulated", "as alone", "torch", "torch's CPU", "beyond alone"]
     assert all(line.value > 0 for line in lines[:-1])
+
+
+def test_steps_without_a_flush_are_measured_beside_steps_with_one(monkeypatch):
+    monkeypatch.setattr(asynchronous, "STALENESS", ("2bw",))
+    lines = list(asynchronous.without_flushes(asynchronous.Setting(2, 2, 2, 0.001, 1)).lines)
+    assert [(line.cells[0], line.cells[6]) for line in lines] == [
+        ("flushed", "simulated"),
+        ("2bw", "simulated"),
+        ("2bw", "flushed"),
+    ]
+    assert all(line.value > 0 for line in lines)
 
 
 def test_recording_is_measured_against_steps_without_it():

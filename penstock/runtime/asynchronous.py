@@ -307,8 +307,10 @@ class AsyncEngine(Engine):
             with self._failing():
                 chunk, _ = self._chunk(self._stream, before, ())
                 self._start_vote(SyncRequest("drain", number), SyncVote(chunk.agreement))
-                self._finish_votes(0)
+                if self._groups.rank == self._last_rank:
+                    self._finish_votes(0)
                 self._run(chunk, self._times is not None, before)
+                self._finish_votes(0)
                 while self._running:
                     self._finish_chunk()
                 self._publish(0)
