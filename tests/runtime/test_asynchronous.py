@@ -14,6 +14,7 @@ from penstock.planner import STALENESS
 from tests.plans import quick_plan
 from tests.process_pool import Pools
 from tests.runtime.stale_replay import StaleReplay
+from tests.selection import covered
 from tests.small_models import WIDTH, noise, seeded
 
 OPTIMIZERS = {
@@ -91,7 +92,7 @@ def assert_same(
 
 
 CASES = [
-    (ranks, microbatches, staleness, name)
+    ((ranks, microbatches), staleness, name)
     for staleness in STALENESS
     for ranks, microbatches in [(1, 1), (2, 1), (2, 3), (3, 2), (4, 1), (4, 3)]
     for name in OPTIMIZERS
@@ -99,9 +100,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "staleness", "name"), CASES)
-def test_every_bit_is_that_of_the_replayed_versions(ranks: int, microbatches: int, staleness: str, name: str) -> None:
-    case = (ranks, microbatches, staleness, name, [[6] * 7])
+@pytest.mark.parametrize(("sizes", "staleness", "name"), covered(CASES))
+def test_every_bit_is_that_of_the_replayed_versions(sizes: tuple[int, int], staleness: str, name: str) -> None:
+    case = (*sizes, staleness, name, [[6] * 7])
     assert_same(trained(*case, True), replayed(*case))
 
 
