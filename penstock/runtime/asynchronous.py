@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.capture import Recording
 from penstock.errors import RunError
 from penstock.ir import Cuts, Plan, Trace, named_inputs, named_leaves
-from penstock.passes import DEFAULT_PASSES
+from penstock.passes import DEFAULT_PASSES, verify
 from penstock.planner import Stream, check_stream
 from penstock.runtime.compile import Edges, Roots, StepCompiler
 from penstock.runtime.engine import _DTYPES, Engine, _generators_restored, _mix
@@ -231,7 +231,8 @@ class AsyncEngine(Engine):
         self._lag = -(-(plan.num_ranks - 1) // plan.num_microbatches) + 1
         self._syncs = [sync.beside(number) for number in range(1, self._lag + 2)]
         self._losses = LossMessages(self._groups, self._last_rank)
-        self._streams: dict[Cuts, Stream] = {plan.cuts: Stream(plan.cuts)}
+        self._streams: dict[Cuts, Stream] = {}
+        self._stream_of(plan.cuts)
         self._free_chunks: dict[object, list[Chunk]] = {}
         self._num_calls = 0
         self._failure = ""
@@ -376,9 +377,7 @@ class AsyncEngine(Engine):
             raise RunError(
                 "the stages exchange other values than for the batches in flight", hint="pipe.drain() before"
             )
-        if cuts not in self._streams:
-            self._streams[cuts] = Stream(cuts)
-        self._stream = stream = self._streams[cuts]
+        self._stream = stream = self._stream_of(cuts)
         size = float(sum(microbatch.size for microbatch in microbatches))
         step = Step(microbatches, recordings, True, inputs=inputs, seed=seed, mean_size=size)
         chunk, is_new = self._chunk(stream, sum(self._counts), recordings)
@@ -392,6 +391,14 @@ class AsyncEngine(Engine):
                 for part in microbatches
             )
         return entry, chunk, SyncVote(chunk.agreement, batch_checksum), is_new
+
+    def _stream_of(self, cuts: Cuts) -> Stream:
+        """The order for these cuts, proven free of deadlock once, until its chunks repeat."""
+        if cuts not in self._streams:
+            stream, count = Stream(cuts), self._plan.num_microbatches
+            verify(stream.unrolled([count] * (stream.num_distinct // count + 2)))
+            self._streams[cuts] = stream
+        return self._streams[cuts]
 
     def _edges(self, recordings: Sequence[Recording]) -> list[Edges]:
         roots: list[Roots] = [self._loss_head.roots(recording, True) for recording in recordings]
