@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,29 +101,39 @@ def check(
     actual = runner.run_pipeline(plan, batch)
     notes = [warning.cause for warning in actual.warnings]
     recording = runner.captured.recording(microbatches[0].args, microbatches[0].kwargs)
+    seed = None
     if any(node.is_random for node in recording.graph.nodes):
         # The model itself, with every call seeded as in the stages.
-        loop = runner.run_plain(microbatches, actual.weights, actual.seed)
+        seed = actual.seed
         notes.append("the model draws random numbers: compared block by block from the same seeds")
-    else:
-        loop = runner.run_plain(microbatches, actual.weights)
     stages, whole = _stages(plan, runner.loss_parameters), None
+
+    def compared(against: str, run: Callable[..., _StepResult], has_buffers: bool) -> Comparison:
+        """Compare the pipeline with a plain run; differences may be rounding errors only."""
+
+        def tensors(result: _StepResult) -> dict[str, Tensor | None]:
+            return result.tensors if has_buffers else result.without_buffers
+
+        plain = run()
+        # The stages compute in the same precision as the model, so only the sums of a whole batch may round coarser.
+        coarsest = "" if has_buffers else plain.coarsest_dtype
+        differences = list(distances(tensors(plain), tensors(actual)))
+        comparison = compare_tensors(against, differences, stages, coarsest)
+        if comparison.ok:
+            return comparison
+        # The pipeline is wrong, samples interact, or rounding errors are large: find how large.
+        noise: dict[str, float] = {}
+        for number in range(_NUM_PERTURBED):
+            for one in distances(tensors(plain), tensors(run(perturbed=number))):
+                noise[one.name] = max(noise.get(one.name, 0.0), one.apart)
+        return compare_tensors(against, differences, stages, coarsest, noise)
+
     # Compared only if nothing is known that makes the whole batch differ from its microbatches.
     if len(notes) == sum(not warning.is_certain for warning in actual.warnings):
         one_batch = split_batch(model.forward, *batch, 1, split, dict(plan.split))
-        plain = runner.run_plain(one_batch)
-        differences = list(distances(plain.without_buffers, actual.without_buffers))
-        whole = compare_tensors("the whole batch", differences, stages, plain.coarsest_dtype)
-        if not whole.ok:
-            # Samples interact, or rounding errors are large.
-            noise: dict[str, float] = {}
-            for seed in range(_NUM_PERTURBED):
-                moved = runner.run_plain(one_batch, perturbed=seed)
-                for one in distances(plain.without_buffers, moved.without_buffers):
-                    noise[one.name] = max(noise.get(one.name, 0.0), one.apart)
-            whole = compare_tensors("the whole batch", differences, stages, plain.coarsest_dtype, noise)
-    differences = distances(loop.tensors, actual.tensors)
-    looped = compare_tensors("the same microbatches, one after another", differences, stages)
+        whole = compared("the whole batch", partial(runner.run_plain, one_batch), False)
+    loop = partial(runner.run_plain, microbatches, actual.weights, seed)
+    looped = compared("the same microbatches, one after another", loop, True)
     return ParityReport(looped, whole, tuple(notes))
 
 

@@ -280,3 +280,35 @@ def test_rounding_errors_of_terms_that_cancel_are_told_from_samples_that_interac
     assert report.loop.ok
     assert report.whole.ok is is_ok
     assert report.whole.largest.relative > 1e-5
+
+
+class RoundsLater(nn.Linear):
+    """Rounds in another way, or computes another result, once the pipeline has run."""
+
+    def forward(self, x):
+        if "rounding" in LATER:
+            return functional.linear(x.double(), self.weight.double()).float()
+        return super().forward(x) * (1.001 if "result" in LATER else 1.0)
+
+
+@pytest.mark.parametrize(("what", "is_ok"), [("rounding", True), ("result", False)])
+def test_rounding_errors_of_terms_that_cancel_are_told_from_wrong_stages(what, is_ok, monkeypatch):
+    torch.manual_seed(0)
+    norm = nn.Sequential(RoundsLater(16, 16, bias=False), nn.LayerNorm(16, eps=1e-12))
+    # For "rounding" the gradients before the norm are rounding errors only; for "result" the last layer has others.
+    last = (RoundsLater(16, 16, bias=False),) if what == "result" else ()
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), norm, *last)
+    x = torch.randn(8, 16)
+    plan = quick_plan(model, (x,), ranks=2, microbatches=2, schedule="1f1b")
+    original = penstock.Pipeline.step
+
+    def step(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        LATER.append(what)
+        return result
+
+    monkeypatch.setattr(penstock.Pipeline, "step", step)
+    report = penstock.check(model, plan, (x,), loss_fn=mean_square)
+    LATER.clear()
+    assert report.loop.ok is is_ok
+    assert report.loop.largest.relative > 1e-5
