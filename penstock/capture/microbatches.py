@@ -37,7 +37,8 @@ class Microbatch:
         cuts = self.cuts
         args = [_part(arg, name, cuts, start, length) for name, arg in zip(self.names, self.args, strict=True)]
         kwargs = {name: _part(arg, name, cuts, start, length) for name, arg in self.kwargs.items()}
-        target = _part(self.target, TARGET, cuts, start, length)
+        # Without a target, a cut of this name is that of an argument of the forward.
+        target = None if self.target is None else _part(self.target, TARGET, cuts, start, length)
         if any(cut.offsets for cut in cuts.values()):
             cuts = {name: cut.within(start, length) for name, cut in cuts.items()}
         return Microbatch(tuple(args), kwargs, target, length, cuts, self.names)
@@ -62,7 +63,7 @@ class Microbatch:
         return Microbatch(
             tuple(_joined(values, name, cuts) for name, values in columns),
             {name: _joined([part.kwargs[name] for part in parts], name, cuts) for name in first.kwargs},
-            _joined([part.target for part in parts], TARGET, cuts),
+            None if first.target is None else _joined([part.target for part in parts], TARGET, cuts),
             sum(part.size for part in parts),
             cuts,
             first.names,

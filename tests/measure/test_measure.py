@@ -41,9 +41,10 @@ def test_a_node_that_takes_four_times_as_long_is_found_to():
 
 
 def test_the_nodes_together_take_as_long_as_the_step():
-    profile = quick(chain(Block(), Sleep(0.005), Block()))
+    profile = quick(chain(Block(), Sleep(0.05), Block()))
     assert profile.seconds == pytest.approx(profile.step_seconds)
-    assert profile.step_seconds > 0.005
+    # Half of it: on a busy machine some of the sleep counts as waiting for a core.
+    assert profile.step_seconds > 0.025
 
 
 def test_forwards_and_backwards_are_calibrated_each():

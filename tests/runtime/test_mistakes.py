@@ -119,7 +119,7 @@ def refusals() -> list[str]:
     meshes = [
         None,
         init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)),
-        init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
+        init_device_mesh("cpu", (2,), mesh_dim_names=("stages",)),
     ]
     for ranks, mesh in ((3, meshes[0]), (4, meshes[1]), (2, meshes[2])):
         try:
