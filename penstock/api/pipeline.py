@@ -412,7 +412,9 @@ def _check_staleness(
             raise RunError("only an asynchronous pipeline takes an optimizer", hint=hint)
         return
     if not isinstance(staleness, str):
-        raise RunError("unknown staleness", got=_shown(staleness), hint='"stash", "2bw" or "predict"')
+        raise RunError(
+            "staleness must be one of the three modes", got=_shown(staleness), hint='"stash", "2bw" or "predict"'
+        )
     check_stream(plan, staleness)
     if optimizer is None:
         raise RunError("staleness needs an optimizer: weights are updated inside step", hint=example)

@@ -160,7 +160,7 @@ def find_cuts(arguments: Sequence[Argument], batch: int, split: Split, is_final:
 
 
 def _units(argument: Argument, batch: int, split: Split, is_final: bool) -> Iterator[Argument]:
-    """The tensors of an argument, and the lists that are split by entries."""
+    """What is cut separately: the tensors of an argument, and the lists that are split by entries."""
     name, value = argument
     if isinstance(value, Tensor):
         yield argument
@@ -180,9 +180,8 @@ def _units(argument: Argument, batch: int, split: Split, is_final: bool) -> Iter
 def _is_per_sample(argument: Argument, batch: int, is_final: bool) -> bool:
     """Whether a list with as many entries as the batch has samples has one entry per sample.
 
-    Refused if it cannot be told from the list: the number of boxes of a sample may happen to be that of the samples,
-    so that lengths prove nothing about lists of dicts, and neither do they if only some tensors of a list are as long
-    as the batch.
+    Raises an error if the list does not show it. Lengths prove nothing about lists of dicts, since the number of boxes
+    of a sample may happen to equal the number of samples, nor if only some tensors of a list are as long as the batch.
     """
     tensors = [leaf for leaf in leaves(argument.value) if isinstance(leaf, Tensor)]
     has_batch = [leaf.dim() > 0 and leaf.shape[0] == batch for leaf in tensors]
@@ -224,7 +223,7 @@ def _cut_of(
     """The cut of a tensor; None if it is passed whole. `known` holds the cuts found so far."""
     if name not in known:
         rule, tensor = _rule(name, split), tensors[name]
-        # A placeholder, so that sizes which refer to each other in a circle are found.
+        # A placeholder, so that a circle of Ragged sizes is found and refused instead of recursing without end.
         known[name] = None
         if rule is _NO_RULE or rule == "items":
             has_batch = tensor.dim() > 0 and tensor.shape[0] == batch
@@ -262,6 +261,7 @@ def _ragged_cut(
     split: Split,
     known_cuts: dict[str, Cut | None],
 ) -> Cut:
+    """The cut of a tensor whose number of rows per sample is read from another argument."""
     tensor = tensors[name]
     if rule.sizes not in tensors:
         known = ", ".join(other for other in tensors if other != name) or "none"

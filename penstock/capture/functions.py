@@ -1,7 +1,7 @@
-"""Functions of the user's that are recorded as one call, because the calls inside could not be replayed.
+"""Functions of the user that are recorded as one call, because the calls inside them cannot be replayed.
 
-Such as the loss of an object detector, which matches boxes on the CPU: it reads activations into numpy, and its next
-steps depend on them. As one call it runs as it is, wherever its arguments are.
+An example is the loss of an object detector: it reads activations into numpy to match boxes, and the calls that follow
+depend on their values. As one call it runs unchanged, on the stage that has its arguments.
 """
 
 import inspect
@@ -27,7 +27,7 @@ class WholeFunction:
     function: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # An argument that is returned as it is becomes a value of its own: in another batch the result may be another.
+        # An argument that is returned itself becomes a new value: for another batch the result may be another tensor.
         given = {id(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = self.function(*args, **kwargs)
         return transform(result, lambda leaf: leaf.view_as(leaf) if id(leaf) in given else leaf)
@@ -38,8 +38,8 @@ def enclosing_function(
 ) -> tuple[Callable[..., Any] | None, bool]:
     """The outermost function around a line of a module's forward, and whether there is one.
 
-    Methods of modules are no such functions; with `modules`, only those of modules with these identities. The function
-    is None if it is not a global one, so that no name is known by which the model finds it.
+    Methods of modules do not count as functions; with `modules`, a collection of ids, only methods of these modules.
+    The function is None if it is not a global one: only calls by a global name can be intercepted.
     """
     found, is_inside = None, False
     while frame is not None and not _is_method_of(frame, modules):
@@ -75,7 +75,7 @@ def intercept_functions(handler: Handler, functions: Collection[Callable[..., An
 
 
 def calling(handler: Handler, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls the handler in place of another one."""
+    """A function that calls the handler instead of `function`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return handler(function, args, kwargs, sys._getframe(1))
@@ -84,7 +84,7 @@ def calling(handler: Handler, function: Callable[..., Any]) -> Callable[..., Any
 
 
 def _places(functions: Collection[Callable[..., Any]]) -> Iterator[tuple[dict[Any, Any], Any, Callable[..., Any]]]:
-    """The global names of some functions, and the entries of global dicts that hold them."""
+    """The global names of some functions, and the entries of global dicts that hold them: (dict, key, function)."""
     wanted = {id(function): function for function in functions}
     namespaces = {
         id(vars(module)): vars(module) for module in list(sys.modules.values()) if hasattr(module, "__dict__")

@@ -33,7 +33,7 @@ class Microbatch:
     """of the positional arguments"""
 
     def take(self, start: int, length: int) -> "Microbatch":
-        """Some of the samples."""
+        """The part of the microbatch with `length` samples, beginning with sample `start`."""
         cuts = self.cuts
         args = [_part(arg, name, cuts, start, length) for name, arg in zip(self.names, self.args, strict=True)]
         kwargs = {name: _part(arg, name, cuts, start, length) for name, arg in self.kwargs.items()}
@@ -123,7 +123,7 @@ def split_batch(
 
 
 def _structure(value: Any) -> Any:
-    """Equal for two batches that are split alike, as far as values of tensors do not decide."""
+    """A key that is equal for batches that are split alike, unless values of tensors decide."""
     if isinstance(value, Tensor):
         return value.shape
     parts = take_apart(value)
@@ -137,7 +137,7 @@ def _structure(value: Any) -> Any:
 def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
     """The number of samples of each microbatch: equal to within one, larger ones first, none of them empty."""
     if num_microbatches < 1:
-        raise RunError("a step needs at least one microbatch", microbatches=num_microbatches)
+        raise RunError("microbatches must be 1 or more", got=num_microbatches)
     least, more = divmod(batch, num_microbatches)
     return tuple(size for size in (least + (index < more) for index in range(num_microbatches)) if size)
 
@@ -161,6 +161,7 @@ def _part(value: Any, name: str, cuts: Mapping[str, Cut], start: int, length: in
 
 
 def _joined(values: Sequence[Any], name: str, cuts: Mapping[str, Cut]) -> Any:
+    """The inverse of `_part`: join the structures of several microbatches."""
     cut, first = cuts.get(name), values[0]
     if cut is None:
         parts = [take_apart(value) for value in values]

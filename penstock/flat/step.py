@@ -59,7 +59,8 @@ def forward_backward(
     Returns the merged results of `fwd_fn` on the last rank: tensors concatenated along their first dimension, scalars
     such as losses summed; None on other ranks. `dtype` is the expected dtype of values between stages; a
     different one gives a warning and is not converted, so that the results equal the unsplit model. `schedule` is one
-    with a single stage per rank: "gpipe", "1f1b", "zb_h1" or "zb_h2".
+    with a single stage per rank: "gpipe", "1f1b", "zb_h1" or "zb_h2". `scatter_gather_tensors` has no effect without
+    tensor ranks, and is refused with them.
     """
     pipeline = topology.pipeline
     if scatter_gather_tensors and topology.is_mode_inited(TENSOR):
@@ -138,13 +139,14 @@ def _batch_size(pipeline: FlatPipeline, given: Sequence[Any], num_microbatches: 
         types = [type(entry).__name__ for entry in given]
         raise RunError("inputs must be tensors with the batch as their first dimension", got=types)
     if pipeline.is_first and not given:
-        raise RunError("the first rank of the pipeline needs inputs", hint="inputs=[samples]")
+        raise RunError("the first rank of the pipeline must be given inputs", hint="inputs=[samples]")
     sizes = {tensor.shape[0] for tensor in given}
     if len(sizes) > 1:
         raise RunError("the inputs of a rank must have the same number of samples", got=sorted(sizes))
     if sizes and min(sizes) < count:
         hint = f"num_microbatches={min(sizes)} on every rank" if min(sizes) else "leave out empty batches"
-        raise RunError("fewer samples than microbatches", samples=min(sizes), microbatches=count, hint=hint)
+        problem = "inputs must have at least one sample for each microbatch"
+        raise RunError(problem, samples=min(sizes), microbatches=count, hint=hint)
     return sizes.pop() if sizes else None
 
 

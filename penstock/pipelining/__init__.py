@@ -4,9 +4,9 @@
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_fn)
     schedule.step(x) on the first rank, schedule.step(target=y, losses=losses) on the last, schedule.step() elsewhere
 
-Stages are modules that exist on their own rank only (`stage.py`), written by hand or cut out of a recorded model by
-`pipeline` (`pipe.py`). `schedules.py` has the schedule classes,
-`microbatch.py` the chunk specs, `loss.py` the weights of losses, `actions.py` custom functions per action.
+A stage is a module on its own rank (`stage.py`), written by hand or cut out of a recorded model by `pipeline`
+(`pipe.py`). `schedules.py` has the schedule classes, `microbatch.py` the chunk specs, `loss.py` the weights of losses,
+and `actions.py` the custom functions that replace actions.
 """
 
 from penstock.pipelining.microbatch import TensorChunkSpec

@@ -61,24 +61,25 @@ class _Action(NamedTuple):
     def from_str(action_string: str) -> "_Action | None":
         """The action of a cell; None for an empty cell."""
         text = action_string.strip()
-        return of_action(parse_action(text)) if text else None
+        return as_torch_action(parse_action(text)) if text else None
 
 
-def of_action(action: Action) -> _Action:
-    """An action of penstock under torch's names."""
+def as_torch_action(action: Action) -> _Action:
+    """Convert an action of penstock to torch's names."""
     if isinstance(action, Overlap):
-        parts = tuple(map(of_action, action.parts))
+        parts = tuple(map(as_torch_action, action.parts))
         return _Action(-1, _ComputationType.OVERLAP_F_B, None, parts)
     if isinstance(action, Message):
-        way = "SEND" if action.kind is Kind.SEND else "RECV"
-        return _Action(action.stage, _ComputationType(f"{way}_{'B' if action.is_gradient else 'F'}"), action.microbatch)
+        verb = "SEND" if action.kind is Kind.SEND else "RECV"
+        computation = _ComputationType(f"{verb}_{'B' if action.is_gradient else 'F'}")
+        return _Action(action.stage, computation, action.microbatch)
     microbatch = action.microbatch if isinstance(action, ComputeAction) else None
     return _Action(action.stage, _TYPES[action.kind], microbatch)
 
 
 @dataclass
 class _PipelineContext:
-    """What a custom function is given besides its action. `run` does what the action does without the function."""
+    """The second argument of a custom function. `run()` runs the action that the function replaces."""
 
     schedule_ref: Any
     arg_mbs: list[Any] | None = None
@@ -94,13 +95,16 @@ CustomFunction = Callable[[_Action, _PipelineContext], None]
 def with_custom_functions(
     functions: Mapping[_ComputationType, CustomFunction], context: Callable[[], _PipelineContext], program: RankProgram
 ) -> RankProgram:
-    """The program with custom functions in place of the actions of some types."""
+    """The program with custom functions in place of the actions of some types.
+
+    `context()` returns the context of the present step; compiled programs are kept for later steps.
+    """
     actions = []
     for compiled in program.actions:
         action = decode_one(compiled.code)
         function = functions.get(_TYPES[action.kind]) if action.kind in _TYPES else None
         if function is not None:
-            run = partial(_call, function, of_action(action), compiled.run, context)
+            run = partial(_call, function, as_torch_action(action), compiled.run, context)
             compiled = compiled._replace(run=run)
         actions.append(compiled)
     return replace(program, actions=tuple(actions))
@@ -112,12 +116,12 @@ def _call(
     function(action, replace(context(), run=run or (lambda: None)))
 
 
-def check_custom(computation_type: Any) -> _ComputationType:
-    """The type of a custom function, which may be given by its text or as torch's own enumeration."""
+def customisable_type(computation_type: Any) -> _ComputationType:
+    """Convert the type of a custom function, given by its text or as a member of torch's own enumeration."""
     text = getattr(computation_type, "value", computation_type)
     if text not in [each.value for each in CUSTOMISABLE]:
         raise RunError(
-            "custom functions are not supported for this computation type",
+            "computation_type must be a type that custom functions can replace",
             got=str(computation_type),
             hint=f"one of {', '.join(each.name for each in CUSTOMISABLE)}",
         )
@@ -125,6 +129,6 @@ def check_custom(computation_type: Any) -> _ComputationType:
 
 
 def orders_text(actions: Mapping[int, Sequence[Any]]) -> str:
-    """Orders by rank as CSV; an action may be any object whose text is that of a schedule file."""
+    """Format orders by rank as CSV; an action may be any object whose `str` is its text in a schedule file."""
     rows = [actions[rank] for rank in sorted(actions)]
     return "\n".join(",".join("" if action is None else str(action) for action in row) for row in rows) + "\n"

@@ -15,7 +15,7 @@ from penstock.runtime import MicrobatchWarning, check_gradient, checked_loss
 
 
 class _OnePipeline:
-    """Replicas of the pipeline are the caller's affair: their gradients are averaged, not their losses."""
+    """The replicas that LossWeights sums over: only this one, since the caller averages gradients over replicas."""
 
     count = 1
 
@@ -27,8 +27,8 @@ class _OnePipeline:
 class StepLoss:
     """Computes losses. With `scale_grads` they are weighted so that mean losses give the gradients of the batch.
 
-    torch weighs every microbatch by 1 / n_microbatches. That is right for a mean over microbatches of equal size; here
-    microbatches of other sizes, and means over labels that are not ignored, get the weights of the unsplit batch. The
+    torch weights every microbatch by 1 / n_microbatches, which is correct for microbatches of equal size. Here the
+    weights are also correct for microbatches of unequal size and for means over labels that are not ignored. The
     gradients of a loss that is a sum are divided by the number of microbatches, as in torch.
     """
 
@@ -43,7 +43,7 @@ class StepLoss:
         """by microbatch"""
 
     def __call__(self, output: Any, target: Any) -> Any:
-        """The user's loss."""
+        """Call the user's loss function."""
         return self.func(output, target, **self.kwargs)
 
     def begin(self, microbatches: Sequence[Microbatch], is_training: bool, kwargs: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ class StepLoss:
         self._step, self.kwargs, self.losses = None, {}, {}
 
     def loss(self, microbatch: int, output: Any) -> tuple[Tensor, float]:
-        """The loss of a microbatch, and the factor of its gradients."""
+        """Compute the loss of a microbatch; returns it and the factor of its gradients."""
         step = self._step
         assert step is not None
         given = step.microbatches[microbatch]
@@ -76,14 +76,16 @@ class StepLoss:
         if step.loss_problem and step.loss_problem not in self._problems:
             self._problems.add(step.loss_problem)
             warnings.warn(MicrobatchWarning(step.loss_problem), stacklevel=2)
+        # Only the losses of a sum all have the weight 1.
         is_sum = all(weight == 1.0 for weight in step.weights)
         return loss, 1.0 / count if is_sum else step.weights[microbatch]
 
 
 def split_target(target: Any, sizes: Sequence[int] | None, count: int) -> tuple[Microbatch, ...]:
-    """The target of each microbatch: tensors are split along dimension 0, everything else is given to all.
+    """Split the target into microbatches: tensors along dimension 0, everything else is given to all of them.
 
-    `sizes` are the samples of each microbatch, if they are known: a target may have several rows for each sample.
+    `sizes` are the numbers of samples of the microbatches. If they are known, a target may have several rows for each
+    sample; if not, each tensor is split evenly.
     """
     cuts: dict[str, Cut] = {}
     columns = _split(target, "target", sizes, count, cuts)
@@ -95,7 +97,7 @@ def split_target(target: Any, sizes: Sequence[int] | None, count: int) -> tuple[
 
 
 def target_rows(target: Any) -> int | None:
-    """The rows of the first tensor of a target; None without tensors."""
+    """The number of rows of the first tensor of a target; None if it has no tensor."""
     if isinstance(target, Tensor):
         return target.shape[0] if target.dim() else None
     parts = take_apart(target)
@@ -104,6 +106,7 @@ def target_rows(target: Any) -> int | None:
 
 
 def _split(value: Any, name: str, sizes: Sequence[int] | None, count: int, cuts: dict[str, Cut]) -> list[Any]:
+    """Split a part of the target called `name`, and add its cut to `cuts`."""
     if isinstance(value, Tensor) and value.dim():
         rows, rest = divmod(len(value), sum(sizes)) if sizes else (1, 0)
         if rest or len(value) < count:

@@ -61,7 +61,7 @@ def split_args_kwargs_into_chunks(
     args_chunk_spec: tuple[Any, ...] | None = None,
     kwargs_chunk_spec: dict[str, Any] | None = None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """The arguments of each microbatch. Without specs tensors are split along dimension 0, the rest is replicated."""
+    """Split arguments into microbatches. Without specs tensors are split along dimension 0, the rest is replicated."""
     kwargs = kwargs or {}
     register_containers((args, kwargs))
     for name, given, specs in (("args", args, args_chunk_spec), ("kwargs", kwargs, kwargs_chunk_spec)):
@@ -79,7 +79,7 @@ def split_args_kwargs_into_chunks(
     named = {}
     for name, value in kwargs.items():
         if kwargs_chunk_spec is not None and name not in kwargs_chunk_spec:
-            raise RunError("kwargs_chunk_spec has no entry for an argument", argument=repr(name))
+            raise RunError("kwargs_chunk_spec must have an entry for every keyword argument", missing=repr(name))
         named[name] = split_value(value, None if kwargs_chunk_spec is None else kwargs_chunk_spec[name], chunks, name)
     return (
         [tuple(column[index] for column in columns) for index in range(chunks)],
@@ -88,7 +88,7 @@ def split_args_kwargs_into_chunks(
 
 
 def split_value(value: Any, spec: Any, chunks: int, name: str) -> list[Any]:
-    """The parts of one argument. `spec` is a chunk spec or a structure of them like the argument; None: the default."""
+    """Split one argument. `spec` is a chunk spec, or specs in the structure of the argument; None: the default."""
     if isinstance(spec, _Replicate) or spec is _Replicate:
         return [value] * chunks
     if isinstance(value, Tensor) and (spec is None or isinstance(spec, TensorChunkSpec)):
@@ -126,7 +126,7 @@ def _split_tensor(tensor: Tensor, dim: int, chunks: int, name: str) -> Sequence[
         )
     if tensor.shape[dim] < chunks:
         raise RunError(
-            "fewer samples than microbatches",
+            "a tensor must have at least one sample for each microbatch",
             argument=name,
             samples=tensor.shape[dim],
             microbatches=chunks,
@@ -136,7 +136,7 @@ def _split_tensor(tensor: Tensor, dim: int, chunks: int, name: str) -> Sequence[
 
 
 def num_samples(value: Any, spec: Any) -> int | None:
-    """The samples of a batch, by the first of its tensors that is split; None if none is."""
+    """The number of samples, read from the first tensor that is split; None if no tensor is split."""
     if isinstance(spec, _Replicate) or spec is _Replicate:
         return None
     if isinstance(value, Tensor):
@@ -150,7 +150,7 @@ def num_samples(value: Any, spec: Any) -> int | None:
 
 
 def merge_chunks(chunks: Sequence[Any], chunk_spec: Any) -> Any:
-    """The output of the batch from those of its microbatches. Without a spec tensors are merged along dimension 0."""
+    """Merge the outputs of the microbatches. Without a spec tensors are concatenated along dimension 0."""
     register_containers(tuple(chunks))
     return _merge(chunks, chunk_spec, "output")
 
@@ -176,7 +176,8 @@ def _merge(chunks: Sequence[Any], spec: Any, name: str) -> Any:
     parts = take_apart(first)
     if parts is None or isinstance(spec, _Replicate) or spec is _Replicate:
         if not all(_is_equal(chunk, first) for chunk in chunks):
-            raise RunError("an output that is not merged must be equal for all microbatches", output=name)
+            hint = "output_merge_spec with a TensorChunkSpec or a _CustomReducer, or return_outputs=False"
+            raise RunError("an output that is not merged must be equal for all microbatches", output=name, hint=hint)
         return first
     inner = None if spec is None else take_apart(spec)
     if spec is not None and (inner is None or len(inner.items) != len(parts.items)):

@@ -1,4 +1,4 @@
-"""pipeline: a model is recorded and cut into stage modules, each of which passes on what later stages need."""
+"""`pipeline` records a model and cuts it into stage modules, each of which returns what later stages need."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,14 +15,14 @@ from penstock.capture import Captured, Granularity, Recording, capture, spec_of
 from penstock.errors import PartitionError, RunError
 from penstock.ir import Graph, Partition
 from penstock.partitioners import cut_at
-from penstock.pipelining.stage import PipelineStage
-from penstock.pipelining.stage import build_stage as build_stage_of
+from penstock.pipelining.stage import PipelineStage, build_stage
 from penstock.stages import Ownership, Stage
 
 _SPLIT = "split"
 _events: list[tuple[str, str]] | None = None
-"""while a forward is searched for calls of pipe_split: calls and returns of modules, and these"""
+"""while a forward is searched for calls of pipe_split: these calls, and calls and returns of modules; else None"""
 Tied = tuple[tuple[str, nn.Parameter, tuple[int, ...]], ...]
+"""name, parameter and stages of each parameter that several stages use"""
 
 
 class SplitPoint(Enum):
@@ -63,22 +63,22 @@ def pipeline(
     words = [name.split(".") for name, _ in points]
     opened = frozenset(".".join(parts[:end]) for parts in words for end in range(1, len(parts)))
     captured = capture(module, args, kwargs, Granularity(opened=opened))
-    places = {_place(captured.graph, name, point.name) for name, point in points}
-    return Pipe(captured, cut_at(captured.graph, sorted(places)))
+    indices = {_node_index(captured.graph, name, point.name) for name, point in points}
+    return Pipe(captured, cut_at(captured.graph, sorted(indices)))
 
 
-def _place(graph: Graph, module: str, point: str) -> int:
+def _node_index(graph: Graph, module: str, point: str) -> int:
     """The index of the first node after a split point."""
     is_inside = [node.module == module or node.module.startswith(f"{module}.") for node in graph.nodes]
     if not any(is_inside):
-        hint = "a name of named_modules() that the forward calls"
-        raise PartitionError("no module of this name is called", name=repr(module), hint=hint)
+        hint = "a name of model.named_modules()"
+        raise PartitionError("split_spec must name modules that the forward calls", name=repr(module), hint=hint)
     return is_inside.index(True) if point == "BEGINNING" else len(is_inside) - is_inside[::-1].index(True)
 
 
 def _marked_points(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, SplitPoint]]:
     """The modules next to the calls of pipe_split in the model's forward."""
-    with capture(model, args, kwargs).isolated(), torch.no_grad(), _logged(model) as events:
+    with capture(model, args, kwargs).isolated(), torch.no_grad(), _logged_calls(model) as events:
         model(*args, **kwargs)
     points = []
     for index, (kind, _) in enumerate(events):
@@ -88,19 +88,21 @@ def _marked_points(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         if following is not None:
             if ("call", following) in events[:index]:
                 raise PartitionError(
-                    "pipe_split before the second call of a module", module=following, hint="split_spec={...}"
+                    "the module called after pipe_split must not have been called before",
+                    module=following,
+                    hint='split_spec={"layers.2": SplitPoint.BEGINNING}',
                 )
             points.append((following, SplitPoint.BEGINNING))
         else:
             ended = [name for what, name in events[:index] if what == "return"]
             if not ended:
-                raise PartitionError("pipe_split needs a module before or after it", hint="split_spec={...}")
+                raise PartitionError("a forward that calls pipe_split must call a module before or after it")
             points.append((ended[-1], SplitPoint.END))
     return points
 
 
 @contextmanager
-def _logged(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
+def _logged_calls(model: nn.Module) -> Iterator[list[tuple[str, str]]]:
     """Log calls of pipe_split, and calls and returns of modules."""
     global _events
     events: list[tuple[str, str]] = []
@@ -123,36 +125,38 @@ def _log(events: list[tuple[str, str]], event: tuple[str, str], *_: Any) -> None
 
 
 class TracedStage(Stage):
-    """A stage of a recorded model as a module: it takes what the stage before it returned, and passes on values.
+    """A stage of a recorded model as a module, called with the values that the previous stage returned.
 
     The first stage takes the arguments of the model, and the last returns its output. Parameters have the names of the
-    model. A value that a later stage reads travels through the stages between.
+    model. A value that skips stages is passed on by the stages between.
     """
 
     def __init__(self, captured: Captured, partition: Partition, index: int) -> None:
         super().__init__(captured, partition, index)
         self._recordings: dict[bool, Recording] = {}
-        self._flows: dict[Recording, tuple[tuple[str, ...], ...]] = {}
+        self._passed: dict[Recording, tuple[tuple[str, ...], ...]] = {}
+        """by recording and stage, the names of the values that the stage passes to the next one"""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Run the stage. Only the first takes keyword arguments: their tensors reach later stages with the values."""
+        """Run the stage. Only the first takes keyword arguments; it passes on those that later stages read."""
         captured, index = self._captured[0], self.stage_index
         recording = self._own_recording()
         graph = recording.graph
-        flow = self._flows.get(recording)
-        if flow is None:
-            flow = self._flows[recording] = _flow(graph, Ownership(captured.graph, self._partition).fit(graph))
+        passed = self._passed.get(recording)
+        if passed is None:
+            partition = Ownership(captured.graph, self._partition).fit(graph)
+            passed = self._passed[recording] = _passed_values(graph, partition)
         if index == 0:
             values = captured.inputs(args, kwargs)
-        elif len(args) != len(flow[index - 1]):
+        elif len(args) != len(passed[index - 1]):
             raise RunError(
-                "a stage of a recorded model must be given what the stage before it returned",
+                "a stage of a recorded model must be given the values that the previous stage returned",
                 stage=index,
-                values=len(flow[index - 1]),
+                values=len(passed[index - 1]),
                 got=len(args),
             )
         else:
-            values = dict(zip(flow[index - 1], args, strict=True))
+            values = dict(zip(passed[index - 1], args, strict=True))
         _check_shapes(graph, values)
         self.check_state()
         inputs = {name: value for name, value in values.items() if name not in graph.makers}
@@ -160,11 +164,11 @@ class TracedStage(Stage):
         values |= super().forward(recording, inputs, incoming)
         if index == self._partition.num_stages - 1:
             return captured.output(recording, values)
-        sent = tuple(values[name] for name in flow[index])
+        sent = tuple(values[name] for name in passed[index])
         return sent[0] if len(sent) == 1 else sent
 
     def _own_recording(self) -> Recording:
-        """The recording of the example in the present mode; the first forward in another mode records it."""
+        """The recording of the example for the present mode (train or eval), made in the first forward of a mode."""
         mode = self.training
         if mode not in self._recordings:
             captured = self._captured[0]
@@ -205,8 +209,8 @@ def _check_shapes(graph: Graph, values: Mapping[str, Any]) -> None:
             )
 
 
-def _flow(graph: Graph, partition: Partition) -> tuple[tuple[str, ...], ...]:
-    """The values that each stage passes to the next one: those that any later stage reads, inputs included."""
+def _passed_values(graph: Graph, partition: Partition) -> tuple[tuple[str, ...], ...]:
+    """The names of the values that each stage passes to the next one: all that later stages read, inputs included."""
     inputs = {value.name for value in graph.inputs}
     read = [dict.fromkeys(name for node in nodes for name in node.reads) for nodes in partition.runs(graph)]
     read[-1] |= dict.fromkeys(graph.outputs)
@@ -230,8 +234,8 @@ class PipeInfo:
 
     num_stages: int
     tied: Tied = ()
-    """parameters that several stages use: name, parameter and stages"""
     has_loss_and_backward: bool = False
+    """a field of torch's record; always False, because the schedule computes the loss"""
 
     def tied_of(self, stage_index: int) -> Tied:
         """The parameters that a stage shares with others."""
@@ -259,12 +263,14 @@ class Pipe:
     def get_stage_module(self, stage_idx: int) -> nn.Module:
         """The module of a stage; its parameters are the model's own, with the model's names."""
         if not 0 <= stage_idx < self.num_stages:
-            raise PartitionError("no such stage", stage=stage_idx, stages=self.num_stages)
+            raise PartitionError(
+                "stage_idx must be at least 0 and below num_stages", got=stage_idx, num_stages=self.num_stages
+            )
         return self._stages[stage_idx]
 
     def build_stage(self, stage_index: int, device: torch.device | str, group: Any = None) -> PipelineStage:
-        """The stage with its place in the pipeline, for a schedule."""
-        return build_stage_of(self.get_stage_module(stage_index), stage_index, self.info(), device, group)
+        """Make the PipelineStage of a stage, for a schedule."""
+        return build_stage(self.get_stage_module(stage_index), stage_index, self.info(), device, group)
 
     def info(self) -> PipeInfo:
         """What `build_stage` needs besides the module."""

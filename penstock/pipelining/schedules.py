@@ -1,4 +1,4 @@
-"""Schedules over stages that exist on their own rank, by torch's names."""
+"""The schedule classes of torch.distributed.pipelining, which run steps over the stages of this rank."""
 
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -20,8 +20,8 @@ from penstock.pipelining.actions import (
     _Action,
     _ComputationType,
     _PipelineContext,
-    check_custom,
-    of_action,
+    as_torch_action,
+    customisable_type,
     orders_text,
     with_custom_functions,
 )
@@ -49,7 +49,7 @@ _FORMATS = ("compute_only", "compute_comms")
 
 @dataclass
 class _Step:
-    """The microbatches of the present step on this rank, and what it collects."""
+    """The microbatches of the present step on this rank, and its outputs."""
 
     is_training: bool
     keeps_outputs: bool
@@ -61,10 +61,10 @@ class _Step:
 
 
 class _PipelineSchedule:
-    """Runs steps of a pipeline; see `step`."""
+    """The base of all schedules; see `step`."""
 
     schedule_name: ClassVar[str] = ""
-    """in penstock's table of schedules; empty if the orders are loaded"""
+    """the name in penstock's table of schedules; empty if the orders are loaded with `_load_csv`"""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class _PipelineSchedule:
         if count is None or count < 1:
             raise RunError("n_microbatches must be a whole number, 1 or more", got=repr(n_microbatches))
         if not stages or not all(isinstance(stage, PipelineStage) for stage in stages):
-            raise RunError("a schedule must have stages", got=[type(stage).__name__ for stage in stages])
+            raise RunError("stages must be one or more PipelineStages", got=[type(stage).__name__ for stage in stages])
         if len({(stage.num_stages, id(stage.group)) for stage in stages}) > 1:
             raise RunError("the stages of a schedule must have the same num_stages and group")
         if loss_fn is not None and not callable(loss_fn):
@@ -105,7 +105,9 @@ class _PipelineSchedule:
             per_rank, rest = divmod(self._num_stages, self.pp_group_size)
             if rest:
                 raise ScheduleError(
-                    "the stages must be distributed evenly", stages=self._num_stages, ranks=self.pp_group_size
+                    "num_stages must be a multiple of the number of ranks",
+                    num_stages=self._num_stages,
+                    ranks=self.pp_group_size,
                 )
             self._set_order(build(self.schedule_name, self.pp_group_size, count, per_rank))
 
@@ -119,13 +121,13 @@ class _PipelineSchedule:
         """The compute actions of every rank."""
         order = self._checked_order()
         rows = order.orders if isinstance(order, Schedule) else order.schedule.orders
-        return {rank: [of_action(action) for action in row] for rank, row in enumerate(rows)}
+        return {rank: [as_torch_action(action) for action in row] for rank, row in enumerate(rows)}
 
     @property
     def pipeline_order_with_comms(self) -> dict[int, list[_Action]]:
-        """The actions of every rank with messages, as they are run."""
+        """The actions of every rank in a training step, including messages."""
         rows = enumerate(self._program(True).orders)
-        return {rank: [of_action(action) for action in row if action.kind is not Kind.FREE] for rank, row in rows}
+        return {rank: [as_torch_action(action) for action in row if action.kind is not Kind.FREE] for rank, row in rows}
 
     def step(
         self,
@@ -138,14 +140,15 @@ class _PipelineSchedule:
     ) -> Any:
         """Run forward and, if there is a loss function, backward of one whole batch. Every rank of the group calls it.
 
-        The rank of the first stage passes the arguments of the model, and that of the last stage the target. Keyword
-        arguments are those of this rank's stages. On the rank of the last stage `losses` is filled with the loss of
-        each microbatch, and the merged outputs are returned; other ranks return None.
+        The rank of the first stage passes the positional arguments, and the rank of the last stage passes the target
+        and `loss_kwargs`, further arguments of the loss function. Keyword arguments go to this rank's stages. On the
+        rank of the last stage `losses` is filled with the loss of each microbatch, and the merged outputs are returned
+        unless `return_outputs` is False. Other ranks return None.
         """
         return self._run(args, kwargs, target, losses, return_outputs, loss_kwargs or {}, self._has_backward)
 
     def eval(self, *args: Any, target: Any = None, losses: list[Any] | None = None, **kwargs: Any) -> Any:
-        """Run the forward of one whole batch without gradients; as in torch, modules keep their mode."""
+        """Run the forward of one whole batch without gradients. As in torch, modules stay in train or eval mode."""
         return self._run(args, kwargs, target, losses, True, {}, False)
 
     def _run(
@@ -170,6 +173,7 @@ class _PipelineSchedule:
             step.keeps_outputs = keeps_outputs
             if last is not None and self._loss is not None and step.targets is not None:
                 self._loss.begin(step.targets, is_training, loss_kwargs)
+            # Gradients of earlier steps are set aside: they were already summed over the ranks that share a parameter.
             aside = [(parameter, parameter.grad) for parameter in self._tied.parameters] if self._tied else []
             for parameter, _ in aside:
                 parameter.grad = None
@@ -204,16 +208,19 @@ class _PipelineSchedule:
         last: PipelineStage | None,
         is_training: bool,
     ) -> tuple[_Step, Hashable]:
-        """Split the inputs, and agree with all ranks on the step; all raise the same error if one cannot take it."""
+        """Split the inputs and agree with all ranks on the step; an error of one rank is raised on all ranks.
+
+        Returns the step, and a key that is equal for steps in which all ranks send values of the same shapes.
+        """
         args, kwargs, target, losses = given
         count, is_first = self._n_microbatches, any(stage.is_first for stage in self._stages)
         try:
             if is_training and not torch.is_grad_enabled():
-                raise RunError("step needs gradients to be enabled", hint="eval(...), or call it outside of no_grad")
+                raise RunError("step must be called with gradients enabled", hint="eval(...), or step without no_grad")
             if losses is not None and not isinstance(losses, list):
                 raise RunError("losses must be a list", got=type(losses).__name__)
             if last is not None and is_training and target is None:
-                raise RunError("the rank of the last stage needs a target", hint="schedule.step(target=y)")
+                raise RunError("the rank of the last stage must pass a target", hint="schedule.step(target=y)")
             # As in torch, arguments by position are those of the first stage; others receive their inputs.
             own_args = args if is_first else ()
             specs = self._args_chunk_spec if is_first else None
@@ -253,7 +260,7 @@ class _PipelineSchedule:
         return step, shapes
 
     def _digest(self, step: _Step) -> float:
-        """A number that differs if this rank's part of the step may send values of other shapes."""
+        """A checksum of everything on this rank that may change the shapes of the values that are sent."""
         entries: list[object] = []
         for leaf in leaves((step.args, step.kwargs)):
             is_plain = isinstance(leaf, bool | int | float | str | type(None))
@@ -264,13 +271,14 @@ class _PipelineSchedule:
         return float(zlib.crc32(repr(entries).encode()))
 
     def _context(self) -> _PipelineContext:
+        """The context of custom functions in the present step."""
         step = self._step
         assert step is not None
         targets = None if step.targets is None else [microbatch.target for microbatch in step.targets]
         return _PipelineContext(self, step.args, step.kwargs, targets, step.losses)
 
     def _set_order(self, order: Schedule | Program) -> None:
-        """Run these orders from now on; raises if they do not fit the stages."""
+        """Use these orders in later steps; raises a ScheduleError if they do not fit the stages."""
         if (order.num_ranks, order.num_stages) != (self.pp_group_size, self._num_stages):
             raise ScheduleError(
                 "orders must have the ranks and stages of the pipeline",
@@ -279,8 +287,8 @@ class _PipelineSchedule:
             )
         if order.num_microbatches != self._n_microbatches:
             raise ScheduleError(
-                "orders must have n_microbatches",
-                orders=order.num_microbatches,
+                "orders must have the number of microbatches of the schedule",
+                got=order.num_microbatches,
                 n_microbatches=self._n_microbatches,
             )
         placed = order.placement.stages[self.rank]
@@ -298,7 +306,7 @@ class _PipelineSchedule:
 
     def _checked_order(self) -> Schedule | Program:
         if self._order is None:
-            raise ScheduleError("the schedule has no orders yet", hint="schedule._load_csv(path)")
+            raise ScheduleError("orders must be loaded before they are used", hint="schedule._load_csv(path)")
         return self._order
 
     def _program(self, is_training: bool) -> Program:
@@ -316,17 +324,18 @@ class _PipelineSchedule:
                 program = lower(schedule if is_training else schedule.forwards(), passes=passes)
             verify(program)
             if is_training and program.is_forward_only:
-                raise ScheduleError("orders without backward cannot train", hint="schedule.eval(...), or no loss_fn")
+                raise ScheduleError("orders of a step must have backwards", hint="schedule.eval(...), or no loss_fn")
             self._programs[key] = program
         return self._programs[key]
 
     def _has_shard_moves(self) -> bool:
+        """Whether programs need unshard and reshard actions: for sharded stages, or for custom functions."""
         types = {_ComputationType.UNSHARD, _ComputationType.RESHARD}
         modules = [module for stage in self._stages for module in stage.submod.modules()]
         return bool(types & set(self._functions)) or any(hasattr(module, "unshard") for module in modules)
 
     def _started_engine(self) -> UserStageEngine:
-        """The engine of this rank; made in the first step, which all ranks take together."""
+        """The engine of this rank, made in the first step: that is a collective call."""
         if self._engine is None:
             first = self._stages[0]
             groups = _process_groups(first.group)
@@ -390,13 +399,17 @@ class PipelineScheduleSingle(_PipelineSchedule):
         output_merge_spec: Any = None,
         scale_grads: bool = True,
     ) -> None:
-        """`scale_grads`: for a loss that is a mean, gradients are those of the whole batch; False: a sum of losses."""
+        """`scale_grads`: the gradients of a mean loss are those of the batch; False: those of microbatches are summed.
+
+        `args_chunk_spec`, `kwargs_chunk_spec` and `output_merge_spec` say how arguments are split into microbatches and
+        outputs merged; see `penstock.pipelining.microbatch`. Without them tensors are split along dimension 0.
+        """
         if isinstance(stage, PipelineStage) and stage.num_stages != stage.group_size:
             raise ScheduleError(
-                "the schedule has one stage per rank",
+                "a schedule with one stage per rank must have as many stages as ranks",
                 stages=stage.num_stages,
                 ranks=stage.group_size,
-                hint="ScheduleInterleaved1F1B, ScheduleZBVZeroBubble or another one for several stages per rank",
+                hint="ScheduleInterleaved1F1B or another schedule with several stages per rank",
             )
         super().__init__(
             [stage], n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads
@@ -441,10 +454,10 @@ class PipelineScheduleMulti(_PipelineSchedule):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
     ) -> None:
-        """`use_full_backward` and `backward_requires_autograd` are accepted for scripts that give their defaults."""
+        """See PipelineScheduleSingle. `use_full_backward` and `backward_requires_autograd` must have their defaults."""
         if use_full_backward is not None:
             hint = "leave it out: the schedule decides whether backward is split"
-            raise RunError("use_full_backward is no longer an option", hint=hint)
+            raise RunError("use_full_backward must be None", got=use_full_backward, hint=hint)
         if not backward_requires_autograd:
             raise RunError("backward_requires_autograd must be True", hint="a custom function may ignore autograd")
         super().__init__(
@@ -453,35 +466,30 @@ class PipelineScheduleMulti(_PipelineSchedule):
 
     def _load_csv(self, filename: str | Path, format: str = "compute_only") -> None:  # noqa: A002
         """Run the orders of a CSV file, of compute actions only or with messages ("compute_comms")."""
-        if format not in _FORMATS:
-            raise RunError("format must be one of the known ones", got=repr(format), hint=" or ".join(_FORMATS))
-        path = Path(filename)
-        self._set_order(Schedule.from_csv(path) if format == "compute_only" else _checked(Program.from_csv(path)))
+        self._set_order(_read_order(Path(filename), format))
 
     def _dump_csv(self, filename: str | Path, format: str = "compute_comms") -> None:  # noqa: A002
         """Write the orders as CSV, without or with messages."""
-        if format not in _FORMATS:
-            raise RunError("format must be one of the known ones", got=repr(format), hint=" or ".join(_FORMATS))
+        _check_format(format)
         rows: Mapping[int, Sequence[Any]]
         rows = self.pipeline_order if format == "compute_only" else self.pipeline_order_with_comms
         Path(filename).write_text(orders_text(rows), encoding="utf-8")
 
     def _prepare_schedule_with_comms(self, actions: Mapping[int, Sequence[Any]], format: str = "compute_only") -> None:  # noqa: A002
         """Run orders given as actions by rank; None is a bubble."""
-        text = orders_text(actions)
-        self._set_order(Schedule.from_csv(text) if format == "compute_only" else _checked(Program.from_csv(text)))
+        self._set_order(_read_order(orders_text(actions), format))
 
     def register_custom_function(self, computation_type: Any, custom_function: CustomFunction) -> None:
-        """Call `custom_function(action, ctx)` in place of actions of a type; `ctx.run()` does what the action does."""
+        """Call `custom_function(action, ctx)` in place of actions of a type; `ctx.run()` runs the action itself."""
         if not callable(custom_function):
             raise RunError("custom_function must be a function", got=type(custom_function).__name__)
-        self._functions[check_custom(computation_type)] = custom_function
+        self._functions[customisable_type(computation_type)] = custom_function
         self._version += 1
         self._programs.clear()
 
 
 class _PipelineScheduleRuntime(PipelineScheduleMulti):
-    """The schedules below in torch; here every PipelineScheduleMulti runs orders with messages and custom functions."""
+    """A name of torch's; here every PipelineScheduleMulti runs orders with messages and custom functions."""
 
 
 class ScheduleLoopedBFS(_PipelineScheduleRuntime):
@@ -546,9 +554,19 @@ def _process_groups(group: Any) -> ProcessGroups:
     return ProcessGroups(dist.get_rank(group), len(ranks), group, control, monitor=monitor)
 
 
-def _checked(program: Program) -> Program:
+def _check_format(name: str) -> None:
+    if name not in _FORMATS:
+        raise RunError('format must be "compute_only" or "compute_comms"', got=repr(name))
+
+
+def _read_order(path_or_text: Path | str, format_name: str) -> Schedule | Program:
+    """Read orders from CSV, without or with messages."""
+    _check_format(format_name)
+    if format_name == "compute_only":
+        return Schedule.from_csv(path_or_text)
+    program = Program.from_csv(path_or_text)
     if program.cuts.edges != Cuts.chain(program.num_stages).edges:
-        raise ScheduleError("messages must lead to the next stage", edges=program.cuts.edges)
+        raise ScheduleError("messages must be between neighbouring stages", edges=program.cuts.edges)
     verify(program)
     return program
 

@@ -1,4 +1,4 @@
-"""Stages that exist on their own rank: a module, its place in the pipeline, and its process group."""
+"""A stage on its own rank: a module, its index in the pipeline, and its process group."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +14,14 @@ from penstock.ir import as_int
 class PipelineStage:
     """One stage of a pipeline of `num_stages`. Only its own rank needs `submodule`; shapes of messages are inferred.
 
-    The first stage is called with the arguments of `step`, every other one with what the stage before it returned: a
-    tensor, or a list or tuple of tensors. Keyword arguments of `step` are those of the stages of the rank that gives
-    them. `dw_builder()` is called after each backward and returns a function that computes the weight gradients, for
-    modules whose own backward does not. Example tensors, as `input_args`, are compared with the real ones.
+    The first stage is called with the positional arguments of `step`, every other stage with the values that the
+    previous one returned: a tensor, or a list or tuple of tensors. Keyword arguments of `step` go to the stages of the
+    rank that passes them.
+
+    The values of every microbatch must have the shapes and dtypes of `input_args` and `output_args`, if these are
+    given. `group` has the ranks of the pipeline; the default is all ranks. `dw_builder()` is called after each backward
+    and returns a function that computes the weight gradients, for modules whose own backward does not. `output_grads`,
+    `input_grads` and `get_mesh` are accepted because torch has them, and not used.
     """
 
     def __init__(
@@ -36,7 +40,7 @@ class PipelineStage:
     ) -> None:
         if not dist.is_initialized():
             hint = "dist.init_process_group('gloo'), torchrun, or penstock.launch"
-            raise RunError("torch.distributed is not initialised in this process", hint=hint)
+            raise RunError("torch.distributed must be initialised before a stage is made", hint=hint)
         if not isinstance(submodule, nn.Module):
             raise RunError("submodule must be a module", got=type(submodule).__name__)
         index, count = as_int(stage_index), as_int(num_stages)
@@ -59,20 +63,20 @@ class PipelineStage:
         self.dw_builder = dw_builder
         self.input_args, self.output_args = _examples(input_args), _examples(output_args)
         self.has_backward = False
-        # Of a stage that `pipeline` made, also inside of a wrapper.
+        # A stage of `pipeline` checks its arguments, also if it is inside a wrapper.
         traced = (each.check_microbatch for each in submodule.modules() if hasattr(each, "check_microbatch"))
         self._check_traced: Callable[..., None] | None = next(traced, None)
         self.tied: Sequence[tuple[str, nn.Parameter, tuple[int, ...]]] = ()
-        """parameters of a traced model that several stages use: name, parameter and stages"""
+        """parameters of a recorded model that several stages use: name, parameter and stages"""
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the first stage."""
+        """Whether this is the first stage."""
         return self.stage_index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it is the last stage."""
+        """Whether this is the last stage."""
         return self.stage_index == self.num_stages - 1
 
     def check_microbatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -88,18 +92,21 @@ class PipelineStage:
         found, expected = ([(tuple(each.shape), each.dtype) for each in tensors] for tensors in (values, examples))
         if found != expected:
             raise RunError(
-                f"the {what} of a stage must be like its examples",
+                f"the {what} of a stage must have the shapes and dtypes of its examples",
                 stage=self.stage_index,
                 found=found,
                 examples=expected,
-                hint=f"the examples of a microbatch, or none: shapes are inferred without {what[:-1]}_args",
+                hint=f"{what[:-1]}_args of one microbatch, or leave them out: shapes are then inferred",
             )
 
 
 def build_stage(
     stage_module: nn.Module, stage_index: int, pipe_info: Any, device: torch.device | str, group: Any = None
 ) -> PipelineStage:
-    """A stage from a module of `Pipe.get_stage_module`, for example wrapped for data parallelism; see `Pipe.info`."""
+    """Make a stage from a module of `Pipe.get_stage_module`, which may be wrapped for data parallelism.
+
+    `pipe_info` is the result of `Pipe.info()`.
+    """
     stage = PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
     stage.tied = pipe_info.tied_of(stage_index)
     return stage
@@ -110,5 +117,5 @@ def _examples(given: Any) -> tuple[Tensor, ...] | None:
         return None
     examples = (given,) if isinstance(given, Tensor) else tuple(given)
     if not all(isinstance(each, Tensor) for each in examples):
-        raise RunError("examples must be tensors", got=[type(each).__name__ for each in examples])
+        raise RunError("input_args and output_args must be tensors", got=[type(each).__name__ for each in examples])
     return examples

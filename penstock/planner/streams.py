@@ -1,8 +1,8 @@
-"""Pipelines that are not flushed between batches: their order, the staleness of their weights, and the bytes it takes.
+"""Pipelines without a flush between batches: their order, and the staleness and bytes of their weights.
 
 A stream is one long 1F1B order over the microbatches of all batches: stage s of S runs `S - 1 - s` forwards ahead and
-then alternates. `Stream` cuts that order into one chunk per batch, so that each rank can run a batch as soon as it is
-given, and into the rest that remains when the stream is drained.
+then alternates forwards and backwards. `Stream` cuts that order into one chunk per batch, so that each rank can run a
+batch as soon as it is given, and a last chunk that drains the stream.
 """
 
 from collections.abc import Sequence
@@ -108,12 +108,12 @@ class Stream:
             part = 0
             for action in order:
                 if isinstance(action, Message):
-                    made, used = _maker_and_user(action)
-                    if action.kind is Kind.SEND and part_of[made] == 1:
+                    producer, consumer = _producer_and_consumer(action)
+                    if action.kind is Kind.SEND and part_of[producer] == 1:
                         actions.append(action)
-                    if action.kind is Kind.RECV and part_of[used] == 1:
+                    if action.kind is Kind.RECV and part_of[consumer] == 1:
                         # A message from an earlier part is received first, and none before its microbatch is given.
-                        (actions if part_of[made] == 1 and part == 1 else first).append(action)
+                        (actions if part_of[producer] == 1 and part == 1 else first).append(action)
                 elif isinstance(action, ComputeAction):
                     part = part_of[action]
                     if part == 1:
@@ -123,12 +123,12 @@ class Stream:
         return HoistReceives()(partial)
 
     def _num_passes(self, rank: int, microbatches: int) -> int:
-        """How many passes the rank runs for the first microbatches, before the next forward."""
+        """The number of passes that the rank runs before the forward with this index."""
         return microbatches + max(0, microbatches - self.warmup(rank))
 
 
-def _maker_and_user(message: Message) -> tuple[ComputeAction, ComputeAction]:
-    """The pass that makes the values of a message, and the one that uses them."""
+def _producer_and_consumer(message: Message) -> tuple[ComputeAction, ComputeAction]:
+    """The pass that produces the values of a message, and the pass that reads them."""
     kind = Backward if message.is_gradient else Forward
     ends = (message.stage, message.peer) if message.kind is Kind.SEND else (message.peer, message.stage)
     return kind(ends[0], message.microbatch), kind(ends[1], message.microbatch)
@@ -136,11 +136,11 @@ def _maker_and_user(message: Message) -> tuple[ComputeAction, ComputeAction]:
 
 @dataclass(frozen=True)
 class StageStaleness:
-    """How old the weights of one stage are when it uses them, and what it keeps because of that."""
+    """The staleness of the weights of one stage, and the versions that it keeps."""
 
     stage: int
     longest: int
-    """the most updates between the weights of a forward and those that its gradient is applied to"""
+    """the most updates that the weights of a forward lack, compared with those that its gradient is applied to"""
     mean: float
     """the mean over the microbatches of a batch"""
     versions: int
@@ -149,15 +149,16 @@ class StageStaleness:
 
 
 def stream_staleness(staleness: str, warmups: Sequence[int], microbatches: int) -> tuple[tuple[int, float, int], ...]:
-    """Per stage the longest and the mean staleness, and the number of versions that are kept, once a stream is long.
+    """Per stage the largest and the mean staleness, and the number of versions kept, in a long stream.
 
-    `warmups` are the forwards that each stage runs ahead.
+    `warmups` are the numbers of forwards that each stage runs ahead.
     """
     check_staleness(staleness)
     return tuple(_staleness(staleness, ahead, microbatches) for ahead in warmups)
 
 
 def _staleness(staleness: str, ahead: int, microbatches: int) -> tuple[int, float, int]:
+    """The largest and mean staleness, and the versions kept, of a stage that runs `ahead` forwards ahead."""
     if staleness == "2bw":
         return 1, 1.0, 1
     longest, mean = -(-ahead // microbatches), ahead / microbatches
@@ -184,17 +185,18 @@ def plan_staleness(plan: Plan, staleness: str) -> tuple[StageStaleness, ...]:
 
 def staleness_table(plan: Plan, staleness: str) -> tuple[tuple[str, ...], ...]:
     """The staleness and the stashed bytes of every stage: the names of the columns, then a row per stage."""
-    rows = (
-        (*map(str, (e.stage, e.stage, e.longest, f"{e.mean:.2f}", e.versions)), bytes_text(e.stashed_bytes))
-        for e in plan_staleness(plan, staleness)
-    )
+    rows = []
+    for entry in plan_staleness(plan, staleness):
+        # One stage per rank, so both have the same number.
+        numbers = (entry.stage, entry.stage, entry.longest, f"{entry.mean:.2f}", entry.versions)
+        rows.append((*map(str, numbers), bytes_text(entry.stashed_bytes)))
     return ("stage", "rank", "longest", "mean", "versions", "stashed"), *rows
 
 
 def staleness_lines(plan: Plan, staleness: str) -> list[str]:
     """`staleness_table` as text, line by line."""
     head = (
-        f"asynchronous, staleness {staleness!r}: updates that forwards lack, and versions of the weights that are kept"
+        f"asynchronous, staleness {staleness!r}: updates that the weights of a forward lack, and versions that are kept"
     )
     return [head, *align_columns(staleness_table(plan, staleness))]
 
@@ -224,7 +226,7 @@ def simulate_stream(
 def check_staleness(staleness: object) -> None:
     """Refuse an unknown name."""
     if staleness not in STALENESS:
-        raise ScheduleError("unknown staleness", got=repr(staleness), hint=_HINT)
+        raise ScheduleError("staleness must be one of the three modes", got=repr(staleness), hint=_HINT)
 
 
 def check_stream(plan: Plan, staleness: str) -> None:

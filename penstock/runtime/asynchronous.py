@@ -1,8 +1,8 @@
 """Trains without a flush between batches: each stage updates its own weights while other batches are in flight.
 
-`AsyncEngine.train` runs the chunk of one batch of the endless 1F1B order (`penstock.planner.Stream`) and returns while
-backwards of that batch are still to come. No rank waits for all others in a step: votes and losses of a step travel
-while later steps run, and are read `_lag` steps later.
+One 1F1B order covers the microbatches of all batches (`penstock.planner.Stream`); each call of `AsyncEngine.train` runs
+one chunk of it. The last backwards of a batch run in the chunks of later batches. No rank waits for all others in a
+step: votes and losses of a step are sent while later steps run, and are read `_lag` steps later.
 """
 
 from collections import deque
@@ -57,7 +57,7 @@ class PendingResult(Result):
             raise RunError(
                 "the result of an asynchronous step is not known yet",
                 step=self.number,
-                hint="result.is_known, a result of some steps before, or pipe.drain()",
+                hint="read it once result.is_known is True, or call pipe.drain() first",
             )
         return getattr(result, name)
 
@@ -93,9 +93,11 @@ class StreamBatch:
     step: Step
     result: PendingResult
     left: dict[int, int]
-    """by stage of this process, the backwards that are still to come"""
+    """by stage of this process, the number of backwards that have not run yet"""
     runs: dict[tuple[int, int], StageRun] = field(default_factory=dict)
+    """by stage and microbatch, between forward and backward"""
     versions: dict[tuple[int, int], Version] = field(default_factory=dict)
+    """by stage and microbatch, the weights of its forward, which its backward uses too"""
 
 
 class StreamRunner(StageRunner):
@@ -104,7 +106,7 @@ class StreamRunner(StageRunner):
     def __init__(
         self, part: ModelPart, last_stage: int, loss_head: LossHead, weights: dict[int, StageWeights], checks: bool
     ) -> None:
-        """`checks`: an update with NaN or Inf is refused."""
+        """With `checks`, NaN or Inf in a loss or gradient raises an error before the update."""
         super().__init__(part, last_stage, loss_head)
         self._weights, self._checks = weights, checks
         self.window: Sequence[tuple[StreamBatch, int] | None] = ()
@@ -137,6 +139,7 @@ class StreamRunner(StageRunner):
             weights.update()
 
     def _enter(self, stage_pass: Pass) -> tuple[StreamBatch, int]:
+        """Select the batch of a pass; returns it with the index of the microbatch in the batch."""
         entry = self.window[stage_pass.microbatch]
         assert entry is not None
         self.step, self._runs = entry[0].step, entry[0].runs
@@ -160,6 +163,7 @@ class Chunk:
     """The compiled part of a stream that belongs to one call; not used again before its sends are finished."""
 
     key: object
+    """equal for chunks that are compiled alike"""
     agreement: Agreement
     ranks: tuple[RankProgram, ...]
 
@@ -178,7 +182,7 @@ class LossMessages:
         self._started: deque[tuple[Tensor, list[Any]]] = deque()
 
     def start(self, losses_and_weights: Sequence[float], count: int) -> None:
-        """Send or receive those of a batch of `count` microbatches."""
+        """Start to send or receive the losses and weights of a batch of `count` microbatches."""
         values = torch.tensor(losses_and_weights or [0.0] * 2 * count, dtype=torch.float64)
         works, groups = [], self._groups
         if not groups.is_local and groups.rank == self._last_rank:
@@ -189,7 +193,7 @@ class LossMessages:
         self._started.append((values, works))
 
     def finish(self) -> list[float]:
-        """Those of the oldest batch that was started."""
+        """Wait for the losses and weights of the oldest batch that was started."""
         values, works = self._started.popleft()
         for work in works:
             self._groups.wait(work)
@@ -202,7 +206,7 @@ class LossMessages:
 
 
 class AsyncEngine(Engine):
-    """Runs steps of a stream; `drain` ends it. Evaluation is that of `Engine`, after a drain."""
+    """Runs the steps of streams. `drain` ends a stream; evaluation is that of `Engine`, between streams."""
 
     def __init__(
         self,
@@ -213,9 +217,10 @@ class AsyncEngine(Engine):
         options: RunOptions,
         optimizer: torch.optim.Optimizer,
         staleness: str,
-        **given: Any,
+        **engine_options: Any,
     ) -> None:
-        super().__init__(part, plan, sync, loss_head, options, **given)
+        """`optimizer` updates the parameters of this process; `engine_options` are those of `Engine`."""
+        super().__init__(part, plan, sync, loss_head, options, **engine_options)
         check_stream(plan, staleness)
         self._staleness = staleness
         self.weights = {
@@ -227,7 +232,7 @@ class AsyncEngine(Engine):
         self._stream_transport = local or self._transport
         ranks = range(plan.num_ranks) if self._groups.is_local else (self._groups.rank,)
         self._stream_compiler = StepCompiler(plan, ranks, self._stream_runner, self._stream_transport, DEFAULT_PASSES)
-        # That many steps later, all ranks have at least begun the step: reading its votes then does not wait.
+        # This many steps later, all ranks have at least begun the step: reading its votes then does not wait.
         self._lag = -(-(plan.num_ranks - 1) // plan.num_microbatches) + 1
         self._syncs = [sync.beside(number) for number in range(1, self._lag + 2)]
         self._losses = LossMessages(self._groups, self._last_rank)
@@ -237,6 +242,7 @@ class AsyncEngine(Engine):
         self._num_calls = 0
         self._failure = ""
         self._causes: list[tuple[str, bool]] = []
+        """of the warnings that `drain` will issue"""
         self._reset()
 
     def _reset(self) -> None:
@@ -271,7 +277,10 @@ class AsyncEngine(Engine):
     def train(
         self, batch: Batch, number: int, keeps_outputs: bool, records: bool, output_dims: OutputDims = None
     ) -> Result:
-        """Run the next batch as far as its stages have the microbatches of later stages; returns its future result."""
+        """Run the next chunk of the stream: the forwards of this batch, and the backwards that 1F1B has between them.
+
+        Returns a PendingResult.
+        """
         self.check_usable()
         request = SyncRequest("step", number, "record=True" if records else "")
         with watch_step(self._groups.monitor, number, True):
@@ -290,7 +299,9 @@ class AsyncEngine(Engine):
                 self._counts.append(len(entry.step.microbatches))
                 self._batches.append(entry)
                 self._run(chunk, records, before)
-                self._take_causes(entry.step)
+                # Warnings are issued when the stream is drained.
+                new = self._warnings.new(entry.step, self._loss_head, lambda: self._part.parameters)
+                self._causes = list(dict.fromkeys((*self._causes, *new)))
                 if len(self._running) > self._lag:
                     self._finish_chunk()
                 self._finish_votes(self._lag)
@@ -298,7 +309,7 @@ class AsyncEngine(Engine):
             return entry.result
 
     def drain(self, number: int) -> Trace | None:
-        """Run the rest of all batches in flight; returns the Trace of the stream if its steps were recorded."""
+        """Finish all batches in flight; returns the Trace of the stream if its steps were recorded."""
         self.check_usable()
         if self.is_empty:
             return None
@@ -333,6 +344,7 @@ class AsyncEngine(Engine):
 
     @property
     def _sync_of_call(self) -> RankSync:
+        """The sync of this call: those of the last `_lag` calls are still in use."""
         return self._syncs[self._num_calls % len(self._syncs)]
 
     @contextmanager
@@ -359,14 +371,15 @@ class AsyncEngine(Engine):
         """Split a batch and compile its chunk; nothing is changed if that fails."""
         groups, every = self._groups, self._options.check_inputs_every
         if keeps_outputs:
-            raise RunError("an asynchronous step returns no outputs", hint="pipe.eval(..., return_outputs=True)")
+            hint = "pipe.eval(..., return_outputs=True)"
+            raise RunError("return_outputs must be False in an asynchronous pipeline", hint=hint)
         if not self.is_empty and records != (self._times is not None):
             raise RunError("record must be the same in all steps between two drains", hint="pipe.drain() before")
         if self._staleness == "2bw" and self._counts and self._counts[-1] < self._plan.num_ranks - 1:
             raise RunError(
-                "the batch before had too few microbatches for two versions of the weights",
-                microbatches=self._counts[-1],
-                needed=self._plan.num_ranks - 1,
+                'with staleness="2bw" all batches but the last before a drain need at least ranks - 1 microbatches',
+                got=self._counts[-1],
+                ranks=self._plan.num_ranks,
                 hint="pipe.drain() after a short batch",
             )
         seed = self._seed = _mix(self._options.seed, number, groups.replica)
@@ -375,7 +388,7 @@ class AsyncEngine(Engine):
         cuts = self._stream_compiler.cuts(edges)
         if not self.is_empty and self._stream is not None and self._stream.cuts != cuts:
             raise RunError(
-                "the stages exchange other values than for the batches in flight", hint="pipe.drain() before"
+                "stages must exchange the same values for all batches between two drains", hint="pipe.drain() before"
             )
         self._stream = stream = self._stream_of(cuts)
         size = float(sum(microbatch.size for microbatch in microbatches))
@@ -401,6 +414,7 @@ class AsyncEngine(Engine):
         return self._streams[cuts]
 
     def _edges(self, recordings: Sequence[Recording]) -> list[Edges]:
+        """The values between stages, by microbatch."""
         roots: list[Roots] = [self._loss_head.roots(recording, True) for recording in recordings]
         return self._stream_compiler.edges(True, recordings, roots)
 
@@ -436,6 +450,7 @@ class AsyncEngine(Engine):
         start = min(before, self._stream.num_distinct)
         microbatches = [(batch, index) for batch in self._batches for index in range(len(batch.step.microbatches))]
         length = start + sum(self._counts) - before
+        # The first batches may have been dropped: no action of the chunk uses their microbatches.
         missing = [None] * (length - len(microbatches))
         self._stream_runner.window = (*missing, *microbatches)[-length:]
         if records and self._times is None:
@@ -504,14 +519,9 @@ class AsyncEngine(Engine):
             total = torch.tensor(loss + added, dtype=torch.float64).to(loss_dtype)
             batch.result.set(Result(total, tuple(losses.unbind()), tuple(numbers[count:]), seed=batch.step.seed))
 
-    def _take_causes(self, step: Step) -> None:
-        """Collect warnings, which are issued when the stream is drained."""
-        new = self._warnings.new(step, self._loss_head, lambda: self._part.parameters)
-        self._causes = list(dict.fromkeys((*self._causes, *new)))
-
 
 def make_optimizer(make: Any, part: ModelPart, plan: Plan, staleness: str) -> torch.optim.Optimizer:
-    """The optimizer of this process's stages; refuses parameters and optimizers that asynchronous updates exclude."""
+    """Call `make(parameters)` with the parameters of this process; checks that they can be updated asynchronously."""
     shared = [name for name, ranks in parameter_ranks(plan).items() if len(ranks) > 1]
     if shared:
         raise RunError(

@@ -131,7 +131,7 @@ class Engine:
         return step, compiled
 
     def _compare_shared_batches(self, batch: Batch, request: SyncRequest) -> None:
-        """Raise an error, on every rank, if pipelines that share tensors were given different batches.
+        """Raise an error, on every rank, if the tensor-parallel pipelines of a replica were given different batches.
 
         Called before the model is recorded: its blocks communicate, so all of these pipelines must record together.
         """
@@ -252,7 +252,7 @@ class Engine:
         self._given_names.check([content[0] for content in contents], self._last_rank, has_loss_fn)
         checksums = [content[1] for rank, content in enumerate(contents) if rank in (0, self._last_rank) and content[1]]
         if len(set(checksums)) > 1:
-            error = RunError("rank 0 and the rank of the last stage were given different targets", hint="one of them")
+            error = RunError("rank 0 and the rank of the last stage were given different targets", hint="one target")
             error.is_shared = True
             raise error
         index = int(contents[0][2])

@@ -77,7 +77,7 @@ def sampled(tensor: Tensor) -> Tensor:
 
 
 class PartialGradients:
-    """Sums partial gradients: backward may leave a DTensor that each rank has an addend of, such as of a norm weight.
+    """Sums partial gradients: DTensors of which each rank has one addend, such as those of a norm weight.
 
     The ranks that share a parameter compute the same batch, so this sum is the gradient.
     """
@@ -104,10 +104,10 @@ def resolve_partial(parameter: nn.Parameter, replicas: Collection[int] = ()) -> 
             ranks = set(dist.get_process_group_ranks(mesh.get_group(dim))) - {dist.get_rank()}
             if isinstance(placement, Partial) and ranks.intersection(replicas):
                 raise RunError(
-                    "a gradient is a partial sum over replicas, whose gradients the Pipeline averages",
+                    "a gradient must not be a partial sum over replicas: the Pipeline averages gradients over them",
                     shape=list(parameter.shape),
                     placements=gradient.placements,
-                    hint="DTensors along the axis of replicas for experts only, which are used with to_local()",
+                    hint="distribute only experts over replicas, and use their to_local() in the forward",
                 )
         parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
 
@@ -117,9 +117,10 @@ def find_layouts(
 ) -> dict[nn.Parameter, ParameterLayout]:
     """The layout of every parameter of this rank's stages; a collective call of all ranks.
 
-    `tied`: groups of names that are one parameter. Raises an error, on every rank, if `parallelize_fn` untied one, or
-    if a plain parameter differs between ranks that have the same stage: its gradient would be averaged over different
-    parameters, and a checkpoint would have one of them.
+    `has_weights` is False for a model on the meta device, whose values are not compared. `tied`: groups of names that
+    are one parameter. Raises an error, on every rank, if `parallelize_fn` untied one, or if a plain parameter differs
+    between ranks that have the same stage: gradients of different parameters would be averaged, and a checkpoint would
+    have one of them.
     """
     named = [(name, parameter) for stage in stages for name, parameter in stage.named_parameters()]
     untied = _untied(stages, tied)
@@ -155,6 +156,7 @@ def find_layouts(
 
 
 def _subgroup(groups: ProcessGroups, ranks: Sequence[int]) -> Any:
+    """The process group of some of the replicas; None for this rank alone."""
     if len(ranks) == 1:
         return None
     if len(ranks) == groups.num_replicas:
@@ -290,11 +292,11 @@ def _gather_hashes(
             values.setdefault(shard, set()).add(value)
         # These are the rows of all ranks that have this stage, so all of them find the same problem.
         if len(values) > 1 and any(shard % 2 == 0 for shard in values):
-            problem = "a parameter that is not a DTensor has different shapes on ranks that have the same stage"
+            problem = "a parameter that is not a DTensor must have the same shape on all ranks that have the same stage"
             return rows, RunError(problem, name=name, shape=list(parameter.shape), hint=_DTENSOR_HINT)
         if has_weights and any(len(different) > 1 for different in values.values()):
             kind = "the same shard of a parameter" if isinstance(parameter, DTensor) else "a parameter"
-            problem = f"{kind} has different values on ranks that have the same stage"
+            problem = f"{kind} must have the same values on all ranks that have the same stage"
             return rows, RunError(problem, name=name, hint=_DTENSOR_HINT)
     return rows, None
 

@@ -54,7 +54,7 @@ class UserStage(ABC):
 
     @abstractmethod
     def forward(self, microbatch: int, received: list[Tensor]) -> StageOutput:
-        """Run the stage on the values of the previous one, of which there are none for the first stage."""
+        """Run the stage on the values of the previous stage; the first stage is given an empty list."""
 
 
 class UserStageRunner:
@@ -81,16 +81,17 @@ class UserStageRunner:
         self.sent: dict[tuple[int, int], tuple[TensorSpec, ...]] = {}
         """the specs of the values that each stage returned in this step"""
         self.received: dict[tuple[int, int], tuple[TensorSpec, ...]] = {}
+        """the specs of the values that each stage received in this step"""
         self.missing_gradients: dict[tuple[int, int], set[int]] = {}
         """by the producing stage and the microbatch, the values for which backward found no gradient"""
 
     def forward(self, stage_pass: Pass) -> None:
         """Run a stage on the values that it received; pass on what it returns."""
         index, microbatch = stage_pass.stage, stage_pass.microbatch
-        stage, received, copied = self.stages[index], [], False
+        stage, received, is_local = self.stages[index], [], False
         for _, slot in stage_pass.sources:
             received += [value for value in slot.take() if value is not None]
-            copied = isinstance(slot, LocalSlot)
+            is_local = isinstance(slot, LocalSlot)
         self.received[index, microbatch] = tuple(map(spec_of, received))
         incoming = {str(number): value for number, value in enumerate(received)}
         outputs: list[StageOutput] = []
@@ -104,7 +105,7 @@ class UserStageRunner:
             return {str(number): value for number, value in enumerate(outputs[0].values)}
 
         # A stage may write into its inputs. Those from another stage of this rank are needed for that stage's backward.
-        written = tuple(incoming) if copied else ()
+        written = tuple(incoming) if is_local else ()
         is_split = stage_pass.is_split and stage.build_weight_grad is None
         accumulator = self._accumulators[index]
         run = ForwardRun(run_stage, incoming, accumulator.run, written=written, is_split=is_split)
@@ -230,7 +231,7 @@ class UserStageEngine:
         num_stages: int,
         stages: Mapping[int, UserStage] = MappingProxyType({}),
     ) -> None:
-        """`stages` of this rank; `runner.stages` may also be set before every step."""
+        """`stages` are those of this rank; `runner.stages` may also be set before every step."""
         self.groups, self.sync = groups, RankSync(groups)
         self.runner = UserStageRunner(groups, num_stages, stages)
         self._described = DescribedTransport(groups, device)
@@ -249,17 +250,20 @@ class UserStageEngine:
     ) -> None:
         """Run this rank's actions of step `number`. Collective.
 
-        `key` identifies the program, and `shapes` those of the inputs of all ranks: in a later step with equal shapes
-        messages have no headers. Without `shapes` they always have. `adapt` may replace compiled actions.
+        `key` identifies the program, and `shapes` the shapes of the inputs of all ranks: messages have headers in the
+        first step with these shapes, and none in later ones. Without `shapes` every message has a header. `adapt` may
+        replace compiled actions.
         """
         if program.cuts.edges != Cuts.chain(program.num_stages).edges:
-            raise RunError("messages of hand-written stages must lead to the next stage", edges=program.cuts.edges)
+            raise RunError("hand-written stages must send to the next stage only", edges=program.cuts.edges)
         monitor = self.groups.monitor
         assert monitor is not None
         specs = None if shapes is None else self._specs.find((key, shapes))
         runner, transport = self.runner, self._transport if specs else self._described
         count = program.num_microbatches
-        edges = specs.edges if specs else [_described_edges(program.num_stages)] * count
+        edges = (
+            specs.edges if specs else [{edge: Crossing(*edge, (_DESCRIBED,)) for edge in program.cuts.edges}] * count
+        )
         compiled = self._compiled.get(
             (key, shapes if specs else None),
             lambda: adapt(compile_rank(program, self.groups.rank, edges, runner, transport)),
@@ -284,7 +288,7 @@ class UserStageEngine:
 
 
 class _Specs(NamedTuple):
-    """What a step with headers showed: the values between the stages."""
+    """The values between stages, as found in a step with headers."""
 
     sent: dict[tuple[int, int], tuple[TensorSpec, ...]]
     """by stage and microbatch"""
@@ -293,6 +297,7 @@ class _Specs(NamedTuple):
 
     @classmethod
     def of(cls, runner: UserStageRunner, num_stages: int, num_microbatches: int) -> "_Specs":
+        """The values of the step that `runner` has just run."""
         between = {(stage - 1, microbatch): specs for (stage, microbatch), specs in runner.received.items() if stage}
         between |= {key: specs for key, specs in runner.sent.items() if key[0] < num_stages - 1}
         edges: list[dict[tuple[int, int], Crossing]] = [{} for _ in range(num_microbatches)]
@@ -301,10 +306,6 @@ class _Specs(NamedTuple):
             optional = tuple(str(number) for number in sorted(runner.missing_gradients.get((stage, microbatch), ())))
             edges[microbatch][stage, stage + 1] = Crossing(stage, stage + 1, values, optional)
         return cls(dict(runner.sent), list(edges))
-
-
-def _described_edges(num_stages: int) -> Edges:
-    return {edge: Crossing(*edge, (_DESCRIBED,)) for edge in Cuts.chain(num_stages).edges}
 
 
 def _comparable(spec: TensorSpec) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""The versions of a stage's weights in an asynchronous pipeline: present, stashed, and predicted ones.
+"""The versions of a stage's weights in an asynchronous pipeline: the present one, stashed ones and predicted ones.
 
 The parameters always hold the present weights, except while a pass of a microbatch runs: then they hold the version
 that was chosen in its forward. Parameters stay the same objects; only their `data` is exchanged.
@@ -46,10 +46,13 @@ class StageWeights:
         """parameters of other stages that the same optimizer updates, if all stages are in this process"""
         self._present = Version(0, 0, ())
         self._previous: Version | None = None
+        """with "2bw", the version before the present one"""
         self._predicted: dict[tuple[int, int], Version] = {}
+        """by the number of the version that a prediction starts from, and the updates that it is ahead"""
         self.stashed_versions = 0
         """the most versions other than the present one that were kept at a time since the stream began"""
         self._kept: set[Version] = set()
+        """versions other than the present one that are in use"""
         self.start()
 
     def start(self) -> None:
@@ -83,7 +86,7 @@ class StageWeights:
         return self._predicted[key]
 
     def release(self, version: Version) -> None:
-        """The backward of a microbatch that used this version is over."""
+        """End the use of a version, after the backward of a microbatch."""
         version.num_users -= 1
         if not version.num_users:
             self._predicted.pop((version.number, version.ahead), None)
@@ -108,7 +111,7 @@ class StageWeights:
             self._set_data(self._present.tensors)
 
     def update(self) -> None:
-        """Apply the gradients of a batch to the present weights, and drop them.
+        """Apply the gradients of a batch to the present weights, and clear the gradients.
 
         A version that is still used keeps its memory: the parameters move to a copy before they are updated.
         """
@@ -119,6 +122,7 @@ class StageWeights:
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.data = parameter.data.clone()
+        # The optimizer must not apply the unfinished gradients of other stages.
         aside = [parameter.grad for parameter in self._others]
         for parameter in self._others:
             parameter.grad = None
@@ -153,13 +157,13 @@ def check_predicted(optimizer: torch.optim.Optimizer) -> None:
     problem = ""
     if isinstance(optimizer, torch.optim.SGD):
         if not all(group["momentum"] for group in optimizer.param_groups):
-            problem = "without momentum, the next updates cannot be predicted"
+            problem = 'with staleness="predict" SGD must have momentum'
     elif not isinstance(optimizer, torch.optim.Adam):  # torch's AdamW is an Adam
-        problem = "the next updates of this optimizer cannot be predicted"
+        problem = 'with staleness="predict" the optimizer must be SGD, Adam or AdamW'
     elif any(group["amsgrad"] for group in optimizer.param_groups):
-        problem = "the next updates of amsgrad cannot be predicted"
+        problem = 'with staleness="predict" amsgrad must be False'
     if not problem and any(group["maximize"] for group in optimizer.param_groups):
-        problem = "the next updates cannot be predicted with maximize=True"
+        problem = 'with staleness="predict" maximize must be False'
     if problem:
         raise RunError(problem, optimizer=type(optimizer).__name__, hint=_PREDICTED)
 
@@ -168,10 +172,10 @@ def check_predicted(optimizer: torch.optim.Optimizer) -> None:
 def predict(
     optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], weights: Sequence[Tensor], steps: int
 ) -> tuple[Tensor, ...]:
-    """The weights after `steps` further updates whose gradients of the loss are 0.
+    """Predict the weights after `steps` further updates, assuming that the gradients of the loss are zero.
 
-    Momentum decays and moves the weights, as does weight decay; the second moment of Adam stays. A parameter that has
-    no momentum yet, or is not in the optimizer, stays as it is.
+    Weights move by momentum, which decays, and by weight decay. The second moment of Adam is kept. A parameter that has
+    no momentum yet, or is not in the optimizer, is not moved.
     """
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     found = []
@@ -180,7 +184,7 @@ def predict(
         if group is None:
             found.append(weight)
         elif state.get("momentum_buffer") is None and "exp_avg" not in state:
-            # A copy all the same: the next update writes into the present weights.
+            # Copied, because the next update writes into the present weights.
             found.append(weight.clone())
         elif "exp_avg" in state:
             found.append(_adam(group, state, weight, steps))
@@ -190,6 +194,7 @@ def predict(
 
 
 def _sgd(group: dict[str, Any], state: dict[str, Any], weight: Tensor, steps: int) -> Tensor:
+    """The updates of torch.optim.SGD with zero gradients."""
     rate, momentum, decay = float(group["lr"]), group["momentum"], group["weight_decay"]
     weight, buffer = weight.clone(), state["momentum_buffer"]
     for _ in range(steps):
@@ -206,6 +211,7 @@ def _sgd(group: dict[str, Any], state: dict[str, Any], weight: Tensor, steps: in
 
 
 def _adam(group: dict[str, Any], state: dict[str, Any], weight: Tensor, steps: int) -> Tensor:
+    """The updates of torch.optim.Adam or AdamW with zero gradients and a constant second moment."""
     rate, (beta1, beta2), decay = float(group["lr"]), map(float, group["betas"]), group["weight_decay"]
     weight, mean, number = weight.clone(), state["exp_avg"], float(state["step"])
     root = state["exp_avg_sq"].sqrt()

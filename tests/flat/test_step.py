@@ -121,7 +121,7 @@ def test_outputs_of_even_and_uneven_batches_are_concatenated(pools: Pools, sampl
         ("sizes", "all ranks must have batches of the same size (step: 0, sizes: (4, 6))"),
         ("ragged", "the inputs of a rank must have the same number of samples (step: 0, rank: 1, got: [3, 4])"),
         ("few", "samples: 4, microbatches: 9)\ntry: num_microbatches=4 on every rank"),
-        ("nothing", "the first rank of the pipeline needs inputs (step: 0, rank: 0)"),
+        ("nothing", "the first rank of the pipeline must be given inputs (step: 0, rank: 0)"),
     ],
 )
 def test_a_mistake_of_one_rank_is_an_error_on_all_and_the_next_call_works(pools: Pools, kind: str, words: str) -> None:

@@ -90,11 +90,11 @@ def test_no_activation_outlives_a_step(pools: Pools) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("target", "the rank of the last stage needs a target"),
+        ("target", "the rank of the last stage must pass a target"),
         ("rows", "the target must have the same number of rows for every sample of the inputs"),
         (
             "few",
-            "fewer samples than microbatches (step: 0, rank: 0, argument: argument 0, samples: 3, microbatches: 4)",
+            "one sample for each microbatch (step: 0, rank: 0, argument: argument 0, samples: 3, microbatches: 4)",
         ),
         ("losses", "losses must be a list"),
         ("different", "rank 1 called step while rank 0 called eval"),
@@ -110,13 +110,13 @@ def test_a_wrong_call_is_the_same_error_on_all_ranks_and_the_next_call_works(
 @pytest.mark.gloo
 def test_mistakes_that_a_rank_finds_alone_are_refused_before_any_step(pools: Pools, tmp_path: Path) -> None:
     words = {
-        "no orders": "the schedule has no orders yet",
+        "no orders": "orders must be loaded before they are used",
         "another place": "a rank must have the stages that the schedule places there",
-        "too many": "the schedule has one stage per rank",
+        "too many": "a schedule with one stage per rank must have as many stages as ranks",
         "index": "stage_index must be at least 0 and below num_stages",
         "microbatches": "n_microbatches must be a whole number, 1 or more",
-        "message": "custom functions are not supported for this computation type",
-        "forwards only": "orders without backward cannot train",
+        "message": "computation_type must be a type that custom functions can replace",
+        "forwards only": "orders of a step must have backwards",
     }
     for found in pools[2].run(features.misused, str(tmp_path)):
         assert {name: found.get(name, "")[: len(text)] for name, text in words.items()} == words

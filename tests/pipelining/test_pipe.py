@@ -37,7 +37,7 @@ def test_cuts_are_before_or_after_a_module_and_inside_of_blocks(spec: dict[str, 
 
 def test_unknown_modules_and_policies_are_refused() -> None:
     model, (x, _) = blocks(2), batch(4)
-    with pytest.raises(PartitionError, match="no module of this name is called"):
+    with pytest.raises(PartitionError, match="must name modules that the forward calls"):
         pipeline(model, (x,), split_spec={"7": SplitPoint.END})
     with pytest.raises(PartitionError, match="split_policy is not supported"):
         pipeline(model, (x,), split_policy=lambda graph: graph)

@@ -94,7 +94,7 @@ def test_the_bytes_of_a_plan():
 @pytest.mark.parametrize(
     ("plan", "staleness", "message"),
     [
-        (a_plan(), "fresh", "unknown staleness"),
+        (a_plan(), "fresh", "staleness must be one of"),
         (a_plan(schedule="gpipe"), "stash", "schedule 1f1b"),
         (a_plan(microbatches=2), "2bw", "at least ranks - 1 microbatches"),
     ],
