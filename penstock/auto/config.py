@@ -45,7 +45,10 @@ class AutoPipelineConfig:
     layers_per_stage: int | None = None
     """layers per stage, which gives the number of stages; None: as many stages as the schedule needs"""
     round_virtual_stages_to_pp_multiple: str | None = None
-    """"up" or "down": how to round a number of stages that the ranks do not divide; None: refuse it"""
+    """"up" or "down": how to round a number of stages that the ranks do not divide; None: refuse it.
+
+    No effect without `layers_per_stage`.
+    """
     module_fqns_per_model_part: Any = None
     """the module names of every stage, instead of `layers_per_stage`"""
     patch_inner_model: bool = True
@@ -180,9 +183,20 @@ class AutoPipelineConfig:
         if rounding not in (None, "up", "down"):
             field = "round_virtual_stages_to_pp_multiple"
             raise PlanError(f"{field} must be None, 'up' or 'down'", got=repr(rounding))
-        for field in ("patch_inner_model", "patch_causal_lm_model", "scale_grads_in_schedule"):
+        if self.module_fqns_per_model_part is not None and self.layers_per_stage is not None:
+            problem = "stages must be given by module_fqns_per_model_part or by layers_per_stage, not both"
+            raise PlanError(problem, layers_per_stage=self.layers_per_stage, hint="layers_per_stage=None")
+        for field in (
+            "patch_inner_model",
+            "patch_causal_lm_model",
+            "scale_grads_in_schedule",
+            "patch_stage_backward_maybe_with_nosync",
+        ):
             if not isinstance(getattr(self, field), bool):
                 raise PlanError(f"{field} must be True or False", got=repr(getattr(self, field)))
+        if as_int(self.visualization_font_size_offset) is None:
+            problem = "visualization_font_size_offset must be a whole number"
+            raise PlanError(problem, got=repr(self.visualization_font_size_offset))
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise PlanError("dtype must be a floating-point torch.dtype", got=repr(self.dtype), hint="torch.bfloat16")
         try:
