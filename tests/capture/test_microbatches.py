@@ -140,7 +140,7 @@ def test_a_batch_that_cannot_be_cut_is_refused_with_its_sizes(args: Any, target:
 
 
 def test_a_step_without_microbatches_is_refused() -> None:
-    with pytest.raises(RunError, match="at least one microbatch"):
+    with pytest.raises(RunError, match="microbatches must be 1 or more"):
         split_batch(forward, (torch.zeros(4),), {}, None, 0)
 
 
