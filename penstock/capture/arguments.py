@@ -210,12 +210,12 @@ class ArgumentContents:
         """`held` has the identities of the objects that modules hold."""
         self._given, self._held = (tuple(args), dict(kwargs)), held
         self._tensors, self._structure = _tensors(self._given), structure_of(self._given)
-        self._objects = [
-            (container, _content(container)) for container in _containers(self._given) if id(container) in held
-        ]
         # Objects that are passed on as they are: if the call changes one, every replay must be given a new one.
-        fresh = (leaf for leaf in leaves(self._given) if is_attributes_only(type(leaf)) and id(leaf) not in held)
-        self._leaves = [(leaf, structure_of(attributes_of(leaf))) for leaf in fresh]
+        objects = [leaf for leaf in leaves(self._given) if is_attributes_only(type(leaf))]
+        self._leaves = [(leaf, structure_of(attributes_of(leaf))) for leaf in objects if id(leaf) not in held]
+        self._objects = [
+            (thing, _content(thing)) for thing in (*_containers(self._given), *objects) if id(thing) in held
+        ]
 
     def registers_containers(self, result: Any) -> bool:
         """Register the classes of objects that the call returned or changed; returns whether some were new."""
@@ -255,8 +255,10 @@ def _tensors(structure: object) -> list[Tensor]:
     return [leaf for leaf in leaves(structure) if isinstance(leaf, Tensor)]
 
 
-def _content(structure: object) -> tuple[str, list[int]]:
-    return structure_of(structure), list(map(id, _tensors(structure)))
+def _content(thing: object) -> tuple[str, list[int]]:
+    # The class of an object may become that of a container between two calls.
+    parts = take_apart(thing) or attributes_of(thing)
+    return structure_of(parts), list(map(id, _tensors(parts)))
 
 
 # Structures of results

@@ -452,9 +452,10 @@ class Recorder(TorchFunctionMode):
                 break
         has_changed = False
         if contents is not None:
+            # First: after a new recording has begun, a changed object of a module holds tensors of this one.
+            has_changed = contents.have_changed(where)
             if contents.registers_containers(result):
                 raise NewContainer
-            has_changed = contents.have_changed(where)
             if has_changed:
                 result = (result, tuple(args), dict(kwargs))
                 if contents.are_shared():
