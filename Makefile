@@ -7,7 +7,7 @@
 #   make bench   run the benchmarks, which print ratios
 #   make soak    break a training every 10 seconds for 10 minutes, and hold it against one that nothing happens to
 #   make survey  run models of timm, torchvision, diffusers and others, and write docs/architectures.md
-#   make docs    build the documentation, warnings are errors
+#   make docs    write docs/llms.txt and build the documentation, warnings are errors
 #   make clean   remove .venv and everything built
 
 # The first of python3.11 and python3 that runs and is new enough; `make PYTHON=...` overrides.
@@ -91,6 +91,7 @@ survey: $(VENV)/survey/.ready
 	PYTHONPATH=$(VENV)/survey $(BIN)/python -m tests.survey
 
 docs: $(VENV)/.dev
+	$(BIN)/python docs/describe.py
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 

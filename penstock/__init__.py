@@ -201,12 +201,12 @@ class _Package(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Importing a room such as `simulate` would put it in the place of the function of the same name.
+        # Importing a package such as `simulate` would put it in the place of the function of the same name.
         if name not in __all__ or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*vars(self), *__all__})
+        return sorted(("__version__", *__all__))
 
 
 sys.modules[__name__].__class__ = _Package

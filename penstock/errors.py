@@ -6,11 +6,16 @@ class PenstockWarning(UserWarning):
 
 
 class PenstockError(ValueError):
-    """The problem, the values that show it, and a hint what to try.
+    """Base class of every error that penstock raises on purpose.
 
     `PenstockError("rank out of range", rank=7, ranks=4, hint="a rank below 4")` reads
-    `rank out of range (rank: 7, ranks: 4)`, newline, `try: a rank below 4`. A `report` of several lines goes between
-    the two.
+    `rank out of range (rank: 7, ranks: 4)`, newline, `try: a rank below 4`.
+
+    Args:
+        problem: what is wrong, in one line
+        hint: what to try
+        report: further lines, shown between the two
+        **values: the values that show the problem
     """
 
     is_shared = False

@@ -126,10 +126,23 @@ def test_the_python_of_the_readme_prints_its_output(tmp_path: Path, capsys: pyte
     assert run_python(code, tmp_path, capsys) == output
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+# The last block of the tutorial imports its first one.
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "tutorial.md"], ids=lambda page: page.name)
 def test_every_python_block_runs(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for code in blocks(page, "python"):
         run_python(code, tmp_path, capsys)
+
+
+def test_the_tutorial_ends_with_the_readers_model_trained_on_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, train = blocks(DOCS / "tutorial.md", "python")
+    (tmp_path / "mine.py").write_text(own, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    found = re.fullmatch(r"loss ([\d.]+) to ([\d.]+) on 2 ranks\n", run_python(train, tmp_path, capsys))
+    assert found is not None
+    assert float(found[2]) < float(found[1])
 
 
 def test_every_call_in_the_tables_for_users_of_other_libraries_runs() -> None:

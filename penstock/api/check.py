@@ -82,11 +82,27 @@ def check(
 ) -> ParityReport:
     """Run one step of the plan, with all ranks in this process, and compare it with the unsplit model.
 
-    `args`, `kwargs` and `target` are one batch; `loss_fn`, `reduction`, `split`, `depth` and `basic_blocks` are those
-    of a Pipeline. `print` the result, or test its `ok`.
-
     Loss, gradients and buffers are compared with those of a loop over the same microbatches; loss and gradients also
     with those of the whole batch, whose buffers may differ. The model is left exactly as it was.
+
+    Args:
+        model: the whole model
+        plan: a plan of it
+        args: the positional arguments of one batch
+        kwargs: its keyword arguments
+        loss_fn: as in `Pipeline`
+        target: given to the loss function
+        reduction: as in `Pipeline`
+        split: as in `Pipeline`
+        depth: as in `Pipeline`
+        basic_blocks: as in `Pipeline`
+
+    Returns:
+        The differences; `print` it, or test its `ok`.
+
+    Raises:
+        RunError: if a step of the plan, or of the model itself, fails
+        CaptureError: if the model cannot be recorded
     """
     check_model_and_plan(model, plan)
     check_loss_fn(model, loss_fn)

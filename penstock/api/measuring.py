@@ -34,12 +34,25 @@ def measure(
 ) -> Profile:
     """Measure seconds and bytes of every node of a captured model, for a microbatch like its example.
 
-    Each node runs alone `iterations` times, interleaved with the full model; the sum is scaled to the measured full
-    step. After `budget` seconds no further iteration starts, except the first three. With a `loss_fn`, gradients of all
-    outputs are propagated, else of the loss among them. A profile of the same model, code, shapes, device and settings
-    is read from the `cache`: True for the user's cache directory, a directory, or False for none.
+    Each node runs alone, interleaved with the full model; the sum is scaled to the measured full step. On the meta
+    device, or if a `speed` is given, nothing is timed: seconds are estimated from operations and bytes.
 
-    On the meta device, or if a `speed` is given, nothing is timed: seconds are estimated from operations and bytes.
+    Args:
+        captured: the model, from `capture`
+        iterations: how often each node runs
+        loss_fn: if given, gradients of all outputs are propagated, else of the loss among them
+        speed: estimate for a device of this speed
+        cache: where profiles of the same model, code, shapes, device and settings are read from and written to:
+            True for the user's cache directory, a directory, or False for none
+        budget: seconds after which no further iteration starts, except the first three
+        progress: whether to show a progress bar; None: on a terminal
+
+    Returns:
+        The cost of every node.
+
+    Raises:
+        CostError: if an argument is invalid
+        CaptureError: if `captured` is not a captured model
     """
     _check_arguments(captured, iterations, budget, loss_fn, speed, cache)
     subject = measured_model(captured, loss_fn is not None)
@@ -70,23 +83,53 @@ def measured_model(captured: Captured, has_loss_fn: bool = False) -> MeasuredMod
 
 
 def measure_speed(device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> DeviceSpeed:
-    """Measure operations and bytes per second of a device; by default the first GPU, or the CPU."""
+    """Measure operations and bytes per second of a device.
+
+    Args:
+        device: None: the first GPU, or the CPU
+        dtype: the dtype of the matrices that are multiplied
+
+    Returns:
+        The measured rates.
+
+    Raises:
+        CostError: if the device cannot be measured
+    """
     return measure_device(device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype)
 
 
 def measure_links(
     group: Any = None, *, memory: int | str | tuple[int, ...] | None = None, progress: bool | None = None
 ) -> Cluster:
-    """Measure latency and bandwidth between the ranks of a running group; returns the same Cluster on every rank.
+    """Measure latency and bandwidth between the ranks of a running group. A collective call.
 
-    Collective. `memory` is that of a rank, in bytes or as "24GiB", one value or one per rank.
+    Args:
+        group: the process group; None: all processes
+        memory: memory of a rank for the result, in bytes or as "24GiB", one value or one per rank
+        progress: whether to show a progress bar; None: on a terminal
+
+    Returns:
+        The same Cluster on every rank.
+
+    Raises:
+        RunError: without an initialised process group, or if a rank does not answer
     """
     with progress_bar("measuring links", progress) as update:
         return replace(measure_group(group, progress=update), memory=memory)
 
 
 def clear_profiles(directory: str | Path | None = None) -> int:
-    """Delete all cached profiles of the user or of a directory; returns their number."""
+    """Delete all cached profiles.
+
+    Args:
+        directory: a cache directory; None: the user's
+
+    Returns:
+        The number of deleted profiles.
+
+    Raises:
+        OSError: if a file cannot be deleted
+    """
     return Cache(directory).clear()
 
 

@@ -25,16 +25,41 @@ def capture(
     depth: int | None = None,
     basic_blocks: Sequence[str | type] = (),
 ) -> Captured:
-    """Record the model's forward on one example batch; `.graph` is its Graph. The model is left exactly as it was.
+    """Record the model's forward on one example batch. The model is left exactly as it was.
 
-    By default blocks, the elements of the outermost module lists, stay whole. `depth` opens modules that many levels
-    deep; `basic_blocks`, names or classes, always stay whole.
+    By default blocks, the elements of the outermost module lists, stay whole.
+
+    Args:
+        model: any module
+        args: the positional arguments of the batch
+        kwargs: its keyword arguments
+        depth: open modules this many levels deep; None: down to the blocks
+        basic_blocks: modules that always stay whole, by name or class
+
+    Returns:
+        The captured model; its `graph` is the Graph.
+
+    Raises:
+        CaptureError: if the model cannot be recorded; it names the module and the reason
     """
     return record_model(model, args, kwargs, Granularity(depth, basic_blocks))
 
 
 def split(captured: Captured, partition: Partition, *, check: bool = True) -> tuple[Stage, ...]:
-    """The stages of a partition. With `check`, they are first compared with the unsplit model on the example."""
+    """Cut a captured model into the stages of a partition.
+
+    Args:
+        captured: the model, from `capture`
+        partition: the nodes of every stage
+        check: whether the stages are first compared with the unsplit model on the example
+
+    Returns:
+        The stages, as modules.
+
+    Raises:
+        PartitionError: if the graph cannot be cut like this
+        CaptureError: if the stages do not reproduce the model
+    """
     if not isinstance(captured, Captured) or not isinstance(partition, Partition):
         raise PartitionError(
             "split needs a captured model and a partition of its graph",
@@ -48,7 +73,18 @@ def split(captured: Captured, partition: Partition, *, check: bool = True) -> tu
 
 
 def explain(captured: Captured | Graph, partition: Partition) -> str:
-    """List every tensor that crosses a cut with its bytes, and the calls that are repeated instead of being sent."""
+    """List every tensor that crosses a cut with its bytes, and the calls that are repeated instead of being sent.
+
+    Args:
+        captured: a captured model or its graph
+        partition: the nodes of every stage
+
+    Returns:
+        A text, a line per tensor.
+
+    Raises:
+        PartitionError: if the graph cannot be cut like this
+    """
     graph = captured if isinstance(captured, Graph) else captured.graph
     return CutsView()((graph, partition))
 
@@ -56,8 +92,18 @@ def explain(captured: Captured | Graph, partition: Partition) -> str:
 def generate_code(captured: Captured, cut: Partition | Plan, path: str | Path) -> Path:
     """Write a Python file with one class per stage, in plain PyTorch and with the model's own names.
 
-    `cut` is a Partition of the captured graph, with one rank per stage, or a Plan. `run(model, ...)` in the file is
-    called like the model and returns the same. Nothing is written if a part of the model cannot be expressed.
+    `run(model, ...)` in the file is called like the model and returns the same.
+
+    Args:
+        captured: the model, from `capture`
+        cut: a Partition of the captured graph, with one rank per stage, or a Plan
+        path: the file to write
+
+    Returns:
+        The path.
+
+    Raises:
+        CodeError: if a part of the model cannot be expressed; nothing is written then
     """
     if not isinstance(captured, Captured) or not isinstance(cut, Partition | Plan) or not isinstance(path, str | Path):
         raise CodeError(

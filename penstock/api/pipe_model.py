@@ -55,14 +55,23 @@ class PartitionedGraph:
     """The graph of a model with its profile and stages."""
 
     captured: Captured
+    """the recorded model"""
     graph: Graph
+    """its nodes and edges"""
     profile: Profile
+    """the cost of each node"""
     division: Division
+    """stages and their ranks"""
     method: str
+    """name of the partitioner"""
     cluster: Cluster
+    """ranks and links"""
     granularity: Granularity
+    """how deep modules were opened"""
     loss_fn: Callable[..., Any] | None
+    """the loss function given, if any"""
     speed: DeviceSpeed | None
+    """the speed that costs were estimated for; None: measured"""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -95,7 +104,11 @@ class PartitionedGraph:
         return {node.name: Metrics.of(self.profile[node.name]) for node in self.nodes}
 
     def stage_of(self, node: str) -> int:
-        """The stage of a node."""
+        """The stage of a node.
+
+        Args:
+            node: a name among `nodes`
+        """
         for stage, names in enumerate(self.stages):
             if node in names:
                 return stage
@@ -106,14 +119,22 @@ class PartitionedGraph:
         return split(self.captured, self.partition)
 
     def generate_code(self, path: str | Path) -> Path:
-        """Write a Python file with one class per stage, in plain PyTorch and with the model's own names."""
+        """Write a Python file with one class per stage, in plain PyTorch and with the model's own names.
+
+        Args:
+            path: the file to write
+        """
         return write_stages(self.captured, self.partition, self.placement, path)
 
     def plan(self, *, microbatches: int | str, **options: Any) -> Plan:
         """Plan the training of these stages on these ranks, for `penstock.Pipeline(model, plan)`.
 
-        Partition and placement are kept; schedule and recomputation are searched. `options` are those of
-        `penstock.plan`. A microbatch of the example is measured, as its costs are not those of the batch.
+        Partition and placement are kept; schedule and recomputation are searched. A microbatch of the example is
+        measured, as its costs are not those of the batch.
+
+        Args:
+            microbatches: as in `penstock.plan`
+            **options: further arguments of `penstock.plan`
         """
         args, kwargs = self.captured.example
         given = {"ranks": self.cluster, "partitioner": self.division, "loss_fn": self.loss_fn, "speed": self.speed}
@@ -150,11 +171,26 @@ def pipe_model(
 ) -> PartitionedGraph:
     """Record the model on an example batch, measure each of its nodes alone, and cut it into stages for the ranks.
 
-    `depth` opens modules that many levels deep; `basic_blocks`, names or classes, stay whole. `method` is "metis",
-    "mpipe", "acyclic", "pipedream" or any other partitioner of the table. In all but "acyclic", stages that are not
-    neighbours share a rank where that balances the ranks (mixed pipe). If `ranks` is a Cluster with a bandwidth, the
-    cost of messages between ranks is included. With a `loss_fn`, gradients of all outputs are propagated, else of the
-    loss among them. With a `profile` nothing is measured, with a `speed` costs are estimated.
+    Args:
+        model: any module
+        args: the positional arguments of the batch, or one tensor
+        kwargs: its keyword arguments
+        ranks: the number of ranks, or a Cluster; with a bandwidth, the cost of messages between ranks is included
+        method: "metis", "mpipe", "acyclic", "pipedream" or any other partitioner of the table; in all but "acyclic",
+            stages that are not neighbours share a rank where that balances the ranks (mixed pipe)
+        depth: open modules this many levels deep
+        basic_blocks: modules that stay whole, by name or class
+        iterations: how often each node is measured
+        loss_fn: if given, gradients of all outputs are propagated, else of the loss among them
+        profile: measured costs; nothing is measured then
+        speed: estimate for a device of this speed instead of measuring
+
+    Returns:
+        The graph with its profile and stages.
+
+    Raises:
+        CaptureError: if the model cannot be recorded
+        PartitionError: if it cannot be cut for the ranks
     """
     find(method)
     if not isinstance(ranks, Cluster):

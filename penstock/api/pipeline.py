@@ -50,23 +50,37 @@ LossFn = Callable[[Any, Any], Tensor]
 class Pipeline:
     """This rank's stages of a model; `step` trains on a whole batch, with the gradients of the unsplit model.
 
-    Under torch.distributed every process is one rank; `mesh` has an axis "pp", "dp" if there are replicas, and "tp" if
-    `parallelize_fn` splits tensors over ranks, which are all given the batch of their replica. With `local=True` all
-    ranks run inside this process, and gradients accumulate in the model's own parameters.
+    Under torch.distributed every process is one rank. With `local=True` all ranks run inside this process, and
+    gradients accumulate in the model's own parameters. The constructor is a collective call.
 
-    `loss_fn(output, target)` returns the loss; without it the model must return its loss. `reduction` is "mean" over
-    samples, "tokens" (mean over labels) or "sum"; by default it is detected. With `inputs="first"` only rank 0 needs
-    the batch, and sends it to the others. `split` maps the name of an argument to the dimension that holds its samples,
-    or to None to pass it whole to every microbatch. `parallelize_fn(stage)` or `parallelize_fn(stage, mesh)` is called
-    for every stage of this rank, such as to apply `fully_shard` or `parallelize_module`. `scaler` scales losses for
-    float16.
+    With `staleness` the pipeline is asynchronous: it is not flushed between steps, and each stage updates its weights
+    as soon as it can. The numbers are then not those of the unsplit model; docs/asynchronous.md defines them.
 
-    Modules are opened as in the plan; `depth` and `basic_blocks`, as in `capture`, change that for the batches that
-    this Pipeline records.
+    Args:
+        model: the whole model, also on the meta device; a rank keeps the stages of its own
+        plan: the plan, the same on every rank
+        loss_fn: `loss_fn(output, target)` returns the loss; None: the model returns its loss itself
+        mesh: a DeviceMesh with the axis "pp", "dp" if there are replicas, and "tp" if `parallelize_fn` splits tensors
+            over ranks, which are all given the batch of their replica; None: all processes are one pipeline
+        local: run all ranks inside this process: for debugging, tests and notebooks
+        parallelize_fn: `parallelize_fn(stage)` or `parallelize_fn(stage, mesh)` is called for every stage of this rank,
+            such as to apply `fully_shard` or `parallelize_module`
+        reduction: "mean" over samples, "tokens" (mean over labels that are not ignored) or "sum"; None: detected
+        inputs: "all" if every rank is given the batch, "first" if only rank 0 is, which sends it to the others
+        split: by argument name, the dimension that holds the samples, None to pass the argument whole to every
+            microbatch, "samples", "items", a Rows or a Ragged; other arguments are split by their shape
+        output_dims: by output name, how the outputs of microbatches are merged: a dimension, None for a value that is
+            the same for all samples, "mean", "sum", or "list" for one value per microbatch; others are detected
+        scaler: scales the losses of float16 training
+        staleness: None, or the kind of asynchronous pipeline: "stash", "2bw" or "predict"
+        optimizer: with `staleness`, a function that is given parameters and returns their optimizer
+        options: seed, timeouts and the handling of NaN and Inf
+        depth: as in `capture`, for the batches that this Pipeline records; None: as in the plan
+        basic_blocks: as in `capture`, for the batches that this Pipeline records
 
-    With `staleness`, "stash", "2bw" or "predict", the pipeline is asynchronous: it is not flushed between steps, and
-    each stage updates its weights as soon as it can, with `optimizer(parameters)`. The numbers are then not those of
-    the unsplit model; docs/asynchronous.md defines them.
+    Raises:
+        RunError: if ranks were given different models, plans or options, or an option does not fit the others
+        CaptureError: if the model cannot be recorded
     """
 
     def __init__(
@@ -142,14 +156,23 @@ class Pipeline:
     ) -> Result:
         """Run forward and backward of one whole batch; gradients accumulate. Every rank makes the same call.
 
-        `args` and `kwargs` go to the model, `target` to the loss function. The Result has the loss on every rank, with
-        `return_outputs` (off by default, unlike in torch's schedules: outputs are sent to all ranks) also the model's
-        outputs, and with `record` the Trace of this step. A list given as `losses` is filled with those of the
-        microbatches.
+        Args:
+            *args: positional arguments of the model, for the whole batch
+            target: given to the loss function, and to the model if its forward has a parameter of this name
+            return_outputs: whether the result has the model's outputs, which are then sent to all ranks
+            record: whether the result has the Trace of this step
+            output_dims: as in the constructor, which it overrides by name; by default batch dimensions are found from a
+                recording of two microbatches together
+            losses: a list that is filled with the losses of the microbatches
+            **kwargs: keyword arguments of the model
 
-        The batch dimension of each output is found from a recording of two microbatches together. `output_dims`, here
-        or in the constructor, overrides it by name: a dimension, None for a value that is the same for all samples,
-        "mean", "sum", or "list" for one value per microbatch.
+        Returns:
+            The loss on every rank, and what was asked for.
+
+        Raises:
+            RunError: if the step failed on any rank, ranks made different calls, or a loss or gradient is NaN or Inf;
+                gradients are then as they were before the step
+            CaptureError: if the model cannot be recorded for this batch
         """
         if self._has_saved:  # an asynchronous save may have failed meanwhile
             self._saver.check(SyncRequest("step", self.num_steps))
@@ -173,9 +196,23 @@ class Pipeline:
         losses: list[Tensor] | None = None,
         **kwargs: Any,
     ) -> Result:
-        """Run the forward of one whole batch in eval mode, without gradients; arguments and result as in `step`.
+        """Run the forward of one whole batch in eval mode, without gradients. Every rank makes the same call.
 
         An asynchronous pipeline is drained first.
+
+        Args:
+            *args: positional arguments of the model, for the whole batch, which may have any size
+            target: given to the loss function; None: no loss is computed, unless the model returns one
+            return_outputs: whether the result has the model's outputs, on all ranks
+            output_dims: as in `step`
+            losses: a list that is filled with the losses of the microbatches
+            **kwargs: keyword arguments of the model
+
+        Returns:
+            The loss if there is one, and the outputs if asked for, on every rank.
+
+        Raises:
+            RunError: as in `step`
         """
         if losses is not None:
             self._check_losses("eval", losses)
@@ -234,9 +271,16 @@ class Pipeline:
         self._engine = self._engine_of(self.plan)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the original norm.
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`. A collective call.
 
         Gradients that a scaler has scaled and not yet unscaled are measured without their scale.
+
+        Args:
+            max_norm: the largest norm allowed
+            norm_type: the p of the p-norm; `float("inf")` for the largest entry
+
+        Returns:
+            The norm before scaling, the same on every rank.
         """
         if self._staleness is not None:
             raise RunError(
@@ -259,7 +303,14 @@ class Pipeline:
         return self._part.groups.is_first
 
     def largest(self, *values: float) -> tuple[float, ...]:
-        """The maximum of each value over all ranks, for at most four values. Collective."""
+        """The maximum of each value over all ranks. A collective call.
+
+        Args:
+            *values: at most four numbers
+
+        Returns:
+            The maxima, the same on every rank.
+        """
         if len(values) > MAX_REDUCED:
             raise RunError("too many values to compare at once", values=len(values), limit=MAX_REDUCED)
         request = SyncRequest("largest", self.num_steps, str(len(values)))
@@ -291,12 +342,26 @@ class Pipeline:
         return self._part.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's weights from a state dict of the whole model or of this rank."""
+        """Load this rank's weights from a state dict of the whole model or of this rank.
+
+        Args:
+            state: tensors by original name; those of other ranks are not loaded
+
+        Raises:
+            RunError: if a tensor of this rank is missing or has another shape
+        """
         self._check_drained()
         self._part.load_state_dict(state)
 
     def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
-        """The whole model's parameters and buffers in host memory, on rank 0 or on all ranks; empty elsewhere."""
+        """The whole model's parameters and buffers in host memory. A collective call.
+
+        Args:
+            everywhere: whether all ranks get it; otherwise rank 0 does, and the others get an empty dict
+
+        Returns:
+            Tensors by original name, for `model.load_state_dict`.
+        """
         self.drain()
         options = "everywhere=True" if everywhere else ""
         self._sync.exchange(SyncRequest("full_state_dict", self.num_steps, options))
@@ -315,13 +380,26 @@ class Pipeline:
         keep: int | None = None,
         asynchronous: bool = False,
     ) -> Path:
-        """Write a checkpoint into `path/step-000100`; a collective call. Returns that directory.
+        """Write a checkpoint into `path/step-000100`. A collective call.
 
-        The checkpoint holds weights, buffers and random generators, and the state of `optimizer`, `scheduler` and the
-        scaler. `extra` and `position` (in the data) may hold numbers, strings, lists, dicts and tensors; those of rank
-        0 are saved. Only the newest `keep` checkpoints are kept. With `asynchronous` the state is copied and written by
-        a thread while training continues; if that fails, the next step or save raises the error. An asynchronous
+        The checkpoint holds weights, buffers and random generators, and the state of the scaler. An asynchronous
         pipeline is drained first, and saves its own optimizer.
+
+        Args:
+            path: the directory of checkpoints
+            optimizer: its state is saved too
+            extra: numbers, strings, lists, dicts and tensors to save; those of rank 0 are
+            scheduler: a learning-rate scheduler, whose state is saved too
+            position: the position in the data, of the same types as `extra`
+            keep: the number of newest checkpoints that are kept; None: all
+            asynchronous: copy the state and let a thread write it while training continues; an error is raised by the
+                next step or save
+
+        Returns:
+            The directory of the checkpoint.
+
+        Raises:
+            CheckpointError: if any rank cannot write its part
         """
         self.drain()
         optimizer = self._own_optimizer(optimizer)
@@ -344,11 +422,22 @@ class Pipeline:
     def load(
         self, path: str | Path, optimizer: Any = None, *, scheduler: Any = None, random_state: bool = True
     ) -> Loaded:
-        """Load a checkpoint of any plan, or a model written by `save_pretrained`; a collective call.
+        """Load a checkpoint of any plan, or a model written by `save_pretrained`. A collective call.
 
-        `path` is a checkpoint, or a directory of checkpoints, of which the newest good one is loaded. Each rank reads
-        only its own tensors. A model that was on the meta device has its weights after this call. Unless `random_state`
-        is False, the random number generators of torch, numpy and Python are restored too.
+        Each rank reads only its own tensors. A model that was on the meta device has its weights after this call.
+
+        Args:
+            path: a checkpoint, or a directory of checkpoints, of which the newest good one is loaded
+            optimizer: its state is restored
+            scheduler: a learning-rate scheduler, whose state is restored
+            random_state: whether the random number generators of torch, numpy and Python are restored
+
+        Returns:
+            The step, and `extra` and `position` as they were saved.
+
+        Raises:
+            CheckpointError: if there is no checkpoint, or it belongs to another model
+            DamagedError: if its files are truncated, missing or changed
         """
         self.drain()
         optimizer = self._own_optimizer(optimizer)

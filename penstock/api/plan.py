@@ -74,18 +74,39 @@ def plan(
 ) -> Plan:
     """Search for the best plan: cuts, placement, schedule, microbatches and recomputation.
 
-    `args` and `kwargs` are one example batch. `schedule` is a name, a Schedule, a Program or the path of a CSV file; an
-    order with messages is run as it is, one without any backward can be evaluated only. `partitioner` is a name, a
-    Partition, a Division (whose placement is kept), or lists of module names per stage. Everything that is "auto" is
-    searched together for about `budget_seconds`; `plan.describe()` shows the candidates.
+    Everything that is "auto" is searched together; `plan.describe()` shows the candidates. Where `split` and the shapes
+    of the arguments leave open how they are split, the model is run on the batch and on halves of it, and the plan
+    holds the result.
 
-    `ranks` may be a Cluster with the memory, slowness and links of every rank. `memory` is the limit of a rank, in
-    bytes or as "24GiB". `recompute` is "none", "full", or "auto": recompute activations where memory requires it. With
-    a `profile` nothing is measured. A model on the meta device is estimated for a device of the given `speed`, by
-    default this one. Pass the `loss_fn` and `split` that the Pipeline will get: without a loss function, only the loss
-    that the model returns has a gradient. Where `split` and the shapes of the arguments leave open how they are split,
-    the model is run on the batch and on halves of it, and the plan holds the result. `depth` and `basic_blocks` are
-    those of `capture`: how deep modules are opened, and which stay whole.
+    Args:
+        model: any module, also on the meta device, where its costs are estimated instead of measured
+        args: the positional arguments of one example batch: a whole batch, not a microbatch
+        kwargs: the keyword arguments of that batch
+        ranks: the number of pipeline ranks, or a Cluster with the memory, slowness and links of every rank
+        microbatches: how many microbatches a batch is split into, or "auto"
+        schedule: a name, a Schedule, a Program or the path of a CSV file; an order with messages is run as it is, one
+            without any backward can be evaluated only
+        partitioner: a name, a Partition, a Division (whose placement is kept), or lists of module names per stage
+        stages_per_rank: None: what the schedule needs, or searched
+        memory: the limit of a rank, in bytes or as "24GiB"; None: no limit
+        recompute: "none", "full", or "auto": recompute activations where memory requires it
+        profile: measured costs of a microbatch; None: measured here
+        loss_fn: the loss function that the Pipeline will get; without one, only the loss that the model returns has a
+            gradient
+        split: the `split` that the Pipeline will get
+        speed: the device to estimate for, if the model is on the meta device; None: this one
+        budget_seconds: seconds for measuring and searching, approximately
+        depth: as in `capture`: how deep modules are opened
+        basic_blocks: as in `capture`: modules that stay whole
+
+    Returns:
+        The plan: frozen, printable, the same wherever it is loaded.
+
+    Raises:
+        CaptureError: if the model cannot be recorded
+        PartitionError: if it cannot be cut as asked
+        FitError: if no candidate fits in memory
+        PlanError: if the arguments do not fit together
     """
     start = time.monotonic()
     options = PlanOptions(
@@ -220,12 +241,23 @@ def plan_together(
     memory: int | str | tuple[int, ...] | None = None,
     group: Any = None,
 ) -> Plan:
-    """Plan on the first rank of a running group and return the same plan on every rank. Collective.
+    """Plan on the first rank of a running group and return the same plan on every rank. A collective call.
 
-    `make(cluster)` is called on the first rank, with the measured links between the ranks, the `memory` of each, and
-    the cores that ranks of one host share:
     `plan_together(lambda cluster: penstock.plan(model, (x,), ranks=cluster, microbatches=8))`. The other ranks wait
     without computing. An error is raised on all ranks.
+
+    Args:
+        make: called on the first rank with a Cluster: the measured links between the ranks, their memory, and the cores
+            that ranks of one host share; returns the plan
+        memory: memory of a rank, in bytes or as "24GiB", one value or one per rank; None: no limit
+        group: the process group; None: all processes
+
+    Returns:
+        The plan, equal on all ranks.
+
+    Raises:
+        RunError: without an initialised process group
+        PlanError: if planning failed on the first rank
     """
     if not dist.is_initialized():
         hint = "call it in a function that penstock.launch or torchrun runs, after init_process_group"

@@ -33,10 +33,22 @@ def schedule(
     costs: StageCosts | None = None,
     memory: int | str | None = None,
 ) -> Schedule:
-    """Build a schedule by name, such as "1f1b" or "zbv"; "auto" synthesises an order for the costs and the memory.
+    """Build a schedule by name.
 
-    With costs, zero-bubble and V schedules place weight gradients where they fill gaps. With memory, a limit in bytes
-    per rank (also "24GiB"), a schedule that exceeds it is refused; this needs the bytes in the costs.
+    Args:
+        name: such as "1f1b" or "zbv", in any case and punctuation; "auto" synthesises an order for the costs and the
+            memory
+        ranks: number of ranks
+        microbatches: number of microbatches
+        stages_per_rank: None: what the schedule needs
+        costs: zero-bubble and V schedules place weight gradients where they fill gaps; None: equal costs
+        memory: a limit per rank in bytes, or as "24GiB"; needs the bytes in the costs
+
+    Returns:
+        The order of passes on every rank.
+
+    Raises:
+        ScheduleError: if the name or the sizes are invalid, or the schedule exceeds the memory
     """
     if costs is not None and not isinstance(costs, StageCosts):
         raise ScheduleError("costs must be StageCosts", got=repr(costs), hint="StageCosts.uniform(num_stages)")
@@ -98,15 +110,33 @@ def _check_bytes(costs: StageCosts, limit: int) -> None:
 def lower(
     schedule: Schedule | Program, *, cuts: Cuts | None = None, passes: Sequence[str | Pass] = DEFAULT_PASSES
 ) -> Program:
-    """Add sends, receives, reductions and frees. Without cuts, every stage reads the previous one.
+    """Add sends, receives, reductions and frees.
 
-    A Program keeps its order and its messages.
+    Args:
+        schedule: a Schedule; a Program keeps its order and its messages
+        cuts: which stage reads which; None: every stage reads the previous one
+        passes: names or functions of the passes to apply, in order
+
+    Returns:
+        The program.
+
+    Raises:
+        ScheduleError: if the order cannot be lowered
     """
     return lower_schedule(schedule, cuts=cuts, passes=passes)
 
 
 def verify(schedule_or_program: Schedule | Program, *, in_flight: int | None = None) -> None:
-    """Raise a ScheduleError that names the actions unless the order is complete, legal and deadlock-free."""
+    """Prove that an order is complete, legal and deadlock-free.
+
+    Args:
+        schedule_or_program: the order of every rank
+        in_flight: the most pairs of stage and microbatch that a rank may hold between forward and last gradient;
+            None: any number
+
+    Raises:
+        ScheduleError: if it is not; it names the actions
+    """
     verify_orders(schedule_or_program, in_flight=in_flight)
 
 
@@ -118,11 +148,22 @@ def simulate(
     staleness: str | None = None,
     batches: int = 8,
 ) -> Trace:
-    """Predict the trace of a step. A Schedule is lowered first; a Plan has its own costs and cluster.
+    """Predict the trace of a step.
 
-    Given costs are those of a rank of normal speed: passes on a slow rank of the cluster take longer. With
-    `staleness`, as in `Pipeline`, the trace is that of a number of `batches` without a flush between them, and memory
-    includes the weights that are stashed.
+    Args:
+        program: a Plan, a Program, or a Schedule, which is lowered first
+        costs: those of a rank of normal speed; passes on a slow rank of the cluster take longer. None: those of the
+            plan, or equal ones
+        cluster: ranks and links; None: that of the plan, or messages that take no time
+        staleness: as in `Pipeline`, for a Plan: the trace is that of several batches without a flush between them, and
+            memory includes the weights that are stashed
+        batches: with `staleness`, the number of batches
+
+    Returns:
+        When each action and message starts and ends, and the memory of each rank.
+
+    Raises:
+        ScheduleError: if the order would deadlock, or the arguments do not fit together
     """
     if staleness is not None:
         if not isinstance(program, Plan):

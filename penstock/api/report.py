@@ -171,10 +171,20 @@ def _scaled(costs: StageCosts, factor: float) -> StageCosts:
 
 
 def report(plan_or_run: Plan | Run, path: str | Path | None = None, *, staleness: str | None = None) -> str:
-    """The report as one HTML document, at most 300 KB and needing no network; with a path it is also written there.
+    """Write the report of a plan or a run: one HTML document, at most 300 KB and needing no network.
 
-    Simulates the plan for its timeline, and changes of it for the advice. With `staleness`, as in `Pipeline`, also a
-    few batches without a flush between them.
+    Simulates the plan for its timeline, and changes of it for the advice.
+
+    Args:
+        plan_or_run: a Plan, or the Run of a training
+        path: the file to write; None: none
+        staleness: as in `Pipeline`: also show a few batches without a flush between them
+
+    Returns:
+        The document.
+
+    Raises:
+        ViewError: if it is neither a plan nor a run
     """
     document = Report()(contents_of(plan_or_run, staleness))
     if path is not None:

@@ -43,7 +43,8 @@ _PAGE = """<!DOCTYPE html>
 class ParallelizeFnProtocol(Protocol):
     """A function that changes one stage in place, for example with `fully_shard`.
 
-    `axes` are cp_axis_name, tp_axis_name, ep_axis_name and ep_shard_axis_names of the configuration.
+    It is called with the stage, `world_mesh` and `moe_mesh`, and the keyword arguments pp_enabled, dp_axis_names,
+    cp_axis_name, tp_axis_name, ep_axis_name and ep_shard_axis_names of the configuration.
     """
 
     def __call__(
@@ -136,11 +137,17 @@ class PipelineInfo:
     """The stages and the schedule of this process; empty before `build`."""
 
     enabled: bool = False
+    """whether `build` was called"""
     schedule: TrainingSchedule | None = None
+    """its `step` and `eval` train and evaluate"""
     has_first_stage: bool = False
+    """whether this rank holds the first stage"""
     has_last_stage: bool = False
+    """whether it holds the last stage"""
     model_parts: list[nn.Module] | None = None
+    """this rank's stages as modules"""
     stages: list[StageInfo] | None = None
+    """the same with their positions"""
 
     @classmethod
     def of(cls, schedule: TrainingSchedule, parts: list[nn.Module]) -> "PipelineInfo":
@@ -151,7 +158,11 @@ class PipelineInfo:
 
 
 class AutoPipeline:
-    """`AutoPipeline(config).build(model, loss_fn=...)` holds this rank's part of a pipeline; `step` trains it."""
+    """`AutoPipeline(config).build(model, loss_fn=...)` holds this rank's part of a pipeline; `step` trains it.
+
+    Args:
+        config: meshes, stages, schedule and batch sizes
+    """
 
     def __init__(self, config: AutoPipelineConfig) -> None:
         if not isinstance(config, AutoPipelineConfig):
@@ -173,10 +184,18 @@ class AutoPipeline:
     ) -> "AutoPipeline":
         """Cut the model and keep the stages of this rank. Collective: all ranks call it with the same arguments.
 
-        Without a `loss_fn` the model returns its loss itself. `parallelize_fn` is called once for every stage of this
-        rank and changes it in place. A model that is not from Hugging Face needs an example batch: `args`, `kwargs`.
-        `split` and `inputs` are those of a Pipeline: with `inputs="first"` the batch is passed on rank 0 only, the
-        target there or on the rank of the last stage.
+        Args:
+            model: the whole model
+            loss_fn: `loss_fn(logits, target)`; None: the model returns its loss itself
+            parallelize_fn: called once for every stage of this rank, which it changes in place
+            args: the positional arguments of an example batch, which a model that is not from Hugging Face needs
+            kwargs: its keyword arguments
+            split: as in `Pipeline`
+            inputs: as in `Pipeline`; with "first" the batch is passed on rank 0 only, the target there or on the rank
+                of the last stage
+
+        Returns:
+            This AutoPipeline.
         """
         config = self.config
         self._check_build(model, parallelize_fn)
@@ -228,11 +247,25 @@ class AutoPipeline:
                 raise PlanError(f"{field} needs a parallelize_fn, which it is passed to", hint=hint)
 
     def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Result:
-        """Forward and backward of one batch, called on every rank; fills `losses` with one per microbatch."""
+        """Forward and backward of one batch, called on every rank.
+
+        Args:
+            *args: positional arguments of the model
+            target: given to the loss function
+            losses: a list that is filled with one loss per microbatch
+            **kwargs: keyword arguments of the model
+        """
         return self._schedule.step(*args, target=target, losses=losses, **kwargs)
 
     def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Result:
-        """Forward of one batch in eval mode, without gradients; `return_outputs=True` returns the outputs."""
+        """Forward of one batch in eval mode, without gradients; `return_outputs=True` returns the outputs.
+
+        Args:
+            *args: positional arguments of the model
+            target: given to the loss function
+            losses: a list that is filled with one loss per microbatch
+            **kwargs: keyword arguments of the model, or `return_outputs`
+        """
         return self._schedule.eval(*args, target=target, losses=losses, **kwargs)
 
     @property
@@ -255,15 +288,28 @@ class AutoPipeline:
         return [_module_names(part) for part in self.parts]
 
     def get_stage_param_counts(self, trainable_only: bool = False) -> list[int]:
-        """The number of parameters of each of this rank's stages."""
+        """The number of parameters of each of this rank's stages.
+
+        Args:
+            trainable_only: whether to count only those that require a gradient
+        """
         return [_num_parameters([part], trainable_only) for part in self.parts]
 
     def get_total_param_count(self, trainable_only: bool = False) -> int:
-        """The number of parameters of this rank, tied ones once."""
+        """The number of parameters of this rank, tied ones once.
+
+        Args:
+            trainable_only: whether to count only those that require a gradient
+        """
         return _num_parameters(self.parts, trainable_only)
 
     def pretty_print_stages(self, max_modules_per_stage: int = 16, trainable_only: bool = False) -> str:
-        """This rank's stages as text: position, parameters, first modules."""
+        """This rank's stages as text: position, parameters, first modules.
+
+        Args:
+            max_modules_per_stage: how many module names to show
+            trainable_only: whether to count only parameters that require a gradient
+        """
         limit = as_int(max_modules_per_stage)
         if limit is None or limit < 0:
             raise PlanError("max_modules_per_stage must be a whole number, 0 or more", got=repr(max_modules_per_stage))
@@ -298,7 +344,11 @@ class AutoPipeline:
         _LOG.info("%s\n%s", self.debug_summary(), self.pretty_print_stages())
 
     def scale_grads_by_divisor(self, divisor: float | Tensor) -> None:
-        """Divide this rank's gradients; call it with the same divisor on all ranks."""
+        """Divide this rank's gradients; call it with the same divisor on all ranks.
+
+        Args:
+            divisor: a finite number other than 0
+        """
         number = divisor.item() if isinstance(divisor, Tensor) and divisor.numel() == 1 else divisor
         if not is_finite(number) or not number:
             raise RunError("divisor must be a finite number other than 0", got=repr(divisor))
@@ -307,11 +357,20 @@ class AutoPipeline:
                 parameter.grad.div_(number)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the original norm."""
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the original norm.
+
+        Args:
+            max_norm: the largest norm allowed
+            norm_type: the p of the p-norm
+        """
         return self.pipeline.clip_grad_norm_(max_norm, norm_type)
 
     def visualize_current_schedule(self, filename: str | Path = "schedule.png") -> None:
-        """Draw the schedule into a .png, .svg or .html file."""
+        """Draw the schedule into a .png, .svg or .html file.
+
+        Args:
+            filename: the file to write
+        """
         draw_schedule(self._schedule.order, self._schedule.name, filename)
 
     @property

@@ -144,6 +144,20 @@ def generate_hf_model_fqn_per_model_part(
     """The module names of every stage of a Hugging Face decoder.
 
     Layers are spread evenly; embeddings come first, norm and head last, the rotary embedding is on every stage.
+
+    Args:
+        num_stages: number of stages
+        num_layers: number of layers of the model
+        include_embeddings: whether the first stage gets `embed_tokens`
+        include_lm_head: whether the last stage gets `lm_head`
+        include_rotary_emb: whether every stage gets `rotary_emb`
+        fqn_prefix: prefix of all names but `lm_head`
+
+    Returns:
+        A list of module names per stage, for `module_fqns_per_model_part`.
+
+    Raises:
+        PartitionError: if there are fewer layers than stages
     """
     counts = layers_per_stage(num_layers, num_stages)
     layers = iter(range(num_layers))

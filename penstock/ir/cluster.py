@@ -24,9 +24,13 @@ class Link:
     """One direction between two ranks: seconds until the first byte arrives, bytes per second after that."""
 
     source: int
+    """the sending rank"""
     target: int
+    """the receiving rank"""
     latency: float = 0.0
+    """seconds until the first byte arrives"""
     bandwidth: float | None = None
+    """bytes per second; None: infinite"""
 
     def __post_init__(self) -> None:
         if as_int(self.source) is None or as_int(self.target) is None:
@@ -64,8 +68,11 @@ class Replicas:
     """Copies of the whole pipeline that average their gradients once per step, and the links between them."""
 
     count: int = 1
+    """number of copies; 1: no replicas"""
     latency: float = 0.0
+    """seconds of a message between replicas"""
     bandwidth: float | None = None
+    """bytes per second between replicas; None: infinite"""
 
     def __post_init__(self) -> None:
         count = as_int(self.count)
@@ -98,6 +105,7 @@ class Cluster:
     """
 
     ranks: int
+    """number of pipeline ranks"""
     memory: "int | str | tuple[int, ...] | None" = None
     """bytes per rank: one size (also as `"24GiB"`) or one per rank; None: no limit"""
     latency: float = 0.0
@@ -105,7 +113,9 @@ class Cluster:
     bandwidth: float | None = None
     """bytes per second of every link that is not in `links`; None: infinite"""
     links: tuple[Link, ...] = ()
+    """links that differ from the others"""
     replicas: Replicas = Replicas()
+    """copies of the whole pipeline"""
     overlap: float = field(default=0.0, kw_only=True)
     """share of its shorter half that an overlapped pair of passes hides: 0 runs one after the other, 1 hides it all"""
     cores: int | None = field(default=None, kw_only=True)
@@ -144,7 +154,12 @@ class Cluster:
         return {(link.source, link.target): link for link in self.links}
 
     def link(self, source: int, target: int) -> Link:
-        """The link that carries messages from one rank to another."""
+        """The link that carries messages from one rank to another.
+
+        Args:
+            source: the sending rank
+            target: the receiving rank
+        """
         return self._named_links.get((source, target)) or Link(source, target, self.latency, self.bandwidth)
 
     def link_rates(self, source: Ranks, target: Ranks) -> LinkRates:
@@ -222,7 +237,9 @@ class DeviceSpeed:
     """
 
     flops_per_second: float
+    """floating-point operations per second"""
     bytes_per_second: float
+    """bytes read and written per second"""
     operation_seconds: float = 0.0
     """overhead of every operation, however small"""
 

@@ -23,9 +23,13 @@ class MessageCost:
     """Bytes sent from one stage to another for one microbatch, and the bytes of the gradients sent back."""
 
     producer: int
+    """the stage that sends values"""
     consumer: int
+    """the stage that reads them and returns gradients"""
     forward_bytes: int
+    """bytes of the values"""
     backward_bytes: int
+    """bytes of their gradients"""
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,11 @@ class StateBytes:
     """Bytes that a stage holds during the whole step."""
 
     parameters: int = 0
+    """bytes of the parameters"""
     gradients: int = 0
+    """bytes of their gradients"""
     optimizer: int = 0
+    """bytes of the optimizer's state"""
     stashed: int = 0
     """other versions of the parameters that an asynchronous pipeline keeps"""
 
@@ -52,8 +59,11 @@ class StageCosts:
     """
 
     forward: tuple[float, ...]
+    """seconds of the forward, one entry per stage"""
     input_grad: tuple[float, ...]
+    """seconds of the gradient of the stage's inputs"""
     weight_grad: tuple[float, ...]
+    """seconds of the gradient of its parameters"""
     backward: tuple[float, ...] = ()
     """seconds of a full backward"""
     activation_bytes: tuple[int, ...] = ()
@@ -61,7 +71,9 @@ class StageCosts:
     weight_grad_bytes: tuple[int, ...] = ()
     """the part of activation_bytes that is held between an input gradient and its weight gradient"""
     messages: tuple[MessageCost, ...] = ()
+    """bytes sent between stages; without them messages take no time"""
     state: tuple[StateBytes, ...] = ()
+    """bytes that each stage holds during the whole step"""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -109,7 +121,14 @@ class StageCosts:
     def uniform(
         cls, num_stages: int, forward: float = 1.0, input_grad: float = 1.0, weight_grad: float = 1.0
     ) -> "StageCosts":
-        """Equal stages; by default each pass takes one second and a full backward two."""
+        """Equal stages; by default each pass takes one second and a full backward two.
+
+        Args:
+            num_stages: number of stages
+            forward: seconds of a forward
+            input_grad: seconds of an input gradient
+            weight_grad: seconds of a weight gradient
+        """
         return cls((forward,) * num_stages, (input_grad,) * num_stages, (weight_grad,) * num_stages)
 
     def times(self, factors: Sequence[float]) -> "StageCosts":

@@ -115,13 +115,21 @@ class Graph:
     """
 
     nodes: tuple[Node, ...]
+    """calls in topological order"""
     inputs: tuple[Value, ...]
+    """the model's tensor arguments"""
     outputs: tuple[str, ...]
+    """names of the values that the model returns"""
     parameters: tuple[Value, ...] = ()
+    """by original name, tied ones under each name"""
     buffers: tuple[Value, ...] = ()
+    """by original name"""
     tied: tuple[tuple[str, ...], ...] = ()
+    """groups of parameter names that are one tensor"""
     storage: tuple[StorageGroup, ...] = ()
+    """values that share memory, and who writes into it"""
     updates: tuple[Update, ...] = ()
+    """parameters and buffers that the forward writes"""
 
     def __post_init__(self) -> None:
         if not self.nodes:

@@ -48,6 +48,7 @@ class Partition:
     """
 
     stages: tuple[tuple[str, ...], ...]
+    """per stage the names of its nodes"""
 
     def __post_init__(self) -> None:
         if not self.stages:

@@ -68,8 +68,11 @@ class Cuts:
     """
 
     num_stages: int
+    """number of stages"""
     edges: tuple[StageEdge, ...]
+    """pairs (producer stage, consumer stage), sorted"""
     without_gradient: tuple[StageEdge, ...] = ()
+    """those of them over which no gradient returns"""
 
     def __post_init__(self) -> None:
         if not 1 <= (as_int(self.num_stages) or 0) <= MAX_STAGES:
@@ -86,12 +89,22 @@ class Cuts:
 
     @classmethod
     def chain(cls, num_stages: int) -> "Cuts":
-        """Every stage reads the stage before it and nothing else."""
+        """Every stage reads the stage before it and nothing else.
+
+        Args:
+            num_stages: number of stages
+        """
         return cls(num_stages, tuple((stage, stage + 1) for stage in range(num_stages - 1)))
 
     @classmethod
     def of(cls, num_stages: int, edges: Iterable[StageEdge], without_gradient: Iterable[StageEdge] = ()) -> "Cuts":
-        """Cuts from edges in any order."""
+        """Cuts from edges in any order.
+
+        Args:
+            num_stages: number of stages
+            edges: pairs (producer stage, consumer stage)
+            without_gradient: those of them over which no gradient returns
+        """
         return cls(num_stages, tuple(sorted(set(edges))), tuple(sorted(set(without_gradient))))
 
     @cached_property

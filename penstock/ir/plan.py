@@ -136,12 +136,19 @@ class Plan:
     """
 
     graph: Graph
+    """the model for one microbatch"""
     partition: Partition
+    """the nodes of every stage"""
     schedule: Schedule
+    """the order of passes on every rank, and the rank of every stage"""
     choices: Choices
+    """names of partitioner and schedule, and which stages recompute"""
     costs: StageCosts
+    """seconds and bytes of every stage"""
     cluster: Cluster
+    """ranks, memory and links"""
     predicted: Prediction
+    """time, bubble and peak memory of a step"""
     search: Search = Search()
     """the other candidates and why this one was chosen; empty if all choices were given"""
     split: tuple[tuple[str, SplitRule], ...] = ()
@@ -207,7 +214,11 @@ class Plan:
         return self.costs.times([after / before for after, before in zip(new, old, strict=True)])
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
+        """Write the plan as JSON.
+
+        Args:
+            path: the file to write
+        """
         # json_format imports this file.
         from penstock.ir.json_format import save_record
 
@@ -215,7 +226,14 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        """Read a plan that `save` wrote."""
+        """Read a plan that `save` wrote.
+
+        Args:
+            path: the file to read
+
+        Raises:
+            FormatError: if it does not hold a plan
+        """
         from penstock.ir.json_format import load_record
 
         return load_record(path, cls)
@@ -267,10 +285,15 @@ class StepMetrics:
     """Metrics of one training step; a loss or norm that is NaN or Inf becomes None."""
 
     step: int
+    """its number"""
     loss: float | None
+    """the loss of the whole batch"""
     seconds: float
+    """wall-clock time of the step"""
     samples: int
+    """number of samples in the batch"""
     grad_norm: float | None = None
+    """norm of all gradients, if they were clipped"""
 
     def __post_init__(self) -> None:
         for name in ("loss", "grad_norm"):
@@ -292,7 +315,9 @@ class Run:
     """A training: the plan it followed, its steps in order, recorded traces and measured peaks."""
 
     plan: Plan
+    """the plan it followed"""
     steps: tuple[StepMetrics, ...]
+    """metrics of the steps, in order"""
     traces: tuple[Trace, ...] = ()
     """recorded steps; views show the last one"""
     peaks: tuple[int, ...] = ()
@@ -335,7 +360,11 @@ class Run:
         return tuple(metrics.loss for metrics in self.steps if metrics.loss is not None)
 
     def save(self, path: str | Path) -> None:
-        """Write the run as JSON."""
+        """Write the run as JSON.
+
+        Args:
+            path: the file to write
+        """
         # json_format imports this file.
         from penstock.ir.json_format import save_record
 
@@ -343,7 +372,14 @@ class Run:
 
     @classmethod
     def load(cls, path: str | Path) -> "Run":
-        """Read a run that `save` wrote."""
+        """Read a run that `save` wrote.
+
+        Args:
+            path: the file to read
+
+        Raises:
+            FormatError: if it does not hold a run
+        """
         from penstock.ir.json_format import load_record
 
         return load_record(path, cls)

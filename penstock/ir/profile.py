@@ -24,9 +24,13 @@ class NodeBytes:
     peak: int = 0
     """maximum while the node runs, in addition to the bytes held before"""
     parameters: int = 0
+    """bytes of its parameters"""
     buffers: int = 0
+    """bytes of its buffers"""
     inputs: int = 0
+    """bytes that it reads"""
     outputs: int = 0
+    """bytes that it makes"""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -64,12 +68,19 @@ class NodeCost:
     """Seconds and bytes of one node for one microbatch; `backward` is a full one, the other two are a split one."""
 
     node: str
+    """name of the node"""
     forward: float
+    """seconds of the forward"""
     backward: float
+    """seconds of a full backward"""
     input_grad: float
+    """seconds of the gradient of its inputs"""
     weight_grad: float
+    """seconds of the gradient of its parameters"""
     memory: NodeBytes = NodeBytes()
+    """bytes held and moved"""
     saved: SavedTensors = SavedTensors()
+    """tensors saved for the backward"""
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "input_grad", "weight_grad"):
@@ -88,11 +99,17 @@ class Profile:
     """
 
     costs: tuple[NodeCost, ...]
+    """one entry per node"""
     step_seconds: float
+    """measured time of forward and backward of the unsplit model"""
     fingerprint: str
+    """that of the graph that was measured"""
     device: str
+    """name of the device"""
     versions: tuple[tuple[str, str], ...] = ()
+    """pairs such as ("torch", "2.13.0")"""
     held: tuple[tuple[str, int], ...] = ()
+    """values that nodes save, each with the bytes of its storage; empty if saved tensors were not recorded"""
 
     def __post_init__(self) -> None:
         for node, times in Counter(cost.node for cost in self.costs).items():

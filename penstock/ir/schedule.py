@@ -89,7 +89,14 @@ class _Ordered:
         return Makers(self.table.passes, self.num_stages, self.num_microbatches)
 
     def to_csv(self, path: str | Path | None = None) -> str:
-        """The CSV text; also written to the path when one is given."""
+        """The order as CSV, in the grammar of torch.distributed.pipelining.
+
+        Args:
+            path: a file to write; None: none
+
+        Returns:
+            The text.
+        """
         return write_csv(self.table, path)
 
     def __str__(self) -> str:
@@ -104,8 +111,11 @@ class Schedule(_Ordered):
     """
 
     placement: Placement
+    """the rank of every stage"""
     num_microbatches: int
+    """number of microbatches"""
     table: Orders
+    """the orders in compact form"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,12 +126,26 @@ class Schedule(_Ordered):
 
     @classmethod
     def of(cls, placement: Placement, num_microbatches: int, orders: Iterable[Iterable[Action]]) -> "Schedule":
-        """A schedule from action objects."""
+        """A schedule from action objects.
+
+        Args:
+            placement: the rank of every stage
+            num_microbatches: number of microbatches
+            orders: the compute actions of every rank, in order
+        """
         return cls(placement, num_microbatches, Orders.of(orders))
 
     @classmethod
     def from_csv(cls, source: str | Path) -> "Schedule":
-        """A schedule from a CSV file or its text: a row per rank, a cell per action, an empty cell for a bubble."""
+        """A schedule from CSV: a row per rank, a cell per action, an empty cell for a bubble.
+
+        Args:
+            source: the path of a file, or its text
+
+        Raises:
+            FormatError: if it cannot be read, with line and column
+            ScheduleError: if it has other than compute actions
+        """
         table = read_orders(source)
         placement, num_microbatches = _infer_sizes(table)
         return cls(placement, num_microbatches, table)
@@ -168,9 +192,13 @@ class Program(_Ordered):
     """
 
     placement: Placement
+    """the rank of every stage"""
     num_microbatches: int
+    """number of microbatches"""
     cuts: Cuts
+    """which stage reads values of which other stage"""
     table: Orders
+    """the orders in compact form"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -190,12 +218,27 @@ class Program(_Ordered):
     def of(
         cls, placement: Placement, num_microbatches: int, cuts: Cuts, orders: Iterable[Iterable[Action]]
     ) -> "Program":
-        """A program from action objects."""
+        """A program from action objects.
+
+        Args:
+            placement: the rank of every stage
+            num_microbatches: number of microbatches
+            cuts: which stage reads which
+            orders: the actions of every rank, in order
+        """
         return cls(placement, num_microbatches, cuts, Orders.of(orders))
 
     @classmethod
     def from_csv(cls, source: str | Path, cuts: Cuts | None = None) -> "Program":
-        """A program from a CSV file or its text. Without cuts: a chain, plus the edges that messages name."""
+        """A program from CSV.
+
+        Args:
+            source: the path of a file, or its text
+            cuts: which stage reads which; None: a chain, plus the edges that messages name
+
+        Raises:
+            FormatError: if it cannot be read, with line and column
+        """
         table = read_orders(source)
         placement, num_microbatches = _infer_sizes(table)
         return cls(placement, num_microbatches, cuts or _infer_cuts(table, placement), table)

@@ -15,8 +15,9 @@ class Rows:
     """
 
     per_sample: int | None = None
-    """None: the length of the dimension divided by the number of samples"""
+    """rows of each sample; None: the length of the dimension divided by the number of samples"""
     dim: int = 0
+    """the dimension that holds the rows"""
 
     def __post_init__(self) -> None:
         if type(self.dim) is not int or not (self.per_sample is None or _is_count(self.per_sample)):
@@ -36,8 +37,11 @@ class Ragged:
     """
 
     sizes: str
+    """name of the argument that holds the number of rows of each sample"""
     token: int | None = None
+    """count the entries of this value in `sizes` instead"""
     dim: int = 0
+    """the dimension that holds the rows"""
 
     def __post_init__(self) -> None:
         kinds = (type(self.sizes) is str, type(self.token) in (int, type(None)), type(self.dim) is int)

@@ -121,11 +121,17 @@ class Trace:
     """
 
     program: Program
+    """the actions of every rank"""
     starts: Series
+    """when each action started"""
     ends: Series
+    """when each action ended"""
     sent: Series
+    """when each message left"""
     arrived: Series
+    """when each message arrived"""
     memory: tuple[Curve, ...]
+    """the bytes held by each rank over time"""
 
     def __post_init__(self) -> None:
         table = self.program.table
@@ -220,7 +226,11 @@ class Trace:
         return tuple(parts)
 
     def peak_bytes(self, rank: int) -> int:
-        """The most bytes that the rank holds at any time."""
+        """The most bytes that the rank holds at any time.
+
+        Args:
+            rank: a rank of the pipeline
+        """
         if not 0 <= rank < self.num_ranks:
             raise ScheduleError("no such rank", rank=rank, ranks=self.num_ranks)
         return self.memory[rank].peak

@@ -43,13 +43,25 @@ def launch(
     timeout: float | None = None,
     status_dir: str | Path | None = None,
 ) -> list[Any]:
-    """Run `fn(*args)` on `ranks` local processes joined by torch.distributed; returns the results by rank.
+    """Run a function on several local processes joined by torch.distributed.
 
-    Processes are forked, so `fn` may be any function and needs no import. `start="spawn"` starts fresh ones instead
-    (always used once CUDA is initialised here): then `fn` must be importable. Communication uses the loopback interface
-    only. `threads` is the number of torch threads per process, `timeout` the limit in seconds for the whole call, and
-    `status_dir` a directory in which the status files of the ranks are kept. Every process has ended when this returns
-    or raises.
+    Communication uses the loopback interface only. Every process has ended when this returns or raises.
+
+    Args:
+        fn: called on every rank; processes are forked, so that it may be any function and needs no import
+        ranks: number of processes
+        *args: arguments of `fn`
+        start: "fork", or "spawn" for fresh processes (always used once CUDA is initialised here): then `fn` must be
+            importable
+        threads: number of torch threads per process
+        timeout: limit in seconds for the whole call; None: no limit
+        status_dir: a directory in which the status files of the ranks are kept, for `penstock why-hung`
+
+    Returns:
+        The results by rank.
+
+    Raises:
+        RunError: if a rank failed, died or did not end in time; it shows the error of that rank
     """
     _check_arguments(fn, ranks, start, threads, timeout, status_dir)
     # A forked process cannot use CUDA once its parent has.

@@ -28,9 +28,15 @@ def add_loss(value: Tensor, reduction: str | None = None) -> None:
     """Add a scalar to the loss from inside a module's forward, such as a penalty or a router's balance loss.
 
     A Pipeline weights it so that loss and gradients equal those of one process: a mean over samples by the share of
-    each microbatch in the samples, a sum over samples by 1; a penalty on parameters is counted once. The kind is
-    detected by evaluating the loss on parts of a microbatch, unless `reduction` is "mean" or "sum". Outside of a
+    each microbatch in the samples, a sum over samples by 1; a penalty on parameters is counted once. Outside of a
     Pipeline this is a no-op, unless `added_losses` collects.
+
+    Args:
+        value: a tensor of one floating-point number
+        reduction: "mean" or "sum" over samples; None: detected by evaluating the loss on parts of a microbatch
+
+    Raises:
+        RunError: if the value is not one number, or the reduction is unknown
     """
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
         got = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -63,7 +69,14 @@ def collect_added(collect: Collect) -> Iterator[None]:
 
 @contextmanager
 def added_losses() -> Iterator[list[Tensor]]:
-    """Collect the losses added inside: `with added_losses() as extra: ...; loss = loss + sum(extra)`."""
+    """Collect the losses added inside: `with added_losses() as extra: ...; loss = loss + sum(extra)`.
+
+    Returns:
+        A context manager that gives the list of losses.
+
+    Raises:
+        RunError: by `add_loss` inside, for a value that is not one number
+    """
     values: list[Tensor] = []
     with collect_added(lambda added: values.append(added.value)):
         yield values

@@ -14,10 +14,16 @@ from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 
 
 class GradScaler:
-    """Pass it to the Pipeline, and call `scaler.step(optimizer)` and `scaler.update()` instead of `optimizer.step()`.
+    """Loss scaling for float16. Pass it to the Pipeline, and call `scaler.step(optimizer)` and `scaler.update()`.
 
-    Gradients are multiplied by the scale until `unscale_`, which `step` calls if the user did not. With several
-    optimizers, step all of them and then call `update` once.
+    Gradients are multiplied by the scale until `unscale_`, which `step` calls if the user did not. All ranks have the
+    same scale and skip the same steps. With several optimizers, step all of them and then call `update` once.
+
+    Args:
+        init_scale: the first scale
+        growth_factor: factor of the scale after `growth_interval` steps without overflow
+        backoff_factor: factor of the scale after an overflow
+        growth_interval: number of steps without overflow after which the scale grows
     """
 
     def __init__(
@@ -63,7 +69,11 @@ class GradScaler:
         return 1.0 if is_unscaled or not state.is_scaled else self.scale
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, and check for overflow on all ranks."""
+        """Divide the gradients by the scale, and check for overflow on all ranks. A collective call.
+
+        Args:
+            optimizer: whose parameters' gradients are divided
+        """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise RunError("optimizer must be a torch optimizer", got=type(optimizer).__name__)
         if id(optimizer) in self._gradients.overflows:
@@ -83,7 +93,14 @@ class GradScaler:
         return result.maxes[0] > 0
 
     def step(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Step the optimizer, unless gradients overflowed on any rank."""
+        """Step the optimizer, unless gradients overflowed on any rank. A collective call.
+
+        Args:
+            optimizer: the optimizer to step
+
+        Returns:
+            What the optimizer's `step` returned; None if it was skipped.
+        """
         if id(optimizer) in self._gradients.stepped:
             raise RunError("the optimizer has already taken this step", hint="call update after each step")
         if id(optimizer) not in self._gradients.overflows:
@@ -112,7 +129,11 @@ class GradScaler:
         return {"scale": self.scale, "clean": self._clean, "skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the state of a checkpoint."""
+        """Restore the state of a checkpoint.
+
+        Args:
+            state: what `state_dict` returned
+        """
         names = ("scale", "clean", "skipped")
         if not isinstance(state, Mapping) or not all(is_finite(state.get(name)) for name in names):
             raise RunError("the state of a scaler must have three numbers", names=names, got=repr(state))

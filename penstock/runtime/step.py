@@ -62,11 +62,15 @@ class Result:
     """The loss of the whole batch and of each microbatch, the same on every rank; outputs and trace if asked for."""
 
     loss: Tensor | None
+    """the loss of the whole batch; None if there is no loss"""
     losses: tuple[Tensor, ...]
+    """the loss of each microbatch"""
     weights: tuple[float, ...] = ()
     """the factor of each microbatch's loss in that of the batch"""
     outputs: Any = None
+    """the model's outputs for the whole batch, if asked for"""
     trace: Trace | None = None
+    """the recorded times of this step, if asked for"""
     skipped: str = ""
     """why the gradients of this step were dropped; empty if they were not"""
     losses_by_name: dict[str, Tensor] = field(default_factory=dict)
