@@ -34,7 +34,7 @@ _NUMBER = r"(0|[1-9][0-9]{0,5})"
 _COMPUTE_CELL = re.compile(rf"{_NUMBER}(F|I|W|B|FREE){_NUMBER}")
 _STAGE_CELL = re.compile(rf"{_NUMBER}(UNSHARD|RESHARD|REDUCE_GRAD)")
 _MESSAGE_CELL = re.compile(rf"{_NUMBER}(SEND|RECV)_(F|B){_NUMBER}(?:([<>]){_NUMBER})?")
-_OVERLAP_CELL = re.compile(rf"\({_NUMBER}F{_NUMBER};{_NUMBER}B{_NUMBER}\)OVERLAP_F_B")
+_OVERLAP_CELL = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _PAIR = re.compile(r"\([^()\n]*\)[ \t]*(?=OVERLAP)")
 _COMPUTE_WORDS = {"F": Forward, "I": InputGrad, "W": WeightGrad, "B": Backward, "FREE": Free}
 _STAGE_WORDS = {"UNSHARD": Unshard, "RESHARD": Reshard, "REDUCE_GRAD": Reduce}
@@ -50,8 +50,12 @@ def parse_action(cell: str) -> Action:
     if match := _STAGE_CELL.fullmatch(cell):
         return _STAGE_WORDS[match[2]](int(match[1]))
     if match := _OVERLAP_CELL.fullmatch(cell):
-        forward_stage, forward_microbatch, backward_stage, backward_microbatch = map(int, match.groups())
-        return Overlap(Forward(forward_stage, forward_microbatch), Backward(backward_stage, backward_microbatch))
+        # The two are independent, so either may be written first.
+        match sorted(map(parse_action, match.groups()), key=lambda part: part.kind):
+            case [Forward() as forward, Backward() as backward]:
+                return Overlap(forward, backward)
+        hint = f"two cells, one after the other: {match[1]},{match[2]}"
+        raise FormatError("an overlapped pair must be a forward and a full backward", cell=repr(cell), hint=hint)
     hint = "cells such as 2F0, 1I3, 3SEND_F1, 1SEND_F0>4, 2REDUCE_GRAD"
     raise FormatError("not an action", cell=repr(cell), hint=hint)
 

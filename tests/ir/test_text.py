@@ -73,11 +73,21 @@ def test_a_message_may_name_its_peer(cell, action):
     [
         *("2F0x", "2F0 ", "2F", "F0", "2f0", "-1F0", "+1F0", "01F0", "2F00", "2F1.0", "1234567F0", "٢F0"),
         *("1UNSHARD0", "1REDUCE", "nan", "", "-", "3SEND_F", "3SEND_X1", "3SEND_F1>"),
-        *("(2F2;1B0)", "(2F2,1B0)OVERLAP_F_B", "(2F2;1I0)OVERLAP_F_B", "(2F2;1B0)OVERLAP_F_B1"),
+        *("(2F2;1B0)", "(2F2,1B0)OVERLAP_F_B", "(2F2;1X0)OVERLAP_F_B", "(2F2;1B0)OVERLAP_F_B1"),
     ],
 )
 def test_a_cell_must_match_as_a_whole(cell):
     with pytest.raises(FormatError, match="not an action"):
+        parse_action(cell)
+
+
+def test_either_half_of_an_overlapped_pair_may_come_first():
+    assert parse_action("(1B0;2F2)OVERLAP_F_B") == parse_action("(2F2;1B0)OVERLAP_F_B")
+
+
+@pytest.mark.parametrize("cell", ["(2F2;1I0)OVERLAP_F_B", "(1B0;2B2)OVERLAP_F_B", "(2F2;1REDUCE_GRAD)OVERLAP_F_B"])
+def test_an_overlapped_pair_is_a_forward_and_a_full_backward(cell):
+    with pytest.raises(FormatError, match=r"a forward and a full backward.*\ntry: two cells, one after the other: "):
         parse_action(cell)
 
 
