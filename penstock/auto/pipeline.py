@@ -19,7 +19,7 @@ from penstock.auto.planning import example_of, plan_of, schedule_name
 from penstock.capture import Split
 from penstock.errors import PlanError, RunError, ViewError
 from penstock.ir import Plan, Schedule, Trace, as_int, counted, is_finite, write_atomic
-from penstock.runtime import Result
+from penstock.runtime import Result, RunOptions
 from penstock.views import Timeline
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -181,6 +181,7 @@ class AutoPipeline:
         kwargs: Mapping[str, Any] | None = None,
         split: Split | None = None,
         inputs: str = "all",
+        options: RunOptions = RunOptions(),  # noqa: B008
     ) -> "AutoPipeline":
         """Cut the model and keep the stages of this rank. Collective: all ranks call it with the same arguments.
 
@@ -193,6 +194,7 @@ class AutoPipeline:
             split: as in `Pipeline`
             inputs: as in `Pipeline`; with "first" the batch is passed on rank 0 only, the target there or on the rank
                 of the last stage
+            options: as in `Pipeline`: deadline, seed, and how NaN and Inf are handled
 
         Returns:
             This AutoPipeline.
@@ -229,6 +231,7 @@ class AutoPipeline:
             parallelize_fn=take_stage,
             reduction="mean" if config.scale_grads_in_schedule else "sum",
             inputs=inputs,
+            options=options,
             depth=config.depth,
             basic_blocks=config.basic_blocks,
         )

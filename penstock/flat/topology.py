@@ -113,7 +113,7 @@ class Topology:
         rank, world = dist.get_rank(), dist.get_world_size()
         grid = Grid.of(config, world)
         pipe = grid.group_of(PIPE, rank) if PIPE in grid.names else (rank,)
-        monitor = RankMonitor(pipe, range(world), deadline_seconds)
+        monitor = RankMonitor(pipe, range(world), deadline_seconds, "setup_process_groups(..., deadline_seconds=...)")
         is_gloo = dist.get_backend() == "gloo"
         control = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo")
         RankSync(ProcessGroups(rank, world, dist.group.WORLD, control, monitor=monitor)).establish(

@@ -45,8 +45,11 @@ _IN_FLIGHT_SECONDS = 2.0  # messages that a rank sent before it ended may still 
 class PeerWatcher:
     """Watches the peers of one rank; all rank numbers are those of the status files. Passive until `start`."""
 
-    def __init__(self, status: StatusFile, deadline_seconds: float, group_ranks: Sequence[int]) -> None:
-        self._status = status
+    def __init__(
+        self, status: StatusFile, deadline_seconds: float, group_ranks: Sequence[int], setting: str = "the deadline"
+    ) -> None:
+        """`setting` is the option that sets the deadline, for error messages."""
+        self._status, self._setting = status, setting
         self.deadline_seconds = deadline_seconds
         """the current limit of a wait, for error messages"""
         self._peers = tuple(rank for rank in group_ranks if rank != status.rank)
@@ -110,7 +113,7 @@ class PeerWatcher:
                     **self._location(code),
                     deadline_seconds=self.deadline_seconds,
                     report=explain_hang(self._read_all(), time.monotonic()),
-                    hint="look at the rank named first, or set a longer deadline",
+                    hint=f"look at the rank named first; if it was busy and not stuck, increase {self._setting}",
                 )
             case WaitFailure.CLOSED:
                 end = time.monotonic() + _EVIDENCE_SECONDS
@@ -138,7 +141,10 @@ class PeerWatcher:
             step=now.step,
             **({"deadline_seconds": self.deadline_seconds} if is_timeout else {"reason": one_line(error)}),
             report=explain_hang(self._read_all(), time.monotonic()),
-            hint="the same calls on every rank; look at the rank named first" if is_timeout else "",
+            hint="the same calls on every rank; look at the rank named first; if it was busy and not stuck, increase "
+            + self._setting
+            if is_timeout
+            else "",
         )
 
     def _location(self, code: int) -> dict[str, Any]:

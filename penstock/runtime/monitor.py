@@ -33,11 +33,20 @@ _POLL_SECONDS = 0.2
 class RankMonitor:
     """Writes the current action to this rank's status file and holds the deadline of every wait."""
 
-    def __init__(self, ranks: Sequence[int], replicas: Sequence[int], deadline_seconds: float) -> None:
-        """`ranks` of the pipeline and `replicas`, the ranks with the same stages, are both global ranks."""
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        replicas: Sequence[int],
+        deadline_seconds: float,
+        setting: str = "RunOptions(deadline_seconds=...), or --deadline",
+    ) -> None:
+        """`ranks` of the pipeline and `replicas`, the ranks with the same stages, are both global ranks.
+
+        `setting` is the option that sets the deadline, for error messages.
+        """
         self._ranks = tuple(ranks)
         self._status = StatusFile.create(shared_status_directory(), dist.get_rank(), dist.get_world_size())
-        self._watcher = PeerWatcher(self._status, deadline_seconds, sorted({*ranks, *replicas}))
+        self._watcher = PeerWatcher(self._status, deadline_seconds, sorted({*ranks, *replicas}), setting)
         self._deadline_seconds = deadline_seconds
         self._warm: set[bool] = set()
         """the kinds of step (True: training, False: evaluation) of which at least one has succeeded"""

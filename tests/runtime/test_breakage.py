@@ -202,6 +202,7 @@ def test_the_deadline_holds_in_the_first_step_if_one_rank_caught_an_error(is_ins
     with pytest.raises(RunError) as caught:
         penstock.launch(fails_before_its_first_step, 2, is_inside, timeout=200)
     assert words in str(caught.value)
+    assert "increase RunOptions(deadline_seconds=...), or --deadline" in str(caught.value)
     assert time.monotonic() - start < 60.0
 
 
