@@ -1,15 +1,16 @@
 """The loss of each microbatch after the last stage, and its weight in the gradients of the batch."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.capture import Cut, Microbatch
 from penstock.errors import RunError
-from penstock.ir import named_leaves, put_together, take_apart
+from penstock.ir import leaves, named_leaves, put_together, take_apart
 from penstock.loss import LossStep, LossWeights
 from penstock.runtime import MicrobatchWarning, check_gradient, checked_loss
 
@@ -45,6 +46,22 @@ class StepLoss:
     def __call__(self, output: Any, target: Any) -> Any:
         """Call the user's loss function."""
         return self.func(output, target, **self.kwargs)
+
+    def check_call(self, kwargs: dict[str, Any]) -> None:
+        """Raise a RunError if the loss function does not take the output, the target and these keyword arguments."""
+        function = self.func.forward if isinstance(self.func, nn.Module) else self.func
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            return
+        try:
+            signature.bind(None, None, **kwargs)
+        except TypeError as error:
+            raise RunError(
+                f"loss_fn must take the output, the target and loss_kwargs: {error}",
+                loss_fn=getattr(function, "__qualname__", type(function).__name__),
+                loss_kwargs=list(kwargs),
+            ) from None
 
     def begin(self, microbatches: Sequence[Microbatch], is_training: bool, kwargs: dict[str, Any]) -> None:
         """Prepare a step; `microbatches` have the targets."""
@@ -85,7 +102,7 @@ def split_target(target: Any, sizes: Sequence[int] | None, count: int) -> tuple[
     """Split the target into microbatches: tensors along dimension 0, everything else is given to all of them.
 
     `sizes` are the numbers of samples of the microbatches. If they are known, a target may have several rows for each
-    sample; if not, each tensor is split evenly.
+    sample, the same number for all; if not, each tensor is split evenly.
     """
     cuts: dict[str, Cut] = {}
     columns = _split(target, "target", sizes, count, cuts)
@@ -96,27 +113,19 @@ def split_target(target: Any, sizes: Sequence[int] | None, count: int) -> tuple[
     return tuple(Microbatch((), {}, column, size, cuts) for column, size in zip(columns, sizes, strict=True))
 
 
-def target_rows(target: Any) -> int | None:
-    """The number of rows of the first tensor of a target; None if it has no tensor."""
-    if isinstance(target, Tensor):
-        return target.shape[0] if target.dim() else None
-    parts = take_apart(target)
-    rows = (target_rows(item) for item in (parts.items if parts is not None else ()))
-    return next((number for number in rows if number is not None), None)
+def target_rows(target: Any) -> list[int]:
+    """The different numbers of rows of the tensors in a target."""
+    tensors = (leaf for leaf in leaves(target) if isinstance(leaf, Tensor))
+    return sorted({len(tensor) for tensor in tensors if tensor.dim()})
 
 
 def _split(value: Any, name: str, sizes: Sequence[int] | None, count: int, cuts: dict[str, Cut]) -> list[Any]:
     """Split a part of the target called `name`, and add its cut to `cuts`."""
     if isinstance(value, Tensor) and value.dim():
-        rows, rest = divmod(len(value), sum(sizes)) if sizes else (1, 0)
-        if rest or len(value) < count:
-            raise RunError(
-                "a target must have the same number of rows for every sample, and at least one for each microbatch",
-                target=name,
-                rows=len(value),
-                samples=sum(sizes) if sizes else "unknown",
-                microbatches=count,
-            )
+        if len(value) < count:
+            problem = "a target must have at least one row for each microbatch"
+            raise RunError(problem, target=name, rows=len(value), microbatches=count, hint="a smaller n_microbatches")
+        rows = len(value) // sum(sizes) if sizes else 1
         cuts[name] = Cut(0, rows)
         return list(torch.split(value, [size * rows for size in sizes])) if sizes else list(value.tensor_split(count))
     parts = take_apart(value)

@@ -1,7 +1,9 @@
 """Chunk specs: how the arguments of a step are split into microbatches, and how their outputs are merged."""
 
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,6 +93,8 @@ def split_value(value: Any, spec: Any, chunks: int, name: str) -> list[Any]:
     """Split one argument. `spec` is a chunk spec, or specs in the structure of the argument; None: the default."""
     if isinstance(spec, _Replicate) or spec is _Replicate:
         return [value] * chunks
+    if _is_block_mask(value):
+        return _split_block_mask(value, spec, chunks, name)
     if isinstance(value, Tensor) and (spec is None or isinstance(spec, TensorChunkSpec)):
         return list(_split_tensor(value, DEFAULT_CHUNK_DIM if spec is None else spec.split_dim, chunks, name))
     parts = take_apart(value)
@@ -135,10 +139,53 @@ def _split_tensor(tensor: Tensor, dim: int, chunks: int, name: str) -> Sequence[
     return torch.tensor_split(tensor, chunks, dim)
 
 
+def _is_block_mask(value: Any) -> bool:
+    # A mask exists only after its module was imported, which is slow.
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    return module is not None and isinstance(value, module.BlockMask)
+
+
+def _split_block_mask(mask: Any, spec: Any, chunks: int, name: str) -> list[Any]:
+    """Split a mask of flex attention by samples; a mask for all samples, with a batch dimension of 1, is replicated."""
+    if spec is not None and not (isinstance(spec, TensorChunkSpec) and spec.split_dim == 0):
+        hint = "TensorChunkSpec(0), or _Replicate for a mask for all samples"
+        raise RunError("a BlockMask must be split along dimension 0", argument=name, spec=repr(spec), hint=hint)
+    if len(mask.kv_num_blocks) == 1:
+        return [mask] * chunks
+    if getattr(mask, "dq_write_order", None) is not None or getattr(mask, "dq_kv_order", None) is not None:
+        hint = "a mask without dq_write_order"
+        raise RunError("a BlockMask with an order of writes cannot be split by samples", argument=name, hint=hint)
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    columns = [
+        [None] * chunks if tensor is None else _split_tensor(tensor, 0, chunks, name)
+        for tensor in (getattr(mask, each) for each in names)
+    ]
+    parts, first = [], 0
+    for tensors in zip(*columns, strict=True):
+        # The function of the mask is called with the number of the sample in the microbatch.
+        mask_mod = partial(_with_offset, mask.mask_mod, first)
+        part = type(mask).from_kv_blocks(
+            *tensors,
+            BLOCK_SIZE=mask.BLOCK_SIZE,
+            mask_mod=mask_mod,
+            seq_lengths=mask.seq_lengths,
+            compute_q_blocks=mask.q_indices is not None,
+        )
+        parts.append(part)
+        first += len(tensors[0])
+    return parts
+
+
+def _with_offset(mask_mod: Callable[..., Any], first: int, sample: Any, head: Any, query: Any, key: Any) -> Any:
+    return mask_mod(sample + first, head, query, key)
+
+
 def num_samples(value: Any, spec: Any) -> int | None:
     """The number of samples, read from the first tensor that is split; None if no tensor is split."""
     if isinstance(spec, _Replicate) or spec is _Replicate:
         return None
+    if _is_block_mask(value):
+        return len(value.kv_num_blocks) if len(value.kv_num_blocks) > 1 else None
     if isinstance(value, Tensor):
         return value.shape[DEFAULT_CHUNK_DIM if spec is None else spec.split_dim]
     parts, inner = take_apart(value), None if spec is None else take_apart(spec)

@@ -33,7 +33,7 @@ class SplitPoint(Enum):
 
 
 def pipe_split() -> None:
-    """Mark, inside the forward of a model, where a new stage begins; a no-op outside of `pipeline`."""
+    """Begin a new stage with the next module that the forward of a model calls; a no-op outside of `pipeline`."""
     if _events is not None:
         _events.append((_SPLIT, ""))
 
@@ -64,6 +64,13 @@ def pipeline(
     opened = frozenset(".".join(parts[:end]) for parts in words for end in range(1, len(parts)))
     captured = capture(module, args, kwargs, Granularity(opened=opened))
     indices = {_node_index(captured.graph, name, point.name) for name, point in points}
+    if split_spec is None and len(indices) < len(points):
+        raise PartitionError(
+            "the forward must call a module between two calls of pipe_split",
+            calls=len(points),
+            cuts=len(indices),
+            hint="put the operations between them into a module, or leave out a call",
+        )
     return Pipe(captured, cut_at(captured.graph, sorted(indices)))
 
 

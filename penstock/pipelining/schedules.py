@@ -1,19 +1,20 @@
 """The schedule classes of torch.distributed.pipelining, which run steps over the stages of this rank."""
 
+import warnings
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock.capture import Microbatch, microbatch_sizes, spec_of
-from penstock.errors import PenstockError, RunError, ScheduleError
-from penstock.ir import Cuts, Kind, Program, Schedule, as_int, leaves, transform
+from penstock.errors import PenstockError, PenstockWarning, RunError, ScheduleError
+from penstock.ir import Cuts, Kind, Program, Schedule, as_int, is_finite, leaves, transform
 from penstock.passes import DEFAULT_PASSES, lower, verify
 from penstock.pipelining.actions import (
     CustomFunction,
@@ -29,6 +30,7 @@ from penstock.pipelining.loss import StepLoss, split_target, target_rows
 from penstock.pipelining.microbatch import merge_chunks, num_samples, split_args_kwargs_into_chunks
 from penstock.pipelining.stage import PipelineStage
 from penstock.runtime import (
+    MAX_CONTENT,
     Agreement,
     ProcessGroups,
     RankMonitor,
@@ -60,11 +62,24 @@ class _Step:
     outputs: dict[int, Any] = field(default_factory=dict)
 
 
+class _Given(NamedTuple):
+    """The arguments of a call of `step` or `eval` on this rank."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    losses: list[Any] | None
+    keeps_outputs: bool
+    loss_kwargs: dict[str, Any]
+
+
 class _PipelineSchedule:
     """The base of all schedules; see `step`."""
 
     schedule_name: ClassVar[str] = ""
     """the name in penstock's table of schedules; empty if the orders are loaded with `_load_csv`"""
+    deadline_seconds: float = RunOptions.deadline_seconds
+    """how long a rank waits for another before it raises an error; may be set before the first step"""
 
     def __init__(
         self,
@@ -141,15 +156,23 @@ class _PipelineSchedule:
         """Run forward and, if there is a loss function, backward of one whole batch. Every rank of the group calls it.
 
         The rank of the first stage passes the positional arguments, and the rank of the last stage passes the target
-        and `loss_kwargs`, further arguments of the loss function. Keyword arguments go to this rank's stages. On the
-        rank of the last stage `losses` is filled with the loss of each microbatch, and the merged outputs are returned
-        unless `return_outputs` is False. Other ranks return None.
+        and `loss_kwargs`, further arguments of the loss function, which are not split. Keyword arguments go to this
+        rank's stages. On the rank of the last stage `losses` is filled with the loss of each microbatch, and the merged
+        outputs are returned unless `return_outputs` is False. Other ranks return None.
         """
-        return self._run(args, kwargs, target, losses, return_outputs, loss_kwargs or {}, self._has_backward)
+        return self._run(args, kwargs, target, losses, return_outputs, loss_kwargs, self._has_backward)
 
-    def eval(self, *args: Any, target: Any = None, losses: list[Any] | None = None, **kwargs: Any) -> Any:
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Run the forward of one whole batch without gradients. As in torch, modules stay in train or eval mode."""
-        return self._run(args, kwargs, target, losses, True, {}, False)
+        return self._run(args, kwargs, target, losses, return_outputs, loss_kwargs, False)
 
     def _run(
         self,
@@ -158,10 +181,10 @@ class _PipelineSchedule:
         target: Any,
         losses: list[Any] | None,
         keeps_outputs: bool,
-        loss_kwargs: dict[str, Any],
+        loss_kwargs: dict[str, Any] | None,
         is_training: bool,
     ) -> Any:
-        program, engine = self._program(is_training), self._started_engine()
+        engine = self._started_engine()
         number, self._num_calls = self._num_calls, self._num_calls + 1
         request = SyncRequest("step" if is_training else "eval", number)
         last = next((stage for stage in self._stages if stage.is_last), None)
@@ -169,10 +192,10 @@ class _PipelineSchedule:
             # A step that failed may have left losses.
             self._loss.end()
         with watch_step(engine.groups.monitor, number, is_training):
-            step, shapes = self._begin(request, engine, program, (args, kwargs, target, losses), last, is_training)
-            step.keeps_outputs = keeps_outputs
-            if last is not None and self._loss is not None and step.targets is not None:
-                self._loss.begin(step.targets, is_training, loss_kwargs)
+            given = _Given(args, kwargs, target, losses, keeps_outputs, loss_kwargs or {})
+            program, step, shapes = self._begin(request, engine, given, last, is_training)
+            if self._loss is not None and step.targets is not None:
+                self._loss.begin(step.targets, is_training, given.loss_kwargs)
             # Gradients of earlier steps are set aside: they were already summed over the ranks that share a parameter.
             aside = [(parameter, parameter.grad) for parameter in self._tied.parameters] if self._tied else []
             for parameter, _ in aside:
@@ -189,75 +212,86 @@ class _PipelineSchedule:
                 for parameter, earlier in aside:
                     if earlier is not None:
                         parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-        if last is None:
-            return None
         if self._loss is not None:
             if losses is not None and self._loss.losses:
                 losses[:] = [self._loss.losses[index] for index in range(self._n_microbatches)]
             self._loss.end()
-        if not keeps_outputs:
+        if last is None or not keeps_outputs:
             return None
+        # Not part of the step: if merging fails, the gradients of all ranks are complete.
         return merge_chunks([step.outputs[index] for index in range(self._n_microbatches)], self._output_merge_spec)
 
     def _begin(
         self,
         request: SyncRequest,
         engine: UserStageEngine,
-        program: Program,
-        given: tuple[tuple[Any, ...], dict[str, Any], Any, Any],
+        given: _Given,
         last: PipelineStage | None,
         is_training: bool,
-    ) -> tuple[_Step, Hashable]:
+    ) -> tuple[Program, _Step, Hashable]:
         """Split the inputs and agree with all ranks on the step; an error of one rank is raised on all ranks.
 
-        Returns the step, and a key that is equal for steps in which all ranks send values of the same shapes.
+        Returns the program, the step, and a key that is equal for steps in which all ranks send values of the same
+        shapes.
         """
-        args, kwargs, target, losses = given
         count, is_first = self._n_microbatches, any(stage.is_first for stage in self._stages)
         try:
             if is_training and not torch.is_grad_enabled():
                 raise RunError("step must be called with gradients enabled", hint="eval(...), or step without no_grad")
-            if losses is not None and not isinstance(losses, list):
-                raise RunError("losses must be a list", got=type(losses).__name__)
-            if last is not None and is_training and target is None:
-                raise RunError("the rank of the last stage must pass a target", hint="schedule.step(target=y)")
+            program = self._program(is_training)
+            self._check_given(given, last, is_training)
             # As in torch, arguments by position are those of the first stage; others receive their inputs.
-            own_args = args if is_first else ()
+            own_args = given.args if is_first else ()
             specs = self._args_chunk_spec if is_first else None
             arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(
-                own_args, kwargs, count, specs, self._kwargs_chunk_spec if kwargs else None
+                own_args, given.kwargs, count, specs, self._kwargs_chunk_spec if given.kwargs else None
             )
             for stage in self._stages:
                 for parts in zip(arg_mbs, kwarg_mbs, strict=True) if stage.is_first else ():
                     stage.check_microbatch(*parts)
-            step = _Step(is_training, True, arg_mbs, kwarg_mbs, losses=losses)
-            samples = num_samples(own_args, specs) or num_samples(kwargs, self._kwargs_chunk_spec)
-            rows = target_rows(target) if last is not None else None
+            step = _Step(is_training, given.keeps_outputs, arg_mbs, kwarg_mbs, losses=given.losses)
+            samples = num_samples(own_args, specs) or num_samples(given.kwargs, self._kwargs_chunk_spec)
+            rows: list[int] = []
+            if last is not None and given.target is not None and self._loss is not None:
+                # The number of samples may be known only on another rank. Splitting evenly finds all other errors.
+                step.targets, rows = split_target(given.target, None, count), target_rows(given.target)
+                if len(rows) >= MAX_CONTENT:
+                    problem = "the tensors of a target must not have that many different numbers of rows"
+                    raise RunError(problem, got=len(rows), largest=MAX_CONTENT - 1)
+            digest = self._digest(step)
         except Exception as error:
             shared = error if isinstance(error, PenstockError) else RunError(f"{type(error).__name__}: {error}")
             engine.sync.refuse(request, shared)
             shared = shared.at(rank=engine.groups.rank) if isinstance(shared, RunError) else shared
             shared.is_shared = True
             raise shared from error.__cause__
-        votes = (samples if is_first else None, rows)
-        maxes = tuple(-float("inf") if vote is None else float(vote) for vote in votes)
-        digest = self._digest(step)
+        maxes = (float(samples) if is_first and samples is not None else -float("inf"),)
         agreement = Agreement.of_step(program, [], f"{request.name} on {count} microbatches")
-        result = engine.sync.exchange(request, SyncVote(agreement, maxes=maxes, content=(digest,)))
-        all_samples, all_rows = result.maxes[:2]
-        if all_samples > 0 and all_rows > 0 and all_rows % all_samples:
-            error = RunError(
-                "the target must have the same number of rows for every sample of the inputs",
-                samples=int(all_samples),
-                rows=int(all_rows),
-            )
+        result = engine.sync.exchange(request, SyncVote(agreement, maxes=maxes, content=(digest, *rows)))
+        contents = [result.content(rank) for rank in range(engine.groups.num_ranks)]
+        all_samples = result.maxes[0]
+        uneven = [int(number) for _, *rest in contents for number in rest if all_samples > 0 and number % all_samples]
+        if uneven:
+            problem = "the target must have the same number of rows for every sample of the inputs"
+            error = RunError(problem, samples=int(all_samples), rows=", ".join(map(str, uneven)))
             error.is_shared = True
             raise error
-        if last is not None and target is not None and self._loss is not None:
-            sizes = microbatch_sizes(int(all_samples), count) if all_samples > 0 else None
-            step.targets = split_target(target, sizes, count)
-        shapes = tuple(result.content(rank) for rank in range(engine.groups.num_ranks))
-        return step, shapes
+        if all_samples > 0 and any(number != all_samples for number in rows):
+            step.targets = split_target(given.target, microbatch_sizes(int(all_samples), count), count)
+        return program, step, tuple(digest for digest, *_ in contents)
+
+    def _check_given(self, given: _Given, last: PipelineStage | None, is_training: bool) -> None:
+        """Raise a RunError if this rank cannot make a step of its arguments."""
+        if given.losses is not None and not isinstance(given.losses, list):
+            raise RunError("losses must be a list", got=type(given.losses).__name__)
+        if not isinstance(given.loss_kwargs, dict) or not all(isinstance(name, str) for name in given.loss_kwargs):
+            raise RunError("loss_kwargs must be a dict of keyword arguments", got=repr(given.loss_kwargs))
+        if last is not None and is_training and given.target is None:
+            raise RunError("the rank of the last stage must pass a target", hint="schedule.step(target=y)")
+        if last is not None and self._loss is not None and given.target is not None:
+            self._loss.check_call(given.loss_kwargs)
+        for stage in self._stages:
+            stage.check_call(given.args, given.kwargs)
 
     def _digest(self, step: _Step) -> float:
         """A checksum of everything on this rank that may change the shapes of the values that are sent."""
@@ -338,7 +372,7 @@ class _PipelineSchedule:
         """The engine of this rank, made in the first step: that is a collective call."""
         if self._engine is None:
             first = self._stages[0]
-            groups = _process_groups(first.group)
+            groups = _process_groups(first.group, self.deadline_seconds)
             stages = {stage.stage_index: _Stage(stage, self) for stage in self._stages}
             engine = UserStageEngine(groups, first.device, self._num_stages, stages)
             options = {
@@ -349,11 +383,11 @@ class _PipelineSchedule:
                 "scale_grads": self.scale_grads,
             }
             engine.sync.establish(Agreement.of_options(options))
-            ranks = self.stage_index_to_group_rank
+            shared = [entry for stage in self._stages for entry in stage.tied]
+            ranks = self.stage_index_to_group_rank if shared else {}
             tied = {
                 name: TiedParameter(name, parameter, tuple(sorted({ranks[index] for index in users})))
-                for stage in self._stages
-                for name, parameter, users in stage.tied
+                for name, parameter, users in shared
             }
             across = [each for _, each in sorted(tied.items()) if len(each.ranks) > 1]
             self._tied = TiedReducer(groups, across) if across else None
@@ -450,14 +484,23 @@ class PipelineScheduleMulti(_PipelineSchedule):
         args_chunk_spec: tuple[Any, ...] | None = None,
         kwargs_chunk_spec: dict[str, Any] | None = None,
         output_merge_spec: Any = None,
+        *,
         use_full_backward: bool | None = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
     ) -> None:
-        """See PipelineScheduleSingle. `use_full_backward` and `backward_requires_autograd` must have their defaults."""
+        """See PipelineScheduleSingle. `backward_requires_autograd` must be True.
+
+        `use_full_backward` is deprecated and has no effect, as in torch. `defer_pp_recv` has no effect: receives are
+        posted some passes before they are needed.
+        """
         if use_full_backward is not None:
-            hint = "leave it out: the schedule decides whether backward is split"
-            raise RunError("use_full_backward must be None", got=use_full_backward, hint=hint)
+            warnings.warn(
+                "use_full_backward has no effect: the schedule decides whether backward is split",
+                PenstockWarning,
+                stacklevel=2,
+            )
         if not backward_requires_autograd:
             raise RunError("backward_requires_autograd must be True", hint="a custom function may ignore autograd")
         super().__init__(
@@ -546,11 +589,14 @@ def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
     raise ScheduleError("unknown schedule", name=repr(schedule_name), hint=f"one of {names}")
 
 
-def _process_groups(group: Any) -> ProcessGroups:
+def _process_groups(group: Any, deadline_seconds: float) -> ProcessGroups:
     """The groups of a pipeline whose ranks are those of a group of torch.distributed."""
+    if not (is_finite(deadline_seconds) and deadline_seconds > 0):
+        raise RunError("deadline_seconds must be a number above 0", got=repr(deadline_seconds), hint="60.0")
     ranks, is_gloo = dist.get_process_group_ranks(group), dist.get_backend(group) == "gloo"
     control = group if is_gloo else dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    monitor = RankMonitor(ranks, (), RunOptions().deadline_seconds)
+    setting = f"schedule.deadline_seconds, set before the first step (now {deadline_seconds:g})"
+    monitor = RankMonitor(ranks, (), deadline_seconds, setting)
     return ProcessGroups(dist.get_rank(group), len(ranks), group, control, monitor=monitor)
 
 

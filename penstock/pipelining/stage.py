@@ -1,11 +1,14 @@
 """A stage on its own rank: a module, its index in the pipeline, and its process group."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import RunError
 from penstock.ir import as_int
@@ -78,6 +81,33 @@ class PipelineStage:
     def is_last(self) -> bool:
         """Whether this is the last stage."""
         return self.stage_index == self.num_stages - 1
+
+    def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise a RunError if the module does not take these arguments, as far as its signature shows.
+
+        All stages but the first are called with one received value or more before the keyword arguments.
+        """
+        module = self.submod.module if isinstance(self.submod, DistributedDataParallel) else self.submod
+        # The hooks of a module may add arguments.
+        if type(module).__call__ is not nn.Module.__call__ or (
+            module._forward_pre_hooks and not isinstance(module, FSDPModule)
+        ):
+            return
+        try:
+            signature = inspect.signature(module.forward)
+        except (TypeError, ValueError):
+            return
+        try:
+            _ = signature.bind(*args, **kwargs) if self.is_first else signature.bind_partial(None, **kwargs)
+        except TypeError as error:
+            raise RunError(
+                f"the module of a stage cannot be called with the arguments of this rank: {error}",
+                stage=self.stage_index,
+                module=type(module).__name__,
+                positional=len(args),
+                keywords=list(kwargs),
+                hint="schedule.step(x) on the rank of the first stage; keyword arguments go to all stages of a rank",
+            ) from None
 
     def check_microbatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise a RunError if the first stage cannot take the arguments of a microbatch."""

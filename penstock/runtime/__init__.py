@@ -24,7 +24,7 @@ from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims, check_output_dims, merge
 from penstock.runtime.scaler import GradScaler
 from penstock.runtime.step import Result
-from penstock.runtime.sync import MAX_REDUCED, Agreement, RankSync, SyncRequest, SyncResult, SyncVote
+from penstock.runtime.sync import MAX_CONTENT, MAX_REDUCED, Agreement, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.tensor_json import FindTensor, Tensors, decode_tree, encode_tree, json_bytes, parse_json
 from penstock.runtime.transports import (
     MessageKey,
@@ -40,6 +40,7 @@ from penstock.runtime.user_stages import StageOutput, UserStage, UserStageEngine
 __all__ = [
     "INPUTS",
     "LOSS_FN",
+    "MAX_CONTENT",
     "MAX_REDUCED",
     "Agreement",
     "AsyncEngine",

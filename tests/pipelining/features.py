@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -251,8 +252,14 @@ def refused(kind: str) -> str:
     calls: dict[str, Any] = {
         "target": lambda: schedule.step(x),
         "rows": lambda: schedule.step(x, target=y[:7]),
-        "few": lambda: schedule.step(x[:3], target=y[:3]),
+        "few": lambda: schedule.step(x[:3], target=y),
         "losses": lambda: schedule.step(x, target=y, losses=()),
+        "no input": lambda: schedule.step(target=y),
+        "keywords": lambda: schedule.step(x, target=y, **({"factor": 2} if rank else {})),
+        "loss_kwargs": lambda: schedule.step(x, target=y, loss_kwargs={"factor": 2}),
+        "no dict": lambda: schedule.step(x, target=y, loss_kwargs=[2]),  # type: ignore[arg-type]
+        "second target": lambda: schedule.step(x, target=(y, {"weights": y[:6]})),
+        "few targets": lambda: schedule.step(x, target=(y, y[:2])),
         "different": lambda: schedule.step(x, target=y) if rank else schedule.eval(x),
     }
     try:
@@ -261,6 +268,17 @@ def refused(kind: str) -> str:
         schedule.step(x, target=y)
         return str(error)
     return ""
+
+
+def late_to_a_step() -> None:
+    """The last rank spends longer than the deadline in other code."""
+    model, (x, y) = blocks(2), batch(8)
+    schedule = Schedule1F1B(own_stage(model), 4, loss_fn=mse_loss)
+    schedule.deadline_seconds = 2.0
+    schedule.step(x, target=y)
+    if is_last():
+        time.sleep(60)
+    schedule.step(x, target=y)
 
 
 def replicated(wrapper: str, schedule: str) -> dict[str, Tensor]:

@@ -4,10 +4,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.nn.functional import mse_loss
 
-from penstock.errors import ScheduleError
-from penstock.pipelining import PipelineScheduleMulti, Schedule1F1B, ScheduleZBVZeroBubble, get_schedule_class
+from penstock.errors import RunError, ScheduleError
+from penstock.launch import launch
+from penstock.pipelining import (
+    PipelineScheduleMulti,
+    Schedule1F1B,
+    ScheduleZBVZeroBubble,
+    TensorChunkSpec,
+    get_schedule_class,
+)
+from penstock.pipelining.microbatch import split_args_kwargs_into_chunks
 from tests.pipelining import features
 from tests.pipelining.runs import PENSTOCK, TORCH, batch, blocks
 from tests.process_pool import Pools
@@ -97,6 +107,12 @@ def test_no_activation_outlives_a_step(pools: Pools) -> None:
             "one sample for each microbatch (step: 0, rank: 0, argument: argument 0, samples: 3, microbatches: 4)",
         ),
         ("losses", "losses must be a list"),
+        ("no input", "cannot be called with the arguments of this rank: missing a required argument: 'x'"),
+        ("keywords", "cannot be called with the arguments of this rank: got an unexpected keyword argument 'factor'"),
+        ("loss_kwargs", "loss_fn must take the output, the target and loss_kwargs"),
+        ("no dict", "loss_kwargs must be a dict"),
+        ("second target", "the same number of rows for every sample of the inputs (step: 0, samples: 8, rows: 6)"),
+        ("few targets", "at least one row for each microbatch (step: 0, rank: 1, target: target.1, rows: 2"),
         ("different", "rank 1 called step while rank 0 called eval"),
     ],
 )
@@ -105,6 +121,30 @@ def test_a_wrong_call_is_the_same_error_on_all_ranks_and_the_next_call_works(
 ) -> None:
     for error in pools[2].run(features.refused, kind):
         assert words in error
+
+
+def test_masks_of_flex_attention_are_split_by_samples() -> None:
+    lengths = torch.tensor([3, 130, 200, 256, 5])
+
+    def is_visible(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (key < lengths[sample])
+
+    whole = create_block_mask(is_visible, 5, 1, 256, 256, device="cpu")
+    found, _ = split_args_kwargs_into_chunks((whole,), {}, 2)
+    for (part,), (first, count) in zip(found, ((0, 3), (3, 2)), strict=True):
+        dense = create_mask(is_visible, 5, 1, 256, 256, device="cpu")[first : first + count]
+        assert torch.equal(create_mask(part.mask_mod, count, 1, 256, 256, device="cpu"), dense)
+        assert torch.equal(part.to_dense(), whole.to_dense()[first : first + count])
+    for_all = create_block_mask(lambda sample, head, query, key: query >= key, None, None, 256, 256, device="cpu")
+    assert [part for (part,) in split_args_kwargs_into_chunks((for_all,), {}, 2)[0]] == [for_all, for_all]
+    with pytest.raises(RunError, match="a BlockMask must be split along dimension 0"):
+        split_args_kwargs_into_chunks((whole,), {}, 2, (TensorChunkSpec(1),))
+
+
+@pytest.mark.xdist_group("gloo")
+def test_the_deadline_of_a_schedule_can_be_set_and_its_error_names_it() -> None:
+    with pytest.raises(RunError, match=r"timed out.*\n(.*\n)*.*increase schedule.deadline_seconds.*now 2"):
+        launch(features.late_to_a_step, 2)
 
 
 @pytest.mark.gloo

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.errors import PartitionError
-from penstock.pipelining import SplitPoint, pipeline
+from penstock.pipelining import SplitPoint, pipe_split, pipeline
 from tests.pipelining import features
 from tests.pipelining.runs import PENSTOCK, TORCH, batch, blocks
 from tests.process_pool import Pools
@@ -41,6 +41,27 @@ def test_unknown_modules_and_policies_are_refused() -> None:
         pipeline(model, (x,), split_spec={"7": SplitPoint.END})
     with pytest.raises(PartitionError, match="split_policy is not supported"):
         pipeline(model, (x,), split_policy=lambda graph: graph)
+
+
+class SplitTwice(torch.nn.Module):
+    """Calls pipe_split twice between two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Two products."""
+        x = self.first(x)
+        pipe_split()
+        x = torch.tanh(x)
+        pipe_split()
+        return self.second(x)
+
+
+def test_calls_of_pipe_split_without_a_module_between_them_are_refused() -> None:
+    with pytest.raises(PartitionError, match="must call a module between two calls of pipe_split"):
+        pipeline(SplitTwice(), (torch.zeros(2, 4),))
 
 
 @pytest.mark.gloo
