@@ -1,15 +1,15 @@
-"""Checks this machine for anything that would slow a pipeline down or stop it, each with a suggested fix."""
+"""Checks this machine and this launch for what would slow a pipeline down or stop it, each with a suggested fix."""
 
 import os
 import platform
 import sys
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from penstock.api.launch_environment import Finding, check_launch, check_variables, is_launched
 from penstock.api.measuring import measure_links
 from penstock.errors import PenstockError
 from penstock.ir import bytes_text, seconds_text
@@ -22,24 +22,23 @@ _REDUCED_BYTES = 4 * 2**20
 _THREADS = "OMP_NUM_THREADS"
 
 
-class Finding(NamedTuple):
-    """The result of one check. A warning comes with a hint how to fix it."""
+def diagnosis(timeout: float = 30.0) -> Iterator[Finding]:
+    """Run all checks, the quick ones first.
 
-    name: str
-    value: str
-    warning: str = ""
-    hint: str = ""
-
-
-def diagnosis() -> Iterator[Finding]:
-    """Run all checks, the quick ones first; the last ones start processes."""
+    The last ones start two processes; as a rank of a launch, they connect to the other ranks instead, for at most
+    `timeout` seconds.
+    """
     yield _python()
     yield _torch()
     yield _backends()
     yield _cores()
     yield _memory()
     yield _threads()
-    yield from _loopback()
+    if is_launched():
+        yield from check_launch(os.environ, timeout)
+    else:
+        yield from check_variables(os.environ, torch.accelerator.device_count())
+        yield from _loopback()
 
 
 def _python() -> Finding:
@@ -58,11 +57,14 @@ def _torch() -> Finding:
 
 def _backends() -> Finding:
     available = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
-    devices = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU"
+    accelerator = torch.accelerator.current_accelerator()
+    count = torch.accelerator.device_count()
+    devices = f"{count} {'GPU' if count == 1 else 'GPUs'} ({accelerator.type})" if accelerator and count else "no GPU"
     finding = Finding("backends", f"{', '.join(available) or 'none'}; {devices}")
     if "gloo" in available:
         return finding
-    return finding._replace(warning="ranks synchronise over gloo, which is missing", hint="a build of torch with gloo")
+    warning = "ranks synchronise over gloo, which is missing"
+    return finding._replace(warning=warning, hint="a build of torch with gloo", is_fatal=True)
 
 
 def _cores() -> Finding:
@@ -97,7 +99,7 @@ def _loopback() -> Iterator[Finding]:
     except (PenstockError, OSError, RuntimeError) as error:
         first = str(error).splitlines()[0]
         fix = "allow sockets on 127.0.0.1: a firewall or sandbox may block them"
-        yield Finding("loopback", "no connection", first, fix)
+        yield Finding("loopback", "no connection", first, fix, is_fatal=True)
         return
     rate = f", {bytes_text(int(bandwidth))}/s" if bandwidth else ""
     yield Finding("messages", f"{seconds_text(latency)}{rate} between {_RANKS} local ranks")

@@ -12,14 +12,16 @@ from penstock.errors import RunError
 def test_every_check_is_listed(call) -> None:
     result = call("doctor", "--json")
     found = {each["name"]: each for each in json.loads(result.stdout)}
-    assert list(found) == ["python", "torch", "backends", "cores", "memory", "threads", "messages", "all-reduce"]
+    machine = ["python", "torch", "backends", "cores", "memory", "threads"]
+    assert list(found) == [*machine, "launch", "messages", "all-reduce"]
     assert "gloo" in found["backends"]["value"]
     assert "local ranks" in found["all-reduce"]["value"]
     assert result.exit_code == 0
 
 
 def test_a_warning_comes_with_its_hint(call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "diagnosis", lambda: [Finding("threads", "8", "too many", "export OMP_NUM_THREADS=1")])
+    found = [Finding("threads", "8", "too many", "export OMP_NUM_THREADS=1")]
+    monkeypatch.setattr(doctor, "diagnosis", lambda _: found)
     output = call("doctor").stdout
     assert "| threads | " in output
     assert "warning: threads: too many\ntry: export OMP_NUM_THREADS=1" in output
