@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.api.pipeline import Pipeline, check_loss_fn, check_model_and_plan, check_split
 from penstock.capture import Captured, DrawSeed, Granularity, Microbatch, Split, isolated, split_batch
 from penstock.errors import RunError
-from penstock.ir import GRADIENT, Comparison, Plan, compare_tensors, transform
+from penstock.ir import GRADIENT, Comparison, Plan, compare_tensors, preformatted, transform
 from penstock.loss import (
     SINGLE,
     Added,
@@ -54,6 +54,9 @@ class ParityReport:
     def __str__(self) -> str:
         parts = [str(part) for part in (self.loop, self.whole) if part is not None]
         return "\n".join((self._summary, *parts, *self.notes))
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
     @property
     def _summary(self) -> str:

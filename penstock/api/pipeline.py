@@ -2,9 +2,11 @@
 
 import hashlib
 import inspect
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Self, overload
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,8 +15,8 @@ from torch.optim import Optimizer
 
 from penstock.capture import Granularity, Split
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver, TrainingState
-from penstock.errors import CheckpointError, PlanError, RunError
-from penstock.ir import SPLIT_HINT, Plan, Trace, from_json, is_split_rule, to_json
+from penstock.errors import CheckpointError, PenstockWarning, PlanError, RunError
+from penstock.ir import SPLIT_HINT, Plan, Trace, counted, from_json, is_finite, is_split_rule, to_json
 from penstock.loss import REDUCTIONS, LossWeights, loss_module
 from penstock.planner import check_stream, staleness_lines, with_microbatches
 from penstock.runtime import (
@@ -31,6 +33,7 @@ from penstock.runtime import (
     RankSync,
     Result,
     RunOptions,
+    StaleWeights,
     SyncRequest,
     SyncVote,
     check_clipping,
@@ -43,6 +46,11 @@ from penstock.runtime import (
 )
 from penstock.views import Cuts
 
+_CALLS = (
+    "pipe.step(x, target=y).loss for forward and backward, pipe.evaluate(x, return_outputs=True).outputs for a forward"
+)
+_UNSCALED = float("1.0")
+"""default of `scale`: an object of its own, so that a given 1.0, which may be meant for the model, differs from it"""
 _DIGITS = 12  # of a digest, so that a float holds it exactly
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -112,9 +120,11 @@ class Pipeline:
         check_output_dims(output_dims)
         _check_staleness(staleness, optimizer, plan, scaler, inputs, parallelize_fn, options)
         self._output_dims = output_dims
+        self._warns_of_clipping = True
         self.num_steps = 0
         """number of steps taken; part of the seed of random numbers"""
         groups = _groups(plan, mesh, local, options.deadline_seconds)
+        self._receives_batches = inputs == "first" and not groups.is_local
         self._sync = RankSync(groups)
         choices = {"reduction": reduction, "inputs": inputs, "split": split or {}, "scaler": _scaler_settings(scaler)}
         if staleness is not None:
@@ -122,6 +132,8 @@ class Pipeline:
         self.plan = plan = _agree_on_plan(plan, groups, self._sync, loss_fn, options, **choices)
         parallelize = _parallelize(parallelize_fn, mesh)
         self._part = part = ModelPart(model, plan, groups, parallelize, granularity, loss_module(loss_fn))
+        is_whole = groups.is_local or groups.num_ranks == 1
+        self._stale_weights = None if is_whole else StaleWeights.of(model)
         loss_weights = LossWeights(part.captured, part.replicas, loss_fn, reduction, part.remote_parameters)
         self._saver, self._has_saved = Saver(part, self._sync), False
         if scaler is not None:
@@ -144,6 +156,20 @@ class Pipeline:
         self._engine = engine(plan)
         self._sync.close()
 
+    def __repr__(self) -> str:
+        part, plan = self._part, self.plan
+        held = f"rank {part.groups.rank} with stages {list(part.stages)}"
+        return (
+            f"Pipeline({type(part.captured.model).__name__}: {counted(plan.num_stages, 'stage')} on "
+            f"{counted(plan.num_ranks, 'rank')}, {plan.choices.schedule}, "
+            f"{counted(plan.num_microbatches, 'microbatch')}, {'local' if part.groups.is_local else held}, "
+            f"{counted(self.num_steps, 'step')} taken)"
+        )
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Not supported: only `step` and `evaluate` run the stages of all ranks."""
+        raise RunError("a Pipeline must not be called like a module", hint=_CALLS)
+
     def step(
         self,
         *args: Any,
@@ -152,6 +178,7 @@ class Pipeline:
         record: bool = False,
         output_dims: OutputDims = None,
         losses: list[Tensor] | None = None,
+        scale: float = _UNSCALED,
         **kwargs: Any,
     ) -> Result:
         """Run forward and backward of one whole batch; gradients accumulate. Every rank makes the same call.
@@ -164,6 +191,8 @@ class Pipeline:
             output_dims: as in the constructor, which it overrides by name; by default batch dimensions are found from a
                 recording of two microbatches together
             losses: a list that is filled with the losses of the microbatches
+            scale: factor of the loss and of the gradients that this step adds: with `1/n` in each of n steps before an
+                update they are those of `(loss / n).backward()` in plain PyTorch
             **kwargs: keyword arguments of the model
 
         Returns:
@@ -176,18 +205,22 @@ class Pipeline:
         """
         if self._has_saved:  # an asynchronous save may have failed meanwhile
             self._saver.check(SyncRequest("step", self.num_steps))
-        if self._loss_head.scaler is not None:
-            self._loss_head.scaler.begin()
         if losses is not None:
             self._check_losses("step", losses)
+        if scale is not _UNSCALED:
+            scale = self._checked_scale(scale)
+        if self._loss_head.scaler is not None:
+            self._loss_head.scaler.begin()
         batch, dims = (args, kwargs, target), self._dims_of_outputs(output_dims)
-        result = self._engine.train(batch, self.num_steps, bool(return_outputs), bool(record), dims)
+        result = self._engine.train(batch, self.num_steps, bool(return_outputs), bool(record), dims, scale)
         self.num_steps += 1
+        if self._stale_weights is not None:
+            self._stale_weights.is_stale = True
         if losses is not None:
             losses[:] = result.losses
         return result
 
-    def eval(
+    def evaluate(
         self,
         *args: Any,
         target: Any = None,
@@ -198,7 +231,7 @@ class Pipeline:
     ) -> Result:
         """Run the forward of one whole batch in eval mode, without gradients. Every rank makes the same call.
 
-        An asynchronous pipeline is drained first.
+        The mode of the model is as before afterwards. An asynchronous pipeline is drained first.
 
         Args:
             *args: positional arguments of the model, for the whole batch, which may have any size
@@ -223,11 +256,80 @@ class Pipeline:
             losses[:] = result.losses
         return result
 
+    @overload
+    def eval(self) -> Self: ...
+
+    @overload
+    def eval(self, *args: Any, **kwargs: Any) -> Result: ...
+
+    def eval(self, *args: Any, **kwargs: Any) -> Result | Self:
+        """The same as `evaluate`; without arguments, set the model to eval mode as `nn.Module.eval` does.
+
+        With `inputs="first"`, ranks that are not given the batch call `eval()` to evaluate it; there, `train(False)`
+        sets the mode.
+
+        Args:
+            *args: as in `evaluate`
+            **kwargs: as in `evaluate`
+
+        Returns:
+            That of `evaluate`; without arguments, the Pipeline.
+        """
+        if args or kwargs or self._receives_batches:
+            return self.evaluate(*args, **kwargs)
+        return self.train(False)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the modules of the model to training mode, or to eval mode, as `nn.Module.train` does.
+
+        A new model is in training mode. `step` runs the model in its mode, `evaluate` in eval mode. Every rank must
+        make the same call.
+
+        Args:
+            mode: False for eval mode
+
+        Returns:
+            The Pipeline.
+
+        Raises:
+            RunError: if `mode` is not a bool, or batches are in flight in an asynchronous pipeline
+        """
+        if not isinstance(mode, bool):
+            hint = f"pipe.train() or pipe.train(False) for the mode; {_CALLS}"
+            raise RunError("mode must be True or False", got=type(mode).__name__, hint=hint)
+        self._check_drained()
+        self._part.captured.model.train(mode)
+        return self
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self._part.captured.model.training
+
+    def _checked_scale(self, scale: object) -> float:
+        """The scale as a number; raises an error, on every rank, if it is none."""
+        value = scale.item() if isinstance(scale, Tensor) and scale.numel() == 1 else scale
+        error = self._ambiguous("scale")
+        if error is None and not is_finite(value):
+            error = RunError(
+                "scale must be a finite number", got=_shown(scale), hint="scale=1/n for n steps per update"
+            )
+        if error is not None:
+            self._sync.refuse(SyncRequest("step", self.num_steps), error)
+            raise error
+        return float(value)  # type: ignore[arg-type]
+
+    def _ambiguous(self, name: str) -> RunError | None:
+        """The error for an option of `step` that the model's forward has as a parameter too; None if it has not."""
+        if name not in inspect.signature(self._part.captured.model.forward).parameters:
+            return None
+        hint = f"pass it to the model by position; {name}= of step and evaluate is not usable with this model"
+        return RunError(f"{name} is ambiguous: the model's forward has a parameter of that name", hint=hint)
+
     def _check_losses(self, call: str, losses: object) -> None:
-        error = None
-        if "losses" in inspect.signature(self._part.captured.model.forward).parameters:
-            hint = "pass it to the model by position, and read the losses from the result"
-            error = RunError("losses is ambiguous: the model's forward has a parameter of that name", hint=hint)
+        error = self._ambiguous("losses")
+        if error is not None:
+            pass
         elif call == "step" and isinstance(self._engine, AsyncEngine):
             hint = "the losses of the result"
             error = RunError("an asynchronous step ends before its losses are known", hint=hint)
@@ -329,8 +431,21 @@ class Pipeline:
             raise
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, tied ones once."""
-        return iter(self._part.parameters.values())
+        """This rank's parameters, tied ones once: for an optimizer.
+
+        `pipe.clip_grad_norm_` clips by the norm over all ranks; torch's clip_grad_norm_ sees only these parameters, and
+        gets a warning.
+        """
+        return _Parameters(self._part.parameters.values(), self._warn_of_clipping)
+
+    def _warn_of_clipping(self) -> None:
+        groups = self._part.groups
+        if self._warns_of_clipping and not groups.is_local and groups.num_ranks > 1:
+            self._warns_of_clipping = False
+            if groups.is_first:
+                problem = "torch's clip_grad_norm_ clips the gradients of each rank by their own norm"
+                # Points at the user's call of clip_grad_norm_, which torch wraps.
+                warnings.warn(f"{problem}\ntry: pipe.clip_grad_norm_(max_norm)", PenstockWarning, stacklevel=5)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by their original names, tied ones once."""
@@ -352,6 +467,8 @@ class Pipeline:
         """
         self._check_drained()
         self._part.load_state_dict(state)
+        if self._stale_weights is not None:
+            self._stale_weights.is_stale = True
 
     def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
         """The whole model's parameters and buffers in host memory. A collective call.
@@ -446,6 +563,8 @@ class Pipeline:
         loaded = Loader(self._part, self._sync, self.plan).load(path, self.num_steps, targets)
         check_tied_weights(self.plan, self._part.tied, self._part.groups)
         self.num_steps = self.num_steps if loaded.step is None else loaded.step
+        if self._stale_weights is not None:
+            self._stale_weights.is_stale = True
         return loaded
 
     def _own_optimizer(self, given: Any) -> Any:
@@ -463,6 +582,23 @@ class Pipeline:
         if self._staleness is not None:
             lines += ["", *staleness_lines(self.plan, self._staleness)]
         return "\n".join(lines)
+
+
+class _Parameters(Iterator[nn.Parameter]):
+    """Iterates over parameters, and calls `warn` if torch's clip_grad_norm_ reads them."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], warn: Callable[[], None]) -> None:
+        self._parameters, self._warn = iter(parameters), warn
+
+    def __iter__(self) -> Self:
+        # There is no hook into clipping: the function that reads the parameters is found by its frame.
+        code, module = sys._getframe(1).f_code, sys._getframe(1).f_globals.get("__name__")
+        if code.co_name == "clip_grad_norm_" and module == "torch.nn.utils.clip_grad":
+            self._warn()
+        return self
+
+    def __next__(self) -> nn.Parameter:
+        return next(self._parameters)
 
 
 def _describe_part(part: ModelPart, reduction: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -170,7 +171,17 @@ def _scaled(costs: StageCosts, factor: float) -> StageCosts:
     )
 
 
-def report(plan_or_run: Plan | Run, path: str | Path | None = None, *, staleness: str | None = None) -> str:
+class ReportPage(str):
+    """The HTML text of a report, which a notebook shows as a page."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        # In a frame: the styles of the page must not change the notebook.
+        return f'<iframe srcdoc="{escape(self)}" width="100%" height="700" style="border:0"></iframe>'
+
+
+def report(plan_or_run: Plan | Run, path: str | Path | None = None, *, staleness: str | None = None) -> ReportPage:
     """Write the report of a plan or a run: one HTML document, at most 300 KB and needing no network.
 
     Simulates the plan for its timeline, and changes of it for the advice.
@@ -181,12 +192,12 @@ def report(plan_or_run: Plan | Run, path: str | Path | None = None, *, staleness
         staleness: as in `Pipeline`: also show a few batches without a flush between them
 
     Returns:
-        The document.
+        The text of the document, which a notebook shows as a page.
 
     Raises:
         ViewError: if it is neither a plan nor a run
     """
-    document = Report()(contents_of(plan_or_run, staleness))
+    document = ReportPage(Report()(contents_of(plan_or_run, staleness)))
     if path is not None:
         write_atomic(path, document)
     return document

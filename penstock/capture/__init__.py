@@ -16,7 +16,7 @@ from penstock.capture.draws import DrawSeed
 from penstock.capture.generators import GeneratorStates, python_generators, seed_generators, torch_generators
 from penstock.capture.granularity import Granularity
 from penstock.capture.hooks import intercept_modules, without_user_hooks
-from penstock.capture.isolation import isolated, uncompiled
+from penstock.capture.isolation import internal_call, is_internal_call, isolated, uncompiled
 from penstock.capture.lru_cache import LruCache
 from penstock.capture.microbatches import Microbatch, Splitting, explain_failure, microbatch_sizes, split_batch
 from penstock.capture.objects import MODULE_ATTRIBUTES, code_origin, copy_leaf, object_items, register_containers
@@ -48,6 +48,8 @@ __all__ = [
     "find_split",
     "has_gradient",
     "intercept_modules",
+    "internal_call",
+    "is_internal_call",
     "isolated",
     "make_recording",
     "microbatch_sizes",

@@ -4,6 +4,7 @@ import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -23,6 +24,23 @@ from penstock.capture.objects import PLAIN_TYPES, code_origin
 from penstock.capture.tensor_table import buffers_and_attributes, same_content, storage_id
 from penstock.ir import leaves
 
+_is_internal: ContextVar[bool] = ContextVar("penstock_internal_call", default=False)
+
+
+@contextmanager
+def internal_call() -> Iterator[None]:
+    """In the body the user's model is used for its structure and shapes, for which stale weights are good enough."""
+    token = _is_internal.set(True)
+    try:
+        yield
+    finally:
+        _is_internal.reset(token)
+
+
+def is_internal_call() -> bool:
+    """Whether this code runs inside `internal_call` or `isolated`."""
+    return _is_internal.get()
+
 
 @contextmanager
 def isolated(model: nn.Module, seed: int | None = None, written: Collection[str] | None = None) -> Iterator[None]:
@@ -40,7 +58,7 @@ def isolated(model: nn.Module, seed: int | None = None, written: Collection[str]
         for tensor in buffers_and_attributes(model).values()
     ]
     attributes = _AttributeSnapshot(model)
-    with _isolated_parameters(model, written):
+    with internal_call(), _isolated_parameters(model, written):
         try:
             if seed is not None:
                 seed_generators(seed)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from penstock.capture import internal_call
 from penstock.checkpoint.collective import errors_on_all_ranks, run_on_first_rank
 from penstock.checkpoint.directory import CheckpointDir, find_checkpoints, is_checkpoint, open_tensors
 from penstock.checkpoint.names import LOSS_STATE, ModelNames, match_names
@@ -58,7 +59,7 @@ class Loader:
             if is_foreign:
                 _check_foreign(targets)
             elif targets.optimizer is not None:
-                check_optimizer(targets.optimizer, parameter_names(self._part))
+                check_optimizer(targets.optimizer, parameter_names(self._part), self._part.remote_parameters)
         # The first rank decides which checkpoints there are: a file system may show the others an older state.
         text = run_on_first_rank(self._groups, lambda: json.dumps(_candidates(Path(path), is_foreign)), request)
         names = json.loads(text)
@@ -186,9 +187,11 @@ def _read_weights(part: ModelPart, directory: Path) -> tuple[dict[str, Tensor], 
     if not loss_state & set(reader.names):
         # A checkpoint of the model alone: the loss module keeps its state.
         loss_state, own = frozenset(), {name: tensor for name, tensor in own.items() if name not in loss_state}
+    with internal_call():
+        model_names = frozenset(model.state_dict())
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     names = ModelNames(
-        frozenset(model.state_dict()) | loss_state,
+        model_names | loss_state,
         part.captured.graph.tied,
         unsaved_buffer_names(model),
         str(getattr(model, "base_model_prefix", "")),

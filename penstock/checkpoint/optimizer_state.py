@@ -1,6 +1,6 @@
 """Optimizer state by parameter name, so that a rank of any plan finds the state of its parameters."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,15 +26,17 @@ class OptimizerPart:
 def split_optimizer_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], stage_of: Mapping[str, int]
 ) -> dict[int, OptimizerPart]:
-    """The state by stage. `names` maps ids of parameters to names, `stage_of` names to the stage that saves them."""
-    check_optimizer(optimizer, names)
+    """The state by stage. `names` maps ids of parameters to names, `stage_of` names to the stage that saves them.
+
+    The optimizer was checked by `check_optimizer`: parameters without a name are trained by other ranks.
+    """
     parts: dict[int, OptimizerPart] = {}
     kind, states = type(optimizer).__name__, optimizer.state
     keyed: dict[Any, Any] = dict(states)  # some optimizers keep state under keys other than parameters
     others = {key: value for key, value in keyed.items() if not isinstance(key, Tensor)}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            name = names[id(parameter)]
+            name = names.get(id(parameter), "")
             if name not in stage_of:
                 continue
             empty = OptimizerPart({"optimizer": kind, "groups": [], "parameters": {}})
@@ -53,8 +55,12 @@ def split_optimizer_state(
     return parts
 
 
-def check_optimizer(optimizer: object, names: Mapping[int, str]) -> None:
-    """Refuse anything but an optimizer of torch over parameters of this rank."""
+def check_optimizer(optimizer: object, names: Mapping[int, str], remote: Container[int] = ()) -> None:
+    """Refuse anything but an optimizer of torch over parameters of this rank.
+
+    `remote` are the ids of the model's parameters that other ranks train: an optimizer that was made from the whole
+    model has them too, without gradients and state.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise CheckpointError("optimizer must be a torch.optim.Optimizer", got=type(optimizer).__name__)
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
@@ -63,10 +69,11 @@ def check_optimizer(optimizer: object, names: Mapping[int, str]) -> None:
             got=type(optimizer).__name__,
             hint="the optimizer inside, if it is a wrapper; else extra=optimizer.state_dict()",
         )
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in given if id(p) not in names and id(p) not in remote]
     if foreign:
         raise CheckpointError(
-            "the optimizer must have parameters of this rank only",
+            "the optimizer must have parameters of this pipeline only",
             foreign_parameters=len(foreign),
             hint="torch.optim.AdamW(pipe.parameters())",
         )
@@ -100,6 +107,7 @@ class SavedOptimizer:
             parameter: self._parameter_state(parameter, names[id(parameter)], group_options, shard)
             for group, group_options in zip(optimizer.param_groups, options, strict=True)
             for parameter in group["params"]
+            if id(parameter) in names
         }
         others = decode_tree(*self._others[0])
 
@@ -125,7 +133,8 @@ class SavedOptimizer:
                 got=type(optimizer).__name__,
                 hint=self.kind,
             )
-        wanted = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        wanted = [names[id(parameter)] for parameter in given if id(parameter) in names]
         if missing := [name for name in wanted if name not in self._states]:
             problem = "the saved optimizer state lacks parameters of this optimizer"
             raise CheckpointError(problem, missing=shorten(missing))
@@ -137,7 +146,7 @@ class SavedOptimizer:
             )
 
     def _group_options(self, index: int, group: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-        saved = [self._states[names[id(parameter)]][1:] for parameter in group["params"]]
+        saved = [self._states[names[id(each)]][1:] for each in group["params"] if id(each) in names]
         if any(options != saved[0][0] for options, _ in saved):
             raise CheckpointError(
                 "parameters of one group were saved in groups with different options",

@@ -89,7 +89,7 @@ class Saver:
                 raise CheckpointError("the checkpoint directory must be a directory, got a file", path=root)
             self._part.check_weights()
             if state.optimizer is not None:
-                check_optimizer(state.optimizer, parameter_names(self._part))
+                check_optimizer(state.optimizer, parameter_names(self._part), self._part.remote_parameters)
             documents = _run_files(state.run) if self._groups.rank == 0 else {}
         # Names and shapes do not change, so one exchange serves all checkpoints.
         self._layout = self._layout or StateLayout.gather(self._part)

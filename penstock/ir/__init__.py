@@ -59,6 +59,7 @@ from penstock.ir.graph import (
     prune_gradients,
 )
 from penstock.ir.json_format import MAX_JSON_BYTES, RECORDS, from_json, load_record, save_record, to_json
+from penstock.ir.notebook import preformatted
 from penstock.ir.orders import (
     MAX_ACTIONS,
     Codes,
@@ -250,6 +251,7 @@ __all__ = [
     "peer_microbatch_of",
     "peer_of",
     "percent_text",
+    "preformatted",
     "printable",
     "prune_gradients",
     "put_together",

@@ -13,6 +13,7 @@ from penstock.ir.arguments import is_finite
 from penstock.ir.cluster import Cluster
 from penstock.ir.costs import StageCosts
 from penstock.ir.graph import Graph
+from penstock.ir.notebook import paragraph, table, timeline
 from penstock.ir.partition import Partition
 from penstock.ir.placement import Cuts
 from penstock.ir.schedule import Program, Schedule
@@ -25,6 +26,7 @@ _SEARCH_COLUMNS = (
     *("step", "bubble", "peak", "messages", "stages", "microbatches", "recomputed", "schedule", "cuts", "why not"),
 )
 _TOLERANCE = 1e-9
+_SHOWN_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -238,9 +240,17 @@ class Plan:
 
         return load_record(path, cls)
 
+    def __repr__(self) -> str:
+        # Short, for consoles and notebooks: the fields hold the whole graph. str() and describe() give tables.
+        return printable(f"Plan({next(iter(self._headline()))}, step {seconds_text(self.predicted.makespan)})")
+
     def __str__(self) -> str:
         rows = [self._row(stage) for stage in range(self.num_stages)]
         return printable("\n".join((*self._headline(), "", *align_columns([_PLAN_COLUMNS, *rows]))))
+
+    def _repr_html_(self) -> str:
+        rows = [self._row(stage) for stage in range(self.num_stages)]
+        return "".join(map(paragraph, self._headline())) + table(_PLAN_COLUMNS, rows)
 
     def describe(self) -> str:
         """The plan, the reasons for it, and the other candidates, as text and tables."""
@@ -342,6 +352,21 @@ class Run:
             raise RunError("peaks must have one entry per rank, or none", peaks=len(self.peaks), ranks=ranks)
         if any(peak < 0 for peak in self.peaks):
             raise RunError("peak bytes must be 0 or more", peaks=self.peaks)
+
+    def __repr__(self) -> str:
+        return f"Run({counted(len(self.steps), 'step')} of {self.plan!r})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                str(each.step),
+                *("" if v is None else f"{v:.6g}" for v in (each.loss, each.grad_norm)),
+                seconds_text(each.seconds),
+            )
+            for each in self.steps[-_SHOWN_STEPS:]
+        ]
+        recorded = "" if self.trace is None else timeline(self.trace)
+        return self.plan._repr_html_() + table(("step", "loss", "gradient norm", "time"), rows) + recorded
 
     @property
     def trace(self) -> Trace | None:

@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import COMPUTE_KINDS, Action, ComputeAction, Kind, Overlap, Send, needs
+from penstock.ir.notebook import timeline
 from penstock.ir.orders import Codes, pack, peer_of, stage_of
 from penstock.ir.schedule import Program
+from penstock.ir.units import percent_text, seconds_text
 
 _TOLERANCE = 1e-9
 
@@ -146,6 +148,14 @@ class Trace:
         _refuse("start must be finite seconds, 0 or more", ~(np.isfinite(starts) & (starts >= 0)), start=starts)
         _refuse("end must be finite seconds, not before start", ~_spans(starts, ends), start=starts, end=ends)
         _refuse("a message must not arrive before it is sent", ~_spans(sent, arrived), sent=sent, arrived=arrived)
+
+    def __repr__(self) -> str:
+        # Short, for consoles and notebooks: the fields hold the times of every action.
+        step = f"step {seconds_text(self.makespan)}, bubble {percent_text(self.bubble)}"
+        return f"Trace({self.num_ranks} ranks, {len(self.starts)} actions, {step})"
+
+    def _repr_html_(self) -> str:
+        return timeline(self)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:

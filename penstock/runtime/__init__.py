@@ -23,6 +23,7 @@ from penstock.runtime.monitor import RankMonitor
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims, check_output_dims, merge
 from penstock.runtime.scaler import GradScaler
+from penstock.runtime.stale_weights import StaleWeights
 from penstock.runtime.step import Result
 from penstock.runtime.sync import MAX_CONTENT, MAX_REDUCED, Agreement, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.tensor_json import FindTensor, Tensors, decode_tree, encode_tree, json_bytes, parse_json
@@ -65,6 +66,7 @@ __all__ = [
     "RunOptions",
     "SendSlot",
     "StageOutput",
+    "StaleWeights",
     "SyncRequest",
     "SyncResult",
     "SyncVote",

@@ -20,7 +20,7 @@ from penstock.ir import Cuts, Plan, Trace, named_inputs, named_leaves
 from penstock.passes import DEFAULT_PASSES, verify
 from penstock.planner import Stream, check_stream
 from penstock.runtime.compile import Edges, Roots, StepCompiler
-from penstock.runtime.engine import _DTYPES, Engine, _generators_restored, _mix
+from penstock.runtime.engine import _DTYPES, Engine, _generators_restored, _mix, step_options
 from penstock.runtime.executor import ActionTimes, Pass, RankProgram, StageRunner, execute, execute_local, watch_step
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.health import Extremes
@@ -275,17 +275,23 @@ class AsyncEngine(Engine):
             )
 
     def train(
-        self, batch: Batch, number: int, keeps_outputs: bool, records: bool, output_dims: OutputDims = None
+        self,
+        batch: Batch,
+        number: int,
+        keeps_outputs: bool,
+        records: bool,
+        output_dims: OutputDims = None,
+        scale: float = 1.0,
     ) -> Result:
         """Run the next chunk of the stream: the forwards of this batch, and the backwards that 1F1B has between them.
 
         Returns a PendingResult.
         """
         self.check_usable()
-        request = SyncRequest("step", number, "record=True" if records else "")
+        request = SyncRequest("step", number, step_options(False, records, scale))
         with watch_step(self._groups.monitor, number, True):
             with self._refusing(request, self._sync_of_call):
-                entry, chunk, vote, is_new = self._begin(batch, number, keeps_outputs, records)
+                entry, chunk, vote, is_new = self._begin(batch, number, keeps_outputs, records, scale)
             with self._failing():
                 self._start_vote(request, vote)
                 if is_new or self._groups.rank == self._last_rank:
@@ -366,7 +372,7 @@ class AsyncEngine(Engine):
             raise
 
     def _begin(
-        self, batch: Batch, number: int, keeps_outputs: bool, records: bool
+        self, batch: Batch, number: int, keeps_outputs: bool, records: bool, scale: float
     ) -> tuple[StreamBatch, Chunk, SyncVote, bool]:
         """Split a batch and compile its chunk; nothing is changed if that fails."""
         groups, every = self._groups, self._options.check_inputs_every
@@ -392,7 +398,8 @@ class AsyncEngine(Engine):
             )
         self._stream = stream = self._stream_of(cuts)
         size = float(sum(microbatch.size for microbatch in microbatches))
-        step = Step(microbatches, recordings, True, inputs=inputs, seed=seed, mean_size=size)
+        scales = {"scale": scale, "loss_scale": scale}
+        step = Step(microbatches, recordings, True, inputs=inputs, seed=seed, mean_size=size, **scales)
         chunk, is_new = self._chunk(stream, sum(self._counts), recordings)
         left = dict.fromkeys(self._part.stages, len(microbatches))
         entry = StreamBatch(len(self._counts), step, PendingResult(number), left)
@@ -486,11 +493,12 @@ class AsyncEngine(Engine):
             if step.losses:
                 assert step.weights is not None
                 values = torch.stack([step.losses[index] for index in range(count)])
-                losses_and_weights = (*values.tolist(), *step.weights)
+                weights = [weight * step.scale for weight in step.weights]
+                losses_and_weights = (*values.tolist(), *weights)
                 has_loss, dtype = 1.0, float(_DTYPES.index(values.dtype))
                 # A microbatch of weight 0 does not count, even if its loss is NaN.
-                loss = sum(w * value for w, value in zip(step.weights, losses_and_weights, strict=False) if w)
-            added = sum(float(value) for each in step.added.values() for value in each)
+                loss = sum(w * value for w, value in zip(weights, losses_and_weights, strict=False) if w)
+            added = step.scale * sum(float(value) for each in step.added.values() for value in each)
             vote = vote._replace(sums=(loss, added), maxes=(has_loss, dtype))
             self._losses.start(losses_and_weights, count)
         self._sync_of_call.start(request, vote)

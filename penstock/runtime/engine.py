@@ -78,13 +78,21 @@ class Engine:
         self._last_rank = plan.schedule.placement[plan.num_stages - 1]
 
     def train(
-        self, batch: Batch, number: int, keeps_outputs: bool, records: bool, output_dims: OutputDims = None
+        self,
+        batch: Batch,
+        number: int,
+        keeps_outputs: bool,
+        records: bool,
+        output_dims: OutputDims = None,
+        scale: float = 1.0,
     ) -> Result:
-        """Run forward and backward of one batch (args, kwargs, target) as step `number`."""
-        flags = {"return_outputs": keeps_outputs, "record": records}
-        request = SyncRequest("step", number, ", ".join(f"{name}=True" for name, is_on in flags.items() if is_on))
+        """Run forward and backward of a batch (args, kwargs, target) as step `number`.
+
+        Loss and gradients are multiplied by `scale`.
+        """
+        request = SyncRequest("step", number, step_options(keeps_outputs, records, scale))
         with watch_step(self._groups.monitor, number, True):
-            step, compiled = self._begin_step(batch, request, True, keeps_outputs, output_dims)
+            step, compiled = self._begin_step(batch, request, True, keeps_outputs, output_dims, scale)
             try:
                 times = self._run_training(step, compiled, records)
                 result = self._end_step(step, compiled, number, times)
@@ -106,7 +114,13 @@ class Engine:
             return self._end_step(step, compiled, number, None)
 
     def _begin_step(
-        self, batch: Batch, request: SyncRequest, is_training: bool, keeps_outputs: bool, output_dims: OutputDims
+        self,
+        batch: Batch,
+        request: SyncRequest,
+        is_training: bool,
+        keeps_outputs: bool,
+        output_dims: OutputDims,
+        scale: float = 1.0,
     ) -> tuple[Step, CompiledStep]:
         """Split the batch and agree with all ranks on the step; raises the same error on every rank if one cannot."""
         seed = self._seed = _mix(self._options.seed, request.step, self._groups.replica)
@@ -126,7 +140,8 @@ class Engine:
             output_dims=output_dims,
             seed=seed,
             mean_size=mean_size,
-            loss_scale=1.0 if scaler is None else scaler.scale,
+            scale=scale,
+            loss_scale=scale if scaler is None else scale * scaler.scale,
         )
         return step, compiled
 
@@ -371,13 +386,13 @@ class Engine:
         if step.losses:
             # Only the rank of the last stage has losses: it sends them, and their weights, with its vote.
             assert step.weights is not None
-            weights, losses = step.weights, [step.losses[index] for index in range(count)]
+            losses, weights = [step.losses[index] for index in range(count)], _scaled(step.weights, step.scale)
             values = torch.stack(losses).tolist()
             losses_and_weights = (*values, *weights)
             has_loss, dtype = (2.0 if step.named_steps else 1.0), float(_DTYPES.index(losses[0].dtype))
             # A microbatch of weight 0 does not count, even if its loss is NaN.
             loss = sum([weights[index] * values[index] for index in step.losses if weights[index]])
-        added = sum([float(value) for values in step.added.values() for value in values])
+        added = step.scale * sum([float(value) for values in step.added.values() for value in values])
         first, last = math.inf, -math.inf
         if step.is_training and self._options.nonfinite != "ignore" and self._loss_head.scaler is None:
             gradients = Extremes()
@@ -430,7 +445,7 @@ class Engine:
         """Each of several losses, for the batches of all replicas, and its weights, on every rank."""
         text = ""
         if step.named_steps:
-            weights = {name: own.weights or () for name, own in step.named_steps.items()}
+            weights = {name: _scaled(own.weights or (), step.scale) for name, own in step.named_steps.items()}
             # In the same order on every replica. A loss of weight 0 does not count, even if it is NaN.
             totals = []
             for name in sorted(weights):
@@ -497,6 +512,7 @@ class Engine:
             inputs=step.inputs,
             seed=step.seed,
             mean_size=step.mean_size,
+            scale=step.scale,
             loss_scale=step.loss_scale,
             weights=step.weights,
             named_steps=step.named_steps,
@@ -508,6 +524,17 @@ class Engine:
             finally:
                 self._runner.probe = None
         return probe
+
+
+def step_options(keeps_outputs: bool, records: bool, scale: float) -> str:
+    """The options of a training step that all ranks must share, as a user would write them."""
+    flags = {"return_outputs": keeps_outputs, "record": records}
+    texts = [f"{name}=True" for name, is_on in flags.items() if is_on]
+    return ", ".join([*texts, f"scale={scale!r}"] if scale != 1.0 else texts)
+
+
+def _scaled(weights: Sequence[float], scale: float) -> Sequence[float]:
+    return weights if scale == 1.0 else [weight * scale for weight in weights]
 
 
 class StepSnapshot:

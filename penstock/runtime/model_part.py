@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import Captured, Granularity
+from penstock.capture import Captured, Granularity, internal_call
 from penstock.errors import PlanError, RunError
 from penstock.ir import Plan
 from penstock.runtime.gradients import ReplicaReducer, ShardedStages, TiedParameter, TiedReducer
@@ -171,7 +171,8 @@ class ModelPart:
         if isinstance(state, Mapping) and not self.loss_state & state.keys():
             # The state dict of the model alone: the loss module keeps its state.
             state = {**state, **{name: tensor for name, tensor in self.own_state().items() if name in self.loss_state}}
-        whole = {*self.captured.model.state_dict(), *self.loss_state}
+        with internal_call():
+            whole = {*self.captured.model.state_dict(), *self.loss_state}
         _check_state_dict(state, self.own_state(), whole)
         for stage in self.stages.values():
             tensors = stage.state_dict()

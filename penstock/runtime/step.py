@@ -37,8 +37,10 @@ class Step(LossStep):
     seed: int = 0
     mean_size: float = 1.0
     """samples of the batch, averaged over the replicas"""
+    scale: float = 1.0
+    """factor of loss and gradients that the caller of the step gave"""
     loss_scale: float = 1.0
-    """factor of all gradients: the scale of the GradScaler, or 1"""
+    """factor of all gradients: `scale`, times the scale of the GradScaler if there is one"""
     losses: dict[int, Tensor] = field(default_factory=dict)
     """by microbatch, on the rank of the last stage"""
     named_losses: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -62,11 +64,11 @@ class Result:
     """The loss of the whole batch and of each microbatch, the same on every rank; outputs and trace if asked for."""
 
     loss: Tensor | None
-    """the loss of the whole batch; None if there is no loss"""
+    """the loss of the whole batch, times the `scale` of the step; None if there is no loss"""
     losses: tuple[Tensor, ...]
-    """the loss of each microbatch"""
+    """the loss of each microbatch, not scaled"""
     weights: tuple[float, ...] = ()
-    """the factor of each microbatch's loss in that of the batch"""
+    """the factor of each microbatch's loss in `loss`"""
     outputs: Any = None
     """the model's outputs for the whole batch, if asked for"""
     trace: Trace | None = None
@@ -74,7 +76,8 @@ class Result:
     skipped: str = ""
     """why the gradients of this step were dropped; empty if they were not"""
     losses_by_name: dict[str, Tensor] = field(default_factory=dict)
-    """each loss of the whole batch, if the model or the loss function returns several; `loss` is their sum"""
+    """each loss of the whole batch, times `scale`, if the model or the loss function returns several; `loss` is their
+    sum"""
     weights_by_name: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """the factors of the microbatches for each of several losses"""
     seed: int = 0

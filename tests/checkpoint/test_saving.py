@@ -262,7 +262,7 @@ WRONG = {
     "asynchronous must be True or False": {"asynchronous": 1},
     "must be a torch.optim.Optimizer": {"optimizer": 3},
     "its own state_dict method": {"optimizer": OwnStateDict([torch.nn.Parameter(torch.ones(1))])},
-    "parameters of this rank only": {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
+    "parameters of this pipeline only": {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
     "cannot hold": {"extra": {"f": print}},
     "must be a path": {"path": 3},
 }

@@ -104,10 +104,10 @@ class SelfScoring(Masked):
     """Computes its loss from a target."""
 
     def forward(  # type: ignore[override]
-        self, ids: Tensor, mask: Tensor, bias: Tensor, target: Tensor | None = None, scale: float | None = None
+        self, ids: Tensor, mask: Tensor, bias: Tensor, target: Tensor | None = None, factor: float | None = None
     ) -> Tensor:
         """The loss."""
-        return token_loss(super().forward(ids, mask, bias), target) * (scale or 1.0)
+        return token_loss(super().forward(ids, mask, bias), target) * (factor or 1.0)
 
 
 def misplaced_arguments() -> list[str]:
@@ -120,7 +120,7 @@ def misplaced_arguments() -> list[str]:
     inputs = (ids, mask, bias)
     cases: list[tuple[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]]] = [
         (pipe, [(inputs, {}), ((), {"target": target}), ((), {})]),
-        (owner, [(inputs, {"target": target}), ((), {}), ((), {"scale": 2.0})]),
+        (owner, [(inputs, {"target": target}), ((), {}), ((), {"factor": 2.0})]),
         (pipe, [(inputs, {"target": target}), ((), {}), ((), {"target": other})]),
         (pipe, [((), {}), ((), {}), ((), {"target": target})]),
         (pipe, [(inputs, {"target": target}), ((), {}), ((), {"target": target})]),
@@ -138,7 +138,7 @@ def test_arguments_that_another_rank_than_the_first_has_are_refused_by_all(pools
     middle, argument, other, nothing, same, scoring, without_batch = first
     assert "rank: 1, names: ['target']" in middle
     assert "only target may be passed on rank 2 instead" in middle
-    assert "rank: 2, names: ['scale']" in argument
+    assert "rank: 2, names: ['factor']" in argument
     assert other.startswith("rank 0 and the rank of the last stage were given different targets")
     assert nothing.startswith('with inputs="first" rank 0 must be given the batch')
     assert same == "not refused"

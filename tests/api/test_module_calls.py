@@ -1,0 +1,123 @@
+"""Calls that training loops make on a module work on a Pipeline, or say what to call instead."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import penstock
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import WIDTH, chain, noise
+
+X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
+
+
+def pipe_of(model: nn.Module | None = None, **given: Any) -> penstock.Pipeline:
+    model = chain(4) if model is None else model
+    plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b")
+    return penstock.Pipeline(model, plan, **{"loss_fn": mse_loss, "local": True, **given})
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), nn.Dropout(0.5)) for _ in range(4)))
+
+
+def test_evaluate_is_eval() -> None:
+    pipe = pipe_of()
+    losses: list[Tensor] = []
+    one = pipe.evaluate(X, target=TARGET, return_outputs=True, losses=losses)
+    other = pipe.eval(X, target=TARGET, return_outputs=True)
+    assert torch.equal(one.outputs, other.outputs)
+    assert one.loss == other.loss
+    assert losses == list(one.losses)
+
+
+def test_train_and_eval_without_arguments_set_the_mode_as_those_of_a_module() -> None:
+    model = dropping()
+    pipe = pipe_of(model)
+    assert pipe.training
+    assert pipe.eval() is pipe
+    assert not pipe.training
+    assert not any(module.training for module in model.modules())
+    calm = pipe.step(X, target=TARGET).loss
+    assert float(calm) == pytest.approx(mse_loss(model(X), TARGET).item())
+    assert pipe.train() is pipe
+    assert all(module.training for module in model.modules())
+    assert pipe.step(X, target=TARGET).loss != calm
+    assert not pipe.train(False).training
+
+
+def test_evaluating_keeps_the_mode() -> None:
+    pipe = pipe_of(dropping())
+    pipe.evaluate(X)
+    assert pipe.training
+    pipe.eval()
+    pipe.evaluate(X)
+    assert not pipe.training
+
+
+@pytest.mark.parametrize("call", [lambda pipe: pipe(X), lambda pipe: pipe(), lambda pipe: pipe(X, target=TARGET)])
+def test_calling_a_pipeline_says_what_to_call(call: Any) -> None:
+    with pytest.raises(penstock.RunError, match=r"must not be called.*\ntry: pipe\.step\(x.*pipe\.evaluate\(x"):
+        call(pipe_of())
+
+
+def test_train_with_a_batch_says_what_to_call() -> None:
+    with pytest.raises(penstock.RunError, match=r"mode must be True or False.*\ntry: pipe\.train\(\).*pipe\.step"):
+        pipe_of().train(X)  # type: ignore[arg-type]
+
+
+def test_the_repr_is_one_short_line() -> None:
+    pipe = pipe_of()
+    pipe.step(X, target=TARGET)
+    assert repr(pipe) == "Pipeline(Sequential: 2 stages on 2 ranks, 1f1b, 2 microbatches, local, 1 step taken)"
+    assert repr(pipe.plan).startswith("Plan(2 stages (uniform) on 2 ranks, schedule 1f1b, 2 microbatches")
+    assert len(repr(pipe.plan)) < 160
+    assert "\n" not in repr(pipe.plan)
+
+
+def clipped(how: str) -> tuple[list[str], str]:
+    """The warnings of three clippings on this rank, and the repr of its pipeline."""
+    pipe = pipe_of(local=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            pipe.step(X, target=TARGET)
+            if how == "norm":
+                clip_grad_norm_(pipe.parameters(), 1.0)
+            else:
+                clip_grad_value_(pipe.parameters(), 1.0)
+                pipe.clip_grad_norm_(1.0)
+                torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+    found = [each for each in caught if issubclass(each.category, penstock.PenstockWarning)]
+    assert all(each.filename == __file__ for each in found)
+    return [str(each.message) for each in found], repr(pipe)
+
+
+@pytest.mark.gloo
+def test_clipping_the_parameters_of_one_rank_by_norm_gets_one_warning(pools: Pools) -> None:
+    (first, text), (second, other) = pools[2].run(clipped, "norm")
+    assert len(first) == 1
+    assert first[0].endswith("\ntry: pipe.clip_grad_norm_(max_norm)")
+    assert second == []
+    assert "rank 0 with stages [0]" in text
+    assert "rank 1 with stages [1]" in other
+
+
+@pytest.mark.gloo
+def test_other_uses_of_the_parameters_get_no_warning(pools: Pools) -> None:
+    assert [found for found, _ in pools[2].run(clipped, "value")] == [[], []]
+
+
+def test_clipping_all_parameters_of_a_local_pipeline_is_right() -> None:
+    pipe = pipe_of()
+    pipe.step(X, target=TARGET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        norm = clip_grad_norm_(pipe.parameters(), 1e9)
+    assert float(norm) == pytest.approx(float(pipe.clip_grad_norm_(1e9)))
