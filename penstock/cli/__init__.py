@@ -18,6 +18,7 @@ from penstock.cli import (
     explain,
     plan,
     report,
+    selftest,
     show,
     simulate,
     trace,
@@ -41,6 +42,7 @@ app = typer.Typer(
 for verb in (
     demo.demo,
     doctor.doctor,
+    selftest.selftest,
     capture.capture,
     plan.plan,
     explain.explain,

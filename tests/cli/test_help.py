@@ -12,6 +12,7 @@ from penstock.cli import app
 VERBS = (
     "demo",
     "doctor",
+    "selftest",
     "capture",
     "plan",
     "explain",

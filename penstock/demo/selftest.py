@@ -1,0 +1,373 @@
+"""The self-test of a machine: parity, prediction, memory and failures of a small GPT on real processes.
+
+Its result is plain data: `penstock selftest` writes it as JSON and as one page that a user can post.
+"""
+
+import copy
+import json
+import os
+import platform
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.api.pipeline import Pipeline
+from penstock.api.plan import plan, plan_together
+from penstock.demo.gpt import Sizes, gpt, loss
+from penstock.errors import PenstockError, RunError
+from penstock.ir import GRADIENT, Cluster, DeviceSpeed, Plan, bytes_text, compare_tensors, percent_text, seconds_text
+from penstock.launch import launch, one_line
+from penstock.measure import AllocationTracker, device_name
+from penstock.runtime import RunOptions
+from penstock.stages import distances
+
+SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved", "zbv", "dualpipe_v")
+QUICK_SCHEDULES = ("1f1b", "zbv")
+_SIZES = {
+    "quick": Sizes(layers=4, width=32, heads=2, vocabulary=64, length=16, samples=8, microbatches=4),
+    "cpu": Sizes(layers=8, width=128, heads=4, vocabulary=128, length=64, samples=32, microbatches=8),
+    "gpu": Sizes(layers=16, width=1024, heads=16, vocabulary=8192, length=512, samples=32, microbatches=8),
+}
+# Plans for parity are estimated for any speed, so that every rank makes the same one by itself.
+_ANY_SPEED = DeviceSpeed(1e12, 1e11)
+_STEPS = {True: 4, False: 12}
+_BUDGET_SECONDS = {True: 0.5, False: 5.0}
+_DEADLINE_SECONDS = 2.0
+_MAX_NOTICE_SECONDS = 10.0
+"""how long after its cause a failure may be noticed, the deadline included"""
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """The results on one machine; all values are strings, numbers, lists and dicts."""
+
+    machine: dict[str, str]
+    seconds: float
+    parity: list[dict[str, Any]] = field(default_factory=list)
+    """per schedule, dtype and backend: the largest difference to the unsplit model"""
+    prediction: dict[str, Any] = field(default_factory=dict)
+    """predicted and measured seconds of a step"""
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    """per rank: predicted and measured peak bytes of a step"""
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    """per fault: how long it took until it was noticed, and the error"""
+
+    @property
+    def problems(self) -> list[str]:
+        """What failed; time and memory are measured, and do not fail."""
+        wrong = [f"parity of {each['schedule']} ({each['dtype']}, {each['backend']})" for each in self.parity]
+        wrong = [text for text, each in zip(wrong, self.parity, strict=True) if not each["ok"]]
+        return wrong + [each["fault"] for each in self.failures if not each["ok"]]
+
+    def to_json(self) -> str:
+        """The results as JSON."""
+        return json.dumps({**asdict(self), "problems": self.problems}, indent=2) + "\n"
+
+    def page(self) -> str:
+        """The results as one page of Markdown."""
+        state = f"failed: {', '.join(self.problems)}" if self.problems else "passed"
+        lines = [f"# penstock selftest: {state}", "", *_table(("", ""), list(self.machine.items()))]
+        lines += ["", "## Parity with the unsplit model", ""]
+        rows = [
+            (*(each[name] for name in ("schedule", "dtype", "backend")), f"{each['largest']:.1e}", _word(each["ok"]))
+            for each in self.parity
+        ]
+        lines += _table(("schedule", "dtype", "backend", "largest relative difference", ""), rows)
+        step, lines = self.prediction, [*lines, "", "## Predicted and measured step", ""]
+        row = (
+            step["schedule"],
+            seconds_text(step["predicted_seconds"]),
+            seconds_text(step["measured_seconds"]),
+            percent_text(step["error"]),
+            f"{step['samples_per_second']:.4g}",
+        )
+        lines += _table(("schedule", "predicted", "measured", "error", "samples per second"), [row])
+        lines += ["", "## Predicted and measured peak memory", ""]
+        sizes = [
+            (
+                each["rank"],
+                bytes_text(each["predicted_bytes"]),
+                bytes_text(each["measured_bytes"]),
+                percent_text(each["error"]),
+            )
+            for each in self.memory
+        ]
+        lines += _table(("rank", "predicted", "measured", "error"), sizes)
+        lines += ["", "## Failures", ""]
+        faults = [
+            (
+                each["fault"],
+                "never" if each["seconds"] is None else f"{each['seconds']:.1f} s",
+                _word(each["ok"]),
+                each["error"],
+            )
+            for each in self.failures
+        ]
+        lines += _table(("fault", "noticed after", "", "error"), faults)
+        return "\n".join((*lines, "", f"Took {self.seconds:.0f} s. The same as data: selftest.json.", ""))
+
+
+def _word(is_ok: bool) -> str:
+    return "ok" if is_ok else "FAILED"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in (header, ["---"] * len(header), *rows)]
+    return [f"| {' | '.join(row)} |" for row in cells]
+
+
+def run_selftest(device: str, ranks: int, is_quick: bool, echo: Callable[[str], None] = lambda _: None) -> SelfTest:
+    """Run all parts on `ranks` processes, each with a device of that type.
+
+    Raises:
+        RunError: if there are not enough devices, or a part cannot run at all
+    """
+    began = time.monotonic()
+    check_devices(device, ranks)
+    # A process that was forked cannot use a device of its parent.
+    start = "fork" if device == "cpu" else "spawn"
+    echo(f"parity, prediction and memory on {ranks} processes")
+    results = launch(measure_rank, ranks, device, is_quick, start=start)
+    parity = [
+        max((json.loads(text)["parity"][index] for text in results), key=lambda each: (not each["ok"], each["largest"]))
+        for index in range(len(json.loads(results[0])["parity"]))
+    ]
+    first = json.loads(results[0])
+    failures = []
+    for fault in ("a rank that hangs", "a rank that is killed"):
+        echo(f"drill: {fault}")
+        failures.append(drill(fault, device, ranks, start))
+    machine = {
+        "penstock": version("penstock"),
+        "torch": str(torch.__version__),
+        "Python": platform.python_version(),
+        "system": platform.platform(),
+        "device": first["device"],
+        "backends": ", ".join(dict.fromkeys(each["backend"] for each in parity)),
+        "ranks": str(ranks),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "size": "quick" if is_quick else "full",
+    }
+    memory = [json.loads(text)["memory"] for text in results]
+    return SelfTest(machine, time.monotonic() - began, parity, first["prediction"], memory, failures)
+
+
+def check_devices(device: str, ranks: int) -> None:
+    """Refuse a type of device that is not here, or of which there are fewer than ranks."""
+    if device == "cpu":
+        return
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device:
+        found = "cpu" if accelerator is None else accelerator.type
+        raise RunError("device must be one of this machine", got=device, found=found, hint=f"--device {found}")
+    if torch.accelerator.device_count() < ranks:
+        count = torch.accelerator.device_count()
+        raise RunError("every rank needs a device of its own", ranks=ranks, devices=count, hint=f"--ranks {count}")
+
+
+def _set_device(kind: str) -> torch.device:
+    """The device of this rank, which becomes the current one."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(dist.get_rank())
+    return torch.device(kind, dist.get_rank())
+
+
+def _meshes(device: torch.device) -> dict[str, DeviceMesh | None]:
+    """By backend, the mesh of a pipeline over it; gloo copies the tensors of a device through host memory."""
+    meshes: dict[str, DeviceMesh | None] = {"gloo": None}
+    if device.type == "cuda" and dist.is_nccl_available():
+        group = dist.new_group(backend="nccl")
+        meshes = {"nccl": DeviceMesh.from_group(group, "cuda", mesh_dim_names=("pp",)), **meshes}
+    return meshes
+
+
+def _batch(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, sizes.vocabulary, (sizes.samples, sizes.length + 1), generator=generator).to(device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _model(sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return gpt(sizes).to(device, dtype)
+
+
+def measure_rank(kind: str, is_quick: bool) -> str:
+    """Parity, prediction and memory on this rank, as JSON."""
+    device = _set_device(kind)
+    sizes = _SIZES["quick" if is_quick else "cpu" if kind == "cpu" else "gpu"]
+    meshes = _meshes(device)
+    names = QUICK_SCHEDULES if is_quick else SCHEDULES
+    cases = [(name, torch.float32, backend) for backend in meshes for name in names]
+    if kind != "cpu":
+        cases.append(("1f1b", torch.bfloat16, next(iter(meshes))))
+    small = _SIZES["quick"]
+    parity = [_parity(name, dtype, backend, meshes[backend], small, device) for name, dtype, backend in cases]
+    prediction, memory = _steps(next(iter(meshes.values())), sizes, device, is_quick)
+    shown = device_name(device)
+    return json.dumps({"parity": parity, "prediction": prediction, "memory": memory, "device": shown})
+
+
+def _parity(
+    schedule: str, dtype: torch.dtype, backend: str, mesh: DeviceMesh | None, sizes: Sizes, device: torch.device
+) -> dict[str, Any]:
+    """One step of the pipeline compared with the unsplit model, which every rank has."""
+    model, (x, y) = _model(sizes, device, dtype), _batch(sizes, device)
+    plain = copy.deepcopy(model)
+    expected_loss = loss(plain(x), y)
+    expected_loss.backward()
+    ranks = dist.get_world_size()
+    chosen = plan(
+        model,
+        (x,),
+        ranks=ranks,
+        microbatches=sizes.microbatches,
+        schedule=schedule,
+        partitioner="uniform",
+        speed=_ANY_SPEED,
+        budget_seconds=0.1,
+    )
+    pipe = Pipeline(model, chosen, loss_fn=loss, mesh=mesh)
+    result = pipe.step(x, target=y)
+    gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    actual = {f"{GRADIENT}{name}": parameter.grad for name, parameter in pipe.named_parameters()}
+    expected = {name: gradients[name.removeprefix(GRADIENT)] for name in actual}
+    assert result.loss is not None
+    losses = {"loss": expected_loss.detach().cpu()}, {"loss": result.loss}
+    compared = compare_tensors(
+        "the unsplit model", [*distances(*losses), *distances(expected, actual)], {}, str(dtype).removeprefix("torch.")
+    )
+    return {
+        "schedule": schedule,
+        "dtype": str(dtype).removeprefix("torch."),
+        "backend": backend,
+        "largest": compared.largest.relative,
+        "tensor": compared.largest.name,
+        "ok": compared.ok,
+    }
+
+
+def _steps(
+    mesh: DeviceMesh | None, sizes: Sizes, device: torch.device, is_quick: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Plan together, train some steps, and compare time and memory with the prediction."""
+    model, (x, y) = _model(sizes, device), _batch(sizes, device)
+
+    def make(cluster: Cluster) -> Plan:
+        budget = _BUDGET_SECONDS[is_quick]
+        return plan(model, (x,), ranks=cluster, microbatches=sizes.microbatches, loss_fn=loss, budget_seconds=budget)
+
+    group = None if mesh is None else mesh.get_group("pp")
+    chosen = plan_together(make, group=group)
+    pipe = Pipeline(model, chosen, loss_fn=loss, mesh=mesh)
+    seconds = []
+    for _ in range(_STEPS[is_quick]):
+        pipe.step(x, target=y)
+        _clear_gradients(pipe)
+        _synchronize(device)
+        dist.barrier()
+        start = time.perf_counter()
+        pipe.step(x, target=y)
+        _synchronize(device)
+        seconds.append(pipe.largest(time.perf_counter() - start)[0])
+    measured, predicted = median(seconds), chosen.predicted.makespan
+    prediction = {
+        "schedule": chosen.choices.schedule,
+        "predicted_seconds": predicted,
+        "measured_seconds": measured,
+        "error": measured / predicted - 1,
+        "samples_per_second": len(x) / measured,
+    }
+    rank = dist.get_rank()
+    expected, found = chosen.predicted.peak_bytes(rank), _peak_bytes(pipe, x, y, device)
+    memory = {"rank": rank, "predicted_bytes": expected, "measured_bytes": found, "error": found / expected - 1}
+    return prediction, memory
+
+
+def _clear_gradients(pipe: Pipeline) -> None:
+    for parameter in pipe.parameters():
+        parameter.grad = None
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _peak_bytes(pipe: Pipeline, x: Tensor, y: Tensor, device: torch.device) -> int:
+    """This rank's parameters and the most bytes that a step holds beside them, gradients included."""
+    _clear_gradients(pipe)
+    held = sum(parameter.nbytes for parameter in pipe.parameters())
+    if device.type == "cpu":
+        with AllocationTracker() as tracker:
+            pipe.step(x, target=y)
+        return held + tracker.peak
+    _synchronize(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    before = torch.accelerator.memory_allocated(device)
+    pipe.step(x, target=y)
+    _synchronize(device)
+    return int(held + torch.accelerator.max_memory_allocated(device) - before)
+
+
+def drill(fault: str, device: str, ranks: int, start: str) -> dict[str, Any]:
+    """Cause a fault on the last rank in the middle of a step, and check that it is noticed and named."""
+    with tempfile.TemporaryDirectory() as directory:
+        mark = Path(directory) / "time"
+        text = "no error"
+        try:
+            launch(fault_rank, ranks, fault, device, os.fspath(mark), start=start)
+        except PenstockError as error:
+            text = str(error)
+        ended = time.time()
+        seconds = ended - float(mark.read_text()) if mark.exists() else None
+    is_named = f"rank {ranks - 1}" in text
+    line = one_line(RunError(text)).removeprefix("RunError: ")
+    is_ok = is_named and seconds is not None and seconds <= _MAX_NOTICE_SECONDS
+    return {"fault": fault, "seconds": seconds, "deadline_seconds": _DEADLINE_SECONDS, "error": line, "ok": is_ok}
+
+
+def fault_rank(fault: str, kind: str, mark: str) -> None:
+    """Train one step, and a second one in which the last rank fails."""
+    device = _set_device(kind)
+    sizes, ranks = _SIZES["quick"], dist.get_world_size()
+    model, (x, y) = _model(sizes, device), _batch(sizes, device)
+    calls = 0
+
+    def failing(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += pipe.num_steps  # 0 in the first step
+        if calls > 1:
+            Path(mark).write_text(str(time.time()), encoding="utf-8")
+            if "killed" in fault:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(10 * _MAX_NOTICE_SECONDS)
+        return loss(output, target)
+
+    chosen = plan(
+        model,
+        (x,),
+        ranks=ranks,
+        microbatches=sizes.microbatches,
+        schedule="1f1b",
+        partitioner="uniform",
+        speed=_ANY_SPEED,
+        budget_seconds=0.1,
+    )
+    mesh = next(iter(_meshes(device).values()))
+    options = RunOptions(deadline_seconds=_DEADLINE_SECONDS)
+    pipe = Pipeline(model, chosen, loss_fn=failing, mesh=mesh, reduction="mean", options=options)
+    pipe.step(x, target=y)
+    pipe.step(x, target=y)
