@@ -9,6 +9,7 @@ import torch
 
 from penstock.demo.selftest import SelfTest, check_devices
 from penstock.errors import RunError
+from penstock.ir import seconds_text
 
 RESULT = SelfTest(
     {"device": "cpu | fast", "ranks": "2"},
@@ -56,7 +57,7 @@ def test_what_failed_is_in_the_title_and_the_data() -> None:
 def test_the_page_is_markdown_that_can_be_posted() -> None:
     page = RESULT.page()
     assert "| device | cpu \\| fast |" in page
-    assert "| zbv | 100 ms | 120 ms | 20 % | 100 |" in page
+    assert f"| zbv | {seconds_text(0.1)} | {seconds_text(0.12)} | 20.0 % | 100 |" in page
     assert "| a rank that hangs | never | FAILED | no error |" in page
 
 
@@ -71,5 +72,5 @@ def test_fewer_devices_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
     check_devices("cuda", 3)
-    with pytest.raises(RunError, match=r"every rank needs a device of its own \(ranks: 4, devices: 3\)\ntry: --ranks 3"):
+    with pytest.raises(RunError, match=r"needs a device of its own \(ranks: 4, devices: 3\)\ntry: --ranks 3"):
         check_devices("cuda", 4)
