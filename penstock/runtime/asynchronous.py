@@ -32,7 +32,7 @@ from penstock.runtime.step import TARGET, Batch, Result, Step
 from penstock.runtime.sync import Agreement, RankSync, SyncRequest, SyncVote, checksum
 from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import LocalTransport
-from penstock.runtime.weight_versions import StageWeights, Version, check_predicted
+from penstock.runtime.weight_versions import StageWeights, Version, check_predicted, refuse_other_steps
 from penstock.stages import StageRun
 
 _OPTIMIZER_HINT = "optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)"
@@ -298,13 +298,17 @@ class AsyncEngine(Engine):
                     # The ranks agree on new shapes before any data is sent. The last rank reads all votes at once;
                     # it does not wait for long, as each rank votes before it computes what the last rank needs.
                     self._finish_votes(0)
-                if self.is_empty:
-                    for weights in self.weights.values():
+                for weights in self.weights.values():
+                    if self.is_empty:
                         weights.start()
+                    else:
+                        weights.check_gradients()
                 before = sum(self._counts)
                 self._counts.append(len(entry.step.microbatches))
                 self._batches.append(entry)
                 self._run(chunk, records, before)
+                for weights in self.weights.values():
+                    weights.note_gradients()
                 # Warnings are issued when the stream is drained.
                 new = self._warnings.new(entry.step, self._loss_head, lambda: self._part.parameters)
                 self._causes = list(dict.fromkeys((*self._causes, *new)))
@@ -323,6 +327,8 @@ class AsyncEngine(Engine):
             before = sum(self._counts)
             assert self._stream is not None
             with self._failing():
+                for weights in self.weights.values():
+                    weights.check_gradients()
                 chunk, _ = self._chunk(self._stream, before, ())
                 self._start_vote(SyncRequest("drain", number), SyncVote(chunk.agreement))
                 if self._groups.rank == self._last_rank:
@@ -552,4 +558,5 @@ def make_optimizer(make: Any, part: ModelPart, plan: Plan, staleness: str) -> to
         )
     if staleness == "predict":
         check_predicted(optimizer)
+    refuse_other_steps(optimizer)
     return optimizer

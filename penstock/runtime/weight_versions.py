@@ -16,6 +16,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserv
 
 from penstock.errors import RunError
 
+_is_updating = False
+"""whether an optimizer is being stepped by `StageWeights.update`"""
 _PREDICTED = 'torch.optim.SGD(params, lr, momentum=0.9), Adam or AdamW; or staleness="stash"'
 
 
@@ -53,14 +55,31 @@ class StageWeights:
         """the most versions other than the present one that were kept at a time since the stream began"""
         self._kept: set[Version] = set()
         """versions other than the present one that are in use"""
+        self._gradients: list[tuple[Tensor | None, int]] = []
+        """those of batches in flight after the last call, and how often they had been written"""
         self.start()
 
     def start(self) -> None:
         """Begin a stream with the weights that the parameters have now."""
         self._present = Version(0, 0, self._data())
         self._previous, self._predicted, self._kept, self.stashed_versions = None, {}, set(), 0
+        self._gradients = []
         for parameter in self._parameters:
             parameter.grad = None
+
+    def check_gradients(self) -> None:
+        """Raise a RunError if gradients of batches in flight were changed since `note_gradients`."""
+        for parameter, (gradient, count) in zip(self._parameters, self._gradients, strict=False):
+            if parameter.grad is not gradient or (gradient is not None and gradient._version != count):
+                raise RunError(
+                    "gradients of batches in flight were changed between two steps of an asynchronous pipeline",
+                    hint="leave out zero_grad(), clip_grad_norm_() and other backwards, or call pipe.drain() before",
+                )
+
+    def note_gradients(self) -> None:
+        """Remember the gradients of batches in flight at the end of a call."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        self._gradients = [(each, 0 if each is None else each._version) for each in gradients]
 
     def acquire(self, batch: int) -> Version:
         """The version for the forward and backward of a microbatch of batch number `batch` of the stream."""
@@ -127,8 +146,13 @@ class StageWeights:
         for parameter in self._others:
             parameter.grad = None
         # The memory that autograd has saved is not written, so the parameters count as unchanged for it.
-        with preserve_version_counter(self._parameters):
-            self._optimizer.step()
+        global _is_updating
+        _is_updating = True
+        try:
+            with preserve_version_counter(self._parameters):
+                self._optimizer.step()
+        finally:
+            _is_updating = False
         for parameter, gradient in zip(self._others, aside, strict=True):
             parameter.grad = gradient
         for parameter in self._parameters:
@@ -224,3 +248,16 @@ def _adam(group: dict[str, Any], state: dict[str, Any], weight: Tensor, steps: i
         denominator = (root / math.sqrt(1 - beta2 ** (number + step))).add_(group["eps"])
         weight.addcdiv_(mean, denominator, value=-rate / (1 - beta1 ** (number + step)))
     return weight
+
+
+def refuse_other_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Make `optimizer.step()` raise a RunError, except inside `StageWeights.update`."""
+    optimizer.register_step_pre_hook(_check_step)
+
+
+def _check_step(*_: Any) -> None:
+    if not _is_updating:
+        raise RunError(
+            "the optimizer of an asynchronous pipeline is stepped inside of pipe.step",
+            hint="leave out optimizer.step() and zero_grad()",
+        )

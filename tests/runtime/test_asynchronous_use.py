@@ -213,6 +213,41 @@ def test_a_bad_batch_leaves_the_stream_as_it_was() -> None:
     torch.testing.assert_close(torch.stack([result.loss for result in found]), torch.stack(losses))
 
 
+def zero_grad(pipe: penstock.Pipeline) -> None:
+    assert pipe.optimizer is not None
+    pipe.optimizer.zero_grad()
+
+
+def clip(pipe: penstock.Pipeline) -> None:
+    nn.utils.clip_grad_norm_(pipe.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("change", [zero_grad, clip])
+@pytest.mark.parametrize("call", ["step", "drain"])
+def test_gradients_of_batches_in_flight_must_not_be_changed(change: Callable[..., None], call: str) -> None:
+    pipe = pipeline(2, 2, "stash", "momentum")
+    run(pipe, [6] * 2)
+    change(pipe)
+    with pytest.raises(penstock.RunError, match="gradients of batches in flight were changed"):
+        _ = run(pipe) if call == "step" else pipe.drain()
+
+
+def test_a_loop_that_steps_the_optimizer_itself_is_refused_and_can_go_on() -> None:
+    found = {}
+    for steps_itself in (False, True):
+        pipe = pipeline(2, 2, "stash", "momentum")
+        run(pipe, [6] * 2)
+        if steps_itself:
+            assert pipe.optimizer is not None
+            with pytest.raises(penstock.RunError, match=r"stepped inside of pipe\.step"):
+                pipe.optimizer.step()
+        run(pipe, [6])
+        pipe.drain()
+        zero_grad(pipe)
+        found[steps_itself] = pipe.state_dict()
+    assert all(torch.equal(found[True][name], tensor) for name, tensor in found[False].items())
+
+
 def test_a_short_batch_within_a_2bw_stream_is_refused() -> None:
     pipe = pipeline(4, 3, "2bw", "sgd")
     run(pipe, [6, 1])
