@@ -47,16 +47,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "whole: runs with --whole only; see tests/selection.py")
+    config.addinivalue_line("markers", "all_combinations: runs with all combinations of its parameters by default too")
     config.addinivalue_line("markers", "gloo: runs on the long-lived processes of the session, all on one worker")
     config.addinivalue_line("markers", "untraced: runs without counting lines")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the full products, and run all tests that share processes on one worker."""
+    """Deselect the full products, keeping each value of a parameter; run tests that share processes on one worker."""
     if not config.getoption("--whole"):
-        left_out = [item for item in items if item.get_closest_marker("whole")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("whole")]
+        from tests.selection import beyond_each_value
+
+        left_out = {item for item in items if item.get_closest_marker("whole")}
+        left_out.update(beyond_each_value([item for item in items if item not in left_out]))
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if item.get_closest_marker("gloo"):
             item.add_marker(pytest.mark.xdist_group("gloo"))

@@ -65,6 +65,11 @@ def level_of(package: str) -> int:
     return next(number for number, level in enumerate(LEVELS) if package in level)
 
 
+def name_of(function: ast.expr) -> str:
+    """The last word of what is called; to unparse all expressions would take seconds."""
+    return getattr(function, "id", getattr(function, "attr", ""))
+
+
 def imported_modules(path: Path, node: ast.AST) -> list[str]:
     """Dotted names imported by one statement or by one `import_module("...")` call."""
     if isinstance(node, ast.Import):
@@ -76,7 +81,7 @@ def imported_modules(path: Path, node: ast.AST) -> list[str]:
             above = package[: len(package) - node.level + 1]
             base = ".".join((*above, *([node.module] if node.module else [])))
         return [f"{base}.{alias.name}" for alias in node.names]
-    if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+    if isinstance(node, ast.Call) and name_of(node.func) in ("import_module", "__import__"):
         return [str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant)]
     return []
 
@@ -180,7 +185,9 @@ def test_no_code_is_loaded_from_data() -> None:
         at(path, node, ast.unparse(node.func))
         for path in FILES
         for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("eval", "exec", "compile", "torch.load")
+        if isinstance(node, ast.Call)
+        and name_of(node.func) in ("eval", "exec", "compile", "load")
+        and ast.unparse(node.func) in ("eval", "exec", "compile", "torch.load")
     ]
     modules = [
         at(path, node, module)

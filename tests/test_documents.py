@@ -24,6 +24,7 @@ from penstock.cli import app
 from penstock.ir import COMPUTE_KINDS, Overlap, number_text, percent_text
 from penstock.schedules import SCHEDULES
 from penstock.views import summary
+from tests.selection import some
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS, PACKAGE = REPOSITORY / "docs", REPOSITORY / "penstock"
@@ -154,7 +155,13 @@ def test_every_call_in_the_tables_for_users_of_other_libraries_runs() -> None:
     assert {name for name in called if f"{name}(" not in python} == set()
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+# Their models train in other tests, or the example runs in another one.
+SLOW_EXAMPLES = {"gpt", "hf_llama", "resnet", "t5", "custom_schedule"}
+
+
+@pytest.mark.parametrize(
+    "example", some([path for path in EXAMPLES if path.stem not in SLOW_EXAMPLES], EXAMPLES), ids=lambda path: path.stem
+)
 def test_every_example_runs_and_is_short(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out

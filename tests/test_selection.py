@@ -1,10 +1,12 @@
 """The selection of combinations covers every pair of values, is smaller than the whole, and is deterministic."""
 
 from itertools import combinations, product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.selection import alternated, covered, covering, every_third
+from tests.selection import alternated, beyond_each_value, covered, covering, every_third, with_each_value
 
 CASES = [
     list(product("abcd", range(3), (False, True), "xyz")),
@@ -59,3 +61,33 @@ def test_three_positions_rotate_through_all_choices() -> None:
     chosen = ["".join(every_third("abcde", place, is_whole=False)) for place in range(4)]
     assert chosen == ["ad", "be", "c", "ad"]
     assert every_third("abcde", 1, is_whole=True) == list("abcde")
+
+
+def test_marked_tests_keep_each_value_of_each_parameter() -> None:
+    def item(nodeid: str, params: dict[str, object]) -> Any:
+        marks = [pytest.mark.parametrize("number", range(3)), pytest.mark.parametrize(("letter", "options"), rows)]
+        return SimpleNamespace(
+            nodeid=nodeid,
+            callspec=SimpleNamespace(params=params),
+            iter_markers=lambda name: marks,
+            get_closest_marker=lambda name: pytest.mark.all_combinations if "all" in nodeid else None,
+        )
+
+    rows = [("a", {}), ("b", {}), ("a", {"x": 1})]
+    cases = [
+        {"number": number, "letter": letter, "options": options} for letter, options in rows for number in range(3)
+    ]
+    items = [item(f"{test}[{place}]", case) for test in ("one", "all") for place, case in enumerate(cases)]
+    left_out = [each.nodeid for each in beyond_each_value(items)]
+    assert left_out == [f"one[{place}]" for place in (1, 2, 3, 5, 6, 7)]
+
+
+@pytest.mark.parametrize("lengths", [(4, 2), (2, 4), (3, 3), (1, 4), (4, 3, 2)])
+def test_few_cases_have_each_value_about_equally_often(lengths: tuple[int, ...]) -> None:
+    cases = list(product(*map(range, lengths)))
+    chosen = with_each_value(cases)
+    assert len(chosen) == max(lengths)
+    for values, length in zip(zip(*chosen, strict=True), lengths, strict=True):
+        numbers = [values.count(value) for value in range(length)]
+        assert min(numbers) >= 1
+        assert max(numbers) - min(numbers) <= 1

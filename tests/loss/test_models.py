@@ -12,7 +12,7 @@ from penstock.capture import capture, split_batch, without_cache
 from penstock.errors import RunError
 from penstock.ir import transform
 from penstock.loss import LossStep, LossWeights, losses_of, weighted_sum
-from tests.zoo import UNSCORED, ZOO
+from tests.zoo import ALIKE, UNSCORED, ZOO
 
 BATCH_NORM, INSEPARABLE = "batch norm takes", "not a weighted sum"
 COUPLED = {
@@ -24,11 +24,12 @@ UNSEEN = {"control_flow"}
 # Computed in lower precision than float64.
 ROUGH = {"autocast_around", "bf16"}
 SCORED = [name for name in ZOO if name not in ROUGH | UNSCORED]
-# They compute their loss as another model does: as llama, as mixtral, or as the same model in another situation.
-SAME_LOSS = {
-    *("llama_sdpa", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "cohere", "granite", "gpt_neox", "opt", "bloom"),
-    *("falcon", "qwen2_moe", "olmoe", "frozen", "frozen_in_the_middle", "lora", "checkpointed", "hooked"),
-    *("hidden_states", "mask_of_ones", "no_mask", "positional"),
+# They compute their loss as another model does: as llama, as mixtral, as vit, or by the head of tests/zoo/scored.py.
+SAME_LOSS = (ALIKE - {"bert_sequence_classification", "bert_token_classification"}) | {
+    *("gemma2", "gemma3", "cohere", "bloom", "deepseek_v3", "mamba2", "gpt_oss", "modernbert", "deberta_v2", "bart"),
+    *("swin", "convnext", "unet", "segformer", "lstm", "branches", "weight_used_twice", "in_place", "non_contiguous"),
+    *("channels_last", "dict_between", "dataclass_between", "model_output_between", "nested_between", "long_skips"),
+    *("frozen", "lora", "checkpointed", "checkpointed_reentrant", "hooked", "hidden_states"),
 }
 
 

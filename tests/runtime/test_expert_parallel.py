@@ -157,7 +157,7 @@ def trained(shape, names, parallelize_fn):
     ("shape", "names", "parallelize_fn"),
     [
         ((2, 2), ("pp", "ep"), as_dtensors),
-        ((1, 2, 2), ("pp", "dp", "ep"), as_dtensors),
+        pytest.param((1, 2, 2), ("pp", "dp", "ep"), as_dtensors, marks=pytest.mark.whole),
         ((1, 2, 2), ("pp", "dp", "ep"), as_shards_of_dtensors),
         ((1, 2, 2), ("pp", "dp", "ep"), as_shards_with_their_own_divisor),
     ],

@@ -17,6 +17,7 @@ from tests.parity import Batch, StagedModel, Values, WholeModel, assert_close, a
 from tests.parity import values as all_values
 from tests.plans import quick_plan
 from tests.process_pool import Pools
+from tests.selection import some
 from tests.small_models import WIDTH, noise, seeded, tied, token_loss, tokens
 from tests.zoo import ZOO
 
@@ -165,7 +166,9 @@ def test_sizes_that_python_uses_between_blocks_are_those_of_the_batch(between: A
         assert_close(all_values(model, [pipe.step(x, target=target).loss]), all_values(plain, [expected]))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "mistral", "gemma3", "modernbert"])
+@pytest.mark.parametrize(
+    "name", some(("bloom", "gemma3"), ["llama", "gpt2", "bloom", "mistral", "gemma3", "modernbert"])
+)
 def test_models_are_exact_at_every_length(name: str) -> None:
     model, args, kwargs = ZOO[name]()
     captured = capture(model, args, kwargs)

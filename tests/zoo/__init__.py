@@ -81,6 +81,15 @@ ZOO: dict[str, Builder] = {
     "positional": situations.positional,
 }
 
+ALIKE = frozenset(
+    {
+        *("llama_sdpa", "qwen2", "qwen3", "mistral", "phi3", "granite", "qwen2_moe", "olmoe", "gpt_neox", "opt"),
+        *("falcon", "bert_sequence_classification", "bert_token_classification", "roberta", "distilbert", "bart"),
+        *("mask_of_ones", "no_mask", "positional", "frozen_in_the_middle"),
+    }
+)
+"""what has the same kinds of blocks and values as another model of the zoo: most tests run them with `--whole` only"""
+
 UNSCORED = frozenset({"batch_norm", "autocast_inside"})
 """what does not return its loss; the others are given labels"""
 
@@ -92,4 +101,4 @@ def ambient(name: str) -> AbstractContextManager[None]:
     return _AMBIENT.get(name, nullcontext)()
 
 
-__all__ = ["UNSCORED", "ZOO", "Builder", "Example", "ambient", "has_labels", "without_labels"]
+__all__ = ["ALIKE", "UNSCORED", "ZOO", "Builder", "Example", "ambient", "has_labels", "without_labels"]
