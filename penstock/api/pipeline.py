@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from penstock.api.forward_pass import ForwardPass, pull_back
 from penstock.capture import Granularity, Split
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver, TrainingState
 from penstock.errors import CheckpointError, PenstockWarning, PlanError, RunError
@@ -152,8 +153,17 @@ class Pipeline:
                 return AsyncEngine(part, plan, self._sync, loss_head, options, self.optimizer, staleness, split=split)
             return Engine(part, plan, self._sync, loss_head, options, inputs, split)
 
-        self._engine_of = engine
+        def pull_back_engine(plan: Plan) -> Engine:
+            weights = LossWeights(part.captured, part.replicas, pull_back, "sum")
+            weights.checks_outputs = False  # the loss that a model returns is one of its outputs
+            head = LossHead(part.captured, weights, plan.partition, scaler)
+            return Engine(part, plan, self._sync, head, options, inputs, split)
+
+        self._engine_of, self._pull_back_engine_of = engine, pull_back_engine
         self._engine = engine(plan)
+        self._pull_back_engine: Engine | None = None
+        """runs the backward of a ForwardPass, whose loss is that of given gradients"""
+        self._inputs = inputs
         self._sync.close()
 
     def __repr__(self) -> str:
@@ -326,6 +336,49 @@ class Pipeline:
         hint = f"pass it to the model by position; {name}= of step and evaluate is not usable with this model"
         return RunError(f"{name} is ambiguous: the model's forward has a parameter of that name", hint=hint)
 
+    def forward(self, *args: Any, output_dims: OutputDims = None, **kwargs: Any) -> ForwardPass:
+        """Run the forward of one whole batch in training mode; its outputs are on every rank.
+
+        For losses that need the outputs of the whole batch, or outputs of several batches: compute the loss of
+        `result.outputs` on every rank, and call `result.backward(gradients of the outputs)`, which runs the forward
+        again. Every forward is a step of its own for random numbers. Every rank must make the same calls.
+
+        Args:
+            *args: positional arguments of the model
+            output_dims: as in `step`
+            **kwargs: keyword arguments of the model
+
+        Returns:
+            The outputs, the loss if the model returns one, and the method `backward`.
+
+        Raises:
+            RunError: with a `loss_fn`, `inputs="first"` or `staleness`, and as in `step`
+        """
+        refused = {
+            "an asynchronous pipeline": self._staleness is not None,
+            'inputs="first"': self._inputs != "all",
+            "a loss_fn": self._loss_head.has_loss_fn,
+        }
+        for name, is_given in refused.items():
+            if is_given:
+                error = RunError(f"forward does not combine with {name}", hint="pipe.step(...), or another Pipeline")
+                self._sync.refuse(SyncRequest("forward", self.num_steps), error)
+                raise error
+        number, dims = self.num_steps, self._dims_of_outputs(output_dims)
+        result, sizes = self._engine.forward((args, kwargs, None), number, dims)
+        self.num_steps += 1
+
+        def run(gradients: dict[str, Tensor]) -> None:
+            if self._loss_head.scaler is not None:
+                self._loss_head.scaler.begin()
+            if self._pull_back_engine is None:
+                self._pull_back_engine = self._pull_back_engine_of(self.plan)
+            self._pull_back_engine.train((args, kwargs, gradients), number, False, False)
+            if self._stale_weights is not None:
+                self._stale_weights.is_stale = True
+
+        return ForwardPass(result, sizes, run)
+
     def _check_losses(self, call: str, losses: object) -> None:
         error = self._ambiguous("losses")
         if error is not None:
@@ -370,7 +423,7 @@ class Pipeline:
     def microbatches(self, count: int) -> None:
         self._check_drained()
         self.plan = with_microbatches(self.plan, count)
-        self._engine = self._engine_of(self.plan)
+        self._engine, self._pull_back_engine = self._engine_of(self.plan), None
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`. A collective call.

@@ -4,6 +4,6 @@ from penstock.hf.settings import check_installed
 
 check_installed()
 
-from penstock.hf.trainer import PipelineTrainer  # noqa: E402  (imports transformers)
+from penstock.hf.trainer import PipelineMixin, PipelineTrainer, pipelined  # noqa: E402  (imports transformers)
 
-__all__ = ["PipelineTrainer"]
+__all__ = ["PipelineMixin", "PipelineTrainer", "pipelined"]

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.errors import RunError
+from penstock.ir import Plan, as_int
 from penstock.runtime import RunOptions
 
 _LIBRARIES = ("transformers", "accelerate")
@@ -29,37 +30,23 @@ _METHODS = (
     "_move_model_to_device",
 )
 """methods that PipelineTrainer overrides: a Trainer without one of them would silently train without the Pipeline"""
-_PRECISION = "a model in that type: from_pretrained(..., dtype=torch.bfloat16)"
 _NO_HUB = "save_model(directory), and upload the directory"
 _UNSUPPORTED = {
     "deepspeed": "leave it out: the pipeline distributes the model",
     "fsdp": "penstock.Pipeline(..., mesh=mesh, parallelize_fn=fully_shard) in a loop of your own",
     "parallelism_config": "leave it out: all ranks belong to the pipeline",
-    "fp16": "penstock.Pipeline(..., scaler=penstock.GradScaler()) in a loop of your own, or bfloat16",
-    "bf16": _PRECISION,
-    "fp16_full_eval": _PRECISION,
-    "bf16_full_eval": _PRECISION,
-    "torch_compile": "leave it out: stages run eagerly",
-    "gradient_checkpointing": 'plan=penstock.plan(..., recompute="full")',
-    "label_smoothing_factor": "a model whose forward computes its loss",
-    "neftune_noise_alpha": "leave it out",
-    "use_liger_kernel": "leave it out",
-    "auto_find_batch_size": 'plan=penstock.plan(..., memory="8GiB", microbatches="auto")',
-    "torch_empty_cache_steps": "leave it out",
+    "use_liger_kernel": "leave it out: it replaces the model's forward during training",
+    "activation_offloading": "gradient_checkpointing=True",
     "enable_jit_checkpoint": "save_steps",
     "push_to_hub": _NO_HUB,
     "save_on_each_node": "leave it out: rank 0 saves the whole model",
     "debug": "leave it out: NaN and Inf are reported with their stage",
 }
 """settings of TrainingArguments that must be off, with an alternative"""
-_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd")
-"""optimizers that update each parameter by itself, so that a rank needs no parameter of another"""
-_REFUSED = {
-    "model_init": "model=model_init()",
-    "compute_loss_func": "a model whose forward computes its loss, or penstock.Pipeline(..., loss_fn=...)",
-    "optimizers": "optim= and lr_scheduler_type= of TrainingArguments: each rank creates its own over its parameters",
-    "optimizer_cls_and_kwargs": "optim= and optim_args= of TrainingArguments",
-}
+_OPTIMIZERS = ("lomo", "adalomo", "galore", "apollo", "layerwise")
+"""parts of the names of optimizers that look at the whole model or update inside backward"""
+_OUT_OF_MEMORY = (" out of memory.", "MPS backend out of memory", "DefaultCPUAllocator: can't allocate memory")
+"""parts of the errors after which accelerate tries a smaller batch"""
 
 
 def check_installed() -> None:
@@ -83,28 +70,33 @@ def check_settings(args: Any) -> None:
     for name, hint in _UNSUPPORTED.items():
         if getattr(args, name, None):
             raise RunError(f"PipelineTrainer does not support {name}", got=repr(getattr(args, name)), hint=hint)
-    optim = getattr(args.optim, "value", args.optim)
-    if optim not in _OPTIMIZERS:
-        hint = ", ".join(_OPTIMIZERS)
-        raise RunError("PipelineTrainer does not support this optimizer", optim=repr(optim), hint=hint)
+    optim = str(getattr(args.optim, "value", args.optim))
+    if any(name in optim for name in _OPTIMIZERS):
+        reason = "it needs the whole model, or updates inside backward"
+        hint = "adamw_torch, adafactor, sgd, or another that updates each parameter by its gradient"
+        raise RunError(f"PipelineTrainer does not support this optimizer: {reason}", optim=repr(optim), hint=hint)
 
 
-def check_arguments(others: dict[str, object]) -> None:
-    """Refuse unknown arguments, and arguments of Trainer that PipelineTrainer does not take."""
-    for name, value in others.items():
-        if name not in _REFUSED:
-            raise RunError("PipelineTrainer has no such argument", name=name)
-        if value not in (None, (None, None)):
-            raise RunError(f"PipelineTrainer does not take {name}", hint=_REFUSED[name])
-
-
-def check_process_group(local: bool, ranks: int | None, plan: object) -> None:
-    """Refuse to run without ranks."""
-    if local and ranks is None and plan is None:
-        raise RunError("local=True needs the number of ranks", hint="ranks=2, or plan=")
-    if not local and not (dist.is_available() and dist.is_initialized()):
+def check_ranks(local: bool, ranks: int | None, plan: Plan | None, replicas: int) -> int:
+    """The number of ranks of a pipeline; refuses to run without ranks, or with another number than there are."""
+    if as_int(replicas) is None or replicas < 1:
+        raise RunError("replicas must be an integer of 1 or more", got=repr(replicas))
+    known = ranks if plan is None else plan.num_ranks
+    if local:
+        if known is None:
+            raise RunError("local=True needs the number of ranks", hint="ranks=2, or plan=")
+        if replicas > 1:
+            raise RunError("replicas need processes", got=f"local=True, replicas={replicas}", hint="penstock.launch")
+        return known
+    if not (dist.is_available() and dist.is_initialized()):
         hint = "penstock.launch(fn, ranks), torchrun, or PipelineTrainer(..., local=True)"
         raise RunError("torch.distributed is not initialised", hint=hint)
+    processes = dist.get_world_size()
+    known = processes // replicas if known is None else known
+    if known * replicas != processes:
+        got = {"ranks": known, "replicas": replicas, "processes": processes}
+        raise RunError("ranks times replicas must be the number of processes", **got, hint="replicas=, or ranks=")
+    return known
 
 
 def check_options(options: RunOptions) -> None:
@@ -113,3 +105,12 @@ def check_options(options: RunOptions) -> None:
         raise RunError(
             'PipelineTrainer cannot skip a step: nonfinite="skip"', hint='nonfinite="raise", or "ignore" to continue'
         )
+
+
+def out_of_memory(error: BaseException) -> str:
+    """The message of the first out-of-memory error among the causes of an error, else empty."""
+    texts = []
+    while error is not None:
+        texts.append(str(error))
+        error = error.__cause__  # type: ignore[assignment]
+    return next((text for text in texts if any(part in text for part in _OUT_OF_MEMORY)), "")

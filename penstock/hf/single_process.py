@@ -25,9 +25,10 @@ _VARIABLES = (
     "MV2_COMM_WORLD_SIZE",
 )
 _DEVICE = "ACCELERATE_TORCH_DEVICE"
+_PRECISION = "ACCELERATE_MIXED_PRECISION"
 
 
-def as_single_process(args: Any, local: bool) -> Any:
+def as_single_process(args: Any, local: bool, replicas: int) -> Any:
     """A copy of the TrainingArguments as they are for a single process."""
     rank = 0 if local or not dist.is_initialized() else dist.get_rank()
     device = args.device  # the first access initialises the device
@@ -42,22 +43,28 @@ def as_single_process(args: Any, local: bool) -> Any:
     copied._n_gpu = min(args.n_gpu, 1)  # several devices must not select DataParallel
     # Show NaN losses instead of replacing them by earlier ones.
     copied.logging_nan_inf_filter = False
-    # Optimizer state is spread over the ranks, where Trainer cannot read it back.
-    copied.save_only_model = True
+    # Every process loads the batches of all replicas, and computes its share.
+    copied.per_device_train_batch_size *= replicas
+    copied.per_device_eval_batch_size *= replicas
     return copied
 
 
 @contextmanager
-def single_process_accelerate(device: Any) -> Iterator[None]:
-    """Inside, accelerate sets up for one process."""
-    saved = {name: os.environ.pop(name) for name in (*_VARIABLES, _DEVICE) if name in os.environ}
-    os.environ[_DEVICE] = str(device)
+def single_process_accelerate(args: Any) -> Iterator[None]:
+    """Inside, accelerate sets up for one process, and leaves mixed precision to the pipeline."""
+    own = {_DEVICE: str(args.device), _PRECISION: "no"}
+    saved = {name: os.environ.pop(name) for name in (*_VARIABLES, *own) if name in os.environ}
+    os.environ.update(own)
+    precision = getattr(args, "mixed_precision", None)
+    args.mixed_precision = "no"
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
-        PartialState(cpu=device.type == "cpu")
+        PartialState(cpu=args.device.type == "cpu")
         yield
     finally:
-        del os.environ[_DEVICE]
+        args.mixed_precision = precision
+        for name in own:
+            del os.environ[name]
         os.environ.update(saved)
 
 

@@ -1,100 +1,136 @@
 """PipelineTrainer: the Trainer of transformers, with steps, evaluation, clipping and saving run by a Pipeline."""
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from penstock.api.pipeline import Pipeline
 from penstock.api.plan import plan as make_plan
-from penstock.capture import GeneratorStates, python_generators, torch_generators
+from penstock.capture import GeneratorStates, Granularity, python_generators, split_batch, torch_generators
 from penstock.errors import CheckpointError, NoLossError, PlanError, RunError
-from penstock.hf.settings import check_arguments, check_options, check_process_group, check_settings
+from penstock.hf.model import PipelineModel
+from penstock.hf.optimizers import AmpScaler, check_optimizer_class, keep_own_parameters
+from penstock.hf.settings import check_options, check_ranks, check_settings, out_of_memory
 from penstock.hf.single_process import as_rank_zero, as_single_process, single_process_accelerate
 from penstock.ir import Plan
 from penstock.runtime import RunOptions
 
-_LOGGER = logging.getLogger(__name__)
+_STATE = "pipeline"
+"""the directory in a checkpoint that holds the state of the training"""
 _PLAN_HINT = "plan=penstock.plan(model, kwargs=batch, ranks=..., microbatches=...)"
 
 
-class PipelineTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer whose processes are the ranks of one pipeline; losses, gradients and metrics equal a single process.
+class PipelineMixin:
+    """Makes a Trainer class train on a pipeline: `class PipelineSFTTrainer(PipelineMixin, SFTTrainer)`.
 
-    Every rank constructs it with the same arguments and calls the same methods. Without a `plan`, searches for one with
-    the first training samples as the example batch. Batch sizes are those of the whole pipeline. `trainer.pipe` is the
-    Pipeline; in `trainer.model`, only the stages of this rank are up to date.
+    Every rank constructs the trainer with the same arguments and calls the same methods. All arguments of the Trainer
+    class are taken; those of the pipeline are described at `__init__`. Batch sizes are those of the whole pipeline.
+    `trainer.pipe` is the Pipeline; in `trainer.model`, only the stages of this rank are up to date.
     """
 
     def __init__(
         self,
-        model: nn.Module | None = None,
-        args: TrainingArguments | None = None,
-        data_collator: Callable[..., Any] | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        *,
-        compute_metrics: Callable[..., Any] | None = None,
-        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
-        callbacks: list[Any] | None = None,
+        *given: Any,
         plan: Plan | None = None,
         ranks: int | None = None,
         microbatches: int | str = "auto",
         schedule: str = "auto",
+        replicas: int = 1,
         local: bool = False,
         options: RunOptions | None = None,
         depth: int | None = None,
         basic_blocks: Sequence[str | type] = (),
-        **refused: object,
+        **named: Any,
     ) -> None:
-        """`local` runs all ranks inside this process; `options` are the run options of the Pipeline.
+        """Construct the trainer and its pipeline; every rank makes the same call.
 
-        `depth` and `basic_blocks` are those of `penstock.capture`: how deep modules are opened, and which stay whole.
+        Args:
+            *given: arguments of the Trainer class
+            plan: of the pipeline; None: searched for, with the first training samples as the example batch
+            ranks: of a pipeline; None: those of the plan, or all processes divided by `replicas`
+            microbatches: as in `penstock.plan`, if there is no `plan`
+            schedule: as in `penstock.plan`, if there is no `plan`
+            replicas: number of copies of the pipeline, each with a share of every batch
+            local: run all ranks inside this process
+            options: run options of the Pipeline
+            depth: how deep modules are opened, as in `penstock.capture`
+            basic_blocks: modules that stay whole, as in `penstock.capture`
+            **named: arguments of the Trainer class
+
+        Raises:
+            RunError: for settings that a pipeline cannot follow, and for ranks that do not fit the processes
+            PlanError: if there is no plan and no data to search for one with
         """
-        args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
-        check_arguments(refused)
+        given, args = self._find_arguments(list(given), named)
         check_settings(args)
-        self._check_own_methods()
         options = options or RunOptions(seed=args.seed)
         check_options(options)
-        self._is_local = local
-        check_process_group(local, ranks, plan)
-        single = as_single_process(args, local)
-        if args.save_strategy != "no" and not args.save_only_model and single.should_save:
-            _LOGGER.warning("checkpoints of a PipelineTrainer contain the model only: training cannot resume from them")
-        super().__init__(
-            model,
-            single,
-            data_collator,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            callbacks=callbacks,
-        )
-        self.model.train()
+        ranks = check_ranks(local, ranks, plan, replicas)
+        check_optimizer_class(*named.get("optimizer_cls_and_kwargs") or (None,))
+        self._is_local, self._replicas = local, replicas
+        single = as_single_process(args, local, replicas)
+        if len(given) > 1:
+            given[1] = single
+        else:
+            named["args"] = single
+        self._scaler = AmpScaler() if args.fp16 else None
+        super().__init__(*given, **named)
         granularity: dict[str, Any] = {"depth": depth, "basic_blocks": basic_blocks}
+        self._granularity, self._mesh = Granularity(**granularity), None
+        if replicas > 1:
+            self._mesh = init_device_mesh(args.device.type, (replicas, ranks), mesh_dim_names=("dp", "pp"))
+        self._pipe_options = {"local": local, "options": options, "scaler": self._scaler, "mesh": self._mesh}
+        self._pipe_options |= granularity
+        self._prepare_model()
         if plan is None:
-            choices = {"microbatches": microbatches, "schedule": schedule, **granularity}
-            plan = self._plan(ranks=ranks or dist.get_world_size(), **choices)
-        self.pipe = Pipeline(self.model, plan, local=local, options=options, **granularity)
-        self._pipeline_model = PipelineModel(self.pipe, self.model)
+            plan = self._plan(ranks=ranks, microbatches=microbatches, schedule=schedule, **granularity)
+        self._build_pipe(plan)
+        if self.optimizer is not None:
+            keep_own_parameters(self.optimizer, self.model, self.pipe)
 
-    def _check_own_methods(self) -> None:
-        if type(self).compute_loss is not Trainer.compute_loss:
-            raise RunError(
-                "compute_loss must not be overridden: the last stage computes the loss",
-                type=type(self).__name__,
-                hint="a model whose forward computes its loss",
-            )
+    def _find_arguments(self, given: list[Any], named: dict[str, Any]) -> tuple[list[Any], Any]:
+        """The positional arguments, and the TrainingArguments among all."""
+        args = given[1] if len(given) > 1 else named.get("args")
+        if args is None:
+            parameter = inspect.signature(super().__init__).parameters.get("args")
+            annotation = "" if parameter is None else str(parameter.annotation)
+            if "Config" in annotation:  # such as SFTConfig, whose defaults TRL computes inside its constructor
+                raise RunError(f"{type(self).__name__} needs args", hint=f"args={annotation.split(' ')[0]}(...)")
+            args = TrainingArguments(output_dir="tmp_trainer")
+        return given, args
+
+    def _prepare_model(self) -> None:
+        """Apply the settings that change how the model computes, so that the plan and recordings include them."""
+        self.model.train()
+        if self.args.gradient_checkpointing:
+            settings = dict(self.args.gradient_checkpointing_kwargs or {})
+            own = {name: settings.pop(name) for name in ("every_n_layers", "offload") if name in settings}
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings or None, **own)
+        if self.args.torch_compile:
+            # Compiled as a whole, the model could not be cut.
+            blocks = self._granularity.find_leaves(self.model)
+            for block in blocks.values():
+                block.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
+
+    def _build_pipe(self, plan: Plan) -> None:
+        self.pipe = Pipeline(self.model, plan, **self._pipe_options)
+        dtype = torch.float16 if self.args.fp16 else torch.bfloat16 if self.args.bf16 else None
+        self._pipeline_model = PipelineModel(self.pipe, self.model, self.args.device.type, dtype)
+
+    def _has_own_loss(self) -> bool:
+        """Whether the loss is computed from the outputs of the model, instead of being one of them."""
+        is_overridden = getattr(type(self), "compute_loss") is not Trainer.compute_loss  # noqa: B009
+        return is_overridden or self.label_smoother is not None or self.compute_loss_func is not None
 
     def _plan(self, **choices: Any) -> Plan:
         """Search for a plan with the first samples as the example batch."""
@@ -102,18 +138,29 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             is_training = self.train_dataset is not None
             loader = self.get_train_dataloader() if is_training else self.get_eval_dataloader()
             size = self.args.train_batch_size if is_training else self.args.eval_batch_size
-            batch = _example_batch(loader, size)
-            batch = self._with_items(
-                self._prepare_inputs(batch), self._get_num_items_in_batch([batch], self.args.device)
-            )
-            return make_plan(self.model, kwargs=batch, **choices)
+            batch = _example_batch(loader, size // self._replicas)
+            inputs = self._prepare_inputs(batch)
+            items = self._get_num_items_in_batch([batch], self.args.device)
+            inputs = self._first_call(inputs, items) if self._has_own_loss() else self._with_items(inputs, items)
+            return make_plan(self.model, kwargs=inputs, **choices)
+
+    def _first_call(self, inputs: dict[str, Any], items: Any) -> dict[str, Any]:
+        """The keyword arguments with which `compute_loss` calls the model first."""
+        model = _FirstCall(self.model)
+        try:
+            self.compute_loss(model, dict(inputs), num_items_in_batch=items)
+        except _ModelCalled as called:
+            return called.inputs
+        raise RunError("compute_loss does not call the model that it is given", type=type(self).__name__)
 
     # --------------------------------------------------------------------------- every rank appears as a single process
 
     def create_accelerator_and_postprocess(self) -> None:
         """Set up accelerate for one process, so that it neither shards batches nor gathers outputs."""
-        with single_process_accelerate(self.args.device):
+        with single_process_accelerate(self.args):
             super().create_accelerator_and_postprocess()
+        # The optimizer that accelerate prepares steps with this scaler.
+        self.accelerator.scaler = self._scaler
 
     def get_train_dataloader(self) -> Any:
         """The same batches on every rank."""
@@ -121,7 +168,14 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             return super().get_train_dataloader()
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        self._follow_model()
         return self._pipeline_model
+
+    def _follow_model(self) -> None:
+        """Build the pipeline again if `model_init` has made another model."""
+        if self._pipeline_model.model is not self.model:
+            self._prepare_model()
+            self._build_pipe(self.pipe.plan)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not any(parameter.is_meta for parameter in model.parameters()):
@@ -132,13 +186,70 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one batch on all ranks; returns the loss, divided as Trainer does."""
         model.train()
-        loss = self.pipe.step(**self._with_items(self._prepare_inputs(inputs), num_items_in_batch)).loss
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        inputs, num_items_in_batch = self._own_share(self._prepare_inputs(inputs), num_items_in_batch)
+        try:
+            return self._step(inputs, num_items_in_batch)
+        except RunError as error:
+            if self.args.auto_find_batch_size and (reason := out_of_memory(error)):
+                # All ranks raise an error of a step, so all of them try the next batch size.
+                raise RuntimeError(reason) from error
+            raise
+
+    def _own_share(self, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[dict[str, Any], Any]:
+        """This replica's samples. Replicas average their gradients, so each divides by its share of the tokens."""
+        if self._mesh is None:
+            return inputs, num_items_in_batch
+        forward, replica = self.model.forward, self._mesh.get_local_rank("dp")
+        parts = split_batch(forward, (), inputs, None, self._replicas)
+        if len(parts) < self._replicas:
+            return inputs, num_items_in_batch  # fewer samples than replicas: all of them compute the whole batch
+        items = None if num_items_in_batch is None else num_items_in_batch / self._replicas
+        return parts[replica].kwargs, items
+
+    def _step(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
+        if self._has_own_loss():
+            return self._step_of_own_loss(inputs, num_items_in_batch)
+        scale = {} if self._is_divided(num_items_in_batch) else {"scale": 1 / self.current_gradient_accumulation_steps}
+        with self._pipeline_model.autocast():
+            loss = self.pipe.step(**self._with_items(inputs, num_items_in_batch), **scale).loss
         if loss is None:
             raise NoLossError("the model returned no loss", inputs=", ".join(inputs), hint="labels in the batch")
+        return loss.detach().to(self.args.device)
+
+    def _step_of_own_loss(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
+        """Compute the loss from the outputs of the whole batch, on every rank, and run backward from these."""
+        self._pipeline_model.forget()
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(self._pipeline_model, inputs, num_items_in_batch=num_items_in_batch)
         if not self._is_divided(num_items_in_batch):
             loss = loss / self.current_gradient_accumulation_steps
-            self._divide_gradients()
-        return loss.detach().to(self.args.device)
+        self._check_loss(loss)
+        loss.backward()
+        self._pipeline_model.backward()
+        loss = loss.detach().to(self.args.device)
+        if self._mesh is not None:
+            dist.all_reduce(loss, group=self._mesh.get_group("dp"))
+            loss /= self._replicas
+        return loss
+
+    def _check_loss(self, loss: Tensor) -> None:
+        """Refuse a loss that uses parameters otherwise than by a call of the model: a rank has only its own stages."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        found, todo = set(), [loss.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is None or node in found:
+                continue
+            found.add(node)
+            if id(getattr(node, "variable", None)) in names:
+                raise RunError(
+                    "compute_loss uses a parameter outside of the model's forward: other ranks do not have its value",
+                    parameter=names[id(node.variable)],
+                    hint="a model whose forward returns what the loss needs, or weight_decay",
+                )
+            todo += [parent for parent, _ in node.next_functions]
 
     def _with_items(self, inputs: dict[str, Any], num_items_in_batch: Any) -> dict[str, Any]:
         """Pass the number of tokens in all accumulated batches to a model that divides its loss by it."""
@@ -147,17 +258,11 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         return {**inputs, "num_items_in_batch": num_items_in_batch}
 
     def _is_divided(self, num_items_in_batch: Any) -> bool:
-        """Whether the model divides its loss by the tokens of all accumulated batches."""
-        if self.loss_is_scaled_for_ga is not None:
+        """Whether the loss is already divided by the tokens of all accumulated batches."""
+        if getattr(self, "loss_is_scaled_for_ga", None) is not None:
             return bool(self.loss_is_scaled_for_ga)
-        return bool(self.model_accepts_loss_kwargs) and num_items_in_batch is not None
-
-    def _divide_gradients(self) -> None:
-        """Divide once after the last accumulated batch, which equals dividing each batch's gradients."""
-        if self.accelerator.sync_gradients and self.current_gradient_accumulation_steps > 1:
-            for parameter in self.pipe.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(self.current_gradient_accumulation_steps)
+        is_counted = bool(self.model_accepts_loss_kwargs) and num_items_in_batch is not None
+        return is_counted or self.compute_loss_func is not None
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.pipe.clip_grad_norm_(self.args.max_grad_norm)
@@ -169,13 +274,24 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
         """Like Trainer; outputs are sent to all ranks only if they are needed."""
-        self._pipeline_model.keeps_outputs = not prediction_loss_only
+        self._pipeline_model.keeps_outputs = not prediction_loss_only or self._has_own_loss()
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Like Trainer; outside of training, the model is converted if evaluation is to be in float16 or bfloat16."""
+        dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
+        if dtype is not None and not self.is_in_train:
+            # In place: the pipeline refuses tensors in place of those that it was built with.
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(dtype)
+        return super().evaluation_loop(*args, **kwargs)
 
     # ------------------------------------------------------------------------------------------------------- optimizer
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer over this rank's parameters, with the parameter groups of the whole model."""
+        self._follow_model()
         return super().create_optimizer(self._pipeline_model)  # type: ignore[no-any-return]
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -183,16 +299,6 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         return super().get_decay_parameter_names(self.model)  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------------------------------------- saving, loading
-
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; resuming is refused, because checkpoints have no optimizer state."""
-        if resume_from_checkpoint:
-            raise RunError(
-                "a PipelineTrainer cannot resume: its checkpoints have no optimizer state",
-                got=resume_from_checkpoint,
-                hint="trainer.pipe.load(checkpoint) loads the model; then train() starts again",
-            )
-        return super().train(None, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model for `from_pretrained`. Collective: every rank calls it, rank 0 writes."""
@@ -209,44 +315,116 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             return {name: state[graph.tensor_of(name)] for name in state}
         return {name: tensor for name, tensor in state.items() if graph.tensor_of(name) == name}
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the state of the training besides the model files, which from_pretrained reads."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        self.pipe.save(Path(output_dir) / _STATE, optimizer, scheduler=self.lr_scheduler)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Already saved by the pipeline."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Already saved by the pipeline."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._follow_model()
+        self._resumed_random: GeneratorStates | None = None
+        if not (Path(resume_from_checkpoint) / _STATE).is_dir():
+            if (Path(resume_from_checkpoint) / "optimizer.pt").exists():
+                raise CheckpointError(
+                    "this checkpoint was written by a Trainer in one process: its optimizer cannot be distributed",
+                    path=resume_from_checkpoint,
+                    hint="trainer.pipe.load(checkpoint) loads the model; then train() starts again",
+                )
+            self._load_model(resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (state := Path(checkpoint) / _STATE).is_dir():
+            return
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        with _preserve_random_state():
+            self.pipe.load(state, optimizer, scheduler=self.lr_scheduler)
+            self._resumed_random = _random_state()
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Already loaded by the pipeline."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        # Trainer calls this when it has skipped the batches that the saved run had used.
+        if checkpoint is not None and self._resumed_random is not None:
+            self._resumed_random.restore()
+
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
+        best = Path(self.state.best_model_checkpoint)
+        if (best / "adapter_config.json").exists():
+            super()._load_best_model()
+        else:
+            self._load_model(str(best))
+
+    def _load_model(self, directory: str) -> None:
+        """Load the model of a directory for from_pretrained."""
+        if (Path(directory) / "adapter_config.json").exists():
+            super()._load_from_checkpoint(directory)
+            return
         try:
-            self.pipe.load(best)
+            self.pipe.load(directory)
         except CheckpointError:
             if not isinstance(self.model, PreTrainedModel):
                 raise
             # Transformers renames some tensors when saving; from_pretrained reverts that.
-            self.pipe.load_state_dict(type(self.model).from_pretrained(best, dtype=self.model.dtype).state_dict())
+            self.pipe.load_state_dict(type(self.model).from_pretrained(directory, dtype=self.model.dtype).state_dict())
 
 
-class PipelineModel(nn.Module):
-    """The model that Trainer sees in place of its wrapped model.
+class PipelineTrainer(PipelineMixin, Trainer):  # type: ignore[misc]
+    """A Trainer whose processes are the ranks of one pipeline; losses, gradients and metrics equal a single process.
 
-    A call evaluates the batch on all ranks; `named_parameters` are this rank's, with the names of the whole model.
+    See `PipelineMixin`, which does the same for subclasses of Trainer.
     """
 
-    def __init__(self, pipe: Pipeline, model: nn.Module) -> None:
+
+@cache
+def pipelined(trainer: type) -> type:
+    """The given Trainer class on a pipeline: `pipelined(SFTTrainer)(model, args, ..., microbatches=4)`.
+
+    Args:
+        trainer: a subclass of transformers.Trainer
+
+    Returns:
+        A subclass of PipelineMixin and `trainer`, the same in every call.
+
+    Raises:
+        RunError: if `trainer` is another class
+    """
+    if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
+        raise RunError("pipelined takes a subclass of transformers.Trainer", got=repr(trainer))
+    return (
+        trainer
+        if issubclass(trainer, PipelineMixin)
+        else type(f"Pipeline{trainer.__name__}", (PipelineMixin, trainer), {})
+    )
+
+
+class _ModelCalled(Exception):  # noqa: N818  (not an error: it ends a call of compute_loss at its first model call)
+    def __init__(self, inputs: dict[str, Any]) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+class _FirstCall(nn.Module):
+    """Stands in for the model until it is called."""
+
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._pipe = (pipe,)  # in a tuple, so that nn.Module does not treat it as a submodule
-        self.keeps_outputs = True
-        """whether a call returns outputs besides the loss"""
 
     def forward(self, **inputs: Any) -> Any:
-        """The outputs of the model for the whole batch, on every rank."""
-        result = self._pipe[0].eval(**inputs, return_outputs=self.keeps_outputs)
-        if result.outputs is None:
-            return {"loss": result.loss}
-        if not hasattr(result.outputs, "items"):
-            return result.outputs if result.loss is None else (result.loss, *result.outputs[1:])
-        outputs = {name: value for name, value in result.outputs.items() if name != "loss" and value is not None}
-        return outputs if result.loss is None else {"loss": result.loss, **outputs}
+        raise _ModelCalled(inputs)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters; a tied one by its first name, as in the whole model."""
-        graph = self._pipe[0].plan.graph
-        return ((graph.tensor_of(name), parameter) for name, parameter in self._pipe[0].named_parameters())
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
 
 
 def _example_batch(loader: Any, batch_size: int) -> dict[str, Any]:
@@ -262,8 +440,13 @@ def _example_batch(loader: Any, batch_size: int) -> dict[str, Any]:
 @contextmanager
 def _preserve_random_state() -> Iterator[None]:
     """Restore all random generators afterwards, so that planning does not change the training."""
-    states = GeneratorStates([*python_generators(), *torch_generators(torch.cuda.is_initialized())])  # type: ignore[no-untyped-call]
+    states = _random_state()
     try:
         yield
     finally:
         states.restore()
+
+
+def _random_state() -> GeneratorStates:
+    is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return GeneratorStates([*python_generators(), *torch_generators(is_cuda)])

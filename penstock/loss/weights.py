@@ -88,6 +88,8 @@ class LossWeights:
             raise RunError("unknown reduction", reduction=repr(reduction), hint='"mean", "tokens", "sum", or None')
         self.has_function = loss_fn is not None
         """whether the loss is that of a loss function, and not what the model returns"""
+        self.checks_outputs = self.has_function
+        """whether to warn about outputs that depend on all samples of a batch"""
         self._captured, self._replicas, self._loss_fn = captured, replicas, loss_fn
         self._reduction, self._remote, self._name = reduction, remote_parameters or {}, name
         self._function = None if loss_fn is None else LossFunction(loss_fn, self._remote, name)
@@ -181,7 +183,7 @@ class LossWeights:
         # ModelLoss takes the recording to be that of the first microbatch.
         microbatches.insert(0, microbatches.pop(index))
         model = ModelLoss(self._captured, recording, microbatches, self._remote)
-        return self._causes(recording, mixing_blocks(model, with_outputs=self.has_function))
+        return self._causes(recording, mixing_blocks(model, with_outputs=self.checks_outputs))
 
     def _causes(self, recording: Recording, mixing: Sequence[str]) -> tuple[str, ...]:
         """Warnings about blocks in which, or before which, samples interact."""

@@ -113,6 +113,21 @@ class Engine:
             self._execute(step, compiled, False)
             return self._end_step(step, compiled, number, None)
 
+    def forward(self, batch: Batch, number: int, output_dims: OutputDims = None) -> tuple[Result, tuple[int, ...]]:
+        """Run the forward of one batch in training mode, without gradients; returns also the microbatch sizes.
+
+        Buffers are restored: the backward of these outputs runs the forward again, with the same random numbers.
+        """
+        buffers = StepSnapshot((), (), True, self._part.written_buffers)
+        with watch_step(self._groups.monitor, number, False), torch.no_grad():
+            step, compiled = self._begin_step(batch, SyncRequest("forward", number), False, True, output_dims)
+            buffers.take()
+            try:
+                self._execute(step, compiled, False)
+            finally:
+                buffers.restore()
+            return self._end_step(step, compiled, number, None), step.sizes
+
     def _begin_step(
         self,
         batch: Batch,

@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from penstock.hf import PipelineTrainer
+from penstock.hf import PipelineMixin, PipelineTrainer
 from penstock.ir import Plan
 from tests.plans import quick_plan
 
@@ -82,7 +82,7 @@ def trained(trainer: Any) -> Numbers:
     """What a run has logged, and the parameters that it ends with."""
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()
-    state = trainer.pipe.full_state_dict() if isinstance(trainer, PipelineTrainer) else trainer.model.state_dict()
+    state = trainer.pipe.full_state_dict() if isinstance(trainer, PipelineMixin) else trainer.model.state_dict()
     return trainer.state.log_history, {name: tensor.clone() for name, tensor in state.items()}
 
 
