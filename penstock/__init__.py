@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from penstock.api.plan import plan, plan_together
     from penstock.api.planning import lower, schedule, simulate, verify
     from penstock.api.report import report
+    from penstock.api.train_loop import StepReport, TrainEvent, fit
+    from penstock.api.train_options import TrainOptions
     from penstock.auto.config import AutoPipelineConfig
     from penstock.auto.pipeline import AutoPipeline, ParallelizeFnProtocol, PipelineInfo
     from penstock.auto.planning import generate_hf_model_fqn_per_model_part
+    from penstock.checkpoint import CheckpointOptions
     from penstock.errors import (
         CaptureError,
         CheckpointError,
@@ -67,6 +70,7 @@ __all__ = [
     "AutoPipelineConfig",
     "CaptureError",
     "CheckpointError",
+    "CheckpointOptions",
     "Cluster",
     "CodeError",
     "CostError",
@@ -107,7 +111,10 @@ __all__ = [
     "StateBytes",
     "StepFigures",
     "StepMetrics",
+    "StepReport",
     "Trace",
+    "TrainEvent",
+    "TrainOptions",
     "ViewError",
     "add_loss",
     "added_losses",
@@ -115,6 +122,7 @@ __all__ = [
     "check",
     "clear_profiles",
     "explain",
+    "fit",
     "generate_code",
     "generate_hf_model_fqn_per_model_part",
     "launch",
@@ -140,9 +148,12 @@ _HOMES = {
     "penstock.api.plan": ("plan", "plan_together"),
     "penstock.api.planning": ("lower", "schedule", "simulate", "verify"),
     "penstock.api.report": ("report",),
+    "penstock.api.train_loop": ("StepReport", "TrainEvent", "fit"),
+    "penstock.api.train_options": ("TrainOptions",),
     "penstock.auto.config": ("AutoPipelineConfig",),
     "penstock.auto.pipeline": ("AutoPipeline", "ParallelizeFnProtocol", "PipelineInfo"),
     "penstock.auto.planning": ("generate_hf_model_fqn_per_model_part",),
+    "penstock.checkpoint": ("CheckpointOptions",),
     "penstock.errors": (
         "CaptureError",
         "CheckpointError",

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self, overload
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from penstock.api.forward_pass import ForwardPass, pull_back
-from penstock.capture import Granularity, Split
+from penstock.capture import Granularity, Microbatch, Split, split_batch
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver, TrainingState
 from penstock.errors import CheckpointError, PenstockWarning, PlanError, RunError
 from penstock.ir import SPLIT_HINT, Plan, Trace, counted, from_json, is_finite, is_split_rule, to_json
@@ -120,7 +121,7 @@ class Pipeline:
         check_split(split, model)
         check_output_dims(output_dims)
         _check_staleness(staleness, optimizer, plan, scaler, inputs, parallelize_fn, options)
-        self._output_dims = output_dims
+        self._output_dims, self._split = output_dims, split
         self._warns_of_clipping = True
         self.num_steps = 0
         """number of steps taken; part of the seed of random numbers"""
@@ -473,6 +474,51 @@ class Pipeline:
         self._sync.close()
         return result.maxes[: len(values)]
 
+    def share(self, *args: Any, target: Any = None, **kwargs: Any) -> Microbatch:
+        """This replica's samples of a batch that all replicas have; the whole batch if there is one replica.
+
+        Args:
+            *args: positional arguments of the model, for the whole batch
+            target: the target of the loss function, for the whole batch
+            **kwargs: named arguments of the model
+
+        Returns:
+            an object with `args`, `kwargs` and `target`, for `step` and `evaluate`
+
+        Raises:
+            RunError: if there are fewer samples than replicas
+        """
+        groups, forward = self._part.groups, self._part.captured.model.forward
+        if groups.num_replicas == 1:
+            return Microbatch(args, kwargs, target, 0, {})
+        shares = split_batch(forward, args, kwargs, target, groups.num_replicas, self._split, dict(self.plan.split))
+        if len(shares) < groups.num_replicas:
+            sizes = {"samples": len(shares), "replicas": groups.num_replicas}
+            raise RunError(
+                "a batch needs a sample for every replica", hint="larger batches, or fewer replicas", **sizes
+            )
+        return shares[groups.replica]
+
+    @property
+    def has_loss_fn(self) -> bool:
+        """Whether the loss is that of a `loss_fn`, and not returned by the model."""
+        return self._loss_head.has_loss_fn
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The scaler given to the constructor."""
+        return self._loss_head.scaler
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's stages."""
+        return self._part.device
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of copies of the pipeline, which train on different samples."""
+        return self._part.groups.num_replicas
+
     def _scale(self, request: SyncRequest) -> float:
         """The factor by which gradients are currently scaled."""
         if self._loss_head.scaler is None:
@@ -549,6 +595,7 @@ class Pipeline:
         position: Any = None,
         keep: int | None = None,
         asynchronous: bool = False,
+        step: int | None = None,
     ) -> Path:
         """Write a checkpoint into `path/step-000100`. A collective call.
 
@@ -564,6 +611,7 @@ class Pipeline:
             keep: the number of newest checkpoints that are kept; None: all
             asynchronous: copy the state and let a thread write it while training continues; an error is raised by the
                 next step or save
+            step: the number of the checkpoint, for loops in which an update takes several steps; None: the steps taken
 
         Returns:
             The directory of the checkpoint.
@@ -580,10 +628,11 @@ class Pipeline:
             self._sync.refuse(request, error)
             raise
         scaler = self._loss_head.scaler
-        run = {} if scaler is None else {"scaler": scaler.state_dict()}
-        state = TrainingState(optimizer, scheduler, {**run, "position": position, "extra": extra})
+        run: dict[str, Any] = {} if scaler is None else {"scaler": scaler.state_dict()}
+        run |= {"position": position, "extra": extra, "num_steps": self.num_steps}
         self._has_saved = True
-        return self._saver.save(self.plan, self.num_steps, state, options)
+        number = self.num_steps if step is None else step
+        return self._saver.save(self.plan, number, TrainingState(optimizer, scheduler, run), options)
 
     def wait_for_save(self) -> None:
         """Wait for a running asynchronous save; its error is raised on every rank. A collective call."""
@@ -615,7 +664,7 @@ class Pipeline:
         targets = LoadTargets(optimizer, scheduler, self._loss_head.scaler, bool(random_state))
         loaded = Loader(self._part, self._sync, self.plan).load(path, self.num_steps, targets)
         check_tied_weights(self.plan, self._part.tied, self._part.groups)
-        self.num_steps = self.num_steps if loaded.step is None else loaded.step
+        self.num_steps = self.num_steps if loaded.num_steps is None else loaded.num_steps
         if self._stale_weights is not None:
             self._stale_weights.is_stale = True
         return loaded

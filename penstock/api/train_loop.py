@@ -1,4 +1,4 @@
-"""The training loop of `penstock train`: batches, steps, metrics, skipped steps and checkpoints."""
+"""penstock.fit, the training loop behind `penstock train`: batches, steps, metrics, evaluation and checkpoints."""
 
 import math
 import platform
@@ -8,25 +8,42 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.api.pipeline import Pipeline
-from penstock.checkpoint import Batches, PeriodicSaver, batches_from
+from penstock.api.step_logs import StepLogs
+from penstock.api.train_options import TrainOptions
+from penstock.checkpoint import (
+    Batches,
+    CheckpointDir,
+    CheckpointOptions,
+    PeriodicSaver,
+    batches_from,
+    random_state,
+    random_state_restorer,
+)
 from penstock.errors import CheckpointError, PenstockWarning, RunError
-from penstock.ir import Plan, Run, StepMetrics, Trace
-from penstock.launch import catch_stop_signals
+from penstock.ir import Plan, Run, StepMetrics, Trace, named_leaves
+from penstock.launch import StopRequest, catch_stop_signals
 from penstock.planner import SlowRankAdvisor
+from penstock.runtime import GradScaler, checksum
 
 MAX_SKIPPED = 3  # consecutive skipped steps that end the training
+EVENTS = ("before_step", "after_step", "eval", "save", "end")
+"""names of the events that callbacks receive, in the order in which they occur in a step"""
 _NUM_RECENT = 9  # steps whose traces are kept; the one of median length goes into the Run
+_CHECK_SHARES_EVERY = 100  # steps between comparisons of the batches of replicas
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PAIR = "yield inputs, target"
+_AUTO = "auto"
 
 
 class StepCall(NamedTuple):
@@ -69,28 +86,6 @@ def size_of(call: StepCall) -> tuple[int, int]:
     return len(first), first.numel() if is_text else 0
 
 
-@dataclass(frozen=True)
-class LoopOptions:
-    """Options of the training loop."""
-
-    steps: int | None = None
-    """number of steps; None: until the batches end"""
-    clip: float | None = None
-    """maximum gradient norm"""
-    has_loss_fn: bool = False
-    """whether a batch is a pair of inputs and target"""
-
-    def __post_init__(self) -> None:
-        if self.steps is not None and self.steps < 1:
-            raise RunError("steps must be 1 or more", got=self.steps)
-        if self.clip is not None and not (math.isfinite(self.clip) and self.clip > 0):
-            raise RunError("clip must be finite and above 0", got=self.clip)
-
-    def num_left(self, num_taken: int) -> int | None:
-        """Steps left after `num_taken`; None: until the batches end."""
-        return None if self.steps is None else max(0, self.steps - num_taken)
-
-
 class StepReport(NamedTuple):
     """One training step, for the log."""
 
@@ -112,54 +107,305 @@ class StepReport(NamedTuple):
     """messages for the user"""
 
 
+@dataclass(frozen=True)
+class TrainEvent:
+    """A point in the training loop, given to callbacks on every rank."""
+
+    name: str
+    """"before_step", "after_step" (the weights are updated), "eval" (the evaluation after a step is done), "save" (a
+    checkpoint is written, or with asynchronous checkpoints, being written) or "end" (of the training)"""
+    step: int
+    """number of the step, from 0; at "end" the number of steps taken"""
+    pipe: Pipeline
+    """the Pipeline; its collective calls, such as `full_state_dict`, must be made on every rank"""
+    optimizer: Any
+    """the optimizer of this rank"""
+    metrics: StepMetrics | None
+    """those of the last step, with `eval_loss` from "eval" on; None before the first step of the call"""
+    path: Path | None = None
+    """directory of the checkpoint, at "save\""""
+    stop: Callable[[], None] = lambda: None
+    """ends the training after this step, on all ranks if called on any"""
+
+
 OnStep = Callable[[StepReport], None]
+Callback = Callable[[TrainEvent], object]
 
 
-def train(
+def fit(
     pipe: Pipeline,
     batches: Batches,
     optimizer: Any,
-    options: LoopOptions,
-    on_step: OnStep,
-    saver: PeriodicSaver | None = None,
+    options: TrainOptions = TrainOptions(),  # noqa: B008
+    *,
+    eval_batches: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
+    callbacks: Sequence[Callback] = (),
+    checkpoints: CheckpointOptions | PeriodicSaver | None = None,
+    on_step: OnStep | None = None,
+    run_id: str | None = None,
 ) -> Run:
-    """Train until batches or steps end or a stop is requested on any rank; all ranks stop after the same step.
+    """Train until batches or steps end or a stop is requested on any rank. Every rank makes the same call.
 
-    The first rank calls `on_step` after every step. With `RunOptions(nonfinite="skip")`, steps with NaN or Inf are
-    skipped, and several in a row raise. With a `saver`, checkpoints are written regularly and at the end, and the Run
-    has the steps since the checkpoint that training resumed from.
+    The loop of `penstock train`. SIGINT and SIGTERM end the training after the current step, the same on all ranks.
+    With `RunOptions(nonfinite="skip")`, steps with NaN or Inf are skipped, and several in a row raise.
+
+    Args:
+        pipe: the pipeline to train
+        batches: all batches in order, or a function that returns those from a given index on; the same on every rank.
+            With a `loss_fn` a batch is a pair of inputs and target, else the inputs: a tensor, a tuple of arguments, or
+            a mapping from names to arguments. Replicas take their shares of the samples of every batch.
+        optimizer: the optimizer of `pipe.parameters()`
+        options: steps, clipping, accumulation, precision, learning rate, evaluation and logs
+        eval_batches: batches to evaluate, or a function that returns them; their losses are averaged over samples
+        callbacks: functions that are called with a TrainEvent, on every rank
+        checkpoints: where and how often to save, and what to resume from; `resume="auto"` resumes from the newest
+            checkpoint of the directory, if there is one
+        on_step: is called with a StepReport after every step, on the first rank
+        run_id: id of the run in wandb; default: random, or that of the checkpoint
+
+    Returns:
+        The Run, with the steps since the checkpoint that training resumed from.
+
+    Raises:
+        RunError: if a step fails, several steps in a row are skipped, or there are no batches
+        CheckpointError: if a checkpoint cannot be loaded, or the last one cannot be written
     """
-    with catch_stop_signals() as stop:
-        left, note = (batches_from(batches, 0), "") if saver is None else saver.resume(batches)
-        num_before = pipe.num_steps
-        log = _Log(pipe.plan, 0 if saver is None else saver.num_skipped)
-        for batch in islice(left, options.num_left(num_before)):
-            call = step_call(batch, options.has_loss_fn)
-            outcome, problem = _retry_after_save(partial(_step, pipe, call, optimizer, options.clip), saver)
-            log.add(outcome)
-            stop_requested, memory = pipe.largest(float(bool(stop)), float(_bytes_held()))
-            notes = (note, problem, "" if saver is None else saver.step_taken(outcome.metrics, log.num_skipped))
-            if pipe.is_first:
-                notes = (*notes, log.slow_ranks())
-                on_step(_report(log.steps, options.steps, call, outcome, int(memory), notes))
-            note = ""
-            log.check()
-            if stop_requested:
-                break
-        if not pipe.num_steps:
-            raise RunError("the data has no batches", hint="a data function that yields at least one")
+    if pipe.optimizer is not None:
+        raise RunError("fit does not train an asynchronous pipeline", hint="a loop of pipe.step and pipe.drain")
+    if options.precision == "fp16" and pipe.scaler is None:
+        raise RunError("precision fp16 needs a scaler", hint="Pipeline(..., scaler=penstock.GradScaler())")
+    if eval_batches is None and options.eval_every is not None:
+        raise RunError("eval_every needs batches to evaluate", hint="eval_batches=..., or --eval-data FILE.py:FUNCTION")
+    if isinstance(eval_batches, Iterator):
+        hint = "a list, a DataLoader, or a function that returns the batches"
+        raise RunError("eval_batches must give the same batches every time, got an iterator", hint=hint)
+    if isinstance(checkpoints, CheckpointOptions):
+        if checkpoints.resume == _AUTO:  # type: ignore[comparison-overlap]
+            has_any = bool(CheckpointDir(checkpoints.directory).checkpoints)
+            checkpoints = replace(checkpoints, resume=checkpoints.directory if has_any else None)
+        checkpoints = PeriodicSaver(pipe, optimizer, checkpoints)
+    logs = StepLogs(options.log_targets if pipe.is_first else (), run_id)
+    loop = _Loop(pipe, optimizer, options, eval_batches, tuple(callbacks), checkpoints, logs, on_step)
+    return loop.run(batches)
+
+
+class _Loop:
+    """One call of `fit`."""
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        optimizer: Any,
+        options: TrainOptions,
+        eval_batches: Any,
+        callbacks: tuple[Callback, ...],
+        saver: PeriodicSaver | None,
+        logs: StepLogs,
+        on_step: OnStep | None,
+    ) -> None:
+        self._pipe, self._optimizer, self._options = pipe, optimizer, options
+        self._eval_batches, self._callbacks, self._saver, self._on_step = eval_batches, callbacks, saver, on_step
+        self._logs = logs
+        self._messages: list[str] = []
+        """for the report of the next step"""
+        self._log = _Log(pipe.plan)
+        self._step = 0
+        """number of steps taken"""
+        self._is_stopped = False
+        """whether a callback of this rank asked to stop"""
+        self._was_signalled = False
+        """whether any rank was asked to stop from outside"""
+        self._metrics: StepMetrics | None = None
+
+    def run(self, batches: Batches) -> Run:
+        """Train until the end."""
+        pipe, options = self._pipe, self._options
+        with catch_stop_signals() as stop:
+            left = self._resume(batches)
+            is_stopped = False
+            while options.num_left(self._step) != 0 and not is_stopped:
+                group = [step_call(batch, pipe.has_loss_fn) for batch in islice(left, options.accumulate)]
+                if not group:
+                    break
+                is_stopped = self._take_step(group, stop)
+            if not pipe.num_steps:
+                raise RunError("the data has no batches", hint="a data function that yields at least one")
+            # If data or a callback ended the training between two evaluations; after a signal there is no time.
+            if self._metrics is not None and self._metrics.eval_loss is None and not self._was_signalled:
+                self._evaluate(self._metrics)
+            if self._saver is not None:
+                self._saver.finish()
+            self._emit("end")
+        self._logs.close()
+        versions = (("python", platform.python_version()), ("torch", str(torch.__version__)))
+        return Run(pipe.plan, tuple(self._log.steps), self._log.median_trace, versions=versions)
+
+    def _resume(self, batches: Batches) -> Iterator[Any]:
+        """Restore the training if asked to; returns the remaining batches."""
+        saver = self._saver
+        self._step = self._pipe.num_steps // self._options.accumulate
+        if saver is None:
+            left = batches_from(batches, 0)
+        else:
+            saver.on_save = lambda path: self._emit("save", path)
+            saver.run_id = self._logs.run_id
+            left, message = saver.resume(batches)
+            self._messages.append(message)
+            self._log.num_skipped, self._logs.run_id = saver.num_skipped, saver.run_id
+            self._step = self._step if saver.step is None else saver.step
+        if self._options.changes_lr:
+            for group in self._optimizer.param_groups:
+                group.setdefault("initial_lr", float(group["lr"]))
+        return left
+
+    def _take_step(self, group: list[StepCall], stop: StopRequest) -> bool:
+        """Take a step, evaluate, log and save; returns whether all ranks stop now."""
+        pipe, options, saver = self._pipe, self._options, self._saver
+        self._emit("before_step")
+        self._set_lr()
+        outcome = self._retry_after_save(group)
+        self._step += 1
+        self._metrics = outcome.metrics
+        self._log.add(outcome)
+        self._write_metrics(outcome.metrics)
+        self._emit("after_step")
+        if self._step == options.steps or (options.eval_every is not None and self._step % options.eval_every == 0):
+            self._evaluate(outcome.metrics)
         if saver is not None:
-            saver.finish()
-    versions = (("python", platform.python_version()), ("torch", str(torch.__version__)))
-    return Run(pipe.plan, tuple(log.steps), log.median_trace, versions=versions)
+            self._messages.append(saver.step_taken(outcome.metrics, self._log.num_skipped, len(group)))
+        signalled, stopped, memory = pipe.largest(bool(stop), self._is_stopped, _bytes_held())
+        self._was_signalled = bool(signalled)
+        if pipe.is_first:
+            self._messages.append(self._log.slow_ranks())
+            if self._on_step is not None:
+                sizes = [size_of(call) for call in group]
+                tokens = sum(size[1] for size in sizes)
+                self._on_step(_report(self._log.steps, options.steps, tokens, outcome, int(memory), self._messages))
+        self._messages.clear()
+        self._log.check()
+        return bool(signalled or stopped)
+
+    def _set_lr(self) -> None:
+        if not self._options.changes_lr:
+            return
+        factor = self._options.lr_factor(self._step)
+        for group in self._optimizer.param_groups:
+            rate = group["initial_lr"] * factor
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _retry_after_save(self, group: list[StepCall]) -> "_StepOutcome":
+        """Run a step. If it failed only because the previous asynchronous save failed, repeat it."""
+        number = self._pipe.num_steps
+        try:
+            return self._run_step(group)
+        except (CheckpointError, RunError) as error:
+            if self._saver is None:
+                raise
+            self._messages.append(self._saver.step_refused(error))
+        self._pipe.num_steps = number
+        return self._run_step(group)
+
+    def _run_step(self, group: list[StepCall]) -> "_StepOutcome":
+        """Forward and backward of the batches of a step, and the update."""
+        pipe, optimizer, scaler, began = self._pipe, self._optimizer, self._pipe.scaler, time.perf_counter()
+        optimizer.zero_grad()
+        scale = {"scale": 1 / len(group)} if len(group) > 1 else {}
+        loss, skipped, norm = 0.0, "", None
+        for index, call in enumerate(group):
+            own = self._share(call, is_compared=index == 0 and self._step % _CHECK_SHARES_EVERY == 0)
+            with warnings.catch_warnings(), self._autocast():
+                # A skipped step is reported in its log line.
+                warnings.filterwarnings("ignore", "a loss or gradient is not a finite number", PenstockWarning)
+                result = pipe.step(*own.args, target=own.target, record=True, **scale, **own.kwargs)
+            assert result.loss is not None  # step raises without a loss
+            loss += float(result.loss)
+            skipped = result.skipped.partition("\n")[0]
+            if skipped:
+                break  # the gradients of the other batches would be used without those of this one
+        lr = float(optimizer.param_groups[0]["lr"])
+        if not skipped:
+            norm = float(pipe.clip_grad_norm_(math.inf if self._options.clip is None else self._options.clip))
+            if scaler is None:
+                optimizer.step()
+            else:
+                skipped = _scaled_update(scaler, optimizer)
+        samples = sum(size_of(call)[0] for call in group)
+        metrics = StepMetrics(self._step, loss, time.perf_counter() - began, samples, norm, lr)
+        # A scale that is found by halving it overflows several times; below 1 the gradients themselves are too large.
+        return _StepOutcome(
+            metrics, result.trace, skipped, counts=bool(skipped) and (scaler is None or scaler.scale < 1)
+        )
+
+    def _share(self, call: StepCall, is_compared: bool) -> StepCall:
+        """The samples of this replica."""
+        pipe = self._pipe
+        if pipe.num_replicas == 1:
+            return call
+        if is_compared:
+            content = float(checksum([dict(named_leaves((call.args, call.kwargs, call.target), "batch"))]))
+            largest, smallest = pipe.largest(content, -content)
+            if largest != -smallest:
+                hint = "the same batches on every rank, without a DistributedSampler; or a loop of pipe.step"
+                raise RunError("replicas were given different batches, of which each would take its share", hint=hint)
+        part = pipe.share(*call.args, target=call.target, **call.kwargs)
+        return StepCall(part.args, part.kwargs, part.target)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = _DTYPES.get(self._options.precision)
+        return nullcontext() if dtype is None else torch.autocast(self._pipe.device.type, dtype=dtype)
+
+    def _evaluate(self, metrics: StepMetrics) -> None:
+        """Evaluate the model, and add the loss to the metrics of the last step."""
+        if self._eval_batches is None:
+            return
+        # The data may be drawn from the global random state, on which the training must not depend.
+        restore = random_state_restorer(random_state())
+        total = weight = 0.0
+        for batch in self._eval_batches() if callable(self._eval_batches) else self._eval_batches:
+            call = step_call(batch, self._pipe.has_loss_fn)
+            own, samples = self._share(call, is_compared=False), size_of(call)[0] or 1
+            with self._autocast():
+                result = self._pipe.evaluate(*own.args, target=own.target, **own.kwargs)
+            if result.loss is None:
+                raise RunError("the batches to evaluate have no loss", hint="batches with targets or labels")
+            total, weight = total + float(result.loss) * samples, weight + samples
+        restore()
+        if not weight:
+            raise RunError("there are no batches to evaluate", hint="a function that yields at least one")
+        self._metrics = self._log.steps[-1] = replace(metrics, eval_loss=total / weight)
+        self._write_metrics(self._metrics)
+        self._emit("eval")
+
+    def _write_metrics(self, metrics: StepMetrics) -> None:
+        if self._pipe.is_first:
+            self._messages += self._logs.write(metrics)
+
+    def _emit(self, name: str, path: Path | None = None) -> None:
+        number = self._step if name in ("before_step", "end") else self._step - 1
+        for callback in self._callbacks:
+            callback(TrainEvent(name, number, self._pipe, self._optimizer, self._metrics, path, self._request_stop))
+
+    def _request_stop(self) -> None:
+        self._is_stopped = True
+
+
+def _scaled_update(scaler: GradScaler, optimizer: Any) -> str:
+    """Step the optimizer unless gradients overflowed, and update the scale; returns why the step was skipped."""
+    scale, num_skipped = scaler.scale, scaler.skipped
+    scaler.step(optimizer)
+    scaler.update()
+    return f"gradients overflow at a loss scale of {scale:g}" if scaler.skipped > num_skipped else ""
 
 
 class _Log:
     """The steps of a run so far."""
 
-    def __init__(self, plan: Plan, num_skipped: int) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.steps: list[StepMetrics] = []
-        self.num_skipped = num_skipped
+        self.num_skipped = 0
         """consecutive skipped steps"""
         self._advisor = SlowRankAdvisor(plan)
         self._recent: deque[Trace] = deque(maxlen=_NUM_RECENT)
@@ -171,7 +417,7 @@ class _Log:
         if outcome.trace is not None:
             self._recent.append(outcome.trace)
         self._skipped = outcome.skipped
-        self.num_skipped = self.num_skipped + 1 if outcome.skipped else 0
+        self.num_skipped = self.num_skipped + 1 if outcome.counts else 0
 
     def slow_ranks(self) -> str:
         """A message if the last steps show a slow rank, else empty."""
@@ -197,40 +443,14 @@ class _StepOutcome(NamedTuple):
     metrics: StepMetrics
     trace: Trace | None
     skipped: str
-
-
-def _retry_after_save(run_step: Callable[[], _StepOutcome], saver: PeriodicSaver | None) -> tuple[_StepOutcome, str]:
-    """Run a step. If it failed only because the previous asynchronous save failed, repeat it and return a message."""
-    try:
-        return run_step(), ""
-    except (CheckpointError, RunError) as error:
-        if saver is None:
-            raise
-        message = saver.step_refused(error)
-    return run_step(), message
-
-
-def _step(pipe: Pipeline, call: StepCall, optimizer: Any, clip: float | None) -> _StepOutcome:
-    began, number = time.perf_counter(), pipe.num_steps
-    optimizer.zero_grad()
-    with warnings.catch_warnings():
-        # A skipped step is reported in its log line.
-        warnings.filterwarnings("ignore", "a loss or gradient is not a finite number", PenstockWarning)
-        result = pipe.step(*call.args, target=call.target, record=True, **call.kwargs)
-    assert result.loss is not None  # step raises without a loss
-    norm = None
-    if not result.skipped:
-        norm = float(pipe.clip_grad_norm_(math.inf if clip is None else clip))
-        optimizer.step()
-    seconds = time.perf_counter() - began
-    metrics = StepMetrics(number, float(result.loss), seconds, size_of(call)[0], norm)
-    return _StepOutcome(metrics, result.trace, result.skipped.partition("\n")[0])
+    counts: bool
+    """whether a skipped step counts towards the number that ends the training"""
 
 
 def _report(
     steps: list[StepMetrics],
     num_steps: int | None,
-    call: StepCall,
+    tokens: int,
     outcome: _StepOutcome,
     memory: int,
     notes: Sequence[str],
@@ -241,7 +461,6 @@ def _report(
     trace = outcome.trace
     makespan = 0.0 if trace is None else trace.makespan
     shown = tuple(note for note in notes if note)
-    tokens = size_of(call)[1]
     return StepReport(steps[-1], num_steps, tokens, makespan, _slowest(trace), memory, eta, outcome.skipped, shown)
 
 

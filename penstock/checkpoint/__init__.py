@@ -14,7 +14,7 @@ from penstock.checkpoint.manifest import Manifest, check_digests, read_manifest,
 from penstock.checkpoint.names import LOSS_STATE, ModelNames, match_names
 from penstock.checkpoint.periodic import Batches, PeriodicSaver, batches_from
 from penstock.checkpoint.reader import CONFIG, PLAN, RUN, CheckpointReader, Loaded, TensorReader
-from penstock.checkpoint.saving import CheckpointOptions, Saver, TrainingState
+from penstock.checkpoint.saving import CheckpointOptions, Saver, TrainingState, random_state, random_state_restorer
 from penstock.checkpoint.tensor_file import DTYPES
 from penstock.checkpoint.writer import BackgroundWriter, CheckpointWriter
 
@@ -47,6 +47,8 @@ __all__ = [
     "list_checkpoints",
     "match_names",
     "open_tensors",
+    "random_state",
+    "random_state_restorer",
     "read_manifest",
     "step_of",
     "verify_checkpoints",

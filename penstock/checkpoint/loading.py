@@ -20,7 +20,7 @@ from penstock.checkpoint.saving import parameter_names, plan_text, random_state_
 from penstock.checkpoint.scheduler_state import SavedSchedulers
 from penstock.checkpoint.sources import is_hugging_face
 from penstock.errors import CheckpointError, DamagedError, PenstockWarning
-from penstock.ir import Plan
+from penstock.ir import Plan, as_int
 from penstock.runtime import ModelPart, RankSync, SyncRequest, SyncVote, shard_like, unsaved_buffer_names
 
 T = TypeVar("T")
@@ -142,6 +142,7 @@ class Loader:
                 bytes_read=loaded.bytes_read + reader.bytes_read,
                 path=str(directory),
                 step=reader.manifest.step,
+                num_steps=reader.manifest.step if (taken := as_int(run.get("num_steps"))) is None else taken,
                 position=run.get("position"),
                 extra=run.get("extra"),
                 bytes_checked=bytes_checked,

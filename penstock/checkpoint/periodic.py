@@ -26,15 +26,19 @@ class PeriodicSaver:
         *,
         extra: Any = None,
         on_resume: Callable[[Loaded], str] = lambda loaded: "",
-        on_step: Callable[[StepMetrics], None] = lambda metrics: None,
+        on_save: Callable[[Path], None] = lambda path: None,
     ) -> None:
         """`pipe` is a Pipeline, `extra` is saved with it.
 
-        `on_resume` is called once the training is restored and may return a message. `on_step` is called on the first
-        rank after every step, before it is saved: a run that resumes after the step does not take it again.
+        `on_resume` is called once the training is restored and may return a message. `on_save` is called on every rank
+        with the directory of a checkpoint that was written, or that a thread writes from now on.
         """
         self._pipe, self._optimizer, self._options, self._extra = pipe, optimizer, options, extra
-        self._on_resume, self._on_step = on_resume, on_step
+        self._on_resume, self.on_save = on_resume, on_save
+        self.step: int | None = None
+        """number of steps taken; None before the first one"""
+        self.run_id = ""
+        """of the run in logs, saved with it"""
         self._num_batches = 0
         self.num_skipped = 0
         """number of consecutive skipped steps up to now"""
@@ -55,8 +59,8 @@ class PeriodicSaver:
             warnings.simplefilter("always")
             loaded = self._load(self._options.resume)
         resumed = random_state()
-        self._num_batches, self.num_skipped = _position(loaded)
-        self._saved = loaded.step
+        self._num_batches, self.num_skipped, self.run_id = _position(loaded, self.run_id)
+        self.step = self._saved = loaded.step
         random_state_restorer(fresh)()
         left = batches_from(batches, self._num_batches)
         random_state_restorer(resumed)()
@@ -73,16 +77,14 @@ class PeriodicSaver:
             raise
         return loaded
 
-    def step_taken(self, metrics: StepMetrics, num_skipped: int) -> str:
+    def step_taken(self, metrics: StepMetrics, num_skipped: int, num_batches: int = 1) -> str:
         """Save if it is time to; returns a message if that failed.
 
         While steps are skipped nothing is saved: the model may be broken, and pruning would remove good checkpoints.
         """
-        if self._pipe.is_first:
-            self._on_step(metrics)
-        self._num_batches += 1
-        self.num_skipped = num_skipped
-        is_time = self._pipe.num_steps % self._options.every == 0 and not num_skipped
+        self._num_batches += num_batches
+        self.step, self.num_skipped = metrics.step + 1, num_skipped
+        is_time = self.step % self._options.every == 0 and not num_skipped
         return self._save() if is_time else ""
 
     def step_refused(self, error: CheckpointError | RunError) -> str:
@@ -95,28 +97,30 @@ class PeriodicSaver:
     def finish(self) -> None:
         """Save the steps since the last checkpoint; raises if that fails, because they would be lost."""
         self._wait()
-        if self._saved != self._pipe.num_steps:
+        if self._saved != self.step:
             self._save()
             self._wait()
-        if self._saved != self._pipe.num_steps and self._error is not None:
+        if self._saved != self.step and self._error is not None:
             problem = f"the last checkpoint was not written: {self._error.problem}"
-            values = {"step": self._pipe.num_steps, **self._error.values, "newest": self._newest}
+            values = {"step": self.step, **self._error.values, "newest": self._newest}
             error = RunError(problem, hint=self._error.hint, **values)
             error.is_final = True  # all steps are taken, so a restart would not save them either
             raise error
 
     def _save(self) -> str:
         message, self._error = self._wait(), None
-        step, options = self._pipe.num_steps, self._options
-        position = {"batches": self._num_batches, "skipped": self.num_skipped}
+        assert self.step is not None
+        step, options = self.step, self._options
+        position = {"batches": self._num_batches, "skipped": self.num_skipped, "run_id": self.run_id}
         try:
-            self._pipe.save(
+            path = self._pipe.save(
                 options.directory,
                 self._optimizer,
                 self._extra,
                 position=position,
                 keep=options.keep,
                 asynchronous=options.asynchronous,
+                step=step,
             )
         except (CheckpointError, RunError) as error:
             return "; ".join(filter(None, (message, self._failed(step, error))))
@@ -124,6 +128,7 @@ class PeriodicSaver:
             self._writing = step
         else:
             self._saved = step
+        self.on_save(path)
         return message
 
     def _wait(self) -> str:
@@ -160,10 +165,14 @@ def batches_from(batches: Batches, index: int) -> Iterator[Any]:
     return iterator
 
 
-def _position(loaded: Loaded) -> tuple[int, int]:
-    """Numbers of batches used and of steps skipped; a checkpoint of another loop counts as one batch per step."""
+def _position(loaded: Loaded, run_id: str) -> tuple[int, int, str]:
+    """Numbers of batches used and of steps skipped, and the id of the run, by default `run_id`.
+
+    A checkpoint of another loop counts as one batch per step.
+    """
     position = loaded.position if isinstance(loaded.position, dict) else {}
     batches, skipped = (as_int(position.get(name)) for name in ("batches", "skipped"))
     if batches is None or batches < 0:
         batches = loaded.step or 0
-    return batches, max(0, skipped or 0)
+    saved_id = position.get("run_id")
+    return batches, max(0, skipped or 0), saved_id if isinstance(saved_id, str) and saved_id else run_id

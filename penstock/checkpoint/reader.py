@@ -34,7 +34,9 @@ class Loaded:
     path: str = ""
     """the checkpoint that was read; empty for a Hugging Face directory"""
     step: int | None = None
-    """number of steps taken when it was saved; None if that was not saved"""
+    """number of the checkpoint, usually that of the steps taken; None for a Hugging Face directory"""
+    num_steps: int | None = None
+    """number of steps that the Pipeline had taken; None for a Hugging Face directory"""
     position: Any = None
     """the position in the data, as given to `save`"""
     extra: Any = None

@@ -36,6 +36,7 @@ class CheckpointOptions:
     """Where and how often checkpoints are written, how many are kept, and what to resume from."""
 
     directory: Path
+    """the directory of checkpoints, which all ranks must see"""
     every: int = 100
     """steps between two checkpoints of a training loop"""
     keep: int | None = None
@@ -43,7 +44,8 @@ class CheckpointOptions:
     asynchronous: bool = False
     """whether a thread writes while training continues"""
     resume: Path | None = None
-    """a checkpoint, or a directory of checkpoints, to resume from; None: start from the beginning"""
+    """a checkpoint, or a directory of checkpoints, to resume from; None: start from the beginning; "auto" in `fit`: from
+    the newest one in `directory`, if there is any"""
 
     def __post_init__(self) -> None:
         if not isinstance(self.directory, str | os.PathLike):

@@ -8,10 +8,11 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from typer import Option
 
+from penstock.api.train_options import Flag
 from penstock.cli.output import exit_on_error
 
 if TYPE_CHECKING:
@@ -121,11 +122,17 @@ def command(verb: Verb) -> Verb:
         hints = get_type_hints(record, include_extras=True)
         for field in fields(record):
             default = Parameter.empty if field.default is MISSING else field.default
-            parameters.append(
-                Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
-            )
+            annotation = _with_option(hints[field.name])
+            parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
     # typer reads the name, the docstring and the signature of a function.
     run.__name__, run.__doc__ = verb.__name__, verb.__doc__
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _with_option(hint: Any) -> Any:
+    """The annotation of a field for typer: a Flag, in records that do not know typer, becomes an Option."""
+    kind, *details = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
+    flag = next((detail for detail in details if isinstance(detail, Flag)), None)
+    return hint if flag is None else Annotated[kind, Option(metavar=flag.metavar, help=flag.help, min=flag.min)]

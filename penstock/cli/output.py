@@ -36,6 +36,11 @@ _FLAGS = {
             "activation_bytes",
             "in_flight",
             "depth",
+            "steps",
+            "clip",
+            "accumulate",
+            "warmup",
+            "eval_every",
         )
     },
     "budget_seconds": "budget",

@@ -69,9 +69,9 @@ class Machine:
     ] = None
 
     @classmethod
-    def here(cls, ranks: int) -> "Machine":
-        """This machine; its cores are shared if there are more ranks than cores."""
-        cores = os.cpu_count() or 1
+    def here(cls, ranks: int, replicas: int = 1) -> "Machine":
+        """This machine; its cores are shared if there are more ranks than cores. Replicas have equal parts of them."""
+        cores = max(1, (os.cpu_count() or 1) // replicas)
         return cls(cores=cores if cores < ranks else None)
 
     @property
@@ -161,18 +161,27 @@ def plan(
 
 
 def make_plan(
-    target: str, options: PlanFlags, machine: "Machine | RunningRanks", example: Example, by_module: bool = False
+    target: str,
+    options: PlanFlags,
+    machine: "Machine | RunningRanks",
+    example: Example,
+    by_module: bool = False,
+    replicas: int = 1,
 ) -> "Plan":
-    """Search for the best plan; with `by_module`, one whose stages are whole modules, as other tools need it."""
+    """Search for the best plan; with `by_module`, one whose stages are whole modules, as other tools need it.
+
+    With `replicas`, each of them has its share of the samples of the batch.
+    """
     import penstock
     from penstock.api.plan import Examples
+    from penstock.capture import split_batch
 
     if not options.microbatches.isdecimal() and options.microbatches != "auto":
         hint = "--microbatches 8"
         raise PlanError("microbatches must be a whole number or auto", got=repr(options.microbatches), hint=hint)
     microbatches = "auto" if options.microbatches == "auto" else int(options.microbatches)
     arguments: dict[str, Any] = {
-        "ranks": machine.cluster(options.ranks),
+        "ranks": replace(machine.cluster(options.ranks), replicas=penstock.Replicas(replicas)),
         "microbatches": microbatches,
         "schedule": options.schedule,
         "partitioner": _known_partitioner(options.partitioner),
@@ -185,6 +194,13 @@ def make_plan(
     }
     problem = "the model failed on the batch while it was recorded or measured"
     with build_model(target, example) as (model, args, kwargs), user_errors(problem, source_of(target), CaptureError):
+        if replicas > 1:
+            shares = split_batch(model.forward, args, kwargs, None, replicas)
+            if len(shares) < replicas:
+                sizes = {"samples": len(shares), "replicas": replicas}
+                hint = f"--replicas {len(shares)}, or a batch with more samples"
+                raise PlanError("the batch has fewer samples than replicas", hint=hint, **sizes)
+            args, kwargs = shares[0].args, shares[0].kwargs
         if isinstance(microbatches, int) and microbatches > 1:
             samples = Examples(model, args, kwargs).num_samples(microbatches)
             if samples < microbatches:
@@ -243,11 +259,16 @@ class RunningRanks:
         return self.running
 
 
-def plan_for_group(target: str, options: PlanFlags, example: Example, by_module: bool = False) -> "Plan":
-    """Plan for the process group that this process is in; collective: every rank calls it and gets the same plan."""
+def plan_for_group(
+    target: str, options: PlanFlags, example: Example, by_module: bool = False, replicas: int = 1, group: Any = None
+) -> "Plan":
+    """Plan for the processes of a group, by default all; collective: every rank calls it and gets the same plan."""
     from penstock.api.plan import plan_together
 
-    return plan_together(lambda cluster: make_plan(target, options, RunningRanks(cluster), example, by_module))
+    def make(cluster: "Cluster") -> "Plan":
+        return make_plan(target, options, RunningRanks(cluster), example, by_module, replicas)
+
+    return plan_together(make, group=group)
 
 
 def _plan_under_torchrun(target: str, options: PlanFlags, example: Example, by_module: bool) -> "Plan | None":

@@ -150,7 +150,8 @@ class Supervisor:
         while True:
             job = replace(self._job, attempt=controller.restarts)
             try:
-                results = launch(run_rank, plan.num_ranks, job, plan, status_dir=self._status_directory)
+                processes = plan.num_ranks * job.flags.replicas
+                results = launch(run_rank, processes, job, plan, status_dir=self._status_directory)
                 return from_json(results[0], Run)
             except RunError as error:
                 failure = RankFailure.of(error)

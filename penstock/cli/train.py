@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
+from penstock.api.train_options import TrainOptions
 from penstock.cli.models import Model
 from penstock.cli.options import AsJson, Example
 from penstock.cli.output import note
 from penstock.cli.plan import Machine, PlanFlags, is_torchrun_rank, make_plan, plan_for_group
 from penstock.cli.restarts import Supervisor, check_checkpoints, check_min_ranks, locked, saved_plan
-from penstock.cli.train_log import STATUS, StepsFile, make_directory, number_text, write_run
-from penstock.cli.train_options import CheckpointFlags, TrainOptions
-from penstock.cli.training_job import Job, check_job, run_rank
+from penstock.cli.train_log import STATUS, make_directory, number_text, with_earlier_steps, write_run
+from penstock.cli.train_options import CheckpointFlags, TrainFlags
+from penstock.cli.training_job import Job, autocast, check_job, replica_mesh, run_rank
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Files:
 def train(
     *,
     model: Model,
+    flags: TrainFlags,
     options: TrainOptions,
     plan_options: PlanFlags,
     example: Example,
@@ -59,7 +61,7 @@ def train(
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_torchrun_rank() else 0
     ranks = None if files.plan or is_torchrun_rank() else plan_options.ranks
     check_checkpoints(checkpoints, ranks, attempt)
-    job = Job(model, example, options, plan_options, checkpoints, files.out, files.as_json, attempt)
+    job = Job(model, example, flags, options, plan_options, checkpoints, files.out, files.as_json, attempt)
     check_job(job)
     choice = PlanChoice(job, files.plan)
     is_first = not is_torchrun_rank() or os.environ["RANK"] == "0"
@@ -69,12 +71,13 @@ def train(
     if run is None:
         return
     if files.out is not None:
-        run = StepsFile(files.out).with_earlier_steps(run)
+        run = with_earlier_steps(run, files.out)
     if not files.as_json:
         if run.steps:
             losses = " to ".join(number_text(metrics.loss) for metrics in (run.steps[0], run.steps[-1]))
             measured, predicted = seconds_text(run.step_seconds or 0.0), seconds_text(run.plan.predicted.makespan)
-            steps = counted(len(run.steps), "step")
+            steps, evaluated = counted(len(run.steps), "step"), run.steps[-1].eval_loss
+            losses += "" if evaluated is None else f", eval loss {number_text(evaluated)}"
             typer.echo(f"{steps}: loss {losses}, {measured} per step, {predicted} predicted")
         else:
             typer.echo("nothing left to train")
@@ -87,8 +90,9 @@ def _train_local(job: Job, choice: "PlanChoice") -> "Run | None":
     from penstock.launch import forward_stop_signals
 
     plan = choice.first()
-    if plan.cluster.cores is None and (cores := Machine.here(plan.num_ranks).cores) is not None:
-        note(f"{plan.num_ranks} ranks share {cores} cores: steps take longer than predicted")
+    processes = plan.num_ranks * job.flags.replicas
+    if plan.cluster.cores is None and (cores := Machine.here(processes).cores) is not None:
+        note(f"{processes} ranks share {cores} cores: steps take longer than predicted")
     message = "stopping after this step; ctrl-c again stops at once"
     with _status_directory(job.out) as directory, forward_stop_signals(directory, lambda: note(message)) as stop:
         return Supervisor(job, directory, stop).run(plan, lambda ranks: choice.for_fewer(plan, ranks))
@@ -166,6 +170,13 @@ class PlanChoice:
 
     def for_running(self, ranks: int) -> "Plan":
         """The plan for the running process group; collective: the same on every rank."""
+        replicas, group = self._job.flags.replicas, None
+        if replicas > 1:
+            if ranks % replicas:
+                hint = "a number of processes that is a multiple of --replicas"
+                raise PenstockError("replicas must have equally many ranks", ranks=ranks, replicas=replicas, hint=hint)
+            ranks //= replicas
+            group = replica_mesh(replicas, ranks).get_group("pp")
         fewest = self._job.checkpoints.min_ranks
         if fewest is not None and ranks < fewest:
             raise PenstockError("fewer ranks are running than --min-ranks", ranks=ranks, min_ranks=fewest)
@@ -176,7 +187,11 @@ class PlanChoice:
             return saved.plan
         previous = self._given if self._file is not None else saved.plan if saved is not None else None
         options = self._options if previous is None else self._same_microbatches(previous)
-        return plan_for_group(self._job.model, replace(options, ranks=ranks), self._job.example)
+        with autocast(self._job.options.precision):
+            # Each replica plans; if their measurements differ, all follow the plan of the first one.
+            return plan_for_group(
+                self._job.model, replace(options, ranks=ranks), self._job.example, replicas=replicas, group=group
+            )
 
     @property
     def _given(self) -> "Plan":
@@ -203,4 +218,7 @@ class PlanChoice:
         return replace(options, microbatches=str(plan.num_microbatches)) if is_default else options
 
     def _search(self, options: PlanFlags) -> "Plan":
-        return make_plan(self._job.model, options, Machine.here(options.ranks), self._job.example)
+        replicas = self._job.flags.replicas
+        machine = Machine.here(options.ranks, replicas)
+        with autocast(self._job.options.precision):
+            return make_plan(self._job.model, options, machine, self._job.example, replicas=replicas)

@@ -1,7 +1,7 @@
 """The output of a training run: one line per step, and the files in its --out directory."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -48,70 +48,37 @@ def write_run(run: "Run", directory: Path) -> list[Path]:
     return [directory / name for name in documents]
 
 
-class StepsFile:
-    """steps.jsonl: the metrics of every step, which survive a run that is killed."""
+def with_earlier_steps(run: "Run", directory: Path) -> "Run":
+    """The run with the steps of earlier attempts; a run that had nothing left to do is the earlier one."""
+    from penstock.ir import Run, load_record
 
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / STEPS
-        self._started = False
-
-    def append(self, metrics: "StepMetrics") -> None:
-        """Append a step."""
-        if not self._started:
-            # After a restart, drop the steps that the earlier attempt took beyond its last checkpoint.
-            earlier = [known for known in self.read() if known.step < metrics.step]
-            write(self._path, "".join(map(_line, earlier)))
-            self._started = True
-        with self._path.open("a") as file:
-            file.write(_line(metrics))
-
-    def read(self) -> "tuple[StepMetrics, ...]":
-        """The steps so far; ignores a last line that was cut off."""
-        from penstock.ir import StepMetrics
-
-        try:
-            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except FileNotFoundError:
-            return ()
-        steps: list[StepMetrics] = []
-        for line in lines:
-            try:
-                steps.append(StepMetrics(**json.loads(line)))
-            except (ValueError, TypeError):
-                break
-        return tuple(steps)
-
-    def with_earlier_steps(self, run: "Run") -> "Run":
-        """The run with the steps of earlier attempts; a run that had nothing left to do is the earlier one."""
-        from penstock.ir import Run, load_record
-
-        written = self.read()
-        if run.steps:
-            earlier = [metrics for metrics in written if metrics.step < run.steps[0].step]
-            return replace(run, steps=(*earlier, *run.steps))
-        try:
-            known = load_record(self._path.with_name(RUN), Run)
-        except FormatError:
-            known = None
-        return known if known is not None and known.steps == written else replace(run, steps=written)
+    written = read_steps(directory)
+    if run.steps:
+        earlier = [metrics for metrics in written if metrics.step < run.steps[0].step]
+        return replace(run, steps=(*earlier, *run.steps))
+    try:
+        known = load_record(directory / RUN, Run)
+    except FormatError:
+        known = None
+    return known if known is not None and known.steps == written else replace(run, steps=written)
 
 
-def _line(metrics: "StepMetrics") -> str:
-    return json.dumps(asdict(metrics), allow_nan=False) + "\n"
+def read_steps(directory: Path) -> "tuple[StepMetrics, ...]":
+    """The steps that a run has written to its --out directory so far."""
+    from penstock.api.step_logs import JsonLines
+
+    return JsonLines(directory / STEPS).read()
 
 
 class TrainLog:
-    """Prints every step on the first rank and appends it to steps.jsonl."""
+    """Prints every step on the first rank."""
 
-    def __init__(self, plan: "Plan", model: str, directory: Path | None, as_json: bool, out: TextIO) -> None:
+    def __init__(self, plan: "Plan", model: str, as_json: bool, out: TextIO) -> None:
         self._predicted_seconds, self._model = plan.predicted.makespan, model
         self._as_json, self._out = as_json, out
-        self._file = None if directory is None else StepsFile(directory)
-        self._last_written: int | None = None
 
     def __call__(self, report: "StepReport") -> None:
         """Print a step."""
-        self.write_step(report.metrics)
         if self._as_json:
             line = json.dumps(step_dict(report, self._predicted_seconds), allow_nan=False)
         else:
@@ -119,17 +86,6 @@ class TrainLog:
                 note(text.replace(" MODEL ", f" {self._model} "))  # in commands that the user could type
             line = step_line(report, self._predicted_seconds)
         typer.echo(line, file=self._out)
-
-    def write_step(self, metrics: "StepMetrics") -> None:
-        """Append a step to the file, once. Training continues if the disk is full."""
-        if self._file is None or metrics.step == self._last_written:
-            return
-        self._last_written = metrics.step
-        try:
-            self._file.append(metrics)
-        except OSError as error:
-            self._file = None
-            note(f"STEPS ARE NO LONGER WRITTEN TO {STEPS}, training continues: {error}")
 
 
 def step_line(report: "StepReport", predicted_seconds: float) -> str:
@@ -142,6 +98,7 @@ def step_line(report: "StepReport", predicted_seconds: float) -> str:
     parts = [
         f"step {number}",
         f"loss {number_text(metrics.loss)}",
+        *([] if metrics.eval_loss is None else [f"eval loss {number_text(metrics.eval_loss)}"]),
         f"norm {number_text(metrics.grad_norm)}",
         f"{seconds_text(metrics.seconds)} (pipeline {report.pipeline_seconds / predicted_seconds:.2f} of predicted)",
         f"{rate:,.0f} {'tokens' if report.tokens else 'samples'}/s",
@@ -165,6 +122,8 @@ def step_dict(report: "StepReport", predicted_seconds: float) -> dict[str, Any]:
         "steps": report.num_steps,
         "loss": metrics.loss,
         "grad_norm": metrics.grad_norm,
+        "lr": metrics.lr,
+        "eval_loss": metrics.eval_loss,
         "seconds": metrics.seconds,
         "pipeline_seconds": report.pipeline_seconds,
         "predicted_seconds": predicted_seconds,

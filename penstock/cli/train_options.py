@@ -1,4 +1,4 @@
-"""The options of `penstock train`, besides those of the model and its plan."""
+"""The flags of `penstock train`, besides TrainOptions and those of the model and its plan."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,8 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class TrainOptions:
-    """Data, loss and optimizer."""
+class TrainFlags:
+    """The user's functions, and settings of the run that are arguments in Python."""
 
     data: Annotated[
         str, Option(metavar="FILE.py:FUNCTION", help="Yields inputs, or with --loss, pairs of inputs and target.")
@@ -25,8 +25,16 @@ class TrainOptions:
     ] = None
     optimizer: Annotated[str, Option(metavar="NAME", help="A class of torch.optim, or FILE.py:FUNCTION.")] = "adamw"
     lr: Annotated[float, Option(metavar="RATE", help="Learning rate of an optimizer given by name.")] = 1e-3
-    steps: Annotated[int | None, Option(min=1, metavar="N", help="Steps; default: until the data ends.")] = None
-    clip: Annotated[float | None, Option(metavar="NORM", help="Clip the gradient norm to this value.")] = None
+    eval_data: Annotated[
+        str | None, Option(metavar="FILE.py:FUNCTION", help="Yields batches to evaluate, of the same form as --data.")
+    ] = None
+    callback: Annotated[
+        list[str] | None,
+        Option(metavar="FILE.py:FUNCTION", help="Called on every rank with events of the training; may be repeated."),
+    ] = None
+    replicas: Annotated[
+        int, Option(min=1, metavar="N", help="Copies of the pipeline, which share the samples of every batch.")
+    ] = 1
     seed: Annotated[int, Option(min=0, metavar="N", help="Seed of the weights and of all random numbers.")] = 0
     deadline: Annotated[
         float, Option(metavar="SECONDS", help="Time a rank waits for another before it is reported as hung.")

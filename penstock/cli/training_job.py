@@ -3,22 +3,27 @@
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from inspect import signature
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
+from penstock.api.train_options import TrainOptions
 from penstock.cli.models import build_model
 from penstock.cli.options import Example
 from penstock.cli.plan import PlanFlags
-from penstock.cli.train_log import TrainLog
-from penstock.cli.train_options import CheckpointFlags, TrainOptions
+from penstock.cli.train_log import STEPS, TrainLog
+from penstock.cli.train_options import CheckpointFlags, TrainFlags
 from penstock.cli.user_code import UserFunction, user_errors, user_function
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from penstock.checkpoint import Loaded
     from penstock.ir import Plan
 
@@ -28,6 +33,7 @@ _START = "start"  # parameter of a data function: the number of the batch to beg
 _DATA_BODY = "yield inputs, target"
 _LOSS_BODY = "return functional.cross_entropy(output, target)"
 _OPTIMIZER_BODY = "return torch.optim.AdamW(parameters, lr=1e-3)"
+_CALLBACK_BODY = "if event.name == 'after_step': print(event.metrics)"
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class Job:
 
     model: str
     example: Example
+    flags: TrainFlags
     options: TrainOptions
     plan_options: PlanFlags
     checkpoints: CheckpointFlags
@@ -43,57 +50,110 @@ class Job:
     as_json: bool = False
     attempt: int = 0
     """number of restarts so far"""
+    run_id: str = field(default_factory=lambda: uuid4().hex[:8])
+    """of the run in logs; the same in all attempts"""
 
 
 def check_job(job: Job) -> None:
     """Refuse wrong values and names before processes are started."""
-    options = job.options
-    if not (math.isfinite(options.lr) and options.lr >= 0):
-        raise PenstockError("the learning rate must be finite and 0 or more", lr=options.lr, hint="--lr 1e-3")
-    if options.clip is not None and not (math.isfinite(options.clip) and options.clip > 0):
-        raise PenstockError("the norm to clip to must be finite and above 0", clip=options.clip, hint="--clip 1.0")
-    if not (math.isfinite(options.deadline) and options.deadline > 0):
-        raise PenstockError("the deadline must be above 0 seconds", deadline=options.deadline, hint="--deadline 60")
-    with _loss_function(options.loss), _optimizer_maker(options), user_function(options.data, _DATA_BODY):
-        pass
+    from penstock.api.step_logs import StepLogs
+
+    flags, options = job.flags, job.options
+    if not (math.isfinite(flags.lr) and flags.lr >= 0):
+        raise PenstockError("the learning rate must be finite and 0 or more", lr=flags.lr, hint="--lr 1e-3")
+    if not (math.isfinite(flags.deadline) and flags.deadline > 0):
+        raise PenstockError("the deadline must be above 0 seconds", deadline=flags.deadline, hint="--deadline 60")
+    if options.eval_every is not None and flags.eval_data is None:
+        raise PenstockError("--eval-every needs --eval-data", hint="--eval-data FILE.py:FUNCTION")
+    if flags.replicas > 1 and job.checkpoints.min_ranks is not None:
+        hint = "leave out one of them; --restarts restarts all ranks"
+        raise PenstockError("--min-ranks does not combine with --replicas", hint=hint)
+    if not job.attempt:
+        StepLogs(options.log_targets)
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(_loss_function(flags.loss))
+        enter(_optimizer_maker(flags))
+        enter(user_function(flags.data, _DATA_BODY))
+        for name in (flags.eval_data,) if flags.eval_data else ():
+            enter(user_function(name, _DATA_BODY))
+        for name in flags.callback or ():
+            enter(user_function(name, _CALLBACK_BODY))
+
+
+def autocast(precision: str) -> "AbstractContextManager[Any]":
+    """Autocast of a precision on this machine's device."""
+    import torch
+
+    if precision == TrainOptions.precision:
+        return nullcontext()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.autocast(device, dtype=torch.bfloat16 if precision == "bf16" else torch.float16)
 
 
 def run_rank(job: Job, plan: "Plan") -> str:
     """Train on this rank; returns the Run as JSON."""
     from penstock.api.pipeline import Pipeline
-    from penstock.api.train_loop import LoopOptions, train
+    from penstock.api.train_loop import fit
     from penstock.capture import seed_generators
     from penstock.checkpoint import PeriodicSaver
     from penstock.ir import to_json
     from penstock.launch import catch_stop_signals
-    from penstock.runtime import RunOptions
+    from penstock.runtime import GradScaler, RunOptions
 
-    options = job.options
-    seed_generators(options.seed)  # also numpy's and Python's, which the data may be drawn with
+    flags, options = job.flags, job.options
+    seed_generators(flags.seed)  # also numpy's and Python's, which the data may be drawn with
     stdout = sys.stdout  # inside the user's functions prints go to stderr
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(catch_stop_signals())
         built = enter(build_model(job.model, job.example))
-        loss_fn = enter(_loss_function(options.loss))
-        run_options = RunOptions(seed=options.seed, nonfinite="skip", deadline_seconds=options.deadline)
-        pipe = Pipeline(built.model, plan, loss_fn=loss_fn, options=run_options, **job.plan_options.granularity)
-        optimizer = enter(_optimizer_maker(options))(pipe.parameters())
-        data = enter(user_function(options.data, _DATA_BODY))
-        loop_options = LoopOptions(options.steps, options.clip, loss_fn is not None)
+        loss_fn = enter(_loss_function(flags.loss))
+        pipe = Pipeline(
+            built.model,
+            plan,
+            loss_fn=loss_fn,
+            mesh=replica_mesh(flags.replicas, plan.num_ranks) if flags.replicas > 1 else None,
+            scaler=GradScaler() if options.precision == "fp16" else None,
+            options=RunOptions(seed=flags.seed, nonfinite="skip", deadline_seconds=flags.deadline),
+            **job.plan_options.granularity,
+        )
+        optimizer = enter(_optimizer_maker(flags))(pipe.parameters())
+        data = enter(user_function(flags.data, _DATA_BODY))
+        eval_data = enter(user_function(flags.eval_data, _DATA_BODY)) if flags.eval_data else None
+        callbacks = [enter(user_function(name, _CALLBACK_BODY)) for name in flags.callback or ()]
         _inject_faults(job)
-        log = TrainLog(plan, job.model, job.out, job.as_json, stdout)
         checkpoints, saver = job.checkpoints.options(job.attempt), None
         if checkpoints is not None:
             saver = PeriodicSaver(
                 pipe,
                 optimizer,
                 checkpoints,
-                extra={PLAN_OPTIONS: asdict(job.plan_options), TRAIN_OPTIONS: asdict(options)},
-                on_resume=lambda loaded: _changes(options, optimizer, loaded),
-                on_step=log.write_step,
+                extra={PLAN_OPTIONS: asdict(job.plan_options), TRAIN_OPTIONS: asdict(flags) | asdict(options)},
+                on_resume=lambda loaded: _changes(flags, options, optimizer, loaded),
             )
-        return to_json(train(pipe, lambda start: _batches_from(data, start), optimizer, loop_options, log, saver))
+        if job.out is not None:
+            options = replace(options, log=[*(options.log or ()), f"jsonl:{job.out / STEPS}"])
+        run = fit(
+            pipe,
+            lambda start: _batches_from(data, start),
+            optimizer,
+            options,
+            eval_batches=None if eval_data is None else lambda: _batches_from(eval_data, 0),
+            callbacks=[_callback(function) for function in callbacks],
+            checkpoints=saver,
+            on_step=TrainLog(plan, job.model, job.as_json, stdout),
+            run_id=job.run_id,
+        )
+        return to_json(run)
+
+
+@cache
+def replica_mesh(replicas: int, ranks: int) -> "DeviceMesh":
+    """The mesh of the replicas and the ranks of each."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "pp"))
 
 
 def _inject_faults(job: Job) -> None:
@@ -113,21 +173,25 @@ def _inject_faults(job: Job) -> None:
         FaultInjector(faults_here, TEMPORARY).start()
 
 
-def _changes(options: TrainOptions, optimizer: Any, loaded: "Loaded") -> str:
+def _changes(flags: TrainFlags, options: TrainOptions, optimizer: Any, loaded: "Loaded") -> str:
     """The options that changed since the checkpoint was saved, as text. A new learning rate takes effect."""
     saved = loaded.extra.get(TRAIN_OPTIONS) if isinstance(loaded.extra, dict) else None
     before: dict[str, Any] = saved if isinstance(saved, dict) else {}
-    now = asdict(options)
-    names = [name for name in ("data", "loss", "optimizer", "lr", "clip", "seed") if name in before]
-    changed = [name for name in names if before[name] != now[name]]
-    if "lr" in changed and ":" not in options.optimizer:
-        for group in optimizer.param_groups:
-            group["lr"] = options.lr
+    now = asdict(flags) | asdict(options)
+    names = ["data", "loss", "optimizer", "lr", "clip", "seed", "accumulate", "precision", "lr_schedule", "warmup"]
+    if options.lr_schedule not in (None, "constant"):
+        names.append("steps")  # the learning rate depends on it
+    changed = [name for name in names if name in before and before[name] != now[name]]
+    for group in optimizer.param_groups:
+        if "lr" in changed and ":" not in flags.optimizer:
+            group["lr"] = group["initial_lr"] = flags.lr
+        elif not options.changes_lr and {"lr_schedule", "warmup"} & set(changed) and "initial_lr" in group:
+            group["lr"] = group["initial_lr"]
 
     def text(value: object) -> str:
         return "none" if value is None else str(value)
 
-    changes = ", ".join(f"--{name} {text(before[name])} is now {text(now[name])}" for name in changed)
+    changes = ", ".join(f"--{name.replace('_', '-')} {text(before[name])} is now {text(now[name])}" for name in changed)
     return f"changed since it was saved: {changes}" if changes else ""
 
 
@@ -159,6 +223,16 @@ def _iterate(batches: Iterable[Any], data: UserFunction) -> Iterator[Any]:
         yield batch
 
 
+def _callback(callback: UserFunction) -> Callable[[Any], None]:
+    """A callback whose errors name the line in the user's file."""
+
+    def call(event: Any) -> None:
+        with user_errors(f"the function {callback.name} failed at {event.name}", callback.path):
+            callback.function(event)
+
+    return call
+
+
 @contextmanager
 def _loss_function(target: str | None) -> Iterator[Callable[[Any, Any], Any] | None]:
     from torch.nn import functional
@@ -176,7 +250,7 @@ def _loss_function(target: str | None) -> Iterator[Callable[[Any, Any], Any] | N
 
 
 @contextmanager
-def _optimizer_maker(options: TrainOptions) -> Iterator[Callable[[Any], Any]]:
+def _optimizer_maker(options: TrainFlags) -> Iterator[Callable[[Any], Any]]:
     """A function from parameters to an optimizer."""
     from torch import optim
 

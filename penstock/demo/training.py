@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.api.pipeline import Pipeline
-from penstock.api.train_loop import LoopOptions, StepReport, train
+from penstock.api.train_loop import StepReport, fit
+from penstock.api.train_options import TrainOptions
 from penstock.demo.gpt import Sizes, gpt, loss
 from penstock.ir import Plan, to_json
 
@@ -61,7 +62,7 @@ def train_rank(plan: Plan, steps: int, on_step: Callable[[StepReport], None]) ->
     """Train the stages of this rank."""
     pipe = Pipeline(model(), plan, loss_fn=loss)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE, eps=EPSILON)
-    run = train(pipe, batches(SIZES, steps), optimizer, LoopOptions(steps, CLIP, has_loss_fn=True), on_step)
+    run = fit(pipe, batches(SIZES, steps), optimizer, TrainOptions(steps=steps, clip=CLIP), on_step=on_step)
     text = to_json(run) if pipe.is_first else ""
     return Trained(text, list(run.losses), {name: value.detach() for name, value in pipe.named_parameters()})
 

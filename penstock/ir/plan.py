@@ -303,10 +303,14 @@ class StepMetrics:
     samples: int
     """number of samples in the batch"""
     grad_norm: float | None = None
-    """norm of all gradients, if they were clipped"""
+    """norm of all gradients, before they were clipped"""
+    lr: float | None = None
+    """learning rate of the first parameter group"""
+    eval_loss: float | None = None
+    """loss of the evaluation after this step, if there was one"""
 
     def __post_init__(self) -> None:
-        for name in ("loss", "grad_norm"):
+        for name in ("loss", "grad_norm", "lr", "eval_loss"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
                 object.__setattr__(self, name, None)

@@ -25,7 +25,16 @@ from penstock.runtime.outputs import OutputDims, check_output_dims, merge
 from penstock.runtime.scaler import GradScaler
 from penstock.runtime.stale_weights import StaleWeights
 from penstock.runtime.step import Result
-from penstock.runtime.sync import MAX_CONTENT, MAX_REDUCED, Agreement, RankSync, SyncRequest, SyncResult, SyncVote
+from penstock.runtime.sync import (
+    MAX_CONTENT,
+    MAX_REDUCED,
+    Agreement,
+    RankSync,
+    SyncRequest,
+    SyncResult,
+    SyncVote,
+    checksum,
+)
 from penstock.runtime.tensor_json import FindTensor, Tensors, decode_tree, encode_tree, json_bytes, parse_json
 from penstock.runtime.transports import (
     MessageKey,
@@ -82,6 +91,7 @@ __all__ = [
     "check_output_dims",
     "check_tied_weights",
     "checked_loss",
+    "checksum",
     "clip",
     "decode_tree",
     "encode_tree",

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.api.train_loop import LoopOptions, StepReport, train
-from penstock.checkpoint import BackgroundWriter, CheckpointOptions, PeriodicSaver, Saver, writer
+from penstock import StepReport, TrainOptions
+from penstock.checkpoint import BackgroundWriter, CheckpointOptions, Saver, writer
 from penstock.errors import CheckpointError, RunError
 from penstock.ir import Plan
 
@@ -38,14 +38,20 @@ class Trained:
     """A training loop in one process, with its step reports."""
 
     def __init__(
-        self, plan: Plan, steps: int, options: CheckpointOptions | None = None, data: Any = None, **hooks: Any
+        self, plan: Plan, steps: int, options: CheckpointOptions | None = None, data: Any = None, **settings: Any
     ) -> None:
         pipe = penstock.Pipeline(model(), plan, loss_fn=nn.MSELoss(), local=True)
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         self.reports: list[StepReport] = []
-        recipe = LoopOptions(steps, 1.0, has_loss_fn=True)
-        saver = None if options is None else PeriodicSaver(pipe, optimizer, options, **hooks)
-        self.run = train(pipe, batches() if data is None else data, optimizer, recipe, self.reports.append, saver)
+        self.run = penstock.fit(
+            pipe,
+            batches() if data is None else data,
+            optimizer,
+            TrainOptions(steps=steps, clip=1.0),
+            checkpoints=options,
+            on_step=self.reports.append,
+            **settings,
+        )
 
 
 def names(directory: Path) -> list[str]:
@@ -164,9 +170,7 @@ def test_a_step_that_fails_for_another_reason_is_not_repeated(plan: Plan, tmp_pa
         Trained(plan, 3, CheckpointOptions(tmp_path, every=9, asynchronous=True), data)
 
 
-def test_on_step_is_called_before_the_step_is_saved(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_logged_before_it_is_saved(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[int] = []
 
     def killed(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Path:
@@ -176,7 +180,12 @@ def test_on_step_is_called_before_the_step_is_saved(
     save = penstock.Pipeline.save
     monkeypatch.setattr(penstock.Pipeline, "save", killed)
     with pytest.raises(KeyboardInterrupt):
-        Trained(plan, 6, CheckpointOptions(tmp_path, every=4), on_step=lambda metrics: noted.append(metrics.step))
+        Trained(
+            plan,
+            6,
+            CheckpointOptions(tmp_path, every=4),
+            callbacks=[lambda event: noted.append(event.step) if event.name == "after_step" else None],
+        )
     assert names(tmp_path) == ["step-000004"]
     assert noted == [0, 1, 2, 3]
 

@@ -15,7 +15,7 @@ from benchmarks.process_checks import is_local, left_over, listeners
 from benchmarks.short_training import COMMAND, STEPS, Outcome, ShortTraining
 from penstock.checkpoint import CheckpointDir
 from penstock.cli.output import note
-from penstock.cli.train_log import StepsFile
+from penstock.cli.train_log import read_steps
 from penstock.launch import ALLOW_VARIABLE, StatusFile
 from tests.cli.checkpoint_runs import LASTING, in_a_copy
 from tests.leftovers import tidy, wait_until
@@ -178,7 +178,7 @@ def test_torchrun_restarts_a_training_and_forwards_a_stop_signal(training: Short
     step_lines = [line for line in process.communicate(timeout=240)[0].splitlines() if line.startswith("step ")]
     newest = CheckpointDir(training.directory / "saved").checkpoints[0].name
     assert newest == f"step-{10 + len(step_lines):06d}"
-    steps = StepsFile(training.directory / "out").read()
+    steps = read_steps(training.directory / "out")
     assert [metrics.loss for metrics in steps][:STEPS] == list(clean.losses)
 
 

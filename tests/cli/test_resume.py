@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.short_training import COMMAND, STEPS, Outcome, ShortTraining
 from penstock.checkpoint import CheckpointDir
-from penstock.cli.train_log import StepsFile
+from penstock.cli.train_log import read_steps
 from penstock.ir import Run
 from tests.cli.checkpoint_runs import DATA, LASTING, in_a_copy
 
@@ -123,7 +123,7 @@ def test_changed_options_are_reported_and_take_effect(training: ShortTraining, c
     assert os.waitpid(in_a_copy(training.directory, tmp_path / "output.txt", *options), 0)[1] == 0
     output = (tmp_path / "output.txt").read_text()
     assert "changed since it was saved: --lr 0.001 is now 0.5, --clip none is now 1.0" in output
-    losses = [figures.loss for figures in StepsFile(training.directory / "out").read()]
+    losses = [figures.loss for figures in read_steps(training.directory / "out")]
     assert losses[:5] == list(clean.losses[:5])
     assert abs(losses[6] - clean.losses[6]) > 1e-3
 

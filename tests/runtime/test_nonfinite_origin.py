@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 import penstock
-from penstock.api.train_loop import LoopOptions, train
 from tests.parity import Values, assert_identical, values
 from tests.plans import quick_plan
 from tests.process_pool import Pools
@@ -229,6 +228,6 @@ def test_three_broken_steps_in_a_row_end_training_in_the_words_of_the_last() -> 
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     before, reports = snapshot(model), []
     with pytest.raises(penstock.RunError, match=r"3 steps in a row: .*the output of blocks\.3"):
-        train(pipe, [(X, TARGET)] * 5, optimizer, LoopOptions(has_loss_fn=True), reports.append)
+        penstock.fit(pipe, [(X, TARGET)] * 5, optimizer, on_step=reports.append)
     assert [WORDS["output"] in report.skipped for report in reports] == [True] * 3
     assert_identical(snapshot(model), before)
