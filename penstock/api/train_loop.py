@@ -122,9 +122,9 @@ class TrainEvent:
     """the optimizer of this rank"""
     metrics: StepMetrics | None
     """those of the last step, with `eval_loss` from "eval" on; None before the first step of the call"""
-    path: Path | None = None
+    path: Path | None
     """directory of the checkpoint, at "save\""""
-    stop: Callable[[], None] = lambda: None
+    stop: Callable[[], None]
     """ends the training after this step, on all ranks if called on any"""
 
 

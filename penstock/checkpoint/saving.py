@@ -44,8 +44,8 @@ class CheckpointOptions:
     asynchronous: bool = False
     """whether a thread writes while training continues"""
     resume: Path | None = None
-    """a checkpoint, or a directory of checkpoints, to resume from; None: start from the beginning; "auto" in `fit`: from
-    the newest one in `directory`, if there is any"""
+    """a checkpoint, or a directory of checkpoints, to resume from; None: start from the beginning. `fit` takes "auto"
+    too: the newest one in `directory`, if there is any"""
 
     def __post_init__(self) -> None:
         if not isinstance(self.directory, str | os.PathLike):

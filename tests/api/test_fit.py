@@ -163,6 +163,7 @@ def tolerance(options: dict[str, Any]) -> float:
     return 1e-12 if "precision" not in options else 1e-6 if "eval_every" not in options else 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # if the scaler skips the first step
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_option_has_the_numbers_of_a_plain_loop(options: dict[str, Any]) -> None:
     data = batches()
