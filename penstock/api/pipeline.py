@@ -19,6 +19,7 @@ from penstock.capture import Granularity, Microbatch, Split, split_batch
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver, TrainingState
 from penstock.errors import CheckpointError, PenstockWarning, PlanError, RunError
 from penstock.ir import SPLIT_HINT, Plan, Trace, counted, from_json, is_finite, is_split_rule, to_json
+from penstock.launch import ErrorPrinter
 from penstock.loss import REDUCTIONS, LossWeights, loss_module
 from penstock.planner import check_stream, staleness_lines, with_microbatches
 from penstock.runtime import (
@@ -126,6 +127,8 @@ class Pipeline:
         self.num_steps = 0
         """number of steps taken; part of the seed of random numbers"""
         groups = _groups(plan, mesh, local, options.deadline_seconds)
+        if not groups.is_local:
+            ErrorPrinter.install(dist.get_rank())
         self._receives_batches = inputs == "first" and not groups.is_local
         self._sync = RankSync(groups)
         choices = {"reduction": reduction, "inputs": inputs, "split": split or {}, "scaler": _scaler_settings(scaler)}

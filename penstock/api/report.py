@@ -39,7 +39,7 @@ def advise(plan: Plan) -> tuple[Advice, ...]:
 def _other_orders(plan: Plan) -> Iterator[Advice]:
     """The best other schedule of the table, and a synthesised order if it is better still."""
     seconds = plan.predicted.makespan
-    if fitting := {name: trace.makespan for name, trace in _table_traces(plan).items() if _fits(plan, trace)}:
+    if fitting := {name: trace.makespan for name, trace in table_traces(plan).items() if _fits(plan, trace)}:
         name = min(fitting, key=lambda each: fitting[each])
         seconds = min(seconds, fitting[name])
         yield _advice(plan, f"schedule {name}", fitting[name], "the same cuts in another order")
@@ -48,8 +48,8 @@ def _other_orders(plan: Plan) -> Iterator[Advice]:
         yield _advice(plan, "schedule auto", synthesised, "an order searched for these cuts and costs")
 
 
-def _table_traces(plan: Plan) -> dict[str, Trace]:
-    """Traces of the schedules of the table with the same placement."""
+def table_traces(plan: Plan) -> dict[str, Trace]:
+    """Traces of the named schedules with the same stages on the same ranks, without that of the plan."""
     stages_per_rank, rest = divmod(plan.num_stages, plan.num_ranks)
     traces: dict[str, Trace] = {}
     for name in SCHEDULES if not rest else ():

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
-from penstock.cli.files import check_targets, write
+from penstock.cli.files import check_targets, read_record, write
 from penstock.cli.options import AsJson, Outputs, Sizes, Times
 from penstock.cli.output import note, print_json, print_view
-from penstock.errors import PenstockError
+from penstock.errors import FormatError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.ir import Program, Schedule, Trace
 
-Name = Annotated[str, Argument(metavar="NAME", help="A schedule, such as 1f1b or zbv, or all of them.")]
+Name = Annotated[
+    str, Argument(metavar="NAME", help="A schedule, such as 1f1b or zbv, all of them, or a file of an order.")
+]
 Sweep = Annotated[str | None, Option(metavar="M,M,...", help="Numbers of microbatches to compare.")]
 
 
@@ -45,16 +47,24 @@ def simulate(
 ) -> None:
     """Predict time, bubble and memory of schedules.
 
-    One schedule, or all side by side. Seconds and bytes are those of one rank's layers, however many stages they are
-    cut into, so all schedules do the same work. Every program is proven deadlock-free before it is simulated.
+    One schedule, all side by side, or the order in a file; a plan has its own costs. Seconds and bytes are
+    those of one rank's layers, however many stages they are cut into, so all schedules do the same work. Every
+    program is proven deadlock-free before it is simulated.
     """
     from penstock.views import Table, Terminal
 
     check_targets((outputs.svg, outputs.png, outputs.memory_svg, outputs.trace, outputs.csv))
-    names, left_out = named_schedules(name, sizes)
-    runs = [simulate_schedule(each, size, times) for each in names for size in _sweep(sizes, sweep)]
+    left_out: list[str] = []
+    if Path(name).suffix:
+        if sizes != Sizes() or sweep is not None:
+            hint = f"penstock simulate {name}"
+            raise PenstockError("a file of an order has its own ranks, stages and microbatches", file=name, hint=hint)
+        runs = [simulate_file(Path(name), times)]
+    else:
+        names, left_out = named_schedules(name, sizes)
+        runs = [simulate_schedule(each, size, times) for each in names for size in _sweep(sizes, sweep)]
     if outputs.csv and len(runs) > 1:
-        hint = f"penstock simulate {names[0]} --csv {outputs.csv}"
+        hint = f"penstock simulate {runs[0].name} --csv {outputs.csv}"
         raise PenstockError("--csv needs a single schedule", schedules=len(runs), hint=hint)
     if left_out:
         note(f"left out, because they need another number of stages per rank: {', '.join(left_out)}")
@@ -81,6 +91,26 @@ def simulate_schedule(name: str, sizes: Sizes, times: Times) -> Simulated:
     program = penstock.lower(schedule)
     penstock.verify(program)
     return Simulated(name, schedule, simulate_program(program, times))
+
+
+def simulate_file(path: Path, times: Times) -> Simulated:
+    """Prove and simulate the order of a file, as `check`, `show` and `plan` read it."""
+    import penstock
+    from penstock.ir import Plan, Trace
+
+    record = read_record(path)
+    if isinstance(record, Plan):
+        if times != Times():
+            hint = f"penstock simulate {path}"
+            raise PenstockError("a plan has its own costs and links", file=path, hint=hint)
+        return Simulated(path.name, record.schedule, penstock.simulate(record))
+    orders = record.program if isinstance(record, Trace) else record
+    if not isinstance(orders, penstock.Schedule | penstock.Program):
+        hint = "a schedule, program, trace or plan"
+        raise FormatError("the file has no order to simulate", got=type(record).__name__, hint=hint)
+    prove(orders)
+    program = penstock.lower(orders)
+    return Simulated(path.name, program.schedule, simulate_program(program, times))
 
 
 def simulate_program(program: "Program", times: Times) -> "Trace":

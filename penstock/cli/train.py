@@ -70,17 +70,18 @@ def train(
         run = _train_under_torchrun(job, choice) if is_torchrun_rank() else _train_local(job, choice)
     if run is None:
         return
+    is_done = not run.steps
     if files.out is not None:
         run = with_earlier_steps(run, files.out)
     if not files.as_json:
-        if run.steps:
+        if is_done:
+            typer.echo(f"nothing left to train: {counted(options.steps, 'step')} were asked for, and are done")
+        elif run.steps:
             losses = " to ".join(number_text(metrics.loss) for metrics in (run.steps[0], run.steps[-1]))
             measured, predicted = seconds_text(run.step_seconds or 0.0), seconds_text(run.plan.predicted.makespan)
             steps, evaluated = counted(len(run.steps), "step"), run.steps[-1].eval_loss
             losses += "" if evaluated is None else f", eval loss {number_text(evaluated)}"
             typer.echo(f"{steps}: loss {losses}, {measured} per step, {predicted} predicted")
-        else:
-            typer.echo("nothing left to train")
     if files.out is not None:
         for path in write_run(run, files.out):
             note(f"wrote {path}")

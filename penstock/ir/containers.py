@@ -201,7 +201,7 @@ def named_arguments(
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise _cannot_call(error) from None
+        raise _cannot_call(error, signature, len(args)) from None
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
@@ -233,5 +233,11 @@ def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
         raise _cannot_call(error) from None
 
 
-def _cannot_call(error: Exception) -> CaptureError:
-    return CaptureError("the model cannot be called with this batch", reason=error)
+def _cannot_call(error: Exception, signature: inspect.Signature | None = None, num_args: int = 0) -> CaptureError:
+    hint = ""
+    if signature is not None:
+        hint = f"the arguments of the model's forward: ({', '.join(signature.parameters)})"
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if num_args > sum(parameter.kind in kinds for parameter in signature.parameters.values()):
+            hint += "; a target of the loss function is given by name: pipe.step(x, target=y)"
+    return CaptureError("the model cannot be called with this batch", reason=error, hint=hint)

@@ -17,12 +17,14 @@ from penstock.launch.status_file import (
     sync_point_code,
 )
 from penstock.launch.stop_signal import StopRequest, catch_stop_signals, forward_stop_signals
+from penstock.launch.uncaught import ErrorPrinter
 from penstock.launch.worker import run_before_exit
 
 __all__ = [
     "ALLOW_VARIABLE",
     "MAX_FAILURE_BYTES",
     "STATUS_DIR_VARIABLE",
+    "ErrorPrinter",
     "ErrorReport",
     "FaultInjector",
     "PeerWatcher",

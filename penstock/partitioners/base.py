@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir import Cluster, Graph, Partition, Placement, Profile, as_int
+from penstock.ir import Cluster, Graph, Partition, Placement, Profile, as_int, counted, listed
 from penstock.partitioners.atoms import Atoms, Floats, build_atoms, inseparable_nodes, named_groups
 
 _ROUNDING = 1e-9
@@ -195,7 +195,7 @@ class Partitioner(ABC):
         """Returns the division; raises PartitionError if there are too few atoms or a rank would lack memory."""
         places = len(problem.atoms) - 1
         if places < problem.num_stages - 1:
-            raise too_few_places(places, problem.num_stages, len(problem.graph.nodes))
+            raise too_few_places(places, problem.num_stages, problem.graph)
         division = self.divide(problem)
         if problem.graph.storage or problem.graph.updates:
             division.partition.check(problem.graph)
@@ -206,12 +206,15 @@ class Partitioner(ABC):
         """Returns the division of a problem with at least as many atoms as stages."""
 
 
-def too_few_places(places: int, num_stages: int, num_nodes: int) -> PartitionError:
+def too_few_places(places: int, num_stages: int, graph: Graph) -> PartitionError:
     """Returns the error for a graph that cannot be cut into that many stages."""
-    is_closed = places < num_nodes - 1
+    is_closed, most = places < len(graph.nodes) - 1, places + 1
+    modules = list(dict.fromkeys(node.module or node.name for node in graph.nodes if not node.from_inputs))
+    reason = "; memory or a buffer that is written keeps nodes together" if is_closed else ""
     return PartitionError(
-        "the graph has fewer places to cut than asked for",
+        f"the model has fewer places to cut than asked for, at most {counted(most, 'stage')} in all",
         places=places,
         stages=num_stages,
-        hint="memory or a buffer that is written keeps nodes together: fewer stages" if is_closed else "fewer stages",
+        modules=listed(modules, 6),
+        hint=f"at most {counted(most, 'rank')} with one stage each, or a larger depth, which opens modules{reason}",
     )

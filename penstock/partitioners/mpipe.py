@@ -89,11 +89,7 @@ def mixed(member: Partitioner, problem: Problem) -> Division:
             break
     if best is None:
         # Without a placement there are fewer places to cut than ranks, which the partitioner itself reports.
-        raise (
-            refusals[0]
-            if refusals
-            else too_few_places(len(problem.atoms) - 1, problem.num_stages, len(problem.graph.nodes))
-        )
+        raise refusals[0] if refusals else too_few_places(len(problem.atoms) - 1, problem.num_stages, problem.graph)
     count = best.placement.num_stages / best.placement.num_ranks
     return best if count == 1 else replace(best, why=f"{best.why}; mixed pipe, {count:g} stages per rank")
 

@@ -40,7 +40,7 @@ def uniform(graph: Graph, num_stages: int) -> Partition:
         raise PartitionError("the number of stages must be a whole number, 1 or more", stages=repr(num_stages))
     allowed = cut_places(graph)
     if len(allowed) < count - 1:
-        raise too_few_places(len(allowed), count, len(graph.nodes))
+        raise too_few_places(len(allowed), count, graph)
     nodes = [(place, node) for place, node in enumerate(graph.nodes) if not node.from_inputs]
     counted = [place for place, node in nodes if node.parameters]
     if len(counted) < 2 * count:

@@ -17,7 +17,7 @@ from penstock.ir import Plan, named_inputs, named_leaves
 from penstock.passes import DEFAULT_PASSES, AddShardMoves
 from penstock.runtime.compile import CompiledStep, StepCompiler
 from penstock.runtime.executor import ActionTimes, StageRunner, execute, execute_local, watch_step
-from penstock.runtime.health import Extremes, NonfiniteProbe, agree_on_origin
+from penstock.runtime.health import NONFINITE_HINT, Extremes, NonfiniteProbe, agree_on_origin
 from penstock.runtime.inputs import BatchSender, GivenNames, has_no_batch, naming_the_first_rank
 from penstock.runtime.layout import raise_on_all_ranks
 from penstock.runtime.loss_head import LossHead, StepWarnings
@@ -503,7 +503,7 @@ class Engine:
             stage=origin.stage if origin else stage,
             during="forward" if is_forward else "backward",
             **(origin.error_values if origin else {"nodes": f"{nodes[0]} to {nodes[-1]}"}),
-            hint='a smaller learning rate, clip_grad_norm_, or nonfinite="skip" to continue without this batch',
+            hint=origin.hint if origin else NONFINITE_HINT,
         )
         if self._options.nonfinite == "raise":
             error.is_shared = True

@@ -147,7 +147,7 @@ class StageRunner:
         if step.is_training and (loss is None or step.weights[microbatch]):
             step.extremes.add(stage, (*run.outputs.values(), loss))
             if probe is not None:
-                probe.end(run.outputs.values(), loss)
+                probe.end(run.outputs.values(), loss, step.microbatches[microbatch].target)
         if added:
             total = self._loss_head.added_loss(step, stage, microbatch, added)
             step.added.setdefault(microbatch, []).append(total.detach())

@@ -20,6 +20,9 @@ from penstock.ir import Graph, Node, leaves
 from penstock.runtime.groups import ProcessGroups
 from penstock.stages import Stage
 
+INPUT, TARGET, PARAMETER, BUFFER = "input", "target", "parameter", "buffer"
+NONFINITE_HINT = 'a smaller learning rate, clip_grad_norm_, or nonfinite="skip" to continue without this batch'
+
 
 class Extremes:
     """The smallest and largest entries of tensors by stage, kept on the device until `nonfinite_stages` reads them."""
@@ -83,6 +86,17 @@ class NonfiniteOrigin:
     stage: int
     microbatch: int | None = None
     description: str = ""
+    kind: str = ""
+    """INPUT, TARGET, PARAMETER or BUFFER; empty for a value that was computed"""
+
+    @property
+    def hint(self) -> str:
+        """What to try."""
+        if self.kind in (INPUT, TARGET):
+            return 'a batch without NaN and Inf, or nonfinite="skip" to continue without this one'
+        if self.kind in (PARAMETER, BUFFER):
+            return "weights from before an earlier step broke them: pipe.load(directory) of a checkpoint"
+        return NONFINITE_HINT
 
     @property
     def error_values(self) -> dict[str, object]:
@@ -94,7 +108,7 @@ class NonfiniteOrigin:
 def agree_on_origin(groups: ProcessGroups, local: NonfiniteOrigin | None) -> NonfiniteOrigin | None:
     """Agree on one origin on every rank: the one in the last stage, of the first pipeline that found any."""
     stages = groups.gather(torch.tensor([-1 if local is None else local.stage])).flatten().tolist()
-    text = json.dumps(None if local is None else [local.stage, local.microbatch, local.description])
+    text = json.dumps(None if local is None else [local.stage, local.microbatch, local.description, local.kind])
     text = groups.broadcast_text(text, stages.index(max(stages)))
     has_origin = groups.gather_peers(torch.tensor([int(max(stages) >= 0)])).flatten().tolist()
     origin = json.loads(groups.broadcast_text_to_peers(text, has_origin.index(max(has_origin))))
@@ -134,7 +148,14 @@ class NonfiniteProbe:
         if stage is not None:
             return self.forward.get(stage)
         origins = {index: origin for index in self.stages if (origin := self._gradient_origin(index))} | self.backward
-        return origins[max(origins)] if origins else None
+        if not origins:
+            return None
+        last = max(origins)
+        # A weight may be Inf without effect on the forward, such as before a tanh.
+        for name, parameter in self.stages[last].named_parameters():
+            if not all_finite((parameter,)):
+                return NonfiniteOrigin(last, None, f"the {PARAMETER} {name}", PARAMETER)
+        return origins[last]
 
     def _gradient_origin(self, index: int) -> NonfiniteOrigin | None:
         # Deferred weight gradients are computed outside of the autograd graph, where no hook sees them.
@@ -150,8 +171,8 @@ class StageProbe:
         self._probe, self._origin, self._graph, self._inputs = probe, origin, graph, inputs
         self.inside: dict[int, str] = {}
         """by severity, the first module within the current call that returned such a value"""
-        self._first: dict[int, str] = {}
-        """by severity, a description of the first such value"""
+        self._first: dict[int, NonfiniteOrigin] = {}
+        """by severity, the first such value"""
         self._hooked: set[Any] = set()
 
     def check_call(self, node: str, results: Mapping[str, Any]) -> None:
@@ -162,30 +183,35 @@ class StageProbe:
         self.inside = {}
         self._hook_backward(node, results.values())
 
-    def end(self, outputs: Iterable[object], loss: Tensor | None) -> None:
+    def end(self, outputs: Iterable[object], loss: Tensor | None, target: object) -> None:
         """End the forward. Values within the stage, such as masks, count only if its outputs are not finite."""
         if loss is not None:
             self._hook_backward("the loss function", (loss,))
+        found = None
         if severity := _severity(outputs):
-            description = self._first.get(severity) or next(iter(self._first.values()), "")
-        else:
-            description = "the loss" if _severity((loss,)) else ""
-        if description:
-            self._probe.forward.setdefault(self._origin.stage, replace(self._origin, description=description))
+            found = self._first.get(severity) or next(iter(self._first.values()), None)
+        elif _severity((loss,)):
+            # -Inf in a target may be a mask; NaN never is.
+            is_target = _severity(leaves(target)) > 1
+            found = replace(self._origin, description="the target" if is_target else "the loss")
+            found = replace(found, kind=TARGET) if is_target else found
+        if found is not None:
+            self._probe.forward.setdefault(self._origin.stage, found)
 
-    def _cause(self, node: Node, severity: int) -> str:
+    def _cause(self, node: Node, severity: int) -> NonfiniteOrigin:
         """The input, parameter or buffer that was not finite; else the inner module or the call that produced it."""
         stage = self._probe.stages[self._origin.stage]
-        sources = (
-            ("input", node.reads, self._inputs),
-            ("parameter", node.parameters, dict(stage.named_parameters(remove_duplicate=False))),
-            ("buffer", node.buffers, dict(stage.named_buffers(remove_duplicate=False))),
+        sources: tuple[tuple[str, Iterable[str], Mapping[str, Any], int], ...] = (
+            (INPUT, node.reads, self._inputs, severity),
+            # Masks may be -Inf, but no weight is.
+            (PARAMETER, node.parameters, dict(stage.named_parameters(remove_duplicate=False)), 1),
+            (BUFFER, node.buffers, dict(stage.named_buffers(remove_duplicate=False)), severity),
         )
-        for kind, names, values in sources:
-            nonfinite = [name for name in names if _severity((values.get(name),)) >= severity]
+        for kind, names, values, least in sources:
+            nonfinite = [name for name in names if _severity((values.get(name),)) >= least]
             if nonfinite:
-                return f"the {kind} {nonfinite[0]}"
-        return f"the output of {self.inside.get(severity, node.name)}"
+                return replace(self._origin, description=f"the {kind} {nonfinite[0]}", kind=kind)
+        return replace(self._origin, description=f"the output of {self.inside.get(severity, node.name)}")
 
     def _hook_backward(self, node: str, values: Iterable[object]) -> None:
         """Check the gradients that every autograd function added since the last call returns in backward."""

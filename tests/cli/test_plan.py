@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
+import penstock
 from penstock import Plan
 from penstock.cli.plan import Machine, PlanFlags
-from penstock.ir import from_json
+from penstock.ir import Prediction, from_json
 from penstock.planner import PlanOptions
+from tests.plans import chain_plan
 
 FILE = """\
 import torch
@@ -87,3 +89,22 @@ def test_the_options_of_the_command_are_the_fields_of_plan_options() -> None:
     flags = {{"budget": "budget_seconds"}.get(field.name, field.name): field.default for field in fields(PlanFlags)}
     of_capture = {"depth": None, "block": None}
     assert flags == {field.name: field.default for field in fields(PlanOptions)} | of_capture
+
+
+def test_an_own_order_is_explained_beside_the_named_schedules(call, tmp_path: Path) -> None:
+    slow = "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n"
+    plan = chain_plan("1f1b", 2, 1, 2)
+    own = penstock.Schedule.from_csv(slow)
+    trace = penstock.simulate(penstock.lower(own, cuts=plan.cuts), plan.costs, plan.cluster)
+    predicted = Prediction.of(trace, plan.lower_bound)
+    replace(plan, schedule=own, choices=replace(plan.choices, schedule="given"), predicted=predicted).save(
+        tmp_path / "own.json"
+    )
+    output = call("explain", "own.json").output
+    [row] = [line for line in output.splitlines() if line.strip().startswith("1f1b ")]
+    assert row.endswith("shorter")
+    others = json.loads(call("explain", "own.json", "--json").stdout)["other_schedules"]
+    assert others["1f1b"] == pytest.approx(plan.predicted.makespan)
+    assert list(others.values()) == sorted(others.values())
+    plan.save(tmp_path / "named.json")
+    assert "Named schedules" not in call("explain", "named.json").output

@@ -23,6 +23,8 @@ def test_a_second_call_resumes_and_a_third_has_nothing_to_do(training: ShortTrai
     third = training.run((), "--resume", "auto", fresh=False)
     assert (first.losses, second.losses, third.losses) == (clean.losses[:4], clean.losses, clean.losses)
     assert names(training) == ["step-000010", "step-000009", "step-000006"]
+    assert f"nothing left to train: {STEPS} steps were asked for, and are done" in third.output
+    assert "nothing left" not in second.output
 
 
 def test_the_same_command_resumes_with_the_same_plan(training: ShortTraining) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock import Schedule, schedule
+from penstock import Schedule, lower, schedule
 from penstock.schedules import SCHEDULES
 
 
@@ -110,3 +110,31 @@ def test_written_files_are_listed_beside_the_json(tmp_path: Path) -> None:
     result = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
     assert len(json.loads(result.stdout)) == len(SCHEDULES)
     assert result.stderr == "wrote a.svg\n"
+
+
+OWN = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+def test_the_order_of_a_file_is_simulated(call, written) -> None:
+    written("own.csv", OWN)
+    assert "own.csv: makespan 9 s" in call("simulate", "own.csv").output
+    row = figures(call, "own.csv", "--forward", 2.0)["own.csv"]
+    assert (row["ranks"], row["stages_per_rank"], row["microbatches"]) == (2, 1, 2)
+    written("program.csv", lower(Schedule.from_csv(OWN)).to_csv())
+    assert "program.csv: makespan 9 s" in call("simulate", "program.csv").output
+
+
+def test_an_order_of_a_file_that_deadlocks_is_refused(call, written) -> None:
+    written("bad.csv", "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    result = call("simulate", "bad.csv")
+    assert result.exit_code == 2
+    assert "deadlock" in result.output
+
+
+@pytest.mark.parametrize("option", [("--ranks", 3), ("--sweep", "2,4"), ("--microbatches", 4)])
+def test_sizes_beside_a_file_are_refused(option: tuple[str, object], call, written) -> None:
+    written("own.csv", OWN)
+    result = call("simulate", "own.csv", *option)
+    assert result.exit_code == 2
+    assert "has its own ranks, stages and microbatches" in result.output
+    assert "no such file" in call("simulate", "missing.csv").output

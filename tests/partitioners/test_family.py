@@ -64,8 +64,11 @@ def test_as_many_stages_as_nodes_are_one_node_each(name):
 
 
 def test_more_stages_than_places_to_cut_are_refused(name):
-    with pytest.raises(PartitionError, match=r"fewer places to cut than asked for \(places: 2, stages: 4\)"):
+    with pytest.raises(
+        PartitionError, match=r"at most 3 stages in all \(places: 2, stages: 4, modules: .*0, .*1, .*2\)"
+    ) as caught:
         divide(name, Problem(*chain([1, 2, 3]), Cluster(4)))
+    assert "try: at most 3 ranks with one stage each" in str(caught.value)
 
 
 def test_memory_that_is_written_and_state_that_is_written_are_never_cut(name):

@@ -26,7 +26,7 @@ WORDS = {
     "parameter": "stage: 2, during: forward, first not finite: the parameter blocks.4.linear.weight, microbatch: 0",
     "buffer": "stage: 1, during: forward, first not finite: the buffer blocks.2.offset, microbatch: 0",
     "input": "stage: 0, during: forward, first not finite: the input x, microbatch: 1",
-    "target": "stage: 2, during: forward, first not finite: the loss, microbatch: 1",
+    "target": "stage: 2, during: forward, first not finite: the target, microbatch: 1",
     "gradient": "stage: 1, during: backward, first not finite: the gradient returned by blocks.3, microbatch: 0",
     "border": "stage: 1, during: backward, first not finite: the gradient returned by blocks.2, microbatch: 0",
 }
