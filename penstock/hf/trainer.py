@@ -397,11 +397,14 @@ def pipelined(trainer: type) -> type:
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise RunError("pipelined takes a subclass of transformers.Trainer", got=repr(trainer))
-    return (
-        trainer
-        if issubclass(trainer, PipelineMixin)
-        else type(f"Pipeline{trainer.__name__}", (PipelineMixin, trainer), {})
-    )
+    if issubclass(trainer, PipelineMixin):
+        return trainer
+    name = f"Pipeline{trainer.__name__}"
+    while name in globals():
+        name += "_"
+    # Found by its name in this module, the class can be pickled, which datasets does with functions that refer to it.
+    made = type(name, (PipelineMixin, trainer), {"__module__": __name__, "__qualname__": name})
+    return globals().setdefault(name, made)
 
 
 class _ModelCalled(Exception):  # noqa: N818  (not an error: it ends a call of compute_loss at its first model call)

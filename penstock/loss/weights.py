@@ -366,7 +366,8 @@ def _reference(microbatch: Microbatch) -> Microbatch:
     """One sample that is the same on every replica: every label, mask, weight and value is 1."""
 
     def ones(leaf: object) -> object:
-        return torch.ones_like(leaf) if isinstance(leaf, Tensor) else leaf
+        # A number is that of the whole batch, such as a divisor of the loss.
+        return torch.ones_like(leaf) if isinstance(leaf, Tensor) and leaf.dim() else leaf
 
     sample = microbatch.take(0, 1)
     args, kwargs, target = transform((sample.args, sample.kwargs, sample.target), ones)
