@@ -148,12 +148,29 @@ class Captured:
         register_containers((args, kwargs))
         return self.recordings([(args, kwargs)], seed)[0][0]
 
-    def recordings(self, batches: Iterable[Batch], seed: int | None = None) -> list[tuple[Recording, Values]]:
+    def num_new(self, batches: Iterable[Batch], seed: int) -> int:
+        """How many recordings `recordings` would make, as far as signatures show."""
+        signature, fingerprint = signature_of(self.model.forward), self._fingerprint()
+        no_cache, new = without_cache(self.model, {}), set()
+        for index, (args, kwargs) in enumerate(batches):
+            kwargs = {**kwargs, **no_cache} if kwargs.get("use_cache") is None else kwargs
+            named_values = named_inputs(self.model.forward, args, kwargs, signature)
+            inputs = {name: leaf for name, leaf in named_values.items() if isinstance(leaf, Tensor)}
+            batch, own_seed = batch_signature(named_values), DrawSeed(seed, index)
+            known = self._recordings.get((batch, fingerprint), [])
+            if not any(self._holds(recording, inputs, own_seed) for recording in known):
+                new.add(batch)
+        return len(new)
+
+    def recordings(
+        self, batches: Sequence[Batch], seed: int | None = None, num_recorded: int = 0
+    ) -> list[tuple[Recording, Values]]:
         """The recording of each microbatch of a step, and its tensors by name; records the model if no recording holds.
 
         The recordings hold for the random numbers of the step's seed; without one, for those of the example. Objects
         in the batches that hold tensors must have been registered as containers, as `split_batch` does. The fingerprint
-        of the model is computed once.
+        of the model is computed once. The model is recorded at least `num_recorded` times: its modules may communicate
+        with other processes that record it.
         """
         seed = self.seed if seed is None else seed
         signature, fingerprint = signature_of(self.model.forward), self._fingerprint()
@@ -173,6 +190,7 @@ class Captured:
             holding = (candidate for candidate in candidates[batch] if self._holds(candidate, inputs, own_seed))
             recording = next(holding, None)
             if recording is None:
+                num_recorded -= 1
                 recording = self._record(batch, fingerprint, args, kwargs, own_seed)
                 # Recording may open leaves and find volatile settings, which changes the fingerprint.
                 fingerprint, candidates = self._fingerprint(), {}
@@ -180,7 +198,14 @@ class Captured:
             if recording.written_inputs:
                 _refuse_shared_inputs(inputs, recording.written_inputs)
             results.append((recording, inputs))
+        self.record_again(batches[0], seed, num_recorded)
         return results
+
+    def record_again(self, batch: Batch, seed: int, count: int) -> None:
+        """Record a batch that is known `count` times, for other processes that its modules communicate with."""
+        for _ in range(count):
+            args, kwargs = batch
+            self._make(self._fingerprint(), args, without_cache(self.model, kwargs), DrawSeed(seed, 0))
 
     def _fingerprint(self) -> Any:
         settings = self._fingerprinter.compute(self._granularity, self._volatile)
@@ -193,16 +218,7 @@ class Captured:
         if torch.is_inference_mode_enabled():
             # Tensors made in inference mode have no version, so in-place writes would not be seen.
             raise CaptureError("a model cannot be recorded in inference mode", hint="torch.no_grad()")
-        with self.recording_context():
-            made = make_recording(
-                self.model,
-                args,
-                kwargs,
-                self._granularity,
-                seed,
-                lambda form: (fingerprint, form) in self._forms,
-                self._functions,
-            )
+        made = self._make(fingerprint, args, kwargs, seed)
         self._first = self._first or made
         # Leaves that had to be opened stay open, also for the fingerprint.
         self._granularity, self._functions = made.granularity, made.functions
@@ -216,6 +232,18 @@ class Captured:
             if not self._recordings[old_key]:
                 del self._recordings[old_key]
         return made
+
+    def _make(self, fingerprint: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: DrawSeed) -> Recording:
+        with self.recording_context():
+            return make_recording(
+                self.model,
+                args,
+                kwargs,
+                self._granularity,
+                seed,
+                lambda form: (fingerprint, form) in self._forms,
+                self._functions,
+            )
 
     def _holds(self, recording: Recording, inputs: Values, seed: DrawSeed) -> bool:
         """Whether all guards on inputs and random numbers hold for this batch."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import LruCache, Recording, Split, Splitting, explain_failure, spec_of, split_batch
+from penstock.capture import LruCache, Microbatch, Recording, Split, Splitting, explain_failure, spec_of, split_batch
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan, named_inputs, named_leaves
 from penstock.passes import DEFAULT_PASSES, AddShardMoves
@@ -67,6 +67,8 @@ class Engine:
         self._given_names = GivenNames(part.captured.model.forward)
         self._seed = 0
         """of the random numbers of the current step"""
+        self._num_recorded = 0
+        """how often all ranks record the model for the current step, if replicas share parameters"""
         self._snapshot = StepSnapshot(
             (*part.replicas.parameters, *part.tied.parameters),
             part.parameters.values(),
@@ -141,6 +143,9 @@ class Engine:
         seed = self._seed = _mix(self._options.seed, request.step, self._groups.replica)
         if self._groups.tensor_ranks > 1:
             self._compare_shared_batches(batch, request)
+        self._num_recorded = 0
+        if self._part.communicates:
+            self._agree_on_recording(batch, request)
         if self._sender is None:
             split, compiled, mean_size = self._begin_given(batch, request, is_training)
         else:
@@ -196,23 +201,44 @@ class Engine:
             raise RunError("a target needs a loss function or a model whose forward takes it", hint=hint)
         return args, {**kwargs, TARGET: target}, None
 
-    def _split_batch(self, batch: Batch, recordings: tuple[Recording, ...] | None = None) -> SplitBatch:
-        """Split a batch into microbatches, and find the recording of each unless they are given."""
+    def _microbatches(self, batch: Batch) -> tuple[Microbatch, ...]:
+        """Split a batch into microbatches."""
         if not self._part.has_weights:
             self._part.check_weights()
         for stage in self._part.stages.values():
             stage.check_state()
-        captured = self._part.captured
-        forward, rules = captured.model.forward, (self._split_rules, self._planned_rules)
-        microbatches = split_batch(forward, *batch, self._num_microbatches, *rules, self._splittings)
+        forward, rules = self._part.captured.model.forward, (self._split_rules, self._planned_rules)
+        return split_batch(forward, *batch, self._num_microbatches, *rules, self._splittings)
+
+    def _split_batch(self, batch: Batch, recordings: tuple[Recording, ...] | None = None) -> SplitBatch:
+        """Split a batch into microbatches, and find the recording of each unless they are given."""
+        microbatches, captured = self._microbatches(batch), self._part.captured
+        parts = [(part.args, part.kwargs) for part in microbatches]
+        num_recorded, self._num_recorded = self._num_recorded, 0
         if recordings is not None:
+            captured.record_again(parts[0], self._seed, num_recorded)
             inputs = tuple(captured.inputs(microbatch.args, microbatch.kwargs) for microbatch in microbatches)
             return SplitBatch(microbatches, recordings, inputs)
         try:
-            pairs = captured.recordings([(part.args, part.kwargs) for part in microbatches], self._seed)
+            pairs = captured.recordings(parts, self._seed, num_recorded)
         except CaptureError as error:
-            raise explain_failure(error, forward, microbatches) from error.__cause__
+            raise explain_failure(error, captured.model.forward, microbatches) from error.__cause__
         return SplitBatch(microbatches, *zip(*pairs, strict=True))
+
+    def _agree_on_recording(self, batch: Batch, request: SyncRequest) -> None:
+        """Agree with all ranks on how often they record the model for this step: a batch may be new to some replicas.
+
+        The model communicates with other replicas, for example to gather parameters, so none may record it alone.
+        """
+        shapes = SyncRequest(f"the shapes of the batch of {request.name}", request.step)
+        with self._refusing(shapes):
+            number = 0
+            if not has_no_batch(batch) and (self._sender is None or self._groups.rank == 0):
+                parts = [(part.args, part.kwargs) for part in self._microbatches(self._target_as_argument(batch))]
+                number = self._part.captured.num_new(parts, self._seed)
+        self._num_recorded = int(self._sync.exchange(shapes, SyncVote(maxes=(float(number),))).maxes[0])
+        if self._num_recorded and self._groups.monitor is not None:
+            self._groups.monitor.building()
 
     def _begin_given(
         self, batch: Batch, request: SyncRequest, is_training: bool

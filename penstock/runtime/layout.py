@@ -155,6 +155,17 @@ def find_layouts(
     return layouts
 
 
+def communicates(groups: ProcessGroups, parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether the forward of any rank communicates with other replicas, because they share parameters; collective."""
+    if groups.replicas is None:
+        return False
+    others = set(dist.get_process_group_ranks(groups.replicas)) - {dist.get_rank()}
+    meshes = (parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor))
+    own = any(others.intersection(mesh.mesh.flatten().tolist()) for mesh in meshes)
+    pipeline = groups.gather(torch.tensor([int(own)])).max()
+    return bool(groups.gather_peers(pipeline.reshape(1)).max().item())
+
+
 def _subgroup(groups: ProcessGroups, ranks: Sequence[int]) -> Any:
     """The process group of some of the replicas; None for this rank alone."""
     if len(ranks) == 1:

@@ -12,7 +12,15 @@ from penstock.errors import PlanError, RunError
 from penstock.ir import Plan
 from penstock.runtime.gradients import ReplicaReducer, ShardedStages, TiedParameter, TiedReducer
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.layout import PartialGradients, SharedGradients, find_layouts, sampled, shard_like, whole
+from penstock.runtime.layout import (
+    PartialGradients,
+    SharedGradients,
+    communicates,
+    find_layouts,
+    sampled,
+    shard_like,
+    whole,
+)
 from penstock.runtime.meta_init import is_meta, materialize
 from penstock.runtime.sync import checksum
 from penstock.stages import Stage
@@ -68,6 +76,8 @@ class ModelPart:
         self.captured.recording_context = self.sharded.gathered
         self.layouts = find_layouts(groups, list(self.stages.values()), self.has_weights, plan.graph.tied)
         """how each parameter is distributed over the ranks with the same stages"""
+        self.communicates = communicates(groups, self.layouts)
+        """whether replicas share parameters, so that they must record the model together"""
         by_stage = {index: list(stage.parameters()) for index, stage in self.stages.items()}
         self.replicas = ReplicaReducer(groups, by_stage, self.layouts)
         self.tied = TiedReducer(groups, self._tied_parameters(plan))

@@ -65,6 +65,32 @@ def test_sharded_stages_train_like_the_whole_model(pools, parallelize_fn, schedu
             torch.testing.assert_close(parameter, expected[name].detach(), rtol=0, atol=1e-12)
 
 
+def sharded_with_new_lengths(inputs):
+    """Gradients of steps in which the number of samples is new to one replica only."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica, has_batch = mesh.get_local_rank("dp"), inputs == "all" or mesh.get_local_rank("pp") == 0
+    model = chain().double()
+    plan = quick_plan(model, (X[:6],), ranks=2, microbatches=2, schedule="1f1b")
+    options = {"mesh": mesh, "parallelize_fn": shard_all, "inputs": inputs}
+    pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, **options)
+    for sizes in ((6, 6), (6, 5), (4, 5)):
+        own = slice(0, sizes[0]) if replica == 0 else slice(sizes[0], sum(sizes))
+        for call in (pipe.step, pipe.eval):
+            _ = call(X[own], target=Y[own]) if has_batch else call()
+    return {name: parameter.grad.full_tensor() for name, parameter in pipe.named_parameters()}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("inputs", ["all", "first"])
+def test_a_length_may_be_new_to_one_replica_of_sharded_stages(pools, inputs):
+    model = chain().double()
+    for size in (12, 11, 9):
+        functional.mse_loss(model(X[:size]), Y[:size]).backward()
+    for found in pools[4].run(sharded_with_new_lengths, inputs):
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=0, atol=1e-12)
+
+
 def gradients_of(model):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
