@@ -92,8 +92,8 @@ class Recording:
     """by value whose size the model read: the module and the line that did so"""
     draws_in_python: bool = False
     """whether anything in the forward, blocks included, drew from the global generators of Python or numpy"""
-    cached_constants: frozenset[str] = frozenset()
-    """attributes to which the forward assigned tensors that depend on nothing; only while recordings are compared"""
+    constants: tuple[Tensor, ...] = ()
+    """the values that depend on nothing; only while recordings are compared"""
     output_tensors: tuple[Tensor, ...] = ()
     """the tensors of the output; only while recordings are compared"""
 
@@ -182,7 +182,7 @@ def make_recording(
             second = _record_opening(model, args, kwargs, first.granularity, seed, _SEEDS[1], first.functions)
             difference = _difference(first, second)
         after = model_settings(model, granularity)
-        if difference is not None and not _caches_constants(first, second):
+        if difference is not None and not _caches_constants(model, first, second):
             third = _record_opening(model, args, kwargs, first.granularity, seed, _SEEDS[0], first.functions)
             if _difference(second, third) is None:
                 raise CaptureError(
@@ -193,16 +193,20 @@ def make_recording(
                 )
             raise difference
     changed = (name for name in {**before, **after} if before.get(name) != after.get(name))
-    return replace(first, volatile=frozenset(changed), cached_constants=frozenset(), output_tensors=())
+    return replace(first, volatile=frozenset(changed), constants=(), output_tensors=())
 
 
-def _caches_constants(first: Recording, second: Recording) -> bool:
+def _caches_constants(model: nn.Module, first: Recording, second: Recording) -> bool:
     """Whether the second forward differs from the first only in that it uses constants that the first computed.
 
-    Such as tables of positions. Then the recording of the first, which computes them in every replay, is right.
+    Such as tables of positions, kept in the model or by a cache of functions. Then the recording of the first, which
+    computes them in every replay, is right.
     """
-    used = {name for step in second.record.steps for name in (*states(step.args), *states(step.kwargs))}
-    if not used & first.cached_constants or first.graph.updates != second.graph.updates:
+    state, used = buffers_and_attributes(model), set[int]()
+    for step in second.record.steps:
+        used.update(id(state.get(name)) for name in (*states(step.args), *states(step.kwargs)))
+        used.update(id(second.live[key]) for key in (*object_keys(step.args), *object_keys(step.kwargs)))
+    if used.isdisjoint(map(id, first.constants)) or first.graph.updates != second.graph.updates:
         return False
     one, other = first.output_tensors, second.output_tensors
     return len(one) == len(other) and all(map(same_content, one, other))
@@ -335,9 +339,7 @@ def _record_once(
         lines=dict(zip(map(id, steps), recorder.lines, strict=True)),
         size_reads=recorder.sized,
         draws_in_python=any(note.draws_with_python for _, note in notes) or generators.have_moved(),
-        cached_constants=frozenset(
-            name for name, tensor in buffers_and_attributes(model).items() if recorder.table.name(tensor) in constants
-        ),
+        constants=recorder.table.values_named(constants),
         output_tensors=tuple(leaf.detach() for leaf in leaves_of(output) if isinstance(leaf, Tensor)),
     )
 

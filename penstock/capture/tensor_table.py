@@ -1,6 +1,7 @@
 """Which tensor has which name while a forward is recorded, and which tensors share memory."""
 
 import weakref
+from collections.abc import Collection
 from itertools import chain
 
 import torch
@@ -53,6 +54,10 @@ class TensorTable:
         """The name of a value; None if the tensor is not one."""
         entry = self._values.get(id(tensor))
         return entry[1] if entry else None
+
+    def values_named(self, names: Collection[str]) -> tuple[Tensor, ...]:
+        """The tensors of the values with these names."""
+        return tuple(tensor for tensor, name in self._values.values() if name in names)
 
     def values_sharing(self, tensor: Tensor) -> list[Tensor]:
         """All values in the memory of a tensor, itself included if it is a value."""

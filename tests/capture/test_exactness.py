@@ -1,5 +1,7 @@
 """What real models do between their blocks is played again exactly, or refused."""
 
+from functools import lru_cache
+
 import numpy as np
 import pytest
 import torch
@@ -309,6 +311,22 @@ def test_a_constant_that_the_first_forward_keeps_is_computed_in_every_replay(laz
     captured = penstock.capture(model, (BATCH,))
     assert model.table is None
     assert torch.equal(Sequence(captured, uniform(captured.graph, 2))(BATCH), model(BATCH))
+
+
+def test_a_constant_that_a_cached_function_keeps_is_computed_in_every_replay():
+    @lru_cache(maxsize=1)
+    def table(samples):
+        return torch.cos(torch.arange(samples * 4.0).view(samples, 4))
+
+    class Cached(Stack):
+        def forward(self, x):
+            return super().forward(x * table(len(x)))
+
+    model = Cached().eval()
+    captured = penstock.capture(model, (BATCH,))
+    run = Sequence(captured, uniform(captured.graph, 2))
+    for batch in (BATCH, BATCH[:2], BATCH):
+        assert torch.equal(run(batch), model(batch))
 
 
 @pytest.mark.parametrize(
