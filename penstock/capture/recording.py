@@ -232,10 +232,11 @@ def _record_opening(
         try:
             with without_user_hooks(leaves.values() if skip_hooks else ()):
                 made = _record_once(model, args, kwargs, granularity, seed, global_seed, functions)
-            found = _reading_functions(made)
-            if not found:
+            found, modules = _reading_functions(made), _reading_modules(model, made)
+            if not found and not modules:
                 return made
             functions.reading += found
+            granularity = replace(granularity, basic_blocks=(*granularity.basic_blocks, *modules))
         except CaptureError:
             if functions.reading:
                 # Perhaps because of a function that is one call: then open it.
@@ -275,10 +276,28 @@ def _reading_functions(recording: Recording) -> list[Callable[..., Any]]:
     found = (
         recording.enclosing[index]
         for index, step in steps
-        if index in recording.enclosing
-        and (isinstance(step, Call) or not {*refs(step.args), *refs(step.kwargs)} <= free)
+        if index in recording.enclosing and (isinstance(step, Call) or _reads_activations(step, free))
     )
     return list(dict.fromkeys(found))
+
+
+def _reading_modules(model: nn.Module, recording: Recording) -> list[str]:
+    """The opened modules without parameters that read activations into Python, such as one that matches boxes.
+
+    As leaves they run unchanged, and as they have no parameters, a cut between their calls would gain nothing.
+    """
+    free = recording.available_values(recording.nodes_without_weights)
+    guards = (step for index, step in enumerate(recording.record.steps) if index not in recording.enclosing)
+    scopes = {guard.scope for guard in guards if isinstance(guard, Guard) and _reads_activations(guard, free)}
+    return [
+        scope
+        for scope in sorted(scopes - recording.granularity.opened - {""})
+        if next(model.get_submodule(scope).parameters(), None) is None
+    ]
+
+
+def _reads_activations(guard: Guard, free: set[str]) -> bool:
+    return not {*refs(guard.args), *refs(guard.kwargs)} <= free
 
 
 def _record_once(

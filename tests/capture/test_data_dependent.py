@@ -208,6 +208,20 @@ def test_a_function_that_uses_parameters_of_its_own_accord_is_recorded_call_by_c
     assert any("middle.linear.weight" in node.parameters for node in graph.nodes if not node.is_leaf)
 
 
+class Ordering(nn.Module):
+    """Has no parameters, and orders samples by an activation that it reads with numpy."""
+
+    def forward(self, x):
+        return x[x.detach().mean(1).numpy().argsort().tolist()].sin()
+
+
+def test_a_module_without_parameters_that_reads_activations_is_a_leaf():
+    model = Around(Ordering())
+    graph = penstock.capture(model, (BATCH,)).graph
+    assert graph["middle"].is_leaf
+    assert_parity(model)
+
+
 class Halving(nn.Module):
     """Returns its argument as it is, unless that is large."""
 
