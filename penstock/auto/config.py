@@ -209,8 +209,9 @@ class AutoPipelineConfig:
 
 
 def _check_names(field: str, names: Any) -> None:
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise PlanError(f"{field} must be a tuple of names", got=repr(names), hint=f'{field}=("dp",)')
+    is_sequence = isinstance(names, list | tuple)
+    if not is_sequence or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise PlanError(f"{field} must be a tuple of different names", got=repr(names), hint=f'{field}=("dp",)')
 
 
 def _check_axes(mesh: DeviceMesh, where: str, field: str, names: tuple[Any, ...]) -> None:

@@ -201,6 +201,9 @@ class AutoPipeline:
         """
         config = self.config
         self._check_build(model, parallelize_fn)
+        if config.device is not None and any(parameter.is_meta for parameter in model.parameters()):
+            hint = "device=None: the weights are made when a state dict is loaded"
+            raise PlanError("a model on the meta device cannot be moved to a device", device=config.device, hint=hint)
         model.to(device=config.device, dtype=config.dtype)
         cache = None  # the model has no use_cache
         if "use_cache" in inspect.signature(model.forward).parameters:

@@ -17,6 +17,8 @@ WRONG = [
     ({"dp_axis_names": ("rows",)}, "dp_axis_names must name an axis"),
     ({"dp_axis_names": "dp"}, "dp_axis_names must be a tuple"),
     ({"dp_axis_names": ("dp", "pp")}, "must not be a replica axis"),
+    ({"dp_axis_names": ("dp", "dp")}, "dp_axis_names must be a tuple of different names"),
+    ({"dp_axis_names": None}, "dp_axis_names must be a tuple of different names"),
     ({"dp_axis_names": ()}, "must be the pipeline axis, a replica axis or the tensor-parallel axis"),
     ({"tp_axis_name": "dp"}, "must be neither the pipeline axis nor a replica axis"),
     ({"dp_axis_names": (), "cp_axis_name": "dp"}, "torch's context-parallel attention has no CPU kernels"),
@@ -67,6 +69,11 @@ def test_what_only_parallelize_fn_would_look_at_is_refused_without_one(wide_mesh
     fields = {"moe_mesh": wide_mesh, **({"ep_axis_name": "dp"} if field == "ep_axis_name" else {})}
     with pytest.raises(PenstockError, match="needs a parallelize_fn"):
         AutoPipeline(AutoPipelineConfig(wide_mesh, **fields)).build(torch.nn.Linear(1, 1))
+
+
+def test_a_model_without_weights_is_not_moved(wide_mesh):
+    with pytest.raises(PenstockError, match="a model on the meta device cannot be moved"):
+        AutoPipeline(AutoPipelineConfig(wide_mesh, device="cpu")).build(torch.nn.Linear(1, 1, device="meta"))
 
 
 def test_a_configuration_and_a_model_are_required(wide_mesh):
