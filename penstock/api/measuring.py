@@ -95,7 +95,7 @@ def measure_speed(device: torch.device | str | None = None, dtype: torch.dtype =
     Raises:
         CostError: if the device cannot be measured
     """
-    return measure_device(device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype)
+    return measure_device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu", dtype)
 
 
 def measure_links(

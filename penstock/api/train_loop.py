@@ -471,8 +471,8 @@ def _slowest(trace: Trace | None) -> tuple[int, float]:
 
 
 def _bytes_held() -> int:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+    if torch.accelerator.is_available():
+        return int(torch.accelerator.max_memory_allocated())
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

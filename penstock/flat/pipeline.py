@@ -4,10 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from penstock.errors import RunError
+from penstock.launch import group_device
 from penstock.runtime import (
     ProcessGroups,
     SyncRequest,
@@ -24,7 +22,7 @@ class FlatPipeline:
     def __init__(self, groups: ProcessGroups) -> None:
         assert groups.monitor is not None
         self.groups, self._monitor = groups, groups.monitor
-        self.engine = UserStageEngine(groups, _device_of(groups.group), groups.num_ranks)
+        self.engine = UserStageEngine(groups, group_device(groups.group), groups.num_ranks)
         self.sync = self.engine.sync
         self.num_calls = 0
         self.replicated: dict[Any, None] | None = None
@@ -61,9 +59,3 @@ class FlatPipeline:
         shared = error.at(rank=self.groups.rank)
         shared.is_shared = True
         return shared
-
-
-def _device_of(group: Any) -> torch.device:
-    """The device of the group's messages."""
-    is_nccl = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")

@@ -7,7 +7,7 @@ from penstock.launch.launcher import launch
 from penstock.launch.peer_watcher import PeerWatcher
 from penstock.launch.process_state import host_id
 from penstock.launch.restart import RankFailure, RestartController, RestartDecision, RestartPolicy
-from penstock.launch.scratch import scratch_directory, shared_status_directory
+from penstock.launch.scratch import group_device, scratch_directory, shared_status_directory
 from penstock.launch.status_file import (
     MAX_FAILURE_BYTES,
     STATUS_DIR_VARIABLE,
@@ -39,6 +39,7 @@ __all__ = [
     "catch_stop_signals",
     "explain_hang",
     "forward_stop_signals",
+    "group_device",
     "host_id",
     "launch",
     "one_line",

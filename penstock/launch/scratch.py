@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,14 @@ def remove_at_exit(directory: Path) -> None:
     atexit.register(remove)
 
 
+def group_device(group: Any = None) -> torch.device:
+    """The device of the tensors that a group sends: the host for gloo, else the current device."""
+    if dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
 def shared_status_directory() -> Path:
     """A directory for status files with the same name on every rank; a collective call of the default group.
 
@@ -62,7 +71,7 @@ def shared_status_directory() -> Path:
         return known
     is_first = dist.get_rank() == 0
     path = tempfile.mkdtemp(prefix="penstock-", dir=_parent()) if is_first else ""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
+    device = group_device()
     content = torch.tensor(list(path.encode().ljust(_MAX_PATH_BYTES, b"\0")), dtype=torch.uint8, device=device)
     dist.broadcast(content, src=0)
     directory = Path(bytes(content.tolist()).rstrip(b"\0").decode())

@@ -316,7 +316,7 @@ class LossWeights:
         for name, first in pieces[0][0].items():
             if not first.is_floating_point() and first.dtype != torch.bool and first.numel():
                 ends = torch.stack([torch.stack(tensors[name].aminmax()) for tensors, _ in pieces])
-                low, high = int(ends.min()), int(ends.max())
+                low, high = torch.stack(ends.aminmax()).tolist()
                 before = self._ranges.find((key, name)) or (low, high)
                 now = min(low, before[0]), max(high, before[1])
                 self._ranges.put((key, name), now)

@@ -17,26 +17,27 @@ class Clock:
     """Measures the seconds of a call, including its work on the device, without the time waiting for a core.
 
     Linux reports how long a thread was ready to run while others ran; on a shared machine that may be more than the
-    work itself. Time asleep counts.
+    work itself. Time asleep counts. On a device with a queue, the time is that between two events on the queue.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._has_queue = device.type not in ("cpu", "meta")
+        self._device, self._has_queue = device, device.type not in ("cpu", "meta")
 
     def seconds(self, call: Callable[[], Any]) -> tuple[float, Any]:
         """The seconds of a call, and its result."""
-        self._synchronize()
+        if self._has_queue:
+            started, ended = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+            started.record()
+            result = call()
+            ended.record()
+            ended.synchronize()
+            return 1e-3 * started.elapsed_time(ended), result
         start = time.perf_counter()
         # Read between the two readings of the clock, so that only waiting inside the timed interval is subtracted.
         waited = waited_seconds()
         result = call()
-        self._synchronize()
         waited = waited_seconds() - waited
         return time.perf_counter() - start - waited, result
-
-    def _synchronize(self) -> None:
-        if self._has_queue:
-            torch.accelerator.synchronize()
 
 
 def waited_seconds() -> float:

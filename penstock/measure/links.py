@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.ir import Cluster, Link
+from penstock.launch import group_device
 from penstock.measure.measured_model import Progress, no_progress
 
 _MAX_SEQUENTIAL = 8
@@ -47,7 +48,7 @@ def measure_links(
         )
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     # Latency and bandwidth from each rank to each other one; zero where another rank measures.
-    results = torch.zeros(2, ranks, ranks, dtype=torch.float64, device=_device(group))
+    results = torch.zeros(2, ranks, ranks, dtype=torch.float64, device=group_device(group))
     rounds = list(round_robin(ranks))
     for number, pairs in enumerate(rounds):
         for turn in [[pair] for pair in pairs] if ranks <= _MAX_SEQUENTIAL else [pairs]:
@@ -78,7 +79,7 @@ class _Pair:
     def __init__(self, group: Any, peer: int, is_timer: bool, messages: Messages) -> None:
         self._group, self._peer, self._is_timer, self._messages = group, peer, is_timer, messages
         self._small, self._large = (
-            torch.zeros(size, dtype=torch.uint8, device=_device(group))
+            torch.zeros(size, dtype=torch.uint8, device=group_device(group))
             for size in (messages.small_bytes, messages.large_bytes)
         )
 
@@ -134,11 +135,6 @@ def _cluster(results: Tensor) -> Cluster:
     return Cluster(ranks, None, *typical, links=links)
 
 
-def _device(group: Any) -> torch.device:
-    is_nccl = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
-
-
 def _synchronize(tensor: Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+    if not tensor.is_cpu:
+        torch.accelerator.synchronize(tensor.device)

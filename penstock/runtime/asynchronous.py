@@ -21,13 +21,23 @@ from penstock.passes import DEFAULT_PASSES, verify
 from penstock.planner import Stream, check_stream
 from penstock.runtime.compile import Edges, Roots, StepCompiler
 from penstock.runtime.engine import _DTYPES, Engine, _generators_restored, _mix, step_options
-from penstock.runtime.executor import ActionTimes, Pass, RankProgram, StageRunner, execute, execute_local, watch_step
+from penstock.runtime.executor import (
+    ActionTimes,
+    Pass,
+    RankProgram,
+    StageRunner,
+    action_times,
+    execute,
+    execute_local,
+    watch_step,
+)
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.health import Extremes
 from penstock.runtime.loss_head import LossHead
 from penstock.runtime.model_part import ModelPart, parameter_ranks
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims
+from penstock.runtime.staging import read_scalars
 from penstock.runtime.step import TARGET, Batch, Result, Step
 from penstock.runtime.sync import Agreement, RankSync, SyncRequest, SyncVote, checksum
 from penstock.runtime.trace import recorded_trace
@@ -467,7 +477,7 @@ class AsyncEngine(Engine):
         missing = [None] * (length - len(microbatches))
         self._stream_runner.window = (*missing, *microbatches)[-length:]
         if records and self._times is None:
-            self._times = [ActionTimes() for _ in chunk.ranks]
+            self._times = [action_times(self._part.device) for _ in chunk.ranks]
         monitor, times = self._groups.monitor, self._times
         self._running.append(chunk)
         try:
@@ -504,7 +514,7 @@ class AsyncEngine(Engine):
                 has_loss, dtype = 1.0, float(_DTYPES.index(values.dtype))
                 # A microbatch of weight 0 does not count, even if its loss is NaN.
                 loss = sum(w * value for w, value in zip(weights, losses_and_weights, strict=False) if w)
-            added = step.scale * sum(float(value) for each in step.added.values() for value in each)
+            added = step.scale * sum(read_scalars([value for each in step.added.values() for value in each]))
             vote = vote._replace(sums=(loss, added), maxes=(has_loss, dtype))
             self._losses.start(losses_and_weights, count)
         self._sync_of_call.start(request, vote)

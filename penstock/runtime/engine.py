@@ -16,7 +16,7 @@ from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunErr
 from penstock.ir import Plan, named_inputs, named_leaves
 from penstock.passes import DEFAULT_PASSES, AddShardMoves
 from penstock.runtime.compile import CompiledStep, StepCompiler
-from penstock.runtime.executor import ActionTimes, StageRunner, execute, execute_local, watch_step
+from penstock.runtime.executor import ActionTimes, StageRunner, action_times, execute, execute_local, watch_step
 from penstock.runtime.health import NONFINITE_HINT, Extremes, NonfiniteProbe, agree_on_origin
 from penstock.runtime.inputs import BatchSender, GivenNames, has_no_batch, naming_the_first_rank
 from penstock.runtime.layout import raise_on_all_ranks
@@ -24,6 +24,7 @@ from penstock.runtime.loss_head import LossHead, StepWarnings
 from penstock.runtime.model_part import BufferName, ModelPart
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims, OutputMerger, share_outputs
+from penstock.runtime.staging import read_scalars
 from penstock.runtime.step import TARGET, Batch, Result, SplitBatch, Step
 from penstock.runtime.sync import MAX_CONTENT, Agreement, RankSync, SyncRequest, SyncResult, SyncVote, checksum
 from penstock.runtime.trace import recorded_trace
@@ -388,7 +389,7 @@ class Engine:
         self._snapshot.restore()
 
     def _execute(self, step: Step, compiled: CompiledStep, records: bool) -> list[ActionTimes] | None:
-        times = [ActionTimes() for _ in compiled.ranks] if records else None
+        times = [action_times(self._part.device) for _ in compiled.ranks] if records else None
         monitor = self._groups.monitor
         self._runner.step = step
         try:
@@ -433,7 +434,7 @@ class Engine:
             has_loss, dtype = (2.0 if step.named_steps else 1.0), float(_DTYPES.index(losses[0].dtype))
             # A microbatch of weight 0 does not count, even if its loss is NaN.
             loss = sum([weights[index] * values[index] for index in step.losses if weights[index]])
-        added = step.scale * sum([float(value) for values in step.added.values() for value in values])
+        added = step.scale * sum(read_scalars([value for values in step.added.values() for value in values]))
         first, last = math.inf, -math.inf
         if step.is_training and self._options.nonfinite != "ignore" and self._loss_head.scaler is None:
             gradients = Extremes()
@@ -490,8 +491,9 @@ class Engine:
             # In the same order on every replica. A loss of weight 0 does not count, even if it is NaN.
             totals = []
             for name in sorted(weights):
-                values = [(weights[name][index], losses[name]) for index, losses in step.named_losses.items()]
-                totals.append(sum(weight * float(value) for weight, value in values if weight))
+                values = read_scalars([losses[name] for losses in step.named_losses.values()])
+                pairs = zip((weights[name][index] for index in step.named_losses), values, strict=True)
+                totals.append(sum(weight * value for weight, value in pairs if weight))
             means = self._part.replicas.sum(torch.tensor(totals, dtype=torch.float64)) / self._groups.num_replicas
             means_by_name = dict(zip(sorted(weights), means.tolist(), strict=True))
             text = json.dumps({name: (means_by_name[name], weights[name]) for name in weights})

@@ -262,6 +262,58 @@ class ActionTimes:
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
 
+    def start(self) -> None:
+        """An action starts."""
+        self.starts.append(perf_counter())
+
+    def end(self) -> None:
+        """The action ends."""
+        self.ends.append(perf_counter())
+
+    def read(self) -> None:
+        """No-op: the clock was read while the actions ran."""
+
+
+class DeviceTimes(ActionTimes):
+    """When the kernels of each action ran: events on the queue of a device, which are read once, after the step.
+
+    Python only starts kernels: its own clock would show when each action was put into the queue.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._events: list[tuple[torch.Event, bool]] = []
+        """in the order of recording, each with whether it is a start"""
+        self._first = self._record()
+
+    def _record(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        """An action starts."""
+        self._events.append((self._record(), True))
+
+    def end(self) -> None:
+        """The action ends."""
+        self._events.append((self._record(), False))
+
+    def read(self) -> None:
+        """Wait for the last event, and turn all of them into seconds of the host's clock."""
+        events, self._events = self._events, []
+        if events:
+            events[-1][0].synchronize()
+        for event, is_start in events:
+            seconds = self.began + 1e-3 * self._first.elapsed_time(event)
+            (self.starts if is_start else self.ends).append(seconds)
+
+
+def action_times(device: torch.device) -> ActionTimes:
+    """Records the actions of a rank that computes on the device."""
+    return ActionTimes() if device.type == "cpu" else DeviceTimes(device)
+
 
 def execute(program: RankProgram, report: Callable[[int], None], times: ActionTimes | None = None) -> None:
     """Run the actions of one rank in order; `report` is given the code of each action that takes time."""
@@ -311,7 +363,7 @@ def _run_timed(
     try:
         for wait in action.waits:
             wait()
-        times.starts.append(perf_counter())
+        times.start()
         if report is not None:
             report(action.code)
         if action.run is not None:
@@ -319,7 +371,7 @@ def _run_timed(
                 _run_observed(program.rank, action)
             else:
                 action.run()
-        times.ends.append(perf_counter())
+        times.end()
     except Exception as error:
         program.clear()
         raise located_error(error, program.rank, action.code) from error

@@ -23,6 +23,7 @@ from penstock.runtime.layout import (
     shard_like,
     whole,
 )
+from penstock.runtime.staging import host_buffer, is_staged, read_scalars, to_device, to_host
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 
 
@@ -164,20 +165,26 @@ class TiedReducer:
 
     def _send(self, gradient: Tensor | None, tied: TiedParameter, rank: int) -> None:
         # A flag goes first: a rank may have no gradient to send.
-        flag = torch.tensor([int(gradient is not None)], device=tied.parameter.device)
-        self._groups.run(dist.isend, flag, group=self._groups.group, group_dst=rank)
+        flag = torch.tensor([int(gradient is not None)])
+        self._groups.run(dist.isend, flag, group=self._groups.control, group_dst=rank)
         if gradient is not None:
-            self._groups.run(dist.isend, gradient.contiguous(), group=self._groups.group, group_dst=rank)
+            content = gradient.contiguous()
+            if is_staged(self._groups.group, content.device):
+                (content,) = to_host([content], content.device)
+            self._groups.run(dist.isend, content, group=self._groups.group, group_dst=rank)
 
     def _receive(self, tied: TiedParameter, rank: int) -> Tensor | None:
-        flag = torch.zeros(1, dtype=torch.int64, device=tied.parameter.device)
-        self._groups.run(dist.irecv, flag, group=self._groups.group, group_src=rank)
+        flag = torch.zeros(1, dtype=torch.int64)
+        self._groups.run(dist.irecv, flag, group=self._groups.control, group_src=rank)
         if not int(flag):
             return None
-        parameter = tied.parameter
-        gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        shape, dtype, device = tied.parameter.shape, tied.parameter.dtype, tied.parameter.device
+        if is_staged(self._groups.group, device):
+            gradient = host_buffer(shape, dtype)
+        else:
+            gradient = torch.empty(shape, dtype=dtype, device=device)
         self._groups.run(dist.irecv, gradient, group=self._groups.group, group_src=rank)
-        return gradient
+        return to_device(gradient, device)
 
 
 class ShardedStages:
@@ -284,13 +291,15 @@ def global_norm(
         return torch.tensor(largest, dtype=torch.float64)
     # First plain gradients, which are equal in all pipelines, so that those of one pipeline are summed; then sharded
     # ones, of which each pipeline has a part, so that those of all pipelines are summed.
-    sums = torch.zeros(2, dtype=torch.float64)
-    for gradient, count in zip(gradients, copies or [1] * len(gradients), strict=True):
+    parts = []
+    for gradient in gradients:
         scaled = _local(gradient).abs().to(torch.float64).div_(largest)
-        powers = scaled.square_() if power == 2.0 else scaled.pow_(power)
+        parts.append((scaled.square_() if power == 2.0 else scaled.pow_(power)).sum())
+    sums = [0.0, 0.0]
+    for gradient, count, part in zip(gradients, copies or [1] * len(gradients), read_scalars(parts), strict=True):
         is_sharded = isinstance(gradient, DTensor)
-        sums[int(is_sharded)] += powers.sum().cpu() / (count if is_sharded else 1)
-    result = sync.exchange(request, SyncVote(sums=tuple(sums.tolist())))
+        sums[int(is_sharded)] += part / (count if is_sharded else 1)
+    result = sync.exchange(request, SyncVote(sums=tuple(sums)))
     total = result.pipeline_sums[0] + result.sums[1]
     return torch.tensor(largest * total ** (1.0 / power), dtype=torch.float64)
 
@@ -305,14 +314,15 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
 
 def _largest_entry(gradients: Sequence[Tensor]) -> float:
     """The largest absolute entry; NaN if one is NaN."""
-    largest = [torch.zeros((), dtype=torch.float64)]
+    largest = []
     for gradient in gradients:
         local = _local(gradient)
         if local.numel():
             # aminmax is many times faster on the host than torch.linalg.vector_norm with ord=inf.
             low, high = torch.aminmax(local.abs() if local.is_complex() else local)
-            largest.append(torch.maximum(low.abs(), high.abs()).to("cpu", torch.float64))
-    return float(torch.stack(largest).max())
+            largest.append(torch.maximum(low.abs(), high.abs()))
+    # Python's max would skip NaN.
+    return float(torch.tensor([0.0, *read_scalars(largest)], dtype=torch.float64).max())
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -87,7 +87,8 @@ class ProcessGroups:
             replicas, replica_control = _group(mesh, replica_axes), _gloo_group(mesh, replica_axes)
         peers = replica_control if peer_axes == replica_axes else _gloo_group(mesh, peer_axes)
         pipeline_ranks = [dist.get_global_rank(group, rank) for rank in range(num_ranks)]
-        monitor = RankMonitor(pipeline_ranks, mesh.mesh.flatten().tolist(), deadline_seconds)
+        ranks, backend = mesh.mesh.flatten().tolist(), dist.get_backend(group)
+        monitor = RankMonitor(pipeline_ranks, ranks, deadline_seconds, backend=backend)
         return cls(mesh.get_local_rank(PIPELINE), num_ranks, group, control, replicas, replica_control, monitor, peers)
 
     def start(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -39,12 +39,12 @@ class Extremes:
 
     def nonfinite_stages(self) -> list[int]:
         """The stages with NaN or Inf in a value."""
-        # Stacked, because on a GPU every read waits for the device.
-        return [
-            stage
-            for stage, extremes in self._extremes.items()
-            if extremes and not bool(torch.stack(extremes).isfinite().all())
-        ]
+        # Read at once, because on a GPU every read waits for the device.
+        finite = {
+            stage: torch.stack(extremes).isfinite().all() for stage, extremes in self._extremes.items() if extremes
+        }
+        flags = torch.stack(list(finite.values())).tolist() if finite else []
+        return [stage for stage, is_finite in zip(finite, flags, strict=True) if not is_finite]
 
 
 def all_finite(tensors: Iterable[Tensor | None]) -> bool:

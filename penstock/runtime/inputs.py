@@ -14,6 +14,7 @@ from penstock.ir import Plan, leaves, named_inputs, named_leaves
 from penstock.runtime.broadcast import flatten_structure, read_structure
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.model_part import ModelPart
+from penstock.runtime.staging import host_buffer, is_staged, to_device, to_host
 from penstock.runtime.step import TARGET, Batch, SplitBatch
 from penstock.stages import Ownership
 
@@ -235,6 +236,8 @@ def send_tensors(
     groups: ProcessGroups, tensors: Sequence[Tensor], needed_by: Callable[[int], Collection[int] | None]
 ) -> None:
     """On rank 0: send every rank the tensors with the indices that it needs; None: all of them."""
+    if tensors and is_staged(groups.group, tensors[0].device):
+        tensors = to_host(tensors, tensors[0].device)
     works = [
         groups.start(dist.isend, tensors[index], group=groups.group, group_dst=rank)
         for rank in range(1, groups.num_ranks)
@@ -249,10 +252,13 @@ def receive_tensors(
 ) -> Sequence[Tensor]:
     """On the other ranks: fill the buffers with the needed tensors; the rest stay uninitialised."""
     indices = _sent(buffers, needed)
-    works = [groups.start(dist.irecv, buffers[index], group=groups.group, group_src=0) for index in indices]
+    received = list(buffers)
+    if buffers and is_staged(groups.group, buffers[0].device):
+        received = [host_buffer(buffer.shape, buffer.dtype) for buffer in buffers]
+    works = [groups.start(dist.irecv, received[index], group=groups.group, group_src=0) for index in indices]
     for work in works:
         groups.wait(work)
-    return buffers
+    return [to_device(tensor, buffer.device) for tensor, buffer in zip(received, buffers, strict=True)]
 
 
 def _sent(tensors: Sequence[Tensor], needed: Collection[int] | None) -> list[int]:

@@ -39,10 +39,12 @@ class RankMonitor:
         replicas: Sequence[int],
         deadline_seconds: float,
         setting: str = "RunOptions(deadline_seconds=...), or --deadline",
+        backend: str | None = None,
     ) -> None:
         """`ranks` of the pipeline and `replicas`, the ranks with the same stages, are both global ranks.
 
-        `setting` is the option that sets the deadline, for error messages.
+        `setting` is the option that sets the deadline, for error messages; `backend` that of the messages, by default
+        that of the default group.
         """
         self._ranks = tuple(ranks)
         self._status = StatusFile.create(shared_status_directory(), dist.get_rank(), dist.get_world_size())
@@ -53,7 +55,7 @@ class RankMonitor:
         self.step = 0
         self._is_first_step = False
         # A wait of NCCL belongs to the stream of its thread.
-        self._can_wait_in_thread = dist.get_backend() == "gloo"
+        self._can_wait_in_thread = (backend or dist.get_backend()) == "gloo"
         self._set_deadline(is_first=True)
         if os.environ.get(VARIABLE, "1") != "0":
             self._watcher.start()

@@ -40,6 +40,8 @@ def _gathered(program: Program, groups: ProcessGroups, times: Sequence[ActionTim
     """
     lengths = [len(program.table.rank(rank)) for rank in range(program.num_ranks)]
     longest = max(lengths)
+    for each in times:
+        each.read()
     rows = [_row(each, longest) for each in times]
     table = torch.stack(rows) if groups.is_local else groups.gather(rows[0])
     is_one_host = bool((table[:, 0] == table[0, 0]).all())

@@ -27,4 +27,4 @@ def make_transport(groups: ProcessGroups, device: torch.device) -> Transport:
     """The transport for the ranks of a pipeline."""
     if groups.is_local or groups.monitor is None:
         return LocalTransport(device)
-    return DistributedTransport(groups.group, device, groups.monitor)
+    return DistributedTransport(groups.group, device, groups.monitor, groups.control)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.errors import RunError
 from penstock.ir import Value
+from penstock.runtime.staging import host_buffer
 
 Tensors = Sequence[Tensor | None]
 MessageKey = tuple[int, int, int]
@@ -68,9 +69,12 @@ class TensorCodec:
         tensor = tensor.contiguous()
         return torch.view_as_real(tensor.resolve_conj()) if self._dtype.is_complex else tensor
 
-    def buffer(self, device: torch.device) -> Tensor:
-        """Memory to receive into."""
-        buffer = torch.empty(self._sent_shape, dtype=self._dtype, device=device)
+    def buffer(self, device: torch.device, is_pinned: bool = False) -> Tensor:
+        """Memory to receive into: on the device, or pinned memory of the host."""
+        if is_pinned:
+            buffer = host_buffer(self._sent_shape, self._dtype)
+        else:
+            buffer = torch.empty(self._sent_shape, dtype=self._dtype, device=device)
         return torch.view_as_real(buffer) if self._dtype.is_complex else buffer
 
     def unpack(self, buffer: Tensor) -> Tensor:

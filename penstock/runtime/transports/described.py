@@ -18,11 +18,11 @@ from penstock.errors import RunError
 from penstock.ir import TensorSpec, Value
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.monitor import RankMonitor
+from penstock.runtime.staging import HOST, to_device, to_host
 from penstock.runtime.transports.base import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Tensors, Transport
 
 HEADER_BYTES = 4096
 _HEADER_TAG, _CONTENT_TAG = 2_000_000_021, 2_000_000_022
-_HOST = torch.device("cpu")
 
 
 class DescribedTransport(Transport):
@@ -80,7 +80,8 @@ class _SendSlot(SendSlot):
         for tensor, spec in zip(tensors, specs, strict=True):
             if tensor is not None and spec is not None and tensor.numel():
                 # Kept until the send is done: gloo reads from this memory until then.
-                self._send(TensorCodec(Value("value", spec)).pack(tensor, _HOST).cpu(), _CONTENT_TAG)
+                packed = TensorCodec(Value("value", spec)).pack(tensor, HOST)
+                self._send(packed if packed.is_cpu else to_host([packed], packed.device)[0], _CONTENT_TAG)
 
     def _send(self, content: Tensor, tag: int) -> None:
         self._sent.append(content)
@@ -132,7 +133,7 @@ class _RecvSlot(RecvSlot):
             transport.posted[peer].popleft().post_content()
         transport.wait(self._works, self.route)
         device, pairs = transport.device, zip(self._codecs, self._buffers, strict=True)
-        self._received = [None if codec is None else codec.unpack(buffer.to(device)) for codec, buffer in pairs]
+        self._received = [None if codec is None else codec.unpack(to_device(buffer, device)) for codec, buffer in pairs]
         self._works, self._buffers, self._codecs = [], [], []
 
     def post_content(self) -> None:
@@ -144,7 +145,8 @@ class _RecvSlot(RecvSlot):
         is_gradient = self.route.key[0] > self.route.key[1]
         for spec in specs:
             codec = None if spec is None else TensorCodec(Value("value", spec), is_gradient)
-            buffer = torch.empty(0) if codec is None else codec.buffer(_HOST)
+            is_pinned = self._transport.device.type != "cpu"
+            buffer = torch.empty(0) if codec is None else codec.buffer(HOST, is_pinned)
             self._codecs.append(codec)
             self._buffers.append(buffer)
             if codec is not None and not codec.is_empty:

@@ -7,15 +7,22 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.monitor import RankMonitor
+from penstock.runtime.staging import HOST, is_staged, to_device, to_host
 from penstock.runtime.transports.base import RecvSlot, Route, SendSlot, Tensors, Transport
 
 
 class DistributedTransport(Transport):
-    """Sends the tensors of a message one by one, in the order of the program."""
+    """Sends the tensors of a message one by one, in the order of the program.
 
-    def __init__(self, group: Any, device: torch.device, monitor: RankMonitor) -> None:
+    With a backend of the device, such as NCCL, sends and receives are ordered by the device's queue: nothing here waits
+    for the device. Over gloo the tensors of a device go through pinned host memory.
+    """
+
+    def __init__(self, group: Any, device: torch.device, monitor: RankMonitor, control: Any = None) -> None:
+        """`control`: a group of the same ranks for host tensors; None: `group`, if that is for host tensors."""
         super().__init__(device)
-        self.group, self.monitor = group, monitor
+        self.group, self.monitor, self.control = group, monitor, group if control is None else control
+        self.is_staged = is_staged(group, device)
 
     def send_slot(self, route: Route) -> SendSlot:
         """The sending end of a message."""
@@ -51,15 +58,18 @@ class _SendSlot(SendSlot):
         tensors, self._tensors = self._tensors, ()
         transport, (_, _, peer, tag, codecs) = self._transport, self.route
         if self.route.has_flags:
-            flags = [tensor is not None for tensor in tensors]
-            self._packed.append(torch.tensor(flags, dtype=torch.uint8, device=transport.device))
-            self._works.append(transport.group.send([self._packed[-1]], peer, tag))
-        for codec, tensor in zip(codecs, tensors, strict=True):
-            if not codec.is_empty:
-                # Kept until the send is done: gloo reads from this memory until then.
-                packed = codec.pack(tensor, transport.device)
-                self._packed.append(packed)
-                self._works.append(transport.group.send([packed], peer, tag))
+            # Host tensors: to read flags from a device, the receiver would have to wait for it.
+            flags = torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8)
+            self._packed.append(flags)
+            self._works.append(transport.control.send([flags], peer, tag))
+        pairs = zip(codecs, tensors, strict=True)
+        packed = [codec.pack(tensor, transport.device) for codec, tensor in pairs if not codec.is_empty]
+        if transport.is_staged:
+            packed = to_host(packed, transport.device)
+        for content in packed:
+            # Kept until the send is done: gloo reads from this memory until then.
+            self._packed.append(content)
+            self._works.append(transport.group.send([content], peer, tag))
 
     def release(self) -> None:
         # A send that was never waited for may be lost, so this waits, which takes no time for one that has arrived.
@@ -93,10 +103,10 @@ class _RecvSlot(RecvSlot):
     def post(self) -> None:
         transport, (_, _, peer, tag, codecs) = self._transport, self.route
         if self.route.has_flags:
-            self._flags = torch.empty(len(codecs), dtype=torch.uint8, device=transport.device)
-            self._works.append(transport.group.recv([self._flags], peer, tag))
+            self._flags = torch.empty(len(codecs), dtype=torch.uint8)
+            self._works.append(transport.control.recv([self._flags], peer, tag))
         for codec in codecs:
-            buffer = codec.buffer(transport.device)
+            buffer = codec.buffer(HOST if transport.is_staged else transport.device, is_pinned=transport.is_staged)
             self._buffers.append(buffer)
             if not codec.is_empty:
                 self._works.append(transport.group.recv([buffer], peer, tag))
@@ -108,8 +118,10 @@ class _RecvSlot(RecvSlot):
     def wait(self) -> None:
         self._transport.monitor.waiting(self.route.code, self.route.peer)
         self._transport.wait(self._works, self.route)
-        codecs = self.route.codecs
-        self._received = [codec.unpack(buffer) for codec, buffer in zip(codecs, self._buffers, strict=True)]
+        codecs, buffers = self.route.codecs, self._buffers
+        if self._transport.is_staged:
+            buffers = [to_device(buffer, self._transport.device) for buffer in buffers]
+        self._received = [codec.unpack(buffer) for codec, buffer in zip(codecs, buffers, strict=True)]
         if self._flags is not None:
             pairs = zip(codecs, self._received, self._flags.tolist(), strict=True)
             self._received = [None if codec.is_optional and not flag else tensor for codec, tensor, flag in pairs]
