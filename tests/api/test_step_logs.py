@@ -1,0 +1,111 @@
+"""Logs have every step once, also after a run resumes, and a log that cannot be written does not end the training."""
+
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from penstock import PenstockError, TrainOptions
+from penstock.api.step_logs import Csv, JsonLines, LineFile, StepLogs
+from penstock.api.train_options import LogTarget
+from penstock.ir import StepMetrics
+
+
+def metrics(step: int, **values: Any) -> StepMetrics:
+    return StepMetrics(**{"step": step, "loss": 1.0 / (step + 1), "seconds": 0.5, "samples": 8, **values})
+
+
+@pytest.fixture(params=[Csv, JsonLines])
+def make(request: pytest.FixtureRequest) -> type[LineFile]:
+    return request.param  # type: ignore[no-any-return]
+
+
+def test_a_step_that_is_evaluated_has_one_line(make: type[LineFile], tmp_path: Path) -> None:
+    log = make(tmp_path / "log")
+    for each in (metrics(0, lr=0.1), metrics(1), metrics(1, eval_loss=0.25), metrics(2, loss=None)):
+        log.write(each)
+    assert log.read() == (metrics(0, lr=0.1), metrics(1, eval_loss=0.25), metrics(2, loss=None))
+
+
+def test_a_run_that_resumes_replaces_later_steps_and_a_line_that_was_cut_off(
+    make: type[LineFile], tmp_path: Path
+) -> None:
+    first = make(tmp_path / "log")
+    for step in range(4):
+        first.write(metrics(step))
+    with first.path.open("a") as file:
+        file.write("4,0.")
+    second = make(tmp_path / "log")
+    second.write(metrics(2, lr=0.5))
+    assert second.read() == (metrics(0), metrics(1), metrics(2, lr=0.5))
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+def test_a_log_that_cannot_be_written_is_dropped_with_a_message(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    logs = StepLogs([LogTarget("csv", str(tmp_path / "gone" / "log.csv")), LogTarget("csv", str(tmp_path / "log.csv"))])
+    assert logs.write(metrics(0)) == []
+    (tmp_path / "gone" / "log.csv").unlink()
+    (message,) = logs.write(metrics(1))
+    assert "STEPS ARE NO LONGER WRITTEN TO" in message
+    assert logs.write(metrics(2)) == []
+    assert [each.step for each in Csv(tmp_path / "log.csv").read()] == [0, 1, 2]
+
+
+class FakeWandb(ModuleType):
+    """The part of wandb that is used, with the calls that were made."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None, origin="wandb")
+        self.calls: list[Any] = []
+
+    def init(self, **settings: Any) -> "FakeWandb":
+        self.calls.append(settings)
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls.append((step, values))
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
+def test_wandb_gets_every_number_once_under_the_id_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    logs = StepLogs(TrainOptions(log=["wandb:first"]).log_targets, "abc")
+    for each in (metrics(4), metrics(4, eval_loss=0.5)):
+        assert logs.write(each) == []
+    logs.close()
+    assert wandb.calls == [
+        {"project": "first", "id": "abc", "resume": "allow"},
+        (4, {"loss": 0.2, "seconds": 0.5, "samples": 8.0}),
+        (4, {"eval_loss": 0.5}),
+        "finish",
+    ]
+
+
+def test_tensorboard_shows_the_steps_of_a_resumed_run_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in (range(4), range(2, 5)):
+        logs = StepLogs([LogTarget("tensorboard", str(tmp_path))])
+        for step in steps:
+            logs.write(metrics(step))
+        logs.write(metrics(steps[-1], eval_loss=0.5))
+        logs.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [0, 1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("eval_loss")] == [4]
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
+def test_a_missing_package_is_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.api.train_options.find_spec", lambda name: None)
+    with pytest.raises(PenstockError, match=f"try: pip install {kind}"):
+        TrainOptions(log=[f"{kind}:first"])
