@@ -102,6 +102,9 @@ def test_the_page_of_plain_text_is_current() -> None:
 
 def test_dir_shows_public_names_only() -> None:
     """In a process of its own: others may have loaded packages of penstock."""
-    code = "import penstock, penstock.runtime, penstock.cli\nprint(sorted(set(dir(penstock)) ^ set(penstock.__all__)))"
+    code = (
+        "import penstock, penstock.runtime, penstock.cli\n"
+        "print(sorted(set(dir(penstock)) ^ set(penstock.__all__)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['__version__']"
