@@ -27,6 +27,8 @@ comma := ,
 PLANNING := penstock/errors.py penstock/ir penstock/partitioners penstock/schedules penstock/passes penstock/views penstock/simulate penstock/planner
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Compiled modules are kept, whatever the environment says: every process of a test run would compile them again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test test-all lint bench soak survey docs clean
 .NOTPARALLEL:

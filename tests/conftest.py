@@ -58,12 +58,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from tests.selection import beyond_each_value
 
         left_out = {item for item in items if item.get_closest_marker("whole")}
-        left_out.update(beyond_each_value([item for item in items if item not in left_out]))
+        # Tests that count lines are quick, and keep all their combinations: coverage is that of the full products.
+        left_out.update(beyond_each_value([item for item in items if item not in left_out and not _is_traced(item)]))
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
     for item in items:
         if item.get_closest_marker("gloo"):
             item.add_marker(pytest.mark.xdist_group("gloo"))
+
+
+def _is_traced(item: pytest.Item) -> bool:
+    return item.path.relative_to(_TESTS).parts[0] in _COVERED and not item.get_closest_marker("untraced")
 
 
 def pytest_collection_finish() -> None:
@@ -76,8 +81,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Trace a test and its fixtures if it is one of a planning package."""
-    is_traced = item.path.relative_to(_TESTS).parts[0] in _COVERED and not item.get_closest_marker("untraced")
-    if _COVERAGE and is_traced:
+    if _COVERAGE and _is_traced(item):
         with _COVERAGE.collect():
             return (yield)
     return (yield)

@@ -86,6 +86,7 @@ def test_the_benchmark_of_capture_measures_recording_and_replay():
     assert 0 < played.value < 100
 
 
+@pytest.mark.whole
 def test_the_benchmark_of_measuring_compares_the_sum_of_nodes_with_the_step():
     models = {name: lambda build=build: build(16) for name, build in measure.MODELS.items() if name != "T5"}
     lines = list(measure.sums(models, iterations=1).lines)
@@ -159,6 +160,7 @@ def test_receive_buffers_exist_for_the_microbatches_in_flight_only():
     assert all(line.value < 0.5 for line in lines)
 
 
+@pytest.mark.whole
 def test_synthesised_orders_are_compared_with_the_solver_the_bound_and_named_schedules():
     pytest.importorskip("ortools")
     assert [line.value for line in synthesis.certified(count=4).lines] == [0, 0]
@@ -179,6 +181,7 @@ def test_a_searched_plan_is_compared_with_an_even_division():
     assert auto.value <= linear.value <= even.value
 
 
+@pytest.mark.whole
 def test_predictions_are_compared_with_steps():
     pytest.importorskip("torch")
     tiny = Sizes(layers=2, width=16, heads=2, vocabulary=16, length=8, samples=4, microbatches=2)
@@ -193,6 +196,7 @@ def test_a_save_is_measured_while_ranks_wait_and_beside_their_steps():
     assert line.value > 0
 
 
+@pytest.mark.whole
 def test_a_slow_rank_is_detected(capsys):
     setting = slow_ranks.Setting(ranks=2, microbatches=2, unit=0.001, clean=2)
     slow_ranks.delays(setting, factors=(4.0,)).show()

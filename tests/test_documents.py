@@ -156,7 +156,7 @@ def test_every_call_in_the_tables_for_users_of_other_libraries_runs() -> None:
 
 
 # Their models train in other tests, or the example runs in another one.
-SLOW_EXAMPLES = {"gpt", "hf_llama", "resnet", "t5", "custom_schedule"}
+SLOW_EXAMPLES = {"gpt", "hf_llama", "hf_trainer", "resnet", "t5", "tensor_parallel", "custom_schedule"}
 
 
 @pytest.mark.parametrize(

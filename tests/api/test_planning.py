@@ -9,6 +9,7 @@ import pytest
 import penstock
 from penstock import errors
 from penstock.errors import CostError, FormatError, PenstockError, ScheduleError
+from penstock.planner import synthesise
 
 COSTS = penstock.StageCosts(
     forward=(1.0, 1.0, 1.0, 1.0),
@@ -214,7 +215,8 @@ def test_auto_is_an_order_made_for_the_costs():
     assert penstock.simulate(made, UNEVEN).makespan <= best
 
 
-def test_auto_keeps_the_memory_limit():
+def test_auto_keeps_the_memory_limit(monkeypatch):
+    monkeypatch.setitem(synthesise.__kwdefaults__, "budget_seconds", 0.5)
     trace = penstock.simulate(penstock.schedule("auto", 4, 8, costs=UNEVEN, memory=2), UNEVEN)
     assert max(trace.peak_bytes(rank) for rank in range(4)) <= 2
 

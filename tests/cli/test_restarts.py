@@ -159,6 +159,7 @@ def test_ranks_listen_on_loopback_only_and_end_with_a_launcher_that_is_killed(
     wait_until(lambda: not left_over(tidy, training.directory))  # files are removed after the ranks have ended
 
 
+@pytest.mark.whole  # tests/cli/test_train.py has a shorter run under torchrun
 def test_torchrun_restarts_a_training_and_forwards_a_stop_signal(training: ShortTraining, clean: Outcome) -> None:
     for name in ("out", "saved"):
         shutil.rmtree(training.directory / name, ignore_errors=True)

@@ -139,7 +139,6 @@ def test_a_mistake_is_one_message(call, arguments: tuple[str, ...], code: int, t
     assert result.exit_code == code
 
 
-@pytest.mark.whole  # tests/cli/test_restarts.py has another run under torchrun
 def test_under_torchrun_every_process_is_a_rank_and_the_first_one_plans(tmp_path: Path) -> None:
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     torchrun = [sys.executable, "-m", *launcher, "-m", "penstock"]

@@ -29,7 +29,8 @@ SAME_LOSS = (ALIKE - {"bert_sequence_classification", "bert_token_classification
     *("gemma2", "gemma3", "cohere", "bloom", "deepseek_v3", "mamba2", "gpt_oss", "modernbert", "deberta_v2", "bart"),
     *("swin", "convnext", "unet", "segformer", "lstm", "branches", "weight_used_twice", "in_place", "non_contiguous"),
     *("channels_last", "dict_between", "dataclass_between", "model_output_between", "nested_between", "long_skips"),
-    *("frozen", "lora", "checkpointed", "checkpointed_reentrant", "hooked", "hidden_states"),
+    *("frozen", "lora", "checkpointed", "checkpointed_reentrant", "hooked", "hidden_states", "tied", "dropout", "gpt"),
+    *("gpt_nested", "lstm_stack", "gru_stack", "recurrent_cells", "gru_attention", "wavenet"),
 }
 
 

@@ -265,7 +265,7 @@ def chain_job(shape, names, parallelize_fn, path):
 @pytest.mark.parametrize(
     ("shape", "names", "parallelize_fn"),
     [
-        ((2, 2), ("pp", "tp"), split_sequences),
+        pytest.param((2, 2), ("pp", "tp"), split_sequences, marks=pytest.mark.whole),
         ((1, 2, 2), ("pp", "dp", "tp"), split_and_shard),
     ],
 )

@@ -12,7 +12,8 @@ from benchmarks import two_hosts_rank
 from benchmarks.hosts import Ended, NoHostsError, two_hosts
 from tests.parity import TOLERANCE
 
-pytestmark = pytest.mark.xdist_group("two hosts")  # one run is enough for all tests
+# One run is enough for all tests; it starts torchrun twice, which tests/cli/test_train.py does by default.
+pytestmark = [pytest.mark.xdist_group("two hosts"), pytest.mark.whole]
 DEADLINE_SECONDS = 150.0
 TASK = {"flops": 1e11, "schedule": "1f1b", "budget_seconds": 60.0, "dies": True}
 """with one schedule all cuts are looked at in a moment, however busy the machine is"""

@@ -31,6 +31,7 @@ EVERY_SIZE = [(name, *size) for name in SCHEDULES for ranks in SIZES for size in
 SOME_SIZES = covering(EVERY_SIZE)
 
 
+@pytest.mark.all_combinations
 @pytest.mark.untraced
 @every_number_of_ranks
 @every_schedule
