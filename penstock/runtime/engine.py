@@ -146,7 +146,7 @@ class Engine:
             self._compare_shared_batches(batch, request)
         self._num_recorded = 0
         if self._part.communicates:
-            self._agree_on_recording(batch, request)
+            self._agree_on_recording(batch, request, is_training, keeps_outputs and output_dims is None)
         if self._sender is None:
             split, compiled, mean_size = self._begin_given(batch, request, is_training)
         else:
@@ -226,18 +226,39 @@ class Engine:
             raise explain_failure(error, captured.model.forward, microbatches) from error.__cause__
         return SplitBatch(microbatches, *zip(*pairs, strict=True))
 
-    def _agree_on_recording(self, batch: Batch, request: SyncRequest) -> None:
+    def _agree_on_recording(self, batch: Batch, request: SyncRequest, is_training: bool, finds_dims: bool) -> None:
         """Agree with all ranks on how often they record the model for this step: a batch may be new to some replicas.
 
         The model communicates with other replicas, for example to gather parameters, so none may record it alone.
+        `finds_dims`: the batch dimensions of the outputs are found by another recording, after the step.
         """
         shapes = SyncRequest(f"the shapes of the batch of {request.name}", request.step)
         with self._refusing(shapes):
-            number = 0
-            if not has_no_batch(batch) and (self._sender is None or self._groups.rank == 0):
+            number, count, is_given = 0, 0, self._sender is None or self._groups.rank == 0
+            if is_given and not has_no_batch(batch):
                 parts = [(part.args, part.kwargs) for part in self._microbatches(self._target_as_argument(batch))]
-                number = self._part.captured.num_new(parts, self._seed)
-        self._num_recorded = int(self._sync.exchange(shapes, SyncVote(maxes=(float(number),))).maxes[0])
+                number, count = self._part.captured.num_new(parts, self._seed), len(parts)
+        vote = SyncVote(maxes=(float(number), -float(number), float(count), -float(count)) if is_given else ())
+        most, fewest, most_microbatches, fewest_microbatches = self._sync.exchange(shapes, vote).maxes
+        if not is_training and most_microbatches != -fewest_microbatches:
+            # Every forward gathers parameters.
+            error = RunError(
+                "replicas that share parameters must have the same number of microbatches in an evaluation",
+                fewest=int(-fewest_microbatches),
+                most=int(most_microbatches),
+                hint="at least one sample for each microbatch on every replica",
+            )
+            error.is_shared = True
+            raise error
+        if finds_dims and most != -fewest:
+            error = RunError(
+                "replicas that share parameters cannot find the batch dimensions of outputs for shapes that are new "
+                "to some of them only",
+                hint="output_dims=0, or another rule of docs/training.md",
+            )
+            error.is_shared = True
+            raise error
+        self._num_recorded = int(most)
         if self._num_recorded and self._groups.monitor is not None:
             self._groups.monitor.building()
 

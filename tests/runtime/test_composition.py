@@ -77,6 +77,14 @@ def sharded_with_new_lengths(inputs):
         own = slice(0, sizes[0]) if replica == 0 else slice(sizes[0], sum(sizes))
         for call in (pipe.step, pipe.eval):
             _ = call(X[own], target=Y[own]) if has_batch else call()
+    if inputs == "all":
+        with pytest.raises(penstock.RunError, match="the same number of microbatches in an evaluation"):
+            pipe.eval(X[:6] if replica == 0 else X[:1])
+        own = slice(0, 6) if replica == 0 else slice(6, 8)
+        with pytest.raises(penstock.RunError, match="cannot find the batch dimensions of outputs"):
+            pipe.eval(X[own], return_outputs=True)
+        outputs = pipe.eval(X[own], return_outputs=True, output_dims=0).outputs
+        torch.testing.assert_close(outputs, chain().double()(X[own]).detach())
     return {name: parameter.grad.full_tensor() for name, parameter in pipe.named_parameters()}
 
 
