@@ -216,6 +216,10 @@ class _Package(ModuleType):
         if name not in __all__ or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        # Ray and others serialise functions with the modules that they use; only plain modules go by name otherwise.
+        return import_module, (self.__name__,)
+
     def __dir__(self) -> list[str]:
         return sorted(("__version__", *__all__))
 

@@ -1,6 +1,7 @@
 """Every public name is in the reference, with its parameters, result and errors described."""
 
 import builtins
+import copy
 import subprocess
 import sys
 from functools import cache
@@ -98,6 +99,10 @@ def test_the_fields_of_a_record_are_described_below_them() -> None:
 
 def test_the_page_of_plain_text_is_current() -> None:
     assert (DOCS / "llms.txt").read_text(encoding="utf-8") == describe.page_text(), "python docs/describe.py"
+
+
+def test_the_package_is_serialised_by_its_name() -> None:
+    assert copy.copy(penstock) is penstock
 
 
 def test_dir_shows_public_names_only() -> None:

@@ -535,8 +535,8 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, tied ones once: for an optimizer.
 
-        `pipe.clip_grad_norm_` clips by the norm over all ranks; torch's clip_grad_norm_ sees only these parameters, and
-        gets a warning.
+        `pipe.clip_grad_norm_` clips by the norm over all ranks; torch's `clip_grad_norm_` sees only these parameters,
+        and gets a warning.
         """
         return _Parameters(self._part.parameters.values(), self._warn_of_clipping)
 
