@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, PenstockWarning
 from penstock.pipelining import (
     Pipe,
     PipelineStage,
@@ -69,6 +70,7 @@ def called_otherwise() -> dict[str, Any]:
     eval_losses: list[Tensor] = []
     found["eval"] = schedule.eval(x, target=y, losses=eval_losses)
     found["eval losses"] = eval_losses
+    assert schedule.eval(x, target=y, return_outputs=False, loss_kwargs={}) is None
     longer = torch.cat([x, x])
     found["longer"] = schedule.eval(longer)
     model.zero_grad()
@@ -240,6 +242,8 @@ def misused(directory: str) -> dict[str, str]:
             call()
         except PenstockError as error:
             found[name] = str(error)
+    with pytest.warns(PenstockWarning, match="use_full_backward has no effect"):
+        _PipelineScheduleRuntime([stage], 2, loss_fn=mse_loss, use_full_backward=True, defer_pp_recv=True)
     # torch's own enumeration is accepted.
     multi.register_custom_function(_ComputationType.FORWARD, print)
     return found
