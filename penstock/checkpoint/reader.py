@@ -28,7 +28,9 @@ class Loaded:
     """The result of loading a checkpoint on one rank."""
 
     num_tensors: int
+    """number of tensors that this rank read"""
     bytes_read: int
+    """their bytes"""
     files: tuple[str, ...]
     """tensor files that were opened"""
     path: str = ""

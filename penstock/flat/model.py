@@ -37,7 +37,11 @@ def flatten_model(
 ) -> nn.Sequential | list[nn.Module]:
     """The modules that the model calls one after another, as a Sequential or a list.
 
-    An entry is the name of a module, a module, or a function. Sequential and ModuleList expand to their elements.
+    Args:
+        model: the whole model
+        layer_list: what the model calls, in order: names of modules, modules or functions; a Sequential or ModuleList
+            stands for its elements
+        return_list: whether to return a list
     """
     steps = [step for _, step in LayerList(model, layer_list).steps]
     modules = [step if isinstance(step, nn.Module) else Function(step) for step in steps]
@@ -49,7 +53,10 @@ def partition_uniform(
 ) -> list[Callable[..., Any]]:
     """The entries of a stage; stages have equal numbers of entries to within one, larger ones first.
 
-    `num_stages` and `stage` default to the pipeline of the topology and this rank.
+    Args:
+        flat_sequence: modules and functions, as `flatten_model` returns them
+        num_stages: None: the number of pipeline ranks of the topology
+        stage: None: this rank
     """
     entries, stages, stage = _check_arguments(flat_sequence, num_stages, stage)
     bounds = list(accumulate(microbatch_sizes(len(entries), stages), initial=0))
@@ -62,6 +69,11 @@ def partition_balanced(
     """The entries of a stage; the cut minimises the parameters of the largest stage.
 
     Entries that do not matter for that, such as functions without parameters, go to earlier stages.
+
+    Args:
+        flat_sequence: modules and functions, as `flatten_model` returns them
+        num_stages: None: the number of pipeline ranks of the topology
+        stage: None: this rank
     """
     entries, stages, stage = _check_arguments(flat_sequence, num_stages, stage)
     bounds = _bounds([_size(entry) for entry in entries], stages)

@@ -51,16 +51,24 @@ def forward_backward(
 ) -> Any:
     """Run one batch through the pipeline: forward and, unless `forward_only`, backward. Collective over the pipeline.
 
-    `fwd_fn` receives the output of the previous stage and this rank's `inputs` (on any rank, for example targets),
-    split into microbatches along their first dimension: a tensor if there is one, else a list. On the last rank it
-    returns the loss. `bwd_fn(output, gradient)` replaces the backward; on the last rank the gradient is None. The
-    optimizer's gradients are zeroed first; gradients are summed over microbatches, not averaged.
+    The optimizer's gradients are zeroed first; gradients are summed over microbatches, not averaged.
 
-    Returns the merged results of `fwd_fn` on the last rank: tensors concatenated along their first dimension, scalars
-    such as losses summed; None on other ranks. `dtype` is the expected dtype of values between stages; a
-    different one gives a warning and is not converted, so that the results equal the unsplit model. `schedule` is one
-    with a single stage per rank: "gpipe", "1f1b", "zb_h1" or "zb_h2". `scatter_gather_tensors` has no effect without
-    tensor ranks, and is refused with them.
+    Args:
+        optimizer: its gradients are zeroed; None: none are
+        fwd_fn: called with the output of the previous stage and this rank's part of `inputs`, a tensor if there is one,
+            else a list; on the last rank it returns the loss
+        bwd_fn: `bwd_fn(output, gradient)` replaces the backward; on the last rank the gradient is None
+        inputs: tensors of the whole batch, on any rank, for example targets; they are split along their first dimension
+        num_microbatches: number of microbatches
+        forward_only: whether to leave out the backward
+        dtype: the expected dtype of values between stages; a different one gives a warning and is not converted, so
+            that the results equal the unsplit model
+        scatter_gather_tensors: no effect without tensor ranks, and refused with them
+        schedule: one with a single stage per rank: "gpipe", "1f1b", "zb_h1" or "zb_h2"
+
+    Returns:
+        The merged results of `fwd_fn` on the last rank: tensors concatenated along their first dimension, scalars such
+        as losses summed; None on other ranks.
     """
     pipeline = topology.pipeline
     if scatter_gather_tensors and topology.is_mode_inited(TENSOR):
@@ -93,7 +101,13 @@ def forward_backward(
 
 
 def forward_eval(fwd_fn: ForwardFn, inputs: Inputs, dtype: torch.dtype | None = None) -> Any:
-    """Forward of a whole batch without gradients; returns the result of the last stage, on the last rank."""
+    """Forward of a whole batch without gradients; returns the result of the last stage, on the last rank.
+
+    Args:
+        fwd_fn: as in `forward_backward`
+        inputs: as in `forward_backward`
+        dtype: as in `forward_backward`
+    """
     return forward_backward(None, fwd_fn, None, inputs, 1, True, dtype=dtype)
 
 
@@ -238,6 +252,12 @@ def clip_grad_norm_(
     """Scale the gradients of all stages so that their total norm is at most `max_norm`; returns the original norm.
 
     Collective: every rank of the pipeline passes its own parameters and gets the same norm.
+
+    Args:
+        parameters: those of this rank
+        max_norm: the largest norm allowed
+        norm_type: the p of the p-norm
+        error_if_nonfinite: whether to raise an error if the norm is NaN or infinite
     """
     limit, power = check_clipping(max_norm, norm_type)
     if topology.is_mode_inited(TENSOR):
@@ -263,6 +283,9 @@ class DDP(nn.Module):
 
     All replicas start with the parameters and buffers of the first. Buffers are not synchronised afterwards: batch norm
     statistics are those of a replica's own samples. Gradients are averaged once per forward_backward.
+
+    Args:
+        module: the stage
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -56,7 +56,14 @@ Record = TypeVar("Record")
 
 
 def to_json(record: object) -> str:
-    """The document of a record; raises FormatError if reading it would not give an equal record."""
+    """The document of a record.
+
+    Args:
+        record: any record of `penstock.ir`
+
+    Raises:
+        FormatError: if reading it would give another record
+    """
     name = type(record).__name__
     if RECORDS.get(name) is not type(record):
         raise FormatError("records of this type cannot be saved", type=name)
@@ -78,7 +85,15 @@ def from_json(text: str, record: type[Record]) -> Record: ...
 @overload
 def from_json(text: str, record: None = None) -> Any: ...
 def from_json(text: str, record: type | None = None) -> Any:
-    """The record of a document: of the given type, or else of the type that the document names."""
+    """The record of a document.
+
+    Args:
+        text: the document
+        record: the expected type; None: the type that the document names
+
+    Raises:
+        FormatError: if it is not such a document
+    """
     if not isinstance(text, str):
         raise FormatError("a document must be a str", got=type(text).__name__, hint="text.decode() if it is bytes")
     if len(text) > MAX_JSON_BYTES:
@@ -97,7 +112,12 @@ def from_json(text: str, record: type | None = None) -> Any:
 
 
 def save_record(record: object, path: str | Path) -> None:
-    """Write the document of a record atomically."""
+    """Write the document of a record atomically.
+
+    Args:
+        record: any record of `penstock.ir`
+        path: the file to write
+    """
     write_atomic(path, to_json(record))
 
 
@@ -106,7 +126,15 @@ def load_record(path: str | Path, record: type[Record]) -> Record: ...
 @overload
 def load_record(path: str | Path, record: None = None) -> Any: ...
 def load_record(path: str | Path, record: type | None = None) -> Any:
-    """Read the record of a file: of the given type, or else of the type that the document names."""
+    """Read the record of a file.
+
+    Args:
+        path: the file to read
+        record: the expected type; None: the type that the document names
+
+    Raises:
+        FormatError: if it is not such a document
+    """
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(MAX_JSON_BYTES + 1)

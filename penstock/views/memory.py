@@ -35,6 +35,7 @@ class Memory(View[Traces, str | bytes]):
     limit: int | str | None = None
     """bytes that a rank has, `"24GiB"` also: drawn as a line; memory above it is red"""
     format: Format = "svg"
+    """the kind of picture: "svg", or "png" with matplotlib installed"""
     scale: float = 2.0
     """pixels of a PNG per pixel of the layout; 2 is sharp on dense screens"""
     name = "memory"

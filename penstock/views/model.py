@@ -50,6 +50,7 @@ class Model(View[Staged, str]):
     collapse: int = 4
     """number of equal parts in a row from which they are drawn as one; 0 draws every node"""
     title: str = "model"
+    """shown above the picture"""
     name = "model"
     record = Graph
     suffix = ".svg"

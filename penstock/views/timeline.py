@@ -42,6 +42,7 @@ class Timeline(View[Traces, str | bytes]):
     critical: bool = False
     """whether the critical path is marked, in traces that are not merged"""
     format: Format = "svg"
+    """the kind of picture: "svg", or "png" with matplotlib installed"""
     scale: float = 2.0
     """pixels of a PNG per pixel of the layout; 2 is sharp on dense screens"""
     name = "timeline"
