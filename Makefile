@@ -1,6 +1,6 @@
 # Every target works on a machine that has only Python 3.11, make and git: what it needs is installed into .venv once.
 #
-#   make demo    measure, plan and train a small GPT on 4 processes, and write a report
+#   make demo    measure, plan and train a small GPT on a process per core, and write a report
 #   make test    run the tests; the planning packages must be covered to 95 %
 #   make test-all   the full products of which `make test` runs a selection
 #   make lint    ruff, and mypy --strict on the planning packages

@@ -2,6 +2,8 @@
 
 import builtins
 import inspect
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -56,6 +58,8 @@ class Trained(NamedTuple):
     losses: list[float]
     parameters: dict[str, Tensor]
     """the parameters of this rank"""
+    step_seconds: float = 0.0
+    """median over the steps after the first, in plain PyTorch"""
 
 
 def train_rank(plan: Plan, steps: int, on_step: Callable[[StepReport], None]) -> Trained:
@@ -67,19 +71,24 @@ def train_rank(plan: Plan, steps: int, on_step: Callable[[StepReport], None]) ->
     return Trained(text, list(run.losses), {name: value.detach() for name, value in pipe.named_parameters()})
 
 
-def train_unsplit(steps: int) -> Trained:
-    """Train the unsplit model in plain PyTorch."""
+def train_unsplit(steps: int, num_threads: int = 1) -> Trained:
+    """Train the unsplit model in plain PyTorch, with a number of threads."""
+    torch.set_num_threads(num_threads)
     whole = model()
     optimizer = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE, eps=EPSILON)
-    losses = []
+    losses, seconds = [], []
     for tokens, target in batches(SIZES, steps):
+        began = time.perf_counter()
         optimizer.zero_grad()
         value = loss(whole(tokens), target)
         value.backward()
         nn.utils.clip_grad_norm_(whole.parameters(), CLIP)
         optimizer.step()
         losses.append(value.item())
-    return Trained("", losses, {name: value.detach() for name, value in whole.named_parameters()})
+        seconds.append(time.perf_counter() - began)
+    torch.set_num_threads(1)
+    parameters = {name: value.detach() for name, value in whole.named_parameters()}
+    return Trained("", losses, parameters, statistics.median(seconds[1:] or seconds))
 
 
 def largest_difference(ranks: list[Trained], plain: Trained) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.demo import training
+from penstock.errors import RunError
 from penstock.ir import Run
 
 FILES = {"plan.json", "run.json", "trace.json.gz", "report.html"}
@@ -38,6 +39,12 @@ def test_the_demo_trains_like_one_process_and_writes_a_report(call, tmp_path: Pa
     assert result.exit_code == 0, result.output
     assert "cannot deadlock" in result.output
     assert ", measured " in result.output
+    lines = result.output.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 110
+    table = lines[next(index for index, line in enumerate(lines) if "tokens/s" in line and "speedup" in line) :][:4]
+    assert [line.split()[-2].replace(",", "").isdecimal() for line in table[1:]] == [True] * 3
+    assert lines.index("what next") > lines.index(table[0])
     out = tmp_path / "penstock-demo"
     assert {path.name for path in out.iterdir()} == FILES
     run = Run.load(out / "run.json")
@@ -57,7 +64,23 @@ def test_the_demo_writes_its_results_as_json(call) -> None:
     found = json.loads(call("demo", *QUICK, "--out", "there", "--json").stdout)
     assert len(found["losses"]) == 3
     assert found["predicted_seconds"] > 0
+    assert len(found["tokens_per_second"]) == 3
+    assert min(found["tokens_per_second"].values()) > 0
     assert {Path(path).name for path in found["files"]} == FILES
+
+
+@pytest.mark.parametrize(("cores", "ranks"), [(1, 2), (2, 2), (4, 4), (64, 8)])
+def test_there_are_as_many_ranks_as_cores(cores: int, ranks: int, call, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def plan(given: int, *_: object) -> None:
+        asked.append(given)
+        raise RunError("enough")
+
+    monkeypatch.setattr("penstock.cli.demo._num_cores", lambda: cores)
+    monkeypatch.setattr("penstock.cli.demo._plan", plan)
+    assert call("demo").exit_code == 5
+    assert asked == [ranks]
 
 
 @pytest.mark.usefixtures("small")
