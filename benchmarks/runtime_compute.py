@@ -4,6 +4,7 @@ Both pipelines have the same cut; each schedule is penstock's or torch's own. Th
 process takes its own while both ranks wait.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,6 +76,8 @@ def _beside_torch(
     name: str, plan: penstock.Plan, model: nn.Sequential, sizes: Sizes, times: int
 ) -> dict[str, list[Turn]]:
     (tokens, wanted), stages = batch(sizes), cut(sizes, plan.num_stages)
+    # A pipeline refuses the forward of a model whose stages it trains.
+    whole = copy.deepcopy(model)
     ours = penstock.Pipeline(model, plan, loss_fn=loss)
     own = plan.schedule.placement.stages[dist.get_rank()]
     parts = {stage: nn.Sequential(*(model[int(block)] for block in stages[stage])) for stage in own}
@@ -82,9 +85,9 @@ def _beside_torch(
     runs = {
         "penstock": lambda: ours.step(tokens, target=wanted),
         "torch": lambda: theirs.step(tokens, target=wanted),
-        "one process": lambda: _alone(model, tokens, wanted, sizes.microbatches),
+        "one process": lambda: _alone(whole, tokens, wanted, sizes.microbatches),
     }
-    return take_turns(runs, times, between=lambda: model.zero_grad(set_to_none=True))
+    return take_turns(runs, times, between=lambda: [each.zero_grad(set_to_none=True) for each in (model, whole)])
 
 
 def _alone(model: nn.Module, tokens: Tensor, wanted: Tensor, microbatches: int) -> None:
