@@ -882,13 +882,12 @@ def _agree_on_plan(
 ) -> Plan:
     """Compare the arguments of all ranks, and return the plan that all of them follow.
 
-    Ranks that searched for a plan with the same options may have different plans, because their measurements differ:
-    then all ranks follow that of the first rank.
+    Ranks that searched for a plan with the same options may have different plans, because their measurements, or the
+    lengths of their example batches, differ: then all ranks follow that of the first rank.
     """
-    summary = _plan_summary(plan)
+    summary, graph = _plan_summary(plan), plan.graph
     given = {
         **(dict(plan.search.asked) or summary),
-        "model": plan.graph.fingerprint,
         "loss_fn": "none" if loss_fn is None else "given",
         **{name: repr(value) for name, value in choices.items()},
         "seed": options.seed,
@@ -896,8 +895,12 @@ def _agree_on_plan(
         "check_inputs_every": options.check_inputs_every,
         "restore_gradients": options.restore_gradients,
         "max_active_stages": options.max_active_stages,
+        # The model without the shapes of its values: ranks may have planned with batches of different lengths.
+        **{f"parameter {value.name}": f"{value.spec.dtype}{list(value.spec.shape)}" for value in graph.parameters},
+        "model": f"{len(graph.nodes)} nodes, {graph.model_fingerprint[:_DIGITS]}",
     }
-    if sync.establish(Agreement.of_options(given), int(_digest(repr(summary).encode()), 16)):
+    plan_digest = _digest(repr((summary, graph.fingerprint)).encode())
+    if sync.establish(Agreement.of_options(given), int(plan_digest, 16)):
         return plan
     return from_json(groups.broadcast_text_to_all(to_json(plan)), Plan)
 

@@ -32,6 +32,7 @@ from penstock.ir import (
     Plan,
     Profile,
     Program,
+    Replicas,
     Schedule,
     SplitRule,
     from_json,
@@ -40,6 +41,7 @@ from penstock.ir import (
 from penstock.launch import host_id, one_line
 from penstock.partitioners import Division
 from penstock.planner import Measured, PlanOptions, interpolate_profile, search
+from penstock.runtime import mesh_sizes
 
 _LOG = logging.getLogger(__name__)
 LossFn = Callable[[Any, Any], Tensor]
@@ -57,8 +59,9 @@ def plan(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    ranks: int | Cluster,
+    ranks: int | Cluster | None = None,
     microbatches: int | str,
+    mesh: Any = None,
     schedule: str | Path | Schedule | Program = "auto",
     partitioner: str | Partition | Division | Sequence[Sequence[str]] = "auto",
     stages_per_rank: int | None = None,
@@ -82,8 +85,11 @@ def plan(
         model: any module, also on the meta device, where its costs are estimated instead of measured
         args: the positional arguments of one example batch: a whole batch, not a microbatch
         kwargs: the keyword arguments of that batch
-        ranks: the number of pipeline ranks, or a Cluster with the memory, slowness and links of every rank
+        ranks: the number of pipeline ranks, or a Cluster with the memory, slowness and links of every rank; None: that
+            of the mesh
         microbatches: how many microbatches a batch is split into, or "auto"
+        mesh: the DeviceMesh that the Pipeline will get: its axis "pp" has the ranks, and those along "dp" are replicas,
+            whose averaging of gradients counts in the step; the example is then the batch of one replica
         schedule: a name, a Schedule, a Program or the path of a CSV file; an order with messages is run as it is, one
             without any backward can be evaluated only
         partitioner: a name, a Partition, a Division (whose placement is kept), or lists of module names per stage
@@ -110,7 +116,7 @@ def plan(
     """
     start = time.monotonic()
     options = PlanOptions(
-        ranks, microbatches, schedule, partitioner, stages_per_rank, memory, recompute, budget_seconds
+        _ranks_of(mesh, ranks), microbatches, schedule, partitioner, stages_per_rank, memory, recompute, budget_seconds
     )
     examples = Examples(model, args, kwargs, split, loss_fn, speed, Granularity(depth, basic_blocks))
     models = examples.measured(_microbatch_counts(options, examples), profile)
@@ -122,6 +128,25 @@ def plan(
     found = replace(found, split=tuple(examples.rules.items()))
     _LOG.info("plan: %s", found)
     return found
+
+
+def _ranks_of(mesh: Any, ranks: int | Cluster | None) -> int | Cluster:
+    """The ranks of a pipeline and its replicas, as the mesh has them."""
+    if mesh is None:
+        if ranks is None:
+            raise PlanError("ranks must be given", hint="ranks=2, or the mesh that the Pipeline will get")
+        return ranks
+    num_ranks, num_replicas = mesh_sizes(mesh)
+    cluster = ranks if isinstance(ranks, Cluster) else Cluster(num_ranks if ranks is None else ranks)
+    if cluster.ranks != num_ranks:
+        hint = f"ranks={num_ranks}, or leave it out"
+        raise PlanError('ranks must be those along the axis "pp" of the mesh', got=cluster.ranks, hint=hint)
+    if cluster.replicas.count not in (1, num_replicas):
+        count = cluster.replicas.count
+        raise PlanError(
+            'a Cluster must have the replicas along the axis "dp" of the mesh', got=count, mesh=num_replicas
+        )
+    return cluster if cluster.replicas.count == num_replicas else replace(cluster, replicas=Replicas(num_replicas))
 
 
 def _microbatch_counts(options: PlanOptions, examples: "Examples") -> list[int]:
@@ -240,6 +265,7 @@ def plan_together(
     *,
     memory: int | str | tuple[int, ...] | None = None,
     group: Any = None,
+    mesh: Any = None,
 ) -> Plan:
     """Plan on the first rank of a running group and return the same plan on every rank. A collective call.
 
@@ -251,6 +277,8 @@ def plan_together(
             that ranks of one host share; returns the plan
         memory: memory of a rank, in bytes or as "24GiB", one value or one per rank; None: no limit
         group: the process group; None: all processes
+        mesh: instead of a group, the DeviceMesh that the Pipeline will get: the Cluster has the ranks along its axis
+            "pp", and as replicas those along "dp"; all of them get the plan
 
     Returns:
         The plan, equal on all ranks.
@@ -262,12 +290,24 @@ def plan_together(
     if not dist.is_initialized():
         hint = "call it in a function that penstock.launch or torchrun runs, after init_process_group"
         raise RunError("plan_together needs an initialised process group", hint=hint)
-    is_first = dist.get_rank(group) == 0
+    if mesh is not None and group is not None:
+        raise RunError("plan_together takes a group or a mesh", hint="leave out one of them")
+    ranks = dist.get_process_group_ranks(group) if mesh is None else mesh.mesh.flatten().tolist()
+    _, num_replicas = (len(ranks), 1) if mesh is None else mesh_sizes(mesh)
+    is_first = dist.get_rank() == ranks[0]
     # A separate group, because planning may take longer than the timeout of the training group.
-    ranks = dist.get_process_group_ranks(group)
     control = dist.new_group(ranks, _GROUP_TIMEOUT, backend="gloo", use_local_synchronization=True)
-    links = measure_links(group, memory=memory, progress=None if is_first else False)
-    cluster = replace(links, cores=_shared_cores(control) if dist.get_backend(group) != "nccl" else None)
+    pipeline = group if mesh is None else mesh.get_group("pp")
+    cluster = measure_links(pipeline, memory=memory, progress=None if is_first else False)
+    if num_replicas > 1:
+        # All pipelines measure at once, as they will communicate.
+        axis = "dp" if "dp" in mesh.mesh_dim_names and mesh["dp"].size() > 1 else "ep"
+        between = measure_links(mesh.get_group(axis), progress=False).links
+        bandwidths = [link.bandwidth for link in between if link.bandwidth is not None]
+        slowest = min(bandwidths, default=None)
+        cluster = replace(cluster, replicas=Replicas(num_replicas, max(link.latency for link in between), slowest))
+    if dist.get_backend(pipeline) != "nccl" and (cores := _shared_cores(control)) is not None:
+        cluster = replace(cluster, cores=max(1, cores // num_replicas))
     text, cause = _plan_as_text(make, cluster) if is_first else ("", None)
     result = json.loads(_broadcast_text(control, text))
     if "problem" in result:
@@ -284,7 +324,7 @@ def _plan_as_text(make: Callable[[Cluster], Plan], cluster: Cluster) -> tuple[st
         plan = make(cluster)
         got = plan.num_ranks if isinstance(plan, Plan) else type(plan).__name__
         if got != cluster.ranks:
-            hint = "penstock.plan(model, args, ranks=cluster, microbatches=8)"
+            hint = "penstock.plan(model, args, ranks=cluster, microbatches=8); with replicas: plan_together(mesh=)"
             raise PlanError("make must return a plan for all ranks", ranks=cluster.ranks, got=got, hint=hint)
         return json.dumps({"plan": to_json(plan)}), None
     except PenstockError as error:

@@ -13,7 +13,7 @@ from penstock.runtime.gradients import (
     clip,
     global_norm,
 )
-from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.groups import ProcessGroups, mesh_sizes
 from penstock.runtime.inputs import INPUTS
 from penstock.runtime.layout import shard_like, whole
 from penstock.runtime.loss_head import LossHead, MicrobatchWarning, check_gradient, checked_loss
@@ -102,6 +102,7 @@ __all__ = [
     "make_optimizer",
     "make_transport",
     "merge",
+    "mesh_sizes",
     "message_key",
     "parse_json",
     "shard_like",

@@ -1,5 +1,6 @@
 """The process groups of one pipeline, of its replicas, and of the ranks that share its tensors."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import RunError
 from penstock.runtime.monitor import RankMonitor
@@ -159,8 +161,21 @@ class ProcessGroups:
         return content.numpy().tobytes().decode()
 
 
-def _check_axes(mesh: Any, num_ranks: int) -> None:
-    """Refuse a mesh without the axis of the pipeline, or with processes along an axis of unknown meaning."""
+def mesh_sizes(mesh: Any) -> tuple[int, int]:
+    """The number of ranks of a pipeline, and of replicas, on a DeviceMesh."""
+    if not isinstance(mesh, DeviceMesh):
+        hint = 'torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))'
+        raise RunError("mesh must be a DeviceMesh", got=type(mesh).__name__, hint=hint)
+    _check_axes(mesh)
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True))
+    return sizes[PIPELINE], math.prod(sizes.get(axis, 1) for axis in _REPLICA_AXES)
+
+
+def _check_axes(mesh: Any, num_ranks: int | None = None) -> None:
+    """Refuse a mesh without the axis of the pipeline, or with processes along an axis of unknown meaning.
+
+    With `num_ranks`, the axis must have that many ranks.
+    """
     names = mesh.mesh_dim_names or ()
     unknown = {name: size for name, size in zip(names, mesh.mesh.shape, strict=False) if name not in _AXES and size > 1}
     if PIPELINE not in names or unknown:
@@ -171,7 +186,7 @@ def _check_axes(mesh: Any, num_ranks: int) -> None:
             **{"unknown": unknown} if unknown else {},
             hint=f'init_device_mesh(device, (2, 2), mesh_dim_names=("{REPLICAS}", "{PIPELINE}"))',
         )
-    if mesh[PIPELINE].size() != num_ranks:
+    if num_ranks is not None and mesh[PIPELINE].size() != num_ranks:
         raise RunError(
             f"the {PIPELINE!r} axis of the mesh must be as long as the plan has ranks",
             plan=num_ranks,

@@ -476,9 +476,11 @@ def first_difference(agreements: Sequence[Sequence[str]], kind: str = "rank") ->
             if first == other:
                 continue
             if first.startswith(_OPTION) and other.startswith(_OPTION):
-                (name, _, value), (_, _, another) = (
+                (name, _, value), (other_name, _, another) = (
                     line.removeprefix(_OPTION).partition(": ") for line in (first, other)
                 )
+                if other_name != name:
+                    another = "none of this name"
                 options: dict[str, object] = {f"{kind}_0": value, f"{kind}_{rank}": another}
                 return RunError(
                     f"the {kind}s were given different {name}", hint=f"the same {name} on every {kind}", **options
