@@ -27,7 +27,7 @@ from penstock.api.plan import plan, plan_together
 from penstock.demo.gpt import Sizes, gpt, loss
 from penstock.errors import PenstockError, RunError
 from penstock.ir import GRADIENT, Cluster, DeviceSpeed, Plan, bytes_text, compare_tensors, percent_text, seconds_text
-from penstock.launch import launch, one_line
+from penstock.launch import launch
 from penstock.measure import AllocationTracker, device_name
 from penstock.runtime import RunOptions
 from penstock.stages import distances
@@ -43,6 +43,8 @@ _SIZES = {
 _ANY_SPEED = DeviceSpeed(1e12, 1e11)
 _STEPS = {True: 4, False: 12}
 _BUDGET_SECONDS = {True: 0.5, False: 5.0}
+FAULTS = {"a rank that hangs": "rank {rank}: no progress", "a rank that is killed": "a rank was killed (rank: {rank},"}
+"""with the beginning of the line in the error that names the rank"""
 _DEADLINE_SECONDS = 2.0
 _MAX_NOTICE_SECONDS = 10.0
 """how long after its cause a failure may be noticed, the deadline included"""
@@ -145,7 +147,7 @@ def run_selftest(device: str, ranks: int, is_quick: bool, echo: Callable[[str], 
     ]
     first = json.loads(results[0])
     failures = []
-    for fault in ("a rank that hangs", "a rank that is killed"):
+    for fault in FAULTS:
         echo(f"drill: {fault}")
         failures.append(drill(fault, device, ranks, start))
     machine = {
@@ -333,9 +335,11 @@ def drill(fault: str, device: str, ranks: int, start: str) -> dict[str, Any]:
             text = str(error)
         ended = time.time()
         seconds = ended - float(mark.read_text()) if mark.exists() else None
-    is_named = f"rank {ranks - 1}" in text
-    line = one_line(RunError(text)).removeprefix("RunError: ")
-    is_ok = is_named and seconds is not None and seconds <= _MAX_NOTICE_SECONDS
+    # The line that names the rank and what is wrong with it; without one, the first line is shown.
+    expected = FAULTS[fault].format(rank=ranks - 1)
+    naming = [line for line in text.splitlines() if line.startswith(expected)]
+    line = (naming or text.splitlines())[0]
+    is_ok = bool(naming) and seconds is not None and seconds <= _MAX_NOTICE_SECONDS
     return {"fault": fault, "seconds": seconds, "deadline_seconds": _DEADLINE_SECONDS, "error": line, "ok": is_ok}
 
 

@@ -40,6 +40,7 @@ def test_the_quick_form_passes_here_and_writes_both_files(call, tmp_path: Path) 
     assert all(abs(each["error"]) < 0.5 for each in data["memory"])
     hang, kill = data["failures"]
     assert 2.0 <= hang["seconds"] < 10.0
+    assert hang["error"].startswith("rank 1: no progress, working on 1F1 of step 1")
     assert kill["error"].startswith("a rank was killed (rank: 1, signal: SIGKILL")
     page = (tmp_path / "results" / "selftest.md").read_text()
     assert page.startswith("# penstock selftest: passed\n")

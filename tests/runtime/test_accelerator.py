@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock
+from penstock.launch import group_device
 from penstock.measure.clock import Clock
 from penstock.runtime.executor import ActionTimes, DeviceTimes, action_times
 from penstock.runtime.staging import is_staged, read_scalars, to_host
@@ -213,6 +214,14 @@ def test_scalars_are_read_at_once() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- gloo and devices
+
+
+def test_collectives_of_a_device_backend_use_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda group: group)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    assert group_device("nccl") == torch.device("cuda", 3)
+    assert group_device("gloo") == torch.device("cpu")
 
 
 def test_only_device_tensors_over_gloo_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
