@@ -75,13 +75,15 @@ def train(
         run = with_earlier_steps(run, files.out)
     if not files.as_json:
         if is_done:
-            typer.echo(f"nothing left to train: {counted(options.steps, 'step')} were asked for, and are done")
+            steps = options.steps
+            reason = f"{counted(steps, 'step')} were asked for, and are done" if steps else "the data has ended"
+            typer.echo(f"nothing left to train: {reason}")
         elif run.steps:
             losses = " to ".join(number_text(metrics.loss) for metrics in (run.steps[0], run.steps[-1]))
             measured, predicted = seconds_text(run.step_seconds or 0.0), seconds_text(run.plan.predicted.makespan)
-            steps, evaluated = counted(len(run.steps), "step"), run.steps[-1].eval_loss
+            taken, evaluated = counted(len(run.steps), "step"), run.steps[-1].eval_loss
             losses += "" if evaluated is None else f", eval loss {number_text(evaluated)}"
-            typer.echo(f"{steps}: loss {losses}, {measured} per step, {predicted} predicted")
+            typer.echo(f"{taken}: loss {losses}, {measured} per step, {predicted} predicted")
     if files.out is not None:
         for path in write_run(run, files.out):
             note(f"wrote {path}")

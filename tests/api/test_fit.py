@@ -241,6 +241,24 @@ def test_steps_that_an_attempt_took_beyond_its_checkpoint_are_logged_once(tmp_pa
     assert [row[0] for row in rows(tmp_path)] == list(range(STEPS))
 
 
+def test_a_run_that_resumes_has_the_id_of_the_saved_one_in_logs(tmp_path: Path) -> None:
+    ids = []
+
+    class Stub(Csv):
+        def __init__(self, target: Any, run_id: str) -> None:
+            super().__init__(Path(target.where))
+            ids.append(run_id)
+
+    options = {"log": [f"csv:{tmp_path / 'log.csv'}"]}
+    checkpoints = CheckpointOptions(tmp_path / "saved", resume="auto")  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.api.step_logs.make_log", Stub)
+        for steps in (2, 3, 4):
+            trained({**options, "steps": steps}, batches(), pipeline({}), checkpoints=checkpoints)
+    assert len(ids) == 3
+    assert len(set(ids)) == 1
+
+
 # ----------------------------------------------------------------------------------------------- callbacks, evaluation
 
 
