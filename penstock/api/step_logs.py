@@ -176,7 +176,14 @@ class Wandb(Scalars):
         if self._run is None:
             import wandb
 
-            self._run = wandb.init(project=self._project, id=self._id, resume="allow")
+            try:
+                self._run = wandb.init(project=self._project, id=self._id, resume="allow")
+            except Exception as problem:  # such as a missing key, or a server that does not answer
+                reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
+                hint = "wandb login, or WANDB_MODE=offline"
+                error = RunError("the log of wandb cannot be started", project=self._project, reason=reason, hint=hint)
+                error.is_final = True  # a restart would fail the same way
+                raise error from problem
         self._run.log(values, step=step)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock import PenstockError, TrainOptions
+from penstock import PenstockError, RunError, TrainOptions
 from penstock.api.step_logs import Csv, JsonLines, LineFile, StepLogs
 from penstock.api.train_options import LogTarget
 from penstock.ir import StepMetrics
@@ -87,6 +87,15 @@ def test_wandb_gets_every_number_once_under_the_id_of_the_run(monkeypatch: pytes
         (4, {"eval_loss": 0.5}),
         "finish",
     ]
+
+
+def test_wandb_that_does_not_start_is_an_error_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(FakeWandb, "init", lambda self, **settings: {}["api_key"])
+    with pytest.raises(RunError, match="KeyError: 'api_key'") as caught:
+        StepLogs([LogTarget("wandb", "first")]).write(metrics(0))
+    assert "WANDB_MODE=offline" in str(caught.value)
 
 
 def test_tensorboard_shows_the_steps_of_a_resumed_run_once(tmp_path: Path) -> None:
