@@ -1,5 +1,3 @@
 """The stages of a model as a Python file that can be read, imported and run by hand."""
 
 from penstock.codegen.document import write_stages
-
-__all__ = ["write_stages"]

@@ -19,33 +19,3 @@ from penstock.launch.status_file import (
 from penstock.launch.stop_signal import StopRequest, catch_stop_signals, forward_stop_signals
 from penstock.launch.uncaught import ErrorPrinter
 from penstock.launch.worker import run_before_exit
-
-__all__ = [
-    "ALLOW_VARIABLE",
-    "MAX_FAILURE_BYTES",
-    "STATUS_DIR_VARIABLE",
-    "ErrorPrinter",
-    "ErrorReport",
-    "FaultInjector",
-    "PeerWatcher",
-    "RankFailure",
-    "RankStatus",
-    "RestartController",
-    "RestartDecision",
-    "RestartPolicy",
-    "StatusEntry",
-    "StatusFile",
-    "StopRequest",
-    "catch_stop_signals",
-    "explain_hang",
-    "forward_stop_signals",
-    "group_device",
-    "host_id",
-    "launch",
-    "one_line",
-    "parse_faults",
-    "run_before_exit",
-    "scratch_directory",
-    "shared_status_directory",
-    "sync_point_code",
-]

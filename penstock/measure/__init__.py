@@ -10,15 +10,3 @@ from penstock.measure.identity import identity
 from penstock.measure.links import measure_links
 from penstock.measure.measured_model import MeasuredModel
 from penstock.measure.profiler import estimate, measure
-
-__all__ = [
-    "AllocationTracker",
-    "Cache",
-    "MeasuredModel",
-    "device_name",
-    "estimate",
-    "identity",
-    "measure",
-    "measure_links",
-    "measure_speed",
-]

@@ -29,21 +29,6 @@ PARTITIONERS: dict[str, type[Partitioner]] = {
     "auto": Auto,
 }
 
-__all__ = [
-    "PARTITIONERS",
-    "Division",
-    "Holding",
-    "Partitioner",
-    "Problem",
-    "by_modules",
-    "cut_at",
-    "cut_before",
-    "cut_places",
-    "divide",
-    "find",
-    "uniform",
-]
-
 
 def divide(name: str, problem: Problem, is_mixed: bool = False) -> Division:
     """Returns the division that the named partitioner makes with its default options.

@@ -16,24 +16,3 @@ from penstock.planner.streams import (
     staleness_table,
 )
 from penstock.planner.synthesis import ScheduleProblem, is_too_large, synthesise
-
-__all__ = [
-    "AUTO",
-    "STALENESS",
-    "Measured",
-    "PlanOptions",
-    "ScheduleProblem",
-    "SlowRankAdvisor",
-    "StageStaleness",
-    "Stream",
-    "check_stream",
-    "interpolate_profile",
-    "is_too_large",
-    "plan_staleness",
-    "search",
-    "simulate_stream",
-    "staleness_lines",
-    "staleness_table",
-    "synthesise",
-    "with_microbatches",
-]

@@ -13,7 +13,8 @@ from penstock.views.memory import Memory
 from penstock.views.model import Model
 from penstock.views.outline import Outline
 from penstock.views.profile import Profile
-from penstock.views.report import Advice, Contents, Report
+from penstock.views.report import Report
+from penstock.views.report.panels import Advice, Contents
 from penstock.views.table import Table, TextTable, summary
 from penstock.views.terminal import Terminal
 from penstock.views.timeline import Timeline
@@ -30,29 +31,3 @@ VIEWS: dict[str, type[View[Any, Any]]] = {
     "profile": Profile,
     "report": Report,
 }
-
-__all__ = [
-    "EMITTERS",
-    "VIEWS",
-    "Advice",
-    "Chrome",
-    "Contents",
-    "Cuts",
-    "Memory",
-    "Model",
-    "Outline",
-    "Profile",
-    "Report",
-    "RichView",
-    "Staged",
-    "Subject",
-    "Table",
-    "Terminal",
-    "TextTable",
-    "Timeline",
-    "Traces",
-    "View",
-    "check_can_run",
-    "module_lists",
-    "summary",
-]

@@ -34,19 +34,18 @@ class Chrome(View[Traces, str]):
         process = 0
         for name, trace in traces_by_name(traces).items():
             prefix = f"{name}: " if name else ""
-            events += _process_names(trace, process, prefix)
+            for rank, stages in enumerate(trace.program.placement.stages):
+                held = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+                events.append(_metadata("process_name", process + rank, 0, name=f"{prefix}rank {rank} ({held})"))
+                events.append(_metadata("process_sort_index", process + rank, 0, sort_index=process + rank))
             events += _spans(trace, process)
-            events += _memory(trace, process)
+            for rank, curve in enumerate(trace.memory):
+                for seconds, size in zip(curve.seconds, curve.held, strict=True):
+                    times = {"ts": _nanoseconds(seconds) / 1000, "args": {"bytes": int(size)}}
+                    events.append({"ph": "C", "name": "memory", "pid": process + rank, "tid": 0, **times})
             events += _flows(trace, process) if self.flows else ()
             process += trace.num_ranks
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"), allow_nan=False)
-
-
-def _process_names(trace: Trace, process: int, prefix: str) -> Iterator[Event]:
-    for rank, stages in enumerate(trace.program.placement.stages):
-        held = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
-        yield _metadata("process_name", process + rank, 0, name=f"{prefix}rank {rank} ({held})")
-        yield _metadata("process_sort_index", process + rank, 0, sort_index=process + rank)
 
 
 def _metadata(what: str, process: int, thread: int, **arguments: object) -> Event:
@@ -61,7 +60,10 @@ def _spans(trace: Trace, process: int) -> Iterator[Event]:
     spans = (span for span in trace.spans if span.action.kind in COMPUTE_KINDS or span.end > span.start)
     shown: list[Span | Transfer] = [*spans, *trace.transfers]
     for item in sorted(shown, key=lambda item: item.start):
-        rank, group = _group(item)
+        if isinstance(item, Transfer):
+            rank, group = item.source, f"{_MESSAGES} {item.target}"
+        else:
+            rank, group = item.rank, _PASSES if item.action.kind in COMPUTE_KINDS else _OTHER
         lanes = ends.setdefault((rank, group), [])
         start, end = _nanoseconds(item.start), _nanoseconds(item.end)
         lane = next((number for number, busy in enumerate(lanes) if busy <= start), len(lanes))
@@ -71,21 +73,11 @@ def _spans(trace: Trace, process: int) -> Iterator[Event]:
         where = {"pid": process + rank, "tid": track, "ts": start / 1000, "dur": (end - start) / 1000}
         yield {"ph": "X", "name": arguments["text"], "cat": arguments["kind"], **where, "args": arguments}
     for (rank, group, lane), track in tracks.items():
+        # Passes first, then other spans, then messages by their target.
+        place = (_PASSES, _OTHER).index(group) if group in (_PASSES, _OTHER) else 2 + int(group.removeprefix(_MESSAGES))
+        order = _LANES * place + min(lane, _LANES - 1)
         yield _metadata("thread_name", process + rank, track, name=f"{group}, lane {lane + 1}" if lane else group)
-        yield _metadata("thread_sort_index", process + rank, track, sort_index=_order(group, lane))
-
-
-def _group(item: Span | Transfer) -> tuple[int, str]:
-    """The rank and the group of tracks that show an item."""
-    if isinstance(item, Transfer):
-        return item.source, f"{_MESSAGES} {item.target}"
-    return item.rank, _PASSES if item.action.kind in COMPUTE_KINDS else _OTHER
-
-
-def _order(group: str, lane: int) -> int:
-    """The sort index of a track: passes first, then other spans, then messages by their target."""
-    place = (_PASSES, _OTHER).index(group) if group in (_PASSES, _OTHER) else 2 + int(group.removeprefix(_MESSAGES))
-    return _LANES * place + min(lane, _LANES - 1)
+        yield _metadata("thread_sort_index", process + rank, track, sort_index=order)
 
 
 def _arguments(action: Action) -> Event:
@@ -98,13 +90,6 @@ def _arguments(action: Action) -> Event:
         arguments["microbatch"] = action.forward.microbatch
         arguments["backward"] = {"stage": action.backward.stage, "microbatch": action.backward.microbatch}
     return arguments
-
-
-def _memory(trace: Trace, process: int) -> Iterator[Event]:
-    for rank, curve in enumerate(trace.memory):
-        for seconds, held in zip(curve.seconds, curve.held, strict=True):
-            times = {"ts": _nanoseconds(seconds) / 1000, "args": {"bytes": int(held)}}
-            yield {"ph": "C", "name": "memory", "pid": process + rank, "tid": 0, **times}
 
 
 def _flows(trace: Trace, process: int) -> Iterator[Event]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rich.console import Group
 from rich.text import Text
 
-from penstock.ir import Crossing, Graph, bytes_text, counted
+from penstock.ir import Graph, bytes_text, counted
 from penstock.views.base import RichView, Staged, short_name
 from penstock.views.condense import CondensedGraph, Part
 from penstock.views.table import TextTable
@@ -47,27 +47,34 @@ def _heading(condensed: CondensedGraph) -> str:
 
 
 def _tables(condensed: CondensedGraph) -> Iterator[TextTable]:
-    header = ("stages", "value", "made by", "tensor", "forward", "backward")
-    if rows := [row for crossing in condensed.crossings for row in _crossing_rows(condensed, crossing)]:
-        yield TextTable(header, tuple(rows), names=4)
-    if condensed.partition.num_stages > 1:
-        repeated = [part for part in condensed.parts if part.from_inputs and len(condensed.stages_of(part)) > 1]
-        if rows := [_run_again(condensed, part) for part in repeated]:
-            yield TextTable(("run again, not sent", "class", "stages", "bytes not sent"), tuple(rows), names=3)
-        if rows := list(_shared_parameters(condensed)):
-            yield TextTable(("held by several stages", "stages", "bytes"), tuple(rows), names=2)
-
-
-def _crossing_rows(condensed: CondensedGraph, crossing: Crossing) -> Iterator[Row]:
-    stages = f"{crossing.producer} -> {crossing.consumer}"
-    for value in crossing.values:
-        size = bytes_text(value.spec.bytes)
-        maker = condensed.graph.makers[value.name]
-        back = size if value.spec.requires_grad else "none"
-        yield stages, short_name(value.name), short_name(maker.kind), str(value.spec), size, back
-    if len(crossing.values) > 1:
-        total = counted(len(crossing.values), "tensor")
-        yield stages, f"= {total}", "", "", bytes_text(crossing.forward_bytes), bytes_text(crossing.backward_bytes)
+    graph, partition = condensed.graph, condensed.partition
+    rows: list[Row] = []
+    for crossing in condensed.crossings:
+        stages = f"{crossing.producer} -> {crossing.consumer}"
+        for value in crossing.values:
+            size, maker = bytes_text(value.spec.bytes), graph.makers[value.name]
+            back = size if value.spec.requires_grad else "none"
+            rows.append((stages, short_name(value.name), short_name(maker.kind), str(value.spec), size, back))
+        if len(crossing.values) > 1:
+            total = f"= {counted(len(crossing.values), 'tensor')}"
+            sizes = bytes_text(crossing.forward_bytes), bytes_text(crossing.backward_bytes)
+            rows.append((stages, total, "", "", *sizes))
+    if rows:
+        yield TextTable(("stages", "value", "made by", "tensor", "forward", "backward"), tuple(rows), names=4)
+    if partition.num_stages == 1:
+        return
+    repeated = [part for part in condensed.parts if part.from_inputs and len(condensed.stages_of(part)) > 1]
+    if rows := [_run_again(condensed, part) for part in repeated]:
+        yield TextTable(("run again, not sent", "class", "stages", "bytes not sent"), tuple(rows), names=3)
+    # The stages whose nodes use each parameter, a tied one under its first name.
+    holders: dict[str, set[int]] = {}
+    for node in graph.nodes:
+        for name in node.parameters:
+            holders.setdefault(graph.tensor_of(name), set()).add(partition.stage_of(node.name))
+    sizes_of = {value.name: value.spec.bytes for value in graph.parameters}
+    shared = {name: ", ".join(map(str, sorted(stages))) for name, stages in holders.items() if len(stages) > 1}
+    if rows := [(short_name(name), stages, bytes_text(sizes_of[name])) for name, stages in shared.items()]:
+        yield TextTable(("held by several stages", "stages", "bytes"), tuple(rows), names=2)
 
 
 def _run_again(condensed: CondensedGraph, part: Part) -> Row:
@@ -81,15 +88,3 @@ def _run_again(condensed: CondensedGraph, part: Part) -> Row:
                 sent[value, stage] = made[value]
     stages = ", ".join(map(str, condensed.stages_of(part)))
     return part.title, part.kind, stages, bytes_text(sum(sent.values()))
-
-
-def _shared_parameters(condensed: CondensedGraph) -> Iterator[Row]:
-    """The parameters that nodes of several stages use, tied ones under their first name."""
-    holders: dict[str, set[int]] = {}
-    for node in condensed.graph.nodes:
-        for name in node.parameters:
-            holders.setdefault(condensed.graph.tensor_of(name), set()).add(condensed.partition.stage_of(node.name))
-    sizes = {value.name: value.spec.bytes for value in condensed.graph.parameters}
-    for name, stages in holders.items():
-        if len(stages) > 1:
-            yield short_name(name), ", ".join(map(str, sorted(stages))), bytes_text(sizes[name])

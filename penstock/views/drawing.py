@@ -3,16 +3,13 @@
 import io
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from jinja2 import Environment, Template
 
 from penstock.errors import ViewError
 from penstock.views.base import check_positive
 from penstock.views.palette import PAPER
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Point = tuple[float, float]
 Format = Literal["svg", "png"]
@@ -173,6 +170,7 @@ def png_document(drawing: Drawing, scale: float) -> bytes:
     """The drawing as a PNG image, painted by matplotlib (the extra `plot`)."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.collections import PolyCollection
         from matplotlib.figure import Figure
     except ImportError:
         hint = "pip install penstock[plot]"
@@ -185,16 +183,6 @@ def png_document(drawing: Drawing, scale: float) -> bytes:
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, drawing.width), ylim=(drawing.height, 0))
     axes.axis("off")
-    _paint(axes, drawing)
-    buffer = io.BytesIO()
-    # Without the version of matplotlib the same drawing gives the same bytes.
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
-
-
-def _paint(axes: "Axes", drawing: Drawing) -> None:
-    from matplotlib.collections import PolyCollection
-
     # One collection for all boxes: a timeline has thousands of them, and a patch each would take minutes.
     corners = [
         [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
@@ -220,3 +208,7 @@ def _paint(axes: "Axes", drawing: Drawing) -> None:
             zorder=4,
             parse_math=False,
         )
+    buffer = io.BytesIO()
+    # Without the version of matplotlib the same drawing gives the same bytes.
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()

@@ -67,7 +67,26 @@ def module_lists(plan: Plan) -> list[list[str]]:
 
     Modules that depend on inputs only are listed in every stage. Raises PartitionError for a cut inside a module.
     """
-    home = _units(plan)
+    # The modules that a list can name, in the order of their calls, and the stage of each.
+    home: dict[str, int] = {}
+    for node in plan.graph.nodes:
+        name, stage = _unit(node.module), plan.partition.stage_of(node.name)
+        if node.parameters and not name:
+            raise PartitionError(
+                "a parameter of the model itself is in no module that a list could name",
+                parameter=node.parameters[0],
+                hint="put it into a module of its own",
+            )
+        is_part = node.is_leaf or node.parameters or node.buffers or name != node.module
+        if not name or not is_part or node.from_inputs:
+            continue
+        if home.setdefault(name, stage) != stage:
+            raise PartitionError(
+                "a cut must not be inside a module, which no list of names can express",
+                module=name,
+                stages=(home[name], stage),
+                hint="--partitioner uniform, or fewer stages",
+            )
     stages = list(home.values())
     # Modules can be moved to a neighbouring stage only if the stages are in order.
     if stages == sorted(stages):
@@ -84,32 +103,21 @@ def module_lists(plan: Plan) -> list[list[str]]:
 
 def check_can_run(plan: Plan) -> None:
     """Raise PartitionError for plans that torch.distributed.pipelining, on which both frameworks build, cannot run."""
-    _check_edges(plan)
-    _check_tied(plan)
-
-
-def _units(plan: Plan) -> dict[str, int]:
-    """The modules that a list can name, in the order of their calls, and the stage of each."""
-    found: dict[str, int] = {}
-    for node in plan.graph.nodes:
-        name, stage = _unit(node.module), plan.partition.stage_of(node.name)
-        if node.parameters and not name:
+    for producer, consumer in plan.cuts.edges:
+        if consumer != producer + 1:
+            values = [c.values[0].name for c in plan.partition.crossings(plan.graph) if c.consumer == consumer]
             raise PartitionError(
-                "a parameter of the model itself is in no module that a list could name",
-                parameter=node.parameters[0],
-                hint="put it into a module of its own",
+                "a value skips a stage, which torch's pipelining cannot send",
+                value=values[0],
+                made_in_stage=producer,
+                read_in_stage=consumer,
+                hint="penstock train, which sends it directly",
             )
-        is_part = node.is_leaf or node.parameters or node.buffers or name != node.module
-        if not name or not is_part or node.from_inputs:
-            continue
-        if found.setdefault(name, stage) != stage:
-            raise PartitionError(
-                "a cut must not be inside a module, which no list of names can express",
-                module=name,
-                stages=(found[name], stage),
-                hint="--partitioner uniform, or fewer stages",
-            )
-    return found
+    stage_of = {name: plan.partition.stage_of(node.name) for node in plan.graph.nodes for name in node.parameters}
+    for names in plan.graph.tied:
+        if len(found := {stage_of[name] for name in names if name in stage_of}) > 1:
+            hint = "penstock train, which adds the gradients of both, or a model with weights of its own for each"
+            raise PartitionError("a tied parameter is in two stages", names=names, stages=sorted(found), hint=hint)
 
 
 def _filled(stages: list[int], num_stages: int) -> list[int]:
@@ -129,27 +137,6 @@ def _unit(module: str) -> str:
     """The element of the outermost list that contains the module, or the module itself."""
     found = _ELEMENT.match(module)
     return found[0] if found else module
-
-
-def _check_edges(plan: Plan) -> None:
-    for producer, consumer in plan.cuts.edges:
-        if consumer != producer + 1:
-            values = [c.values[0].name for c in plan.partition.crossings(plan.graph) if c.consumer == consumer]
-            raise PartitionError(
-                "a value skips a stage, which torch's pipelining cannot send",
-                value=values[0],
-                made_in_stage=producer,
-                read_in_stage=consumer,
-                hint="penstock train, which sends it directly",
-            )
-
-
-def _check_tied(plan: Plan) -> None:
-    stage_of = {name: plan.partition.stage_of(node.name) for node in plan.graph.nodes for name in node.parameters}
-    for names in plan.graph.tied:
-        if len(found := {stage_of[name] for name in names if name in stage_of}) > 1:
-            hint = "penstock train, which adds the gradients of both, or a model with weights of its own for each"
-            raise PartitionError("a tied parameter is in two stages", names=names, stages=sorted(found), hint=hint)
 
 
 def _schedule(plan: Plan) -> str:

@@ -182,25 +182,21 @@ class _Layout:
         """The whole picture."""
         width = max(self.right + MARGIN, LEAST_WIDTH)
         height = self.boxes[self.condensed.outputs].y + self.boxes[self.condensed.outputs].height + MARGIN
-        parts = [self._draw_title(title, width - 2 * MARGIN)]
-        parts += [self._draw_band(stage, band) for stage, band in self.bands.items()]
-        parts += [self._draw_box(place) for place in self.column]
-        parts += [self._draw_straight(*pair) for pair in pairwise(self.column)]
-        parts += [self._draw_skip(skip, lane) for skip, lane in self.skips]
-        return Drawing(width, height).with_parts(*parts)
-
-    def _draw_title(self, title: str, width: float) -> Drawing:
-        condensed = self.condensed
+        condensed, room = self.condensed, width - 2 * MARGIN
         text = f"{counted(len(condensed.graph.nodes), 'node')}, {condensed.parameter_size(condensed.graph.nodes)}"
         if self.has_stages:
             total = bytes_text(sum(crossing.forward_bytes for crossing in condensed.crossings))
             text += f"; {condensed.partition.num_stages} stages, {total} sent forward per microbatch"
-        labels = [Label(MARGIN, 18, cut_end(title, 14, width), INK, 14)]
-        labels.append(Label(MARGIN, 35, cut_end(text, SMALL, width), FAINT, SMALL))
+        labels = [Label(MARGIN, 18, cut_end(title, 14, room), INK, 14)]
+        labels.append(Label(MARGIN, 35, cut_end(text, SMALL, room), FAINT, SMALL))
         if any(part.from_inputs for part in condensed.parts):
             note = "from inputs: computed from the inputs alone by every stage that reads it, never sent"
-            labels.append(Label(MARGIN, 49, cut_end(note, SMALL, width), FAINT, SMALL))
-        return Drawing(labels=tuple(labels))
+            labels.append(Label(MARGIN, 49, cut_end(note, SMALL, room), FAINT, SMALL))
+        parts = [self._draw_band(stage, band) for stage, band in self.bands.items()]
+        parts += [self._draw_box(place) for place in self.column]
+        parts += [self._draw_straight(*pair) for pair in pairwise(self.column)]
+        parts += [self._draw_skip(skip, lane) for skip, lane in self.skips]
+        return Drawing(width, height, labels=tuple(labels)).with_parts(*parts)
 
     def _draw_band(self, stage: int, band: Box) -> Drawing:
         """The background of a stage, its parameters, and above it the tensors that it receives."""

@@ -99,19 +99,14 @@ def draw_frame(panel: Panel, name: str, trace: Trace) -> Drawing:
         Label(panel.x - 6, panel.top(rank) + panel.row / 2, rank_label(trace, rank), INK, size, "end")
         for rank in range(0, panel.num_ranks, every)
     ]
-    return Drawing(boxes=rows, labels=tuple(labels)).with_parts(_axis(panel))
-
-
-def _axis(panel: Panel) -> Drawing:
     scale, unit = seconds_unit(panel.seconds)
     step = round_step(panel.seconds / scale, panel.width / 70)
     ticks = np.arange(0, panel.seconds / scale * (1 + 1e-9), step).tolist()
     y = panel.bottom + 3
-    lines = [Line(((panel.x, y), (panel.x + panel.width, y)), RULE)]
-    labels = []
+    axis = [Line(((panel.x, y), (panel.x + panel.width, y)), RULE)]
     for tick in ticks:
         x = panel.at(tick * scale)
-        lines.append(Line(((x, y), (x, y + 4)), RULE))
+        axis.append(Line(((x, y), (x, y + 4)), RULE))
         text = f"{number_text(tick, 4)} {unit}" if tick in (ticks[0], ticks[-1]) else number_text(tick, 4)
         labels.append(Label(x, y + 13, text, FAINT, 10, "middle"))
-    return Drawing(lines=tuple(lines), labels=tuple(labels))
+    return Drawing(boxes=rows, lines=tuple(axis), labels=tuple(labels))

@@ -5,7 +5,7 @@ Choose it to see where a model spends time and memory before it is cut. Times ar
 `peak` is the most while the node runs, `size` parameters and buffers, `in` and `out` the tensors it reads and makes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -46,22 +46,24 @@ class Profile(RichView[Costs]):
         return Group(*map(Text, _heading(profile)), self._table(profile).rich())
 
     def _table(self, profile: Costs) -> TextTable:
-        rows = [_row(title, cost, profile.seconds) for title, cost in self._lines(profile)]
-        header = tuple(f"{word} {unit}".rstrip() for word, unit in zip(_HEADER, _UNITS, strict=True))
-        return TextTable(header, (*rows, _total(profile)))
-
-    def _lines(self, profile: Costs) -> Iterator[tuple[str, NodeCost]]:
-        for _, group in groupby(profile.costs, _figures):
+        lines: list[tuple[str, NodeCost]] = []
+        for _, group in groupby(profile.costs, lambda c: (*_seconds(c), c.memory)):
             costs = list(group)
             if self.collapse and len(costs) >= self.collapse:
                 title = f"{short_name(costs[0].node)}{DOTS}{short_name(costs[-1].node)}, {len(costs)} x"
-                yield title, costs[0]
+                lines.append((title, costs[0]))
             else:
-                yield from ((short_name(cost.node), cost) for cost in costs)
-
-
-def _figures(cost: NodeCost) -> tuple[object, ...]:
-    return cost.forward, cost.backward, cost.input_grad, cost.weight_grad, cost.memory
+                lines += ((short_name(cost.node), cost) for cost in costs)
+        rows = []
+        for title, cost in lines:
+            share = (cost.forward + cost.backward) / profile.seconds if profile.seconds else 0.0
+            rows.append(_row(title, _seconds(cost), share, (*_sizes(cost), cost.memory.inputs, cost.memory.outputs)))
+        seconds = [sum(column) for column in zip(*map(_seconds, profile.costs), strict=True)] or [0.0] * 4
+        kept, waiting, peaks, size = list(zip(*map(_sizes, profile.costs), strict=True)) or [()] * 4
+        sizes = (sum(kept), sum(waiting), max(peaks, default=0), sum(size))
+        rows.append((*_row("all", seconds, 1.0, sizes), "", ""))
+        header = tuple(f"{word} {unit}".rstrip() for word, unit in zip(_HEADER, _UNITS, strict=True))
+        return TextTable(header, tuple(rows))
 
 
 def _heading(profile: Costs) -> list[str]:
@@ -74,30 +76,15 @@ def _heading(profile: Costs) -> list[str]:
     return [step, "; ".join((short_name(profile.device), *versions))]
 
 
-def _row(title: str, cost: NodeCost, total: float) -> Row:
+def _seconds(cost: NodeCost) -> tuple[float, ...]:
+    return cost.forward, cost.backward, cost.input_grad, cost.weight_grad
+
+
+def _sizes(cost: NodeCost) -> tuple[int, ...]:
     memory = cost.memory
-    seconds = (cost.forward, cost.backward, cost.input_grad, cost.weight_grad)
-    share = (cost.forward + cost.backward) / total if total else 0.0
-    sizes = (memory.kept, memory.kept_for_weight_grad, memory.peak)
-    return _texts(title, seconds, share, (*sizes, memory.parameters + memory.buffers, memory.inputs, memory.outputs))
+    return memory.kept, memory.kept_for_weight_grad, memory.peak, memory.parameters + memory.buffers
 
 
-def _total(profile: Costs) -> Row:
-    costs, memory = profile.costs, [cost.memory for cost in profile.costs]
-    seconds = [sum(getattr(c, name) for c in costs) for name in ("forward", "backward", "input_grad", "weight_grad")]
-    sizes = (
-        sum(each.kept for each in memory),
-        sum(each.kept_for_weight_grad for each in memory),
-        max((each.peak for each in memory), default=0),
-        sum(each.parameters + each.buffers for each in memory),
-    )
-    return (*_texts("all", seconds, 1.0, sizes), "", "")
-
-
-def _texts(title: str, seconds: Sequence[float], share: float, sizes: Sequence[int]) -> Row:
-    return (
-        title,
-        *(f"{1e3 * each:.3f}" for each in seconds),
-        percent_text(share),
-        *(f"{each / 1e6:.3f}" for each in sizes),
-    )
+def _row(title: str, seconds: Sequence[float], share: float, sizes: Sequence[int]) -> Row:
+    times, bytes_held = (f"{1e3 * each:.3f}" for each in seconds), (f"{each / 1e6:.3f}" for each in sizes)
+    return title, *times, percent_text(share), *bytes_held

@@ -31,7 +31,12 @@ class TextTable:
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         dashes = ["-" * (width - 1) for width in widths]
         rule = [f":{line}" if place < self.names else f"{line}:" for place, line in enumerate(dashes)]
-        return "\n".join(self._line(row, widths) for row in (cells[0], rule, *cells[1:]))
+        lines = []
+        for row in (cells[0], rule, *cells[1:]):
+            pairs = enumerate(zip(row, widths, strict=True))
+            texts = [text.ljust(width) if place < self.names else text.rjust(width) for place, (text, width) in pairs]
+            lines.append(f"| {' | '.join(texts)} |")
+        return "\n".join(lines)
 
     def rich(self) -> RichTable:
         """The same table for a console, where a long header may take two lines."""
@@ -46,11 +51,6 @@ class TextTable:
         for row in self.rows:
             table.add_row(*map(Text, row))
         return table
-
-    def _line(self, row: list[str], widths: list[int]) -> str:
-        pairs = enumerate(zip(row, widths, strict=True))
-        texts = [text.ljust(width) if place < self.names else text.rjust(width) for place, (text, width) in pairs]
-        return f"| {' | '.join(texts)} |"
 
 
 class Summary(NamedTuple):

@@ -68,7 +68,12 @@ class Screen:
 def _lines(name: str, blocks: Blocks, width: int, colored: bool) -> Iterator[Text]:
     digits = len(str(blocks.trace.num_ranks - 1))
     room = max(1, width - len("rank  ") - digits)
-    step = _seconds_per_character(blocks, room)
+    # A common step gets as many characters as its label and a blank need, or the most that fit.
+    step = least = (blocks.trace.makespan or 1.0) / room
+    common = common_step(blocks)
+    if common is not None and common >= least:
+        label = max(map(len, blocks.labels), default=1) + 1
+        step = common / min(label, int(common / least * (1 + 1e-9)))
     # A last step that is filled by less than half gets no character.
     columns = min(room, max(1, int(float(blocks.end.max(initial=0.0)) / step + 0.5)))
     lengths = blocks.end - blocks.start
@@ -83,17 +88,15 @@ def _lines(name: str, blocks: Blocks, width: int, colored: bool) -> Iterator[Tex
         if blocks.has_pairs:
             second = _row(blocks, rows[2 * rank + 1], colored, is_dense, is_second=True)
             yield Text(" " * (6 + digits)).append_text(second)
-    yield _legend(blocks, colored)
-
-
-def _seconds_per_character(blocks: Blocks, room: int) -> float:
-    """A common step gets as many characters as its label and a blank need, or the most that fit."""
-    least = (blocks.trace.makespan or 1.0) / room
-    step = common_step(blocks)
-    if step is None or step < least:
-        return least
-    label = max(map(len, blocks.labels), default=1) + 1
-    return step / min(label, int(step / least * (1 + 1e-9)))
+    legend = Text()
+    for kind in blocks.kinds:
+        legend.append(f" {LETTERS[kind]} ", _style(palette.fill(kind, 0, 1)) if colored else None)
+        legend.append(f"{' ' if colored else ''}{WORDS[kind]} ")
+    if blocks.num_chunks > 1 and colored:
+        for chunk in range(min(blocks.num_chunks, 8)):
+            legend.append("  ", _style(palette.fill(blocks.kinds[0], chunk, blocks.num_chunks)))
+        legend.append(" first to last stage of a rank")
+    yield legend
 
 
 def common_step(blocks: Blocks) -> float | None:
@@ -179,15 +182,3 @@ def _row(blocks: Blocks, row: list[int], colored: bool, is_dense: bool, is_secon
 
 def _style(color: str) -> Style:
     return Style(color=palette.text_on(color), bgcolor=color)
-
-
-def _legend(blocks: Blocks, colored: bool) -> Text:
-    text = Text()
-    for kind in blocks.kinds:
-        text.append(f" {LETTERS[kind]} ", _style(palette.fill(kind, 0, 1)) if colored else None)
-        text.append(f"{' ' if colored else ''}{WORDS[kind]} ")
-    if blocks.num_chunks > 1 and colored:
-        for chunk in range(min(blocks.num_chunks, 8)):
-            text.append("  ", _style(palette.fill(blocks.kinds[0], chunk, blocks.num_chunks)))
-        text.append(" first to last stage of a rank")
-    return text

@@ -126,7 +126,21 @@ class Timeline(View[Traces, str | bytes]):
 
 def _boxes(blocks: Blocks, panel: Panel) -> Drawing:
     """A box per block, with the text that fits into it."""
-    placed = [_box(blocks, panel, block) for block in range(len(blocks))]
+    passes, placed = blocks.passes, []
+    for block, (rank, half) in enumerate(zip(blocks.rank.tolist(), blocks.half.tolist(), strict=True)):
+        start, end = float(blocks.start[block]), float(blocks.end[block])
+        left, right = panel.at(start), panel.at(end)
+        height = (panel.row - panel.gap) / (1 if half == WHOLE else 2)
+        top = panel.top(rank) + panel.gap / 2 + (height if half == LOWER else 0.0)
+        color = fill(int(passes.kind[block]), int(blocks.chunk[block]), blocks.num_chunks)
+        tip = ""
+        if len(blocks) <= MAX_TIPS:
+            what = f"{WORDS[Kind(int(passes.kind[block]))]} of stage {passes.stage[block]}"
+            where = f"microbatch {passes.microbatch[block]}, rank {rank}"
+            tip = f"{what}, {where}: {seconds_text(start)} to {seconds_text(end)}"
+        # A hairline of background separates neighbours of one colour; a block of no length stays visible.
+        width = max(0.8, right - left - (0.8 if right - left > 4 else 0.0))
+        placed.append(Box(left, top, width, height - (0.6 if half == UPPER else 0.0), color, tip))
     # The stage is written where it fits into three of four boxes: a mixture would be read wrongly.
     fitting = sum(_font_size(box, label) > 0 for box, label in zip(placed, blocks.labels, strict=True))
     texts: Sequence[str] = blocks.labels
@@ -138,8 +152,6 @@ def _boxes(blocks: Blocks, panel: Panel) -> Drawing:
         for box, text in zip(placed, texts, strict=True)
         if (size := _font_size(box, text))
     ]
-    if len(blocks) <= MAX_TIPS:
-        placed = [box._replace(tip=_tip(blocks, block)) for block, box in enumerate(placed)]
     return Drawing(boxes=tuple(placed), labels=tuple(labels))
 
 
@@ -147,24 +159,6 @@ def _font_size(box: Box, text: str) -> float:
     """The font size at which the text fits; 0 where it would be too small to read."""
     size = min(SIZE, 0.75 * box.height, (box.width - 1.5) / text_width(text, 1.0)) if text else 0.0
     return size if size >= LEAST_LABEL else 0.0
-
-
-def _box(blocks: Blocks, panel: Panel, block: int) -> Box:
-    rank, half = int(blocks.rank[block]), int(blocks.half[block])
-    left, right = panel.at(float(blocks.start[block])), panel.at(float(blocks.end[block]))
-    height = (panel.row - panel.gap) / (1 if half == WHOLE else 2)
-    top = panel.top(rank) + panel.gap / 2 + (height if half == LOWER else 0.0)
-    color = fill(int(blocks.passes.kind[block]), int(blocks.chunk[block]), blocks.num_chunks)
-    # A hairline of background separates neighbours of one colour; a block of no length stays visible.
-    slit = 0.8 if right - left > 4 else 0.0
-    return Box(left, top, max(0.8, right - left - slit), height - (0.6 if half == UPPER else 0.0), color)
-
-
-def _tip(blocks: Blocks, block: int) -> str:
-    passes, start, end = blocks.passes, float(blocks.start[block]), float(blocks.end[block])
-    what = f"{WORDS[Kind(int(passes.kind[block]))]} of stage {passes.stage[block]}"
-    where = f"microbatch {passes.microbatch[block]}, rank {blocks.rank[block]}"
-    return f"{what}, {where}: {seconds_text(start)} to {seconds_text(end)}"
 
 
 # ---------------------------------------------------------------------------------- marks above boxes without text

@@ -11,8 +11,8 @@ from penstock.errors import ViewError
 from penstock.ir import Cluster, Kind, StepMetrics
 from penstock.views import Contents, Report
 from penstock.views.palette import FAINT, INK, KINDS, PAPER, STAGES, contrast, fill, text_on
+from penstock.views.report import MAX_BYTES
 from penstock.views.report.charts import DARK_PAPER, dark, stage_hues
-from penstock.views.report.report import MAX_BYTES
 from tests.views.reports import contents, planned
 from tests.views.samples import named, standing_still
 
@@ -205,7 +205,7 @@ def test_the_report_of_a_run_without_steps_is_that_of_its_plan() -> None:
 
 
 def test_a_page_that_cannot_be_small_enough_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.views.report.report.MAX_BYTES", 1000)
+    monkeypatch.setattr("penstock.views.report.MAX_BYTES", 1000)
     with pytest.raises(ViewError, match="too large for one page"):
         Report()(contents())
 

@@ -3,5 +3,3 @@
 from penstock.planner.synthesis.bounds import Bound, lower_bound
 from penstock.planner.synthesis.orders import Synthesis, is_too_large, synthesise
 from penstock.planner.synthesis.problem import ScheduleProblem
-
-__all__ = ["Bound", "ScheduleProblem", "Synthesis", "is_too_large", "lower_bound", "synthesise"]

@@ -1,15 +1,36 @@
-"""The pictures of a report: timelines, memory and metrics per step, as SVG elements in the colours of the page."""
+"""The pictures of a report: timelines, memory and metrics per step, as SVG elements in the colours of the page.
 
-from collections.abc import Iterable, Iterator, Sequence
+Timelines are also given as compact numbers, for the script of the page that zooms into them.
+"""
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
 from markupsafe import Markup, escape
+from numpy.typing import NDArray
 
-from penstock.ir import Kind, Run, number_text, round_step, seconds_unit
-from penstock.views.blocks import Blocks
+from penstock.ir import Kind, Span, Trace, critical_path, number_text, round_step, seconds_unit
+from penstock.views.blocks import LETTERS, WORDS, Blocks
 from penstock.views.drawing import BASELINE, Area, Box, Drawing, Label, Line, Point
 from penstock.views.memory import GROUND, Memory
-from penstock.views.palette import ALARM, FAINT, IDLE, INK, KINDS, MARK, PAPER, RULE, STAGES, contrast, mix, text_on
-from penstock.views.report.contents import Contents
+from penstock.views.palette import (
+    ALARM,
+    FAINT,
+    IDLE,
+    INK,
+    KINDS,
+    MARK,
+    PAPER,
+    RULE,
+    STAGES,
+    contrast,
+    fill,
+    mix,
+    text_on,
+)
+from penstock.views.panel import rank_label
+from penstock.views.report.panels import Contents
 from penstock.views.timeline import Timeline
 
 MAX_PASSES = 16_000
@@ -25,24 +46,21 @@ def draw_all(contents: Contents, width: int, timelines: int, with_memory: bool) 
         # Narrow passes can be seen when the page is enlarged, so they are merged only where they are too many.
         is_large = sum(len(Blocks.of(trace)) for trace in shown.values()) > MAX_PASSES
         found["timeline"] = Timeline(width=width, critical=True).drawing(shown, merge_narrow=is_large)
-    if with_memory:
-        found["memory"] = _memory(contents, width)
-    if contents.run:
-        found["loss"] = _losses(contents.run)
-        found["seconds"] = _durations(contents.run)
+    with_curves = {n: trace for n, trace in contents.traces.items() if any(curve.peak for curve in trace.memory)}
+    if with_memory and with_curves:
+        rows = sum(trace.num_ranks for trace in with_curves.values())
+        steps = max(LEAST_MEMORY_STEPS, min(MAX_MEMORY_STEPS, ALL_MEMORY_STEPS // rows))
+        limits = contents.plan.cluster.limits
+        limit = limits[0] if len(set(limits)) == 1 else None
+        found["memory"] = Memory(width=width, limit=limit).drawing(with_curves, max_steps=steps)
+    if run := contents.run:
+        found["loss"] = _curve([(each.step, each.loss) for each in run.steps if each.loss is not None])
+        # The first step includes warm-up. The prediction is a dashed line.
+        later = run.steps[1:]
+        scale, unit = seconds_unit(max((each.seconds for each in later), default=0.0))
+        points = [(each.step, each.seconds / scale) for each in later]
+        found["seconds"] = _curve(points, run.plan.predicted.makespan / scale, f" {unit}")
     return {name: drawing for name, drawing in found.items() if drawing}
-
-
-def _memory(contents: Contents, width: int) -> Drawing | None:
-    """The bytes that every rank holds over time; None if no trace has memory curves."""
-    traces = {n: trace for n, trace in contents.traces.items() if any(curve.peak for curve in trace.memory)}
-    if not traces:
-        return None
-    rows = sum(trace.num_ranks for trace in traces.values())
-    steps = max(LEAST_MEMORY_STEPS, min(MAX_MEMORY_STEPS, ALL_MEMORY_STEPS // rows))
-    limits = contents.plan.cluster.limits
-    limit = limits[0] if len(set(limits)) == 1 else None
-    return Memory(width=width, limit=limit).drawing(traces, max_steps=steps)
 
 
 # ------------------------------------------------------------------------------------------------ a metric per step
@@ -54,18 +72,6 @@ MAX_POINTS = 400
 CURVE = KINDS[Kind.FORWARD]
 AREA = mix(CURVE, PAPER, 0.8)
 """below a curve"""
-
-
-def _losses(run: Run) -> Drawing | None:
-    return _curve([(each.step, each.loss) for each in run.steps if each.loss is not None])
-
-
-def _durations(run: Run) -> Drawing | None:
-    """The seconds of every step after the first, which includes warm-up, with the prediction as a dashed line."""
-    later = run.steps[1:]
-    scale, unit = seconds_unit(max((each.seconds for each in later), default=0.0))
-    points = [(each.step, each.seconds / scale) for each in later]
-    return _curve(points, run.plan.predicted.makespan / scale, f" {unit}")
 
 
 def _curve(points: Sequence[tuple[int, float]], reference: float | None = None, unit: str = "") -> Drawing | None:
@@ -176,16 +182,16 @@ def svg_element(drawing: Drawing, title: str) -> Markup:
 def _boxes(boxes: Iterable[Box]) -> Iterator[str]:
     """Boxes of one colour, top and height as one thick dashed line: less than half the size of rectangles."""
     rows: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
-    for x, y, width, height, fill, _ in boxes:
+    for x, y, width, height, color, _ in boxes:
         left = round(10 * x)
-        row = rows.setdefault((fill, _short(y + height / 2), _short(height)), [])
+        row = rows.setdefault((color, _short(y + height / 2), _short(height)), [])
         row.append((left, round(10 * (x + width)) - left))
-    for (fill, middle, thickness), row in rows.items():
+    for (color, middle, thickness), row in rows.items():
         steps, end = [f"M0 {middle}"], 0
         for left, length in row:
             steps.append(f"m{_short((left - end) / 10)} 0h{_short(length / 10)}")
             end = left + length
-        yield f'<path class="l {_color_class(fill)}" stroke-width="{thickness}" d="{"".join(steps)}"/>'
+        yield f'<path class="l {_color_class(color)}" stroke-width="{thickness}" d="{"".join(steps)}"/>'
 
 
 def _lines(lines: Iterable[Line]) -> Iterator[str]:
@@ -225,3 +231,75 @@ def _labels(labels: Iterable[Label]) -> Iterator[str]:
 
 def _short(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
+
+
+# ---------------------------------------------------------------------------------------------- zooming into timelines
+
+TICKS = 100_000
+"""of the longest trace: times are whole numbers of them"""
+
+
+def zoom_data(traces: Mapping[str, Trace]) -> dict[str, Any] | None:
+    """The data that report.js reads; None where the passes are too many for it.
+
+    A pass is one number for its kind, stage and microbatch, the ticks since the end of the previous pass on its rank,
+    and its own ticks. Traces of one program share the list of their passes.
+    """
+    blocks = {name: Blocks.of(trace) for name, trace in traces.items()}
+    if sum(map(len, blocks.values())) > MAX_PASSES:
+        return None
+    first = next(iter(blocks.values()))
+    tick = max(trace.makespan for trace in traces.values()) / TICKS or 1.0
+    kinds = tuple(dict.fromkeys(kind for content in blocks.values() for kind in content.kinds))
+    fills = [[fill(kind, chunk, first.num_chunks) for chunk in range(first.num_chunks)] for kind in kinds]
+    sizes = (first.trace.program.num_stages, max(trace.program.num_microbatches for trace in traces.values()))
+
+    number_of = {int(kind): number for number, kind in enumerate(kinds)}
+    shared: NDArray[np.int64] | None = None
+    entries = []
+    for name, content in blocks.items():
+        sequence = np.lexsort((content.half, content.start, content.rank))
+        entry = _trace_entry(name, content, sequence, tick)
+        number = np.asarray([number_of[kind] for kind in content.passes.kind.tolist()], dtype=np.int64)
+        codes = ((number * sizes[0] + content.passes.stage) * sizes[1] + content.passes.microbatch)[sequence]
+        if shared is None or not np.array_equal(codes, shared):
+            entry["codes"] = codes.tolist()
+        shared = codes if shared is None else shared
+        entries.append(entry)
+    return {
+        "tick": tick,
+        "kinds": [(LETTERS[kind], WORDS[kind]) for kind in kinds],
+        "sizes": sizes,
+        "chunks": first.chunk_of_stage.tolist(),
+        "light": fills,
+        "dark": [[dark(color) for color in row] for row in fills],
+        "inks": [[text_on(color) for color in row] for row in fills],
+        "ranks": [rank_label(first.trace, rank) for rank in range(first.trace.num_ranks)],
+        "traces": entries,
+    }
+
+
+def _trace_entry(name: str, blocks: Blocks, sequence: NDArray[np.int64], tick: float) -> dict[str, Any]:
+    """One trace; `sequence` orders its blocks by rank and start."""
+    rank = blocks.rank[sequence]
+    start = np.round(blocks.start[sequence] / tick).astype(np.int64)
+    end = np.round(blocks.end[sequence] / tick).astype(np.int64)
+    # Differences between neighbours are short numbers, which keeps the page small.
+    is_first = np.diff(rank, prepend=-1) != 0
+    before = np.where(is_first, 0, np.concatenate(([0], end[:-1])))
+    # Rank and tick at which each item of the critical path begins, and at which it ends.
+    path: list[int] = []
+    for item in critical_path(blocks.trace):
+        ranks = (item.rank, item.rank) if isinstance(item, Span) else (item.source, item.target)
+        path += (ranks[0], round(item.start / tick), ranks[1], round(item.end / tick))
+    entry: dict[str, Any] = {
+        "name": name,
+        "end": round(blocks.trace.makespan / tick),
+        "counts": np.bincount(rank, minlength=blocks.trace.num_ranks).tolist(),
+        "gaps": (start - before).tolist(),
+        "lengths": (end - start).tolist(),
+        "path": path,
+    }
+    if blocks.has_pairs:
+        entry["halves"] = blocks.half[sequence].tolist()
+    return entry

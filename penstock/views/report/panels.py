@@ -1,13 +1,14 @@
-"""The sections of a report that are text: key figures, the model as a bar, idle time, and the tables.
+"""The contents of a report, and its sections that are text: key figures, the model as a bar, idle time, and tables.
 
 `report.html` calls these functions. To add a section, write a function here and a `<section>` there.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.errors import ViewError
 from penstock.ir import (
-    Candidate,
     Plan,
     Run,
     Trace,
@@ -21,9 +22,54 @@ from penstock.ir import (
 from penstock.views.base import short_name
 from penstock.views.condense import CondensedGraph, Part
 from penstock.views.palette import STAGES
-from penstock.views.report.contents import Advice, Contents
 
 MAX_TEXT = 400
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change of a plan, and the step time that is predicted with it."""
+
+    change: str
+    """the change, as a command or in words"""
+    seconds: float
+    """predicted for a step of the same batch"""
+    gain: float
+    """share of the predicted step time that is saved"""
+    note: str = ""
+    """the assumption behind the figure, or the cost of the change"""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything that a report shows."""
+
+    plan: Plan
+    predicted: Trace
+    run: Run | None = None
+    advice: tuple[Advice, ...] = ()
+    digest: str = ""
+    """of the plan, in hexadecimal digits"""
+    versions: tuple[tuple[str, str], ...] = ()
+    """of the software that made the report, by name"""
+    stream: Trace | None = None
+    """the predicted trace of several batches without a flush between them, if it was asked for"""
+    staleness: tuple[tuple[str, ...], ...] = ()
+    """a table about the stages without flushes: the names of its columns, then a row per stage"""
+
+    def __post_init__(self) -> None:
+        if self.predicted.num_ranks != self.plan.num_ranks:
+            ranks, planned = self.predicted.num_ranks, self.plan.num_ranks
+            raise ViewError("the trace must have the ranks of the plan", ranks=ranks, planned=planned)
+        if self.run is not None and self.run.plan != self.plan:
+            raise ViewError("the run followed another plan", hint="the plan of the run")
+
+    @property
+    def traces(self) -> dict[str, Trace]:
+        """The timelines to show, by name."""
+        recorded = self.run.trace if self.run else None
+        stream = {"predicted without flushes": self.stream} if self.stream else {}
+        return {"predicted": self.predicted} | ({"measured": recorded} if recorded else {}) | stream
 
 
 def headline(plan: Plan) -> str:
@@ -60,68 +106,53 @@ class Card(NamedTuple):
     """drawn as a bar"""
 
 
-def cards(contents: Contents) -> list[Card]:
+def cards(contents: Contents) -> Iterator[Card]:
     """The key figures that are known."""
     plan, run, predicted = contents.plan, contents.run, contents.plan.predicted
     alone = plan.num_microbatches * (sum(plan.costs.forward) + sum(plan.costs.backward))
     is_pipeline = predicted.makespan and plan.num_ranks > 1
     faster = f"{number_text(alone / predicted.makespan, 3)} × as fast as one rank" if is_pipeline else ""
-    found = [Card("predicted step", seconds_text(predicted.makespan, 3), faster)]
-    if run:
-        found += _measured_cards(run)
+    yield Card("predicted step", seconds_text(predicted.makespan, 3), faster)
+
+    if run and (whole := run.step_seconds) is not None:
+        # A plan predicts the passes; the optimizer and reading the data come on top.
+        seconds = run.trace.makespan if run.trace is not None else whole
+        median = f"median of {counted(max(1, len(run.steps) - 1), 'step')}"
+        note, tone = median if run.trace is None else f"with the optimizer {seconds_text(whole, 3)}, {median}", ""
+        if predicted.makespan:
+            error = abs(seconds / predicted.makespan - 1)
+            tone = "good" if error <= CLOSE else "fair" if error <= FAR else "bad"
+            note = f"{number_text(seconds / predicted.makespan, 3)} × the prediction, {note}"
+        yield Card("measured step", seconds_text(seconds, 3), note, tone)
+        samples = run.steps[-1].samples
+        if samples and whole:
+            yield Card("throughput", f"{number_text(samples / whole, 3)} /s", f"samples, {samples} in a step")
 
     measured = contents.traces.get("measured")
     note = f"measured {percent_text(measured.bubble)}" if measured else "share of all ranks' time without compute"
-    found.append(Card("bubble", percent_text(predicted.bubble), note))
+    yield Card("bubble", percent_text(predicted.bubble), note)
 
     above = predicted.makespan / predicted.lower_bound - 1 if predicted.lower_bound else 0.0
     note = f"no order of these stages takes less than {seconds_text(predicted.lower_bound, 3)}"
-    found.append(Card("above the lower bound", percent_text(above), note, "good" if above <= CLOSE else ""))
-    found.append(_memory_card(contents))
-    if run:
-        found += _training_cards(run)
-    return found
+    yield Card("above the lower bound", percent_text(above), note, "good" if above <= CLOSE else "")
 
-
-def _measured_cards(run: Run) -> Iterator[Card]:
-    whole, predicted = run.step_seconds, run.plan.predicted.makespan
-    if whole is None:
-        return
-    # A plan predicts the passes; the optimizer and reading the data come on top.
-    seconds = run.trace.makespan if run.trace is not None else whole
-    median = f"median of {counted(max(1, len(run.steps) - 1), 'step')}"
-    note, tone = median if run.trace is None else f"with the optimizer {seconds_text(whole, 3)}, {median}", ""
-    if predicted:
-        error = abs(seconds / predicted - 1)
-        tone = "good" if error <= CLOSE else "fair" if error <= FAR else "bad"
-        note = f"{number_text(seconds / predicted, 3)} × the prediction, {note}"
-    yield Card("measured step", seconds_text(seconds, 3), note, tone)
-    samples = run.steps[-1].samples
-    if samples and whole:
-        yield Card("throughput", f"{number_text(samples / whole, 3)} /s", f"samples, {samples} in a step")
-
-
-def _memory_card(contents: Contents) -> Card:
-    run, limits = contents.run, contents.plan.cluster.limits
-    peaks = run.peaks if run and run.peaks else contents.plan.predicted.peaks
-    word = "measured" if run and run.peaks else "predicted"
-    if not limits:
+    peaks, word = (run.peaks, "measured") if run and run.peaks else (predicted.peaks, "predicted")
+    if limits := plan.cluster.limits:
+        shares = [peak / limit for peak, limit in zip(peaks, limits, strict=True)]
+        rank = shares.index(max(shares))
+        tone = "bad" if shares[rank] > FULL else "fair" if shares[rank] > NEARLY_FULL else "good"
+        note = f"of {bytes_text(limits[rank])}, {word}, rank {rank}"
+        yield Card("peak memory", bytes_text(peaks[rank]), note, tone, min(shares[rank], 1.0))
+    else:
         rank = peaks.index(max(peaks))
-        return Card("peak memory", bytes_text(peaks[rank]), f"{word}, rank {rank}; no limit was given")
-    shares = [peak / limit for peak, limit in zip(peaks, limits, strict=True)]
-    rank = shares.index(max(shares))
-    tone = "bad" if shares[rank] > FULL else "fair" if shares[rank] > NEARLY_FULL else "good"
-    note = f"of {bytes_text(limits[rank])}, {word}, rank {rank}"
-    return Card("peak memory", bytes_text(peaks[rank]), note, tone, min(shares[rank], 1.0))
+        yield Card("peak memory", bytes_text(peaks[rank]), f"{word}, rank {rank}; no limit was given")
 
-
-def _training_cards(run: Run) -> Iterator[Card]:
-    if losses := run.losses:
+    if run and (losses := run.losses):
         lost = len(run.steps) - len(losses)
         note = f"{counted(len(run.steps), 'step')}" + (f", {lost} without a finite loss" if lost else "")
         tone = "bad" if lost else "good" if losses[-1] < losses[0] else "fair"
         yield Card("loss", f"{number_text(losses[0], 3)} → {number_text(losses[-1], 3)}", note, tone)
-    if run.largest_difference is not None:
+    if run and run.largest_difference is not None:
         shown = f"{run.largest_difference:.1e}".replace("e-0", "e-") if run.largest_difference else "0"
         yield Card("largest difference", shown, "relative, to the unsplit model")
 
@@ -284,23 +315,23 @@ def stage_rows(plan: Plan) -> list[StageRow]:
 
 def candidate_rows(plan: Plan) -> list[tuple[str, ...]]:
     """The plans that the search compared, the chosen one first."""
-    return [_candidate(place, candidate) for place, candidate in enumerate(plan.search.candidates[:MAX_ROWS])]
-
-
-def _candidate(place: int, candidate: Candidate) -> tuple[str, ...]:
-    predicted, chosen = candidate.predicted, candidate.choices
-    recomputed = f", {sum(chosen.recompute)} recomputed" if any(chosen.recompute) else ""
-    return (
-        str(place + 1),
-        seconds_text(predicted.makespan, 3),
-        percent_text(predicted.bubble),
-        bytes_text(max(predicted.peaks)),
-        _clipped(chosen.schedule),
-        f"{len(chosen.recompute)} {chosen.placement}{recomputed}",
-        str(candidate.num_microbatches),
-        _clipped(chosen.partitioner),
-        _clipped(candidate.lost) or "chosen",
-    )
+    rows: list[tuple[str, ...]] = []
+    for place, candidate in enumerate(plan.search.candidates[:MAX_ROWS], start=1):
+        predicted, chosen = candidate.predicted, candidate.choices
+        recomputed = f", {sum(chosen.recompute)} recomputed" if any(chosen.recompute) else ""
+        cells = (
+            str(place),
+            seconds_text(predicted.makespan, 3),
+            percent_text(predicted.bubble),
+            bytes_text(max(predicted.peaks)),
+            _clipped(chosen.schedule),
+            f"{len(chosen.recompute)} {chosen.placement}{recomputed}",
+            str(candidate.num_microbatches),
+            _clipped(chosen.partitioner),
+            _clipped(candidate.lost) or "chosen",
+        )
+        rows.append(cells)
+    return rows
 
 
 def reasons(plan: Plan) -> list[str]:
