@@ -79,7 +79,11 @@ class Comparison:
         return min(wrong, key=lambda one: one.stage, default=None)
 
     def __str__(self) -> str:
-        lines = [f"{self.against}: {self._summary}, {len(self.differences)} tensors compared"]
+        summary = "identical" if self.is_identical else "DIFFERENT"
+        if self.ok and not self.is_identical:
+            coarse = f"the rounding of {self.coarsest}, in which parts compute"
+            summary = f"equal up to {coarse if self.coarsest else 'rounding'}"
+        lines = [f"{self.against}: {summary}, {len(self.differences)} tensors compared"]
         if not self.is_identical:
             lines.append(f"  largest difference: {self.largest}")
         if self.first_wrong is not None:
@@ -87,13 +91,6 @@ class Comparison:
         if lost := [printable(one.name) for one in self.differences if one.tolerance > _NOISE_LIMIT]:
             lines.append(f"  not comparable, as rounding errors are about as large: {lost[0]} and {len(lost) - 1} more")
         return "\n".join(lines)
-
-    @property
-    def _summary(self) -> str:
-        if self.is_identical:
-            return "identical"
-        rounding = f"the rounding of {self.coarsest}, in which parts compute" if self.coarsest else "rounding"
-        return f"equal up to {rounding}" if self.ok else "DIFFERENT"
 
 
 def compare_tensors(

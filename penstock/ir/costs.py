@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from penstock.ir.arguments import is_finite
 from penstock.ir.graph import Graph, Node
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import MAX_STAGES, Placement
-from penstock.ir.profile import NodeCost, Profile, SavedTensors
+from penstock.ir.profile import Profile
 
 _PER_STAGE = ("forward", "input_grad", "weight_grad", "backward", "activation_bytes", "weight_grad_bytes")
 
@@ -94,9 +93,6 @@ class StageCosts:
         }
         for name, value in defaults.items():
             object.__setattr__(self, name, getattr(self, name) or value)
-        self._check()
-
-    def _check(self) -> None:
         if not 1 <= self.num_stages <= MAX_STAGES:
             raise CostError("number of stages out of range", stages=self.num_stages, limit=MAX_STAGES)
         for name in _PER_STAGE:
@@ -182,16 +178,20 @@ def compute_stage_costs(
     """
     profile.check(graph)
     crossings, runs = partition.crossings(graph), partition.runs(graph)
-    held = _held_bytes(graph, profile, runs, crossings, placement, recomputed)
+    kept, late = _held_bytes(graph, profile, runs, crossings, placement, recomputed)
     costs = [[profile[node.name] for node in nodes] for nodes in runs]
     again = _recomputable_nodes(graph) if recomputed else frozenset()
     for stage in recomputed:
-        costs[stage] = [_with_recomputation(cost) if cost.node in again else cost for cost in costs[stage]]
+        costs[stage] = [
+            replace(cost, backward=cost.forward + cost.backward, input_grad=cost.forward + cost.input_grad)
+            if cost.node in again
+            else cost
+            for cost in costs[stage]
+        ]
     forward = [sum(cost.forward for cost in nodes) for nodes in costs]
     backward = [sum(cost.backward for cost in nodes) for nodes in costs]
     input_grad = [sum(cost.input_grad for cost in nodes) for nodes in costs]
     weight_grad = [sum(cost.weight_grad for cost in nodes) for nodes in costs]
-    kept, late = [each.kept for each in held], [each.late for each in held]
     returning = {crossing.consumer for crossing in crossings if crossing.gradients}
     for stage in set(range(len(costs))) - returning:
         # A stage that returns no gradient does its whole backward as weight gradient, and keeps everything until then,
@@ -211,23 +211,11 @@ def compute_stage_costs(
     )
 
 
-def _with_recomputation(cost: NodeCost) -> NodeCost:
-    """The cost of a block that runs once more before its backward."""
-    return replace(cost, backward=cost.forward + cost.backward, input_grad=cost.forward + cost.input_grad)
-
-
 def _state(graph: Graph, nodes: tuple[Node, ...], optimizer_copies: int) -> StateBytes:
     names = {graph.tensor_of(name) for node in nodes for name in (*node.parameters, *node.buffers)}
     held = [value.spec for value in (*graph.parameters, *graph.buffers) if value.name in names]
     trained = sum(spec.bytes for spec in held if spec.requires_grad)
     return StateBytes(sum(spec.bytes for spec in held), trained, trained * optimizer_copies)
-
-
-class _Held(NamedTuple):
-    """Bytes that a stage holds for one microbatch: until the backward, and between input and weight gradient."""
-
-    kept: int
-    late: int
 
 
 def _held_bytes(
@@ -237,15 +225,19 @@ def _held_bytes(
     crossings: Sequence[Crossing],
     placement: Placement | None,
     recomputed: Collection[int],
-) -> list[_Held]:
-    """Bytes held by every stage; `runs` are the nodes of each.
+) -> tuple[list[int], list[int]]:
+    """Bytes that every stage holds for a microbatch: until the backward, and between input and weight gradient.
 
-    A block of a recomputed stage holds only its inputs and copies of the buffers that it writes until it runs again in
-    the backward. Without saved tensors in the profile, a stage is taken to hold everything that it receives, and
-    nothing else if it is recomputed.
+    `runs` are the nodes of each stage. A block of a recomputed stage holds only its inputs and copies of the buffers
+    that it writes until it runs again in the backward. Without saved tensors in the profile, a stage is taken to hold
+    everything that it receives, and nothing else if it is recomputed.
     """
+    stages = range(len(runs))
     if not profile.held:
-        return [_summed_bytes(profile, () if s in recomputed else runs[s], s, crossings) for s in range(len(runs))]
+        memory = [[profile[node.name].memory for node in runs[s] if s not in recomputed] for s in stages]
+        arriving = [sum(c.forward_bytes for c in crossings if c.consumer == stage) for stage in stages]
+        kept = [sum(each.kept for each in memory[s]) + arriving[s] for s in stages]
+        return kept, [sum(each.kept_for_weight_grad for each in memory[s]) + arriving[s] for s in stages]
     saved = [[profile[node.name].saved for node in nodes] for nodes in runs]
     if recomputed:
         buffer_bytes = {value.name: value.spec.bytes for value in graph.buffers}
@@ -258,8 +250,37 @@ def _held_bytes(
                 replace(each, own=copies[node.name], values=node.reads) if node.name in again else each
                 for node, each in zip(runs[stage], saved[stage], strict=True)
             ]
-    memory = _StageMemory(graph, dict(profile.held), saved, crossings, placement)
-    return [memory.held_bytes(stage) for stage in range(len(runs))]
+    # Saved values go by the first name of their storage group.
+    first = {name: group.values[0] for group in graph.storage for name in group.values}
+    received: list[Counter[str]] = [Counter() for _ in stages]
+    """by stage and value the bytes received from other ranks"""
+    local_producer: list[dict[str, int]] = [{} for _ in stages]
+    """by stage and value the stage of the same rank that made it"""
+    for crossing in crossings:
+        is_local = placement is not None and placement[crossing.producer] == placement[crossing.consumer]
+        for value in crossing.values:
+            name = first.get(value.name, value.name)
+            if is_local:
+                local_producer[crossing.consumer][name] = crossing.producer
+            else:
+                received[crossing.consumer][name] += value.spec.bytes
+    sizes = dict(profile.held)
+
+    def value_bytes(stage: int, held: Sequence[set[str]]) -> int:
+        """Bytes of the saved values of a stage, without those that a stage of the same rank made and holds as well."""
+        producer = local_producer[stage]
+        own = (name for name in held[stage] if name not in producer or name not in held[producer[name]])
+        return sum(received[stage].get(name, sizes.get(name, 0)) for name in own)
+
+    values = [{first.get(name, name) for each in stage for name in each.values} for stage in saved]
+    late_values = [{first.get(name, name) for each in stage for name in each.late_values} for stage in saved]
+    kept, late = [], []
+    for stage, each_saved in enumerate(saved):
+        gradients = {name for each in each_saved for name in each.late_gradients}
+        kept.append(sum(each.own for each in each_saved) + value_bytes(stage, values))
+        late_own = sum(each.late_own for each in each_saved) + sum(graph.spec(name).bytes for name in gradients)
+        late.append(late_own + value_bytes(stage, late_values))
+    return kept, late
 
 
 def _recomputable_nodes(graph: Graph) -> frozenset[str]:
@@ -268,56 +289,3 @@ def _recomputable_nodes(graph: Graph) -> frozenset[str]:
     writers = {writer for group in graph.storage for writer in group.writers}
     writers |= {update.node for update in graph.updates if not buffers.issuperset(update.names)}
     return frozenset(node.name for node in graph.nodes if node.is_leaf and node.name not in writers)
-
-
-def _summed_bytes(profile: Profile, nodes: Sequence[Node], stage: int, crossings: Iterable[Crossing]) -> _Held:
-    received = sum(crossing.forward_bytes for crossing in crossings if crossing.consumer == stage)
-    memory = [profile[node.name].memory for node in nodes]
-    return _Held(
-        sum(each.kept for each in memory) + received, sum(each.kept_for_weight_grad for each in memory) + received
-    )
-
-
-class _StageMemory:
-    """Saved values of every stage, by the first name of their storage group, and values that each stage receives."""
-
-    def __init__(
-        self,
-        graph: Graph,
-        sizes: dict[str, int],
-        saved: Sequence[Sequence[SavedTensors]],
-        crossings: Sequence[Crossing],
-        placement: Placement | None,
-    ) -> None:
-        self._graph, self._sizes, self._saved = graph, sizes, saved
-        self._first = {name: group.values[0] for group in graph.storage for name in group.values}
-        self._kept = [self._storages(name for each in stage for name in each.values) for stage in saved]
-        self._late = [self._storages(name for each in stage for name in each.late_values) for stage in saved]
-        self._received: list[Counter[str]] = [Counter() for _ in saved]
-        """by stage and value the bytes received from other ranks"""
-        self._local_producer: list[dict[str, int]] = [{} for _ in saved]
-        """by stage and value the stage of the same rank that made it"""
-        for crossing in crossings:
-            is_local = placement is not None and placement[crossing.producer] == placement[crossing.consumer]
-            for value in crossing.values:
-                name = self._first.get(value.name, value.name)
-                if is_local:
-                    self._local_producer[crossing.consumer][name] = crossing.producer
-                else:
-                    self._received[crossing.consumer][name] += value.spec.bytes
-
-    def held_bytes(self, stage: int) -> _Held:
-        saved = self._saved[stage]
-        gradients = {name for each in saved for name in each.late_gradients}
-        kept = sum(each.own for each in saved) + self._value_bytes(stage, self._kept)
-        late = sum(each.late_own for each in saved) + self._value_bytes(stage, self._late)
-        return _Held(kept, late + sum(self._graph.spec(name).bytes for name in gradients))
-
-    def _value_bytes(self, stage: int, held: Sequence[set[str]]) -> int:
-        """Bytes of the saved values of a stage, without those that a stage of the same rank made and holds as well."""
-        producer, received = self._local_producer[stage], self._received[stage]
-        own = (name for name in held[stage] if name not in producer or name not in held[producer[name]])
-        return sum(received[name] if name in received else self._sizes.get(name, 0) for name in own)
-
-    def _storages(self, values: Iterable[str]) -> set[str]:
-        return {self._first.get(value, value) for value in values}

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.action import RULES, Fact, Kind, Relation
+from penstock.ir.action import RULES, Fact, Relation
 from penstock.ir.orders import Codes, Passes
 from penstock.ir.placement import Cuts, StageEdge
 
@@ -56,36 +56,21 @@ class Makers:
 
 def find_dependencies(passes: Passes, makers: Makers, cuts: Cuts) -> Dependencies:
     """All dependencies between compute actions, for any cuts."""
-    found = [
-        _dependencies_of_kind(passes, makers, cuts, kind, fact, relation)
-        for kind, rule in RULES.items()
-        for fact, relation in rule.needs
-    ]
+    found = []
+    for kind, rule in RULES.items():
+        for fact, relation in rule.needs:
+            chosen = np.flatnonzero(passes.kind == kind)
+            source = target = passes.stage[chosen]
+            if relation is not Relation.OWN:
+                edges = cuts.edges if relation is Relation.PRODUCERS else cuts.gradient_edges
+                own_end, far_end = (1, 0) if relation is Relation.PRODUCERS else (0, 1)
+                rows, source = _neighbours(target, edges, own_end, far_end, cuts.num_stages)
+                chosen, target = chosen[rows], target[rows]
+            microbatch = passes.microbatch[chosen]
+            facts = np.full(len(chosen), fact, dtype=np.int64)
+            needed = makers[fact][source, microbatch]
+            found.append((passes.index[chosen], needed, facts, source, target, microbatch))
     return Dependencies(*(np.concatenate(column) for column in zip(*found, strict=True)))
-
-
-def _dependencies_of_kind(
-    passes: Passes, makers: Makers, cuts: Cuts, kind: Kind, fact: Fact, relation: Relation
-) -> Dependencies:
-    """The dependencies of all passes of one kind on one fact."""
-    chosen = np.flatnonzero(passes.kind == kind)
-    stage = passes.stage[chosen]
-    if relation is Relation.OWN:
-        source = target = stage
-    else:
-        edges = cuts.edges if relation is Relation.PRODUCERS else cuts.gradient_edges
-        own_end, far_end = (1, 0) if relation is Relation.PRODUCERS else (0, 1)
-        rows, source = _neighbours(stage, edges, own_end, far_end, cuts.num_stages)
-        chosen, target = chosen[rows], stage[rows]
-    microbatch = passes.microbatch[chosen]
-    return Dependencies(
-        passes.index[chosen],
-        makers[fact][source, microbatch],
-        np.full(len(chosen), fact, dtype=np.int64),
-        source,
-        target,
-        microbatch,
-    )
 
 
 def _neighbours(

@@ -139,15 +139,6 @@ class Graph:
         _check_distinct("parameter or buffer", (value.name for value in (*self.parameters, *self.buffers)))
         _check_distinct("tied parameter", (name for group in self.tied for name in group))
         _check_distinct("value in a storage group", (name for group in self.storage for name in group.values))
-        self._check_reads()
-        self._check_names()
-
-    def _values(self) -> Iterator[Value]:
-        yield from self.inputs
-        for node in self.nodes:
-            yield from node.makes
-
-    def _check_reads(self) -> None:
         known = {value.name for value in self.inputs}
         from_inputs = set(known)
         for node in self.nodes:
@@ -162,8 +153,6 @@ class Graph:
                 from_inputs.update(value.name for value in node.makes)
             known.update(value.name for value in node.makes)
         _check_known("no node makes this output", self.outputs, known)
-
-    def _check_names(self) -> None:
         state = {value.name: (value.spec.shape, value.spec.dtype) for value in (*self.parameters, *self.buffers)}
         for node in self.nodes:
             names = (*node.parameters, *node.buffers)
@@ -180,6 +169,11 @@ class Graph:
             own = {self.tensor_of(name) for name in (*node.parameters, *node.buffers)}
             written = map(self.tensor_of, update.names)
             _check_known("a node writes a parameter or buffer that it does not use", written, own, node=node.name)
+
+    def _values(self) -> Iterator[Value]:
+        yield from self.inputs
+        for node in self.nodes:
+            yield from node.makes
 
     def __getitem__(self, name: str) -> Node:
         _check_known("no such node", (name,), self._node_of)

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import chain
 
 from penstock.errors import PartitionError
-from penstock.ir.graph import Graph, Node, StorageGroup, Value
+from penstock.ir.graph import Graph, Node, Value
 from penstock.ir.placement import Cuts
 
 
@@ -87,19 +87,20 @@ class Partition:
                     made_by=f"{producer!r} in stage {self._stage_of[producer]}",
                     read_by=f"{consumer!r} in stage {self._stage_of[consumer]}",
                 )
-        self._check_storage(graph)
-        self._check_updated(graph)
-
-    def _check_storage(self, graph: Graph) -> None:
-        """Storage that is written in place must stay within one stage and may leave it only after the last write."""
+        # Storage that is written in place must stay within one stage and may leave it only after the last write.
         position = {node.name: place for place, node in enumerate(graph.nodes)}
         overwritten: dict[str, str] = {}
         for group in graph.storage:
             if group.writers:
-                self._check_group(graph, group)
+                makers = {value: graph.makers[value] for value in group.values if value in graph.makers}
+                nodes = (*makers.values(), *(graph[name] for name in group.writers))
+                stages = {node.name: self._stage_of[node.name] for node in nodes if not node.from_inputs}
+                if len(set(stages.values())) > 1:
+                    problem = "nodes that share memory must be in one stage"
+                    raise PartitionError(problem, stages=stages, values=group.values)
                 last = max(group.writers, key=lambda name: position[name])
-                makers = {value: graph.makers[value].name for value in group.values if value in graph.makers}
-                overwritten |= {value: last for value, maker in makers.items() if position[maker] < position[last]}
+                early = [value for value, maker in makers.items() if position[maker.name] < position[last]]
+                overwritten |= dict.fromkeys(early, last)
         for value, reader in self._read_values(graph):
             owner = self._stage_of[graph.makers[value].name]
             if value in overwritten and owner != reader:
@@ -110,26 +111,16 @@ class Partition:
                     made_in_stage=owner,
                     read_in_stage=reader,
                 )
-
-    def _check_group(self, graph: Graph, group: StorageGroup) -> None:
-        makers = [graph.makers[value] for value in group.values if value in graph.makers]
-        nodes = (*makers, *(graph[name] for name in group.writers))
-        stages = {node.name: self._stage_of[node.name] for node in nodes if not node.from_inputs}
-        if len(set(stages.values())) > 1:
-            raise PartitionError("nodes that share memory must be in one stage", stages=stages, values=group.values)
-
-    def _check_updated(self, graph: Graph) -> None:
-        """State that the forward writes must be used by one stage only: other stages would not see the write."""
-        for name, nodes in graph.updated.items():
-            if len({self._stage_of[node.name] for node in nodes}) > 1:
-                first, last = nodes[0].name, nodes[-1].name
+        # State that the forward writes must be used by one stage only: other stages would not see the write.
+        for name, users in graph.updated.items():
+            if len({self._stage_of[node.name] for node in users}) > 1:
                 writers = [update.node for update in graph.updates if name in map(graph.tensor_of, update.names)]
                 raise PartitionError(
                     "a parameter or buffer that the forward writes is used in several stages",
                     name=repr(name),
                     written_by=", ".join(f"{writer!r} in stage {self._stage_of[writer]}" for writer in writers[:4]),
-                    used_by=", ".join(f"{node.name!r} in stage {self._stage_of[node.name]}" for node in nodes[:4]),
-                    hint=f"keep the nodes from {first!r} to {last!r} in one stage",
+                    used_by=", ".join(f"{node.name!r} in stage {self._stage_of[node.name]}" for node in users[:4]),
+                    hint=f"keep the nodes from {users[0].name!r} to {users[-1].name!r} in one stage",
                 )
 
     def crossings(self, graph: Graph) -> tuple[Crossing, ...]:

@@ -40,27 +40,22 @@ class _Ordered:
             raise ScheduleError("too many stages", stages=self.num_stages, limit=MAX_STAGES)
         if len(self.table) != self.num_ranks:
             raise ScheduleError("there must be one order per rank", orders=len(self.table), ranks=self.num_ranks)
-        self._check_stages_of_ranks()
-
-    def _check_stages_of_ranks(self) -> None:
-        """Raise if an action belongs to a stage on another rank, or to a microbatch that does not exist."""
         passes = self.table.passes
         home = np.full(MAX_STAGES, -1)
         home[: self.num_stages] = self.placement.ranks
         rank = self.table.rank_of[passes.index]
         wrong = (home[passes.stage] != rank) | (passes.microbatch >= self.num_microbatches)
-        if not wrong.any():
-            return
-        first = int(np.argmax(wrong))
-        index = int(passes.index[first])
-        raise ScheduleError(
-            "an action must be of a stage and a microbatch of its rank",
-            action=self.table.action(index),
-            rank=int(rank[first]),
-            position=self.table.position(index),
-            stages_of_the_rank=self.placement.stages[int(rank[first])],
-            microbatches=self.num_microbatches,
-        )
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            index = int(passes.index[first])
+            raise ScheduleError(
+                "an action must be of a stage and a microbatch of its rank",
+                action=self.table.action(index),
+                rank=int(rank[first]),
+                position=self.table.position(index),
+                stages_of_the_rank=self.placement.stages[int(rank[first])],
+                microbatches=self.num_microbatches,
+            )
 
     @property
     def orders(self) -> tuple[tuple[Action, ...], ...]:

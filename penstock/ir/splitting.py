@@ -20,7 +20,8 @@ class Rows:
     """the dimension that holds the rows"""
 
     def __post_init__(self) -> None:
-        if type(self.dim) is not int or not (self.per_sample is None or _is_count(self.per_sample)):
+        is_count = self.per_sample is None or (type(self.per_sample) is int and self.per_sample > 0)
+        if type(self.dim) is not int or not is_count:
             given = f"per_sample={self.per_sample!r}, dim={self.dim!r}"
             raise RunError("Rows must have a count of 1 or more and a dimension", got=given, hint="penstock.Rows(4)")
 
@@ -62,7 +63,3 @@ SPLIT_HINT = (
 def is_split_rule(value: object) -> bool:
     """Whether a value can be one of `split`."""
     return value is None or type(value) is int or value in ("samples", "items") or isinstance(value, Rows | Ragged)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value > 0

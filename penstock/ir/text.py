@@ -28,7 +28,7 @@ from penstock.ir.action import (
     Unshard,
     WeightGrad,
 )
-from penstock.ir.orders import MAX_ACTIONS, Codes, Orders, encode
+from penstock.ir.orders import MAX_ACTIONS, Orders
 
 _NUMBER = r"(0|[1-9][0-9]{0,5})"
 _COMPUTE_CELL = re.compile(rf"{_NUMBER}(F|I|W|B|FREE){_NUMBER}")
@@ -103,17 +103,13 @@ def read_orders(source: str | Path) -> Orders:
 
 
 def _is_path(source: str) -> bool:
-    if not source or "\n" in source:
-        return False
-    return os.path.isfile(source) or not (re.search(r"[,\s]", source) or _is_cell(source))
-
-
-def _is_cell(text: str) -> bool:
+    if not source or "\n" in source or os.path.isfile(source):
+        return bool(source) and "\n" not in source
     try:
-        parse_action(text)
+        parse_action(source)
     except (FormatError, ScheduleError):
-        return False
-    return True
+        return not re.search(r"[,\s]", source)
+    return False
 
 
 def parse_rows(rows: list[list[str]]) -> Orders:
@@ -122,21 +118,16 @@ def parse_rows(rows: list[list[str]]) -> Orders:
         raise FormatError("a schedule must have at least one row")
     if sum(map(len, rows)) > MAX_ACTIONS:
         raise FormatError("too many cells", cells=sum(map(len, rows)), limit=MAX_ACTIONS)
-    return Orders([_parse_row(number, row) for number, row in enumerate(rows, start=1)])
-
-
-def _parse_row(number: int, row: list[str]) -> Codes:
-    actions = []
-    for column, raw in enumerate(row, start=1):
-        cell = raw.strip()
-        if not cell:
-            continue
-        try:
-            actions.append(parse_action(cell))
-        except (FormatError, ScheduleError) as error:
-            where = {"row": number, "column": column, "cell": repr(raw)} | error.values
-            raise FormatError(error.problem, hint=error.hint, **{**where, "cell": repr(raw)}) from None
-    return encode(actions)
+    orders: list[list[Action]] = [[] for _ in rows]
+    for number, (row, actions) in enumerate(zip(rows, orders, strict=True), start=1):
+        for column, raw in enumerate(row, start=1):
+            try:
+                if cell := raw.strip():
+                    actions.append(parse_action(cell))
+            except (FormatError, ScheduleError) as error:
+                where = {"row": number, "column": column, "cell": repr(raw)} | error.values
+                raise FormatError(error.problem, hint=error.hint, **{**where, "cell": repr(raw)}) from None
+    return Orders.of(orders)
 
 
 def format_lines(orders: Orders) -> str:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from penstock.errors import ScheduleError
 from penstock.ir.action import COMPUTE_KINDS, Action, ComputeAction, Kind, Overlap, Send, needs
 from penstock.ir.notebook import timeline
-from penstock.ir.orders import Codes, pack, peer_of, stage_of
+from penstock.ir.orders import pack, peer_of, stage_of
 from penstock.ir.schedule import Program
 from penstock.ir.units import percent_text, seconds_text
 
@@ -268,96 +268,62 @@ def critical_path(trace: Trace) -> tuple[Span | Transfer, ...]:
     An item follows the one that it waited for: of the item before it on its rank or link and the passes and messages
     that it needs, the one that ended last. A rank that was idle without cause (in a recorded trace) leaves a gap.
     """
-    if not len(trace.starts):
+    program, table, num_actions = trace.program, trace.program.table, len(trace.starts)
+    if not num_actions:
         return ()
-    return _CriticalPath(trace).backwards()[::-1]
+    # Items are numbered: first all actions by their index, then all messages.
+    starts = np.concatenate((trace.starts.values, trace.sent.values))
+    ends = np.concatenate((trace.ends.values, trace.arrived.values))
+    sends = np.flatnonzero(table.kinds == Kind.SEND)
+    message_of = {code: num_actions + number for number, code in enumerate(table.codes[sends].tolist())}
+    # Per action the nearest earlier action of its rank that took time or is a pass; -1 if there is none.
+    has_duration = np.isin(table.kinds, COMPUTE_KINDS) | (trace.ends.values > trace.starts.values)
+    nearest = np.maximum.accumulate(np.where(has_duration, np.arange(num_actions), -1))
+    above = np.concatenate(([-1], nearest[:-1]))
+    before_on_rank = np.where(above >= table.starts[table.rank_of], above, -1)
+    # Per message the message before it on the same link; -1 if there is none.
+    ranks = np.asarray(program.placement.ranks)
+    link = table.rank_of[sends] * trace.num_ranks + ranks[peer_of(table.codes[sends])]
+    by_link = np.argsort(link, kind="stable")
+    before_on_link = np.full(len(sends), -1, dtype=np.int64)
+    same = link[by_link][1:] == link[by_link][:-1]
+    before_on_link[by_link[1:][same]] = by_link[:-1][same] + num_actions
 
-
-class _CriticalPath:
-    """Lookup tables of one trace. Items are numbered: first all actions by their index, then all messages."""
-
-    def __init__(self, trace: Trace) -> None:
-        table = trace.program.table
-        self.trace = trace
-        self.starts = np.concatenate((trace.starts.values, trace.sent.values))
-        self.ends = np.concatenate((trace.ends.values, trace.arrived.values))
-        self.sends = np.flatnonzero(table.kinds == Kind.SEND)
-        self.makers = trace.program.makers
-        self.message_of = {code: number for number, code in enumerate(table.codes[self.sends].tolist())}
-        self.before = np.concatenate((_before_on_rank(trace), _before_on_link(trace, self.sends)))
-
-    def backwards(self) -> tuple[Span | Transfer, ...]:
-        last_end = np.flatnonzero(self.trace.ends.values == self.trace.ends.values.max())
-        lasting = last_end[_has_duration(self.trace)[last_end]]
-        item = int((lasting if len(lasting) else last_end)[0])
-        items, seen = [], set()
-        while item >= 0 and item not in seen:
-            seen.add(item)
-            items.append(self._item(item))
-            item = self._waited_for(item)
-        return tuple(items)
-
-    def _item(self, item: int) -> Span | Transfer:
-        start, end = float(self.starts[item]), float(self.ends[item])
-        if item < len(self.trace.starts):
-            return Span(int(self.trace.program.table.rank_of[item]), self.trace.program.table.action(item), start, end)
-        action = self.trace.program.table.action(int(self.sends[item - len(self.trace.starts)]))
-        placement = self.trace.program.placement
-        assert isinstance(action, Send)
-        return Transfer(placement[action.stage], placement[action.peer], action, start, end)
-
-    def _waited_for(self, item: int) -> int:
-        """The item that ended last of those that this one had to wait for; -1 at the beginning."""
-        latest = float(self.starts[item]) + _TOLERANCE * self.trace.makespan
-        if item < len(self.trace.starts):
-            earlier = [self._last_before(item, latest), *self._needed(item)]
-        else:
-            send = int(self.sends[item - len(self.trace.starts)])
-            earlier = [self._last_before(send, latest), int(self.before[item])]
-        found = [other for other in earlier if other >= 0 and self.ends[other] <= latest]
-        return max(found, key=lambda other: (self.ends[other], self.starts[other], other), default=-1)
-
-    def _last_before(self, index: int, latest: float) -> int:
+    def last_before(index: int, latest: float) -> int:
         """The nearest earlier action of the rank that had ended by then; a rank may do several things at once."""
-        before = int(self.before[index])
-        while before >= 0 and self.ends[before] > latest:
-            before = int(self.before[before])
+        before = int(before_on_rank[index])
+        while before >= 0 and ends[before] > latest:
+            before = int(before_on_rank[before])
         return before
 
-    def _needed(self, index: int) -> Iterator[int]:
-        action, program = self.trace.program.table.action(index), self.trace.program
+    def needed(index: int) -> Iterator[int]:
+        action = table.action(index)
         for part in action.parts if isinstance(action, ComputeAction | Overlap) else ():
             for fact, stage, microbatch in needs(part, program.cuts):
                 if program.placement[stage] == program.placement[part.stage]:
-                    yield int(self.makers[fact][stage, microbatch])
+                    yield int(program.makers[fact][stage, microbatch])
                 else:
-                    yield self._message(stage, microbatch, part.stage)
+                    yield message_of.get(int(pack(Kind.SEND, stage, microbatch, part.stage)[0]), -1)
 
-    def _message(self, source: int, microbatch: int, target: int) -> int:
-        code = int(pack(Kind.SEND, source, microbatch, target)[0])
-        return len(self.trace.starts) + self.message_of[code] if code in self.message_of else -1
-
-
-def _has_duration(trace: Trace) -> NDArray[np.bool_]:
-    """Which actions took time or are passes."""
-    return np.isin(trace.program.table.kinds, COMPUTE_KINDS) | (trace.ends.values > trace.starts.values)
-
-
-def _before_on_rank(trace: Trace) -> NDArray[np.int64]:
-    """Per action the nearest earlier action of its rank that took time; -1 if there is none."""
-    table = trace.program.table
-    index = np.arange(len(table.codes), dtype=np.int64)
-    nearest = np.maximum.accumulate(np.where(_has_duration(trace), index, -1))
-    above = np.concatenate(([-1], nearest[:-1]))
-    return np.where(above >= table.starts[table.rank_of], above, -1)
-
-
-def _before_on_link(trace: Trace, sends: Codes) -> NDArray[np.int64]:
-    """Per message the message before it on the same link; -1 if there is none."""
-    table, ranks = trace.program.table, np.asarray(trace.program.placement.ranks)
-    link = table.rank_of[sends] * trace.num_ranks + ranks[peer_of(table.codes[sends])]
-    by_link = np.argsort(link, kind="stable")
-    before = np.full(len(sends), -1, dtype=np.int64)
-    same = link[by_link][1:] == link[by_link][:-1]
-    before[by_link[1:][same]] = by_link[:-1][same] + len(table.codes)
-    return before
+    last_end = np.flatnonzero(trace.ends.values == trace.ends.values.max())
+    lasting = last_end[has_duration[last_end]]
+    item = int((lasting if len(lasting) else last_end)[0])
+    path: list[Span | Transfer] = []
+    seen: set[int] = set()
+    while item >= 0 and item not in seen:
+        seen.add(item)
+        start, end = float(starts[item]), float(ends[item])
+        latest = start + _TOLERANCE * trace.makespan
+        if item < num_actions:
+            path.append(Span(int(table.rank_of[item]), table.action(item), start, end))
+            earlier = [last_before(item, latest), *needed(item)]
+        else:
+            send = int(sends[item - num_actions])
+            action = table.action(send)
+            assert isinstance(action, Send)
+            path.append(Transfer(int(ranks[action.stage]), int(ranks[action.peer]), action, start, end))
+            earlier = [last_before(send, latest), int(before_on_link[item - num_actions])]
+        # Of the items that this one had to wait for, the one that ended last.
+        found = [other for other in earlier if other >= 0 and ends[other] <= latest]
+        item = max(found, key=lambda other: (ends[other], starts[other], other), default=-1)
+    return tuple(reversed(path))

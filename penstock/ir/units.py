@@ -28,7 +28,7 @@ def seconds_unit(largest: float) -> tuple[float, str]:
 
 def bytes_text(size: float) -> str:
     """`3.25 GiB`."""
-    scale, unit = bytes_unit(abs(size))
+    scale, unit = next((entry for entry in _BYTES if abs(size) >= entry[0]), (1, "B"))
     return f"{number_text(size / scale, 3)} {unit}"
 
 
@@ -48,11 +48,6 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     """`a, b, c and 2 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-def bytes_unit(largest: float) -> tuple[int, str]:
-    """The unit for numbers up to the largest: its bytes and its name."""
-    return next((entry for entry in _BYTES if largest >= entry[0]), (1, "B"))
 
 
 def percent_text(share: float) -> str:

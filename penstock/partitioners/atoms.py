@@ -1,6 +1,6 @@
 """The graph as arrays: atoms, which no cut may divide, with their costs and everything that atoms share."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -356,18 +356,22 @@ def inseparable_nodes(graph: Graph) -> list[list[int]]:
 
 def named_groups(graph: Graph, groups: Sequence[Sequence[str]]) -> list[list[int]]:
     """Returns groups of node or module names as positions; a module stands for all of its nodes."""
-    return [sorted({place for name in group for place in _places(graph, name)}) for group in groups]
+    position = {node.name: place for place, node in enumerate(graph.nodes)}
+    problem = "no such node or module to keep together"
+    found = [
+        [[position[name]] if name in position else places_of_module(graph, name, problem, position) for name in group]
+        for group in groups
+    ]
+    return [sorted({place for places in group for place in places}) for group in found]
 
 
-def _places(graph: Graph, name: str) -> list[int]:
-    found = [place for place, node in enumerate(graph.nodes) if node.name == name]
+def places_of_module(
+    graph: Graph, module: str, problem: str = "no such module", names: Iterable[str] = ()
+) -> list[int]:
+    """Returns the positions of the nodes of a module; `names` are further ones that may have been meant."""
+    found = [n for n, node in enumerate(graph.nodes) if node.module == module or node.module.startswith(f"{module}.")]
     if not found:
-        found = [
-            place for place, node in enumerate(graph.nodes) if node.module == name or node.module.startswith(f"{name}.")
-        ]
-    if not found:
-        known = sorted({node.name for node in graph.nodes} | {node.module for node in graph.nodes} - {""})
-        close = get_close_matches(str(name), known, n=1)
-        hint = f"did you mean {close[0]!r}" if close else ""
-        raise PartitionError("no such node or module to keep together", name=repr(name), hint=hint)
+        known = sorted({*names, *(node.module for node in graph.nodes)} - {""})
+        close = get_close_matches(str(module), known, n=1)
+        raise PartitionError(problem, name=repr(module), hint=f"did you mean {close[0]!r}" if close else "")
     return found

@@ -277,8 +277,8 @@ class Runs:
             sent,
             regained,
             self._parameters.over(box),
-            self._state.over(box),
-            self._kept.over(box) + (self._saved.over(box) if self.atoms.saved.is_known else received),
+            self._held[0].over(box),
+            self._kept.over(box) + (self._held[1].over(box) if self.atoms.saved.is_known else received),
         )
 
     @cached_property
@@ -291,12 +291,12 @@ class Runs:
         return SharedWeights.of(self.atoms.tensors.uses, self.atoms.tensors.parameters, len(self.atoms))
 
     @cached_property
-    def _state(self) -> SharedWeights:
-        return SharedWeights.of(self.atoms.tensors.uses, self.atoms.tensors.state, len(self.atoms))
-
-    @cached_property
-    def _saved(self) -> SharedWeights:
-        return SharedWeights.of(self.atoms.saved.uses, self.atoms.saved.sizes, len(self.atoms))
+    def _held(self) -> tuple[SharedWeights, SharedWeights]:
+        """Of state and of saved values."""
+        tensors, saved = self.atoms.tensors, self.atoms.saved
+        pairs = ((tensors.uses, tensors.state), (saved.uses, saved.sizes))
+        state, values = (SharedWeights.of(uses, sizes, len(self.atoms)) for uses, sizes in pairs)
+        return state, values
 
     @cached_property
     def _received(self) -> tuple[SharedWeights, SharedWeights]:
@@ -312,20 +312,15 @@ class Runs:
         values = self.atoms.values
         last = np.full(len(values.maker), -1, dtype=np.int64)
         np.maximum.at(last, values.uses.item, np.minimum(values.uses.atom, len(self.atoms) - 1))
-        forward, backward = (_sent_by_makers(values.maker, last, size) for size in (values.forward, values.backward))
+        used = last > values.maker
+        maker, last = values.maker[used], last[used]
+        # A value counts for the runs that hold its maker but not its last reader. As windows: runs with the maker, less
+        # runs with the last reader, plus runs with the last reader but not the maker.
+        nowhere = np.full(len(maker), -1, dtype=np.int64)
+        before, place = np.concatenate((nowhere, nowhere, maker)), np.concatenate((maker, last, last))
+        by_place = np.argsort(place, kind="stable")
+        forward, backward = (
+            SharedWeights(before[by_place], place[by_place], np.concatenate((size, -size, size))[by_place])
+            for size in (values.forward[used], values.backward[used])
+        )
         return forward, backward
-
-
-def _sent_by_makers(maker: Ints, last: Ints, size: Floats) -> SharedWeights:
-    """Counts a value for the runs that hold its maker but not its last reader.
-
-    As windows: runs with the maker, less runs with the last reader, plus runs with the last reader but not the maker.
-    """
-    used = last > maker
-    maker, last, size = maker[used], last[used], size[used]
-    nowhere = np.full(len(maker), -1, dtype=np.int64)
-    before = np.concatenate((nowhere, nowhere, maker))
-    place = np.concatenate((maker, last, last))
-    weight = np.concatenate((size, -size, size))
-    by_place = np.argsort(place, kind="stable")
-    return SharedWeights(before[by_place], place[by_place], weight[by_place])

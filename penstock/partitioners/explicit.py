@@ -4,13 +4,12 @@ Choose them to reproduce a split made elsewhere, or to move a boundary by hand.
 """
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
 from penstock.errors import PartitionError
 from penstock.ir import Graph, Partition
-from penstock.partitioners.atoms import inseparable_nodes
+from penstock.partitioners.atoms import inseparable_nodes, places_of_module
 
 
 def by_modules(graph: Graph, stages: Sequence[Sequence[str]]) -> Partition:
@@ -39,7 +38,7 @@ def by_modules(graph: Graph, stages: Sequence[Sequence[str]]) -> Partition:
 def cut_before(graph: Graph, modules: Sequence[str]) -> Partition:
     """Returns the partition in which a new stage begins with each of the modules."""
     _check_names(modules)
-    return cut_at(graph, [_places(graph, module)[0] for module in modules])
+    return cut_at(graph, [places_of_module(graph, module)[0] for module in modules])
 
 
 def cut_places(graph: Graph) -> list[int]:
@@ -75,19 +74,8 @@ def _owners(graph: Graph, stages: Any) -> dict[str, int]:
         if not modules:
             raise PartitionError("every stage must have a node", stage=stage)
         for module in modules:
-            nodes = [graph.nodes[place] for place in _places(graph, module)]
+            nodes = [graph.nodes[place] for place in places_of_module(graph, module)]
             if module in owner and not all(node.from_inputs for node in nodes):
                 raise PartitionError("a module in two stages", module=repr(module), stages=(owner[module], stage))
             owner.setdefault(module, stage)
     return owner
-
-
-def _places(graph: Graph, module: str) -> list[int]:
-    found = [
-        place for place, node in enumerate(graph.nodes) if node.module == module or node.module.startswith(f"{module}.")
-    ]
-    if not found:
-        names = {node.module for node in graph.nodes}
-        close = get_close_matches(module, sorted(names), n=1)
-        raise PartitionError("no such module", name=repr(module), hint=f"did you mean {close[0]!r}" if close else "")
-    return found

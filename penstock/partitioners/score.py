@@ -179,7 +179,19 @@ def division(
     False for a partitioner that ignores limits of memory.
     """
     score = Score(problem, problem.atoms, stage)
-    _check_memory(score, keeps_limits)
+    excess = score.memory - problem.limit_of
+    if excess.max() > 0:
+        rank = int(excess.argmax())
+        ways_out = "more ranks, fewer microbatches in flight, recomputation, or an optimizer that holds less"
+        raise PartitionError(
+            f"{'no cut was found that keeps' if keeps_limits else 'the cut exceeds'} the limits of memory",
+            rank=rank,
+            needs=round(score.memory[rank]),
+            limit=round(problem.limit_of[rank]),
+            short_by=round(excess[rank]),
+            all_ranks_need=round(score.memory.sum()),
+            hint=ways_out if keeps_limits else f"linear or auto, which keep limits in mind; {ways_out}",
+        )
     busiest = float(score.loads.max())
     least = min(max(lower_bound(problem), bound), busiest)
     return Division(
@@ -208,21 +220,3 @@ def partition_of(problem: Problem, atoms: Atoms, stage: Ints) -> Partition:
         places[at].append(place)
     names = [node.name for node in problem.graph.nodes]
     return Partition(tuple(tuple(names[place] for place in sorted(nodes)) for nodes in places))
-
-
-def _check_memory(score: Score, keeps_limits: bool) -> None:
-    limit = score.problem.limit_of
-    excess = score.memory - limit
-    rank = int(excess.argmax())
-    if excess[rank] <= 0:
-        return
-    ways_out = "more ranks, fewer microbatches in flight, recomputation, or an optimizer that holds less"
-    raise PartitionError(
-        "no cut was found that keeps the limits of memory" if keeps_limits else "the cut exceeds the limits of memory",
-        rank=rank,
-        needs=round(score.memory[rank]),
-        limit=round(limit[rank]),
-        short_by=round(excess[rank]),
-        all_ranks_need=round(score.memory.sum()),
-        hint=ways_out if keeps_limits else f"linear or auto, which keep limits in mind; {ways_out}",
-    )

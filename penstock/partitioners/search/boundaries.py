@@ -216,16 +216,11 @@ def even_out(table: RunTable, bounds: Ints) -> Ints:
         if not shifted:
             return bounds
         best, better = min(shifted, key=lambda found: found[0])
-        if not _is_better(best, key):
+        # By the first part of the key that differs by more than rounding.
+        changed = [(now, old) for now, old in zip(best, key, strict=True) if abs(now - old) > 1e-12 * abs(old)]
+        if not changed or changed[0][0] > changed[0][1]:
             return bounds
         key, bounds = best, better
-
-
-def _is_better(new: Key, old: Key) -> bool:
-    for now, before in zip(new, old, strict=True):
-        if abs(now - before) > 1e-12 * abs(before):
-            return now < before
-    return False
 
 
 def _moves(table: RunTable, bounds: Ints) -> list[Ints]:
@@ -335,7 +330,12 @@ class _BranchAndBound:
         table, stage, start = self.table, len(bounds) - 1, bounds[-1]
         last = len(table.runs.atoms) - (len(table.ranks) - 1 - stage)
         state = (stage, start, np.round(totals, 9).tobytes())
-        if self.budget <= 0 or state in self.seen or not self._may_fit(stage, start, totals):
+        # The ranks of the remaining stages must have room for the remaining work, even if it were divisible at will.
+        added = table.runs.seconds.added
+        ranks, first = np.unique(table.ranks[stage:], return_index=True)
+        room = (self.best - totals[0, ranks]) / table.rates.slowness[stage:][first]
+        may_fit = bool(added[-1] - added[start] <= room.sum() * (1 + 1e-9))
+        if self.budget <= 0 or state in self.seen or not may_fit:
             return
         self.seen.add(state)
         ends = np.arange(start + 1, last + 1) if stage < len(table.ranks) - 1 else np.array([last])
@@ -355,13 +355,6 @@ class _BranchAndBound:
                 self.best, self.bounds = float(table.loads(after).max()) * (1 - 1e-9), [*bounds, int(ends[at])]
             else:
                 self.extend([*bounds, int(ends[at])], after)
-
-    def _may_fit(self, stage: int, start: int, totals: Floats) -> bool:
-        """Whether the ranks of the remaining stages could take the remaining work if it were divisible at will."""
-        added = self.table.runs.seconds.added
-        ranks, first = np.unique(self.table.ranks[stage:], return_index=True)
-        room = (self.best - totals[0, ranks]) / self.table.rates.slowness[stage:][first]
-        return bool(added[-1] - added[start] <= room.sum() * (1 + 1e-9))
 
 
 def _bisect_limits(placement: Placement, table: RunTable, bounds: Ints) -> tuple[Ints, float]:

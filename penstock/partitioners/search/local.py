@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from penstock.partitioners.atoms import Atoms, Bools, Floats, Incidence, Ints, grouped
+from penstock.partitioners.atoms import Atoms, Bools, Floats, Ints, grouped
 from penstock.partitioners.score import Score
 
 _ROUNDS = 6
@@ -160,12 +160,10 @@ class MoveDelta:
 
     @cached_property
     def _readers(self) -> tuple[Ints, ...]:
-        return _users(self.atoms.values.uses, len(self.atoms.values.maker))
+        uses = self.atoms.values.uses
+        return grouped(uses.item, uses.atom, len(self.atoms.values.maker))
 
     @cached_property
     def _users(self) -> tuple[Ints, ...]:
-        return _users(self.atoms.tensors.uses, len(self.atoms.tensors.state))
-
-
-def _users(uses: Incidence, number: int) -> tuple[Ints, ...]:
-    return grouped(uses.item, uses.atom, number)
+        uses = self.atoms.tensors.uses
+        return grouped(uses.item, uses.atom, len(self.atoms.tensors.state))
