@@ -19,8 +19,7 @@ from benchmarks.table import Line, Table
 from penstock.api.measuring import measured_model
 from penstock.demo.gpt import Sizes, gpt
 from penstock.demo.gpt import batch as gpt_batch
-from penstock.measure.clock import Clock, typical
-from penstock.measure.timing import time_whole
+from penstock.measure.timing import Clock, time_whole, typical
 
 _APART = 0.10
 """how far the sum of the nodes may be from the step"""

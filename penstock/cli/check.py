@@ -68,8 +68,12 @@ def check(
             "microbatches": orders.num_microbatches,
             "actions": len(orders.table.codes),
         }
-        extra = {"parity": _report_dict(report)} if report else {}
-        print_json({"proven": True, "type": type(orders).__name__, **sizes, **extra})
+        result: dict[str, Any] = {"proven": True, "type": type(orders).__name__, **sizes}
+        if report:
+            parts = {"microbatches": report.loop, "whole_batch": report.whole}
+            compared = {name: _comparison_dict(part) for name, part in parts.items() if part is not None}
+            result["parity"] = {"equal": report.ok, **compared, "notes": list(report.notes)}
+        print_json(result)
     else:
         typer.echo(f"proven\n{sizes_line(orders)}\n{_PROVEN}" + (f"\n\n{report}" if report else ""))
     if report and not report.ok:
@@ -116,12 +120,6 @@ def _mean_square(output: Any, target: Any) -> Any:
 
     tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return sum(tensor.float().square().mean() for tensor in tensors)
-
-
-def _report_dict(report: "ParityReport") -> dict[str, Any]:
-    parts = {"microbatches": report.loop, "whole_batch": report.whole}
-    compared = {name: _comparison_dict(part) for name, part in parts.items() if part is not None}
-    return {"equal": report.ok, **compared, "notes": list(report.notes)}
 
 
 def _comparison_dict(part: "Comparison") -> dict[str, Any]:

@@ -70,7 +70,13 @@ def show(*, path: Where, as_json: AsJson = False) -> None:
         print_json(contents)
         return
     tensors = contents.pop("tensors")
-    lines = (f"{name}: {_text(value)}" for name, value in contents.items() if value is not None)
+
+    def text(value: object) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{name} {item}" for name, item in value.items())
+        return f"{value:,}" if isinstance(value, int) else str(value)
+
+    lines = (f"{name}: {text(value)}" for name, value in contents.items() if value is not None)
     typer.echo("\n".join(map(printable, lines)))
     typer.echo("")
     print_table(("tensor", "file", "type", "shape"), [tuple(tensor.values()) for tensor in tensors])
@@ -121,9 +127,3 @@ def _contents(checkpoint: "CheckpointReader") -> dict[str, Any]:
             for name, record in manifest.tensors.items()
         ],
     }
-
-
-def _text(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {item}" for name, item in value.items())
-    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -15,7 +15,7 @@ _ORDER_SUFFIXES = (".csv", ".txt", "")
 
 def read_record(path: Path) -> Any:
     """Read the record of a JSON file, or the Schedule or Program of a CSV or text file."""
-    from penstock.ir import MAX_JSON_BYTES, load_record
+    from penstock.ir import MAX_JSON_BYTES, load_record, read_schedule
 
     try:
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
@@ -28,12 +28,17 @@ def read_record(path: Path) -> Any:
     if not is_json and path.suffix.lower() not in _ORDER_SUFFIXES:
         hint = "JSON that penstock wrote, or an order in a file that ends in .csv"
         raise FormatError("expected JSON or an order", file=path, hint=hint)
+    if not is_json:
+        try:
+            return read_schedule(path)
+        except PenstockError as error:
+            raise FormatError(error.problem, hint=error.hint, **{"file": path, **error.values}) from None
     try:
-        return load_record(path) if is_json else _read_orders(path)
+        return load_record(path)
     except FormatError as error:
         if error.hint:
             raise
-        hint = "a complete, unchanged file that penstock wrote" if is_json else ""
+        hint = "a complete, unchanged file that penstock wrote"
         raise FormatError(error.problem, report=error.report, hint=hint, **error.values) from None
 
 
@@ -46,15 +51,6 @@ def _suggest(path: Path) -> str:
     names = sorted(each.name for each in path.parent.iterdir() if each.is_file()) if path.parent.is_dir() else []
     close = get_close_matches(path.name, names, n=1)
     return f"did you mean {path.parent / close[0]}?" if close else ""
-
-
-def _read_orders(path: Path) -> Any:
-    from penstock.ir import read_schedule
-
-    try:
-        return read_schedule(path)
-    except PenstockError as error:
-        raise FormatError(error.problem, hint=error.hint, **{"file": path, **error.values}) from None
 
 
 def write(path: Path, document: str | bytes) -> None:

@@ -45,7 +45,16 @@ def build_hf_model(name: str, example: Example) -> tuple[Any, tuple[Any, ...], d
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     model = _instantiate(name, model_class, config, "meta")
     if example.weights:
-        _check_memory(name, model)
+        # The weights must fit in the memory of this machine together with their gradients.
+        import psutil
+
+        from penstock.ir import bytes_text
+
+        needed = 2 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        if needed > (free := psutil.virtual_memory().available):
+            sizes = {"weights_and_gradients": bytes_text(needed), "free": bytes_text(free)}
+            hint = "a config.json with fewer layers, or plan without --weights, which needs no memory"
+            raise FitError("the weights do not fit in the memory of this machine", config=name, hint=hint, **sizes)
         model = _instantiate(name, model_class, config, "cpu")
     return model, (), _example_batch(model, labels, example)
 
@@ -62,19 +71,6 @@ def _instantiate(name: str, model_class: Any, config: Any, device: str) -> Any:
         hint = "a complete config.json of this type"
         raise PenstockError("cannot build a model from the configuration", config=name, error=text, hint=hint) from None
     return model.to(getattr(config, "dtype", None) or torch.float32)
-
-
-def _check_memory(name: str, model: Any) -> None:
-    """Refuse weights that this machine cannot hold together with their gradients."""
-    import psutil
-
-    from penstock.ir import bytes_text
-
-    needed = 2 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    if needed > (free := psutil.virtual_memory().available):
-        sizes = {"weights_and_gradients": bytes_text(needed), "free": bytes_text(free)}
-        hint = "a config.json with fewer layers, or plan without --weights, which needs no memory"
-        raise FitError("the weights do not fit in the memory of this machine", config=name, hint=hint, **sizes)
 
 
 # ------------------------------------------------------------------------------------------------- the configuration

@@ -1,7 +1,7 @@
 """`penstock report`: a plan or a training run as one HTML file."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Argument, Option
 
@@ -10,9 +10,6 @@ from penstock.cli.options import AsJson
 from penstock.cli.output import note, print_json
 from penstock.cli.train_log import PLAN, RUN
 from penstock.errors import FormatError
-
-if TYPE_CHECKING:
-    from penstock.views import Contents
 
 Source = Annotated[
     Path, Argument(metavar="SOURCE", help="JSON of a plan or run, or the directory that penstock train wrote.")
@@ -46,19 +43,20 @@ def report(*, source: Source, out: Out = Path("report.html"), as_json: AsJson = 
     document = Report()(contents)
     write(out, document)
     if as_json:
-        print_json({"file": str(out), "bytes": len(document.encode()), **_metrics(contents)})
+        predicted, run = contents.plan.predicted, contents.run
+        advice = [{"change": each.change, "seconds": each.seconds, "gain": each.gain} for each in contents.advice]
+        print_json(
+            {
+                "file": str(out),
+                "bytes": len(document.encode()),
+                "plan": contents.digest,
+                "predicted_seconds": predicted.makespan,
+                "measured_seconds": run.step_seconds if run else None,
+                "bubble": predicted.bubble,
+                "lower_bound_seconds": predicted.lower_bound,
+                "peak_bytes": max(predicted.peaks),
+                "advice": advice,
+            }
+        )
     else:
         note(f"wrote {out} ({len(document.encode()) // 1000} KB): open it in a browser")
-
-
-def _metrics(contents: "Contents") -> dict[str, object]:
-    predicted, run = contents.plan.predicted, contents.run
-    return {
-        "plan": contents.digest,
-        "predicted_seconds": predicted.makespan,
-        "measured_seconds": run.step_seconds if run else None,
-        "bubble": predicted.bubble,
-        "lower_bound_seconds": predicted.lower_bound,
-        "peak_bytes": max(predicted.peaks),
-        "advice": [{"change": each.change, "seconds": each.seconds, "gain": each.gain} for each in contents.advice],
-    }

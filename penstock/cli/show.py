@@ -30,6 +30,8 @@ def show(*, file: File, view: ViewName = None, out: Out = None, as_json: AsJson 
     With --view, shows one view instead. Of orders, traces, plans and runs: terminal, table, timeline, memory, chrome;
     of graphs, plans and runs: outline, cuts, model; of plans and runs: report; of profiles: profile.
     """
+    import penstock
+    from penstock.cli.simulate import prove
     from penstock.ir import Graph, Plan, Profile, Program, Run, Schedule, Trace, to_json
     from penstock.views import Outline
     from penstock.views import Profile as ProfileView
@@ -41,7 +43,13 @@ def show(*, file: File, view: ViewName = None, out: Out = None, as_json: AsJson 
     elif as_json:
         typer.echo(to_json(record), nl=False)
     elif isinstance(record, Schedule | Program):
-        _show_orders(record)
+        typer.echo(sizes_line(record))
+        try:
+            prove(record)
+        except ScheduleError as error:
+            typer.echo(f"{record}\n\nnot proven: {error}")
+        else:
+            _show_trace(penstock.simulate(record))
     elif isinstance(record, Trace):
         _show_trace(record)
     elif isinstance(record, Plan):
@@ -109,19 +117,6 @@ def _subject(record: Any, wanted: type) -> Any:
         got, hint = type(record).__name__, f"a file with a {wanted.__name__.lower()}"
         raise ViewError(f"this view must be given a {wanted.__name__.lower()}", got=got, hint=hint)
     return record
-
-
-def _show_orders(orders: "Schedule | Program") -> None:
-    import penstock
-    from penstock.cli.simulate import prove
-
-    typer.echo(sizes_line(orders))
-    try:
-        prove(orders)
-    except ScheduleError as error:
-        typer.echo(f"{orders}\n\nnot proven: {error}")
-    else:
-        _show_trace(penstock.simulate(orders))
 
 
 def _show_trace(trace: Any) -> None:

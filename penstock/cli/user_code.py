@@ -35,7 +35,15 @@ def user_function(target: str, example: str) -> Iterator[UserFunction]:
     sys.path.insert(0, folder)
     try:
         with redirect_stdout(sys.stderr):
-            function = _find(_load(path, module_name), path, name, example)
+            module = _load(path, module_name)
+        function = vars(module).get(name)
+        if not callable(function):
+            # Not those that it imports.
+            functions = [k for k, v in vars(module).items() if isfunction(v) and v.__module__ == module_name]
+            hint = f"one of {', '.join(functions)}" if functions else f"def {name}(): ... {example}"
+            if close := get_close_matches(name, functions, n=1):
+                hint = f"did you mean {close[0]}?"
+            raise PenstockError("no such function in the file", function=repr(name), file=path, hint=hint)
         yield UserFunction(function, name, path)
     finally:
         sys.path.remove(folder)
@@ -91,15 +99,3 @@ def _load(path: Path, module_name: str) -> ModuleType:
     with user_errors("the file cannot be loaded", path, hint=f"python {path}, until it runs without an error"):
         spec.loader.exec_module(module)
     return module
-
-
-def _find(module: ModuleType, path: Path, name: str, example: str) -> Callable[..., Any]:
-    value = vars(module).get(name)
-    if callable(value):
-        return value  # type: ignore[no-any-return]
-    own = module.__name__  # not those that it imports
-    functions = [key for key, value in vars(module).items() if isfunction(value) and value.__module__ == own]
-    hint = f"one of {', '.join(functions)}" if functions else f"def {name}(): ... {example}"
-    if close := get_close_matches(name, functions, n=1):
-        hint = f"did you mean {close[0]}?"
-    raise PenstockError("no such function in the file", function=repr(name), file=path, hint=hint)

@@ -66,10 +66,20 @@ def stage_document(captured: Any, partition: Partition, placement: Placement, be
     needed += (support.constants,) if reading else ()
     blocks = [*_support_lines(needed), *([statement_lines(reading)] if reading else [])]
     body = "\n\n\n".join("\n".join(block) for block in (*blocks, *classes, settings, run))
+    others = ["from torch import Tensor, nn", *imports.lines]
+    others += ["from torch.nn import functional"] if "functional." in body else []
+    others += ["from safetensors.torch import load"] if reading else []
+    import_lines = [
+        *(["import hashlib", "import inspect", "from pathlib import Path"] if reading else ["import inspect"]),
+        "from typing import Any, ClassVar",
+        "",
+        "import torch",
+        *sorted(others, key=lambda line: line.split()[1]),
+    ]
     head = [
         *docstring_lines(_header(graph, captured.model, stages)),
         "",
-        *_import_lines(imports, body, bool(reading)),
+        *import_lines,
         "",
         f"TRAINING = {captured.model.training}",
         *statement_lines(f"HOME = {recording.device!r}"),
@@ -121,6 +131,14 @@ class StageClass:
             "RECEIVES": repr({variables[value]: stage for value, stage in section.receives.items()}),
             "SENDS": repr({variables[value]: stages for value, stages in section.sends.items()}),
         }
+        # A value in the memory of a buffer is copied, as the next forward writes the buffer.
+        copied = {name for name in section.recording.state_views if name in graph.makers}
+        expressions = replace(self.expressions, copied=copied)
+        if section.is_last:
+            result = expressions.argument(section.recording.record.outputs, "the output of the model")
+        else:
+            sent = {variables[name]: expressions.variable(name) for name in section.sends}
+            result = ", ".join(sent.values()) or "None"
         # A call has the form of the signature, so that a long one is broken in the same way.
         signature = statement_lines(f"forward({', '.join(('self', *self.parameters))})", INDENT)
         signature[0] = signature[0].replace("forward", "def forward", 1)
@@ -133,7 +151,7 @@ class StageClass:
             *signature[:-1],
             f"{signature[-1]}:",
             *body_lines(self._statements(), 2 * INDENT),
-            *return_lines(self._result(), 2 * INDENT),
+            *return_lines(result, 2 * INDENT),
         ]
 
     def _description(self) -> list[str]:
@@ -169,17 +187,6 @@ class StageClass:
             yield Statement(f"{name} = {name}.clone()")
         read = set(self._variables((*section.read, *section.sends)))
         yield from StepWriter(self.expressions, self.names, read).statements(section.steps)
-
-    def _result(self) -> str:
-        """The expression that `forward` returns."""
-        section = self.section
-        # A value in the memory of a buffer is copied, as the next forward writes the buffer.
-        copied = {name for name in section.recording.state_views if name in section.recording.graph.makers}
-        expressions = replace(self.expressions, copied=copied)
-        if section.is_last:
-            return expressions.argument(section.recording.record.outputs, "the output of the model")
-        sent = {self.expressions.variables[name]: expressions.variable(name) for name in section.sends}
-        return ", ".join(sent.values()) or "None"
 
 
 # -------------------------------------------------------------------------------------------------------------- run
@@ -255,17 +262,6 @@ def _header(graph: Graph, model: Any, stages: Sequence[StageClass]) -> list[str]
         "",
         f"Written for the graph {graph.fingerprint[:16]} with {versions}.",
     ]
-
-
-def _import_lines(imports: Imports, body: str, reads_constants: bool) -> list[str]:
-    standard = ["import inspect"]
-    if reads_constants:
-        standard = ["import hashlib", *standard, "from pathlib import Path"]
-    others = ["from torch import Tensor, nn", *imports.lines]
-    others += ["from torch.nn import functional"] if "functional." in body else []
-    others += ["from safetensors.torch import load"] if reads_constants else []
-    third = ["import torch", *sorted(others, key=lambda line: line.split()[1])]
-    return [*standard, "from typing import Any, ClassVar", "", *third]
 
 
 @cache

@@ -10,7 +10,6 @@ from textwrap import wrap
 import torch
 
 from penstock.codegen.statements import NO_CONTEXT, Statement
-from penstock.ir import CallContext
 
 WIDTH = 120
 INDENT = "    "
@@ -96,7 +95,15 @@ def body_lines(statements: Iterable[Statement], indent: str) -> list[str]:
     for context, group in groupby(statements, key=lambda statement: statement.context):
         inner = indent
         if context != NO_CONTEXT:
-            found.append(f"{indent}with {_context_managers(context)}:")
+            managers = []
+            if context.grad is not None:
+                managers.append("torch.enable_grad()" if context.grad else "torch.no_grad()")
+            if context.autocast is not None:
+                device, is_enabled, dtype = context.autocast
+                kind = getattr(torch, dtype.removeprefix("torch."))
+                enabled = "" if is_enabled else ", enabled=False"
+                managers.append(f'torch.autocast("{torch.device(device)}", dtype={kind}{enabled})')
+            found.append(f"{indent}with {', '.join(managers)}:")
             inner += INDENT
         for statement in group:
             if statement.heading:
@@ -105,17 +112,6 @@ def body_lines(statements: Iterable[Statement], indent: str) -> list[str]:
             beside = f"{lines[-1]}  # {statement.comment}"
             found += [*lines[:-1], beside if statement.comment and len(beside) <= WIDTH else lines[-1]]
     return found
-
-
-def _context_managers(context: CallContext) -> str:
-    found = []
-    if context.grad is not None:
-        found.append("torch.enable_grad()" if context.grad else "torch.no_grad()")
-    if context.autocast is not None:
-        device, is_enabled, dtype = context.autocast
-        kind = getattr(torch, dtype.removeprefix("torch."))
-        found.append(f'torch.autocast("{torch.device(device)}", dtype={kind}{"" if is_enabled else ", enabled=False"})')
-    return ", ".join(found)
 
 
 def docstring_lines(paragraphs: Iterable[str], indent: str = "") -> list[str]:

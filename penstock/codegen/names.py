@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import resolve_name
 
 from penstock.codegen import support
-from penstock.ir import Call, Graph, Node
+from penstock.ir import Call, Graph
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _NUMBER = re.compile(r"0|[1-9][0-9]*", re.ASCII)
@@ -91,20 +91,16 @@ def name_values(recording: Any, names: Names) -> dict[str, str]:
         found |= {new: found[old] for new, old in step.writes}
         found |= {new: names.fresh(buffer.rpartition(".")[2]) for new, buffer in step.results.updates}
         new = [value for value in dict.fromkeys(step.results.values) if value and value not in found]
-        base = _base_name(graph[step.name])
+        # A readable name: `layers_0`, `embed_tokens`, `mul`.
+        node = graph[step.name]
+        words, base = node.module.split("."), node.kind.lower() if node.is_leaf else node.kind
+        if node.is_leaf and all(is_identifier(f"_{word}") for word in words):
+            # From the last word that is not an index: `model.layers.0` is `layers_0`.
+            start = max((at for at, word in enumerate(words) if not is_index(word)), default=-1)
+            base = "_".join(words[start:] if start >= 0 else [base, *words])
         for place, value in enumerate(new):
             found[value] = names.fresh(base if len(new) == 1 else f"{base}_{place}")
     return found
-
-
-def _base_name(node: Node) -> str:
-    """A readable name for the result of a node: `layers_0`, `embed_tokens`, `mul`."""
-    words = node.module.split(".")
-    if not node.is_leaf or not all(is_identifier(f"_{word}") for word in words):
-        return node.kind.lower() if node.is_leaf else node.kind
-    # From the last word that is not an index: `model.layers.0` is `layers_0`.
-    start = max((place for place, word in enumerate(words) if not is_index(word)), default=-1)
-    return "_".join(words[start:] if start >= 0 else [node.kind.lower(), *words])
 
 
 class Imports:

@@ -136,7 +136,9 @@ class StepWriter:
             return [f"{variable} = {code}" if variable in self.read and variable not in updated else code]
         # Every tensor in the result gets the variable of its value; the rest must equal the recorded result.
         result = recording.returned[where]
-        if isinstance(result, Parts) and any(map(self._matters, _leaves(result))):
+        if isinstance(result, Parts) and any(
+            self._variable(leaf) != "_" if isinstance(leaf, Ref) else _is_checked(leaf) for leaf in _leaves(result)
+        ):
             return list(self._unpack(code, result, where))
         return [self._expect_result(code, result, where) if _is_checked(result) and result is not None else code]
 
@@ -178,9 +180,6 @@ class StepWriter:
         base = "part" if isinstance(item, Parts) else "none" if item is None else "number" if is_number else "word"
         later.append((self.names.fresh(base), item))
         return later[-1][0]
-
-    def _matters(self, leaf: Any) -> bool:
-        return self._variable(leaf) != "_" if isinstance(leaf, Ref) else _is_checked(leaf)
 
     def _variable(self, ref: Ref) -> str:
         found = self.expressions.variables.get(ref.value, "_")

@@ -45,7 +45,6 @@ from penstock.ir.containers import (
     transform,
 )
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes, compute_stage_costs
-from penstock.ir.dependencies import Dependencies, Makers, find_dependencies
 from penstock.ir.graph import (
     ADDED_LOSS,
     ITEM_BYTES,
@@ -63,11 +62,14 @@ from penstock.ir.notebook import preformatted
 from penstock.ir.orders import (
     MAX_ACTIONS,
     Codes,
+    Dependencies,
+    Makers,
     Orders,
     Passes,
     decode,
     decode_one,
     encode,
+    find_dependencies,
     kind_of,
     microbatch_of,
     pack,

@@ -133,7 +133,18 @@ class Cluster:
         if not 1 <= ranks <= MAX_RANKS:
             raise CostError("ranks out of range", ranks=ranks, limit=MAX_RANKS)
         object.__setattr__(self, "ranks", ranks)
-        object.__setattr__(self, "links", _check_links(self.links, ranks))
+        links: object = self.links
+        named = tuple(links) if isinstance(links, Iterable) else (links,)
+        for link in named:
+            if not isinstance(link, Link):
+                hint = "links=[Link(0, 1, latency, bandwidth)]"
+                raise CostError("links must be Link records", got=repr(link), hint=hint)
+            if not (0 <= link.source < ranks and 0 <= link.target < ranks):
+                raise CostError("a link between ranks that do not exist", link=link, ranks=ranks)
+        for (source, target), times in Counter((link.source, link.target) for link in named).items():
+            if times > 1:
+                raise CostError("a link is named more than once", source=source, target=target, times=times)
+        object.__setattr__(self, "links", named)
         _check_link(self.latency, self.bandwidth)
         if not is_finite(self.overlap) or not 0.0 <= self.overlap <= 1.0:
             raise CostError("overlap must be a share between 0 and 1", overlap=repr(self.overlap))
@@ -141,8 +152,13 @@ class Cluster:
             raise CostError("cores must be a whole number above 0, or None", cores=repr(self.cores))
         if self.slowness is not None:
             object.__setattr__(self, "slowness", _check_slowness(self.slowness, ranks))
-        if self.memory is not None:
-            object.__setattr__(self, "memory", _memory_per_rank(self.memory, ranks))
+        memory: Any = self.memory
+        if memory is not None:
+            is_one = not isinstance(memory, Iterable) or isinstance(memory, str | bytes)
+            sizes = (parse_bytes(memory),) * ranks if is_one else tuple(map(parse_bytes, memory))
+            if len(sizes) != ranks:
+                raise CostError("memory must be one size, or one per rank", sizes=len(sizes), ranks=ranks)
+            object.__setattr__(self, "memory", sizes)
 
     @property
     def limits(self) -> tuple[int, ...]:
@@ -190,29 +206,6 @@ class Cluster:
                 "the cluster must have the same number of ranks", cluster=len(slowness), placement=placement.num_ranks
             )
         return tuple(slowness[rank] for rank in placement.ranks)
-
-
-def _memory_per_rank(memory: object, ranks: int) -> tuple[int, ...]:
-    if not isinstance(memory, Iterable) or isinstance(memory, str | bytes):
-        return (parse_bytes(memory),) * ranks  # type: ignore[arg-type]  # parse_bytes refuses other types
-    sizes = tuple(map(parse_bytes, memory))
-    if len(sizes) != ranks:
-        raise CostError("memory must be one size, or one per rank", sizes=len(sizes), ranks=ranks)
-    return sizes
-
-
-def _check_links(links: object, ranks: int) -> tuple[Link, ...]:
-    named = tuple(links) if isinstance(links, Iterable) else (links,)
-    for link in named:
-        if not isinstance(link, Link):
-            hint = "links=[Link(0, 1, latency, bandwidth)]"
-            raise CostError("links must be Link records", got=repr(link), hint=hint)
-        if not (0 <= link.source < ranks and 0 <= link.target < ranks):
-            raise CostError("a link between ranks that do not exist", link=link, ranks=ranks)
-    for (source, target), times in Counter((link.source, link.target) for link in named).items():
-        if times > 1:
-            raise CostError("a link is named more than once", source=source, target=target, times=times)
-    return named
 
 
 def _check_slowness(slowness: object, ranks: int) -> tuple[float, ...]:

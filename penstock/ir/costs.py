@@ -199,6 +199,12 @@ def compute_stage_costs(
         input_grad[stage], weight_grad[stage] = 0.0, backward[stage]
         received = sum(crossing.backward_bytes for crossing in crossings if crossing.producer == stage)
         late[stage] = kept[stage] + received
+    state = []
+    for nodes in runs:
+        names = {graph.tensor_of(name) for node in nodes for name in (*node.parameters, *node.buffers)}
+        specs = [value.spec for value in (*graph.parameters, *graph.buffers) if value.name in names]
+        trained = sum(spec.bytes for spec in specs if spec.requires_grad)
+        state.append(StateBytes(sum(spec.bytes for spec in specs), trained, trained * optimizer_copies))
     return StageCosts(
         forward=tuple(forward),
         input_grad=tuple(input_grad),
@@ -207,15 +213,8 @@ def compute_stage_costs(
         activation_bytes=tuple(kept),
         weight_grad_bytes=tuple(late),
         messages=tuple(MessageCost(c.producer, c.consumer, c.forward_bytes, c.backward_bytes) for c in crossings),
-        state=tuple(_state(graph, nodes, optimizer_copies) for nodes in runs),
+        state=tuple(state),
     )
-
-
-def _state(graph: Graph, nodes: tuple[Node, ...], optimizer_copies: int) -> StateBytes:
-    names = {graph.tensor_of(name) for node in nodes for name in (*node.parameters, *node.buffers)}
-    held = [value.spec for value in (*graph.parameters, *graph.buffers) if value.name in names]
-    trained = sum(spec.bytes for spec in held if spec.requires_grad)
-    return StateBytes(sum(spec.bytes for spec in held), trained, trained * optimizer_copies)
 
 
 def _held_bytes(

@@ -1,4 +1,4 @@
-"""Orders of actions, one per rank, stored compactly.
+"""Orders of actions, one per rank, stored compactly, and the dependencies between their actions.
 
 An action is one 64-bit integer, its *code*: kind, stage, microbatch, peer and peer microbatch in bit fields. The
 functions here work on single integers and on numpy arrays, so an order of a million actions is built, matched
@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import (
+    RULES,
     Action,
     Backward,
     ComputeAction,
+    Fact,
     Forward,
     Free,
     InputGrad,
@@ -26,13 +28,16 @@ from penstock.ir.action import (
     Overlap,
     Recv,
     Reduce,
+    Relation,
     Reshard,
     Send,
     Unshard,
     WeightGrad,
 )
+from penstock.ir.placement import Cuts, StageEdge
 
 Codes: TypeAlias = NDArray[np.int64]
+Indices: TypeAlias = NDArray[np.int64]
 MAX_ACTIONS = 20_000_000
 Numbers: TypeAlias = "int | NDArray[np.integer]"
 
@@ -254,3 +259,85 @@ class Orders:
     def __repr__(self) -> str:
         shown = [" ".join(map(str, decode(self.rank(r)[:8]))) for r in range(min(len(self), 4))]
         return f"Orders({len(self)} ranks, {len(self.codes)} actions: {' | '.join(shown)} ...)"
+
+
+# ------------------------------------------------------------------------------------------------ dependencies
+
+
+class Dependencies(NamedTuple):
+    """Pairs (waiter, needed) of indices: the action at `waiter` cannot run before the one at `needed` has ended.
+
+    The stage `target` waits for a fact about the stage `source`. If no action makes the fact, `needed` is -1.
+    """
+
+    waiter: Indices
+    needed: Indices
+    fact: Codes
+    source: Codes
+    target: Codes
+    microbatch: Codes
+
+    def where(self, chosen: NDArray[np.bool_]) -> "Dependencies":
+        """The rows where `chosen` is true."""
+        return Dependencies(*(column[chosen] for column in self))
+
+
+class Makers:
+    """The action that makes each fact: `makers[fact][stage, microbatch]` is its index, -1 if there is none."""
+
+    def __init__(self, passes: Passes, num_stages: int, num_microbatches: int) -> None:
+        shape = (num_stages, num_microbatches)
+        self._index = {fact: np.full(shape, -1, dtype=np.int64) for fact in Fact}
+        self._times = {fact: np.zeros(num_stages * num_microbatches, dtype=np.int64) for fact in Fact}
+        for kind, rule in RULES.items():
+            chosen = passes.kind == kind
+            stage, microbatch = passes.stage[chosen], passes.microbatch[chosen]
+            for fact in rule.makes:
+                self._index[fact][stage, microbatch] = passes.index[chosen]
+                self._times[fact] += np.bincount(
+                    stage * num_microbatches + microbatch, minlength=num_stages * num_microbatches
+                )
+
+    def __getitem__(self, fact: Fact) -> Indices:
+        return self._index[fact]
+
+    def times(self, fact: Fact) -> Indices:
+        """Number of actions that make each fact, by (stage, microbatch)."""
+        return self._times[fact].reshape(self._index[fact].shape)
+
+
+def find_dependencies(passes: Passes, makers: Makers, cuts: Cuts) -> Dependencies:
+    """All dependencies between compute actions, for any cuts."""
+    found = []
+    for kind, rule in RULES.items():
+        for fact, relation in rule.needs:
+            chosen = np.flatnonzero(passes.kind == kind)
+            source = target = passes.stage[chosen]
+            if relation is not Relation.OWN:
+                edges = cuts.edges if relation is Relation.PRODUCERS else cuts.gradient_edges
+                own_end, far_end = (1, 0) if relation is Relation.PRODUCERS else (0, 1)
+                rows, source = _neighbours(target, edges, own_end, far_end, cuts.num_stages)
+                chosen, target = chosen[rows], target[rows]
+            microbatch = passes.microbatch[chosen]
+            facts = np.full(len(chosen), fact, dtype=np.int64)
+            needed = makers[fact][source, microbatch]
+            found.append((passes.index[chosen], needed, facts, source, target, microbatch))
+    return Dependencies(*(np.concatenate(column) for column in zip(*found, strict=True)))
+
+
+def _neighbours(
+    stage: Indices, edges: tuple[StageEdge, ...], own_end: int, far_end: int, num_stages: int
+) -> tuple[Indices, Indices]:
+    """For each given stage, the stage at the far end of each of its edges: pairs (row of `stage`, other stage).
+
+    `own_end` and `far_end` are the columns of `edges`, 0 for the producer and 1 for the consumer.
+    """
+    # Edges grouped by their own end; the edges of stage s are table[first[s]:first[s] + degree[s]].
+    table = np.asarray(edges, dtype=np.int64).reshape(-1, 2)
+    table = table[np.argsort(table[:, own_end], kind="stable")]
+    degree = np.bincount(table[:, own_end], minlength=num_stages)
+    first = np.concatenate(([0], np.cumsum(degree)))
+    counts = degree[stage]
+    rows = np.repeat(np.arange(len(stage), dtype=np.int64), counts)
+    nth = np.arange(len(rows), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows, table[first[stage[rows]] + nth, far_end]

@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from penstock.errors import FormatError, ScheduleError
 from penstock.ir.action import COMPUTE_KINDS, MAX_MICROBATCHES, Action, Kind
-from penstock.ir.dependencies import Dependencies, Makers, find_dependencies
 from penstock.ir.orders import (
     Codes,
+    Dependencies,
+    Makers,
     Orders,
+    find_dependencies,
     kind_of,
     microbatch_of,
     pack,

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.ir.action import Kind
 from penstock.ir.costs import StageCosts
-from penstock.ir.dependencies import Dependencies
-from penstock.ir.orders import Orders, peer_of, stage_of
+from penstock.ir.orders import Dependencies, Orders, peer_of, stage_of
 from penstock.ir.schedule import Schedule
 
 Indices = NDArray[np.int64]

@@ -1,11 +1,10 @@
 """Local processes joined by torch.distributed: launcher, per-rank status files, hang reports and restart policy."""
 
-from penstock.launch.error_report import ErrorReport, one_line
 from penstock.launch.fault_injection import ALLOW_VARIABLE, FaultInjector, parse_faults
-from penstock.launch.hang_report import explain_hang
 from penstock.launch.launcher import launch
 from penstock.launch.peer_watcher import PeerWatcher
 from penstock.launch.process_state import host_id
+from penstock.launch.reports import ErrorReport, explain_hang, one_line
 from penstock.launch.restart import RankFailure, RestartController, RestartDecision, RestartPolicy
 from penstock.launch.scratch import group_device, scratch_directory, shared_status_directory
 from penstock.launch.status_file import (

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from penstock.errors import RunError
 from penstock.ir import is_finite
 from penstock.launch import serialization
-from penstock.launch.error_report import ErrorReport
-from penstock.launch.hang_report import exit_report, launch_error, timeout_error
+from penstock.launch.reports import ErrorReport, exit_report, launch_error, timeout_error
 from penstock.launch.scratch import scratch_directory
 from penstock.launch.status_file import StatusFile
 from penstock.launch.worker import FAILURE, Job, WorkerConfig, run_worker
@@ -66,7 +65,16 @@ def launch(
     _check_arguments(fn, ranks, start, threads, timeout, status_dir)
     # A forked process cannot use CUDA once its parent has.
     start = "spawn" if torch.cuda.is_initialized() else start  # type: ignore[no-untyped-call]
-    job = _pack_job(fn, args) if start == "spawn" else (fn, args)
+    job: Job | bytes = (fn, args)
+    if start == "spawn":
+        try:
+            job = serialization.pack((fn, args))
+        except Exception as error:
+            raise RunError(
+                "the function or its arguments cannot be sent to a fresh process",
+                reason=f"{type(error).__name__}: {error}",
+                hint='a function at the top level of a module, or start="fork"',
+            ) from error
     with scratch_directory() as directory:
         statuses = Path(status_dir) if status_dir else directory / "status"
         StatusFile.clear(statuses)  # of an earlier run with the same directory
@@ -257,15 +265,13 @@ class _Collector:
                 else:
                     self._packed[worker.rank] = content
             elif code is not None:
-                self._reports.append(self._exited(worker.rank, code))
+                statuses = StatusFile.read(self._statuses)
+                failure = next((status.failure for status in statuses if status.rank == worker.rank), "")
+                # Neighbours may report the lost contact before the exit is seen here: date it to when the rank was last
+                # alive.
+                report = exit_report(worker.rank, code, self._polled)
+                self._reports.append(ErrorReport.from_text(worker.rank, failure) if failure else report)
         self._polled = time.monotonic()
-
-    def _exited(self, rank: int, code: int) -> ErrorReport:
-        failure = next((status.failure for status in StatusFile.read(self._statuses) if status.rank == rank), "")
-        if failure:
-            return ErrorReport.from_text(rank, failure)
-        # Neighbours may report the lost contact before the exit is seen here: date it to when the rank was last alive.
-        return exit_report(rank, code, self._polled)
 
 
 def _check_arguments(fn: object, ranks: object, start: object, threads: object, timeout: Any, path: object) -> None:
@@ -288,17 +294,6 @@ def _check_arguments(fn: object, ranks: object, start: object, threads: object, 
             ranks=dist.get_world_size(),
             hint="call the function itself (this process is a rank), or dist.destroy_process_group() first",
         )
-
-
-def _pack_job(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    try:
-        return serialization.pack((fn, args))
-    except Exception as error:
-        raise RunError(
-            "the function or its arguments cannot be sent to a fresh process",
-            reason=f"{type(error).__name__}: {error}",
-            hint='a function at the top level of a module, or start="fork"',
-        ) from error
 
 
 def _unpack_result(rank: int, packed: bytes) -> Any:

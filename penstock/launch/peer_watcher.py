@@ -14,9 +14,17 @@ from typing import Any
 
 from penstock.errors import RunError
 from penstock.ir import Free, Message
-from penstock.launch.error_report import FOLLOWS, ErrorReport, WaitFailure, classify_wait_error, one_line, summary_of
-from penstock.launch.hang_report import explain_hang, status_line
 from penstock.launch.process_state import GONE
+from penstock.launch.reports import (
+    FOLLOWS,
+    ErrorReport,
+    WaitFailure,
+    classify_wait_error,
+    explain_hang,
+    one_line,
+    status_line,
+    summary_of,
+)
 from penstock.launch.status_file import (
     ABSENT,
     BUSY,

@@ -57,15 +57,15 @@ def die_with_parent(parent: int) -> None:
     if _LINUX:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     else:
-        threading.Thread(target=_poll_parent, args=(parent,), name="penstock-parent", daemon=True).start()
+
+        def poll_parent() -> None:
+            while os.getppid() == parent:
+                time.sleep(_POLL_SECONDS)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=poll_parent, name="penstock-parent", daemon=True).start()
     if os.getppid() != parent:  # the parent ended before the request was made
         os._exit(1)
-
-
-def _poll_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_POLL_SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _stat(pid: int) -> list[str]:

@@ -150,7 +150,8 @@ class StatusFile:
         self.directory = directory
         self.rank = rank
         self._content = content
-        self._number = _last_number(content)
+        records = _records(content)
+        self._number = records[-1][0] if records else 0
 
     @classmethod
     def create(cls, directory: str | Path, rank: int, ranks: int) -> "StatusFile":
@@ -363,11 +364,6 @@ def _records(content: mmap.mmap) -> list[tuple[int, ...]]:
     first, second = content[_RING:_TEXT], content[_RING:_TEXT]
     pairs = zip(_ENTRY.iter_unpack(first), _ENTRY.iter_unpack(second), strict=True)
     return sorted(record for record, again in pairs if record == again and record[0] == record[-1] > 0)
-
-
-def _last_number(content: mmap.mmap) -> int:
-    records = _records(content)
-    return records[-1][0] if records else 0
 
 
 def _entry(record: tuple[int, ...]) -> StatusEntry:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from penstock.errors import RunError
 from penstock.launch import serialization
-from penstock.launch.error_report import ErrorReport
 from penstock.launch.process_state import die_with_parent
+from penstock.launch.reports import ErrorReport
 from penstock.launch.status_file import MAX_FAILURE_BYTES, STATUS_DIR_VARIABLE, StatusFile
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -92,12 +92,13 @@ def _set_up_process(config: WorkerConfig) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that no output is lost when the rank is killed
     torch.set_num_threads(config.threads)
+    interfaces = [name for _, name in socket.if_nameindex()]
     os.environ.update(
         RANK=str(config.rank),
         LOCAL_RANK=str(config.rank),
         WORLD_SIZE=str(config.ranks),
         LOCAL_WORLD_SIZE=str(config.ranks),
-        GLOO_SOCKET_IFNAME=_loopback_interface(),
+        GLOO_SOCKET_IFNAME=next((name for name in ("lo", "lo0") if name in interfaces), "lo"),
     )
     os.environ[STATUS_DIR_VARIABLE] = config.status_dir
 
@@ -134,8 +135,3 @@ def _flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-
-
-def _loopback_interface() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in names), "lo")

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from penstock.capture import MODULE_ATTRIBUTES, code_origin, device_of, object_items
 from penstock.ir import Container, Graph, Node, ObjectRef, Ref, State, Tree
-from penstock.measure.device import device_name
 from penstock.measure.measured_model import MeasuredModel
 from penstock.measure.memory import Memory
+from penstock.measure.timing import device_name
 
 _METHOD = 2
 """increased when the method of measuring changes: then cached profiles do not compare"""
@@ -35,14 +35,15 @@ def identity(subject: MeasuredModel) -> str:
     """
     describe = Describer(with_positions=True)
     nodes = [describe.node(subject, node) for node in subject.graph.nodes]
-    parts = (_METHOD, subject.graph.fingerprint, _source_digest(subject.model), *_torch_settings(subject.model), *nodes)
-    return _digest(map(str, parts))
-
-
-def _torch_settings(model: nn.Module) -> tuple[object, ...]:
-    device = device_of(model)
+    # The code of all classes of the model except torch's own, for which its version stands.
+    kinds = {kind for part in subject.model.modules() for kind in type(part).__mro__}
+    code = _digest(sorted({_class_source(kind) for kind in kinds if code_origin(kind.__module__) != "torch"}))
+    device = device_of(subject.model)
     kind = device.type if torch.amp.is_autocast_available(device.type) else "cpu"
-    return (
+    parts = (
+        _METHOD,
+        subject.graph.fingerprint,
+        code,
         device_name(device),
         torch.__version__,
         torch.get_num_threads(),
@@ -50,7 +51,9 @@ def _torch_settings(model: nn.Module) -> tuple[object, ...]:
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+        *nodes,
     )
+    return _digest(map(str, parts))
 
 
 def group_equal_nodes(subject: MeasuredModel) -> list[list[Node]]:
@@ -98,7 +101,9 @@ class Describer:
         return repr(
             (
                 is_module,
-                self._module(target) if is_module else self.value(target),
+                _digest(line for path, part in target.named_modules() for line in self._lines(path, part))
+                if is_module
+                else self.value(target),
                 [graph.spec(name) for name in names],
                 _sharing(graph, names),
                 [self._tree(tree, positions, subject) for tree in (call.args, call.kwargs)],
@@ -121,9 +126,6 @@ class Describer:
             kind = self.value(subject.live[tree.kind])
             return kind, *(self._tree(part, positions, subject) for part in (*tree.keys, *tree.items))
         return repr(tree)
-
-    def _module(self, module: nn.Module) -> str:
-        return _digest(line for path, part in module.named_modules() for line in self._lines(path, part))
 
     def _lines(self, path: str, part: nn.Module) -> Iterator[str]:
         yield f"{path} {_class_name(type(part))} {part.training}"
@@ -195,12 +197,6 @@ def _class_name(kind: type) -> str:
 
 
 # Code
-
-
-def _source_digest(model: nn.Module) -> str:
-    """A digest of the code of all classes of a model except torch's own, for which its version stands."""
-    kinds = {kind for part in model.modules() for kind in type(part).__mro__}
-    return _digest(sorted({_class_source(kind) for kind in kinds if code_origin(kind.__module__) != "torch"}))
 
 
 @functools.cache

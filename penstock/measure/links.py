@@ -57,10 +57,16 @@ def measure_links(
             for first, second in turn:
                 if rank in (first, second):
                     peer = second if rank == first else first
-                    _Pair(group, peer, rank == first, messages).measure(results)
+                    _measure_pair(group, peer, rank == first, messages, results)
         progress(number + 1, len(rounds))
     dist.all_reduce(results, group=group)
-    return _cluster(results.cpu())
+    latency, bandwidth = results.cpu().tolist()
+    pairs = [(source, target) for source in range(ranks) for target in range(ranks) if source != target]
+    links = tuple(Link(source, target, latency[source][target], bandwidth[source][target]) for source, target in pairs)
+    if not links:
+        return Cluster(ranks)
+    typical = median(link.latency for link in links), median(bandwidth[source][target] for source, target in pairs)
+    return Cluster(ranks, None, *typical, links=links)
 
 
 def round_robin(ranks: int) -> Iterator[list[tuple[int, int]]]:
@@ -73,68 +79,41 @@ def round_robin(ranks: int) -> Iterator[list[tuple[int, int]]]:
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
-class _Pair:
-    """Two ranks that exchange messages: the first one sends and measures the time, the other one replies."""
+def _measure_pair(group: Any, peer: int, is_timer: bool, messages: Messages, results: Tensor) -> None:
+    """Exchange messages with a peer; the timer sends, measures the time and writes `results`, the other one replies."""
+    small, large = (
+        torch.zeros(size, dtype=torch.uint8, device=group_device(group))
+        for size in (messages.small_bytes, messages.large_bytes)
+    )
 
-    def __init__(self, group: Any, peer: int, is_timer: bool, messages: Messages) -> None:
-        self._group, self._peer, self._is_timer, self._messages = group, peer, is_timer, messages
-        self._small, self._large = (
-            torch.zeros(size, dtype=torch.uint8, device=group_device(group))
-            for size in (messages.small_bytes, messages.large_bytes)
-        )
-
-    def measure(self, results: Tensor) -> None:
-        """Write latency and bandwidth of both directions, on the rank that measures."""
-        few, many = self._messages.large_times, self._messages.small_times
-        # The first messages establish connections and allocate memory.
-        self._seconds(self._large, self._large, 1)
-        both = self._seconds(self._small, self._small, many)
-        there = self._seconds(self._large, self._small, few)
-        back = self._seconds(self._small, self._large, few)
-        if self._is_timer:
-            rank, peer = dist.get_rank(self._group), self._peer
-            results[0, rank, peer] = results[0, peer, rank] = both / 2
-            extra = self._messages.large_bytes - self._messages.small_bytes
-            # Where the difference is lost in noise, the time of the whole round trip is taken.
-            results[1, rank, peer] = extra / (there - both if there > both else there)
-            results[1, peer, rank] = extra / (back - both if back > both else back)
-
-    def _seconds(self, request: Tensor, reply: Tensor, times: int) -> float:
+    def seconds(request: Tensor, reply: Tensor, times: int) -> float:
         """The median time from a message to its reply; the first byte of a message marks the last one."""
-        if not self._is_timer:
-            is_last = False
-            while not is_last:
-                dist.recv(request, group=self._group, group_src=self._peer)
-                dist.send(reply, group=self._group, group_dst=self._peer)
-                is_last = bool(request[0])
-            return 0.0
         samples: list[float] = []
         is_last = False
         while not is_last:
-            is_last = len(samples) + 1 == times or sum(samples) > self._messages.max_seconds
-            request[0] = is_last
-            samples.append(self._round_trip(request, reply))
-        return median(samples)
+            if is_timer:
+                is_last = len(samples) + 1 == times or sum(samples) > messages.max_seconds
+                request[0] = is_last
+                start = time.perf_counter()
+                dist.send(request, group=group, group_dst=peer)
+                dist.recv(reply, group=group, group_src=peer)
+                if not reply.is_cpu:
+                    torch.accelerator.synchronize(reply.device)
+                samples.append(time.perf_counter() - start)
+            else:
+                dist.recv(request, group=group, group_src=peer)
+                dist.send(reply, group=group, group_dst=peer)
+                is_last = bool(request[0])
+        return median(samples) if samples else 0.0
 
-    def _round_trip(self, request: Tensor, reply: Tensor) -> float:
-        start = time.perf_counter()
-        dist.send(request, group=self._group, group_dst=self._peer)
-        dist.recv(reply, group=self._group, group_src=self._peer)
-        _synchronize(reply)
-        return time.perf_counter() - start
-
-
-def _cluster(results: Tensor) -> Cluster:
-    latency, bandwidth = results[0].tolist(), results[1].tolist()
-    ranks = len(latency)
-    pairs = [(source, target) for source in range(ranks) for target in range(ranks) if source != target]
-    links = tuple(Link(source, target, latency[source][target], bandwidth[source][target]) for source, target in pairs)
-    if not links:
-        return Cluster(ranks)
-    typical = median(link.latency for link in links), median(bandwidth[source][target] for source, target in pairs)
-    return Cluster(ranks, None, *typical, links=links)
-
-
-def _synchronize(tensor: Tensor) -> None:
-    if not tensor.is_cpu:
-        torch.accelerator.synchronize(tensor.device)
+    # The first messages establish connections and allocate memory.
+    seconds(large, large, 1)
+    both = seconds(small, small, messages.small_times)
+    there = seconds(large, small, messages.large_times)
+    back = seconds(small, large, messages.large_times)
+    if is_timer:
+        rank, extra = dist.get_rank(group), messages.large_bytes - messages.small_bytes
+        results[0, rank, peer] = results[0, peer, rank] = both / 2
+        # Where the difference is lost in noise, the time of the whole round trip is taken.
+        results[1, rank, peer] = extra / (there - both if there > both else there)
+        results[1, peer, rank] = extra / (back - both if back > both else back)

@@ -1,6 +1,6 @@
 """A captured model whose nodes are run one at a time, each as a stage of that node alone would run."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from penstock.capture import Captured, DrawSeed, copy_leaf
 from penstock.ir import Call, Graph, Node, leaves, prune_gradients, transform
-from penstock.measure.allocations import bytes_behind, storage_ids, storage_of
 from penstock.stages import DeferredAccumulator, StageRun
 
 Values = dict[str, Any]
@@ -91,7 +90,13 @@ class MeasuredModel:
     def _prepare(
         self, forward: Callable[[Values], Values], values: Mapping[str, Any], is_split: bool
     ) -> Callable[[], "NodeRun"]:
-        inputs = {name: _as_leaf(value) for name, value in values.items()}
+        # Each value is the start of a graph, unless it is in one.
+        inputs = {
+            name: value.detach().requires_grad_(value.requires_grad)
+            if isinstance(value, Tensor) and value.grad_fn is None
+            else value
+            for name, value in values.items()
+        }
         return lambda: NodeRun(_NodeStage(forward, inputs), self._recording, self._added_losses, is_split)
 
     @cached_property
@@ -143,13 +148,6 @@ class MeasuredModel:
         written = {name for update in self.graph.updates for name in update.names} & parameters
         with self._captured.isolated(written=written), self._captured.without_accumulation_hooks():
             yield
-
-
-def _as_leaf(value: Any) -> Any:
-    """A value as the start of a graph, unless it is in one."""
-    if not isinstance(value, Tensor) or value.grad_fn is not None:
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
 
 
 class _NodeStage:
@@ -222,8 +220,13 @@ class NodeVisit:
 
     def prepare(self, is_split: bool) -> Callable[[], NodeRun]:
         """A function that runs one forward; values that some node writes into are copied."""
-        written = self.subject.graph.written
-        values = {name: _writable_copy(value) if name in written else value for name, value in self.values.items()}
+        # The copy is not a leaf of a graph: leaves cannot be written in place.
+        values = {
+            name: value.detach().requires_grad_(value.requires_grad).clone()
+            if name in self.subject.graph.written and isinstance(value, Tensor)
+            else value
+            for name, value in self.values.items()
+        }
         return self.subject.prepare_node(self.node.name, values, is_split)
 
     def gradients(self, outputs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -265,6 +268,34 @@ def visit_nodes(subject: MeasuredModel, visit: Callable[[NodeVisit], object]) ->
     return sizes
 
 
-def _writable_copy(value: Any) -> Any:
-    """A copy that is not a leaf of a graph: leaves cannot be written in place."""
-    return value.detach().requires_grad_(value.requires_grad).clone() if isinstance(value, Tensor) else value
+# Tensors and their storage
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors among the arguments or results of an operation."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, dict):
+        yield from tensors(list(value.values()))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """An id of the storage of a tensor; -1 for sparse and other tensors without plain storage: not counted."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except RuntimeError:
+        return -1
+
+
+def bytes_behind(tensor: Tensor) -> int:
+    """Bytes of the storage behind a tensor, which may be more or less than those of its elements."""
+    plain = storage_of(tensor) >= 0
+    return int(tensor.untyped_storage().nbytes()) if plain else tensor.numel() * tensor.element_size()
+
+
+def storage_ids(tensors: Iterable[Tensor]) -> set[int]:
+    """The ids of the storages of tensors, except those without plain storage."""
+    return {storage_id for tensor in tensors if (storage_id := storage_of(tensor)) >= 0}

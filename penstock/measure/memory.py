@@ -1,15 +1,16 @@
 """The memory that one node holds for its backward, found by running it alone and tracking allocations."""
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.ir import SavedTensors
-from penstock.measure.allocations import AllocationTracker
-from penstock.measure.measured_model import NodeVisit
+from penstock.measure.measured_model import NodeVisit, storage_of, tensors
 
 StorageNumbers = dict[str, int | None]
 _ANCHOR = torch.zeros(0, requires_grad=True)
@@ -44,7 +45,9 @@ def _started(value: Tensor) -> Tensor:
 def memory_of(visited: NodeVisit) -> Memory:
     """The memory of a node that has run before, so that its parameters have gradients and its caches are filled."""
     with AllocationTracker() as tracker:
-        given = _in_own_memory(visited.values)
+        # Copies that share memory where the values do, so that the tracker shows which of them are held.
+        copies: dict[int, Tensor] = {}
+        given = {n: _copied(v, copies) if isinstance(v, Tensor) else v for n, v in visited.values.items()}
         prepared = visited.subject.prepare_node(visited.node.name, given, True)
         incoming = {name: tracker.number(value) for name, value in given.items()}
         given.clear()
@@ -75,12 +78,6 @@ def memory_of(visited: NodeVisit) -> Memory:
     )
 
 
-def _in_own_memory(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies that share memory where the values do, so that the tracker shows which of them are held."""
-    copies: dict[int, Tensor] = {}
-    return {name: _copied(value, copies) if isinstance(value, Tensor) else value for name, value in values.items()}
-
-
 def _copied(value: Tensor, copies: dict[int, Tensor]) -> Tensor:
     if value.layout is not torch.strided:
         return _started(value.detach().clone()) if value.requires_grad else value.detach().clone()
@@ -100,3 +97,59 @@ def _without(alive: Mapping[int, int], numbers: Iterable[int | None]) -> dict[in
 
 def _present(numbers: StorageNumbers, alive: Mapping[int, int]) -> tuple[str, ...]:
     return tuple(name for name, number in numbers.items() if number is not None and number in alive)
+
+
+class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, counts the storage of every tensor that an operation makes, until the storage is freed.
+
+    Storage from outside, such as that of parameters, is not counted. Each storage has a number, as its
+    address may be used again. Memory that a kernel allocates and frees within one operation is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive: dict[int, int] = {}
+        """bytes of every storage that is alive, by its number"""
+        self.bytes = self.peak = 0
+        self._numbers: dict[int, int | None] = {}
+        self._finalizers: list[Any] = []
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tensors((args, kwargs)):
+            self._track(tensor, is_own=False)
+        result = func(*args, **kwargs)
+        for tensor in tensors(result):
+            self._track(tensor, is_own=True)
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for finalizer in self._finalizers:
+            finalizer.detach()
+
+    def number(self, tensor: Any) -> int | None:
+        """The number of a tensor's storage; None if it is from outside."""
+        return self._numbers.get(storage_of(tensor)) if isinstance(tensor, Tensor) else None
+
+    def _track(self, tensor: Tensor, is_own: bool) -> None:
+        storage_id = storage_of(tensor)
+        if storage_id in self._numbers or storage_id < 0:
+            return
+        storage = tensor.untyped_storage()
+        finalizer = weakref.finalize(storage, self._freed, storage_id)
+        finalizer.atexit = False
+        self._finalizers.append(finalizer)
+        self._numbers[storage_id] = None
+        if is_own:
+            self._count += 1
+            self._numbers[storage_id] = self._count
+            self.alive[self._count] = storage.nbytes()
+            self.bytes += storage.nbytes()
+            self.peak = max(self.peak, self.bytes)
+
+    def _freed(self, storage_id: int) -> None:
+        number = self._numbers.pop(storage_id)
+        if number is not None:
+            self.bytes -= self.alive.pop(number)

@@ -3,20 +3,17 @@
 import gc
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from penstock.capture import device_of
-from penstock.ir import DeviceSpeed, Graph, Node, NodeBytes, NodeCost, Profile, SavedTensors
-from penstock.measure.clock import OUTLIERS, Clock, Times, without_gc
-from penstock.measure.device import device_name
+from penstock.ir import DeviceSpeed, Graph, Node, NodeBytes, NodeCost, Profile
 from penstock.measure.identity import group_equal_nodes, transfer_memory
 from penstock.measure.measured_model import MeasuredModel, NodeVisit, Progress, no_progress, visit_nodes
 from penstock.measure.memory import Memory, memory_of
-from penstock.measure.timing import Timing, time_whole
+from penstock.measure.timing import OUTLIERS, Clock, Times, Timing, device_name, time_whole, without_gc
 from penstock.measure.work import WorkCounter, fused_attention
 
 _MAX_TIMED = 3
@@ -33,123 +30,42 @@ def measure(
 
     Every node is timed `iterations` times. After `budget_seconds` no further round starts, but at least three run.
     """
-    device = device_of(subject.model)
-    end = time.monotonic() + budget_seconds
+    device, end = device_of(subject.model), time.monotonic() + budget_seconds
     with subject.isolated(), without_gc():
-        findings, whole, factors = _Measurement(subject, Clock(device), _Rounds(iterations, end, progress)).findings()
-    calibration = "forward x{:.3f}, backward x{:.3f}".format(*factors)
-    return findings.profile(whole.step, device_name(device), (*_versions(), ("calibrated", calibration)))
-
-
-@dataclass(frozen=True)
-class _NodeFindings:
-    """Seconds and memory of the nodes, except those left out, and the bytes of the storage behind every value."""
-
-    graph: Graph
-    times: Mapping[str, Times]
-    memory: Mapping[str, Memory]
-    sizes: Mapping[str, int]
-
-    def profile(self, step_seconds: float | None, device: str, versions: tuple[tuple[str, str], ...]) -> Profile:
-        """Put the profile together; without the seconds of a step, the sum of all nodes is taken."""
-        memories = self.memory.values()
-        held = {name for memory in memories for name in self._shared(memory.holds.values)}
-        late = {name for memory in memories for name in self._shared(memory.holds.late_values)}
-        costs = tuple(self._cost(node, held, late) for node in self.graph.nodes)
-        total = math.fsum(times.step for times in self.times.values())
-        pairs = tuple((name, size) for name, size in self.sizes.items() if self._first(name) == name)
-        seconds = total if step_seconds is None else step_seconds
-        return Profile(costs, seconds, self.graph.fingerprint, device, versions, pairs)
-
-    def _cost(self, node: Node, held: set[str], late: set[str]) -> NodeCost:
-        (holds, peak), graph = self.memory.get(node.name, Memory()), self.graph
-        made = {self._first(value.name) for value in node.makes}
-        own = [name for name in made if name in graph.makers and graph.makers[name] is node]
-        gradients = sum(graph.spec(name).bytes for name in holds.late_gradients)
-        memory = NodeBytes(
-            kept=holds.own + sum(self.sizes.get(name, 0) for name in own if name in held),
-            kept_for_weight_grad=holds.late_own + gradients + sum(self.sizes.get(n, 0) for n in own if n in late),
-            peak=peak,
-            parameters=self._state_bytes(node.parameters),
-            buffers=self._state_bytes(node.buffers),
-            inputs=sum(graph.spec(name).bytes for name in node.reads),
-            outputs=sum(value.spec.bytes for value in node.makes),
-        )
-        return NodeCost(node.name, *self.times.get(node.name, Times()), memory, self._named(holds))
-
-    def _named(self, holds: SavedTensors) -> SavedTensors:
-        """Refer to storage by the first value in it; inputs of the model are kept in any case."""
-        return SavedTensors(
-            holds.own,
-            self._shared(holds.values),
-            holds.late_own,
-            self._shared(holds.late_values),
-            holds.late_gradients,
-        )
-
-    def _shared(self, values: tuple[str, ...]) -> tuple[str, ...]:
-        names = dict.fromkeys(map(self._first, values))
-        return tuple(name for name in names if name in self.graph.makers)
-
-    def _state_bytes(self, names: tuple[str, ...]) -> int:
-        return sum(self._state[name] for name in {self.graph.tensor_of(name) for name in names})
-
-    @cached_property
-    def _state(self) -> dict[str, int]:
-        return {value.name: value.spec.bytes for value in (*self.graph.parameters, *self.graph.buffers)}
-
-    def _first(self, value: str) -> str:
-        return self._firsts.get(value, value)
-
-    @cached_property
-    def _firsts(self) -> dict[str, str]:
-        return {name: group.values[0] for group in self.graph.storage for name in group.values}
-
-
-@dataclass(frozen=True)
-class _Rounds:
-    """Iterates over the rounds in which everything is timed once."""
-
-    iterations: int
-    end: float
-    """of time.monotonic(), after which no further round starts"""
-    progress: Progress
-
-    def __iter__(self) -> Iterator[int]:
-        total = self.iterations + OUTLIERS
-        for number in range(total):
-            if number >= _MIN_ROUNDS and time.monotonic() > self.end:
-                return
-            yield number
-            # Between rounds, as automatic collection is off; the youngest generation is enough.
-            gc.collect(0)
-            self.progress(number + 1, total)
+        measurement = _Measurement(subject, Clock(device), iterations, end, progress)
+        sizes = measurement.run()
+    whole, times = Times.typical(measurement.wholes), measurement.all_times()
+    factors = calibration(times.values(), whole)
+    times = {name: each.scaled(*factors) for name, each in times.items()}
+    versions = (*_versions(), ("calibrated", "forward x{:.3f}, backward x{:.3f}".format(*factors)))
+    memory = _memory_of_groups(measurement.groups, measurement.memory)
+    return _profile(subject.graph, times, memory, sizes, whole.step, device_name(device), versions)
 
 
 class _Measurement:
-    """One measurement of a model."""
+    """Times of nodes and of the unsplit model, and the memory of the first node of every group of equal nodes."""
 
-    def __init__(self, subject: MeasuredModel, clock: Clock, rounds: _Rounds) -> None:
-        self._subject, self._clock, self._rounds = subject, clock, rounds
-        self._groups = group_equal_nodes(subject)
+    def __init__(
+        self, subject: MeasuredModel, clock: Clock, iterations: int, end: float, progress: Progress
+    ) -> None:
+        """`end` is the moment of time.monotonic() after which no further round starts."""
+        self._subject, self._clock, self._progress = subject, clock, progress
+        self._num_rounds, self._end = iterations + OUTLIERS, end
         self._times: dict[str, Times] = {}
-        self._memory: dict[str, Memory] = {}
-        self._wholes: list[Times] = []
+        self.groups = group_equal_nodes(subject)
+        self.memory: dict[str, Memory] = {}
+        self.wholes: list[Times] = []
 
-    def findings(self) -> tuple[_NodeFindings, Times, tuple[float, float]]:
-        """The findings, the times of the unsplit model, and the factors by which node times were scaled."""
-        sizes = self._measure_nodes(node.name for group in self._groups for node in _timed_nodes(group))
-        uneven = [node.name for group in self._groups if not self._is_even(group) for node in group]
-        if others := set(uneven) - self._times.keys():
+    def run(self) -> dict[str, int]:
+        """Time some nodes of every group, and all nodes of uneven groups; returns the bytes behind values."""
+        sizes = self._measure_nodes({node.name for group in self.groups for node in _timed_nodes(group)})
+        uneven = {node.name for group in self.groups if not self._is_even(group) for node in group}
+        if others := uneven - self._times.keys():
             self._measure_nodes(others)
-        whole, times = Times.typical(self._wholes), self._all_times()
-        factors = calibration(times.values(), whole)
-        scaled = {name: each.scaled(*factors) for name, each in times.items()}
-        return _NodeFindings(self._subject.graph, scaled, self._all_memory(), sizes), whole, factors
+        return sizes
 
-    def _measure_nodes(self, names: Iterable[str]) -> dict[str, int]:
-        """Time some nodes, and find the memory of the first of every group; returns the bytes behind values."""
-        chosen, firsts = set(names), {group[0].name for group in self._groups}
+    def _measure_nodes(self, chosen: Collection[str]) -> dict[str, int]:
+        firsts = {group[0].name for group in self.groups}
         timings: dict[str, Timing] = {}
 
         def visit(visited: NodeVisit) -> None:
@@ -157,41 +73,38 @@ class _Measurement:
             if name in chosen:
                 timings[name] = Timing.of_node(visited, self._clock)
                 if name in firsts:
-                    self._memory[name] = memory_of(visited)
+                    self.memory[name] = memory_of(visited)
 
         sizes = visit_nodes(self._subject, visit)
-        self._sample(timings)
-        return sizes
-
-    def _sample(self, timings: Mapping[str, Timing]) -> None:
-        """Interleave nodes and the unsplit model, so that a machine that slows down affects all of them."""
         idle = Timing.of_nothing(self._subject, self._clock)
-        for _ in self._rounds:
+        # Rounds interleave nodes and the unsplit model, so that a machine that slows down affects all of them.
+        for number in range(self._num_rounds):
+            if number >= _MIN_ROUNDS and time.monotonic() > self._end:
+                break
             # Discarded: it has to allocate the memory that the nodes freed, unlike a step that follows a step.
             time_whole(self._subject, self._clock)
-            self._wholes.append(time_whole(self._subject, self._clock))
+            self.wholes.append(time_whole(self._subject, self._clock))
             for timing in (idle, *timings.values()):
                 timing.sample()
+            # Between rounds, as automatic collection is off; the youngest generation is enough.
+            gc.collect(0)
+            self._progress(number + 1, self._num_rounds)
         self._times |= {name: timing.typical.without(idle.typical) for name, timing in timings.items()}
+        return sizes
 
     def _is_even(self, group: Sequence[Node]) -> bool:
         steps = [self._times[node.name].step for node in _timed_nodes(group) if node.name in self._times]
         return not steps or max(steps) <= max(_MAX_RATIO * min(steps), min(steps) + _MAX_DIFFERENCE_SECONDS)
 
-    def _all_times(self) -> dict[str, Times]:
+    def all_times(self) -> dict[str, Times]:
         """The times of every node; in an even group, the median of those that were timed."""
         times: dict[str, Times] = {}
-        for group in self._groups:
+        for group in self.groups:
             known = {node.name: self._times[node.name] for node in group if node.name in self._times}
             if known and self._is_even(group):
-                times |= dict.fromkeys((node.name for node in group), Times.median(known.values()))
-            else:
-                times |= known
+                known = dict.fromkeys((node.name for node in group), Times.median(known.values()))
+            times |= known
         return times
-
-    def _all_memory(self) -> dict[str, Memory]:
-        known = [(self._memory[group[0].name], group) for group in self._groups if group[0].name in self._memory]
-        return {node.name: transfer_memory(memory, group[0], node) for memory, group in known for node in group}
 
 
 def calibration(times: Collection[Times], whole: Times) -> tuple[float, float]:
@@ -228,8 +141,58 @@ def estimate(subject: MeasuredModel, speed: DeviceSpeed, progress: Progress = no
         sizes = visit_nodes(subject, visit)
     measured = [group for group in groups if group[0].name in known]
     times = {node.name: known[group[0].name][0] for group in measured for node in group}
-    memory = {n.name: transfer_memory(known[group[0].name][1], group[0], n) for group in measured for n in group}
-    return _NodeFindings(subject.graph, times, memory, sizes).profile(None, f"estimated at {speed}", _versions())
+    memory = _memory_of_groups(groups, {name: memory for name, (_, memory) in known.items()})
+    seconds = math.fsum(each.step for each in times.values())
+    return _profile(subject.graph, times, memory, sizes, seconds, f"estimated at {speed}", _versions())
+
+
+def _memory_of_groups(groups: Iterable[Sequence[Node]], first: Mapping[str, Memory]) -> dict[str, Memory]:
+    """The memory of every node, from that of the first node of its group."""
+    known = [group for group in groups if group[0].name in first]
+    return {node.name: transfer_memory(first[group[0].name], group[0], node) for group in known for node in group}
+
+
+def _profile(
+    graph: Graph,
+    times: Mapping[str, Times],
+    memories: Mapping[str, Memory],
+    sizes: Mapping[str, int],
+    step_seconds: float,
+    device: str,
+    versions: tuple[tuple[str, str], ...],
+) -> Profile:
+    """The profile of a graph from its nodes, except those left out; `sizes` are bytes of storage behind values."""
+    first_of = {name: group.values[0] for group in graph.storage for name in group.values}
+    state_bytes = {value.name: value.spec.bytes for value in (*graph.parameters, *graph.buffers)}
+
+    def shared(values: Iterable[str]) -> tuple[str, ...]:
+        """Storage is named by the first value in it; inputs of the model are kept in any case."""
+        return tuple(name for name in dict.fromkeys(first_of.get(v, v) for v in values) if name in graph.makers)
+
+    def state(names: Iterable[str]) -> int:
+        return sum(state_bytes[name] for name in {graph.tensor_of(name) for name in names})
+
+    held = {name for memory in memories.values() for name in shared(memory.holds.values)}
+    late = {name for memory in memories.values() for name in shared(memory.holds.late_values)}
+    costs = []
+    for node in graph.nodes:
+        holds, peak = memories.get(node.name, Memory())
+        made = {first_of.get(value.name, value.name) for value in node.makes}
+        own = [name for name in made if name in graph.makers and graph.makers[name] is node]
+        gradients = sum(graph.spec(name).bytes for name in holds.late_gradients)
+        memory = NodeBytes(
+            kept=holds.own + sum(sizes.get(name, 0) for name in own if name in held),
+            kept_for_weight_grad=holds.late_own + gradients + sum(sizes.get(n, 0) for n in own if n in late),
+            peak=peak,
+            parameters=state(node.parameters),
+            buffers=state(node.buffers),
+            inputs=sum(graph.spec(name).bytes for name in node.reads),
+            outputs=sum(value.spec.bytes for value in node.makes),
+        )
+        saved = replace(holds, values=shared(holds.values), late_values=shared(holds.late_values))
+        costs.append(NodeCost(node.name, *times.get(node.name, Times()), memory, saved))
+    pairs = tuple((name, size) for name, size in sizes.items() if first_of.get(name, name) == name)
+    return Profile(tuple(costs), step_seconds, graph.fingerprint, device, versions, pairs)
 
 
 def _versions() -> tuple[tuple[str, str], ...]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from penstock.ir import DeviceSpeed
-from penstock.measure.allocations import storage_ids, storage_of, tensors
+from penstock.measure.measured_model import storage_ids, storage_of, tensors
 
 _ATEN = torch.ops.aten
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -60,23 +60,15 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         packet, given, made = func._overloadpacket, list(tensors((args, kwargs))), list(tensors(result))
-        if packet not in _FREE and (func._schema.is_mutable or not _is_view(given, made)):
+        # An operation that writes nothing and returns only views of its arguments costs nothing.
+        is_view = bool(made) and storage_ids(given).issuperset(map(storage_of, made))
+        if packet not in _FREE and (func._schema.is_mutable or not is_view):
             flops = FLOPS[packet](*args, **kwargs, out_val=result) if packet in FLOPS else 0
-            moved = _moved(packet, given, made)
+            read = [*given[1:], *made] if packet in _PICKING and given else given
+            moved = sum(map(_size, (*read, *made)))
             self.flops, self.bytes = self.flops + flops, self.bytes + moved
             self.seconds_so_far += self._speed.seconds(flops, moved)
         return result
-
-
-def _is_view(given: list[Tensor], made: list[Tensor]) -> bool:
-    """Whether an operation that writes nothing returns only views of its arguments."""
-    return bool(made) and storage_ids(given).issuperset(map(storage_of, made))
-
-
-def _moved(packet: Any, given: list[Tensor], made: list[Tensor]) -> int:
-    """Bytes that an operation reads and writes."""
-    read = [*given[1:], *made] if packet in _PICKING and given else given
-    return sum(map(_size, (*read, *made)))
 
 
 def _size(tensor: Tensor) -> int:

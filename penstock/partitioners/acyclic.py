@@ -16,7 +16,7 @@ from penstock.partitioners.base import Division, Partitioner, Problem
 from penstock.partitioners.costs import CostRates
 from penstock.partitioners.score import Score, division, lower_bound
 from penstock.partitioners.search.contiguous import Chains, cut_runs
-from penstock.partitioners.search.ideals import Ideals, all_ideals
+from penstock.partitioners.search.ideals import all_ideals, ideal_levels
 from penstock.partitioners.search.limits import round_up
 from penstock.partitioners.search.local import improve
 from penstock.partitioners.search.multilevel import join_idle_atoms, search_partitions
@@ -65,7 +65,7 @@ class Acyclic(Partitioner):
             inside = all_ideals(atoms := problem.atoms.merged(group), self.ideals)
             if inside is None:
                 continue
-            chains = Chains(Ideals(atoms, inside, not rates.overlaps).levels, problem.num_stages, len(inside))
+            chains = Chains(ideal_levels(atoms, inside, not rates.overlaps), problem.num_stages, len(inside))
             least = chains.least_load(rates.loads)
             if np.isinf(least):
                 continue

@@ -160,8 +160,15 @@ def other_layouts(layout: StageLayout, options: PlanOptions) -> Iterator[StageLa
     members = [member for member in _compared() if not member.is_fast]
     for_slow_links = [member for member in members if member.is_for_slow_links]
     others = [member for member in members if member not in for_slow_links and not member.chooses_placement]
-    for member in for_slow_links:
-        yield from _low_traffic(layout, options, member.name)
+    # Cuts with fewer bytes than a partitioner aims for. It accepts messages as long as the passes that hide them; but
+    # nothing hides the first and last messages, and with few microbatches in flight hardly any are hidden.
+    slower = options.cluster.with_bandwidth_times(1 / _TRAFFIC_FACTOR)
+    problem = Problem(measured.graph, measured.profile, replace(slower, memory=None), layout.placement)
+    for member in for_slow_links if slower != options.cluster else ():
+        with suppress(PartitionError):
+            found = divide(member.name, problem)
+            if found.placement == layout.placement:
+                yield _layout(measured, found.partition, layout.placement, count, options, member.name)
     for member in (*for_slow_links, *others):
         with suppress(PartitionError):
             yield from _cut(measured, layout.placement, count, replace(options, partitioner=member.name))
@@ -177,23 +184,6 @@ def _compared() -> list[type[Partitioner]]:
     """The partitioners of the table that the planner searches, a fast one first."""
     members = [member for member in PARTITIONERS.values() if member.compares and not member.is_optional]
     return sorted(members, key=lambda member: not member.is_fast)
-
-
-def _low_traffic(layout: StageLayout, options: PlanOptions, name: str) -> Iterator[StageLayout]:
-    """Cuts with fewer bytes than a partitioner aims for.
-
-    Partitioners accept messages as long as the passes that hide them; but nothing hides the first and last messages,
-    and with few microbatches in flight hardly any are hidden.
-    """
-    slower = options.cluster.with_bandwidth_times(1 / _TRAFFIC_FACTOR)
-    if slower == options.cluster:
-        return
-    measured = layout.measured
-    problem = Problem(measured.graph, measured.profile, replace(slower, memory=None), layout.placement)
-    with suppress(PartitionError):
-        found = divide(name, problem)
-        if found.placement == layout.placement:
-            yield _layout(measured, found.partition, layout.placement, layout.num_microbatches, options, name)
 
 
 def _placements(options: PlanOptions, count: int, has_choice: bool) -> list[Placement | None]:
@@ -329,15 +319,28 @@ def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[Found]:
         names = sorted(SCHEDULES, key=lambda name: not SCHEDULES[name].splits_backward)
     else:
         names = [find(str(asked)).name]
+
+    def freed_per_second(stage: int) -> float:
+        plain = layout.plain_costs
+        freed = plain.activation_bytes[stage] - layout.recomputed_costs.activation_bytes[stage]
+        return freed / max(plain.forward[stage], 1e-12)
+
     for name in names:
         is_full = options.recompute == "full"
         start = layout.recomputing((True,) * layout.partition.num_stages) if is_full else layout
         found = _with_schedule(start, name, asked)
         while found is not None and options.recompute == AUTO and excess_bytes(found.plan) > 0:
-            flags = _recompute_more(found.plan, layout.plain_costs, layout.recomputed_costs)
-            if flags == found.plan.choices.recompute:
+            # On every rank that lacks memory one more stage, which frees the most for its time.
+            plan, flags = found.plan, list(found.plan.choices.recompute)
+            for stages, peak, limit in zip(
+                layout.placement.stages, plan.predicted.peaks, plan.cluster.limits, strict=True
+            ):
+                left = [stage for stage in stages if not flags[stage]]
+                if peak > limit and left:
+                    flags[max(left, key=freed_per_second)] = True
+            if tuple(flags) == plan.choices.recompute:
                 break
-            found = _with_schedule(layout.recomputing(flags), name, asked)
+            found = _with_schedule(layout.recomputing(tuple(flags)), name, asked)
         if found is not None:
             yield found
 
@@ -357,17 +360,6 @@ def _with_schedule(layout: StageLayout, name: str, asked: object) -> Found | Non
         return Found(layout.plan(asked, GIVEN), layout)
     built = build_on(layout.placement, name, layout.num_microbatches, layout.costs)
     return Found(layout.plan(built, name), layout) if built is not None else None
-
-
-def _recompute_more(plan: Plan, plain: StageCosts, recomputed: StageCosts) -> tuple[bool, ...]:
-    """The stages to recompute next: on every rank that lacks memory one more, which frees the most for its time."""
-    flags = list(plan.choices.recompute)
-    freed = [a - b for a, b in zip(plain.activation_bytes, recomputed.activation_bytes, strict=True)]
-    for rank, (peak, limit) in enumerate(zip(plan.predicted.peaks, plan.cluster.limits, strict=True)):
-        left = [stage for stage in plan.schedule.placement.stages[rank] if not flags[stage]]
-        if peak > limit and left:
-            flags[max(left, key=lambda stage: freed[stage] / max(plain.forward[stage], 1e-12))] = True
-    return tuple(flags)
 
 
 def excess_bytes(plan: Plan) -> int:

@@ -33,25 +33,32 @@ class Move(NamedTuple):
 
 def reasons(plan: Plan, moves: Sequence[Move]) -> tuple[str, ...]:
     """Returns sentences: the busiest rank, the cost of moving a cut by one node, and the active limit."""
-    work = work_seconds(plan)
-    rank, most = busiest(plan)
+    seen, work, (rank, most) = plan.predicted, work_seconds(plan), busiest(plan)
     mean = sum(work) / len(work)
     above = percent_text(most / mean - 1) if mean else percent_text(0)
-    balance = f"Rank {rank} has the most work: {seconds_text(most)} of a step, {above} above the mean of the ranks."
-    return (balance, *_cut_reasons(plan, moves), _limit(plan))
+    found = [f"Rank {rank} has the most work: {seconds_text(most)} of a step, {above} above the mean of the ranks."]
 
-
-def _cut_reasons(plan: Plan, moves: Sequence[Move]) -> Iterator[str]:
-    """The effect of a move of one node over each cut, the cheapest first."""
+    # The effect of a move of one node over each cut, the cheapest first.
     by_cut: dict[int, list[Move]] = {}
     for move in moves:
         by_cut.setdefault(min(move.source, move.target), []).append(move)
     cheapest = sorted(by_cut.items(), key=lambda entry: min(move.plan.predicted.makespan for move in entry[1]))
-    for stage, found in cheapest[:_NAMED]:
-        effects = ", ".join(_effect(plan, move) for move in found)
-        yield f"Cut between stages {stage} and {stage + 1}: {effects}."
+    for stage, over_cut in cheapest[:_NAMED]:
+        effects = ", ".join(_effect(plan, move) for move in over_cut)
+        found.append(f"Cut between stages {stage} and {stage + 1}: {effects}.")
     if len(cheapest) > _NAMED:
-        yield f"Moves over the other {len(cheapest) - _NAMED} cuts cost more."
+        found.append(f"Moves over the other {len(cheapest) - _NAMED} cuts cost more.")
+
+    gap = percent_text(1 - seen.lower_bound / seen.makespan) if seen.makespan else percent_text(0)
+    limit = "Filling and draining the pipeline is the limit"
+    if most >= (1 - _NEAR) * seen.makespan:
+        limit = f"The work of rank {rank} is the limit"
+    if plan.cluster.limits:
+        fullest = _worst_rank(plan)
+        peak, memory = seen.peaks[fullest], plan.cluster.limits[fullest]
+        if peak >= (1 - _NEAR) * memory:
+            limit = f"Memory is the limit: rank {fullest} holds {bytes_text(peak)} of {bytes_text(memory)}"
+    return (*found, f"{limit}; no order of these stages can be more than {gap} shorter.")
 
 
 def _effect(plan: Plan, move: Move) -> str:
@@ -60,21 +67,6 @@ def _effect(plan: Plan, move: Move) -> str:
     if (short := excess_bytes(move.plan)) > 0:
         effect += f" and {bytes_text(short)} more than fit in memory"
     return f"{move.node!r} in stage {move.target} would mean {effect}"
-
-
-def _limit(plan: Plan) -> str:
-    seen = plan.predicted
-    gap = percent_text(1 - seen.lower_bound / seen.makespan) if seen.makespan else percent_text(0)
-    proof = f"no order of these stages can be more than {gap} shorter"
-    if plan.cluster.limits:
-        rank = _worst_rank(plan)
-        peak, limit = seen.peaks[rank], plan.cluster.limits[rank]
-        if peak >= (1 - _NEAR) * limit:
-            return f"Memory is the limit: rank {rank} holds {bytes_text(peak)} of {bytes_text(limit)}; {proof}."
-    rank, most = busiest(plan)
-    if most >= (1 - _NEAR) * seen.makespan:
-        return f"The work of rank {rank} is the limit; {proof}."
-    return f"Filling and draining the pipeline is the limit; {proof}."
 
 
 def why_lost(plan: Plan, best: Plan) -> str:

@@ -63,24 +63,13 @@ class PlanOptions:
             raise PlanError(
                 "budget_seconds must be 0 or more", got=repr(self.budget_seconds), hint="budget_seconds=10.0"
             )
-        self._check_stages_per_rank()
+        if self.stages_per_rank is not None:
+            count = _count("stages_per_rank", self.stages_per_rank, "stages_per_rank=2, or None for the best number")
+            if count * self.cluster.ranks > MAX_STAGES:
+                sizes = {"stages_per_rank": count, "ranks": self.cluster.ranks}
+                raise PlanError("too many stages", hint=f"at most {MAX_STAGES} in all", **sizes)
         object.__setattr__(self, "schedule", _schedule(self.schedule))
         object.__setattr__(self, "partitioner", _partitioner(self.partitioner))
-
-    def _check_stages_per_rank(self) -> None:
-        count = self.stages_per_rank
-        if count is None:
-            return
-        if (as_int(count) or 0) < 1:
-            hint = "stages_per_rank=2, or None for the best number"
-            raise PlanError("stages_per_rank must be a whole number, 1 or more", got=repr(count), hint=hint)
-        if count * self.cluster.ranks > MAX_STAGES:
-            raise PlanError(
-                "too many stages",
-                stages_per_rank=count,
-                ranks=self.cluster.ranks,
-                hint=f"at most {MAX_STAGES} in all",
-            )
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -93,27 +82,23 @@ class PlanOptions:
 
         `counts` are the numbers of microbatches that were searched.
         """
+        schedule, stages = self.schedule, self.partitioner
+        if not isinstance(schedule, str):
+            schedule = _digest(schedule.orders if isinstance(schedule, Schedule | Program) else schedule)
+        if isinstance(stages, Division):
+            stages = _digest((*stages.partition.stages, stages.placement.ranks))
+        elif not isinstance(stages, str):
+            stages = _digest(tuple(map(tuple, stages.stages if isinstance(stages, Partition) else stages)))
         return (
             ("number of microbatches", " or ".join(map(str, sorted(counts)))),
-            ("schedule", self.schedule if isinstance(self.schedule, str) else _digest(self._orders)),
-            ("stages", self.partitioner if isinstance(self.partitioner, str) else _digest(self._stages)),
+            ("schedule", schedule),
+            ("stages", stages),
             ("stages per rank", str(self.stages_per_rank)),
             ("recompute", self.recompute),
             ("ranks", str(self.cluster.ranks)),
             ("memory", str(self.cluster.memory)),
             ("slowness", str(self.cluster.slowness)),
         )
-
-    @property
-    def _orders(self) -> object:
-        return self.schedule.orders if isinstance(self.schedule, Schedule | Program) else self.schedule
-
-    @property
-    def _stages(self) -> tuple[object, ...]:
-        given = self.partitioner
-        if isinstance(given, Division):
-            return *given.partition.stages, given.placement.ranks
-        return tuple(map(tuple, given.stages if isinstance(given, Partition) else given))
 
 
 def _count(name: str, given: object, hint: str) -> int:

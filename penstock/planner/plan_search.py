@@ -1,7 +1,7 @@
 """Searches for the best plan that the options allow, over cuts, placements, orders, microbatches and recomputation."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 
@@ -49,15 +49,26 @@ class _Search:
         """Tries orders of the table first, then orders made for the most promising layouts, then moves of nodes."""
         for layout in sorted(layouts(self._models, self._options), key=lambda layout: layout.bound):
             self._try_table(layout)
-        self._try_other_cuts()
+        if self._fitting and self._seconds_left:
+            # Other partitioners for the best placement so far.
+            best = self._winner
+            if best.layout.bound * _CLOSE_ENOUGH < best.plan.predicted.makespan:
+                for layout in other_layouts(best.layout, self._options):
+                    self._try_table(layout)
         if self._options.schedule == AUTO:
             self._synthesise()
         if not self._fitting:
             raise no_fit_error([found.plan for found in self._found], self._models, self._options)
         moves = self._improve_cuts()
         chosen = self._winner.plan
+        # The others from best to worst; those with equal results are listed once.
+        candidates, seen = [_candidate(chosen, "")], {_results(chosen)}
+        for plan in sorted((found.plan for found in self._found if found.plan is not chosen), key=_rank):
+            if _results(plan) not in seen and len(seen) < _MOST_CANDIDATES:
+                seen.add(_results(plan))
+                candidates.append(_candidate(plan, why_lost(plan, chosen)))
         asked = self._options.as_text(self._models)
-        return replace(chosen, search=Search(tuple(self._ranked(chosen)), reasons(chosen, moves), asked))
+        return replace(chosen, search=Search(tuple(candidates), reasons(chosen, moves), asked))
 
     @property
     def _seconds_left(self) -> float:
@@ -93,14 +104,6 @@ class _Search:
         if len(self._found) == before:
             # The table has no schedule for this placement.
             self._without_schedule.append(layout)
-
-    def _try_other_cuts(self) -> None:
-        """Other partitioners for the best placement so far."""
-        if self._fitting and self._seconds_left:
-            best = self._winner
-            if best.layout.bound * _CLOSE_ENOUGH < best.plan.predicted.makespan:
-                for layout in other_layouts(best.layout, self._options):
-                    self._try_table(layout)
 
     def _synthesise(self) -> None:
         """Orders made for the layouts that may still become the best, the most promising first."""
@@ -143,16 +146,6 @@ class _Search:
             # The messages of a given program may not fit other cuts.
             with suppress(ScheduleError) if plan.program is not None else nullcontext():
                 yield Move(node, source, target, cut.plan(plan.orders, plan.choices.schedule)), cut
-
-    def _ranked(self, chosen: Plan) -> Iterable[Candidate]:
-        """The chosen plan and the others from best to worst; those with equal results are listed once."""
-        others = sorted((found.plan for found in self._found if found.plan is not chosen), key=_rank)
-        seen = {_results(chosen)}
-        yield _candidate(chosen, "")
-        for plan in others:
-            if _results(plan) not in seen and len(seen) < _MOST_CANDIDATES:
-                seen.add(_results(plan))
-                yield _candidate(plan, why_lost(plan, chosen))
 
 
 def node_moves(graph: Graph, partition: Partition) -> Iterator[tuple[Partition, str, int, int]]:

@@ -16,7 +16,6 @@ import numpy as np
 
 from penstock.ir import (
     COMPUTE_KINDS,
-    Graph,
     Kind,
     Node,
     NodeBytes,
@@ -126,7 +125,11 @@ class SlowRankDetector:
             return ()
         if len(self._steps) == WINDOW and not self._slow:
             self._earlier.append(self._steps[0].ratios)
-        shortest = _shortest_passes(trace)
+        table = trace.program.table
+        shortest = np.full((len(Kind), trace.program.num_stages), np.inf)
+        passes = np.flatnonzero(np.isin(table.kinds, COMPUTE_KINDS))
+        where = table.kinds[passes], stage_of(table.codes[passes])
+        np.minimum.at(shortest, where, (trace.ends.values - trace.starts.values)[passes])
         ratios = self._ratios(trace, shortest)
         self._steps.append(_Step(step, shortest, ratios, ratios.slow(*self._limits())))
         times = np.sum([each.is_slow for each in self._steps], axis=0)
@@ -171,15 +174,6 @@ class SlowRankDetector:
         over_plan = float(np.median([step.ratios.over_plan[rank] for step in steps]))
         over_peers = float(np.median([step.ratios.over_peers[rank] for step in steps]))
         return SlowRank(rank, since, over_plan, over_peers, num_peers, since == self._first)
-
-
-def _shortest_passes(trace: Trace) -> Floats:
-    table = trace.program.table
-    least = np.full((len(Kind), trace.program.num_stages), np.inf)
-    passes = np.flatnonzero(np.isin(table.kinds, COMPUTE_KINDS))
-    where = table.kinds[passes], stage_of(table.codes[passes])
-    np.minimum.at(least, where, (trace.ends.values - trace.starts.values)[passes])
-    return least
 
 
 class SlowRankAdvisor:
@@ -287,35 +281,32 @@ def estimate_profile(plan: Plan, costs: StageCosts) -> Profile:
     makes, times the inputs of its weight matrices per element. Sums per stage are exact; inside a stage it is an
     estimate.
     """
+    shapes = {value.name: value.spec.shape for value in plan.graph.parameters}
+
+    def work(node: Node) -> float:
+        made = max((math.prod(value.spec.shape) for value in node.makes), default=0)
+        # Input-only nodes run wherever they are read, and cost little. A node that reads integers looks up rows of its
+        # matrix.
+        if node.from_inputs or any(plan.graph.spec(name).dtype in _INTEGERS for name in node.reads):
+            return 0.0 if node.from_inputs else float(made)
+        matrices = (shapes[name] for name in node.parameters if len(shapes.get(name, ())) > 1)
+        return float(made * (1 + sum(math.prod(shape[1:]) for shape in matrices)))
+
     found: dict[str, NodeCost] = {}
     for stage, names in enumerate(plan.partition.stages):
-        # Input-only nodes run wherever they are read, and cost little.
-        nodes = [plan.graph[name] for name in names]
-        work = {node.name: 0.0 if node.from_inputs else _work(plan.graph, node) for node in nodes}
-        total = math.fsum(work.values())
-        for name, each in work.items():
-            found[name] = _node_cost(costs, stage, name, each / total if total else 1 / len(names))
+        amounts = {name: work(plan.graph[name]) for name in names}
+        total = math.fsum(amounts.values())
+        forward, backward = costs.forward[stage], costs.backward[stage]
+        input_grad, weight_grad = costs.input_grad[stage], costs.weight_grad[stage]
+        if not input_grad:
+            # The first stage returns no gradient; its nodes would in another stage.
+            input_grad = weight_grad = backward / 2
+        for name, amount in amounts.items():
+            share = amount / total if total else 1 / len(names)
+            kept = NodeBytes(int(share * costs.activation_bytes[stage]), int(share * costs.weight_grad_bytes[stage]))
+            found[name] = NodeCost(
+                name, share * forward, share * backward, share * input_grad, share * weight_grad, kept
+            )
     nodes_costs = tuple(found[node.name] for node in plan.graph.nodes)
-    seconds = math.fsum(cost.forward + cost.backward for cost in nodes_costs)
-    return Profile(nodes_costs, seconds, plan.graph.fingerprint, "estimated from the stages of a plan")
-
-
-def _work(graph: Graph, node: Node) -> float:
-    made = max((math.prod(value.spec.shape) for value in node.makes), default=0)
-    # A node that reads integers looks up rows of its matrix.
-    if any(graph.spec(name).dtype in _INTEGERS for name in node.reads):
-        return float(made)
-    shapes = {value.name: value.spec.shape for value in graph.parameters}
-    matrices = (shapes[name] for name in node.parameters if len(shapes.get(name, ())) > 1)
-    return float(made * (1 + sum(math.prod(shape[1:]) for shape in matrices)))
-
-
-def _node_cost(costs: StageCosts, stage: int, name: str, share: float) -> NodeCost:
-    input_grad, weight_grad = costs.input_grad[stage], costs.weight_grad[stage]
-    if not input_grad:
-        # The first stage returns no gradient; its nodes would in another stage.
-        input_grad = weight_grad = costs.backward[stage] / 2
-    kept = NodeBytes(int(share * costs.activation_bytes[stage]), int(share * costs.weight_grad_bytes[stage]))
-    return NodeCost(
-        name, share * costs.forward[stage], share * costs.backward[stage], share * input_grad, share * weight_grad, kept
-    )
+    step_seconds = math.fsum(cost.forward + cost.backward for cost in nodes_costs)
+    return Profile(nodes_costs, step_seconds, plan.graph.fingerprint, "estimated from the stages of a plan")

@@ -108,7 +108,10 @@ class Stream:
             part = 0
             for action in order:
                 if isinstance(action, Message):
-                    producer, consumer = _producer_and_consumer(action)
+                    # The pass that produces the values, and the pass that reads them.
+                    kind = Backward if action.is_gradient else Forward
+                    ends = (action.stage, action.peer) if action.kind is Kind.SEND else (action.peer, action.stage)
+                    producer, consumer = (kind(stage, action.microbatch) for stage in ends)
                     if action.kind is Kind.SEND and part_of[producer] == 1:
                         actions.append(action)
                     if action.kind is Kind.RECV and part_of[consumer] == 1:
@@ -125,13 +128,6 @@ class Stream:
     def _num_passes(self, rank: int, microbatches: int) -> int:
         """The number of passes that the rank runs before the forward with this index."""
         return microbatches + max(0, microbatches - self.warmup(rank))
-
-
-def _producer_and_consumer(message: Message) -> tuple[ComputeAction, ComputeAction]:
-    """The pass that produces the values of a message, and the pass that reads them."""
-    kind = Backward if message.is_gradient else Forward
-    ends = (message.stage, message.peer) if message.kind is Kind.SEND else (message.peer, message.stage)
-    return kind(ends[0], message.microbatch), kind(ends[1], message.microbatch)
 
 
 @dataclass(frozen=True)
@@ -154,22 +150,18 @@ def stream_staleness(staleness: str, warmups: Sequence[int], microbatches: int) 
     `warmups` are the numbers of forwards that each stage runs ahead.
     """
     check_staleness(staleness)
-    return tuple(_staleness(staleness, ahead, microbatches) for ahead in warmups)
-
-
-def _staleness(staleness: str, ahead: int, microbatches: int) -> tuple[int, float, int]:
-    """The largest and mean staleness, and the versions kept, of a stage that runs `ahead` forwards ahead."""
     if staleness == "2bw":
-        return 1, 1.0, 1
-    longest, mean = -(-ahead // microbatches), ahead / microbatches
-    if staleness == "stash":
-        return longest, mean, longest
-    # A prediction depends on the version that it starts from and on the batch that it is for.
-    versions = []
-    for last in range(2 * ahead, 2 * ahead + microbatches):
-        pairs = {(index // microbatches, (index - ahead) // microbatches) for index in range(last - ahead, last + 1)}
-        versions.append(sum(batch > version for batch, version in pairs))
-    return longest, mean, max(versions)
+        return ((1, 1.0, 1),) * len(warmups)
+    found = []
+    for ahead in warmups:
+        versions = longest = -(-ahead // microbatches)
+        if staleness == "predict":
+            # A prediction depends on the version that it starts from and on the batch that it is for.
+            windows = (range(last - ahead, last + 1) for last in range(2 * ahead, 2 * ahead + microbatches))
+            pairs = ({(k // microbatches, (k - ahead) // microbatches) for k in window} for window in windows)
+            versions = max(sum(batch > version for batch, version in each) for each in pairs)
+        found.append((longest, ahead / microbatches, versions))
+    return tuple(found)
 
 
 def plan_staleness(plan: Plan, staleness: str) -> tuple[StageStaleness, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.ir import COMPUTE_KINDS, Action, ComputeAction, Fact, Message, Overlap, Span, Trace, Transfer
+from penstock.ir import COMPUTE_KINDS, ComputeAction, Fact, Message, Overlap, Span, Trace, Transfer
 from penstock.views.base import Traces, View, traces_by_name
 
 Event = dict[str, Any]
@@ -69,7 +69,15 @@ def _spans(trace: Trace, process: int) -> Iterator[Event]:
         lane = next((number for number, busy in enumerate(lanes) if busy <= start), len(lanes))
         lanes[lane : lane + 1] = [end]
         track = tracks.setdefault((rank, group, lane), len(tracks) + 1)
-        arguments = _arguments(item.action)
+        action = item.action
+        arguments: Event = {"kind": action.kind.name.lower(), "stage": action.stage, "text": str(action)}
+        if isinstance(action, ComputeAction | Message):
+            arguments["microbatch"] = action.microbatch
+        if isinstance(action, Message):
+            arguments["peer"] = action.peer
+        if isinstance(action, Overlap):
+            arguments["microbatch"] = action.forward.microbatch
+            arguments["backward"] = {"stage": action.backward.stage, "microbatch": action.backward.microbatch}
         where = {"pid": process + rank, "tid": track, "ts": start / 1000, "dur": (end - start) / 1000}
         yield {"ph": "X", "name": arguments["text"], "cat": arguments["kind"], **where, "args": arguments}
     for (rank, group, lane), track in tracks.items():
@@ -78,18 +86,6 @@ def _spans(trace: Trace, process: int) -> Iterator[Event]:
         order = _LANES * place + min(lane, _LANES - 1)
         yield _metadata("thread_name", process + rank, track, name=f"{group}, lane {lane + 1}" if lane else group)
         yield _metadata("thread_sort_index", process + rank, track, sort_index=order)
-
-
-def _arguments(action: Action) -> Event:
-    arguments: Event = {"kind": action.kind.name.lower(), "stage": action.stage, "text": str(action)}
-    if isinstance(action, ComputeAction | Message):
-        arguments["microbatch"] = action.microbatch
-    if isinstance(action, Message):
-        arguments["peer"] = action.peer
-    if isinstance(action, Overlap):
-        arguments["microbatch"] = action.forward.microbatch
-        arguments["backward"] = {"stage": action.backward.stage, "microbatch": action.backward.microbatch}
-    return arguments
 
 
 def _flows(trace: Trace, process: int) -> Iterator[Event]:

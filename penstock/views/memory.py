@@ -10,9 +10,23 @@ import numpy as np
 
 from penstock.ir import Curve, Kind, Trace, bytes_text, parse_bytes
 from penstock.views.base import Traces, View, check_positive, traces_by_name
-from penstock.views.drawing import Area, Drawing, Format, Label, Line, Point, check_format, image
+from penstock.views.drawing import (
+    AXIS,
+    MARGIN,
+    SIZE,
+    Area,
+    Drawing,
+    Format,
+    Label,
+    Line,
+    Panel,
+    Point,
+    check_format,
+    draw_frame,
+    image,
+    place_panels,
+)
 from penstock.views.palette import ALARM, FAINT, INK, KINDS, PAPER, RULE, mix
-from penstock.views.panel import AXIS, MARGIN, SIZE, Panel, draw_frame, place_panels
 
 ROW, LEAST_ROW, PANEL_HEIGHT = 52.0, 9.0, 900.0
 PEAKS = 78.0

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
-from penstock.ir import Graph, bytes_text, counted
+from penstock.ir import Graph, bytes_text, counted, listed
 from penstock.views.base import Staged, View, printable, short_name
 from penstock.views.condense import CondensedGraph, Connection, Part, check_collapse, values_text
 from penstock.views.drawing import (
@@ -104,7 +104,7 @@ class _Layout:
         """The lines of text in a box."""
         condensed = self.condensed
         if place == condensed.outputs:
-            return (f"outputs: {_listed([printable(name) for name in condensed.graph.outputs])}",)
+            return (f"outputs: {listed([printable(name) for name in condensed.graph.outputs], MAX_NAMES)}",)
         part = condensed.parts[place]
         if part.is_glue:
             scope = f" in {short_name(part.nodes[0].module)}" if part.nodes[0].module else ""
@@ -273,23 +273,18 @@ class _Layout:
 
     def _tip(self, part: Part) -> str:
         """The tooltip of a box."""
-        reads = _listed([short_name(name) for node in part.first for name in node.reads])
-        makes = _listed([f"{short_name(value.name)}: {value.spec}" for node in part.last for value in node.makes])
+        reads = listed([short_name(name) for node in part.first for name in node.reads], MAX_NAMES)
+        made = [f"{short_name(value.name)}: {value.spec}" for node in part.last for value in node.makes]
         return "\n".join(
             (
                 part.kind,
                 str(self.condensed.parameter_size(part.nodes)),
                 f"stage {part.stage}",
-                _listed([short_name(node.name) for node in part.nodes]),
+                listed([short_name(node.name) for node in part.nodes], MAX_NAMES),
                 f"reads {reads}",
-                f"makes {makes}",
+                f"makes {listed(made, MAX_NAMES)}",
             )
         )
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _branch(start: Point, x: float, ends: list[Point], color: str) -> Drawing:

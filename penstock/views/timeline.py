@@ -14,9 +14,24 @@ import numpy as np
 from penstock.ir import COMPUTE_KINDS, Kind, Span, Trace, critical_path, seconds_text
 from penstock.views.base import Traces, View, check_positive, traces_by_name
 from penstock.views.blocks import LOWER, UPPER, WHOLE, WORDS, Blocks
-from penstock.views.drawing import Box, Drawing, Format, Label, Line, Point, check_format, image, text_width
+from penstock.views.drawing import (
+    LEAST_LABEL,
+    MARGIN,
+    SIZE,
+    Box,
+    Drawing,
+    Format,
+    Label,
+    Line,
+    Panel,
+    Point,
+    check_format,
+    draw_frame,
+    image,
+    place_panels,
+    text_width,
+)
 from penstock.views.palette import FAINT, IDLE, INK, MARK, fill, text_on
-from penstock.views.panel import LEAST_LABEL, MARGIN, SIZE, Panel, draw_frame, place_panels
 
 ROW, LEAST_ROW, PANEL_HEIGHT = 24.0, 3.0, 800.0
 PAIR = 1.4
@@ -71,11 +86,15 @@ class Timeline(View[Traces, str | bytes]):
         most = max(trace.num_ranks for trace in shown.values())
         row = max(LEAST_ROW, min(ROW * (PAIR if any(b.has_pairs for b in blocks) else 1.0), PANEL_HEIGHT / most))
         panels, height = place_panels(list(shown.values()), self.width, self.columns, row)
-        merged = [_is_merged(content, panel, merge_narrow) for content, panel in zip(blocks, panels, strict=True)]
-        marked = [
-            not is_merged and _needs_marks(content, panel)
-            for content, panel, is_merged in zip(blocks, panels, merged, strict=True)
-        ]
+        merged, marked = [], []
+        for content, panel in zip(blocks, panels, strict=True):
+            # The median width of a box, in pixels.
+            has_width = len(content) and panel.seconds
+            width = float(np.median(content.end - content.start)) * panel.width / panel.seconds if has_width else 0.0
+            is_narrow = merge_narrow and width < MIN_WIDTH and len(content) > panel.width
+            merged.append(bool(has_width) and (len(content) > MAX_BOXES or is_narrow))
+            # Half of the boxes are too narrow for their text, in rows that are high enough for marks above them.
+            marked.append(not merged[-1] and panel.row >= LEAST_MARKED_ROW and 0 < width < MARKED_BELOW)
         # Marks need room above the rows, so the panels are placed a second time.
         if any(marked):
             panels, height = place_panels(list(shown.values()), self.width, self.columns, row, lane=MARK_LANE)
@@ -87,7 +106,13 @@ class Timeline(View[Traces, str | bytes]):
                 parts.append(_marks(content, panel))
             # In a merged timeline the path would cross all rows at every pixel.
             if self.critical and not merged[place]:
-                parts.append(_critical_line(content, panel))
+                # Along the lower edge of a pass, across the rows with a message.
+                points: list[Point] = []
+                for item in critical_path(content.trace):
+                    first, last = (item.rank, item.rank) if isinstance(item, Span) else (item.source, item.target)
+                    for rank, seconds in ((first, item.start), (last, item.end)):
+                        points.append((panel.at(seconds), panel.top(rank) + panel.row - panel.gap / 2))
+                parts.append(Drawing(lines=(Line(tuple(points), MARK, 2),) if points else ()))
         legend, end = self._legend(blocks, height, self.critical and not all(merged), any(merged))
         return Drawing(self.width, end).with_parts(*parts, legend)
 
@@ -164,14 +189,6 @@ def _font_size(box: Box, text: str) -> float:
 # ---------------------------------------------------------------------------------- marks above boxes without text
 
 
-def _needs_marks(blocks: Blocks, panel: Panel) -> bool:
-    """Whether half of the boxes are too narrow for their text, in rows that are high enough for marks above them."""
-    if not len(blocks) or panel.row < LEAST_MARKED_ROW:
-        return False
-    seconds = float(np.median(blocks.end - blocks.start))
-    return 0 < seconds * panel.width < MARKED_BELOW * panel.seconds
-
-
 def _marks(blocks: Blocks, panel: Panel) -> Drawing:
     """A stroke and the text of some passes, above the point where each starts.
 
@@ -200,14 +217,6 @@ def _marks(blocks: Blocks, panel: Panel) -> Drawing:
 
 
 # ----------------------------------------------------------------------------------- merged passes of a long trace
-
-
-def _is_merged(blocks: Blocks, panel: Panel, merge_narrow: bool) -> bool:
-    """Whether there are too many blocks for a box each, or too narrow ones."""
-    if not len(blocks) or not panel.seconds:
-        return False
-    width = float(np.median(blocks.end - blocks.start)) * panel.width / panel.seconds
-    return len(blocks) > MAX_BOXES or (merge_narrow and width < MIN_WIDTH and len(blocks) > panel.width)
 
 
 def _merged_boxes(blocks: Blocks, panel: Panel) -> Drawing:
@@ -240,13 +249,3 @@ def _merged_boxes(blocks: Blocks, panel: Panel) -> Drawing:
                     boxes.append(Box(left, top, right - left, height, color))
                     top += height
     return Drawing(boxes=tuple(boxes))
-
-
-def _critical_line(blocks: Blocks, panel: Panel) -> Drawing:
-    """One line through the critical path: along the lower edge of a pass, across the rows with a message."""
-    points: list[Point] = []
-    for item in critical_path(blocks.trace):
-        first, last = (item.rank, item.rank) if isinstance(item, Span) else (item.source, item.target)
-        for rank, seconds in ((first, item.start), (last, item.end)):
-            points.append((panel.at(seconds), panel.top(rank) + panel.row - panel.gap / 2))
-    return Drawing(lines=(Line(tuple(points), MARK, 2),) if points else ())

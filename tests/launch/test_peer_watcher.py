@@ -22,7 +22,7 @@ from penstock.launch import (
     peer_watcher,
     sync_point_code,
 )
-from penstock.launch.error_report import WaitFailure, classify_wait_error, is_consequence
+from penstock.launch.reports import WaitFailure, classify_wait_error, is_consequence
 from tests.leftovers import wait_until
 
 pytestmark = pytest.mark.usefixtures("tidy")

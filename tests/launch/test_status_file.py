@@ -22,7 +22,7 @@ from penstock.launch import (
     shared_status_directory,
     sync_point_code,
 )
-from penstock.launch.error_report import summary_of
+from penstock.launch.reports import summary_of
 from penstock.launch.status_file import NUM_RECENT
 from tests.leftovers import wait_until
 

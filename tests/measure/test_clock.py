@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from penstock.measure.clock import Clock, Times, typical, waited_seconds, without_gc
+from penstock.measure.timing import Clock, Times, typical, waited_seconds, without_gc
 
 
 @pytest.mark.parametrize(

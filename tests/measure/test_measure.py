@@ -10,8 +10,8 @@ from torch import nn
 
 from penstock.ir import Profile, compute_stage_costs
 from penstock.measure import estimate, measure
-from penstock.measure.clock import Times
 from penstock.measure.profiler import calibration
+from penstock.measure.timing import Times
 from penstock.partitioners import uniform
 from tests.measure.subjects import WIDTH, Block, batch, chain, measured
 from tests.measure.test_memory import SPEED

@@ -10,7 +10,7 @@ from penstock.passes import lower
 from penstock.planner import ScheduleProblem
 from penstock.planner.synthesis.evaluate import critical_chain, evaluate
 from penstock.planner.synthesis.orders import low_memory_orders, table_orders
-from penstock.planner.synthesis.problem import FlatProblem, rank_orders, to_schedule
+from penstock.planner.synthesis.problem import rank_orders, to_schedule
 from penstock.schedules import SCHEDULES, build
 from penstock.simulate import simulate
 
@@ -25,9 +25,8 @@ UNEVEN = StageCosts(
 
 
 def agrees(problem: ScheduleProblem, orders: list[list[int]]) -> None:
-    flat = FlatProblem.of(problem)
-    trace = simulate(lower(to_schedule(flat, orders), cuts=problem.cuts), problem.costs, problem.cluster)
-    assert evaluate(flat, orders).length == pytest.approx(
+    trace = simulate(lower(to_schedule(problem, orders), cuts=problem.cuts), problem.costs, problem.cluster)
+    assert evaluate(problem, orders).length == pytest.approx(
         trace.span if problem.objective == "span" else trace.makespan, rel=1e-12
     )
 
@@ -46,14 +45,14 @@ def test_messages_over_slow_links_and_skip_connections_count_alike(name: str) ->
 
 
 def test_orders_that_deadlock_have_no_length() -> None:
-    flat = FlatProblem.of(ScheduleProblem.of(StageCosts.uniform(2), Placement.loop(2), 1))
-    assert evaluate(flat, [[1, 0], [4, 5]]) == ([], float("inf"))
+    problem = ScheduleProblem.of(StageCosts.uniform(2), Placement.loop(2), 1)
+    assert evaluate(problem, [[1, 0], [4, 5]]) == ([], float("inf"))
 
 
 def test_a_critical_chain_is_as_long_as_the_step() -> None:
     """Without messages, each pass of the chain starts when the next one of it ended."""
     problem = ScheduleProblem(replace(UNEVEN, messages=()), Placement.loop(4), 6, Cluster(4), SKIP)
-    flat, orders = FlatProblem.of(problem), rank_orders(build("1f1b", 4, 6))
-    ends, length = evaluate(flat, orders)
-    chain = critical_chain(flat, orders, ends)
-    assert sum(flat.seconds[orders[rank][place]] for rank, place in chain) == pytest.approx(length)
+    orders = rank_orders(build("1f1b", 4, 6))
+    ends, length = evaluate(problem, orders)
+    chain = critical_chain(problem, orders, ends)
+    assert sum(problem.seconds[orders[rank][place]] for rank, place in chain) == pytest.approx(length)

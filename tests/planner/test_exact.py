@@ -10,7 +10,7 @@ from penstock.ir import Cluster, MessageCost, Placement, StageCosts
 from penstock.passes import lower, verify
 from penstock.planner import ScheduleProblem, synthesise
 from penstock.planner.synthesis import exact, lower_bound
-from penstock.planner.synthesis.problem import FlatProblem, rank_orders, to_schedule
+from penstock.planner.synthesis.problem import rank_orders, to_schedule
 from penstock.schedules import build
 from penstock.simulate import simulate
 
@@ -22,7 +22,7 @@ def test_the_solver_finds_better_orders_and_they_are_legal() -> None:
     problem = ScheduleProblem.of(costs, Placement.loop(3), 4)
     proof = exact.prove(problem, rank_orders(build("gpipe", 3, 4)), 0.0, 30.0)
     assert proof.is_optimal
-    schedule = to_schedule(FlatProblem.of(problem), proof.orders)
+    schedule = to_schedule(problem, proof.orders)
     program = lower(schedule)
     verify(program)
     assert simulate(program, problem.costs, problem.cluster).makespan == pytest.approx(proof.seconds)

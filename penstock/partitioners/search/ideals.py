@@ -7,13 +7,12 @@ they can be enumerated, the best partition is the best chain of ideals, and no p
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from penstock.partitioners.atoms import Atoms, Bools, Floats, Incidence, Ints
 from penstock.partitioners.costs import StageCost
-from penstock.partitioners.search.contiguous import Level
+from penstock.partitioners.search.contiguous import Level, Levels
 
 _PAIRS = 1_000_000
 """pairs of ideals that are costed at once, to bound memory"""
@@ -78,93 +77,66 @@ class _ItemSums:
         return alone + self.begin[begins] @ self.end[ends].T if self.begin.shape[1] else alone
 
 
-@dataclass(frozen=True)
-class Ideals:
-    """The ideals of some atoms, and the costs of the stages between two of them."""
+def ideal_levels(atoms: Atoms, inside: Bools, with_sent: bool = False) -> Levels:
+    """Returns the levels of all ideals: every ideal as an end, with all smaller ones as starts.
 
-    atoms: Atoms
-    inside: Bools
-    """a row per ideal, a column per atom, as `all_ideals` returns them"""
-    with_sent: bool = False
-    """whether to work out bytes sent, which count only if messages do not overlap with compute"""
+    `inside` has a row per ideal and a column per atom, as `all_ideals` returns them. `with_sent` works out bytes sent,
+    which count only if messages do not overlap with compute.
+    """
+    values, tensors, inputs, saved = atoms.values, atoms.tensors, atoms.input_only, atoms.saved
+    # A column for the reader of the model's outputs, which is inside only once everything else is.
+    with_reader = np.column_stack((inside, inside.all(axis=1)))
+    is_inside = inside.astype(np.float64)
+    seconds, kept = is_inside @ atoms.seconds, is_inside @ atoms.kept
+    sums = {
+        "inputs_seconds": _ItemSums.of(with_reader, inputs.uses, inputs.seconds),
+        "inputs_kept": _ItemSums.of(with_reader, inputs.uses, inputs.kept),
+        "parameters": _ItemSums.of(with_reader, tensors.uses, tensors.parameters),
+        "state": _ItemSums.of(with_reader, tensors.uses, tensors.state),
+        "saved": _ItemSums.of(with_reader, saved.uses, saved.sizes),
+        "received": _ItemSums.of(with_reader, values.uses, values.forward, values.maker),
+        "returned": _ItemSums.of(with_reader, values.uses, values.backward, values.maker),
+    }
+    if with_sent:
+        # Per ideal and value: 1 if it is made inside, and whether an atom outside reads it.
+        made = is_inside[:, values.maker]
+        readers = np.zeros((len(atoms) + 1, len(values.maker)))
+        readers[values.uses.atom, values.uses.item] = 1
+        made_and_open = made * ((1 - with_reader) @ readers > 0)
 
-    def levels(self) -> Iterator[Level]:
-        """Yields every ideal as an end, with all smaller ones as starts."""
-        sizes = self.inside.sum(axis=1)
+    def costs(begins: slice, ends: slice) -> StageCost:
+        """The costs of stages: a row per begin, a column per end."""
+        shared = {name: each.between(begins, ends) for name, each in sums.items()}
+        sent = regained = 0 * shared["received"]
+        if with_sent:
+            # Values that are made in the stage and read after it.
+            sent, regained = (
+                (1 - made[begins]) @ (made_and_open[ends] * size).T for size in (values.forward, values.backward)
+            )
+        return StageCost(
+            seconds[ends] - seconds[begins][:, None] + shared["inputs_seconds"],
+            shared["received"],
+            shared["returned"],
+            sent,
+            regained,
+            shared["parameters"],
+            shared["state"],
+            kept[ends]
+            - kept[begins][:, None]
+            + shared["inputs_kept"]
+            + (shared["saved"] if saved.is_known else shared["received"]),
+        )
+
+    def levels() -> Iterator[Level]:
+        sizes = inside.sum(axis=1)
         lows = np.flatnonzero(np.diff(sizes, prepend=-1)).tolist()
         for low, high in zip(lows, [*lows[1:], len(sizes)], strict=True):
             step = max(_PAIRS // max(low, 1), 1)
             for start in range(low, high, step) if low else ():
                 begins, ends = slice(0, low), slice(start, min(start + step, high))
-                cost = self.costs(begins, ends)
-                is_part = self._inside[begins] @ (1 - self._inside[ends]).T == 0
+                cost = costs(begins, ends)
+                is_part = is_inside[begins] @ (1 - is_inside[ends]).T == 0
                 cost = cost._replace(seconds=np.where(is_part, cost.seconds, np.inf))
                 yield Level(np.arange(low), np.arange(ends.start, ends.stop), cost)
 
-    def costs(self, begins: slice, ends: slice) -> StageCost:
-        """Returns the costs of stages: a row per begin, a column per end."""
-        values = self.atoms.values
-        shared = {name: each.between(begins, ends) for name, each in self._item_sums.items()}
-        nothing = 0 * shared["received"]
-        kept = self._kept[ends] - self._kept[begins][:, None] + shared["inputs_kept"]
-        return StageCost(
-            self._seconds[ends] - self._seconds[begins][:, None] + shared["inputs_seconds"],
-            shared["received"],
-            shared["returned"],
-            self._sent(begins, ends, values.forward) if self.with_sent else nothing,
-            self._sent(begins, ends, values.backward) if self.with_sent else nothing,
-            shared["parameters"],
-            shared["state"],
-            kept + (shared["saved"] if self.atoms.saved.is_known else shared["received"]),
-        )
-
-    @cached_property
-    def _item_sums(self) -> dict[str, _ItemSums]:
-        values, tensors, inputs, saved = self.atoms.values, self.atoms.tensors, self.atoms.input_only, self.atoms.saved
-        shared = {
-            "inputs_seconds": (inputs.uses, inputs.seconds),
-            "inputs_kept": (inputs.uses, inputs.kept),
-            "parameters": (tensors.uses, tensors.parameters),
-            "state": (tensors.uses, tensors.state),
-            "saved": (saved.uses, saved.sizes),
-        }
-        sent = {"received": values.forward, "returned": values.backward}
-        return {
-            **{name: _ItemSums.of(self._with_reader, *each) for name, each in shared.items()},
-            **{name: _ItemSums.of(self._with_reader, values.uses, size, values.maker) for name, size in sent.items()},
-        }
-
-    def _sent(self, begins: slice, ends: slice, weights: Floats) -> Floats:
-        """Bytes of values that are made in the stage and read after it."""
-        return (1 - self._made[begins]) @ (self._made[ends] * self._is_open[ends] * weights).T
-
-    @cached_property
-    def _made(self) -> Floats:
-        """Per ideal and value: 1 if it is made inside."""
-        return self._inside[:, self.atoms.values.maker]
-
-    @cached_property
-    def _is_open(self) -> Bools:
-        """Per ideal and value: whether an atom outside reads it."""
-        uses = self.atoms.values.uses
-        readers = np.zeros((len(self.atoms) + 1, len(self.atoms.values.maker)))
-        readers[uses.atom, uses.item] = 1
-        result: Bools = (1 - self._with_reader) @ readers > 0
-        return result
-
-    @cached_property
-    def _with_reader(self) -> Bools:
-        """With a column for the reader of the model's outputs, which is inside only once everything else is."""
-        return np.column_stack((self.inside, self.inside.all(axis=1)))
-
-    @cached_property
-    def _inside(self) -> Floats:
-        return self.inside.astype(np.float64)
-
-    @cached_property
-    def _seconds(self) -> Floats:
-        return self._inside @ self.atoms.seconds
-
-    @cached_property
-    def _kept(self) -> Floats:
-        return self._inside @ self.atoms.kept
+    return levels

@@ -4,8 +4,7 @@ The best partition seen is returned. An atom may go to any stage from the last o
 that reads it, so every partition in between is acyclic.
 """
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
 
@@ -108,11 +107,24 @@ def _save_bytes(score: Score, delta: "MoveDelta") -> Score:
     return min(score, replace(score, stage=stage_of[:-1]))
 
 
-@dataclass(frozen=True)
 class MoveDelta:
     """The effect of moving one atom, computed from the values and tensors of that atom alone."""
 
-    atoms: Atoms
+    def __init__(self, atoms: Atoms) -> None:
+        self.atoms = atoms
+        values, tensors = atoms.values, atoms.tensors
+        self._readers = grouped(values.uses.item, values.uses.atom, len(values.maker))
+        self._users = grouped(tensors.uses.item, tensors.uses.atom, len(tensors.state))
+        # Per atom the values that it makes or reads, and the parameters and buffers that it uses.
+        self._values: list[list[int]] = [[] for _ in range(len(atoms) + 1)]
+        self._tensors: list[list[int]] = [[] for _ in range(len(atoms) + 1)]
+        for value, maker in enumerate(values.maker.tolist()):
+            self._values[maker].append(value)
+        for value, atom in zip(values.uses.item.tolist(), values.uses.atom.tolist(), strict=True):
+            if atom != values.maker[value]:
+                self._values[atom].append(value)
+        for tensor, atom in zip(tensors.uses.item.tolist(), tensors.uses.atom.tolist(), strict=True):
+            self._tensors[atom].append(tensor)
 
     def allowed_stages(self, atom: int, stage_of: Ints, num_stages: int) -> tuple[int, int]:
         """Returns the first and the last stage that the atom may go to."""
@@ -136,34 +148,3 @@ class MoveDelta:
             total += tensors.parameters[tensor] * (len(holders) - 1)
         stage_of[atom] = own
         return total
-
-    @cached_property
-    def _values(self) -> list[list[int]]:
-        """Per atom the values that it makes or reads."""
-        found: list[list[int]] = [[] for _ in range(len(self.atoms) + 1)]
-        for value, maker in enumerate(self.atoms.values.maker.tolist()):
-            found[maker].append(value)
-        uses = self.atoms.values.uses
-        for value, atom in zip(uses.item.tolist(), uses.atom.tolist(), strict=True):
-            if atom != self.atoms.values.maker[value]:
-                found[atom].append(value)
-        return found
-
-    @cached_property
-    def _tensors(self) -> list[list[int]]:
-        """Per atom the parameters and buffers that it uses."""
-        found: list[list[int]] = [[] for _ in range(len(self.atoms) + 1)]
-        uses = self.atoms.tensors.uses
-        for tensor, atom in zip(uses.item.tolist(), uses.atom.tolist(), strict=True):
-            found[atom].append(tensor)
-        return found
-
-    @cached_property
-    def _readers(self) -> tuple[Ints, ...]:
-        uses = self.atoms.values.uses
-        return grouped(uses.item, uses.atom, len(self.atoms.values.maker))
-
-    @cached_property
-    def _users(self) -> tuple[Ints, ...]:
-        uses = self.atoms.tensors.uses
-        return grouped(uses.item, uses.atom, len(self.atoms.tensors.state))

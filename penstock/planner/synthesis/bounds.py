@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.planner.synthesis.pass_table import Floats, Ints, PassNeed, PassTable
-from penstock.planner.synthesis.problem import FlatProblem, ScheduleProblem
+from penstock.planner.synthesis.problem import ScheduleProblem
 
 _CAUTION = 1e-9
 """the share of a bound that may be due to rounding"""
@@ -41,16 +41,15 @@ class Bound(NamedTuple):
 
 def lower_bound(problem: ScheduleProblem) -> Bound:
     """Returns a proven lower bound of a problem in its objective."""
-    flat = FlatProblem.of(problem)
-    table = PassTable.least(flat)
+    table = PassTable.least(problem)
     if problem.objective == "makespan":
-        bounds = _bounds(table, range(flat.num_ranks))
+        bounds = _bounds(table, range(problem.num_ranks))
         cores = problem.cluster.cores
-        if cores is not None and cores < flat.num_ranks:
-            work = table.share * float(table.seconds.sum()) * flat.num_microbatches
+        if cores is not None and cores < problem.num_ranks:
+            work = table.share * float(table.seconds.sum()) * problem.num_microbatches
             bounds.append(Bound(work / cores, f"work of all ranks on {cores} cores"))
     else:
-        bounds = [bound for rank in range(flat.num_ranks) for bound in _bounds(_single_rank(table, rank), (rank,))]
+        bounds = [bound for rank in range(problem.num_ranks) for bound in _bounds(_single_rank(table, rank), (rank,))]
     best = max(bounds)
     return Bound(best.seconds * (1 - _CAUTION), best.why)
 
@@ -64,10 +63,14 @@ def _bounds(table: PassTable, ranks: Iterable[int]) -> list[Bound]:
     for rank in ranks:
         rows = list(table.rows_of_rank[rank])
         path = (begin[rows] + table.seconds[rows, None] + end[rows][:, ::-1]).max()
-        work = table.share * table.seconds[rows].sum() * table.flat.num_microbatches
-        busy = _work_and_idle(work, _forced_idle(table, begin, rank), _forced_idle(mirrored, end, rank))
+        work = table.share * table.seconds[rows].sum() * table.problem.num_microbatches
+        # The idle seconds up to a moment at the beginning and from a moment at the end on add up only if the two do not
+        # overlap. They do not if work and idle seconds together are longer than the two moments together.
+        early, late = _forced_idle(table, begin, rank), _forced_idle(mirrored, end, rank)
+        lengths = work + early[:, None, 1] + late[None, :, 1]
+        busy = np.where(lengths > early[:, None, 0] + late[None, :, 0], lengths, work).max()
         bounds.append(Bound(float(path), f"path through rank {rank}"))
-        bounds.append(Bound(busy, f"work and forced idle time of rank {rank}"))
+        bounds.append(Bound(float(busy), f"work and forced idle time of rank {rank}"))
         bounds.append(Bound(_littles_law(table, begin, end, rank), f"memory of rank {rank}"))
     return bounds
 
@@ -108,10 +111,10 @@ def earliest_starts(table: PassTable) -> Floats:
     num_machine_columns = _MAX_MACHINE_PASSES // max(table.num_rows, 1)
     seconds, work = table.seconds.tolist(), table.share * table.seconds
     first = table.before[table.rank].tolist()
-    result = np.zeros((table.num_rows, table.flat.num_microbatches))
+    result = np.zeros((table.num_rows, table.problem.num_microbatches))
     # The same numbers twice: scalars are read from lists, which is faster, and slices from the array.
     starts: list[list[float]] = [[] for _ in seconds]
-    for column in range(table.flat.num_microbatches):
+    for column in range(table.problem.num_microbatches):
         for row in table.sequence:
             needs, lags, on_rank = predecessors[row]
             earliest = starts[row][-1] + seconds[row] if column else first[row]
@@ -188,7 +191,7 @@ def memory_lags(table: PassTable) -> tuple[Lag, ...]:
     - *Deadlock.* The bytes of a microbatch are freed only after all its allocating passes on the rank have run. If one
       allocating row runs too far ahead of another, the other never finds room, and nothing is ever freed.
     """
-    room = table.flat.room
+    room = table.problem.room
     return tuple(
         lag
         for rank, rows in enumerate(table.rows_of_rank)
@@ -275,7 +278,7 @@ def _forced_idle(table: PassTable, starts: Floats, rank: int) -> Floats:
 
 def _capacity(table: PassTable, rank: int, begun: dict[int, Ints], rows: list[int]) -> Floats:
     """Bytes that passes of the rank may have allocated by each moment, including those freed again."""
-    room = table.flat.room[rank]
+    room = table.problem.room[rank]
     freed = sum((-table.allocated[row] * begun[row] for row in rows if table.allocated[row] < 0), np.zeros(1))
     sizes = [float(table.allocated[row]) for row in rows if table.allocated[row]]
     if room == inf or not all(size.is_integer() for size in sizes):
@@ -285,28 +288,17 @@ def _capacity(table: PassTable, rank: int, begun: dict[int, Ints], rows: list[in
     return np.asarray(room // step * step + freed)
 
 
-def _work_and_idle(work: float, begin: Floats, end: Floats) -> float:
-    """Seconds of a step in which a rank works for `work` and is idle as `begin` and, in mirrored time, `end` state.
-
-    The idle seconds up to a moment of `begin` and from a moment of `end` on add up only if the two do not overlap.
-    They do not if work and idle seconds together are longer than the two moments together.
-    """
-    moments = begin[:, None, 0] + end[None, :, 0]
-    lengths = work + begin[:, None, 1] + end[None, :, 1]
-    return float(np.where(lengths > moments, lengths, work).max())
-
-
 def _littles_law(table: PassTable, begin: Floats, end: Floats, rank: int) -> float:
     """Bytes x seconds that all microbatches hold on a rank, divided by its bytes.
 
     `begin` and `end` are earliest starts, in forward and in mirrored time. Until enough passes can have started to fill
     the memory, the rest of it is unused, at both ends of the step.
     """
-    room = table.flat.room[rank]
+    room = table.problem.room[rank]
     if room == inf or room <= 0:
         return 0.0
     held = 0.0
-    for stage in table.flat.stages[rank]:
+    for stage in table.problem.stages[rank]:
         # Bytes are held at least from the start of the forward to the end of the pass that frees them.
         delays = table.least_delays(3 * stage) + table.seconds
         held -= sum(table.allocated[3 * stage + part] * delays[3 * stage + part] for part in (1, 2))
@@ -314,7 +306,7 @@ def _littles_law(table: PassTable, begin: Floats, end: Floats, rank: int) -> flo
     unused = sum(
         _unused(starts[rows], sign * table.allocated[rows], room) for starts, sign in ((begin, 1.0), (end, -1.0))
     )
-    return (held * table.flat.num_microbatches + unused) / room
+    return (held * table.problem.num_microbatches + unused) / room
 
 
 def _unused(starts: Floats, allocated: Floats, room: float) -> float:

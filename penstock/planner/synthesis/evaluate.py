@@ -13,7 +13,7 @@ from collections import deque
 from math import inf
 from typing import NamedTuple
 
-from penstock.planner.synthesis.problem import F, FlatProblem, RankOrders, W
+from penstock.planner.synthesis.problem import F, RankOrders, ScheduleProblem, W
 
 _ROUNDING = 1e-9
 
@@ -32,18 +32,18 @@ class Evaluation(NamedTuple):
 DEADLOCK = Evaluation([], inf)
 
 
-def evaluate(flat: FlatProblem, orders: RankOrders) -> Evaluation:
+def evaluate(problem: ScheduleProblem, orders: RankOrders) -> Evaluation:
     """Runs every pass as soon as its rank and its inputs allow."""
-    num_stages, count = len(flat.rank_of), flat.num_microbatches
+    num_stages, count = len(problem.rank_of), problem.num_microbatches
     # By stage and microbatch, inputs first and then returning gradients: messages that are missing, when the rest came.
-    missing = [len(n) for side in (flat.producers, flat.gradient_sources) for n in side for _ in range(count)]
+    missing = [len(n) for side in (problem.producers, problem.gradient_sources) for n in side for _ in range(count)]
     ready = [0.0] * len(missing)
     done = [0] * (2 * num_stages)
-    free = [0.0] * flat.num_links
+    free = [0.0] * problem.num_links
     ends: list[list[float]] = [[] for _ in orders]
     waiting: dict[int, int] = {}
     runnable, unfinished = deque(range(len(orders))), len(orders)
-    seconds, sides = flat.seconds, (flat.outputs, flat.gradients)
+    seconds, sides = problem.seconds, (problem.outputs, problem.gradients)
     while runnable:
         rank = runnable.popleft()
         rank_ends, order = ends[rank], orders[rank]
@@ -85,17 +85,17 @@ def evaluate(flat: FlatProblem, orders: RankOrders) -> Evaluation:
             unfinished -= 1
     if unfinished:
         return DEADLOCK
-    if flat.problem.objective == "span":
-        return Evaluation(ends, max(_span(flat, orders, ends, rank) for rank in range(len(orders))))
+    if problem.objective == "span":
+        return Evaluation(ends, max(_span(problem, orders, ends, rank) for rank in range(len(orders))))
     return Evaluation(ends, max(rank_ends[-1] for rank_ends in ends))
 
 
-def _span(flat: FlatProblem, orders: RankOrders, ends: list[list[float]], rank: int) -> float:
+def _span(problem: ScheduleProblem, orders: RankOrders, ends: list[list[float]], rank: int) -> float:
     """Seconds from the first start to the last end of a rank."""
-    return ends[rank][-1] - ends[rank][0] + flat.seconds[orders[rank][0]]
+    return ends[rank][-1] - ends[rank][0] + problem.seconds[orders[rank][0]]
 
 
-def critical_chain(flat: FlatProblem, orders: RankOrders, ends: list[list[float]]) -> list[Place]:
+def critical_chain(problem: ScheduleProblem, orders: RankOrders, ends: list[list[float]]) -> list[Place]:
     """Returns a chain of passes, each of which waited for the next, last pass first.
 
     If a pass waited for two others, the chain follows that of its own rank.
@@ -106,16 +106,16 @@ def critical_chain(flat: FlatProblem, orders: RankOrders, ends: list[list[float]
             if pass_id & 3 != W:
                 # By stage and direction, the passes of microbatches 0, 1, 2 ...
                 places.setdefault((pass_id >> 2, pass_id & 3 == F), []).append((rank, place))
-    if flat.problem.objective == "makespan":
+    if problem.objective == "makespan":
         rank = max(range(len(orders)), key=lambda each: ends[each][-1])
     else:
-        rank = max(range(len(orders)), key=lambda each: _span(flat, orders, ends, each))
+        rank = max(range(len(orders)), key=lambda each: _span(problem, orders, ends, each))
     place = len(orders[rank]) - 1
     chain = [(rank, place)]
     grace = _ROUNDING * max(rank_ends[-1] for rank_ends in ends)
     while True:
         pass_id = orders[rank][place]
-        start = ends[rank][place] - flat.seconds[pass_id]
+        start = ends[rank][place] - problem.seconds[pass_id]
         if place and ends[rank][place - 1] >= start - grace:
             place -= 1
         elif pass_id & 3 == W or start <= 0.0:
@@ -123,7 +123,7 @@ def critical_chain(flat: FlatProblem, orders: RankOrders, ends: list[list[float]
         else:
             stage, is_forward = pass_id >> 2, pass_id & 3 == F
             microbatch = places[stage, is_forward].index((rank, place))
-            sources = flat.producers[stage] if is_forward else flat.gradient_sources[stage]
+            sources = problem.producers[stage] if is_forward else problem.gradient_sources[stage]
             if not sources:
                 return chain
             found = [places[source, is_forward][microbatch] for source in sources]

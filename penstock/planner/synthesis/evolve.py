@@ -37,13 +37,13 @@ _UNCHANGED = 4
 
 def search_orders(table: PassTable, goal: Goal, seeds: list[RankOrders]) -> RankOrders | None:
     """Returns the best orders found from seeds and rules; None if nothing fits in memory."""
-    flat = table.flat
+    problem = table.problem
     fitting = [
         orders
         for orders in seeds
-        if all(peak_bytes(flat, order) <= room for order, room in zip(orders, flat.room, strict=True))
+        if all(peak_bytes(problem, order) <= room for order, room in zip(orders, problem.room, strict=True))
     ]
-    if flat.problem.objective == "span":
+    if problem.objective == "span":
         # The span counts from the first start of each rank: a rank that starts early must also end early.
         first = np.array([earliest_starts(table)[list(rows), 0].min() for rows in table.rows_of_rank])
         table = replace(table, after=first.max() - first)
@@ -68,14 +68,14 @@ def _explore(table: PassTable, goal: Goal, seeds: list[RankOrders]) -> "Pool":
 
 def _refine(base: "Pool", goal: Goal) -> "Pool":
     """The best orders that islands reach before the effort is spent."""
-    flat, passes = base.table.flat, base.table.num_passes
+    problem, passes = base.table.problem, base.table.num_passes
     children = goal.num_runs(0.1 / _GENERATIONS, passes, _CHILDREN)
     moves = goal.num_runs(0.05, passes * MOVE, _MOVES)
     elite, island = base, 0
     while not goal.is_over(elite.best):
         founders = elite if island % 3 == 2 else base.sample(_FOUNDERS, island)
         pool = _Island(base.table, children, island).run(founders, goal)
-        orders = polish(flat, pool.orders(), moves, goal)
+        orders = polish(problem, pool.orders(), moves, goal)
         elite = elite.joined(pool, _KEPT).joined(Pool.of_orders(base.table, [orders]), _KEPT)
         island += 1
     return elite
@@ -99,21 +99,21 @@ class Pool:
         lengths, starts, positions = runs.lengths[ended], runs.starts[ended], runs.positions[ended]
         if table.is_mirrored:
             starts = table.mirror_starts(starts, lengths)
-            last = np.array([len(table.rows_of_rank[rank]) for rank in table.rank]) * table.flat.num_microbatches - 1
+            last = np.array([len(table.rows_of_rank[rank]) for rank in table.rank]) * table.problem.num_microbatches - 1
             positions = last[:, None] - positions[:, :, ::-1]
             table = table.mirrored()
-        exact = [evaluate(table.flat, _rank_orders(table, each)).length for each in positions]
+        exact = [evaluate(table.problem, _rank_orders(table, each)).length for each in positions]
         return cls(table, np.asarray(exact, dtype=np.float64), starts, positions)
 
     @classmethod
     def of_orders(cls, table: PassTable, found: list[RankOrders]) -> "Pool":
         """Returns given orders; a full backward counts as its two parts in a row, unless its stage is not split."""
-        shape = (len(found), table.num_rows, table.flat.num_microbatches)
+        shape = (len(found), table.num_rows, table.problem.num_microbatches)
         lengths, starts, positions = np.zeros(len(found)), np.zeros(shape), np.zeros(shape, dtype=np.int64)
         for nth, orders in enumerate(found):
-            for order, ends in zip(orders, evaluate(table.flat, orders).ends, strict=True):
+            for order, ends in zip(orders, evaluate(table.problem, orders).ends, strict=True):
                 _enter(table, order, ends, starts[nth], positions[nth])
-            lengths[nth] = evaluate(table.flat, _rank_orders(table, positions[nth])).length
+            lengths[nth] = evaluate(table.problem, _rank_orders(table, positions[nth])).length
         return cls(table, lengths, starts, positions)
 
     def joined(self, other: "Pool", size: int) -> "Pool":
@@ -121,8 +121,8 @@ class Pool:
         lengths = np.concatenate((self.lengths, other.lengths))
         positions = np.concatenate((self.positions, other.positions))
         starts = np.concatenate((self.starts, other.starts))
-        flat = positions.reshape(len(positions), positions[0].size if len(positions) else 0)
-        _, first = np.unique(flat, axis=0, return_index=True)
+        laid_flat = positions.reshape(len(positions), positions[0].size if len(positions) else 0)
+        _, first = np.unique(laid_flat, axis=0, return_index=True)
         kept = first[np.argsort(lengths[first], kind="stable")][:size]
         return Pool(self.table, lengths[kept], starts[kept], positions[kept])
 
@@ -150,7 +150,7 @@ def _enter(table: PassTable, order: RankOrder, ends: list[float], starts: Floats
     done: dict[int, int] = {}
     position = 0
     for pass_id, end in zip(order, ends, strict=True):
-        start = end - table.flat.seconds[pass_id]
+        start = end - table.problem.seconds[pass_id]
         for row in (3 * (pass_id >> 2) + part for part in ROWS_OF_KIND[pass_id & 3]):
             column = done.get(row, 0)
             starts[row, column], positions[row, column] = start, position
@@ -163,20 +163,14 @@ def _enter(table: PassTable, order: RankOrder, ends: list[float], starts: Floats
 def _rank_orders(table: PassTable, positions: Ints) -> RankOrders:
     """The pass ids of every rank by position."""
     found = []
-    for rows in table.rows_of_rank:
-        pass_ids = np.array([_pass_id(table, row) for row in rows])
+    for rows, stages in zip(table.rows_of_rank, table.problem.stages, strict=True):
+        # A backward that is not split is in the row of its first part alone.
+        kinds = ((stage, (F, B, None) if stage in table.unsplit else (F, I, W)) for stage in stages)
+        pass_ids = np.array([-1 if kind is None else stage << 2 | kind for stage, three in kinds for kind in three])
         sequence = np.argsort(positions[list(rows)], axis=None, kind="stable")
         order = np.repeat(pass_ids, positions.shape[1])[sequence]
         found.append(order[order >= 0].tolist())
     return found
-
-
-def _pass_id(table: PassTable, row: int) -> int:
-    """The id of a row's passes; -1 for the second part of a backward that is not split."""
-    stage, part = divmod(row, 3)
-    if stage in table.unsplit:
-        return (stage << 2 | F, stage << 2 | B, -1)[part]
-    return stage << 2 | (F, I, W)[part]
 
 
 class _Island:
@@ -211,14 +205,10 @@ class _Island:
         back = self.pace * random.choice(_HELD_BACK, (count, 1, 1))
         releases = np.where((table.allocated > 0)[:, None], np.maximum(keys - back, 0.0), 0.0)
         patience = random.choice((*PATIENCE, 1.0), count) * table.seconds.mean()
-        return Rules(keys + self._noise(keys.shape), releases, patience)
-
-    def _noise(self, shape: tuple[int, ...]) -> Floats:
-        random, (count, rows, _) = self.random, shape
-        which = random.random((count, 1, 1))
-        by_row = random.normal(size=(count, rows, 1)) * (random.random((count, rows, 1)) < 0.3) * (which < 0.5)
-        by_pass = random.normal(size=shape) * (random.random(shape) < 0.2) * (which > 0.3)
-        strength = self.pace * 10 ** random.uniform(-1.5, 0.0, (count, 1, 1))
-        noise = (by_row + by_pass) * strength
+        # Noise on whole rows, on single passes, or on both.
+        which, rows = random.random((count, 1, 1)), (count, keys.shape[1], 1)
+        by_row = random.normal(size=rows) * (random.random(rows) < 0.3) * (which < 0.5)
+        by_pass = random.normal(size=keys.shape) * (random.random(keys.shape) < 0.2) * (which > 0.3)
+        noise = (by_row + by_pass) * (self.pace * 10 ** random.uniform(-1.5, 0.0, (count, 1, 1)))
         noise[:_UNCHANGED] = 0.0
-        return np.asarray(noise)
+        return Rules(keys + noise, releases, patience)

@@ -14,7 +14,7 @@ from penstock.errors import ScheduleError
 from penstock.planner.synthesis.evaluate import evaluate
 from penstock.planner.synthesis.local_search import Goal, join_backwards, make_legal
 from penstock.planner.synthesis.pass_table import ROWS_OF_KIND, PassTable
-from penstock.planner.synthesis.problem import F, FlatProblem, I, RankOrders, ScheduleProblem, W
+from penstock.planner.synthesis.problem import F, I, RankOrders, ScheduleProblem, W
 
 _TICKS = 2_000
 """ticks of the longest duration, if durations are not whole numbers"""
@@ -43,9 +43,8 @@ def prove(problem: ScheduleProblem, known: RankOrders, bound: float, limit_secon
     if not _is_supported(problem):
         raise ScheduleError("the solver supports only makespans without overlapped pairs", objective=problem.objective)
     cp_model = load()
-    flat = FlatProblem.of(problem)
-    model = _Model(cp_model.CpModel(), PassTable.least(flat))
-    seconds = evaluate(flat, known).length
+    model = _Model(cp_model.CpModel(), PassTable.least(problem))
+    seconds = evaluate(problem, known).length
     # In ticks an order is at most as long, and up to a tick shorter: both limits round down.
     model.limit(model.whole(seconds), floor(bound / model.tick))
     model.hint(known)
@@ -60,9 +59,9 @@ def prove(problem: ScheduleProblem, known: RankOrders, bound: float, limit_secon
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Proof(known, seconds, min(proven, seconds))
     # Passes of 0 ticks start at the same moment, in any order; memory may require a certain one.
-    orders = [make_legal(flat, rank, order) or order for rank, order in enumerate(model.orders(solver))]
-    orders = join_backwards(flat, orders, Goal(bound, _JOINING * limit_seconds))
-    found = evaluate(flat, orders).length
+    orders = [make_legal(problem, rank, order) or order for rank, order in enumerate(model.orders(solver))]
+    orders = join_backwards(problem, orders, Goal(bound, _JOINING * limit_seconds))
+    found = evaluate(problem, orders).length
     best = (orders, found) if found < seconds else (known, seconds)
     return Proof(*best, min(proven, best[1]))
 
@@ -90,17 +89,27 @@ class _Model:
 
     def __init__(self, model: Any, table: PassTable) -> None:
         self.model, self.table = model, table
-        self.tick = _tick([*table.seconds.tolist(), *(part for need in table.needs for part in need[3:])])
+        durations = [*table.seconds.tolist(), *(part for need in table.needs for part in need[3:])]
+        is_whole = all(float(duration).is_integer() for duration in durations)
+        self.tick = float(gcd(*map(int, durations)) or 1) if is_whole else max(durations) / _TICKS
+        """the seconds of a tick"""
         self.ticks = [self.whole(seconds) for seconds in table.seconds]
-        horizon = sum(self.ticks) * table.flat.num_microbatches + sum(self.whole(need.lag) for need in table.needs)
+        horizon = sum(self.ticks) * table.problem.num_microbatches + sum(self.whole(need.lag) for need in table.needs)
         self.horizon = max(2 * horizon, 1)
         self.starts = [
-            [model.new_int_var(0, self.horizon, "") for _ in range(table.flat.num_microbatches)]
+            [model.new_int_var(0, self.horizon, "") for _ in range(table.problem.num_microbatches)]
             for _ in range(table.num_rows)
         ]
         self.length = model.new_int_var(0, self.horizon, "")
-        self._order()
-        self._share_ranks()
+        for row, starts in enumerate(self.starts):
+            for before, after in pairwise(starts):
+                model.add(after >= before + self.ticks[row])
+            model.add(self.length >= starts[-1] + self.ticks[row])
+        for need in table.needs:
+            for before, after in self._pairs(need.needed, need.row) if need.link < 0 else ():
+                model.add(after >= before + self.ticks[need.needed] + self.whole(need.latency))
+        for rows in table.rows_of_rank:
+            model.add_no_overlap([self._fixed(start, self.ticks[row]) for row in rows for start in self.starts[row]])
         self._share_memory()
         self._send()
         model.minimize(self.length)
@@ -117,9 +126,9 @@ class _Model:
     def hint(self, orders: RankOrders) -> None:
         """Starts the search from known orders."""
         done = dict[int, int]()
-        for order, ends in zip(orders, evaluate(self.table.flat, orders).ends, strict=True):
+        for order, ends in zip(orders, evaluate(self.table.problem, orders).ends, strict=True):
             for pass_id, end in zip(order, ends, strict=True):
-                start = end - self.table.flat.seconds[pass_id]
+                start = end - self.table.problem.seconds[pass_id]
                 for part in ROWS_OF_KIND[pass_id & 3]:
                     row = 3 * (pass_id >> 2) + part
                     microbatch = done.get(row, 0)
@@ -135,25 +144,9 @@ class _Model:
             found.append([(row // 3) << 2 | (F, I, W)[part] for _, part, row in passes])
         return found
 
-    def _order(self) -> None:
-        for row, starts in enumerate(self.starts):
-            for before, after in pairwise(starts):
-                self.model.add(after >= before + self.ticks[row])
-            self.model.add(self.length >= starts[-1] + self.ticks[row])
-        for need in self.table.needs:
-            if need.link < 0:
-                for before, after in self._pairs(need.needed, need.row):
-                    self.model.add(after >= before + self.ticks[need.needed] + self.whole(need.latency))
-
-    def _share_ranks(self) -> None:
-        for rows in self.table.rows_of_rank:
-            self.model.add_no_overlap(
-                [self._fixed(start, self.ticks[row]) for row in rows for start in self.starts[row]]
-            )
-
     def _share_memory(self) -> None:
         """A forward allocates bytes; its input gradient frees some of them, its weight gradient the rest."""
-        for stages, room in zip(self.table.flat.stages, self.table.flat.room, strict=True):
+        for stages, room in zip(self.table.problem.stages, self.table.problem.room, strict=True):
             if room == inf:
                 continue
             held, sizes = [], []
@@ -185,10 +178,3 @@ class _Model:
 
     def _pairs(self, first: int, second: int) -> Iterable[tuple[Any, Any]]:
         return zip(self.starts[first], self.starts[second], strict=True)
-
-
-def _tick(durations: list[float]) -> float:
-    """The seconds of a tick."""
-    if all(float(duration).is_integer() for duration in durations):
-        return float(gcd(*map(int, durations)) or 1)
-    return max(durations) / _TICKS

@@ -52,32 +52,6 @@ class GreedyRuns(NamedTuple):
     """by run, row and microbatch: the position in the order of its rank"""
 
 
-class _Messages(NamedTuple):
-    """By row and number of a message, the messages that each pass of the row sends.
-
-    Rows that send fewer messages than others are filled up with messages to the padding row, over the padding link.
-    """
-
-    target: Ints
-    """the row that waits for the message"""
-    link: Ints
-    occupied: Floats
-    latency: Floats
-    num_awaited: Ints
-    """per row the number of messages that its passes wait for"""
-
-
-class _SafetyCheck(NamedTuple):
-    """By rank, its allocating rows, for the check that they can always finish."""
-
-    allocating: Ints
-    """by rank and number"""
-    columns: Ints
-    """the same as positions among the rows of the rank"""
-    blocked_bytes: Floats
-    """[rank, a, b]: bytes that row b allocates and that are freed only after a pass of row a"""
-
-
 @dataclass
 class _State:
     """The state of all runs, the first axis of every array; the last row and the last microbatch are padding."""
@@ -108,7 +82,7 @@ class Greedy:
         self.table = table
         self.seconds = np.append(table.seconds, 0.0)
         self.allocated = np.append(table.allocated, 0.0)
-        self.room = np.asarray(table.flat.room)
+        self.room = np.asarray(table.problem.room)
         self.rows = _padded(table.rows_of_rank, table.num_rows)
         # Per row the row of its stage that comes before it, or the padding row, which counts as finished.
         previous = np.full(table.num_rows + 1, table.num_rows, dtype=np.int64)
@@ -116,37 +90,72 @@ class Greedy:
             if need.row // 3 == need.needed // 3:
                 previous[need.row] = need.needed
         self.previous = previous[self.rows]
-        self.messages = _find_messages(table)
-        self.safety = _find_safety(table)
+        self._find_messages()
+        self._find_safety()
         # A message that is not sent yet arrives at least this long after the earliest decision of any rank.
         crossing = [float(table.seconds[need.needed]) + need.lag for need in table.needs if need.link >= 0]
         self.lookahead = min(crossing, default=inf)
 
+    def _find_messages(self) -> None:
+        """Tabulates the messages that each pass of a row sends, by row and number of the message.
+
+        Rows that send fewer messages than others are filled up with messages to the padding row, over the padding link.
+        """
+        table = self.table
+        messages = [need for need in table.needs if need.row // 3 != need.needed // 3]
+        sent: list[list[int]] = [[] for _ in range(table.num_rows + 1)]
+        for number, need in enumerate(messages):
+            sent[need.needed].append(number)
+        which = _padded(tuple(map(tuple, sent)), len(messages))
+        no_link = table.problem.num_links
+        links = [need.link if need.link >= 0 else no_link for need in messages]
+        self.message_target: Ints = np.array([*(need.row for need in messages), table.num_rows])[which]
+        self.message_link: Ints = np.array([*links, no_link])[which]
+        self.message_occupied: Floats = np.array([*(need.occupied for need in messages), 0.0])[which]
+        self.message_latency: Floats = np.array([*(need.latency for need in messages), 0.0])[which]
+        self.num_awaited = np.bincount([need.row for need in messages], minlength=table.num_rows + 1)
+        """per row the number of messages that its passes wait for"""
+
+    def _find_safety(self) -> None:
+        """Tabulates the allocating rows of every rank, for the check that they can always finish."""
+        table = self.table
+        is_limited = bool(np.isfinite(table.problem.room).all())
+        by_rank = tuple(
+            tuple(row for row in rows if table.allocated[row] > 0 and is_limited) for rows in table.rows_of_rank
+        )
+        self.allocating = _padded(by_rank, table.num_rows)
+        self.allocating_columns = np.zeros_like(self.allocating)
+        """the same as positions among the rows of the rank"""
+        self.blocked_bytes = np.zeros((*self.allocating.shape, self.allocating.shape[1]))
+        """[rank, a, b]: bytes that row b allocates and that are freed only after a pass of row a"""
+        for rank, rows in enumerate(by_rank):
+            for a, row in enumerate(rows):
+                self.allocating_columns[rank, a] = table.rows_of_rank[rank].index(row)
+                for b, holder in enumerate(rows):
+                    if all(table.precedes[row, freeing] for freeing in table.freeing_rows(holder // 3)):
+                        self.blocked_bytes[rank, a, b] = table.allocated[holder]
+
     def run(self, rules: Rules) -> GreedyRuns:
         """Returns one order per rule."""
-        state = self._initial_state(rules.releases)
-        keys = _with_padding(rules.keys, inf)
-        while self._advance(state, keys, rules.patience):
-            pass
-        is_finished = (state.counts[:, :-1] == self.table.flat.num_microbatches).all(axis=1)
-        lengths = np.where(is_finished, (state.clocks + self.table.after).max(axis=1), inf)
-        return GreedyRuns(lengths, state.starts[:, :-1], state.positions[:, :-1])
-
-    def _initial_state(self, releases: Floats) -> _State:
-        runs, rows, columns = releases.shape
+        runs, rows, columns = rules.releases.shape
         counts = np.zeros((runs, rows + 1), dtype=np.int64)
         counts[:, rows] = columns
-        num_missing = np.tile(self.messages.num_awaited.astype(np.int8)[:, None], (runs, 1, columns + 1))
-        return _State(
+        state = _State(
             counts,
             np.tile(self.table.before, (runs, 1)),
-            np.zeros((runs, self.table.flat.num_ranks)),
-            num_missing,
-            _with_padding(releases, 0.0),
-            np.zeros((runs, self.table.flat.num_links + 1)),
+            np.zeros((runs, self.table.problem.num_ranks)),
+            np.tile(self.num_awaited.astype(np.int8)[:, None], (runs, 1, columns + 1)),
+            _with_padding(rules.releases, 0.0),
+            np.zeros((runs, self.table.problem.num_links + 1)),
             np.zeros((runs, rows + 1, columns)),
             np.zeros((runs, rows + 1, columns), dtype=np.int64),
         )
+        keys = _with_padding(rules.keys, inf)
+        while self._advance(state, keys, rules.patience):
+            pass
+        is_finished = (state.counts[:, :-1] == self.table.problem.num_microbatches).all(axis=1)
+        lengths = np.where(is_finished, (state.clocks + self.table.after).max(axis=1), inf)
+        return GreedyRuns(lengths, state.starts[:, :-1], state.positions[:, :-1])
 
     def _advance(self, state: _State, keys: Floats, patience: Floats) -> bool:
         """Adds the next pass of every rank that can decide; returns False if none can."""
@@ -170,13 +179,13 @@ class Greedy:
         """By run, rank and row of the rank when its next pass can start; inf if it may not or that is not known yet."""
         runs, rows, columns = state.ready.shape
         # Positions in the arrays laid flat.
-        flat = (np.arange(runs) * (rows * columns))[:, None, None] + self.rows * columns + microbatch
-        ready = np.maximum(state.ready.ravel()[flat], state.clocks[:, :, None])
-        may_run = state.num_missing.ravel()[flat] == 0
+        at = (np.arange(runs) * (rows * columns))[:, None, None] + self.rows * columns + microbatch
+        ready = np.maximum(state.ready.ravel()[at], state.clocks[:, :, None])
+        may_run = state.num_missing.ravel()[at] == 0
         may_run &= (microbatch < columns - 1) & (microbatch < state.counts[:, self.previous])
         allocated = self.allocated[self.rows]
         may_run &= (allocated <= 0) | (state.held[:, :, None] + allocated <= self.room[:, None])
-        if self.safety.allocating.shape[1] > 1:
+        if self.allocating.shape[1] > 1:
             self._forbid_unsafe(state, may_run)
         return np.where(may_run, ready, inf)
 
@@ -186,14 +195,13 @@ class Greedy:
         For its oldest microbatch to finish, row a needs room for what every row b has allocated for microbatches that
         row a has not run, and for one pass of b at least. One more pass of b counts only if b is ahead already.
         """
-        allocating, columns, blocked_bytes = self.safety
-        counts = state.counts[:, allocating]
+        blocked_bytes, counts = self.blocked_bytes, state.counts[:, self.allocating]
         ahead = counts[:, :, None, :] - counts[:, :, :, None]
         needed = (blocked_bytes * np.maximum(ahead, 1)).sum(axis=3, keepdims=True) + blocked_bytes * (ahead >= 1)
-        is_unfinished = (counts < self.table.flat.num_microbatches)[:, :, :, None]
+        is_unfinished = (counts < self.table.problem.num_microbatches)[:, :, :, None]
         is_unsafe = ((needed > self.room[:, None, None]) & is_unfinished & (blocked_bytes > 0)).any(axis=2)
         run, rank, number = np.nonzero(is_unsafe)
-        may_run[run, rank, columns[rank, number]] = False
+        may_run[run, rank, self.allocating_columns[rank, number]] = False
 
     def _add_passes(self, state: _State, run: Ints, rank: Ints, row: Ints, microbatch: Ints, starts: Floats) -> None:
         """Adds one pass to each of the given (run, rank) and sends its messages."""
@@ -204,13 +212,12 @@ class Greedy:
         # The passes of the rank so far. Padding rows add a constant per rank, which does not change the order.
         state.positions[run, row, microbatch] = state.counts[run[:, None], self.rows[rank]].sum(axis=1)
         state.counts[run, row] += 1
-        messages = self.messages
-        for number in range(messages.target.shape[1]):
-            link, target = messages.link[row, number], messages.target[row, number]
-            sent = np.maximum(ends, state.link_free[run, link]) + messages.occupied[row, number]
+        for number in range(self.message_target.shape[1]):
+            link, target = self.message_link[row, number], self.message_target[row, number]
+            sent = np.maximum(ends, state.link_free[run, link]) + self.message_occupied[row, number]
             # The padding link is always free.
-            state.link_free[run, link] = np.where(link < self.table.flat.num_links, sent, 0.0)
-            arrival = np.maximum(state.ready[run, target, microbatch], sent + messages.latency[row, number])
+            state.link_free[run, link] = np.where(link < self.table.problem.num_links, sent, 0.0)
+            arrival = np.maximum(state.ready[run, target, microbatch], sent + self.message_latency[row, number])
             state.ready[run, target, microbatch] = arrival
             state.num_missing[run, target, microbatch] -= 1
 
@@ -225,39 +232,6 @@ def _padded(lists: tuple[tuple[int, ...], ...], filler: int) -> Ints:
 def _with_padding(values: Floats, filler: float) -> Floats:
     """The values with a padding row and a padding microbatch."""
     return np.pad(values, ((0, 0), (0, 1), (0, 1)), constant_values=filler)
-
-
-def _find_messages(table: PassTable) -> _Messages:
-    messages = [need for need in table.needs if need.row // 3 != need.needed // 3]
-    sent: list[list[int]] = [[] for _ in range(table.num_rows + 1)]
-    for number, need in enumerate(messages):
-        sent[need.needed].append(number)
-    which = _padded(tuple(map(tuple, sent)), len(messages))
-    no_link = table.flat.num_links
-    return _Messages(
-        np.array([need.row for need in messages] + [table.num_rows], dtype=np.int64)[which],
-        np.array([need.link if need.link >= 0 else no_link for need in messages] + [no_link], dtype=np.int64)[which],
-        np.array([need.occupied for need in messages] + [0.0])[which],
-        np.array([need.latency for need in messages] + [0.0])[which],
-        np.bincount([need.row for need in messages], minlength=table.num_rows + 1),
-    )
-
-
-def _find_safety(table: PassTable) -> _SafetyCheck:
-    is_limited = bool(np.isfinite(table.flat.room).all())
-    by_rank = tuple(
-        tuple(row for row in rows if table.allocated[row] > 0 and is_limited) for rows in table.rows_of_rank
-    )
-    allocating = _padded(by_rank, table.num_rows)
-    blocked_bytes = np.zeros((*allocating.shape, allocating.shape[1]))
-    columns = np.zeros_like(allocating)
-    for rank, rows in enumerate(by_rank):
-        for a, row in enumerate(rows):
-            columns[rank, a] = table.rows_of_rank[rank].index(row)
-            for b, holder in enumerate(rows):
-                if all(table.precedes[row, freeing] for freeing in table.freeing_rows(holder // 3)):
-                    blocked_bytes[rank, a, b] = table.allocated[holder]
-    return _SafetyCheck(allocating, columns, blocked_bytes)
 
 
 def portfolio(table: PassTable, tails: Floats, bound: float, size: int) -> Rules:

@@ -5,7 +5,7 @@ from random import Random
 from time import process_time
 
 from penstock.planner.synthesis.evaluate import critical_chain, evaluate
-from penstock.planner.synthesis.problem import B, F, FlatProblem, I, RankOrder, RankOrders, W
+from penstock.planner.synthesis.problem import B, F, I, RankOrder, RankOrders, ScheduleProblem, W
 
 MOVE = 0.15
 """the effort of a move, in parts of a greedy run"""
@@ -55,7 +55,7 @@ class Goal:
         return int(min(max(part * self.effort / passes, least), most))
 
 
-def polish(flat: FlatProblem, orders: RankOrders, moves: int, goal: Goal) -> RankOrders:
+def polish(problem: ScheduleProblem, orders: RankOrders, moves: int, goal: Goal) -> RankOrders:
     """Returns the best orders after that many moves (simulated annealing), or when the goal is over.
 
     A pass of the critical chain moves a few places up or down its rank. Passes that the move makes illegal or too large
@@ -63,41 +63,37 @@ def polish(flat: FlatProblem, orders: RankOrders, moves: int, goal: Goal) -> Ran
     temperature, which decreases to almost 0.
     """
     random = Random(0)
-    ends, length = evaluate(flat, orders)
-    result, best, chain = orders, length, critical_chain(flat, orders, ends)
+    ends, length = evaluate(problem, orders)
+    result, best, chain = orders, length, critical_chain(problem, orders, ends)
     for move in range(moves):
         if goal.is_over(best):
             break
         goal.spend(MOVE * sum(map(len, orders)))
         rank, place = random.choice(chain)
-        changed = _move(flat, rank, orders[rank], place, random)
-        if changed is None:
+        order = orders[rank]
+        distance = 1 + int(random.random() ** 2 * _REACH)
+        target = place + (distance if random.random() < 0.5 else -distance)
+        rest = [*order[:place], *order[place + 1 :]]
+        target = min(max(target, 0), len(rest))
+        changed = make_legal(problem, rank, [*rest[:target], order[place], *rest[target:]])
+        if changed is None or changed == order:
             continue
         trial = [*orders[:rank], changed, *orders[rank + 1 :]]
-        ends, found = evaluate(flat, trial)
+        ends, found = evaluate(problem, trial)
         temperature = length * _HOT * (_COLD / _HOT) ** (move / moves)
         longer = found - length
         if longer > 0 and not (temperature > 0 and random.random() < exp(-longer / temperature)):
             continue
-        orders, length, chain = trial, found, critical_chain(flat, trial, ends)
+        orders, length, chain = trial, found, critical_chain(problem, trial, ends)
         if length < best * (1 - 1e-12):
             result, best = orders, length
     return result
 
 
-def _move(flat: FlatProblem, rank: int, order: RankOrder, place: int, random: Random) -> RankOrder | None:
-    distance = 1 + int(random.random() ** 2 * _REACH)
-    target = place + (distance if random.random() < 0.5 else -distance)
-    rest = [*order[:place], *order[place + 1 :]]
-    target = min(max(target, 0), len(rest))
-    changed = make_legal(flat, rank, [*rest[:target], order[place], *rest[target:]])
-    return None if changed == order else changed
-
-
-def make_legal(flat: FlatProblem, rank: int, order: RankOrder) -> RankOrder | None:
+def make_legal(problem: ScheduleProblem, rank: int, order: RankOrder) -> RankOrder | None:
     """Returns the order with every pass deferred until its own stage and the memory allow it; None if some never do."""
-    room, allocated = flat.room[rank], flat.allocated
-    done = dict.fromkeys((stage << 2 | kind for stage in flat.stages[rank] for kind in (F, B, I, W)), 0)
+    room, allocated = problem.room[rank], problem.allocated
+    done = dict.fromkeys((stage << 2 | kind for stage in problem.stages[rank] for kind in (F, B, I, W)), 0)
     held, result, waiting = 0.0, [], list[int]()
     for pass_id in order:
         waiting.append(pass_id)
@@ -126,45 +122,51 @@ def _may_run(pass_id: int, done: dict[int, int], held: float, room: float) -> bo
     return done[stage | B] + done[stage | I] < done[stage] and held <= room
 
 
-def join_backwards(flat: FlatProblem, orders: RankOrders, goal: Goal) -> RankOrders:
+def join_backwards(problem: ScheduleProblem, orders: RankOrders, goal: Goal) -> RankOrders:
     """Returns the orders with input and weight gradients run as one full backward wherever that costs no time.
 
     A full backward may take less than its two parts in a row, and frees its memory sooner. A weight gradient that fills
     no gap is better run at once; so every pair is tried, the last first. Adjacent parts are joined first, many at once.
     """
-    seconds = flat.seconds
+    seconds = problem.seconds
     shorter = [
         stage
-        for stage in range(len(flat.rank_of))
+        for stage in range(len(problem.rank_of))
         if seconds[stage << 2 | I] + seconds[stage << 2 | W] - seconds[stage << 2 | B] > 0
     ]
     if not shorter:
         return orders
-    orders, length = _join_adjacent(flat, orders, shorter, goal)
+    orders, length = _join_adjacent(problem, orders, shorter, goal)
     for stage in shorter:
-        rank = flat.rank_of[stage]
+        rank = problem.rank_of[stage]
         for nth in reversed(range(orders[rank].count(stage << 2 | I))):
             if goal.is_over(length):
                 break
             goal.spend(_JOIN * sum(map(len, orders)))
-            trial = [*orders[:rank], _join_pair(orders[rank], stage, nth), *orders[rank + 1 :]]
-            trial_length = evaluate(flat, trial).length
+            # The nth input gradient that is still alone, joined with its weight gradient.
+            order = orders[rank]
+            first, second = ([at for at, each in enumerate(order) if each == stage << 2 | kind][nth] for kind in (I, W))
+            joined = [*order[:first], stage << 2 | B, *order[first + 1 : second], *order[second + 1 :]]
+            trial = [*orders[:rank], joined, *orders[rank + 1 :]]
+            trial_length = evaluate(problem, trial).length
             if trial_length <= length:
                 orders, length = trial, trial_length
     return orders
 
 
-def _join_adjacent(flat: FlatProblem, orders: RankOrders, stages: list[int], goal: Goal) -> tuple[RankOrders, float]:
+def _join_adjacent(
+    problem: ScheduleProblem, orders: RankOrders, stages: list[int], goal: Goal
+) -> tuple[RankOrders, float]:
     """All stages together, or one by one where others would wait for a gradient that a full backward sends later."""
-    length = evaluate(flat, orders).length
+    length = evaluate(problem, orders).length
     together = [_with_full_backwards(order, set(stages)) for order in orders]
-    at_once = evaluate(flat, together).length
+    at_once = evaluate(problem, together).length
     for stage in stages:
         if goal.is_over(min(length, at_once)):
             break
         goal.spend(_JOIN * sum(map(len, orders)))
         trial = [_with_full_backwards(order, {stage}) for order in orders]
-        trial_length = evaluate(flat, trial).length
+        trial_length = evaluate(problem, trial).length
         if trial_length <= length:
             orders, length = trial, trial_length
     return (together, at_once) if at_once <= length else (orders, length)
@@ -182,9 +184,3 @@ def _with_full_backwards(order: RankOrder, stages: set[int]) -> RankOrder:
         else:
             result.append(pass_id)
     return result
-
-
-def _join_pair(order: RankOrder, stage: int, nth: int) -> RankOrder:
-    """With the nth input gradient that is still alone joined with its weight gradient."""
-    first, second = ([at for at, each in enumerate(order) if each == stage << 2 | kind][nth] for kind in (I, W))
-    return [*order[:first], stage << 2 | B, *order[first + 1 : second], *order[second + 1 :]]

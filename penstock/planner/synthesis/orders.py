@@ -20,7 +20,6 @@ from penstock.planner.synthesis.pass_table import PassTable
 from penstock.planner.synthesis.problem import (
     B,
     F,
-    FlatProblem,
     RankOrders,
     ScheduleProblem,
     peak_bytes,
@@ -95,7 +94,12 @@ def synthesise(
     goal = Goal(bound.seconds, budget_seconds)
     named = sorted((order for order in table_orders(problem) if order.fits), key=_rank)
     found = list(named)
-    choices = () if named and is_too_large(problem, budget_seconds) else _unsplit_choices(problem)
+    # Which stages do not split their backward: none and, if there are any, those that are quicker that way.
+    columns = zip(problem.costs.backward, problem.costs.input_grad, problem.costs.weight_grad, strict=True)
+    quicker = frozenset(stage for stage, (whole, *parts) in enumerate(columns) if whole < sum(parts) * (1 - 1e-9))
+    choices = (frozenset[int](), quicker) if quicker else (frozenset[int](),)
+    if named and is_too_large(problem, budget_seconds):
+        choices = ()
     for unsplit in choices:
         if found and goal.is_met(min(map(_rank, found))[0]):
             break
@@ -105,7 +109,13 @@ def synthesise(
         raise _refusal(problem)
     made = Synthesis(min(found, key=_rank), bound, tuple(named))
     can_prove = may_prove and problem.num_passes <= _PROVABLE and exact.can_prove(problem)
-    return _prove(made, budget_seconds) if can_prove and not goal.is_met(made.seconds) else made
+    if not can_prove or goal.is_met(made.seconds):
+        return made
+    proof = exact.prove(problem, rank_orders(made.best.schedule), bound.seconds, budget_seconds)
+    bound = max(bound, Bound(proof.bound * (1 - 1e-9), "proven by the solver"))
+    order = SimulatedOrder(problem, to_schedule(problem, proof.orders), SYNTHESISED)
+    is_better = order.fits and order.seconds < made.seconds
+    return replace(made, best=order if is_better else made.best, bound=bound)
 
 
 def is_too_large(problem: ScheduleProblem, budget_seconds: float) -> bool:
@@ -127,33 +137,24 @@ def low_memory_orders(problem: ScheduleProblem) -> Iterator[SimulatedOrder]:
     A microbatch goes through all stages and back, step by step; the next enters when one of those in flight has left.
     With one in flight nothing else is held or received, so that hardly any order needs less memory.
     """
-    flat = FlatProblem.of(problem)
-    stages = range(len(flat.rank_of))
+    stages = range(len(problem.rank_of))
     way = [stage << 2 | F for stage in stages] + [stage << 2 | B for stage in reversed(stages)]
-    for in_flight in range(1, min(problem.num_microbatches, flat.num_ranks) + 1):
+    for in_flight in range(1, min(problem.num_microbatches, problem.num_ranks) + 1):
         # Microbatches start so far apart that one leaves before the next but `in_flight` enters.
         apart = -(-len(way) // in_flight)
         passes = sorted(
             (microbatch * apart + step, microbatch, step)
-            for microbatch in range(flat.num_microbatches)
+            for microbatch in range(problem.num_microbatches)
             for step in range(len(way))
         )
-        orders: RankOrders = [[] for _ in range(flat.num_ranks)]
+        orders: RankOrders = [[] for _ in range(problem.num_ranks)]
         for _, _, step in passes:
-            orders[flat.rank_of[way[step] >> 2]].append(way[step])
-        yield SimulatedOrder(problem, to_schedule(flat, orders), SYNTHESISED)
+            orders[problem.rank_of[way[step] >> 2]].append(way[step])
+        yield SimulatedOrder(problem, to_schedule(problem, orders), SYNTHESISED)
 
 
 def _rank(order: SimulatedOrder) -> tuple[float, int]:
     return order.seconds, max(order.peaks)
-
-
-def _unsplit_choices(problem: ScheduleProblem) -> tuple[frozenset[int], ...]:
-    """Which stages do not split their backward: none and, if there are any, those that are quicker that way."""
-    costs = problem.costs
-    columns = zip(costs.backward, costs.input_grad, costs.weight_grad, strict=True)
-    quicker = frozenset(stage for stage, (whole, *parts) in enumerate(columns) if whole < sum(parts) * (1 - 1e-9))
-    return (frozenset(), quicker) if quicker else (frozenset(),)
 
 
 def _search(
@@ -162,37 +163,22 @@ def _search(
     """An order in which these stages do not split their backward; none if the search finds nothing that fits."""
     narrow = problem
     for _ in range(_TIGHTENINGS):
-        flat = FlatProblem.of(narrow)
         seeds = [rank_orders(order.schedule) for order in named]
-        orders = search_orders(PassTable.split(flat, unsplit), goal.part(_SEARCH), seeds)
+        orders = search_orders(PassTable.split(narrow, unsplit), goal.part(_SEARCH), seeds)
         if orders is None:
             return
-        orders = join_backwards(flat, orders, goal.part(1 - _SEARCH))
-        found = SimulatedOrder(problem, to_schedule(flat, orders), SYNTHESISED)
+        orders = join_backwards(narrow, orders, goal.part(1 - _SEARCH))
+        found = SimulatedOrder(problem, to_schedule(narrow, orders), SYNTHESISED)
         if found.fits:
             yield found
             return
-        narrow = _with_less_memory(flat, orders, found.excess)
-
-
-def _with_less_memory(flat: FlatProblem, orders: RankOrders, excess: tuple[int, ...]) -> ScheduleProblem:
-    """The problem with less memory on the ranks that need more than the activations of these orders."""
-    limits = list(flat.problem.cluster.limits)
-    for rank, less in enumerate(excess):
-        if less:
-            unused = flat.room[rank] - peak_bytes(flat, orders[rank])
-            limits[rank] = max(limits[rank] - less - floor(unused), 1)
-    return replace(flat.problem, cluster=replace(flat.problem.cluster, memory=tuple(limits)))
-
-
-def _prove(made: Synthesis, seconds: float) -> Synthesis:
-    """The same with the solver's order, if that is better, and with its bound."""
-    problem = made.best.problem
-    proof = exact.prove(problem, rank_orders(made.best.schedule), made.bound.seconds, seconds)
-    bound = max(made.bound, Bound(proof.bound * (1 - 1e-9), "proven by the solver"))
-    order = SimulatedOrder(problem, to_schedule(FlatProblem.of(problem), proof.orders), SYNTHESISED)
-    is_better = order.fits and order.seconds < made.seconds
-    return replace(made, best=order if is_better else made.best, bound=bound)
+        # Less memory on the ranks that need more than the activations of these orders.
+        limits = list(narrow.cluster.limits)
+        for rank, less in enumerate(found.excess):
+            if less:
+                unused = narrow.room[rank] - peak_bytes(narrow, orders[rank])
+                limits[rank] = max(limits[rank] - less - floor(unused), 1)
+        narrow = replace(narrow, cluster=replace(narrow.cluster, memory=tuple(limits)))
 
 
 def _refusal(problem: ScheduleProblem) -> ScheduleError:

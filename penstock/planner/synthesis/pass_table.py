@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir import Fact, Forward, InputGrad, WeightGrad, needs
-from penstock.planner.synthesis.problem import B, F, FlatProblem, I, Message, W
+from penstock.planner.synthesis.problem import B, F, I, Message, ScheduleProblem, W
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -43,7 +43,7 @@ class PassNeed(NamedTuple):
 class PassTable:
     """Seconds, bytes and needs by row, for greedy runs, bounds and the solver."""
 
-    flat: FlatProblem
+    problem: ScheduleProblem
     seconds: Floats
     allocated: Floats
     """bytes that a pass allocates; below 0 it frees them"""
@@ -57,37 +57,37 @@ class PassTable:
     is_mirrored: bool = False
 
     @classmethod
-    def split(cls, flat: FlatProblem, unsplit: Collection[int] = ()) -> "PassTable":
+    def split(cls, problem: ScheduleProblem, unsplit: Collection[int] = ()) -> "PassTable":
         """Returns the table with backwards in two parts, except those of the stages in `unsplit`."""
-        seconds, allocated = list(flat.seconds), list(flat.allocated)
+        seconds, allocated = list(problem.seconds), list(problem.allocated)
         for stage in unsplit:
             for table in (seconds, allocated):
                 table[stage << 2 | I], table[stage << 2 | W] = table[stage << 2 | B], 0.0
-        return replace(cls._of(flat, seconds, allocated), unsplit=frozenset(unsplit))
+        return replace(cls._of(problem, seconds, allocated), unsplit=frozenset(unsplit))
 
     @classmethod
-    def least(cls, flat: FlatProblem) -> "PassTable":
+    def least(cls, problem: ScheduleProblem) -> "PassTable":
         """Returns the table with the least seconds that passes can take, whether backwards are split or not."""
-        seconds = list(flat.seconds)
-        for stage in range(len(flat.rank_of)):
+        seconds = list(problem.seconds)
+        for stage in range(len(problem.rank_of)):
             whole, first, second = (seconds[stage << 2 | kind] for kind in (B, I, W))
             seconds[stage << 2 | I] = min(first, whole)
             seconds[stage << 2 | W] = max(min(whole, first + second) - seconds[stage << 2 | I], 0.0)
-        return cls._of(flat, seconds, list(flat.allocated))
+        return cls._of(problem, seconds, list(problem.allocated))
 
     @classmethod
-    def _of(cls, flat: FlatProblem, seconds: list[float], allocated: list[float]) -> "PassTable":
-        cuts = flat.problem.cuts
+    def _of(cls, problem: ScheduleProblem, seconds: list[float], allocated: list[float]) -> "PassTable":
+        cuts = problem.cuts
         own = [
             PassNeed(3 * stage + row, 3 * stage + need.fact)
-            for stage in range(len(flat.rank_of))
+            for stage in range(len(problem.rank_of))
             for row, action in enumerate((Forward, InputGrad, WeightGrad))
             for need in needs(action(stage, 0), cuts)
             if need.stage == stage
         ]
-        sent = (*_needs_of(flat.outputs, Fact.OUTPUT), *_needs_of(flat.gradients, Fact.INPUT_GRADIENT))
-        none = np.zeros(flat.num_ranks)
-        return cls(flat, _by_row(seconds), _by_row(allocated), (*own, *sent), none, none)
+        sent = (*_needs_of(problem.outputs, Fact.OUTPUT), *_needs_of(problem.gradients, Fact.INPUT_GRADIENT))
+        none = np.zeros(problem.num_ranks)
+        return cls(problem, _by_row(seconds), _by_row(allocated), (*own, *sent), none, none)
 
     def mirrored(self) -> "PassTable":
         """Returns the table in mirrored time."""
@@ -103,7 +103,7 @@ class PassTable:
     @property
     def share(self) -> float:
         """The part of its passes' seconds that a rank needs at least: an overlapped pair may hide the rest."""
-        return 1.0 - self.flat.problem.cluster.overlap / 2
+        return 1.0 - self.problem.cluster.overlap / 2
 
     @cached_property
     def num_rows(self) -> int:
@@ -113,17 +113,17 @@ class PassTable:
     @property
     def num_passes(self) -> int:
         """Number of passes, including those that take no time."""
-        return self.num_rows * self.flat.num_microbatches
+        return self.num_rows * self.problem.num_microbatches
 
     @cached_property
     def rank(self) -> Ints:
         """The rank of every row."""
-        return np.repeat(np.asarray(self.flat.rank_of, dtype=np.int64), 3)
+        return np.repeat(np.asarray(self.problem.rank_of, dtype=np.int64), 3)
 
     @cached_property
     def rows_of_rank(self) -> tuple[tuple[int, ...], ...]:
         """The rows of every rank."""
-        return tuple(tuple(3 * s + part for s in stages for part in range(3)) for stages in self.flat.stages)
+        return tuple(tuple(3 * s + part for s in stages for part in range(3)) for stages in self.problem.stages)
 
     def freeing_rows(self, stage: int) -> list[int]:
         """Returns the rows of a stage whose passes free bytes."""
@@ -137,7 +137,7 @@ class PassTable:
     @cached_property
     def sequence(self) -> tuple[int, ...]:
         """All rows, each after those that it needs."""
-        stages = range(len(self.flat.rank_of))
+        stages = range(len(self.problem.rank_of))
         forward = (*(3 * s for s in stages), *(3 * s + 1 for s in reversed(stages)), *(3 * s + 2 for s in stages))
         return forward[::-1] if self.is_mirrored else forward
 

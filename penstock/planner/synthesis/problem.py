@@ -1,4 +1,4 @@
-"""The problem of finding an order, as records and as the plain lists that inner loops read.
+"""The problem of finding an order.
 
 All microbatches cost the same, so for any order there is one as good in which every stage takes them in turn: its k-th
 forward is that of microbatch k, and so are its k-th input gradient and its k-th weight gradient (sorting each row of
@@ -43,11 +43,21 @@ RankOrders = list[RankOrder]
 F, B, I, W = (int(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))  # noqa: E741
 
 
+class Message(NamedTuple):
+    """A message that a pass sends to a stage; `link` is -1 between stages of one rank."""
+
+    target: int
+    link: int
+    seconds: float
+    latency: float
+
+
 @dataclass(frozen=True)
 class ScheduleProblem:
     """Stages with costs, on ranks with memory and links, whose passes are to be ordered.
 
     `objective` is the length to shorten: the makespan of a step, or its span, the measure of the zero-bubble papers.
+    Properties give costs and messages as plain tuples, by pass id or by stage, for the inner loops of searches.
     """
 
     costs: StageCosts
@@ -85,88 +95,86 @@ class ScheduleProblem:
         """Number of passes of an order in which every backward is split."""
         return 3 * self.placement.num_stages * self.num_microbatches
 
-    @property
-    def room(self) -> tuple[float, ...]:
-        """Bytes per rank left for activations: its memory less the state of its stages; inf without a limit."""
-        limits = self.cluster.limits or (float("inf"),) * self.placement.num_ranks
-        return tuple(
-            limit - sum(self.costs.state[stage].total for stage in stages)
-            for limit, stages in zip(limits, self.placement.stages, strict=True)
-        )
-
-
-class Message(NamedTuple):
-    """A message that a pass sends to a stage; `link` is -1 between stages of one rank."""
-
-    target: int
-    link: int
-    seconds: float
-    latency: float
-
-
-@dataclass(frozen=True)
-class FlatProblem:
-    """A ScheduleProblem as lists: seconds and bytes by pass id, messages by stage."""
-
-    problem: ScheduleProblem
-    seconds: tuple[float, ...]
-    """by pass id"""
-    allocated: tuple[float, ...]
-    """bytes that a pass allocates, by pass id; below 0 it frees them"""
-    outputs: tuple[tuple[Message, ...], ...]
-    """by stage, where its output goes"""
-    gradients: tuple[tuple[Message, ...], ...]
-    """by stage, where its input gradient goes"""
-    num_links: int
-
-    @classmethod
-    def of(cls, problem: ScheduleProblem) -> "FlatProblem":
-        costs, cuts, stages = problem.costs, problem.cuts, range(problem.placement.num_stages)
-        kept, late = costs.activation_bytes, costs.weight_grad_bytes
-        seconds = zip(costs.forward, costs.backward, costs.input_grad, costs.weight_grad, strict=True)
-        allocated = ((float(a), -float(a), float(w - a), -float(w)) for a, w in zip(kept, late, strict=True))
-        # Messages follow from `needs`, which defines all dependencies: pairs of a source and a target stage.
-        forward = sorted((need.stage, stage) for stage in stages for need in needs(Forward(stage, 0), cuts))
-        backward = [
-            (need.stage, stage)
-            for stage in stages
-            for need in needs(InputGrad(stage, 0), cuts)
-            if need.fact is Fact.INPUT_GRADIENT
-        ]
-        links: dict[tuple[int, int], int] = {}
-        return cls(
-            problem,
-            tuple(float(each) for row in seconds for each in row),
-            tuple(each for row in allocated for each in row),
-            _messages(problem, links, forward),
-            _messages(problem, links, backward),
-            len(links),
-        )
-
-    @cached_property
-    def num_microbatches(self) -> int:
-        """Number of microbatches."""
-        return self.problem.num_microbatches
-
     @cached_property
     def num_ranks(self) -> int:
         """Number of ranks."""
-        return self.problem.placement.num_ranks
+        return self.placement.num_ranks
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """The stages of every rank."""
-        return self.problem.placement.stages
+        return self.placement.stages
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
         """The rank of every stage."""
-        return self.problem.placement.ranks
+        return self.placement.ranks
 
     @cached_property
     def room(self) -> tuple[float, ...]:
-        """Bytes per rank left for activations; inf without a limit."""
-        return self.problem.room
+        """Bytes per rank left for activations: its memory less the state of its stages; inf without a limit."""
+        limits = self.cluster.limits or (float("inf"),) * self.num_ranks
+        return tuple(
+            limit - sum(self.costs.state[stage].total for stage in stages)
+            for limit, stages in zip(limits, self.stages, strict=True)
+        )
+
+    @cached_property
+    def seconds(self) -> tuple[float, ...]:
+        """Seconds of a pass, by pass id."""
+        costs = self.costs
+        rows = zip(costs.forward, costs.backward, costs.input_grad, costs.weight_grad, strict=True)
+        return tuple(float(each) for row in rows for each in row)
+
+    @cached_property
+    def allocated(self) -> tuple[float, ...]:
+        """Bytes that a pass allocates, by pass id; below 0 it frees them."""
+        kept, late = self.costs.activation_bytes, self.costs.weight_grad_bytes
+        rows = ((float(a), -float(a), float(w - a), -float(w)) for a, w in zip(kept, late, strict=True))
+        return tuple(each for row in rows for each in row)
+
+    @property
+    def outputs(self) -> tuple[tuple[Message, ...], ...]:
+        """By stage, where its output goes."""
+        return self._messages[0]
+
+    @property
+    def gradients(self) -> tuple[tuple[Message, ...], ...]:
+        """By stage, where its input gradient goes."""
+        return self._messages[1]
+
+    @cached_property
+    def num_links(self) -> int:
+        """Number of links between ranks that messages use."""
+        return 1 + max((each.link for side in self._messages for sent in side for each in sent), default=-1)
+
+    @cached_property
+    def _messages(self) -> tuple[tuple[tuple[Message, ...], ...], tuple[tuple[Message, ...], ...]]:
+        """Outputs and gradients, from `needs`, which defines all dependencies."""
+        stages, links = range(self.placement.num_stages), dict[tuple[int, int], int]()
+        # Pairs of a source and a target stage.
+        forward = sorted((need.stage, stage) for stage in stages for need in needs(Forward(stage, 0), self.cuts))
+        backward = [
+            (need.stage, stage)
+            for stage in stages
+            for need in needs(InputGrad(stage, 0), self.cuts)
+            if need.fact is Fact.INPUT_GRADIENT
+        ]
+        ranks = np.array(self.rank_of)
+        found = []
+        for pairs in (forward, backward):
+            source, target = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+            rates = self.cluster.link_rates(ranks[source], ranks[target])
+            seconds = rates.occupied(self.costs.message_bytes(source, target)).tolist()
+            sent: list[list[Message]] = [[] for _ in stages]
+            for (producer, consumer), occupied, latency in zip(pairs, seconds, rates.latency.tolist(), strict=True):
+                way = self.rank_of[producer], self.rank_of[consumer]
+                message = Message(consumer, -1, 0.0, 0.0)
+                if way[0] != way[1]:
+                    message = Message(consumer, links.setdefault(way, len(links)), occupied, latency)
+                sent[producer].append(message)
+            found.append(tuple(map(tuple, sent)))
+        return found[0], found[1]
 
     @cached_property
     def producers(self) -> tuple[tuple[int, ...], ...]:
@@ -187,33 +195,15 @@ def _sources(sent: tuple[tuple[Message, ...], ...]) -> tuple[tuple[int, ...], ..
     return tuple(map(tuple, found))
 
 
-def _messages(
-    problem: ScheduleProblem, links: dict[tuple[int, int], int], pairs: list[tuple[int, int]]
-) -> tuple[tuple[Message, ...], ...]:
-    """By source stage, the messages between pairs of a source and a target stage; numbers new links in `links`."""
-    source, target = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    ranks = np.array(problem.placement.ranks)
-    rates = problem.cluster.link_rates(ranks[source], ranks[target])
-    seconds = rates.occupied(problem.costs.message_bytes(source, target)).tolist()
-    by_source: list[list[Message]] = [[] for _ in ranks]
-    for (producer, consumer), occupied, latency in zip(pairs, seconds, rates.latency.tolist(), strict=True):
-        way = problem.placement[producer], problem.placement[consumer]
-        message = Message(consumer, -1, 0.0, 0.0)
-        if way[0] != way[1]:
-            message = Message(consumer, links.setdefault(way, len(links)), occupied, latency)
-        by_source[producer].append(message)
-    return tuple(map(tuple, by_source))
-
-
 def rank_orders(schedule: Schedule) -> RankOrders:
     """Returns the pass ids of a schedule; overlapped pairs are taken apart."""
     whole = schedule.table.select_passes(np.ones(len(schedule.table.passes.index), dtype=np.bool_))
     return [(stage_of(codes) << 2 | kind_of(codes)).tolist() for codes in map(whole.rank, range(len(whole)))]
 
 
-def to_schedule(flat: FlatProblem, orders: RankOrders) -> Schedule:
+def to_schedule(problem: ScheduleProblem, orders: RankOrders) -> Schedule:
     """Returns the schedule of rank orders, with microbatches numbered by counting."""
-    return Schedule(flat.problem.placement, flat.num_microbatches, Orders([_number(order) for order in orders]))
+    return Schedule(problem.placement, problem.num_microbatches, Orders([_number(order) for order in orders]))
 
 
 def _number(order: RankOrder) -> Codes:
@@ -230,10 +220,10 @@ def _number(order: RankOrder) -> Codes:
     return pack(kind, stage, microbatch)
 
 
-def peak_bytes(flat: FlatProblem, order: RankOrder) -> float:
+def peak_bytes(problem: ScheduleProblem, order: RankOrder) -> float:
     """Returns the most bytes of activations that an order holds."""
     held = most = 0.0
     for pass_id in order:
-        held += flat.allocated[pass_id]
+        held += problem.allocated[pass_id]
         most = max(most, held)
     return most

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.ir import Kind, Span, Trace, critical_path, number_text, round_step, seconds_unit
 from penstock.views.blocks import LETTERS, WORDS, Blocks
-from penstock.views.drawing import BASELINE, Area, Box, Drawing, Label, Line, Point
+from penstock.views.drawing import BASELINE, Area, Box, Drawing, Label, Line, Point, rank_label
 from penstock.views.memory import GROUND, Memory
 from penstock.views.palette import (
     ALARM,
@@ -29,7 +29,6 @@ from penstock.views.palette import (
     mix,
     text_on,
 )
-from penstock.views.panel import rank_label
 from penstock.views.report.panels import Contents
 from penstock.views.timeline import Timeline
 
