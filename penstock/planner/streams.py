@@ -110,8 +110,8 @@ class Stream:
                 if isinstance(action, Message):
                     # The pass that produces the values, and the pass that reads them.
                     kind = Backward if action.is_gradient else Forward
-                    ends = (action.stage, action.peer) if action.kind is Kind.SEND else (action.peer, action.stage)
-                    producer, consumer = (kind(stage, action.microbatch) for stage in ends)
+                    stages = (action.stage, action.peer) if action.kind is Kind.SEND else (action.peer, action.stage)
+                    producer, consumer = (kind(stage, action.microbatch) for stage in stages)
                     if action.kind is Kind.SEND and part_of[producer] == 1:
                         actions.append(action)
                     if action.kind is Kind.RECV and part_of[consumer] == 1:

@@ -97,9 +97,9 @@ def synthesise(
     # Which stages do not split their backward: none and, if there are any, those that are quicker that way.
     columns = zip(problem.costs.backward, problem.costs.input_grad, problem.costs.weight_grad, strict=True)
     quicker = frozenset(stage for stage, (whole, *parts) in enumerate(columns) if whole < sum(parts) * (1 - 1e-9))
-    choices = (frozenset[int](), quicker) if quicker else (frozenset[int](),)
+    choices: list[frozenset[int]] = [frozenset(), quicker] if quicker else [frozenset()]
     if named and is_too_large(problem, budget_seconds):
-        choices = ()
+        choices = []
     for unsplit in choices:
         if found and goal.is_met(min(map(_rank, found))[0]):
             break
