@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Option
@@ -13,9 +13,6 @@ from penstock.cli.options import AsJson, Blocks, Depth, Example
 from penstock.cli.output import note, print_json, print_view
 from penstock.cli.user_code import user_errors
 from penstock.errors import CaptureError
-
-if TYPE_CHECKING:
-    from penstock.ir import Graph, Partition
 
 Stages = Annotated[int, Option(min=1, metavar="N", help="Cut into N stages and list the tensors that cross.")]
 Picture = Annotated[Path | None, Option(metavar="FILE", help="Draw the graph and its stages as an SVG picture.")]
@@ -37,6 +34,7 @@ def capture(
     modules and lists every tensor that crosses from one stage to another.
     """
     import penstock
+    from penstock.ir import to_json
     from penstock.partitioners import uniform
     from penstock.views import Cuts, Outline
     from penstock.views import Model as ModelView
@@ -48,7 +46,28 @@ def capture(
         graph, title = captured.graph, type(model).__name__
     partition = uniform(graph, stages)
     if as_json:
-        print_json(_as_dict(graph, partition))
+        # The graph and the partition as documents that penstock reads, and the crossings.
+        crossings = [
+            {
+                "producer": crossing.producer,
+                "consumer": crossing.consumer,
+                "forward_bytes": crossing.forward_bytes,
+                "backward_bytes": crossing.backward_bytes,
+                "values": [
+                    {
+                        "name": value.name,
+                        "tensor": str(value.spec),
+                        "bytes": value.spec.bytes,
+                        "needs_gradient": value.spec.requires_grad,
+                    }
+                    for value in crossing.values
+                ],
+            }
+            for crossing in partition.crossings(graph)
+        ]
+        records = {"graph": graph, "partition": partition}
+        found = {name: json.loads(to_json(record)) for name, record in records.items()}
+        print_json({**found, "crossings": crossings})
     else:
         print_view(Outline(), (graph, partition))
         if partition.num_stages > 1:
@@ -57,29 +76,3 @@ def capture(
     if svg:
         write(svg, ModelView(title=title)((graph, partition)))
         note(f"wrote {svg}")
-
-
-def _as_dict(graph: "Graph", partition: "Partition") -> dict[str, Any]:
-    """The graph and the partition as documents that penstock reads, and the crossings."""
-    from penstock.ir import to_json
-
-    crossings = [
-        {
-            "producer": crossing.producer,
-            "consumer": crossing.consumer,
-            "forward_bytes": crossing.forward_bytes,
-            "backward_bytes": crossing.backward_bytes,
-            "values": [
-                {
-                    "name": value.name,
-                    "tensor": str(value.spec),
-                    "bytes": value.spec.bytes,
-                    "needs_gradient": value.spec.requires_grad,
-                }
-                for value in crossing.values
-            ],
-        }
-        for crossing in partition.crossings(graph)
-    ]
-    graph_document, partition_document = (json.loads(to_json(record)) for record in (graph, partition))
-    return {"graph": graph_document, "partition": partition_document, "crossings": crossings}

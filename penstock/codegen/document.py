@@ -4,7 +4,6 @@ import inspect
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,9 @@ def stage_document(captured: Any, partition: Partition, placement: Placement, be
     written = "\n".join(line for lines in (*classes, run) for line in lines)
     needed = tuple(thing for thing in (support.with_attributes, support.with_arguments) if thing.__name__ in written)
     needed += (support.constants,) if reading else ()
-    blocks = [*_support_lines(needed), *([statement_lines(reading)] if reading else [])]
+    things: list[Any] = [support.Part, support.Stage, support.expect, support.arguments, support.is_default, *needed]
+    blocks = [inspect.getsource(thing).rstrip().splitlines() for thing in things]
+    blocks += [statement_lines(reading)] if reading else []
     body = "\n\n\n".join("\n".join(block) for block in (*blocks, *classes, settings, run))
     others = ["from torch import Tensor, nn", *imports.lines]
     others += ["from torch.nn import functional"] if "functional." in body else []
@@ -262,10 +263,3 @@ def _header(graph: Graph, model: Any, stages: Sequence[StageClass]) -> list[str]
         "",
         f"Written for the graph {graph.fingerprint[:16]} with {versions}.",
     ]
-
-
-@cache
-def _support_lines(needed: tuple[Any, ...]) -> list[list[str]]:
-    """The source of the definitions in `support` that every file needs, and of those that this one needs."""
-    things: list[Any] = [support.Part, support.Stage, support.expect, support.arguments, support.is_default, *needed]
-    return [inspect.getsource(thing).rstrip().splitlines() for thing in things]

@@ -118,12 +118,10 @@ def docstring_lines(paragraphs: Iterable[str], indent: str = "") -> list[str]:
     """A docstring; nothing in the paragraphs can end it."""
     room = WIDTH - len(indent) - 3
     folded = [line for text in paragraphs for line in wrap(text, room, subsequent_indent="  ") or [""]]
-    first, *rest = [_escape(line) for line in folded]
+    for place, line in enumerate(folded):
+        if "\\" in line or '"""' in line or line.endswith('"'):
+            folded[place] = line.replace("\\", "\\\\").replace('"', '\\"')
+    first, *rest = folded
     if not rest:
         return [f'{indent}"""{first}"""']
     return [f'{indent}"""{first}', *(f"{indent}{line}" if line else "" for line in rest), f'{indent}"""']
-
-
-def _escape(text: str) -> str:
-    is_risky = "\\" in text or '"""' in text or text.endswith('"')
-    return text.replace("\\", "\\\\").replace('"', '\\"') if is_risky else text

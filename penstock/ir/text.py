@@ -103,8 +103,10 @@ def read_orders(source: str | Path) -> Orders:
 
 
 def _is_path(source: str) -> bool:
-    if not source or "\n" in source or os.path.isfile(source):
-        return bool(source) and "\n" not in source
+    if not source or "\n" in source:
+        return False
+    if os.path.isfile(source):
+        return True
     try:
         parse_action(source)
     except (FormatError, ScheduleError):

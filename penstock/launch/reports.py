@@ -210,8 +210,10 @@ def _chain(status: RankStatus, by_rank: dict[int, RankStatus]) -> list[RankStatu
     chain = [status]
     while _is_waiting(chain[-1]):
         following = _awaited(chain[-1], by_rank)
-        chain += [following] if following is not None else []
-        if following is None or following in chain[:-1]:
+        if following is None:
+            break
+        chain.append(following)
+        if following in chain[:-1]:
             break
     return chain
 
