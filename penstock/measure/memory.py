@@ -48,6 +48,7 @@ def memory_of(visited: NodeVisit) -> Memory:
         # Copies that share memory where the values do, so that the tracker shows which of them are held.
         copies: dict[int, Tensor] = {}
         given = {n: _copied(v, copies) if isinstance(v, Tensor) else v for n, v in visited.values.items()}
+        copies.clear()  # they would keep memory alive that the node frees
         prepared = visited.subject.prepare_node(visited.node.name, given, True)
         incoming = {name: tracker.number(value) for name, value in given.items()}
         given.clear()
