@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import penstock
 from penstock.launch import group_device
-from penstock.measure.clock import Clock
+from penstock.measure.timing import Clock
 from penstock.runtime.executor import ActionTimes, DeviceTimes, action_times
 from penstock.runtime.staging import is_staged, read_scalars, to_host
 
