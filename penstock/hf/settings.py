@@ -23,8 +23,10 @@ _METHODS = (
     "get_decay_parameter_names",
     "save_model",
     "_wrap_model",
-    "_clip_grad_norm",
-    "_get_grad_norm",
+    "_save_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler",
+    "_load_from_checkpoint",
+    "_load_rng_state",
     "_get_num_items_in_batch",
     "_load_best_model",
     "_move_model_to_device",
@@ -61,7 +63,7 @@ def check_installed() -> None:
             "this version of transformers is not supported by penstock.hf",
             installed=version("transformers"),
             lacks=lacking[0],
-            hint='pip install "transformers>=5.22"',
+            hint='pip install "transformers>=4.57"',
         )
 
 

@@ -55,14 +55,16 @@ def single_process_accelerate(args: Any) -> Iterator[None]:
     own = {_DEVICE: str(args.device), _PRECISION: "no"}
     saved = {name: os.environ.pop(name) for name in (*_VARIABLES, *own) if name in os.environ}
     os.environ.update(own)
-    precision = getattr(args, "mixed_precision", None)
-    args.mixed_precision = "no"
+    precision = vars(args).get("mixed_precision")  # since transformers 5; before, only the variable
+    if precision is not None:
+        args.mixed_precision = "no"
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         PartialState(cpu=args.device.type == "cpu")
         yield
     finally:
-        args.mixed_precision = precision
+        if precision is not None:
+            args.mixed_precision = precision
         for name in own:
             del os.environ[name]
         os.environ.update(saved)

@@ -1,7 +1,7 @@
 """PipelineTrainer: the Trainer of transformers, with steps, evaluation, clipping and saving run by a Pipeline."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -78,6 +78,7 @@ class PipelineMixin:
         ranks = check_ranks(local, ranks, plan, replicas)
         check_optimizer_class(*named.get("optimizer_cls_and_kwargs") or (None,))
         self._is_local, self._replicas = local, replicas
+        self._pipe: Pipeline | None = None
         single = as_single_process(args, local, replicas)
         if len(given) > 1:
             given[1] = single
@@ -92,11 +93,14 @@ class PipelineMixin:
         self._pipe_options = {"local": local, "options": options, "scaler": self._scaler, "mesh": self._mesh}
         self._pipe_options |= granularity
         self._prepare_model()
-        if plan is None:
-            plan = self._plan(ranks=ranks, microbatches=microbatches, schedule=schedule, **granularity)
-        self._build_pipe(plan)
-        if self.optimizer is not None:
-            keep_own_parameters(self.optimizer, self.model, self.pipe)
+        self._choices = {"ranks": ranks, "microbatches": microbatches, "schedule": schedule, **granularity}
+        if plan is not None:
+            self._build_pipe(plan)
+        elif self.train_dataset is not None:
+            self._build_pipe(self._plan(self.get_train_dataloader, self.args.train_batch_size))
+        elif self.eval_dataset is not None:
+            name = [next(iter(self.eval_dataset))] if isinstance(self.eval_dataset, dict) else []
+            self._build_pipe(self._plan(lambda: self.get_eval_dataloader(*name), self.args.eval_batch_size))
 
     def _find_arguments(self, given: list[Any], named: dict[str, Any]) -> tuple[list[Any], Any]:
         """The positional arguments, and the TrainingArguments among all."""
@@ -122,27 +126,33 @@ class PipelineMixin:
             for block in blocks.values():
                 block.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
 
+    @property
+    def pipe(self) -> Pipeline:
+        """The Pipeline; a trainer without plan and data has it from its first evaluation on."""
+        if self._pipe is None:
+            raise PlanError("there is no plan, and no data to search for one with", hint=_PLAN_HINT)
+        return self._pipe
+
     def _build_pipe(self, plan: Plan) -> None:
-        self.pipe = Pipeline(self.model, plan, **self._pipe_options)
+        self._pipe = Pipeline(self.model, plan, **self._pipe_options)
         dtype = torch.float16 if self.args.fp16 else torch.bfloat16 if self.args.bf16 else None
         self._pipeline_model = PipelineModel(self.pipe, self.model, self.args.device.type, dtype)
+        if self.optimizer is not None:
+            keep_own_parameters(self.optimizer, self.model, self.pipe)
 
     def _has_own_loss(self) -> bool:
         """Whether the loss is computed from the outputs of the model, instead of being one of them."""
         is_overridden = getattr(type(self), "compute_loss") is not Trainer.compute_loss  # noqa: B009
         return is_overridden or self.label_smoother is not None or self.compute_loss_func is not None
 
-    def _plan(self, **choices: Any) -> Plan:
+    def _plan(self, get_loader: Callable[[], Any], batch_size: int) -> Plan:
         """Search for a plan with the first samples as the example batch."""
         with _preserve_random_state():
-            is_training = self.train_dataset is not None
-            loader = self.get_train_dataloader() if is_training else self.get_eval_dataloader()
-            size = self.args.train_batch_size if is_training else self.args.eval_batch_size
-            batch = _example_batch(loader, size // self._replicas)
+            batch = _example_batch(get_loader(), batch_size // self._replicas)
             inputs = self._prepare_inputs(batch)
             items = self._get_num_items_in_batch([batch], self.args.device)
             inputs = self._first_call(inputs, items) if self._has_own_loss() else self._with_items(inputs, items)
-            return make_plan(self.model, kwargs=inputs, **choices)
+            return make_plan(self.model, kwargs=inputs, **self._choices)
 
     def _first_call(self, inputs: dict[str, Any], items: Any) -> dict[str, Any]:
         """The keyword arguments with which `compute_loss` calls the model first."""
@@ -161,6 +171,8 @@ class PipelineMixin:
             super().create_accelerator_and_postprocess()
         # The optimizer that accelerate prepares steps with this scaler.
         self.accelerator.scaler = self._scaler
+        # Trainer clips through the accelerator: the norm is that of all ranks.
+        self.accelerator.clip_grad_norm_ = lambda _, max_norm, *__: self.pipe.clip_grad_norm_(max_norm)
 
     def get_train_dataloader(self) -> Any:
         """The same batches on every rank."""
@@ -173,9 +185,10 @@ class PipelineMixin:
 
     def _follow_model(self) -> None:
         """Build the pipeline again if `model_init` has made another model."""
+        plan = self.pipe.plan
         if self._pipeline_model.model is not self.model:
             self._prepare_model()
-            self._build_pipe(self.pipe.plan)
+            self._build_pipe(plan)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not any(parameter.is_meta for parameter in model.parameters()):
@@ -264,12 +277,6 @@ class PipelineMixin:
         is_counted = bool(self.model_accepts_loss_kwargs) and num_items_in_batch is not None
         return is_counted or self.compute_loss_func is not None
 
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        return self.pipe.clip_grad_norm_(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return self.pipe.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
-
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
@@ -277,34 +284,48 @@ class PipelineMixin:
         self._pipeline_model.keeps_outputs = not prediction_loss_only or self._has_own_loss()
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Like Trainer; outside of training, the model is converted if evaluation is to be in float16 or bfloat16."""
+        if self._pipe is None:
+            self._build_pipe(self._plan(lambda: dataloader, self.args.eval_batch_size))
         dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
         if dtype is not None and not self.is_in_train:
             # In place: the pipeline refuses tensors in place of those that it was built with.
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.to(dtype)
-        return super().evaluation_loop(*args, **kwargs)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
 
     # ------------------------------------------------------------------------------------------------------- optimizer
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer over this rank's parameters, with the parameter groups of the whole model."""
         self._follow_model()
-        return super().create_optimizer(self._pipeline_model)  # type: ignore[no-any-return]
+        if inspect.signature(super().create_optimizer).parameters:
+            super().create_optimizer(self._pipeline_model)
+        else:  # transformers 4 takes the parameters of self.model
+            whole, self.model = self.model, self._pipeline_model
+            try:
+                super().create_optimizer()
+            finally:
+                self.model = whole
+        if self._scaler is not None:
+            # Transformers 4 leaves the optimizer of a wrapped model as it is, which would not unscale gradients.
+            self.optimizer = self.accelerator.prepare(self.optimizer)
+        return self.optimizer
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Decay names of the whole model."""
-        return super().get_decay_parameter_names(self.model)  # type: ignore[no-any-return]
+        return super().get_decay_parameter_names(self._pipeline_model.model)  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------------------------------------- saving, loading
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model for `from_pretrained`. Collective: every rank calls it, rank 0 writes."""
-        state = self.pipe.full_state_dict()
+        # Without a pipeline, the model is as it was given.
+        state = None if self._pipe is None else self._deduplicate(self.pipe.full_state_dict())
         if self.args.should_save:
-            self._save(output_dir, state_dict=self._deduplicate(state))
+            self._save(output_dir, state_dict=state)
         if not self._is_local:
             dist.barrier()
 

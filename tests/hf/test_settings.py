@@ -149,6 +149,19 @@ def test_predictions_are_those_of_the_model(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(found.predictions), expected.detach())
 
 
+def test_a_trainer_without_data_plans_for_its_first_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.hf.trainer.make_plan", lambda model, **given: quick_plan(model, **given))
+    given = {"microbatches": 2, "schedule": "1f1b", "ranks": 2, "local": True, "train_dataset": None}
+    trainer = runs.made(PipelineTrainer, tmp_path, {}, **given, eval_dataset=None)
+    with pytest.raises(PlanError, match="no data"):
+        trainer.create_optimizer()
+    found = trainer.evaluate(runs.samples(7, seed=2))["eval_loss"]
+    assert found == pytest.approx(runs.made(hf.Trainer, tmp_path, {}).evaluate()["eval_loss"], rel=1e-6)
+    several = {"eval_dataset": {"one": runs.samples(7, seed=2), "two": runs.samples(3)}}
+    metrics = runs.made(PipelineTrainer, tmp_path, {}, **given, **several).evaluate()
+    assert metrics["eval_one_loss"] == pytest.approx(found, rel=1e-6)
+
+
 def test_to_accelerate_a_rank_is_the_only_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = runs.settings(tmp_path)
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
@@ -166,8 +179,8 @@ def test_workers_that_load_data_are_seeded_alike_on_every_rank(tmp_path: Path) -
 
 
 def test_a_trainer_of_another_kind_is_not_taken_for_the_one_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(hf.Trainer, "_clip_grad_norm")
-    with pytest.raises(RunError, match="_clip_grad_norm"):
+    monkeypatch.delattr(hf.Trainer, "_wrap_model")
+    with pytest.raises(RunError, match="_wrap_model"):
         settings.check_installed()
 
 
