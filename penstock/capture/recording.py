@@ -203,9 +203,10 @@ def _caches_constants(model: nn.Module, first: Recording, second: Recording) -> 
     computes them in every replay, is right.
     """
     state, used = buffers_and_attributes(model), set[int]()
-    for step in second.record.steps:
-        used.update(id(state.get(name)) for name in (*states(step.args), *states(step.kwargs)))
-        used.update(id(second.live[key]) for key in (*object_keys(step.args), *object_keys(step.kwargs)))
+    steps = second.record.steps
+    for tree in (*(step.args for step in steps), *(step.kwargs for step in steps), second.record.outputs):
+        used.update(id(state.get(name)) for name in states(tree))
+        used.update(id(second.live[key]) for key in object_keys(tree))
     if used.isdisjoint(map(id, first.constants)) or first.graph.updates != second.graph.updates:
         return False
     one, other = first.output_tensors, second.output_tensors
