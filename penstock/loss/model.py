@@ -157,6 +157,10 @@ class ModelLoss:
                     if call.changes_arguments:
                         made, *changed = made
                         copy_into((args, kwargs), tuple(changed))
+                    if module._forward_hooks:
+                        # A library may collect the results of blocks, as transformers does with hidden states.
+                        with _forward_returning(module, made):
+                            return run_block(name, original, module, args, kwargs)
                     return made
             except ProbeError:
                 noise.unreplaced.add(name)
@@ -202,13 +206,11 @@ class ModelLoss:
         graph = self.recording.graph
         fresh = {value.name for value in graph[call.name].makes}
         known = {tree.value: leaf for tree, leaf in values if isinstance(tree, Ref) and isinstance(leaf, Tensor)}
-        changed = {
-            length: now
-            for name, leaf in known.items()
-            for length, now in zip(graph.spec(name).shape, leaf.shape, strict=False)
-            if length != now
+        lengths = {
+            pair for name, leaf in known.items() for pair in zip(graph.spec(name).shape, leaf.shape, strict=False)
         }
-        if noise.is_ambiguous(fresh, changed):
+        changed = {length: now for length, now in lengths if length != now}
+        if noise.is_ambiguous(fresh, changed, {length for length, now in lengths if length == now}):
             noise.set_shapes(call, _run_apart(block, arguments))
 
         def built(result: Any) -> Any:
@@ -268,13 +270,15 @@ class Noise:
         live = {name: leaf() for (part, name), leaf in self._leaves.items() if part < 0}
         return {name: leaf for name, leaf in live.items() if leaf is not None}
 
-    def is_ambiguous(self, values: Collection[str], changed: Mapping[int, int]) -> bool:
-        """Whether several dimensions of one of the values may hold the samples, as far as their lengths show.
+    def is_ambiguous(self, values: Collection[str], changed: Mapping[int, int], unchanged: Collection[int]) -> bool:
+        """Whether the lengths of a value's dimensions do not show which of them holds the samples.
 
-        Such as those of a state of shape (directions, samples, features) with as many directions as samples.
+        Such as those of a state of shape (directions, samples, features) with as many directions as samples, or of
+        embeddings of positions, if a sequence is as long as the microbatch has samples.
         """
         unknown = [self._graph.spec(value).shape for value in values if value not in self._places]
-        return any(sum(length in changed for length in shape) > 1 for shape in unknown)
+        fitting = [[length for length in shape if length in changed] for shape in unknown]
+        return any(len(lengths) > 1 or not {*lengths}.isdisjoint(unchanged) for lengths in fitting)
 
     def set_shapes(self, call: Call, result: Any) -> None:
         """Find the dimensions of samples from the result of a block for all parts together."""
@@ -341,6 +345,20 @@ class Noise:
                 limit = tolerance * float(whole.max())
                 if expected.shape != norms.shape or float((expected - norms).abs().max()) > limit:
                     self.mixing[name] = None
+
+
+@contextmanager
+def _forward_returning(module: nn.Module, result: Any) -> Iterator[None]:
+    """Replace the forward of a module, so that a call of it runs its hooks alone."""
+    before = vars(module).get("forward")
+    object.__setattr__(module, "forward", lambda *args, **kwargs: result)
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            object.__setattr__(module, "forward", before)
 
 
 def _run_apart(block: Callable[..., Any], arguments: Any) -> Any:

@@ -323,3 +323,58 @@ def test_the_loss_is_found_by_its_name_or_as_the_only_scalar_of_a_tuple() -> Non
     for ambiguous in ((X, one, one), {"logits": X, "router": one}):
         with pytest.raises(RunError, match="returned no loss"):
             losses_of(ambiguous)
+
+
+class Positioned(nn.Module):
+    """Adds embeddings of positions, for sequences as long as the first microbatch has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions, self.head = nn.Embedding(9, 4), Positions(9, 4), nn.Linear(4, 9)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.words(tokens) + self.positions(tokens))
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Positions(nn.Embedding):
+    """Uses no more of its argument than its length."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(torch.arange(tokens.shape[1])).unsqueeze(0)
+
+
+class Collecting(nn.Module):
+    """Computes its loss from the results of a block that a hook of a library collected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = nn.Linear(4, 4), nn.Linear(4, 9)
+        self.found: list[Tensor] = []
+
+        def collect(module: nn.Module, args: Any, result: Tensor) -> None:
+            self.found.append(result)
+
+        collect.__module__ = "transformers.utils"
+        self.block.register_forward_hook(collect)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        self.found.clear()
+        self.block(x)
+        logits = self.head(self.found.pop())
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    ("make", "batch"), [(Positioned, torch.randint(9, (5, 3))), (Collecting, torch.randn(5, 3, 4))], ids=["positions", "hook"]
+)
+def test_labels_are_counted_whatever_the_blocks_return_or_hooks_collect(make: Any, batch: Tensor) -> None:
+    model, labels = make(), torch.randint(9, (5, 3))
+    labels[0, :2] = -100
+    pieces = split_batch(model.forward, (batch, labels), {}, None, 2)
+    captured = capture(model, pieces[0].args, pieces[0].kwargs)
+    step = LossStep(pieces, [captured.recording(piece.args, piece.kwargs) for piece in pieces], True)
+    loss_weights = LossWeights(captured, OneReplica())
+    weights = loss_weights.weights(step)
+    assert loss_weights.warnings(step) == ()
+    assert weights == pytest.approx([7 / 13, 6 / 13])
