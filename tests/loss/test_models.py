@@ -366,7 +366,9 @@ class Collecting(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "batch"), [(Positioned, torch.randint(9, (5, 3))), (Collecting, torch.randn(5, 3, 4))], ids=["positions", "hook"]
+    ("make", "batch"),
+    [(Positioned, torch.randint(9, (5, 3))), (Collecting, torch.randn(5, 3, 4))],
+    ids=["positions", "hook"],
 )
 def test_labels_are_counted_whatever_the_blocks_return_or_hooks_collect(make: Any, batch: Tensor) -> None:
     model, labels = make(), torch.randint(9, (5, 3))
