@@ -4,8 +4,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import astuple
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -50,8 +50,14 @@ def read_corpus(path: Path) -> Part:
             name = f"{family} {row['model']}"
             stages = "exact" if outcome.result in ("exact", "warned") else "unknown"
             part.models[name if name not in part.models else f"{name} ({test})"] = Entry(*astuple(outcome), stages)
-    part.models = dict(sorted(part.models.items()))
+    part.models = {name: _completed(entry, part.models.values()) for name, entry in sorted(part.models.items())}
     return part
+
+
+def _completed(entry: Entry, others: Iterable[Entry]) -> Entry:
+    """The tool cuts off reports: a reason that begins as the reason of another entry is taken for that one."""
+    longer = (other.reason for other in others if other.reason.startswith(entry.reason))
+    return replace(entry, reason=max(longer, key=len, default=entry.reason)) if entry.reason else entry
 
 
 def _corpus_outcome(row: dict[str, str]) -> Outcome:
