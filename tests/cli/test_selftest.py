@@ -34,6 +34,7 @@ def test_the_quick_form_passes_here_and_writes_both_files(call, tmp_path: Path) 
     data = json.loads((tmp_path / "results" / "selftest.json").read_text())
     assert data == json.loads(result.stdout)
     assert data["problems"] == []
+    assert float(data["machine"]["load before"]) >= 0
     assert [each["schedule"] for each in data["parity"]] == ["1f1b", "zbv"]
     assert max(each["largest"] for each in data["parity"]) < 1e-5
     assert data["prediction"]["measured_seconds"] > 0
