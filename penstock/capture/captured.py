@@ -198,7 +198,8 @@ class Captured:
             if recording.written_inputs:
                 _refuse_shared_inputs(inputs, recording.written_inputs)
             results.append((recording, inputs))
-        self.record_again(batches[0], seed, num_recorded)
+        if num_recorded:
+            self.record_again(batches[0], seed, num_recorded)
         return results
 
     def record_again(self, batch: Batch, seed: int, count: int) -> None:

@@ -17,14 +17,13 @@ from penstock.ir import Plan, named_inputs, named_leaves
 from penstock.passes import DEFAULT_PASSES, AddShardMoves
 from penstock.runtime.compile import CompiledStep, StepCompiler
 from penstock.runtime.executor import ActionTimes, StageRunner, action_times, execute, execute_local, watch_step
-from penstock.runtime.health import NONFINITE_HINT, Extremes, NonfiniteProbe, agree_on_origin
+from penstock.runtime.health import NONFINITE_HINT, Extremes, NonfiniteProbe, agree_on_origin, read_scalars
 from penstock.runtime.inputs import BatchSender, GivenNames, has_no_batch, naming_the_first_rank
 from penstock.runtime.layout import raise_on_all_ranks
 from penstock.runtime.loss_head import LossHead, StepWarnings
 from penstock.runtime.model_part import BufferName, ModelPart
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims, OutputMerger, share_outputs
-from penstock.runtime.staging import read_scalars
 from penstock.runtime.step import TARGET, Batch, Result, SplitBatch, Step
 from penstock.runtime.sync import MAX_CONTENT, Agreement, RankSync, SyncRequest, SyncResult, SyncVote, checksum
 from penstock.runtime.trace import recorded_trace

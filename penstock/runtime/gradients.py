@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.errors import RunError
 from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.health import read_scalars
 from penstock.runtime.layout import (
     ParameterLayout,
     distributed_like,
@@ -23,7 +24,7 @@ from penstock.runtime.layout import (
     shard_like,
     whole,
 )
-from penstock.runtime.staging import host_buffer, is_staged, read_scalars, to_device, to_host
+from penstock.runtime.staging import host_buffer, is_staged, to_device, to_host
 from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 
 

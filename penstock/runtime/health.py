@@ -242,3 +242,10 @@ def _hookable_modules(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
             compiled.append(f"{name}.")
         elif name and not any(f"{name}.".startswith(prefix) for prefix in compiled):
             yield name, module
+
+
+def read_scalars(scalars: Sequence[Tensor]) -> list[float]:
+    """The values of scalars, read at once: one wait for the device instead of one for each."""
+    if not scalars:
+        return []
+    return torch.stack([scalar.detach().to(scalars[0].device, torch.float64) for scalar in scalars]).tolist()

@@ -39,10 +39,3 @@ def to_host(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 def to_device(buffer: Tensor, device: torch.device) -> Tensor:
     """A copy on the device, for kernels that are started later."""
     return buffer.to(device, non_blocking=True)
-
-
-def read_scalars(scalars: Sequence[Tensor]) -> list[float]:
-    """The values of scalars, read at once: one wait for the device instead of one for each."""
-    if not scalars:
-        return []
-    return torch.stack([scalar.detach().to(scalars[0].device, torch.float64) for scalar in scalars]).tolist()
