@@ -95,7 +95,7 @@ MISTAKES = {
         "plan model.py:build --ranks -2", 2, "ranks must be 1 or more (got: -2)", "--ranks 4"
     ),
     "ranks in words": Mistake("plan model.py:build --ranks two", 2, "--ranks"),
-    "more stages than nodes": Mistake("plan model.py:build --ranks 64", 3, "(places: 3, stages: 64)", "fewer stages"),
+    "more stages than nodes": Mistake("plan model.py:build --ranks 64", 3, "at most 4 stages", "at most 4 ranks"),
     "a misspelled schedule": Mistake(f"{PLAN} --schedule 1fb1", 2, "unknown schedule", "did you mean 1f1b?"),
     "a misspelled partitioner": Mistake(
         f"{PLAN} --partitioner metiss", 2, "unknown partitioner", "did you mean metis?"
