@@ -97,8 +97,9 @@ def _number(text: str | None) -> int | None:
 def _address(environment: Mapping[str, str], world: int, local_world: int | None) -> Finding:
     address, port = environment["MASTER_ADDR"], _number(environment["MASTER_PORT"])
     finding = Finding("address", f"{address}:{environment['MASTER_PORT']}", is_fatal=True)
-    if port is None or port > _MAX_PORT:
-        return finding._replace(warning="MASTER_PORT must be a port", hint="a free port, such as 29500")
+    if port is None or not 0 < port <= _MAX_PORT:
+        warning = f"MASTER_PORT must be a whole number from 1 to {_MAX_PORT}"
+        return finding._replace(warning=warning, hint="a free port, such as 29500")
     try:
         socket.getaddrinfo(address, port, proto=socket.IPPROTO_TCP)
     except OSError as error:
@@ -130,7 +131,7 @@ def _local_rank(environment: Mapping[str, str], local: int | None, world: int | 
 
 
 def describe_rank(environment: Mapping[str, str]) -> Launched:
-    """This process, as other ranks are told about it."""
+    """Describe this process, for the other ranks."""
     local = _number(environment.get("LOCAL_RANK")) or 0
     device, accelerator = "cpu", torch.accelerator.current_accelerator()
     if accelerator is not None and torch.accelerator.device_count() > local:
@@ -159,13 +160,13 @@ def compare_ranks(ranks: Sequence[Launched]) -> Iterator[Finding]:
         shown = ", ".join(f"{kind} on rank {rank}" for kind, rank in sorted(kinds.items()))
         hint = "the same kind of device on every rank"
         yield Finding("devices", shown, "the ranks have different kinds of devices", hint, is_fatal=True)
-    taken = Counter((each.host_id, each.local_rank) for each in ranks)
+    # Ranks on the CPU may have no LOCAL_RANK: they have no device to share.
+    taken = Counter((each.host_id, each.local_rank) for each in ranks if each.device != "cpu")
     if shared := [place for place, times in taken.items() if times > 1]:
         same = [each for each in ranks if (each.host_id, each.local_rank) == shared[0]]
-        place, both = f"{same[0].local_rank} twice on {same[0].host}", [str(each.rank) for each in same]
-        warning = f"ranks {' and '.join(both)} would share one device"
-        has_devices = any(each.device != "cpu" for each in ranks)
-        yield Finding("local ranks", place, warning, "a LOCAL_RANK of its own for each", has_devices)
+        value = f"{same[0].local_rank} for {len(same)} ranks on {same[0].host}"
+        warning = f"ranks {', '.join(str(each.rank) for each in same)} would share one device"
+        yield Finding("local ranks", value, warning, "a LOCAL_RANK of its own for each", is_fatal=True)
 
 
 def check_launch(environment: Mapping[str, str], timeout: float) -> Iterator[Finding]:
@@ -191,8 +192,8 @@ def check_launch(environment: Mapping[str, str], timeout: float) -> Iterator[Fin
     yield Finding("store", f"{len(ranks)} of {world} ranks connected")
     yield from compare_ranks(ranks)
     if absent:
-        shown = ", ".join(map(str, absent[:_MAX_SHOWN]))
-        warning = f"rank {shown} did not connect within {timeout:g} s"
+        shown = f"{'rank' if len(absent) == 1 else 'ranks'} {', '.join(map(str, absent[:_MAX_SHOWN]))}"
+        warning = f"{shown}{', ...' if len(absent) > _MAX_SHOWN else ''} did not connect within {timeout:g} s"
         yield Finding("ranks", f"{len(absent)} missing", warning, "the output of these ranks, on their hosts", True)
         return
     yield _messages(store, rank, world, seconds)

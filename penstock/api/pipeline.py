@@ -321,7 +321,7 @@ class Pipeline:
         return self._part.captured.model.training
 
     def _checked_scale(self, scale: object) -> float:
-        """The scale as a number; raises an error, on every rank, if it is none."""
+        """Convert the scale to a number; raises an error, on every rank, if it is not finite or is ambiguous."""
         value = scale.item() if isinstance(scale, Tensor) and scale.numel() == 1 else scale
         error = self._ambiguous("scale")
         if error is None and not is_finite(value):

@@ -31,7 +31,7 @@ class StepLog(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is left, at the end of the run."""
+        """Finish writing, at the end of the run."""
 
 
 class LineFile(StepLog):
@@ -62,7 +62,9 @@ class LineFile(StepLog):
             hint = "another name, or remove the file"
             raise RunError("the log file has other columns than these metrics", file=self.path, hint=hint)
         steps = []
-        for line in text.removeprefix(self.header).splitlines():
+        for line in text.removeprefix(self.header).splitlines(keepends=True):
+            if not line.endswith("\n"):
+                break  # a number that is cut off may still parse
             try:
                 steps.append(self.parse(line))
             except (ValueError, TypeError):

@@ -37,8 +37,6 @@ from penstock.planner import SlowRankAdvisor
 from penstock.runtime import GradScaler, checksum
 
 MAX_SKIPPED = 3  # consecutive skipped steps that end the training
-EVENTS = ("before_step", "after_step", "eval", "save", "end")
-"""names of the events that callbacks receive, in the order in which they occur in a step"""
 _NUM_RECENT = 9  # steps whose traces are kept; the one of median length goes into the Run
 _CHECK_SHARES_EVERY = 100  # steps between comparisons of the batches of replicas
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -84,6 +82,12 @@ def size_of(call: StepCall) -> tuple[int, int]:
     first = tensors[0]
     is_text = first.dim() == 2 and not (first.is_floating_point() or first.is_complex())
     return len(first), first.numel() if is_text else 0
+
+
+def autocast(precision: str, device_type: str) -> AbstractContextManager[Any]:
+    """The context in which a forward computes in a precision of TrainOptions."""
+    dtype = _DTYPES.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
 
 
 class StepReport(NamedTuple):
@@ -222,13 +226,21 @@ class _Loop:
         pipe, options = self._pipe, self._options
         with catch_stop_signals() as stop:
             left = self._resume(batches)
+            is_resumed = self._saver is not None and self._saver.step is not None
+            if options.num_left(self._step) == 0 and not is_resumed:
+                raise RunError(
+                    "steps must be above the number of steps that the pipeline has taken",
+                    steps=options.steps,
+                    taken=self._step,
+                    hint=f"steps={self._step + (options.steps or 0)}, or a new Pipeline",
+                )
             is_stopped = False
             while options.num_left(self._step) != 0 and not is_stopped:
                 group = [step_call(batch, pipe.has_loss_fn) for batch in islice(left, options.accumulate)]
                 if not group:
                     break
                 is_stopped = self._take_step(group, stop)
-            if not pipe.num_steps:
+            if self._metrics is None and not is_resumed:
                 raise RunError("the data has no batches", hint="a data function that yields at least one")
             # If data or a callback ended the training between two evaluations; after a signal there is no time.
             if self._metrics is not None and self._metrics.eval_loss is None and not self._was_signalled:
@@ -273,13 +285,12 @@ class _Loop:
             self._evaluate(outcome.metrics)
         if saver is not None:
             self._messages.append(saver.step_taken(outcome.metrics, self._log.num_skipped, len(group)))
-        signalled, stopped, memory = pipe.largest(bool(stop), self._is_stopped, _bytes_held())
+        signalled, stopped, memory = pipe.largest(bool(stop), self._is_stopped, _peak_bytes(pipe.device))
         self._was_signalled = bool(signalled)
         if pipe.is_first:
             self._messages.append(self._log.slow_ranks())
             if self._on_step is not None:
-                sizes = [size_of(call) for call in group]
-                tokens = sum(size[1] for size in sizes)
+                tokens = sum(size_of(call)[1] for call in group)
                 self._on_step(_report(self._log.steps, options.steps, tokens, outcome, int(memory), self._messages))
         self._messages.clear()
         self._log.check()
@@ -354,8 +365,7 @@ class _Loop:
         return StepCall(part.args, part.kwargs, part.target)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = _DTYPES.get(self._options.precision)
-        return nullcontext() if dtype is None else torch.autocast(self._pipe.device.type, dtype=dtype)
+        return autocast(self._options.precision, self._pipe.device.type)
 
     def _evaluate(self, metrics: StepMetrics) -> None:
         """Evaluate the model, and add the loss to the metrics of the last step."""
@@ -470,9 +480,10 @@ def _slowest(trace: Trace | None) -> tuple[int, float]:
     return max(enumerate(seconds), key=lambda item: item[1], default=(0, 0.0))
 
 
-def _bytes_held() -> int:
-    if torch.accelerator.is_available():
-        return int(torch.accelerator.max_memory_allocated())
+def _peak_bytes(device: torch.device) -> int:
+    """The most bytes that this process has held so far: on its device, or in host memory if that is the CPU."""
+    if device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(device))
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

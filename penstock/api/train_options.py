@@ -40,7 +40,7 @@ class TrainOptions:
     """
 
     steps: Annotated[int | None, Flag("N", "Steps; default: until the data ends.", 1)] = None
-    """steps to take; None: until the batches end"""
+    """number of steps, including those that the Pipeline has taken before; None: until the batches end"""
     clip: Annotated[float | None, Flag("NORM", "Clip the gradient norm to this value.")] = None
     """maximum gradient norm"""
     accumulate: Annotated[int, Flag("N", "Batches per step: gradients are averaged over them.", 1)] = 1

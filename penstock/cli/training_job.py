@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from inspect import signature
@@ -56,8 +56,6 @@ class Job:
 
 def check_job(job: Job) -> None:
     """Refuse wrong values and names before processes are started."""
-    from penstock.api.step_logs import StepLogs
-
     flags, options = job.flags, job.options
     if not (math.isfinite(flags.lr) and flags.lr >= 0):
         raise PenstockError("the learning rate must be finite and 0 or more", lr=flags.lr, hint="--lr 1e-3")
@@ -68,27 +66,24 @@ def check_job(job: Job) -> None:
     if flags.replicas > 1 and job.checkpoints.min_ranks is not None:
         hint = "leave out one of them; --restarts restarts all ranks"
         raise PenstockError("--min-ranks does not combine with --replicas", hint=hint)
-    if not job.attempt:
-        StepLogs(options.log_targets)
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(_loss_function(flags.loss))
         enter(_optimizer_maker(flags))
         enter(user_function(flags.data, _DATA_BODY))
-        for name in (flags.eval_data,) if flags.eval_data else ():
-            enter(user_function(name, _DATA_BODY))
+        if flags.eval_data:
+            enter(user_function(flags.eval_data, _DATA_BODY))
         for name in flags.callback or ():
             enter(user_function(name, _CALLBACK_BODY))
 
 
 def autocast(precision: str) -> "AbstractContextManager[Any]":
-    """Autocast of a precision on this machine's device."""
+    """Autocast of a precision on the device of this machine."""
     import torch
 
-    if precision == TrainOptions.precision:
-        return nullcontext()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.autocast(device, dtype=torch.bfloat16 if precision == "bf16" else torch.float16)
+    from penstock.api import train_loop
+
+    return train_loop.autocast(precision, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def run_rank(job: Job, plan: "Plan") -> str:
@@ -250,11 +245,11 @@ def _loss_function(target: str | None) -> Iterator[Callable[[Any, Any], Any] | N
 
 
 @contextmanager
-def _optimizer_maker(options: TrainFlags) -> Iterator[Callable[[Any], Any]]:
+def _optimizer_maker(flags: TrainFlags) -> Iterator[Callable[[Any], Any]]:
     """A function from parameters to an optimizer."""
     from torch import optim
 
-    name = options.optimizer
+    name = flags.optimizer
     classes = {
         key.lower(): value
         for key, value in vars(optim).items()
@@ -264,7 +259,7 @@ def _optimizer_maker(options: TrainFlags) -> Iterator[Callable[[Any], Any]]:
         with user_function(name, _OPTIMIZER_BODY) as make:
             yield lambda parameters: _call_optimizer_function(make, parameters)
     elif (known := classes.get(name.lower())) is not None:
-        yield lambda parameters: _make_optimizer(known, parameters, options.lr)
+        yield lambda parameters: _make_optimizer(known, parameters, flags.lr)
     else:
         hint = "adamw, sgd, or FILE.py:FUNCTION"
         raise PenstockError("no such optimizer in torch.optim", optimizer=repr(name), hint=hint)

@@ -343,19 +343,27 @@ def refusals() -> dict[str, tuple[Callable[[Path], Any], str]]:
         (path / "notes.csv").write_text("a,b\n1,2\n")
         return fit(TrainOptions(log=[f"csv:{path / 'notes.csv'}"]))
 
+    def again(options: TrainOptions, data: Any) -> Any:
+        pipe = pipeline({})
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=RATE)
+        penstock.fit(pipe, x, optimizer, options)
+        return penstock.fit(pipe, data, optimizer, options)
+
     return {
         "fp16 without a scaler": (lambda path: fit(TrainOptions(precision="fp16")), "needs a scaler"),
         "evaluation without data": (lambda path: fit(TrainOptions(eval_every=1)), "needs batches to evaluate"),
         "an iterator to evaluate": (lambda path: fit(TrainOptions(), eval_batches=iter(x)), "got an iterator"),
         "nothing to evaluate": (lambda path: fit(TrainOptions(), eval_batches=[]), "no batches to evaluate"),
         "another file": (other_file, "the log file has other columns"),
+        "no batches after earlier steps": (lambda path: again(TrainOptions(), []), "the data has no batches"),
+        "steps that are taken": (lambda path: again(TrainOptions(steps=1), x), r"steps must be above .*try: steps=2"),
     }
 
 
 @pytest.mark.parametrize("name", refusals())
 def test_a_call_that_cannot_be_meant_is_refused(name: str, tmp_path: Path) -> None:
     call, text = refusals()[name]
-    with pytest.raises(RunError, match=text):
+    with pytest.raises(RunError, match=f"(?s){text}"):
         call(tmp_path)
 
 

@@ -44,8 +44,9 @@ def test_without_a_launcher_there_is_no_warning() -> None:
         ({"RANK": "4"}, "RANK must be a whole number from 0 to WORLD_SIZE - 1"),
         ({"RANK": "one"}, "RANK must be a whole number from 0 to WORLD_SIZE - 1"),
         ({"WORLD_SIZE": "0"}, "RANK must be a whole number from 0 to WORLD_SIZE - 1"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT must be a port"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT must be a port"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT must be a whole number from 1 to 65535"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT must be a whole number"),
         ({"MASTER_ADDR": "no-such-host.invalid"}, "MASTER_ADDR is unknown here"),
         ({"LOCAL_WORLD_SIZE": "2"}, "other hosts cannot reach a loopback address"),
         ({"LOCAL_RANK": "4"}, "LOCAL_RANK must be a whole number from 0 to LOCAL_WORLD_SIZE - 1"),
@@ -112,8 +113,12 @@ def test_different_devices_are_found() -> None:
 def test_ranks_on_one_device_are_found() -> None:
     cuda = {"device": "cuda:0 A100", "local_rank": 0}
     (found,) = warnings(ranks(cuda, cuda))
-    assert found == ("local ranks: 0 twice on a: ranks 0 and 1 would share one device", True)
+    assert found == ("local ranks: 0 for 2 ranks on a: ranks 0, 1 would share one device", True)
     assert warnings(ranks(cuda, {**cuda, "host_id": 2})) == []
+
+
+def test_ranks_on_the_cpu_need_no_local_rank() -> None:
+    assert warnings(ranks({"local_rank": 0}, {"local_rank": 0})) == []
 
 
 def free_port() -> str:
@@ -137,7 +142,7 @@ def test_the_ranks_of_a_launch_find_each_other(monkeypatch: pytest.MonkeyPatch) 
         assert not any(each.warning for each in findings)
 
 
-@pytest.mark.parametrize(("rank", "warning"), [("0", "rank 1, 2 did not connect within 0.1 s"), ("1", "")])
+@pytest.mark.parametrize(("rank", "warning"), [("0", "ranks 1, 2 did not connect within 0.1 s"), ("1", "")])
 def test_ranks_or_a_store_that_do_not_answer_are_named(rank: str, warning: str) -> None:
     environment = {**GOOD, "MASTER_PORT": free_port(), "WORLD_SIZE": "3", "RANK": rank}
     (missing,) = [each for each in check_launch(environment, 0.1) if each.warning]

@@ -44,6 +44,14 @@ def test_a_run_that_resumes_replaces_later_steps_and_a_line_that_was_cut_off(
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
+def test_a_number_that_was_cut_off_is_not_read(tmp_path: Path) -> None:
+    log = Csv(tmp_path / "log.csv")
+    log.write(metrics(0))
+    log.write(metrics(1, eval_loss=0.125))
+    log.path.write_text(log.path.read_text().removesuffix("25\n"))
+    assert log.read() == (metrics(0),)
+
+
 def test_a_log_that_cannot_be_written_is_dropped_with_a_message(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     logs = StepLogs([LogTarget("csv", str(tmp_path / "gone" / "log.csv")), LogTarget("csv", str(tmp_path / "log.csv"))])
