@@ -291,7 +291,7 @@ def plan_together(
         hint = "call it in a function that penstock.launch or torchrun runs, after init_process_group"
         raise RunError("plan_together needs an initialised process group", hint=hint)
     if mesh is not None and group is not None:
-        raise RunError("plan_together takes a group or a mesh", hint="leave out one of them")
+        raise RunError("group and mesh must not both be given", hint="leave out one of them")
     ranks = dist.get_process_group_ranks(group) if mesh is None else mesh.mesh.flatten().tolist()
     _, num_replicas = (len(ranks), 1) if mesh is None else mesh_sizes(mesh)
     is_first = dist.get_rank() == ranks[0]

@@ -184,7 +184,7 @@ def fit(
         hint = "a list, a DataLoader, or a function that returns the batches"
         raise RunError("eval_batches must give the same batches every time, got an iterator", hint=hint)
     if isinstance(checkpoints, CheckpointOptions):
-        if checkpoints.resume == _AUTO:  # type: ignore[comparison-overlap]
+        if checkpoints.resume == _AUTO:
             has_any = bool(CheckpointDir(checkpoints.directory).checkpoints)
             checkpoints = replace(checkpoints, resume=checkpoints.directory if has_any else None)
         checkpoints = PeriodicSaver(pipe, optimizer, checkpoints)

@@ -68,7 +68,7 @@ class PeriodicSaver:
         text = "".join(f"; {message}" for message in messages if message)
         return left, f"resumed from {loaded.path}, after step {loaded.step}{text}"
 
-    def _load(self, source: Path) -> Loaded:
+    def _load(self, source: str | Path) -> Loaded:
         try:
             loaded: Loaded = self._pipe.load(source, self._optimizer)
         except (CheckpointError, RunError) as error:

@@ -43,7 +43,7 @@ class CheckpointOptions:
     """number of newest checkpoints to keep; None: all"""
     asynchronous: bool = False
     """whether a thread writes while training continues"""
-    resume: Path | None = None
+    resume: str | Path | None = None
     """a checkpoint, or a directory of checkpoints, to resume from; None: start from the beginning. `fit` takes "auto"
     too: the newest one in `directory`, if there is any"""
 

@@ -61,6 +61,7 @@ class StepLoss:
                 f"loss_fn must take the output, the target and loss_kwargs: {error}",
                 loss_fn=getattr(function, "__qualname__", type(function).__name__),
                 loss_kwargs=list(kwargs),
+                hint="def loss_fn(output, target, **loss_kwargs)",
             ) from None
 
     def begin(self, microbatches: Sequence[Microbatch], is_training: bool, kwargs: dict[str, Any]) -> None:

@@ -256,8 +256,8 @@ class _PipelineSchedule:
                 # The number of samples may be known only on another rank. Splitting evenly finds all other errors.
                 step.targets, rows = split_target(given.target, None, count), target_rows(given.target)
                 if len(rows) >= MAX_CONTENT:
-                    problem = "the tensors of a target must not have that many different numbers of rows"
-                    raise RunError(problem, got=len(rows), largest=MAX_CONTENT - 1)
+                    problem = f"the tensors of a target must have at most {MAX_CONTENT - 1} different numbers of rows"
+                    raise RunError(problem, got=len(rows), hint="tensors with one row per sample")
             digest = self._digest(step)
         except Exception as error:
             shared = error if isinstance(error, PenstockError) else RunError(f"{type(error).__name__}: {error}")

@@ -198,7 +198,7 @@ def resumed(options: dict[str, Any], directory: Path, steps: int, **settings: An
             event.stop()
 
     chosen = {**options, "log": [f"csv:{directory / 'log.csv'}"]}
-    checkpoints = CheckpointOptions(directory / "saved", every=2, resume="auto")  # type: ignore[arg-type]
+    checkpoints = CheckpointOptions(directory / "saved", every=2, resume="auto")
     pipe = pipeline(options)
     return trained(chosen, batches(), pipe, checkpoints=checkpoints, callbacks=[stop], **settings)
 
@@ -233,7 +233,7 @@ def test_steps_that_an_attempt_took_beyond_its_checkpoint_are_logged_once(tmp_pa
             raise KeyError("cut")
 
     options = {"log": [f"csv:{tmp_path / 'log.csv'}"]}
-    settings = {"checkpoints": CheckpointOptions(tmp_path / "saved", every=3, resume="auto")}  # type: ignore[arg-type]
+    settings = {"checkpoints": CheckpointOptions(tmp_path / "saved", every=3, resume="auto")}
     with pytest.raises(KeyError, match="cut"):
         trained(options, batches(), pipeline({}), callbacks=[fail], **settings)
     assert [row[0] for row in rows(tmp_path)] == [0, 1, 2, 3, 4]
@@ -250,7 +250,7 @@ def test_a_run_that_resumes_has_the_id_of_the_saved_one_in_logs(tmp_path: Path) 
             ids.append(run_id)
 
     options = {"log": [f"csv:{tmp_path / 'log.csv'}"]}
-    checkpoints = CheckpointOptions(tmp_path / "saved", resume="auto")  # type: ignore[arg-type]
+    checkpoints = CheckpointOptions(tmp_path / "saved", resume="auto")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock.api.step_logs.make_log", Stub)
         for steps in (2, 3, 4):

@@ -142,7 +142,7 @@ def test_ranks_that_do_not_fit_the_mesh_are_refused(pools: Pools) -> None:
         'must have the replicas along the axis "dp" of the mesh (got: 3, mesh: 2)',
         "mesh must be a DeviceMesh (got: int)",
         "ranks must be given\ntry: ranks=2, or the mesh",
-        "plan_together takes a group or a mesh",
+        "group and mesh must not both be given",
     )
     for texts in pools[4].run(wrong_sizes):
         assert [words in text for words, text in zip(expected, texts, strict=True)] == [True] * len(expected)
