@@ -39,7 +39,6 @@ _SIZES = {
     "cpu": Sizes(layers=8, width=128, heads=4, vocabulary=128, length=64, samples=32, microbatches=8),
     "gpu": Sizes(layers=16, width=1024, heads=16, vocabulary=8192, length=512, samples=32, microbatches=8),
 }
-# Plans for parity are estimated for any speed, so that every rank makes the same one by itself.
 _ANY_SPEED = DeviceSpeed(1e12, 1e11)
 _STEPS = {True: 4, False: 12}
 _BUDGET_SECONDS = {True: 0.5, False: 5.0}
@@ -67,10 +66,11 @@ class SelfTest:
 
     @property
     def problems(self) -> list[str]:
-        """What failed; time and memory are measured, and do not fail."""
-        wrong = [f"parity of {each['schedule']} ({each['dtype']}, {each['backend']})" for each in self.parity]
-        wrong = [text for text, each in zip(wrong, self.parity, strict=True) if not each["ok"]]
-        return wrong + [each["fault"] for each in self.failures if not each["ok"]]
+        """The parts that failed; time and memory are only measured."""
+        return [
+            *(f"parity of {c['schedule']} ({c['dtype']}, {c['backend']})" for c in self.parity if not c["ok"]),
+            *(each["fault"] for each in self.failures if not each["ok"]),
+        ]
 
     def to_json(self) -> str:
         """The results as JSON."""
@@ -141,16 +141,17 @@ def run_selftest(device: str, ranks: int, is_quick: bool, echo: Callable[[str], 
     # A process that was forked cannot use a device of its parent.
     start = "fork" if device == "cpu" else "spawn"
     echo(f"parity, prediction and memory on {ranks} processes")
-    results = launch(measure_rank, ranks, device, is_quick, start=start)
+    results = [json.loads(text) for text in launch(measure_rank, ranks, device, is_quick, start=start)]
+    # Per case that of the rank with the largest difference.
     parity = [
-        max((json.loads(text)["parity"][index] for text in results), key=lambda each: (not each["ok"], each["largest"]))
-        for index in range(len(json.loads(results[0])["parity"]))
+        max(cases, key=lambda case: (not case["ok"], case["largest"]))
+        for cases in zip(*(result["parity"] for result in results), strict=True)
     ]
-    first = json.loads(results[0])
+    first = results[0]
     failures = []
     for fault in FAULTS:
-        echo(f"drill: {fault}")
-        failures.append(drill(fault, device, ranks, start))
+        echo(f"fault: {fault}")
+        failures.append(cause_fault(fault, device, ranks, start))
     machine = {
         "penstock": version("penstock"),
         "torch": str(torch.__version__),
@@ -163,7 +164,7 @@ def run_selftest(device: str, ranks: int, is_quick: bool, echo: Callable[[str], 
         "load before": f"{load:.1f}",
         "size": "quick" if is_quick else "full",
     }
-    memory = [json.loads(text)["memory"] for text in results]
+    memory = [result["memory"] for result in results]
     return SelfTest(machine, time.monotonic() - began, parity, first["prediction"], memory, failures)
 
 
@@ -177,7 +178,8 @@ def check_devices(device: str, ranks: int) -> None:
         raise RunError("device must be one of this machine", got=device, found=found, hint=f"--device {found}")
     if torch.accelerator.device_count() < ranks:
         count = torch.accelerator.device_count()
-        raise RunError("every rank needs a device of its own", ranks=ranks, devices=count, hint=f"--ranks {count}")
+        hint = f"--ranks {count}" if count > 1 else "--device cpu"
+        raise RunError("every rank needs a device of its own", ranks=ranks, devices=count, hint=hint)
 
 
 def _set_device(kind: str) -> torch.device:
@@ -224,6 +226,20 @@ def measure_rank(kind: str, is_quick: bool) -> str:
     return json.dumps({"parity": parity, "prediction": prediction, "memory": memory, "device": shown})
 
 
+def _estimated_plan(model: nn.Module, x: Tensor, sizes: Sizes, schedule: str) -> Plan:
+    """A plan without measurements, so that every rank makes the same one by itself."""
+    return plan(
+        model,
+        (x,),
+        ranks=dist.get_world_size(),
+        microbatches=sizes.microbatches,
+        schedule=schedule,
+        partitioner="uniform",
+        speed=_ANY_SPEED,
+        budget_seconds=0.1,
+    )
+
+
 def _parity(
     schedule: str, dtype: torch.dtype, backend: str, mesh: DeviceMesh | None, sizes: Sizes, device: torch.device
 ) -> dict[str, Any]:
@@ -232,18 +248,7 @@ def _parity(
     plain = copy.deepcopy(model)
     expected_loss = loss(plain(x), y)
     expected_loss.backward()
-    ranks = dist.get_world_size()
-    chosen = plan(
-        model,
-        (x,),
-        ranks=ranks,
-        microbatches=sizes.microbatches,
-        schedule=schedule,
-        partitioner="uniform",
-        speed=_ANY_SPEED,
-        budget_seconds=0.1,
-    )
-    pipe = Pipeline(model, chosen, loss_fn=loss, mesh=mesh)
+    pipe = Pipeline(model, _estimated_plan(model, x, sizes, schedule), loss_fn=loss, mesh=mesh)
     result = pipe.step(x, target=y)
     gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
     actual = {f"{GRADIENT}{name}": parameter.grad for name, parameter in pipe.named_parameters()}
@@ -326,7 +331,7 @@ def _peak_bytes(pipe: Pipeline, x: Tensor, y: Tensor, device: torch.device) -> i
     return int(held + torch.accelerator.max_memory_allocated(device) - before)
 
 
-def drill(fault: str, device: str, ranks: int, start: str) -> dict[str, Any]:
+def cause_fault(fault: str, device: str, ranks: int, start: str) -> dict[str, Any]:
     """Cause a fault on the last rank in the middle of a step, and check that it is noticed and named."""
     with tempfile.TemporaryDirectory() as directory:
         mark = Path(directory) / "time"
@@ -348,7 +353,7 @@ def drill(fault: str, device: str, ranks: int, start: str) -> dict[str, Any]:
 def fault_rank(fault: str, kind: str, mark: str) -> None:
     """Train one step, and a second one in which the last rank fails."""
     device = _set_device(kind)
-    sizes, ranks = _SIZES["quick"], dist.get_world_size()
+    sizes = _SIZES["quick"]
     model, (x, y) = _model(sizes, device), _batch(sizes, device)
     calls = 0
 
@@ -362,16 +367,7 @@ def fault_rank(fault: str, kind: str, mark: str) -> None:
             time.sleep(10 * _MAX_NOTICE_SECONDS)
         return loss(output, target)
 
-    chosen = plan(
-        model,
-        (x,),
-        ranks=ranks,
-        microbatches=sizes.microbatches,
-        schedule="1f1b",
-        partitioner="uniform",
-        speed=_ANY_SPEED,
-        budget_seconds=0.1,
-    )
+    chosen = _estimated_plan(model, x, sizes, "1f1b")
     mesh = next(iter(_meshes(device).values()))
     options = RunOptions(deadline_seconds=_DEADLINE_SECONDS)
     pipe = Pipeline(model, chosen, loss_fn=failing, mesh=mesh, reduction="mean", options=options)

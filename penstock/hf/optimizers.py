@@ -34,7 +34,7 @@ def keep_own_parameters(optimizer: Any, model: nn.Module, pipe: Pipeline) -> Non
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper has this attribute
     check_optimizer_class(type(optimizer))
     known, own = {id(p) for p in model.parameters()}, {id(p) for p in pipe.parameters()}
-    known |= own  # of a model on the meta device, this rank's parameters were created anew
+    known |= own  # for a model on the meta device, the pipeline has created new parameters
     for group in optimizer.param_groups:
         if unknown := [p for p in group["params"] if id(p) not in known]:
             raise RunError(

@@ -83,6 +83,8 @@ def check_ranks(local: bool, ranks: int | None, plan: Plan | None, replicas: int
     """The number of ranks of a pipeline; refuses to run without ranks, or with another number than there are."""
     if as_int(replicas) is None or replicas < 1:
         raise RunError("replicas must be an integer of 1 or more", got=repr(replicas))
+    if plan is not None and ranks not in (None, plan.num_ranks):
+        raise RunError("ranks must be the number of ranks of the plan", got=repr(ranks), plan=plan.num_ranks)
     known = ranks if plan is None else plan.num_ranks
     if local:
         if known is None:

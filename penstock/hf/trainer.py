@@ -71,7 +71,7 @@ class PipelineMixin:
             RunError: for settings that a pipeline cannot follow, and for ranks that do not fit the processes
             PlanError: if there is no plan and no data to search for one with
         """
-        given, args = self._find_arguments(list(given), named)
+        args = self._find_arguments(given, named)
         check_settings(args)
         options = options or RunOptions(seed=args.seed)
         check_options(options)
@@ -81,7 +81,7 @@ class PipelineMixin:
         self._pipe: Pipeline | None = None
         single = as_single_process(args, local, replicas)
         if len(given) > 1:
-            given[1] = single
+            given = (given[0], single, *given[2:])
         else:
             named["args"] = single
         self._scaler = AmpScaler() if args.fp16 else None
@@ -102,8 +102,8 @@ class PipelineMixin:
             name = [next(iter(self.eval_dataset))] if isinstance(self.eval_dataset, dict) else []
             self._build_pipe(self._plan(lambda: self.get_eval_dataloader(*name), self.args.eval_batch_size))
 
-    def _find_arguments(self, given: list[Any], named: dict[str, Any]) -> tuple[list[Any], Any]:
-        """The positional arguments, and the TrainingArguments among all."""
+    def _find_arguments(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The TrainingArguments among the arguments of the Trainer class; the default ones if they are not given."""
         args = given[1] if len(given) > 1 else named.get("args")
         if args is None:
             parameter = inspect.signature(super().__init__).parameters.get("args")
@@ -111,7 +111,7 @@ class PipelineMixin:
             if "Config" in annotation:  # such as SFTConfig, whose defaults TRL computes inside its constructor
                 raise RunError(f"{type(self).__name__} needs args", hint=f"args={annotation.split(' ')[0]}(...)")
             args = TrainingArguments(output_dir="tmp_trainer")
-        return given, args
+        return args
 
     def _prepare_model(self) -> None:
         """Apply the settings that change how the model computes, so that the plan and recordings include them."""
@@ -151,16 +151,20 @@ class PipelineMixin:
             batch = _example_batch(get_loader(), batch_size // self._replicas)
             inputs = self._prepare_inputs(batch)
             items = self._get_num_items_in_batch([batch], self.args.device)
-            inputs = self._first_call(inputs, items) if self._has_own_loss() else self._with_items(inputs, items)
-            return make_plan(self.model, kwargs=inputs, **self._choices)
+            args: tuple[Any, ...] = ()
+            if self._has_own_loss():
+                args, inputs = self._first_call(inputs, items)
+            else:
+                inputs = self._with_items(inputs, items)
+            return make_plan(self.model, args=args, kwargs=inputs, **self._choices)
 
-    def _first_call(self, inputs: dict[str, Any], items: Any) -> dict[str, Any]:
-        """The keyword arguments with which `compute_loss` calls the model first."""
+    def _first_call(self, inputs: dict[str, Any], items: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with which `compute_loss` calls the model first."""
         model = _FirstCall(self.model)
         try:
             self.compute_loss(model, dict(inputs), num_items_in_batch=items)
         except _ModelCalled as called:
-            return called.inputs
+            return called.arguments
         raise RunError("compute_loss does not call the model that it is given", type=type(self).__name__)
 
     # --------------------------------------------------------------------------- every rank appears as a single process
@@ -417,7 +421,8 @@ def pipelined(trainer: type) -> type:
         RunError: if `trainer` is another class
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
-        raise RunError("pipelined takes a subclass of transformers.Trainer", got=repr(trainer))
+        hint = "penstock.hf.pipelined(transformers.Seq2SeqTrainer)"
+        raise RunError("trainer must be a subclass of transformers.Trainer", got=repr(trainer), hint=hint)
     if issubclass(trainer, PipelineMixin):
         return trainer
     name = f"Pipeline{trainer.__name__}"
@@ -429,20 +434,20 @@ def pipelined(trainer: type) -> type:
 
 
 class _ModelCalled(Exception):  # noqa: N818  (not an error: it ends a call of compute_loss at its first model call)
-    def __init__(self, inputs: dict[str, Any]) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
-        self.inputs = inputs
+        self.arguments = args, kwargs
 
 
 class _FirstCall(nn.Module):
-    """Stands in for the model until it is called."""
+    """Ends `compute_loss` at its first call of the model, for the arguments of that call."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, **inputs: Any) -> Any:
-        raise _ModelCalled(inputs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _ModelCalled(args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""selftest runs parity, prediction, memory and drills on real processes, and writes JSON and a page."""
+"""selftest runs parity, prediction, memory and faults on real processes, and writes JSON and a page."""
 
 import json
 from dataclasses import replace

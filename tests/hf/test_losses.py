@@ -125,6 +125,22 @@ def test_a_forward_and_its_backward_draw_the_same_random_numbers(tmp_path: Path)
     assert list(runs.differences(run(PipelineTrainer), run(Same))) == []
 
 
+def test_a_loss_may_call_the_model_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Positional(PipelineTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return model(inputs["input_ids"], labels=inputs["labels"]).loss
+
+    found: list[Any] = []
+
+    def made(model: Any, args: Any, kwargs: Any, **given: Any) -> Plan:
+        found.append((len(args), list(kwargs)))
+        return runs.the_plan()
+
+    monkeypatch.setattr("penstock.hf.trainer.make_plan", made)
+    runs.made(Positional, tmp_path, {}, ranks=2, local=True)
+    assert found == [(1, ["labels"])]
+
+
 def test_a_loss_that_calls_no_model_is_refused_at_construction(tmp_path: Path) -> None:
     class Without(PipelineTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

@@ -56,6 +56,8 @@ def test_where_to_run_must_be_said(tmp_path: Path) -> None:
         runs.made(PipelineTrainer, tmp_path, {}, local=True)
     with pytest.raises(RunError, match=r"penstock\.launch"):
         runs.made(PipelineTrainer, tmp_path, {})
+    with pytest.raises(RunError, match=r"ranks must be the number of ranks of the plan \(got: 3, plan: 2\)"):
+        local(tmp_path, {}, ranks=3)
 
 
 def local(directory: Path, given: dict[str, Any], **others: Any) -> Any:
