@@ -5,7 +5,7 @@
 #   make test-all   the full products of which `make test` runs a selection
 #   make lint    ruff, and mypy --strict on the planning packages
 #   make bench   run the benchmarks, which print ratios
-#   make soak    break a training every 10 seconds for 10 minutes, and hold it against one that nothing happens to
+#   make soak    inject a fault every 10 seconds for 10 minutes, and compare with an undisturbed run
 #   make survey  run models of timm, torchvision, diffusers and others, and write docs/architectures.md
 #   make docs    write docs/llms.txt and build the documentation, warnings are errors
 #   make clean   remove .venv and everything built
