@@ -483,10 +483,10 @@ class Pipeline:
         Args:
             *args: positional arguments of the model, for the whole batch
             target: the target of the loss function, for the whole batch
-            **kwargs: named arguments of the model
+            **kwargs: keyword arguments of the model
 
         Returns:
-            an object with `args`, `kwargs` and `target`, for `step` and `evaluate`
+            An object with `args`, `kwargs` and `target`, for `step` and `evaluate`
 
         Raises:
             RunError: if there are fewer samples than replicas
@@ -498,7 +498,9 @@ class Pipeline:
         if len(shares) < groups.num_replicas:
             sizes = {"samples": len(shares), "replicas": groups.num_replicas}
             raise RunError(
-                "a batch needs a sample for every replica", hint="larger batches, or fewer replicas", **sizes
+                "a batch must have at least one sample for every replica",
+                hint="larger batches, or fewer replicas",
+                **sizes,
             )
         return shares[groups.replica]
 
@@ -676,7 +678,7 @@ class Pipeline:
         """The optimizer to save or load: that of an asynchronous pipeline, which no other may replace."""
         if self.optimizer is not None and given not in (None, self.optimizer):
             raise RunError(
-                "an asynchronous pipeline has its own optimizer", hint="leave out optimizer, or pipe.optimizer"
+                "optimizer must be that of the asynchronous pipeline", hint="leave out optimizer, or pipe.optimizer"
             )
         return given if self.optimizer is None else self.optimizer
 

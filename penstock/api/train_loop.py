@@ -360,7 +360,7 @@ class _Loop:
             largest, smallest = pipe.largest(content, -content)
             if largest != -smallest:
                 hint = "the same batches on every rank, without a DistributedSampler; or a loop of pipe.step"
-                raise RunError("replicas were given different batches, of which each would take its share", hint=hint)
+                raise RunError("all replicas must be given the same batch, of which each takes a share", hint=hint)
         part = pipe.share(*call.args, target=call.target, **call.kwargs)
         return StepCall(part.args, part.kwargs, part.target)
 

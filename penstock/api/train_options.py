@@ -86,7 +86,7 @@ class TrainOptions:
                 raise PenstockError("warmup must be shorter than steps", warmup=self.warmup, steps=self.steps)
         targets = self.log_targets
         if twice := next((target for index, target in enumerate(targets) if target in targets[:index]), None):
-            raise PenstockError("log must name every target once", twice=":".join(twice))
+            raise PenstockError("log must name every target once", got=":".join(twice), hint="leave out one of them")
 
     @property
     def log_targets(self) -> tuple[LogTarget, ...]:
@@ -97,7 +97,7 @@ class TrainOptions:
         for text in self.log or ():
             kind, _, where = str(text).partition(":")
             if kind not in LOG_PACKAGES or not where:
-                raise PenstockError("unknown log", got=repr(text), hint=_LOG_HINT)
+                raise PenstockError("log must be KIND:WHERE", got=repr(text), hint=_LOG_HINT)
             package = LOG_PACKAGES[kind]
             spec = find_spec(package) if package else None
             if package and (spec is None or spec.origin is None):  # without an origin it is a directory of that name

@@ -1,7 +1,7 @@
 """A captured model: its graph, and a recording for every kind of batch so far."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import combinations
 from typing import Any
@@ -150,13 +150,8 @@ class Captured:
 
     def num_new(self, batches: Iterable[Batch], seed: int) -> int:
         """How many recordings `recordings` would make, as far as signatures show."""
-        signature, fingerprint = signature_of(self.model.forward), self._fingerprint()
-        no_cache, new = without_cache(self.model, {}), set()
-        for index, (args, kwargs) in enumerate(batches):
-            kwargs = {**kwargs, **no_cache} if kwargs.get("use_cache") is None else kwargs
-            named_values = named_inputs(self.model.forward, args, kwargs, signature)
-            inputs = {name: leaf for name, leaf in named_values.items() if isinstance(leaf, Tensor)}
-            batch, own_seed = batch_signature(named_values), DrawSeed(seed, index)
+        fingerprint, new = self._fingerprint(), set()
+        for _, _, inputs, batch, own_seed in self._described(batches, seed):
             known = self._recordings.get((batch, fingerprint), [])
             if not any(self._holds(recording, inputs, own_seed) for recording in known):
                 new.add(batch)
@@ -173,18 +168,10 @@ class Captured:
         with other processes that record it.
         """
         seed = self.seed if seed is None else seed
-        signature, fingerprint = signature_of(self.model.forward), self._fingerprint()
-        # Once for all microbatches: it looks at the configuration of every module.
-        no_cache = without_cache(self.model, {})
+        fingerprint = self._fingerprint()
         results: list[tuple[Recording, Values]] = []
         candidates: dict[Any, list[Recording]] = {}
-        for index, (args, kwargs) in enumerate(batches):
-            own_seed = DrawSeed(seed, index)
-            if kwargs.get("use_cache") is None:
-                kwargs = {**kwargs, **no_cache}
-            named_values = named_inputs(self.model.forward, args, kwargs, signature)
-            inputs = {name: leaf for name, leaf in named_values.items() if isinstance(leaf, Tensor)}
-            batch = batch_signature(named_values)
+        for args, kwargs, inputs, batch, own_seed in self._described(batches, seed):
             if batch not in candidates:
                 candidates[batch] = self._recordings.get((batch, fingerprint), [])
             holding = (candidate for candidate in candidates[batch] if self._holds(candidate, inputs, own_seed))
@@ -201,6 +188,18 @@ class Captured:
         if num_recorded:
             self.record_again(batches[0], seed, num_recorded)
         return results
+
+    def _described(self, batches: Iterable[Batch], seed: int) -> Iterator[tuple[Any, Any, Values, Any, DrawSeed]]:
+        """For each batch: the arguments of the model, their tensors by name, their signature, and the seed."""
+        signature = signature_of(self.model.forward)
+        # Once for all microbatches: it looks at the configuration of every module.
+        no_cache = without_cache(self.model, {})
+        for index, (args, kwargs) in enumerate(batches):
+            if kwargs.get("use_cache") is None:
+                kwargs = {**kwargs, **no_cache}
+            named_values = named_inputs(self.model.forward, args, kwargs, signature)
+            inputs = {name: leaf for name, leaf in named_values.items() if isinstance(leaf, Tensor)}
+            yield args, kwargs, inputs, batch_signature(named_values), DrawSeed(seed, index)
 
     def record_again(self, batch: Batch, seed: int, count: int) -> None:
         """Record a batch that is known `count` times, for other processes that its modules communicate with."""

@@ -29,7 +29,7 @@ _is_internal: ContextVar[bool] = ContextVar("penstock_internal_call", default=Fa
 
 @contextmanager
 def internal_call() -> Iterator[None]:
-    """In the body the user's model is used for its structure and shapes, for which stale weights are good enough."""
+    """Allow uses of a model with stale weights in the body, which needs its structure and shapes but not its values."""
     token = _is_internal.set(True)
     try:
         yield

@@ -58,7 +58,9 @@ def simulate(
     if Path(name).suffix:
         if sizes != Sizes() or sweep is not None:
             hint = f"penstock simulate {name}"
-            raise PenstockError("a file of an order has its own ranks, stages and microbatches", file=name, hint=hint)
+            raise PenstockError(
+                "ranks, stages and microbatches must not be given: the file has them", file=name, hint=hint
+            )
         runs = [simulate_file(Path(name), times)]
     else:
         names, left_out = named_schedules(name, sizes)
@@ -102,7 +104,7 @@ def simulate_file(path: Path, times: Times) -> Simulated:
     if isinstance(record, Plan):
         if times != Times():
             hint = f"penstock simulate {path}"
-            raise PenstockError("a plan has its own costs and links", file=path, hint=hint)
+            raise PenstockError("costs and links must not be given: the plan has them", file=path, hint=hint)
         return Simulated(path.name, record.schedule, penstock.simulate(record))
     orders = record.program if isinstance(record, Trace) else record
     if not isinstance(orders, penstock.Schedule | penstock.Program):

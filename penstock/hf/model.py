@@ -31,10 +31,10 @@ class PipelineOutput(dict[str, Any]):
 
 
 class PipelineModel(nn.Module):
-    """A call runs the batch on all ranks and returns the outputs on each; parameters are those of this rank.
+    """A call runs a batch through the pipeline and returns the outputs on every rank. Parameters are this rank's.
 
-    In training mode and with gradients enabled, outputs are leaves of autograd. After backward from a loss of them,
-    `backward` runs that of the pipeline for every call.
+    In training mode and with gradients enabled, outputs are leaves of autograd: after `loss.backward()`, `backward`
+    runs the backward of the pipeline, from the gradients of the outputs of every call.
     """
 
     def __init__(self, pipe: Pipeline, model: nn.Module, device_type: str, autocast: torch.dtype | None) -> None:

@@ -38,7 +38,7 @@ def keep_own_parameters(optimizer: Any, model: nn.Module, pipe: Pipeline) -> Non
     for group in optimizer.param_groups:
         if unknown := [p for p in group["params"] if id(p) not in known]:
             raise RunError(
-                "the optimizer has parameters that are not in the model",
+                "the optimizer must have parameters of the model only",
                 shape=tuple(unknown[0].shape),
                 hint="an optimizer over model.parameters(), of the model that the trainer is given",
             )

@@ -176,7 +176,7 @@ def explain_hang(statuses: Sequence[RankStatus], now: float) -> str:
     waiting = sorted((status for status in statuses if _is_waiting(status)), key=lambda status: status.since)
     culprits: dict[int, str] = {}
     if not waiting:
-        # Those that cannot progress, else the one whose status is unchanged for the longest time.
+        # Ranks that cannot progress, or else the rank whose status has not changed for the longest time.
         stuck = [status for status in statuses if status.state in (FAILED, *BUSY) and not _can_progress(status)]
         working = [status for status in statuses if status.state in (PREPARING, WORKING)]
         waiting = stuck or sorted(working, key=lambda status: status.since)[:1]

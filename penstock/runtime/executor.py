@@ -263,11 +263,11 @@ class ActionTimes:
     ends: list[float] = field(default_factory=list)
 
     def start(self) -> None:
-        """An action starts."""
+        """Record the start of an action."""
         self.starts.append(perf_counter())
 
     def end(self) -> None:
-        """The action ends."""
+        """Record the end of the action."""
         self.ends.append(perf_counter())
 
     def read(self) -> None:
@@ -293,11 +293,11 @@ class DeviceTimes(ActionTimes):
         return event
 
     def start(self) -> None:
-        """An action starts."""
+        """Record the start of an action."""
         self._events.append((self._record(), True))
 
     def end(self) -> None:
-        """The action ends."""
+        """Record the end of the action."""
         self._events.append((self._record(), False))
 
     def read(self) -> None:

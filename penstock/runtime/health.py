@@ -91,7 +91,7 @@ class NonfiniteOrigin:
 
     @property
     def hint(self) -> str:
-        """What to try."""
+        """The suggestion in the error message."""
         if self.kind in (INPUT, TARGET):
             return 'a batch without NaN and Inf, or nonfinite="skip" to continue without this one'
         if self.kind in (PARAMETER, BUFFER):

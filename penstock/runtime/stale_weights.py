@@ -8,14 +8,15 @@ from torch import nn
 from penstock.capture import is_internal_call
 from penstock.errors import PenstockWarning, RunError
 
-_WAY_OUT = "model.load_state_dict(pipe.full_state_dict(everywhere=True)) on every rank"
+_UPDATE = "model.load_state_dict(pipe.full_state_dict(everywhere=True)) on every rank"
 
 
 class StaleWeights:
-    """Hooks on a model that a Pipeline over several processes trains; `is_stale` after a step or load.
+    """Hooks on a model that a Pipeline over several processes trains; `is_stale` is set after a step or load.
 
-    A forward of the model then raises an error, and its state dict gets a warning. Loading a whole state dict into the
-    model ends that until the next step. A copy of the model has its own state: it is as stale as the model was.
+    A forward of the model then raises an error, and reading its state dict gives a warning. Loading a whole
+    state dict into the model ends that until the next step. A copy of the model has its own state: it is as stale as
+    the model was.
     """
 
     def __init__(self) -> None:
@@ -31,8 +32,8 @@ class StaleWeights:
         stale = cls()
         # First, so that no hook of the user runs before the error.
         model.register_forward_pre_hook(stale, prepend=True)
-        model.register_load_state_dict_post_hook(stale.loaded)
-        model.register_state_dict_pre_hook(stale.reading)
+        model.register_load_state_dict_post_hook(stale.after_load)
+        model.register_state_dict_pre_hook(stale.before_read)
         return stale
 
     def __call__(self, model: nn.Module, _: Any) -> None:
@@ -41,15 +42,15 @@ class StaleWeights:
             raise RunError(
                 "the model itself has stale weights: this rank trains some of its stages, other ranks the rest",
                 model=type(model).__name__,
-                hint=f"{_WAY_OUT} before, or pipe.evaluate(x, return_outputs=True) instead",
+                hint=f"{_UPDATE} before, or pipe.evaluate(x, return_outputs=True) instead",
             )
 
-    def loaded(self, _: nn.Module, incompatible_keys: Any) -> None:
-        """Note that a state dict was loaded into the model."""
+    def after_load(self, _: nn.Module, incompatible_keys: Any) -> None:
+        """Clear `is_stale` after a whole state dict was loaded into the model."""
         if not incompatible_keys.missing_keys:
             self.is_stale = False
 
-    def reading(self, model: nn.Module, *_: Any) -> None:
+    def before_read(self, model: nn.Module, *_: Any) -> None:
         """Warn once before the state dict of the model is read."""
         if self.is_stale and not self.has_warned and not is_internal_call():
             self.has_warned = True

@@ -258,6 +258,6 @@ def refuse_other_steps(optimizer: torch.optim.Optimizer) -> None:
 def _check_step(*_: Any) -> None:
     if not _is_updating:
         raise RunError(
-            "the optimizer of an asynchronous pipeline is stepped inside of pipe.step",
+            "the optimizer of an asynchronous pipeline must not be stepped outside of pipe.step",
             hint="leave out optimizer.step() and zero_grad()",
         )

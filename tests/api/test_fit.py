@@ -319,7 +319,7 @@ WRONG = {
     "accumulate": ({"accumulate": 0}, "accumulate must be a whole number, 1 or more"),
     "steps": ({"steps": 1.5}, "steps must be a whole number"),
     "clip": ({"clip": math.nan}, "clip must be finite and above 0"),
-    "log": ({"log": ["csv"]}, "unknown log"),
+    "log": ({"log": ["csv"]}, "log must be KIND:WHERE"),
     "a log that is not in a list": ({"log": "csv:log.csv"}, "log must be a list"),
     "a directory that is missing": ({"log": ["csv:missing/log.csv"]}, "in a directory that exists"),
     "one log twice": ({"log": ["csv:log.csv", "csv:log.csv"]}, "every target once"),
@@ -408,4 +408,4 @@ def refused_batches() -> str:
 @pytest.mark.gloo
 def test_replicas_that_are_given_different_batches_are_refused(pools: Pools) -> None:
     for text in pools[4].run(refused_batches):
-        assert "replicas were given different batches" in text
+        assert "all replicas must be given the same batch" in text

@@ -136,5 +136,5 @@ def test_sizes_beside_a_file_are_refused(option: tuple[str, object], call, writt
     written("own.csv", OWN)
     result = call("simulate", "own.csv", *option)
     assert result.exit_code == 2
-    assert "has its own ranks, stages and microbatches" in result.output
+    assert "ranks, stages and microbatches must not be given" in result.output
     assert "no such file" in call("simulate", "missing.csv").output

@@ -239,7 +239,7 @@ def test_a_loop_that_steps_the_optimizer_itself_is_refused_and_can_go_on() -> No
         run(pipe, [6] * 2)
         if steps_itself:
             assert pipe.optimizer is not None
-            with pytest.raises(penstock.RunError, match=r"stepped inside of pipe\.step"):
+            with pytest.raises(penstock.RunError, match=r"must not be stepped outside of pipe\.step"):
                 pipe.optimizer.step()
         run(pipe, [6])
         pipe.drain()
