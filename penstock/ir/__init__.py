@@ -79,7 +79,7 @@ from penstock.ir.orders import (
 )
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import MAX_STAGES, Cuts, Placement
-from penstock.ir.plan import Candidate, Choices, Plan, Prediction, Run, Search, StepFigures, StepMetrics
+from penstock.ir.plan import Candidate, Choices, Plan, Prediction, Run, Search, StepMetrics
 from penstock.ir.profile import NodeBytes, NodeCost, Profile, SavedTensors
 from penstock.ir.record import (
     Call,

@@ -320,10 +320,6 @@ class StepMetrics:
             raise RunError("samples must be 0 or more", step=self.step, samples=self.samples)
 
 
-StepFigures = StepMetrics
-"""former name of StepMetrics"""
-
-
 @dataclass(frozen=True)
 class Run:
     """A training: the plan it followed, its steps in order, recorded traces and measured peaks."""
