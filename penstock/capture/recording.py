@@ -292,7 +292,7 @@ def _reading_modules(model: nn.Module, recording: Recording) -> list[str]:
     scopes = {guard.scope for guard in guards if isinstance(guard, Guard) and _reads_activations(guard, free)}
     return [
         scope
-        for scope in sorted(scopes - recording.granularity.opened - {""})
+        for scope in sorted(scopes - recording.granularity.opened - {"", *recording.granularity.basic_blocks})
         if next(model.get_submodule(scope).parameters(), None) is None
     ]
 
