@@ -153,7 +153,9 @@ def test_programs_get_the_graph_the_partition_and_what_crosses(call) -> None:
     ]
 
 
-def test_the_file_can_import_its_neighbours_and_leaves_no_trace(call, written) -> None:
+def test_the_file_can_import_its_neighbours_and_leaves_no_trace(call, written, monkeypatch) -> None:
+    # Another test may have imported a file of the same name.
+    monkeypatch.delitem(sys.modules, "model", raising=False)
     written("neighbour_of_the_model.py", "import model\nbuild = model.pair\n")
     written("main.py", "from neighbour_of_the_model import build\n")
     before = list(sys.path)

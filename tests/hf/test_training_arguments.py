@@ -145,7 +145,7 @@ def test_an_optimizer_class_is_used(tmp_path: Path) -> None:
 
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     other = torch.optim.SGD(runs.model().parameters(), lr=0.1)
-    with pytest.raises(RunError, match="not in the model"):
+    with pytest.raises(RunError, match="parameters of the model only"):
         local(tmp_path, {}, optimizers=(other, None))
     with pytest.raises(RunError, match="LBFGS"):
         local(tmp_path, {}, optimizer_cls_and_kwargs=(torch.optim.LBFGS, {}))
