@@ -293,7 +293,7 @@ def test_calls_that_need_a_flush_are_refused() -> None:
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: pipe.step(x, target=y, return_outputs=True), "return_outputs must be False"),
         (lambda: pipe.clip_grad_norm_(1.0), "the norm over all ranks is not known"),
-        (lambda: pipe.save("unused", torch.optim.SGD(pipe.parameters())), "its own optimizer"),
+        (lambda: pipe.save("unused", torch.optim.SGD(pipe.parameters())), "must be that of the asynchronous pipeline"),
     ]
     for call, message in calls:
         with pytest.raises(penstock.RunError, match=message):
