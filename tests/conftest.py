@@ -30,15 +30,8 @@ settings.load_profile("penstock")
 
 _TESTS = Path(__file__).parent
 _PROJECT = tomllib.loads((_TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))
+_COVERAGE = pytest.StashKey[coverage.Coverage | None]()
 _COVERED = {Path(pattern).parts[1].removesuffix(".py") for pattern in _PROJECT["tool"]["coverage"]["run"]["include"]}
-
-# Only tests of the planning packages are traced. Tracing doubles the time of the others and of loading torch and
-# transformers, so it stops here, once the lines that run when a planning package is imported have been counted.
-_COVERAGE = coverage.Coverage.current()
-if _COVERAGE:
-    for _package in _COVERED:
-        importlib.import_module(f"penstock.{_package}")
-    _COVERAGE.stop()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,6 +43,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "all_combinations: runs with all combinations of its parameters by default too")
     config.addinivalue_line("markers", "gloo: runs on the long-lived processes of the session, all on one worker")
     config.addinivalue_line("markers", "untraced: runs without counting lines")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Stop tracing, but for tests of the planning packages: it doubles the time of the others and of loading torch."""
+    # On a worker, pytest-cov has just started the measurement that it saves, and before that one that it throws away.
+    session.config.stash[_COVERAGE] = measurement = coverage.Coverage.current()
+    if measurement:
+        # The lines that run when a planning package is imported count.
+        for package in _COVERED:
+            importlib.import_module(f"penstock.{package}")
+    while running := coverage.Coverage.current():
+        running.stop()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -81,8 +87,9 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Trace a test and its fixtures if it is one of a planning package."""
-    if _COVERAGE and _is_traced(item):
-        with _COVERAGE.collect():
+    measurement = item.config.stash[_COVERAGE]
+    if measurement and _is_traced(item):
+        with measurement.collect():
             return (yield)
     return (yield)
 
