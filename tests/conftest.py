@@ -58,6 +58,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         running.stop()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the full products, keeping each value of a parameter; run tests that share processes on one worker."""
     if not config.getoption("--whole"):
@@ -71,6 +72,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gloo"):
             item.add_marker(pytest.mark.xdist_group("gloo"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run the tests of a file on one worker, which makes their module fixtures once; groups are kept together too."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByGroupAndFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            group = super()._split_scope(nodeid)
+            return nodeid.split("::")[0] if group == nodeid else group
+
+    return ByGroupAndFile(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 def _is_traced(item: pytest.Item) -> bool:

@@ -29,6 +29,12 @@ def hanging() -> None:
         time.sleep(60)
 
 
+def test_tests_that_share_processes_are_one_group_of_a_distributed_run(request: pytest.FixtureRequest) -> None:
+    if not os.environ.get("PYTEST_XDIST_WORKER"):
+        pytest.skip("one process runs all tests")
+    assert request.node.nodeid.endswith("@gloo")
+
+
 def test_jobs_run_on_the_same_processes_again(pools: Pools) -> None:
     first, second = pools[2].run(added, 1), pools[2].run(added, 2)
     assert [total for _, total in first] == [3.0, 3.0]
