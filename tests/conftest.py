@@ -82,7 +82,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByGroupAndFile(LoadGroupScheduling):
         def _split_scope(self, nodeid: str) -> str:
             group = super()._split_scope(nodeid)
-            return nodeid.split("::")[0] if group == nodeid else group
+            return nodeid.partition("::")[0] if group == nodeid else group
 
     return ByGroupAndFile(config, log) if config.getoption("dist") == "loadgroup" else None
 

@@ -300,11 +300,13 @@ def test_a_bad_document_is_refused_with_the_path_of_the_key(text, path, problem)
         ("", "not JSON"),
         ("{", "not JSON"),
         (document(PLACEMENT) + "x", "not JSON"),
-        ("[" * 100_000, "nested too deeply"),
-        (document(PLACEMENT, value={"ranks": ["?"]}).replace('"?"', "9" * 5000), "not JSON"),
+        pytest.param("[" * 100_000, "nested too deeply", id="deep"),
+        pytest.param(
+            document(PLACEMENT, value={"ranks": ["?"]}).replace('"?"', "9" * 5000), "not JSON", id="many digits"
+        ),
         (document(PLACEMENT).replace('{"ranks"', '{"ranks": [0], "ranks"'), "repeated key"),
         ('"' + "\\", "not JSON"),
-        ('"' + '\\"' * 200_000, "not JSON"),
+        pytest.param('"' + '\\"' * 200_000, "not JSON", id="many quotes"),
         (document(VALUE).replace("layers.0", "\\ud800"), "invalid JSON"),
         (document(VALUE).replace("layers.0", "\ud800"), "unable to parse"),
         (b"{}", "a document must be a str"),
