@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import combinations
 from typing import Any
 
@@ -234,16 +234,41 @@ class Captured:
         return made
 
     def _make(self, fingerprint: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: DrawSeed) -> Recording:
-        with self.recording_context():
+        def make(granularity: Granularity) -> Recording:
             return make_recording(
                 self.model,
                 args,
                 kwargs,
-                self._granularity,
+                granularity,
                 seed,
                 lambda form: (fingerprint, form) in self._forms,
                 self._functions,
             )
+
+        with self.recording_context():
+            try:
+                return make(self._granularity)
+            except CaptureError as error:
+                # Later the stages are there, and no other module can be kept whole.
+                block = None if self._first else self._block_that_records(error, make)
+                if block is None:
+                    raise
+                hint = f'basic_blocks=["{block}"], which keeps that module whole'
+                raise CaptureError(error.problem, hint=hint, report=error.report, **error.values) from error
+
+    def _block_that_records(self, error: CaptureError, make: Callable[[Granularity], Recording]) -> str | None:
+        """The smallest module around the place of an error with which as one block the model can be recorded."""
+        if "(basic_blocks)" not in error.hint:
+            return None
+        name, where = str(error.values.get("name", "")), str(error.values.get("where", ""))
+        words = (name.rpartition(".")[0] or where.partition("/")[0]).split(".")
+        blocks = (".".join(words[:end]) for end in range(len(words), 0, -1))
+        modules = dict(self.model.named_modules())
+        for block in (block for block in blocks if block and block in modules):
+            with suppress(Exception):
+                make(self._granularity.changed(self.model, Granularity(basic_blocks=(block,))))
+                return block
+        return None
 
     def _holds(self, recording: Recording, inputs: Values, seed: DrawSeed) -> bool:
         """Whether all guards on inputs and random numbers hold for this batch."""

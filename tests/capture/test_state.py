@@ -295,3 +295,26 @@ def test_a_block_that_returns_nothing_is_called_all_the_same():
     captured = penstock.capture(Tracked(), (BATCH,))
     assert captured.graph.updates == (Update("blocks.3", ("blocks.3.mean",)),)
     penstock.split(captured, uniform(captured.graph, 3))
+
+
+class Quantized(nn.Module):
+    """Assigns a new tensor to a buffer of its part in every forward, and reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Sequential(Block(), Block())
+        self.part.register_buffer("largest", torch.ones(()))
+
+    def forward(self, x):
+        self.part.largest = x.detach().abs().max()
+        return self.part[1](self.part[0](x) / self.part.largest)
+
+
+def test_the_hint_names_the_smallest_module_that_can_be_recorded_as_one_block():
+    model = Stack()
+    model.blocks = nn.Sequential(nn.Sequential(Quantized(), Block()), Block())
+    with pytest.raises(CaptureError, match=r"replaced during.*\(name: (.*)\.part\.largest\)") as caught:
+        penstock.capture(model, (BATCH,), depth=9)
+    assert caught.value.hint == 'basic_blocks=["blocks.0.0"], which keeps that module whole'
+    graph = penstock.capture(model, (BATCH,), depth=9, basic_blocks=["blocks.0.0"]).graph
+    assert graph["blocks.0.0"].is_leaf
