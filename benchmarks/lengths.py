@@ -1,4 +1,4 @@
-"""lengths: steps with a new sequence length each, against steps of one length; memory over many lengths."""
+"""lengths: steps with a new sequence length each, against steps of one length; memory over many lengths; a Trainer."""
 
 import gc
 import resource
@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from subprocess import run
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ _FIRST, _AGAIN = 3.0, 1.3
 _GROWTH = 0.05
 """how much the memory of a process may grow while it runs the second half of the lengths, as a share"""
 _LENGTHS = range(65, 129)
+_TRAINER = 3.0
 _MANY, _STRIDE = 1000, 397
 """the number of lengths in the test of memory, and a number without common divisor"""
 
 
 def tables() -> tuple[Table, ...]:
     """Everything that `make bench` shows about changing lengths."""
-    return (steps(), memory())
+    return (steps(), memory(), trainer())
 
 
 def steps(lengths: range = _LENGTHS, rounds: int = 3) -> Table:
@@ -54,6 +56,54 @@ def memory(count: int = _MANY) -> Table:
         yield Line(cells, whole / half - 1, _GROWTH, at_least=False)
 
     return Table("memory while every step has a new length", ("run", "half", "all", "growth"), lines())
+
+
+def trainer(num_steps: int = 128) -> Table:
+    """CPU seconds of a PipelineTrainer whose batches have random lengths, against a plain Trainer, from the start."""
+
+    def lines() -> Iterator[Line]:
+        from transformers import Trainer
+
+        from penstock.hf import PipelineTrainer
+
+        _trainer_seconds(Trainer, 2)
+        plain = _trainer_seconds(Trainer, num_steps)
+        options = {"ranks": _RANKS, "microbatches": _MICROBATCHES, "local": True}
+        seconds = _trainer_seconds(PipelineTrainer, num_steps, schedule="1f1b", **options)
+        cells = (f"{num_steps} steps", f"{plain:.1f}", f"{seconds:.1f}", f"{seconds / plain:.2f}")
+        yield Line(cells, seconds / plain, _TRAINER, at_least=False)
+
+    columns = ("run", "Trainer", "Pipeline", "ratio")
+    title = f"Trainer with {len(_LENGTHS)} random lengths, CPU seconds in all, both in one process"
+    return Table(title, columns, lines())
+
+
+def _trainer_seconds(kind: Any, num_steps: int, **options: Any) -> float:
+    """The CPU seconds of a run from its construction to its end."""
+    import random
+
+    from transformers import TrainingArguments
+
+    torch.manual_seed(0)
+    draw, model = random.Random(0), llama(8, 64)
+    lengths = draw.choices(_LENGTHS, k=num_steps)
+    tokens = [torch.randint(0, 256, (length,)) for length in lengths for _ in range(_SAMPLES)]
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    with TemporaryDirectory() as directory:
+        arguments = TrainingArguments(
+            directory,
+            max_steps=num_steps,
+            per_device_train_batch_size=_SAMPLES,
+            train_sampling_strategy="sequential",
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            log_level="error",
+            save_strategy="no",
+        )
+        start = time.process_time()
+        kind(model=model, args=arguments, train_dataset=data, **options).train()
+        return time.process_time() - start
 
 
 def _plan(model: Any, length: int) -> penstock.Plan:
