@@ -13,6 +13,7 @@ import torch.distributed as dist
 from penstock.errors import RunError
 from penstock.ir import Plan, as_int
 from penstock.runtime import RunOptions
+from penstock.schedules import SCHEDULES, find
 
 _LIBRARIES = ("transformers", "accelerate")
 _METHODS = (
@@ -101,6 +102,22 @@ def check_ranks(local: bool, ranks: int | None, plan: Plan | None, replicas: int
         got = {"ranks": known, "replicas": replicas, "processes": processes}
         raise RunError("ranks times replicas must be the number of processes", **got, hint="replicas=, or ranks=")
     return known
+
+
+def check_plan_choices(plan: Plan | None, microbatches: object, schedule: object) -> None:
+    """Refuse choices for the search of a plan beside a plan that was made with others."""
+    if plan is None:
+        return
+    planned_schedule = plan.choices.schedule
+    if isinstance(schedule, str) and schedule != "auto" and find(schedule) is SCHEDULES.get(planned_schedule):
+        schedule = planned_schedule  # case and punctuation of the name do not matter
+    for name, given, planned in (
+        ("microbatches", microbatches, plan.num_microbatches),
+        ("schedule", schedule, planned_schedule),
+    ):
+        if given not in ("auto", planned):
+            hint = f"penstock.plan(..., {name}={given!r}), or leave {name} out"
+            raise RunError(f"{name} must be that of the plan", got=repr(given), plan=planned, hint=hint)
 
 
 def check_options(options: RunOptions) -> None:

@@ -20,7 +20,7 @@ from penstock.capture import GeneratorStates, Granularity, python_generators, sp
 from penstock.errors import CheckpointError, NoLossError, PlanError, RunError
 from penstock.hf.model import PipelineModel
 from penstock.hf.optimizers import AmpScaler, check_optimizer_class, keep_own_parameters
-from penstock.hf.settings import check_options, check_ranks, check_settings, out_of_memory
+from penstock.hf.settings import check_options, check_plan_choices, check_ranks, check_settings, out_of_memory
 from penstock.hf.single_process import as_rank_zero, as_single_process, single_process_accelerate
 from penstock.ir import Plan
 from penstock.runtime import RunOptions
@@ -58,8 +58,8 @@ class PipelineMixin:
             *given: arguments of the Trainer class
             plan: of the pipeline; None: searched for, with the first training samples as the example batch
             ranks: of a pipeline; None: those of the plan, or all processes divided by `replicas`
-            microbatches: as in `penstock.plan`, if there is no `plan`
-            schedule: as in `penstock.plan`, if there is no `plan`
+            microbatches: as in `penstock.plan`; with a `plan`, "auto" or the number in it
+            schedule: as in `penstock.plan`; with a `plan`, "auto" or the name in it
             replicas: number of copies of the pipeline, each with a share of every batch
             local: run all ranks inside this process
             options: run options of the Pipeline
@@ -76,6 +76,7 @@ class PipelineMixin:
         options = options or RunOptions(seed=args.seed)
         check_options(options)
         ranks = check_ranks(local, ranks, plan, replicas)
+        check_plan_choices(plan, microbatches, schedule)
         check_optimizer_class(*named.get("optimizer_cls_and_kwargs") or (None,))
         self._is_local, self._replicas = local, replicas
         self._pipe: Pipeline | None = None

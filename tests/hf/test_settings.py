@@ -60,6 +60,14 @@ def test_where_to_run_must_be_said(tmp_path: Path) -> None:
         local(tmp_path, {}, ranks=3)
 
 
+def test_choices_beside_a_plan_must_be_those_of_the_plan(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"microbatches must be that of the plan \(got: 8, plan: 2\)"):
+        local(tmp_path, {}, microbatches=8)
+    with pytest.raises(RunError, match=r"schedule must be that of the plan \(got: 'gpipe', plan: 1f1b\)\ntry: "):
+        local(tmp_path, {}, schedule="gpipe")
+    assert local(tmp_path, {}, microbatches=2, schedule="1F1B").pipe.plan == runs.the_plan()
+
+
 def local(directory: Path, given: dict[str, Any], **others: Any) -> Any:
     plan = runs.plan_for(others["model"]) if "model" in others else runs.the_plan()
     return runs.made(PipelineTrainer, directory, given, plan=plan, local=True, **others)
