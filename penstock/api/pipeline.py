@@ -2,8 +2,6 @@
 
 import hashlib
 import inspect
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self, overload
@@ -14,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from penstock.api.clip_warning import ClipWarning, WatchedParameters
 from penstock.api.forward_pass import ForwardPass, pull_back
 from penstock.capture import Granularity, Microbatch, Split, split_batch
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver, TrainingState
-from penstock.errors import CheckpointError, PenstockWarning, PlanError, RunError
+from penstock.errors import CheckpointError, PlanError, RunError
 from penstock.ir import SPLIT_HINT, Plan, Trace, counted, from_json, is_finite, is_split_rule, to_json
 from penstock.launch import ErrorPrinter
 from penstock.loss import REDUCTIONS, LossWeights, loss_module
@@ -123,7 +122,6 @@ class Pipeline:
         check_output_dims(output_dims)
         _check_staleness(staleness, optimizer, plan, scaler, inputs, parallelize_fn, options)
         self._output_dims, self._split = output_dims, split
-        self._warns_of_clipping = True
         self.num_steps = 0
         """number of steps taken; part of the seed of random numbers"""
         groups = _groups(plan, mesh, local, options.deadline_seconds)
@@ -139,6 +137,7 @@ class Pipeline:
         self._part = part = ModelPart(model, plan, groups, parallelize, granularity, loss_module(loss_fn))
         is_whole = groups.is_local or groups.num_ranks == 1
         self._stale_weights = None if is_whole else StaleWeights.of(model)
+        self._clip_warning = ClipWarning(part.parameters, groups.is_first) if not is_whole else None
         loss_weights = LossWeights(part.captured, part.replicas, loss_fn, reduction, part.remote_parameters)
         self._saver, self._has_saved = Saver(part, self._sync), False
         if scaler is not None:
@@ -334,11 +333,20 @@ class Pipeline:
         return float(value)  # type: ignore[arg-type]
 
     def _ambiguous(self, name: str) -> RunError | None:
-        """The error for an option of `step` that the model's forward has as a parameter too; None if it has not."""
-        if name not in inspect.signature(self._part.captured.model.forward).parameters:
-            return None
-        hint = f"pass it to the model by position; {name}= of step and evaluate is not usable with this model"
-        return RunError(f"{name} is ambiguous: the model's forward has a parameter of that name", hint=hint)
+        """The error for an option of `step` that the model's forward takes too; None if it does not."""
+        forward = self._part.captured.model.forward
+        parameters = inspect.signature(forward).parameters
+        unusable = f"{name}= of step and evaluate is not usable with this model"
+        if name in parameters:
+            hint = f"pass it to the model by position; {unusable}"
+            return RunError(f"{name} is ambiguous: the model's forward has a parameter of that name", hint=hint)
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            # `kwargs["scale"]` and `kwargs.get("scale")` have the name as a constant of the function.
+            constants = getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_consts", ())
+            if name in constants or any(value.name == name for value in self.plan.graph.inputs):
+                hint = f"another name for the argument of the model; {unusable}"
+                return RunError(f"{name} is ambiguous: the model's forward takes it in its **kwargs", hint=hint)
+        return None
 
     def forward(self, *args: Any, output_dims: OutputDims = None, **kwargs: Any) -> ForwardPass:
         """Run the forward of one whole batch in training mode; its outputs are on every rank.
@@ -538,18 +546,10 @@ class Pipeline:
         """This rank's parameters, tied ones once: for an optimizer.
 
         `pipe.clip_grad_norm_` clips by the norm over all ranks; torch's `clip_grad_norm_` sees only these parameters,
-        and gets a warning.
+        and gives a warning once.
         """
-        return _Parameters(self._part.parameters.values(), self._warn_of_clipping)
-
-    def _warn_of_clipping(self) -> None:
-        groups = self._part.groups
-        if self._warns_of_clipping and not groups.is_local and groups.num_ranks > 1:
-            self._warns_of_clipping = False
-            if groups.is_first:
-                problem = "torch's clip_grad_norm_ clips the gradients of each rank by their own norm"
-                # Points at the user's call of clip_grad_norm_, which torch wraps.
-                warnings.warn(f"{problem}\ntry: pipe.clip_grad_norm_(max_norm)", PenstockWarning, stacklevel=5)
+        parameters = iter(self._part.parameters.values())
+        return parameters if self._clip_warning is None else WatchedParameters(parameters, self._clip_warning)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by their original names, tied ones once."""
@@ -689,23 +689,6 @@ class Pipeline:
         if self._staleness is not None:
             lines += ["", *staleness_lines(self.plan, self._staleness)]
         return "\n".join(lines)
-
-
-class _Parameters(Iterator[nn.Parameter]):
-    """Iterates over parameters, and calls `warn` if torch's clip_grad_norm_ reads them."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], warn: Callable[[], None]) -> None:
-        self._parameters, self._warn = iter(parameters), warn
-
-    def __iter__(self) -> Self:
-        # There is no hook into clipping: the function that reads the parameters is found by its frame.
-        code, module = sys._getframe(1).f_code, sys._getframe(1).f_globals.get("__name__")
-        if code.co_name == "clip_grad_norm_" and module == "torch.nn.utils.clip_grad":
-            self._warn()
-        return self
-
-    def __next__(self) -> nn.Parameter:
-        return next(self._parameters)
 
 
 def _describe_part(part: ModelPart, reduction: str) -> Iterator[str]:

@@ -90,6 +90,8 @@ def clipped(how: str) -> tuple[list[str], str]:
             pipe.step(X, target=TARGET)
             if how == "norm":
                 clip_grad_norm_(pipe.parameters(), 1.0)
+            elif how == "list":
+                torch.nn.utils.clip_grad_norm_([parameter for _, parameter in pipe.named_parameters()], 1.0)
             else:
                 clip_grad_value_(pipe.parameters(), 1.0)
                 pipe.clip_grad_norm_(1.0)
@@ -100,8 +102,9 @@ def clipped(how: str) -> tuple[list[str], str]:
 
 
 @pytest.mark.gloo
-def test_clipping_the_parameters_of_one_rank_by_norm_gets_one_warning(pools: Pools) -> None:
-    (first, text), (second, other) = pools[2].run(clipped, "norm")
+@pytest.mark.parametrize("how", ["norm", "list"])
+def test_clipping_the_parameters_of_one_rank_by_norm_gets_one_warning(how: str, pools: Pools) -> None:
+    (first, text), (second, other) = pools[2].run(clipped, how)
     assert len(first) == 1
     assert first[0].endswith("\ntry: pipe.clip_grad_norm_(max_norm)")
     assert second == []

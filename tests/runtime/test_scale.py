@@ -195,3 +195,32 @@ def test_a_model_that_takes_a_scale_gets_it_by_position(scale: float) -> None:
     with pytest.raises(penstock.RunError, match=r"scale is ambiguous.*\ntry: pass it to the model by position"):
         pipe.step(x, target=target, scale=scale)
     assert float(pipe.step(x, scale, target=target).loss) == pytest.approx(mse_loss(model(x, scale), target).item())
+
+
+class ScalingByName(Scaling):
+    """Has the argument among others."""
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        """Scaled outputs."""
+        return self.body(x) * kwargs.get("scale", 2.0)
+
+
+class ScalingInside(nn.Module):
+    """Passes all arguments on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Scaling()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Scaled outputs."""
+        return self.inner(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("model", "kwargs"), [(ScalingByName(), {}), (ScalingInside(), {"scale": torch.ones(())})])
+def test_a_scale_among_other_arguments_of_the_model_is_ambiguous(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    x, target = BATCHES[0]
+    plan = quick_plan(model, (x,), kwargs, ranks=2, microbatches=2, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
+    with pytest.raises(penstock.RunError, match=r"scale is ambiguous.*\*\*kwargs\ntry: another name"):
+        pipe.step(x, target=target, scale=0.5)

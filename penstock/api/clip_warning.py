@@ -1,0 +1,84 @@
+"""Warns when torch's clip_grad_norm_ clips the gradients of one rank of a pipeline by their own norm."""
+
+import functools
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from types import GeneratorType
+from typing import Any, Self
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PenstockWarning
+
+_WARNINGS: "WeakSet[ClipWarning]" = WeakSet()
+"""those of all pipelines of this process that have other ranks"""
+
+
+class ClipWarning:
+    """The warning of one Pipeline, given once, by its first rank.
+
+    `torch.nn.utils.clip_grad_norm_` is replaced by a function that looks for the parameters of pipelines and then calls
+    it. A script that has imported the function itself before keeps torch's: `WatchedParameters` finds out when that
+    reads `pipe.parameters()`; a list of parameters given to it is not noticed.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], is_first: bool) -> None:
+        self._parameters, self._is_due = parameters, is_first
+        _WARNINGS.add(self)
+        _watch_torch()
+
+    def concerns(self, parameters: list[Any]) -> bool:
+        """Whether the warning is still to be given, and one of these parameters is the Pipeline's."""
+        if not self._is_due:
+            return False
+        own = set(map(id, self._parameters.values()))
+        return any(id(parameter) in own for parameter in parameters)
+
+    def warn(self, stacklevel: int) -> None:
+        """Give the warning, once."""
+        if self._is_due:
+            self._is_due = False
+            problem = "torch's clip_grad_norm_ clips the gradients of each rank by their own norm"
+            text = f"{problem}\ntry: pipe.clip_grad_norm_(max_norm)"
+            warnings.warn(text, PenstockWarning, stacklevel=stacklevel + 1)
+
+
+class WatchedParameters(Iterator[nn.Parameter]):
+    """Iterates over parameters, and warns if torch's clip_grad_norm_ reads them."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter], warning: ClipWarning) -> None:
+        self._parameters, self._warning = parameters, warning
+
+    def __iter__(self) -> Self:
+        # There is no hook into clipping: the function that reads the parameters is found by its frame.
+        code, module = sys._getframe(1).f_code, sys._getframe(1).f_globals.get("__name__")
+        if code.co_name == "clip_grad_norm_" and module == "torch.nn.utils.clip_grad":
+            self._warning.warn(stacklevel=4)  # the user's call of clip_grad_norm_, which torch wraps
+        return self
+
+    def __next__(self) -> nn.Parameter:
+        return next(self._parameters)
+
+
+def _watch_torch() -> None:
+    """Replace clip_grad_norm_ in torch.nn.utils, where most scripts look it up when they call it."""
+    clip = torch.nn.utils.clip_grad_norm_
+    if hasattr(clip, "is_watched"):
+        return
+
+    @functools.wraps(clip)
+    def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if not torch.compiler.is_compiling() and not isinstance(parameters, Tensor):
+            given = list(parameters)
+            for warning in list(_WARNINGS):
+                if warning.concerns(given):
+                    warning.warn(stacklevel=2)
+            # torch warns of a generator that has no elements left.
+            parameters = (each for each in given) if isinstance(parameters, GeneratorType) else given
+        return clip(parameters, *args, **kwargs)
+
+    clip_grad_norm_.is_watched = True  # type: ignore[attr-defined]
+    torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
