@@ -188,7 +188,7 @@ _HOMES = {
         "Schedule",
         "StageCosts",
         "StateBytes",
-            "StepMetrics",
+        "StepMetrics",
         "Trace",
     ),
     "penstock.launch": ("launch",),

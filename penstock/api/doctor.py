@@ -13,7 +13,7 @@ from penstock.api.launch_environment import Finding, check_launch, check_variabl
 from penstock.api.measuring import measure_links
 from penstock.errors import PenstockError
 from penstock.ir import bytes_text, seconds_text
-from penstock.launch import launch
+from penstock.launch import launch, num_cores
 
 _TESTED_PYTHON, _TESTED_TORCH = (3, 11), (2, 13)
 _MIN_MEMORY = 2 * 2**30
@@ -68,7 +68,7 @@ def _backends() -> Finding:
 
 
 def _cores() -> Finding:
-    count = len(os.sched_getaffinity(0))
+    count = num_cores()
     finding = Finding("cores", str(count))
     if count >= _RANKS:
         return finding
@@ -86,7 +86,7 @@ def _memory() -> Finding:
 def _threads() -> Finding:
     given = os.environ.get(_THREADS)
     finding = Finding("threads", f"{torch.get_num_threads()} per process, {_THREADS} {given or 'not set'}")
-    if given is not None or len(os.sched_getaffinity(0)) == 1:
+    if given is not None or num_cores() == 1:
         return finding
     warning = "each rank on this machine starts that many threads, which then compete for cores"
     return finding._replace(warning=warning, hint=f"export {_THREADS}=1")

@@ -90,7 +90,9 @@ def demo(
 
 def _num_cores() -> int:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    from penstock.launch import num_cores
+
+    return num_cores()
 
 
 def _plan(ranks: int, cores: int, echo: Print) -> "Plan":

@@ -35,14 +35,17 @@ class BuiltModel(NamedTuple):
 
 
 @contextmanager
-def build_model(target: str, example: Example = NO_EXAMPLE) -> Iterator[BuiltModel]:
-    """Build the model and its batch. Inside, prints of the user's code go to stderr."""
+def build_model(target: str, example: Example = NO_EXAMPLE, device: Any = None) -> Iterator[BuiltModel]:
+    """Build the model and its batch, on a device if one is given. Inside, prints of the user's code go to stderr.
+
+    A model without weights stays on the meta device.
+    """
     if target.startswith(HF):
         from penstock.cli.hf_models import build_hf_model
 
         try:
             with redirect_stdout(sys.stderr):
-                yield BuiltModel(*build_hf_model(target.removeprefix(HF), example))
+                yield _moved(BuiltModel(*build_hf_model(target.removeprefix(HF), example)), device)
         except CaptureError as error:
             if example.weights:
                 raise
@@ -69,7 +72,23 @@ def build_model(target: str, example: Example = NO_EXAMPLE) -> Iterator[BuiltMod
                 reason=error,
                 hint=_BODY,
             ) from None
-        yield built
+        yield _moved(built, device)
+
+
+def _moved(built: BuiltModel, device: Any) -> BuiltModel:
+    if device is None or any(tensor.is_meta for tensor in built.model.parameters()):
+        return built
+    args, kwargs = on_device((built.args, built.kwargs), device)
+    return BuiltModel(built.model.to(device), args, kwargs)
+
+
+def on_device(value: Any, device: Any) -> Any:
+    """A value in which all tensors are on a device."""
+    from torch import Tensor
+
+    from penstock.ir import transform
+
+    return transform(value, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
 
 
 def source_of(target: str) -> Path:

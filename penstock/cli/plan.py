@@ -167,10 +167,11 @@ def make_plan(
     example: Example,
     by_module: bool = False,
     replicas: int = 1,
+    device: Any = None,
 ) -> "Plan":
     """Search for the best plan; with `by_module`, one whose stages are whole modules, as other tools need it.
 
-    With `replicas`, each of them has its share of the samples of the batch.
+    With `replicas`, each of them has its share of the samples of the batch. With `device`, the model is measured there.
     """
     import penstock
     from penstock.api.plan import Examples
@@ -193,7 +194,10 @@ def make_plan(
         **options.granularity,
     }
     problem = "the model failed on the batch while it was recorded or measured"
-    with build_model(target, example) as (model, args, kwargs), user_errors(problem, source_of(target), CaptureError):
+    with (
+        build_model(target, example, device) as (model, args, kwargs),
+        user_errors(problem, source_of(target), CaptureError),
+    ):
         if replicas > 1:
             shares = split_batch(model.forward, args, kwargs, None, replicas)
             if len(shares) < replicas:
@@ -260,13 +264,19 @@ class RunningRanks:
 
 
 def plan_for_group(
-    target: str, options: PlanFlags, example: Example, by_module: bool = False, replicas: int = 1, group: Any = None
+    target: str,
+    options: PlanFlags,
+    example: Example,
+    by_module: bool = False,
+    replicas: int = 1,
+    group: Any = None,
+    device: Any = None,
 ) -> "Plan":
     """Plan for the processes of a group, by default all; collective: every rank calls it and gets the same plan."""
     from penstock.api.plan import plan_together
 
     def make(cluster: "Cluster") -> "Plan":
-        return make_plan(target, options, RunningRanks(cluster), example, by_module, replicas)
+        return make_plan(target, options, RunningRanks(cluster), example, by_module, replicas, device)
 
     return plan_together(make, group=group)
 

@@ -19,7 +19,7 @@ from penstock.cli.plan import Machine, PlanFlags, is_torchrun_rank, make_plan, p
 from penstock.cli.restarts import Supervisor, check_checkpoints, check_min_ranks, locked, saved_plan
 from penstock.cli.train_log import STATUS, make_directory, number_text, with_earlier_steps, write_run
 from penstock.cli.train_options import CheckpointFlags, TrainFlags
-from penstock.cli.training_job import Job, autocast, check_job, replica_mesh, run_rank
+from penstock.cli.training_job import Job, autocast, check_job, job_mesh, run_rank
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -90,10 +90,12 @@ def train(
 
 
 def _train_local(job: Job, choice: "PlanChoice") -> "Run | None":
-    from penstock.launch import forward_stop_signals
+    from penstock.launch import check_devices, forward_stop_signals
 
     plan = choice.first()
     processes = plan.num_ranks * job.flags.replicas
+    if job.flags.device is not None:
+        check_devices(job.flags.device, processes)
     if plan.cluster.cores is None and (cores := Machine.here(processes).cores) is not None:
         note(f"{processes} ranks share {cores} cores: steps take longer than predicted")
     message = "stopping after this step; ctrl-c again stops at once"
@@ -173,13 +175,19 @@ class PlanChoice:
 
     def for_running(self, ranks: int) -> "Plan":
         """The plan for the running process group; collective: the same on every rank."""
-        replicas, group = self._job.flags.replicas, None
+        replicas = self._job.flags.replicas
         if replicas > 1:
             if ranks % replicas:
                 hint = "a number of processes that is a multiple of --replicas"
                 raise PenstockError("replicas must have equally many ranks", ranks=ranks, replicas=replicas, hint=hint)
             ranks //= replicas
-            group = replica_mesh(replicas, ranks).get_group("pp")
+        device = self._job.flags.device
+        if device is not None:
+            from penstock.launch import use_local_device
+
+            device = use_local_device(device)
+        mesh = job_mesh(self._job.flags, ranks)
+        group = None if mesh is None else mesh.get_group("pp")
         fewest = self._job.checkpoints.min_ranks
         if fewest is not None and ranks < fewest:
             raise PenstockError("fewer ranks are running than --min-ranks", ranks=ranks, min_ranks=fewest)
@@ -190,10 +198,15 @@ class PlanChoice:
             return saved.plan
         previous = self._given if self._file is not None else saved.plan if saved is not None else None
         options = self._options if previous is None else self._same_microbatches(previous)
-        with autocast(self._job.options.precision):
+        with autocast(self._job):
             # Each replica plans; if their measurements differ, all follow the plan of the first one.
             return plan_for_group(
-                self._job.model, replace(options, ranks=ranks), self._job.example, replicas=replicas, group=group
+                self._job.model,
+                replace(options, ranks=ranks),
+                self._job.example,
+                replicas=replicas,
+                group=group,
+                device=device,
             )
 
     @property
@@ -223,5 +236,12 @@ class PlanChoice:
     def _search(self, options: PlanFlags) -> "Plan":
         replicas = self._job.flags.replicas
         machine = Machine.here(options.ranks, replicas)
-        with autocast(self._job.options.precision):
-            return make_plan(self._job.model, options, machine, self._job.example, replicas=replicas)
+        with autocast(self._job):
+            return make_plan(
+                self._job.model,
+                options,
+                machine,
+                self._job.example,
+                replicas=replicas,
+                device=self._job.flags.device,
+            )

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from penstock.launch import RestartPolicy
 
 AUTO = "auto"
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,13 @@ class TrainFlags:
     replicas: Annotated[
         int, Option(min=1, metavar="N", help="Copies of the pipeline, which share the samples of every batch.")
     ] = 1
+    device: Annotated[
+        str | None,
+        Option(
+            metavar="TYPE",
+            help="cpu, or cuda: rank n of a host uses GPU n, over NCCL. Default: where MODEL and --data put tensors.",
+        ),
+    ] = None
     seed: Annotated[int, Option(min=0, metavar="N", help="Seed of the weights and of all random numbers.")] = 0
     deadline: Annotated[
         float, Option(metavar="SECONDS", help="Time a rank waits for another before it is reported as hung.")

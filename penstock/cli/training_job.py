@@ -1,9 +1,10 @@
 """A training run as every rank receives it, and the function that every rank runs."""
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from inspect import signature
@@ -13,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from penstock.api.train_options import TrainOptions
-from penstock.cli.models import build_model
+from penstock.cli.models import build_model, on_device
 from penstock.cli.options import Example
 from penstock.cli.plan import PlanFlags
 from penstock.cli.train_log import STEPS, TrainLog
-from penstock.cli.train_options import CheckpointFlags, TrainFlags
+from penstock.cli.train_options import DEVICES, CheckpointFlags, TrainFlags
 from penstock.cli.user_code import UserFunction, user_errors, user_function
 from penstock.errors import PenstockError
 
@@ -63,6 +64,13 @@ def check_job(job: Job) -> None:
         raise PenstockError("the deadline must be above 0 seconds", deadline=flags.deadline, hint="--deadline 60")
     if options.eval_every is not None and flags.eval_data is None:
         raise PenstockError("--eval-every needs --eval-data", hint="--eval-data FILE.py:FUNCTION")
+    if flags.device is not None:
+        if flags.device not in DEVICES:
+            hint = " or ".join(f"--device {name}" for name in DEVICES)
+            raise PenstockError("device must be cpu or cuda", got=repr(flags.device), hint=hint)
+        from penstock.launch import check_devices
+
+        check_devices(flags.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     if flags.replicas > 1 and job.checkpoints.min_ranks is not None:
         hint = "leave out one of them; --restarts restarts all ranks"
         raise PenstockError("--min-ranks does not combine with --replicas", hint=hint)
@@ -77,13 +85,14 @@ def check_job(job: Job) -> None:
             enter(user_function(name, _CALLBACK_BODY))
 
 
-def autocast(precision: str) -> "AbstractContextManager[Any]":
-    """Autocast of a precision on the device of this machine."""
+def autocast(job: Job) -> "AbstractContextManager[Any]":
+    """Autocast of the precision of a job on its device, by default that of this machine."""
     import torch
 
     from penstock.api import train_loop
 
-    return train_loop.autocast(precision, "cuda" if torch.cuda.is_available() else "cpu")
+    kind = job.flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return train_loop.autocast(job.options.precision, kind)
 
 
 def run_rank(job: Job, plan: "Plan") -> str:
@@ -93,26 +102,29 @@ def run_rank(job: Job, plan: "Plan") -> str:
     from penstock.capture import seed_generators
     from penstock.checkpoint import PeriodicSaver
     from penstock.ir import to_json
-    from penstock.launch import catch_stop_signals
+    from penstock.launch import catch_stop_signals, use_local_device
     from penstock.runtime import GradScaler, RunOptions
 
     flags, options = job.flags, job.options
+    device = None if flags.device is None else use_local_device(flags.device)
     seed_generators(flags.seed)  # also numpy's and Python's, which the data may be drawn with
     stdout = sys.stdout  # inside the user's functions prints go to stderr
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(catch_stop_signals())
-        built = enter(build_model(job.model, job.example))
+        built = enter(build_model(job.model, job.example, device))
         loss_fn = enter(_loss_function(flags.loss))
-        pipe = Pipeline(
-            built.model,
-            plan,
-            loss_fn=loss_fn,
-            mesh=replica_mesh(flags.replicas, plan.num_ranks) if flags.replicas > 1 else None,
-            scaler=GradScaler() if options.precision == "fp16" else None,
-            options=RunOptions(seed=flags.seed, nonfinite="skip", deadline_seconds=flags.deadline),
-            **job.plan_options.granularity,
-        )
+        is_meta = device is not None and any(parameter.is_meta for parameter in built.model.parameters())
+        with device if device is not None and is_meta else nullcontext():  # where weights are then allocated
+            pipe = Pipeline(
+                built.model,
+                plan,
+                loss_fn=loss_fn,
+                mesh=job_mesh(flags, plan.num_ranks),
+                scaler=GradScaler() if options.precision == "fp16" else None,
+                options=RunOptions(seed=flags.seed, nonfinite="skip", deadline_seconds=flags.deadline),
+                **job.plan_options.granularity,
+            )
         optimizer = enter(_optimizer_maker(flags))(pipe.parameters())
         data = enter(user_function(flags.data, _DATA_BODY))
         eval_data = enter(user_function(flags.eval_data, _DATA_BODY)) if flags.eval_data else None
@@ -131,10 +143,10 @@ def run_rank(job: Job, plan: "Plan") -> str:
             options = replace(options, log=[*(options.log or ()), f"jsonl:{job.out / STEPS}"])
         run = fit(
             pipe,
-            lambda start: _batches_from(data, start),
+            lambda start: _batches_from(data, start, device),
             optimizer,
             options,
-            eval_batches=None if eval_data is None else lambda: _batches_from(eval_data, 0),
+            eval_batches=None if eval_data is None else lambda: _batches_from(eval_data, 0, device),
             callbacks=[_callback(function) for function in callbacks],
             checkpoints=saver,
             on_step=TrainLog(plan, job.model, job.as_json, stdout),
@@ -143,12 +155,17 @@ def run_rank(job: Job, plan: "Plan") -> str:
         return to_json(run)
 
 
-@cache
-def replica_mesh(replicas: int, ranks: int) -> "DeviceMesh":
-    """The mesh of the replicas and the ranks of each."""
-    from torch.distributed.device_mesh import init_device_mesh
+def job_mesh(flags: TrainFlags, ranks: int) -> "DeviceMesh | None":
+    """The mesh of the replicas and the ranks of each; None for one replica over gloo, which is the default group."""
+    kind = flags.device or "cpu"
+    return None if kind == "cpu" and flags.replicas == 1 else _mesh(kind, flags.replicas, ranks)
 
-    return init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "pp"))
+
+@cache
+def _mesh(kind: str, replicas: int, ranks: int) -> "DeviceMesh":
+    from penstock.launch import pipeline_mesh
+
+    return pipeline_mesh(kind, replicas, ranks)
 
 
 def _inject_faults(job: Job) -> None:
@@ -193,8 +210,11 @@ def _changes(flags: TrainFlags, options: TrainOptions, optimizer: Any, loaded: "
 # ------------------------------------------------------------------------------------------------ the user's functions
 
 
-def _batches_from(data: UserFunction, number: int) -> Iterator[Any]:
-    """The batches from a number on: passed as `start` if the data function takes it, else the first are skipped."""
+def _batches_from(data: UserFunction, number: int, device: Any = None) -> Iterator[Any]:
+    """The batches from a number on: passed as `start` if the data function takes it, else the first are skipped.
+
+    With a device, their tensors are moved there.
+    """
     takes_start = _START in signature(data.function).parameters
     with user_errors(f"the function {data.name} failed", data.path):
         batches = data.function(**{_START: number} if takes_start else {})
@@ -204,7 +224,7 @@ def _batches_from(data: UserFunction, number: int) -> Iterator[Any]:
     left = _iterate(batches, data)
     if not takes_start:
         next(islice(left, number, number), None)
-    return left
+    return left if device is None else (on_device(batch, device) for batch in left)
 
 
 def _iterate(batches: Iterable[Any], data: UserFunction) -> Iterator[Any]:

@@ -12,7 +12,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,9 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.api.pipeline import Pipeline
 from penstock.api.plan import plan, plan_together
 from penstock.demo.gpt import Sizes, gpt, loss
-from penstock.errors import PenstockError, RunError
+from penstock.errors import PenstockError
 from penstock.ir import GRADIENT, Cluster, DeviceSpeed, Plan, bytes_text, compare_tensors, percent_text, seconds_text
-from penstock.launch import launch
+from penstock.launch import check_devices, launch, num_cores, use_local_device
 from penstock.measure import AllocationTracker, device_name
 from penstock.runtime import RunOptions
 from penstock.stages import distances
@@ -47,6 +49,8 @@ FAULTS = {"a rank that hangs": "rank {rank}: no progress", "a rank that is kille
 _DEADLINE_SECONDS = 2.0
 _MAX_NOTICE_SECONDS = 10.0
 """how long after its cause a failure may be noticed, the deadline included"""
+_MAX_DRILL_SECONDS = 300.0
+"""after which a fault that nobody noticed ends the drill"""
 
 
 @dataclass(frozen=True)
@@ -110,13 +114,14 @@ class SelfTest:
         faults = [
             (
                 each["fault"],
+                each["backend"],
                 "never" if each["seconds"] is None else f"{each['seconds']:.1f} s",
                 _word(each["ok"]),
                 each["error"],
             )
             for each in self.failures
         ]
-        lines += _table(("fault", "noticed after", "", "error"), faults)
+        lines += _table(("fault", "backend", "noticed after", "", "error"), faults)
         return "\n".join((*lines, "", f"Took {self.seconds:.0f} s. The same as data: selftest.json.", ""))
 
 
@@ -149,9 +154,9 @@ def run_selftest(device: str, ranks: int, is_quick: bool, echo: Callable[[str], 
     ]
     first = results[0]
     failures = []
-    for fault in FAULTS:
-        echo(f"fault: {fault}")
-        failures.append(cause_fault(fault, device, ranks, start))
+    for backend, fault in product(_backends(device), FAULTS):
+        echo(f"fault: {fault}, over {backend}")
+        failures.append(cause_fault(fault, device, backend, ranks, start))
     machine = {
         "penstock": version("penstock"),
         "torch": str(torch.__version__),
@@ -160,7 +165,7 @@ def run_selftest(device: str, ranks: int, is_quick: bool, echo: Callable[[str], 
         "device": first["device"],
         "backends": ", ".join(dict.fromkeys(each["backend"] for each in parity)),
         "ranks": str(ranks),
-        "cores": str(len(os.sched_getaffinity(0))),
+        "cores": str(num_cores()),
         "load before": f"{load:.1f}",
         "size": "quick" if is_quick else "full",
     }
@@ -168,35 +173,18 @@ def run_selftest(device: str, ranks: int, is_quick: bool, echo: Callable[[str], 
     return SelfTest(machine, time.monotonic() - began, parity, first["prediction"], memory, failures)
 
 
-def check_devices(device: str, ranks: int) -> None:
-    """Refuse a type of device that is not here, or of which there are fewer than ranks."""
-    if device == "cpu":
-        return
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != device:
-        found = "cpu" if accelerator is None else accelerator.type
-        raise RunError("device must be one of this machine", got=device, found=found, hint=f"--device {found}")
-    if torch.accelerator.device_count() < ranks:
-        count = torch.accelerator.device_count()
-        hint = f"--ranks {count}" if count > 1 else "--device cpu"
-        raise RunError("every rank needs a device of its own", ranks=ranks, devices=count, hint=hint)
+def _backends(kind: str) -> tuple[str, ...]:
+    """The backends to test, that of the device first; gloo copies the tensors of a device through host memory."""
+    return ("nccl", "gloo") if kind == "cuda" and dist.is_nccl_available() else ("gloo",)
 
 
-def _set_device(kind: str) -> torch.device:
-    """The device of this rank, which becomes the current one."""
-    if kind == "cpu":
-        return torch.device("cpu")
-    torch.accelerator.set_device_index(dist.get_rank())
-    return torch.device(kind, dist.get_rank())
-
-
-def _meshes(device: torch.device) -> dict[str, DeviceMesh | None]:
-    """By backend, the mesh of a pipeline over it; gloo copies the tensors of a device through host memory."""
-    meshes: dict[str, DeviceMesh | None] = {"gloo": None}
-    if device.type == "cuda" and dist.is_nccl_available():
-        group = dist.new_group(backend="nccl")
-        meshes = {"nccl": DeviceMesh.from_group(group, "cuda", mesh_dim_names=("pp",)), **meshes}
-    return meshes
+def _mesh(backend: str, timeout_seconds: float | None = None) -> DeviceMesh | None:
+    """The mesh of a pipeline over a backend; `timeout_seconds` is that of NCCL itself."""
+    if backend == "gloo":
+        return None  # the default group
+    timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+    group = dist.new_group(backend="nccl", timeout=timeout)
+    return DeviceMesh.from_group(group, "cuda", mesh_dim_names=("pp",))
 
 
 def _batch(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -212,9 +200,9 @@ def _model(sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.float3
 
 def measure_rank(kind: str, is_quick: bool) -> str:
     """Parity, prediction and memory on this rank, as JSON."""
-    device = _set_device(kind)
+    device = use_local_device(kind)
     sizes = _SIZES["quick" if is_quick else "cpu" if kind == "cpu" else "gpu"]
-    meshes = _meshes(device)
+    meshes = {backend: _mesh(backend) for backend in _backends(kind)}
     names = QUICK_SCHEDULES if is_quick else SCHEDULES
     cases = [(name, torch.float32, backend) for backend in meshes for name in names]
     if kind != "cpu":
@@ -331,13 +319,13 @@ def _peak_bytes(pipe: Pipeline, x: Tensor, y: Tensor, device: torch.device) -> i
     return int(held + torch.accelerator.max_memory_allocated(device) - before)
 
 
-def cause_fault(fault: str, device: str, ranks: int, start: str) -> dict[str, Any]:
+def cause_fault(fault: str, device: str, backend: str, ranks: int, start: str) -> dict[str, Any]:
     """Cause a fault on the last rank in the middle of a step, and check that it is noticed and named."""
     with tempfile.TemporaryDirectory() as directory:
         mark = Path(directory) / "time"
         text = "no error"
         try:
-            launch(fault_rank, ranks, fault, device, os.fspath(mark), start=start)
+            launch(fault_rank, ranks, fault, device, backend, os.fspath(mark), start=start, timeout=_MAX_DRILL_SECONDS)
         except PenstockError as error:
             text = str(error)
         ended = time.time()
@@ -347,12 +335,13 @@ def cause_fault(fault: str, device: str, ranks: int, start: str) -> dict[str, An
     naming = [line for line in text.splitlines() if line.startswith(expected)]
     line = (naming or text.splitlines())[0]
     is_ok = bool(naming) and seconds is not None and seconds <= _MAX_NOTICE_SECONDS
-    return {"fault": fault, "seconds": seconds, "deadline_seconds": _DEADLINE_SECONDS, "error": line, "ok": is_ok}
+    cause = {"fault": fault, "backend": backend, "deadline_seconds": _DEADLINE_SECONDS}
+    return cause | {"seconds": seconds, "error": line, "ok": is_ok}
 
 
-def fault_rank(fault: str, kind: str, mark: str) -> None:
+def fault_rank(fault: str, kind: str, backend: str, mark: str) -> None:
     """Train one step, and a second one in which the last rank fails."""
-    device = _set_device(kind)
+    device = use_local_device(kind)
     sizes = _SIZES["quick"]
     model, (x, y) = _model(sizes, device), _batch(sizes, device)
     calls = 0
@@ -368,7 +357,8 @@ def fault_rank(fault: str, kind: str, mark: str) -> None:
         return loss(output, target)
 
     chosen = _estimated_plan(model, x, sizes, "1f1b")
-    mesh = next(iter(_meshes(device).values()))
+    # A rank that waits in a kernel of NCCL sees no deadline of penstock: NCCL's own timeout ends it.
+    mesh = _mesh(backend, timeout_seconds=_DEADLINE_SECONDS)
     options = RunOptions(deadline_seconds=_DEADLINE_SECONDS)
     pipe = Pipeline(model, chosen, loss_fn=failing, mesh=mesh, reduction="mean", options=options)
     pipe.step(x, target=y)

@@ -1,5 +1,6 @@
 """Local processes joined by torch.distributed: launcher, per-rank status files, hang reports and restart policy."""
 
+from penstock.launch.devices import check_devices, num_cores, pipeline_mesh, use_local_device
 from penstock.launch.fault_injection import ALLOW_VARIABLE, FaultInjector, parse_faults
 from penstock.launch.launcher import launch
 from penstock.launch.peer_watcher import PeerWatcher

@@ -45,9 +45,7 @@ def measure(
 class _Measurement:
     """Times of nodes and of the unsplit model, and the memory of the first node of every group of equal nodes."""
 
-    def __init__(
-        self, subject: MeasuredModel, clock: Clock, iterations: int, end: float, progress: Progress
-    ) -> None:
+    def __init__(self, subject: MeasuredModel, clock: Clock, iterations: int, end: float, progress: Progress) -> None:
         """`end` is the moment of time.monotonic() after which no further round starts."""
         self._subject, self._clock, self._progress = subject, clock, progress
         self._num_rounds, self._end = iterations + OUTLIERS, end

@@ -150,6 +150,19 @@ def test_under_torchrun_every_process_is_a_rank_and_the_first_one_plans(tmp_path
     assert Run.load(tmp_path / "run" / "run.json").losses == pytest.approx(plain_losses()[:2], rel=1e-6)
 
 
+@pytest.mark.whole  # as above, on four processes
+def test_replicas_under_torchrun_share_every_batch(tmp_path: Path) -> None:
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    torchrun = [sys.executable, "-m", *launcher, "-m", "penstock"]
+    options = ("--replicas", "2", "--device", "cpu", "--clip", "0.5", "--steps", "2", "--out", "run", "--json")
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([*torchrun, *GOOD, *options], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    run = Run.load(tmp_path / "run" / "run.json")
+    assert run.losses == pytest.approx(plain_losses()[:2], rel=1e-6)
+    assert run.plan.num_ranks == 2
+
+
 def started(tmp_path: Path, *arguments: str) -> "subprocess.Popen[str]":
     """The command as a user starts it."""
     command = [sys.executable, "-m", "penstock", *arguments]

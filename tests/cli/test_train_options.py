@@ -57,6 +57,8 @@ MISTAKES = {
     "eval data": (("--eval-data", "model.py:held"), 2, "did you mean held_out?"),
     "eval without data": (("--eval-every", "2"), 2, "try: --eval-data FILE.py:FUNCTION"),
     "more replicas than samples": (("--replicas", "9"), 2, "try: --replicas 8, or a batch with more samples"),
+    "a device of another kind": (("--device", "tpu"), 2, "try: --device cpu or --device cuda"),
+    "no GPU": (("--device", "cuda"), 5, "device must be one of this machine (got: cuda, found: cpu)"),
     "replicas and fewer ranks": (
         ("--replicas", "2", "--checkpoint", "saved", "--min-ranks", "1"),
         2,
@@ -71,7 +73,10 @@ def _file(written: Callable[[str, str], Path]) -> None:
 
 
 @pytest.mark.parametrize(("options", "code", "text"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_message(call, options: tuple[str, ...], code: int, text: str) -> None:
+def test_a_mistake_is_one_message(
+    call, options: tuple[str, ...], code: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: None)
     result = call(*TRAIN, *PLAN, *options)
     assert text in result.output
     assert "Traceback" not in result.output
