@@ -1,7 +1,8 @@
 """The parity harness: trains a model whole and split, and compares every value that training leaves behind.
 
 A split model runs in one of three ways, chosen by name: "stages" calls the stages of a plan one after another on the
-whole batch, "local" is a pipeline inside this process, "processes" is one rank of a pipeline over processes.
+whole batch, "local" is a pipeline inside this process, "processes" is one rank of a pipeline over processes; the name
+of a transport in place of "processes" selects how their messages travel.
 `WholeModel`, `StagedModel` and `penstock.Pipeline` have the same `step`, so `train` and `values` take all of them.
 """
 
@@ -28,6 +29,7 @@ LossFn = Callable[[Any, Any], Tensor]
 
 PIPELINES = ("local", pytest.param("processes", marks=pytest.mark.gloo))
 EXECUTIONS = ("stages", *PIPELINES)
+TRANSPORTS = ("shared", "distributed")
 
 TOLERANCE = 1e-12
 """for models in float64, relative to the largest entry of the tensor"""
@@ -121,7 +123,8 @@ def split(execution: str, model: nn.Module, plan: Plan, loss_fn: LossFn | None =
         actions = [part for order in plan.schedule.orders for action in order for part in action.parts]
         is_split = any(isinstance(action, WeightGrad) for action in actions)
         return StagedModel(Captured.planned(model, plan.graph), plan.partition, loss_fn, is_split)
-    return penstock.Pipeline(model, plan, loss_fn=loss_fn, local=execution == "local")
+    options = penstock.RunOptions(transport=execution if execution in TRANSPORTS else "auto")
+    return penstock.Pipeline(model, plan, loss_fn=loss_fn, local=execution == "local", options=options)
 
 
 class Execution:
@@ -132,7 +135,7 @@ class Execution:
 
     def run(self, job: Callable[..., list[Values]], ranks: int, *args: Any) -> list[Values]:
         """The results of `job(*args, name)`, a function at the top of a module, merged over the ranks."""
-        if self.name != "processes":
+        if self.name in ("stages", "local"):
             return job(*args, self.name)
         return [merged(parts) for parts in zip(*self._pools[ranks].run(job, *args, self.name), strict=True)]
 

@@ -880,6 +880,7 @@ def _agree_on_plan(
         "check_inputs_every": options.check_inputs_every,
         "restore_gradients": options.restore_gradients,
         "max_active_stages": options.max_active_stages,
+        "transport": options.transport,
         # The model without the shapes of its values: ranks may have planned with batches of different lengths.
         **{f"parameter {value.name}": f"{value.spec.dtype}{list(value.spec.shape)}" for value in graph.parameters},
         "model": f"{len(graph.nodes)} nodes, {graph.model_fingerprint[:_DIGITS]}",

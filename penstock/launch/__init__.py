@@ -4,7 +4,7 @@ from penstock.launch.devices import check_devices, num_cores, pipeline_mesh, use
 from penstock.launch.fault_injection import ALLOW_VARIABLE, FaultInjector, parse_faults
 from penstock.launch.launcher import launch
 from penstock.launch.peer_watcher import PeerWatcher
-from penstock.launch.process_state import host_id
+from penstock.launch.process_state import GONE, host_id, process_state
 from penstock.launch.reports import ErrorReport, explain_hang, one_line
 from penstock.launch.restart import RankFailure, RestartController, RestartDecision, RestartPolicy
 from penstock.launch.scratch import group_device, scratch_directory, shared_status_directory

@@ -52,7 +52,7 @@ class Engine:
         self._part, self._plan, self._sync, self._options = part, plan, sync, options
         self._groups, self._loss_head = groups, loss_head
         self._runner = StageRunner(part, plan.num_stages - 1, loss_head)
-        self._transport = make_transport(groups, part.device)
+        self._transport = make_transport(groups, part.device, options.transport)
         ranks = range(plan.num_ranks) if groups.is_local else (groups.rank,)
         moves = AddShardMoves(options.max_active_stages)
         passes = (*DEFAULT_PASSES, moves) if part.sharded.modules else DEFAULT_PASSES

@@ -43,6 +43,8 @@ class ProcessGroups:
     monitor: RankMonitor | None = None
     peers: Any = None
     """the ranks with the same stages in all pipelines, those of one replica next to each other; for host tensors"""
+    links: Any = None
+    """the result of `transports.links.connect`, once it was called"""
 
     def __post_init__(self) -> None:
         self.is_local = self.group is None

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -76,12 +77,28 @@ class RankMonitor:
         start = time.monotonic()
         while waiting.is_alive():
             waiting.join(_POLL_SECONDS)
-            idle_seconds = min(time.monotonic() - start, self._watcher.idle_seconds())
-            if waiting.is_alive() and idle_seconds > self._deadline_seconds:
-                self._watcher.deadline_seconds = self._deadline_seconds
-                raise RuntimeError("timed out: no rank is building or computing")
+            if waiting.is_alive():
+                self._check_idle(start)
         if errors:
             raise errors[0]
+
+    def check_deadline(self, start: float) -> None:
+        """Raise a RuntimeError if a wait that began at `start`, by `time.monotonic`, is past the deadline."""
+        if self._is_first_step:
+            self._check_idle(start)
+        if time.monotonic() - start > self.deadline.total_seconds():
+            raise RuntimeError("timed out")
+
+    def _check_idle(self, start: float) -> None:
+        """Raise a RuntimeError if no rank is building its first step or computing."""
+        if min(time.monotonic() - start, self._watcher.idle_seconds()) > self._deadline_seconds:
+            self._watcher.deadline_seconds = self._deadline_seconds
+            raise RuntimeError("timed out: no rank is building or computing")
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the status files, which all ranks of this host share."""
+        return self._status.directory
 
     def working(self, code: int) -> None:
         """This rank is about to run the action with this code."""

@@ -6,6 +6,7 @@ from penstock.errors import RunError
 from penstock.ir import as_int, is_finite
 
 NONFINITE = ("raise", "skip", "ignore")
+TRANSPORTS = ("auto", "shared", "distributed")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,15 @@ class RunOptions:
     max_active_stages: int = 3
     """how many stages of a rank may have their sharded parameters gathered at once, if `parallelize_fn` shards them"""
 
+    transport: str = "auto"
+    """how messages travel between processes: "distributed", with the process group of torch.distributed (gloo, NCCL);
+    "shared", in memory that the ranks share, which must all compute on the CPUs of one host; "auto", in shared memory
+    between ranks on the CPUs of one host, and with torch.distributed between all others"""
+
     def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            got = repr(self.transport)
+            raise RunError('transport must be "auto", "shared" or "distributed"', got=got, hint='"auto"')
         if (as_int(self.max_active_stages) or 0) < 1:
             raise RunError("max_active_stages must be an integer of 1 or more", got=repr(self.max_active_stages))
         if self.nonfinite not in NONFINITE:

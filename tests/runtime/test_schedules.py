@@ -7,7 +7,7 @@ from torch.nn.functional import mse_loss
 
 from penstock.ir import Plan
 from penstock.schedules import SCHEDULES
-from tests.parity import Execution, Values, WholeModel, assert_close, assert_identical, split, train
+from tests.parity import TRANSPORTS, Execution, Values, WholeModel, assert_close, assert_identical, split, train
 from tests.plans import BATCHES, SIZES, accumulates_in_order, chain_plan, fresh_chain, shared_recordings
 from tests.process_pool import Pools
 from tests.selection import covering, some
@@ -68,5 +68,8 @@ def test_processes_train_like_the_whole_model(pools: Pools, name: str, ranks: in
     cases = [case for case in (ON_PROCESSES if is_whole else SOME_ON_PROCESSES) if case[:2] == (name, ranks)]
     plans = [chain_plan(*case) for case in cases]
     assert plans
-    for plan, found in zip(plans, Execution("processes", pools).run(split_values, ranks, plans), strict=True):
-        assert_trained_like_the_whole_model(found, plan)
+    for index, transport in enumerate(TRANSPORTS):
+        # All cases over all transports, or each case over one of them.
+        chosen = plans if is_whole else plans[index :: len(TRANSPORTS)]
+        for plan, found in zip(chosen, Execution(transport, pools).run(split_values, ranks, chosen), strict=True):
+            assert_trained_like_the_whole_model(found, plan)

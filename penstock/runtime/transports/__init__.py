@@ -1,12 +1,17 @@
 """Transports carry messages between ranks. Each is one file here, and one line in `make_transport`."""
 
+import logging
+
 import torch
 
+from penstock.errors import RunError
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.transports.base import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Tensors, Transport
 from penstock.runtime.transports.described import DescribedTransport
 from penstock.runtime.transports.distributed import DistributedTransport
+from penstock.runtime.transports.links import connect
 from penstock.runtime.transports.local import LocalTransport
+from penstock.runtime.transports.shared_memory import SharedMemoryTransport
 
 __all__ = [
     "DescribedTransport",
@@ -16,15 +21,36 @@ __all__ = [
     "RecvSlot",
     "Route",
     "SendSlot",
+    "SharedMemoryTransport",
     "TensorCodec",
     "Tensors",
     "Transport",
     "make_transport",
 ]
 
+_LOG = logging.getLogger(__name__)
 
-def make_transport(groups: ProcessGroups, device: torch.device) -> Transport:
-    """The transport for the ranks of a pipeline."""
+
+def make_transport(groups: ProcessGroups, device: torch.device, choice: str = "auto") -> Transport:
+    """The transport for the ranks of a pipeline; collective if they are processes. `choice`: see `RunOptions`."""
     if groups.is_local or groups.monitor is None:
         return LocalTransport(device)
-    return DistributedTransport(groups.group, device, groups.monitor, groups.control)
+    remote = DistributedTransport(groups.group, device, groups.monitor, groups.control)
+    if choice == "distributed" or groups.num_ranks == 1:
+        return remote
+    if groups.links is None:
+        groups.links = connect(groups, device)
+    links, missing = groups.links
+    for (rank, other), reason in missing.items():
+        if choice == "shared":
+            error = RunError(
+                'transport="shared" needs all ranks on the CPUs of one host',
+                ranks=(rank, other),
+                reason=reason,
+                hint='RunOptions(transport="auto"), which uses shared memory where it can',
+            )
+            error.is_shared = True
+            raise error
+        if groups.rank in (rank, other):
+            _LOG.info("ranks %d and %d use torch.distributed, not shared memory: %s", rank, other, reason)
+    return SharedMemoryTransport(links, remote, device, groups.monitor) if links else remote

@@ -28,7 +28,7 @@ class TensorCodec:
 
     __slots__ = (
         *("_dtype", "_inverse", "_order", "_requires_grad", "_sent_shape", "_shape"),
-        *("is_empty", "is_optional", "value"),
+        *("is_empty", "is_optional", "num_bytes", "value"),
     )
 
     def __init__(self, value: Value, is_gradient: bool = False, is_optional: bool = False) -> None:
@@ -38,12 +38,17 @@ class TensorCodec:
         self.is_empty = math.prod(spec.shape) == 0
         self._requires_grad = spec.requires_grad and not is_gradient
         self._shape, self._dtype = torch.Size(spec.shape), getattr(torch, spec.dtype)
+        self.num_bytes = math.prod(spec.shape) * self._dtype.itemsize
         self._order = spec.order or None
         self._sent_shape = [spec.shape[dim] for dim in self._order] if self._order else spec.shape
         self._inverse = [self._order.index(dim) for dim in range(len(self._order))] if self._order else None
 
     def pack(self, tensor: Tensor | None, device: torch.device) -> Tensor:
         """The tensor as it is sent; None, a gradient that was not computed, becomes zeros."""
+        return self.prepare(tensor, device).contiguous()
+
+    def prepare(self, tensor: Tensor | None, device: torch.device) -> Tensor:
+        """The tensor as `pack` returns it, except that it need not be contiguous: to be copied to where it is sent."""
         if tensor is None:
             tensor = torch.zeros(self._shape, dtype=self._dtype, device=device)
         elif isinstance(tensor, DTensor):
@@ -66,7 +71,6 @@ class TensorCodec:
             tensor = tensor.detach()
         if self._order:
             tensor = tensor.permute(self._order)
-        tensor = tensor.contiguous()
         return torch.view_as_real(tensor.resolve_conj()) if self._dtype.is_complex else tensor
 
     def buffer(self, device: torch.device, is_pinned: bool = False) -> Tensor:
@@ -75,6 +79,11 @@ class TensorCodec:
             buffer = host_buffer(self._sent_shape, self._dtype)
         else:
             buffer = torch.empty(self._sent_shape, dtype=self._dtype, device=device)
+        return torch.view_as_real(buffer) if self._dtype.is_complex else buffer
+
+    def view(self, memory: Tensor) -> Tensor:
+        """The beginning of some bytes as a buffer to receive into or to copy to."""
+        buffer = memory[: self.num_bytes].view(self._dtype).view(self._sent_shape)
         return torch.view_as_real(buffer) if self._dtype.is_complex else buffer
 
     def unpack(self, buffer: Tensor) -> Tensor:

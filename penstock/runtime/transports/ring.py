@@ -1,0 +1,231 @@
+"""A ring of slots in shared memory: one process writes messages into it, another reads them in the same order.
+
+The memory is an anonymous file (`memfd_create`), which the sender creates and passes to the receiver through a Unix
+socket: no other process can open it, and the system frees it when both ends are gone, however they ended. It is not
+part of /dev/shm, so the size of that mount does not limit it.
+
+Layout: three counters, each in a cache line of its own, then the slots. A slot is a header, the tag and the size of its
+message, and the content. A message that is larger than a slot takes several.
+"""
+
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.transports.base import TensorCodec
+
+MAX_SLOT_BYTES = 4 << 20
+MAX_RING_BYTES = 16 << 20
+"""limits of the content of one slot, and of all slots of a ring"""
+MAX_SLOTS = 64
+_MIN_SLOTS = 2
+_MIN_SLOT_BYTES = 4096
+_ALIGNMENT = 64
+_HEADER = struct.Struct("<qq")
+_HEADER_BYTES = _ALIGNMENT
+# Positions of the counters in units of 8 bytes.
+_WRITTEN, _FREED, _IS_AWAITED = 0, 8, 16
+_FIRST_SLOT = 4096
+_MOVED = -1
+"""tag of the last message in a ring: the next one is in a new ring"""
+
+
+def round_up(size: int) -> int:
+    """The next multiple of the alignment, at which tensors of every dtype may begin."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class Place(NamedTuple):
+    """The content of one slot as the tensors of a message that fits into it."""
+
+    flags: Tensor | None
+    tensors: list[Tensor]
+
+
+class Layout:
+    """Where the tensors of a message are in its content, the same at both ends."""
+
+    def __init__(self, codecs: Sequence[TensorCodec], has_flags: bool) -> None:
+        self.codecs, self.has_flags = tuple(codecs), has_flags
+        self.num_messages = 0
+        """number of messages of the compiled steps that have this layout"""
+        self.places: dict[int, Place] = {}
+        """the slots of `ring` as tensors, by index; they are kept, since a step uses the same few again"""
+        self.ring: Ring | None = None
+        start = round_up(len(self.codecs)) if has_flags else 0
+        self.offsets: list[int] = []
+        for codec in self.codecs:
+            self.offsets.append(start)
+            start = round_up(start + codec.num_bytes)
+        self.num_bytes = start
+
+
+_BARRIER = threading.Lock()
+
+
+def memory_barrier() -> None:
+    """Make all writes so far visible to other processes before any later read or write of this thread.
+
+    A lock is the only atomic operation of Python: releasing it orders what was before, acquiring it what comes after.
+    """
+    with _BARRIER:
+        pass
+    with _BARRIER:
+        pass
+
+
+class Ring:
+    """One end of a ring with `num_slots` slots of `slot_bytes` bytes of content each."""
+
+    def __init__(self, memory: mmap.mmap, num_slots: int, slot_bytes: int) -> None:
+        self.num_slots, self.slot_bytes = num_slots, slot_bytes
+        self._memory = memory
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.counters = memoryview(memory).cast("q")
+        self._position = 0
+        """how many slots this end has written or read"""
+        self._limit = num_slots
+        """how many slots may be written, as far as the sender knows"""
+
+    @staticmethod
+    def create(num_messages: int, message_bytes: int) -> tuple["Ring", int]:
+        """A new ring for a step with these messages, and its file descriptor; raises OSError if there is no memory."""
+        slot_bytes = min(max(round_up(message_bytes), _ALIGNMENT), MAX_SLOT_BYTES)
+        num_slots = max(_MIN_SLOTS, min(num_messages, MAX_SLOTS, MAX_RING_BYTES // slot_bytes))
+        handle = os.memfd_create("penstock", os.MFD_CLOEXEC)
+        try:
+            size = _size(num_slots, slot_bytes)
+            # Reserved now: writing to a page for which there is no memory would kill the process.
+            os.posix_fallocate(handle, 0, size)
+            return Ring(mmap.mmap(handle, size), num_slots, slot_bytes), handle
+        except BaseException:
+            os.close(handle)
+            raise
+
+    @staticmethod
+    def create_smallest() -> tuple["Ring", int]:
+        """A ring through which messages of any size pass in small pieces."""
+        return Ring.create(_MIN_SLOTS, _MIN_SLOT_BYTES)
+
+    @staticmethod
+    def open(handle: int, num_slots: int, slot_bytes: int) -> "Ring":
+        """The other end of a ring, whose file descriptor is closed."""
+        try:
+            return Ring(mmap.mmap(handle, _size(num_slots, slot_bytes)), num_slots, slot_bytes)
+        finally:
+            os.close(handle)
+
+    def fits(self, num_messages: int, message_bytes: int) -> bool:
+        """Whether `create` would give a ring that is no larger."""
+        slot_bytes = min(max(round_up(message_bytes), _ALIGNMENT), MAX_SLOT_BYTES)
+        num_slots = min(num_messages, MAX_SLOTS, MAX_RING_BYTES // slot_bytes)
+        return self.slot_bytes >= slot_bytes and self.num_slots >= num_slots
+
+    # ------------------------------------------------------------------------------------------------------- sender
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a slot is free for writing."""
+        if self._position < self._limit:
+            return True
+        self._limit = self.counters[_FREED] + self.num_slots
+        return self._position < self._limit
+
+    def publish(self, tag: int, num_bytes: int) -> bool:
+        """Hand the slot that was filled over to the receiver; returns whether the receiver must be woken."""
+        _HEADER.pack_into(self._memory, self._slot_start, tag, num_bytes)
+        self._position = position = self._position + 1
+        counters = self.counters
+        memory_barrier()  # the content is visible before the counter
+        counters[_WRITTEN] = position
+        memory_barrier()  # either this sees that the receiver waits, or the receiver sees the new counter
+        if not counters[_IS_AWAITED]:
+            return False
+        counters[_IS_AWAITED] = 0
+        return True
+
+    def publish_move(self) -> bool:
+        """Announce that all further messages are in a new ring; the result is that of `publish`."""
+        return self.publish(_MOVED, 0)
+
+    # ----------------------------------------------------------------------------------------------------- receiver
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a slot was written that was not freed."""
+        return self.counters[_WRITTEN] != self._position
+
+    def await_message(self) -> bool:
+        """Ask the sender to wake this process after its next message; returns whether there is one already."""
+        self.counters[_IS_AWAITED] = 1
+        memory_barrier()
+        if not self.has_message:
+            return False
+        self.counters[_IS_AWAITED] = 0
+        return True
+
+    def header(self) -> tuple[int, int]:
+        """Tag of the message in the current slot, and its whole size in bytes."""
+        tag, num_bytes = _HEADER.unpack_from(self._memory, self._slot_start)
+        return tag, num_bytes
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether the next message is in a new ring."""
+        return self.header()[0] == _MOVED
+
+    def free(self) -> None:
+        """Let the sender overwrite the current slot."""
+        self._position = position = self._position + 1
+        memory_barrier()  # the content was read before the sender can overwrite it
+        self.counters[_FREED] = position
+
+    # --------------------------------------------------------------------------------------------------------- both
+
+    @property
+    def _slot_start(self) -> int:
+        return _FIRST_SLOT + (self._position % self.num_slots) * (_HEADER_BYTES + self.slot_bytes)
+
+    def place(self, layout: Layout) -> Place:
+        """The current slot as the tensors of a message."""
+        if layout.ring is not self:
+            layout.ring, layout.places = self, {}
+        index = self._position % self.num_slots
+        place = layout.places.get(index)
+        if place is None:
+            content = self.content(self.slot_bytes)
+            flags = content[: len(layout.codecs)] if layout.has_flags else None
+            pairs = zip(layout.codecs, layout.offsets, strict=True)
+            place = layout.places[index] = Place(flags, [codec.view(content[start:]) for codec, start in pairs])
+        return place
+
+    def content(self, num_bytes: int) -> Tensor:
+        """The first bytes of the current slot."""
+        start = self._slot_start + _HEADER_BYTES
+        return self._bytes[start : start + num_bytes]
+
+
+def _size(num_slots: int, slot_bytes: int) -> int:
+    return _FIRST_SLOT + num_slots * (_HEADER_BYTES + slot_bytes)
+
+
+def copy_piece(parts: Sequence[tuple[int, Tensor]], start: int, piece: Tensor, is_sent: bool) -> None:
+    """Copy the bytes of a message from `start` between its tensors and a piece of it, such as a slot.
+
+    `parts` are the tensors of the message, as bytes, with their offsets.
+    """
+    end = start + len(piece)
+    for offset, part in parts:
+        first, last = max(offset, start), min(offset + len(part), end)
+        if first < last:
+            inside, outside = piece[first - start : last - start], part[first - offset : last - offset]
+            if is_sent:
+                inside.copy_(outside)
+            else:
+                outside.copy_(inside)

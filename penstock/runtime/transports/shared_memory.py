@@ -1,0 +1,398 @@
+"""Messages between CPU ranks of one host, through rings in shared memory; other messages use torch.distributed.
+
+Each pair of ranks has a ring for each direction. A sender copies its message into the ring and continues; a receiver
+that finds no message sleeps until the sender wakes it through a socket (`links.py`).
+
+A send never waits for the receiver. That is safe for every program that `verify` accepts: it proves that all ranks
+reach their end even if each send waits until its receive is posted (rendezvous), and a send that waits less can only
+let its rank continue earlier. Nor can a message overtake another: a ring keeps their order, and `verify` demands that
+both ranks of a pair issue their messages in the same order. A ring that is full does not block either: the messages
+that do not fit are kept, as gloo keeps them, and a thread writes them once there is room. So a rank that is blocked
+elsewhere, such as in a collective of a sharded stage, cannot stop others by not sending.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from penstock.errors import RunError
+from penstock.runtime.monitor import RankMonitor
+from penstock.runtime.transports.base import RecvSlot, Route, SendSlot, TensorCodec, Tensors, Transport
+from penstock.runtime.transports.links import Link
+from penstock.runtime.transports.ring import Layout, Ring, copy_piece
+
+_LOG = logging.getLogger(__name__)
+_SPINS = 100
+"""how often a receiver looks for a message before it sleeps, about 10 us; not if there are more ranks than cores"""
+_RETRY_SECONDS = (5e-5, 1e-3)
+"""the shortest and longest pause of the thread that waits for room in a ring"""
+_WAIT_SECONDS = 0.2
+
+
+class SharedMemoryTransport(Transport):
+    """Sends the messages to ranks with a link through shared memory, and all others over `remote`."""
+
+    def __init__(self, links: dict[int, Link], remote: Transport, device: torch.device, monitor: RankMonitor) -> None:
+        super().__init__(device)
+        self._links, self._remote, self.monitor = links, remote, monitor
+        self._outboxes = {rank: _Outbox(link, device) for rank, link in links.items()}
+        spins = _SPINS if len(os.sched_getaffinity(0)) > len(links) else 0
+        self._inboxes = {rank: _Inbox(link, monitor, spins) for rank, link in links.items()}
+
+    def send_slot(self, route: Route) -> SendSlot:
+        """The sending end of a message."""
+        outbox = self._outboxes.get(route.peer)
+        return self._remote.send_slot(route) if outbox is None else _SendSlot(route, outbox, self.monitor)
+
+    def recv_slot(self, route: Route) -> RecvSlot:
+        """The receiving end of a message."""
+        inbox = self._inboxes.get(route.peer)
+        return self._remote.recv_slot(route) if inbox is None else _RecvSlot(route, inbox)
+
+    def clear(self) -> None:
+        """Drop messages in transit; other ranks that wait for this one are woken, and raise."""
+        super().clear()
+        self._remote.clear()
+        # If the check failed, no rank has sent anything. Otherwise the messages of the step cannot be told from those
+        # of the next one.
+        if self.problem is None:
+            for link in self._links.values():
+                link.close()
+
+
+class _Message:
+    """A message that is being sent: its tensors as bytes, with their offsets, until it is written."""
+
+    __slots__ = ("layout", "parts", "position", "tag")
+
+    def __init__(self, tag: int, layout: Layout, tensors: Tensors, device: torch.device) -> None:
+        self.tag, self.layout, self.position = tag, layout, 0
+        pairs = zip(layout.codecs, layout.offsets, tensors, strict=True)
+        self.parts = [
+            (offset, codec.pack(tensor, device).reshape(-1).view(torch.uint8))
+            for codec, offset, tensor in pairs
+            if not codec.is_empty
+        ]
+        if layout.has_flags:
+            self.parts.append((0, torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8)))
+
+
+class _Outbox:
+    """The messages to one rank."""
+
+    def __init__(self, link: Link, device: torch.device) -> None:
+        self._link, self._device = link, device
+        self._ring: Ring | None = None
+        self.pending: deque[_Message] = deque()
+        """messages that found no room; `_thread` writes them"""
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._error: RuntimeError | None = None
+        self._layouts: WeakValueDictionary[tuple[TensorCodec, ...], Layout] = WeakValueDictionary()
+        self._grows = True
+
+    def layout(self, route: Route) -> Layout:
+        """The layout of the messages of a route; the ring is made to fit them before the next one is sent."""
+        layout = _layout(self._layouts, route)
+        layout.num_messages += 1
+        self._grows = True
+        return layout
+
+    def send(self, tag: int, layout: Layout, tensors: Tensors) -> _Message | None:
+        """Write a message into the ring; one that does not fit is returned, and written later."""
+        if self._grows and not self.pending:
+            self._grow()
+        ring = self._ring
+        assert ring is not None
+        if self.pending or layout.num_bytes > ring.slot_bytes or not ring.has_room:
+            return self._send_later(_Message(tag, layout, tensors, self._device))
+        flags, places = ring.place(layout)
+        for codec, place, tensor in zip(layout.codecs, places, tensors, strict=True):
+            place.copy_(codec.prepare(tensor, self._device))
+        if flags is not None:
+            flags.copy_(torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8))
+        if ring.publish(tag, layout.num_bytes):
+            self._link.wake()
+        return None
+
+    def _send_later(self, message: _Message) -> _Message | None:
+        """Write as much of a message as there is room for; a thread writes the rest."""
+        with self._changed:
+            if not self.pending and self._write(message):
+                return None
+            self.pending.append(message)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_pending, name="penstock-send", daemon=True)
+                self._thread.start()
+            return message
+
+    def _write(self, message: _Message) -> bool:
+        """Write pieces of a message until it is complete, or the ring is full."""
+        ring, size = self._ring, message.layout.num_bytes
+        assert ring is not None
+        while ring.has_room:
+            piece = ring.content(min(ring.slot_bytes, size - message.position))
+            copy_piece(message.parts, message.position, piece, is_sent=True)
+            message.position += len(piece)
+            if ring.publish(message.tag, size):
+                self._link.wake()
+            if message.position >= size:
+                return True
+        return False
+
+    def _write_pending(self) -> None:
+        pause, longest = _RETRY_SECONDS
+        while True:
+            with self._changed:
+                before = self.pending[0].position if self.pending else 0
+                try:
+                    while self.pending and self._write(self.pending[0]):
+                        self.pending.popleft()
+                        pause = _RETRY_SECONDS[0]
+                    if self.pending and self._link.is_hung_up:
+                        self._link.is_closed = True
+                        self._link.check()
+                except RuntimeError as error:
+                    self._error = error
+                if not self.pending or self._error is not None or self._link.is_closed:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                pause = _RETRY_SECONDS[0] if self.pending[0].position > before else min(2 * pause, longest)
+            time.sleep(pause)
+
+    def finish(self, message: _Message, monitor: RankMonitor) -> None:
+        """Wait until a message is written, at most until the deadline."""
+        start = time.monotonic()
+        with self._changed:
+            while message in self.pending:
+                if self._error is not None:
+                    raise self._error
+                self._link.check()
+                monitor.check_deadline(start)
+                self._changed.wait(_WAIT_SECONDS)
+
+    def clear(self) -> None:
+        """Drop the messages that were not written."""
+        with self._changed:
+            self._link.is_closed = self._link.is_closed or bool(self.pending)
+            self.pending.clear()
+
+    def _grow(self) -> None:
+        """Create a ring for the messages of the steps that were compiled, if those before it were smaller."""
+        self._grows = False
+        ring, layouts = self._ring, list(self._layouts.values())
+        size, count = max(each.num_bytes for each in layouts), sum(each.num_messages for each in layouts)
+        if ring is not None and (ring.fits(count, size) or not ring.has_room):
+            self._grows = not ring.fits(count, size)
+            return
+        try:
+            new, handle = Ring.create(count, size)
+        except OSError as error:
+            _LOG.warning("no shared memory for messages of %d bytes (%s): they are sent in pieces", size, error)
+            if ring is not None:
+                return
+            new, handle = _smallest_ring()
+        self._link.give(new, handle)
+        if ring is not None and ring.publish_move():
+            self._link.wake()
+        self._ring = new
+
+
+def _smallest_ring() -> tuple[Ring, int]:
+    try:
+        return Ring.create_smallest()
+    except OSError as error:
+        raise RunError(
+            "there is no shared memory for messages between ranks",
+            reason=os.strerror(error.errno or 0),
+            hint='RunOptions(transport="distributed")',
+        ) from error
+
+
+class _Inbox:
+    """The messages from one rank."""
+
+    def __init__(self, link: Link, monitor: RankMonitor, spins: int) -> None:
+        self._link, self._monitor, self._spins = link, monitor, spins
+        self._ring: Ring | None = None
+        self.posted: deque[_RecvSlot] = deque()
+        """receives in the order in which the other rank sends"""
+        self._layouts: WeakValueDictionary[tuple[TensorCodec, ...], Layout] = WeakValueDictionary()
+
+    def layout(self, route: Route) -> Layout:
+        """The layout of the messages of a route."""
+        return _layout(self._layouts, route)
+
+    def receive(self) -> None:
+        """Wait for the next message and give it to the receive that was posted first."""
+        slot = self.posted.popleft()
+        ring, layout = self._await_message(slot.route), slot.layout
+        tag, size = ring.header()
+        if (tag, size) != (slot.route.tag, layout.num_bytes):
+            raise RunError(
+                "received another message than the program expects",
+                expected=(slot.route.tag, layout.num_bytes),
+                found=(tag, size),
+                peer=slot.route.peer,
+            )
+        if size <= ring.slot_bytes:
+            flags, places = ring.place(layout)
+            has_value = None if flags is None else flags.tolist()
+            # Copied: autograd may keep the tensor until backward, and the slot is needed before that.
+            buffers = [place.clone() for place in places]
+            ring.free()
+        else:
+            has_value, buffers = self._receive_pieces(slot.route, layout)
+        tensors: list[Tensor | None] = [
+            codec.unpack(buffer) for codec, buffer in zip(layout.codecs, buffers, strict=True)
+        ]
+        if has_value is not None:
+            triples = zip(layout.codecs, tensors, has_value, strict=True)
+            tensors = [None if codec.is_optional and not flag else tensor for codec, tensor, flag in triples]
+        slot.received = tensors
+
+    def _receive_pieces(self, route: Route, layout: Layout) -> tuple[list[int] | None, list[Tensor]]:
+        buffers = [codec.buffer(torch.device("cpu")) for codec in layout.codecs]
+        pairs = zip(layout.offsets, buffers, strict=True)
+        parts = [(offset, buffer.view(-1).view(torch.uint8)) for offset, buffer in pairs if buffer.numel()]
+        flags = torch.empty(len(buffers), dtype=torch.uint8) if layout.has_flags else None
+        if flags is not None:
+            parts.append((0, flags))
+        position = 0
+        while position < layout.num_bytes:
+            ring = self._await_message(route)
+            piece = ring.content(min(ring.slot_bytes, layout.num_bytes - position))
+            copy_piece(parts, position, piece, is_sent=False)
+            position += len(piece)
+            ring.free()
+        return None if flags is None else flags.tolist(), buffers
+
+    def _await_message(self, route: Route) -> Ring:
+        """The ring with the next message in its current slot."""
+        while True:
+            ring = self._ring
+            if ring is not None and not ring.has_message:
+                for _ in range(self._spins):
+                    if ring.has_message:
+                        break
+                else:
+                    self._sleep(route, ring)
+            if ring is None or ring.is_moved:
+                # The new ring was passed on before the last message of the old one.
+                self._sleep(route, None)
+                self._ring = self._link.rings.popleft()
+            else:
+                return ring
+
+    def _sleep(self, route: Route, ring: Ring | None) -> None:
+        """Wait until the ring has a message; without a ring, until the other rank has passed one."""
+        link, monitor = self._link, self._monitor
+        monitor.waiting(route.code, route.peer)
+        start = time.monotonic()
+        while not (link.rings if ring is None else ring.await_message()):
+            # Messages that were written before the other rank ended are still read.
+            link.check()
+            monitor.check_deadline(start)
+            link.wait()
+
+    def error(self, route: Route, error: RuntimeError) -> RunError:
+        """The error to raise when waiting for a message failed."""
+        return self._monitor.message_error(route.code, route.peer, error)
+
+    def clear(self) -> None:
+        """Drop the receives that were posted."""
+        self.posted.clear()
+
+
+class _SendSlot(SendSlot):
+    __slots__ = ("_layout", "_message", "_monitor", "_outbox", "_tag", "_tensors")
+
+    def __init__(self, route: Route, outbox: _Outbox, monitor: RankMonitor) -> None:
+        super().__init__(route)
+        self._outbox, self._monitor, self._layout, self._tag = outbox, monitor, outbox.layout(route), route.tag
+        self._tensors: Tensors = ()
+        self._message: _Message | None = None
+        """the message if it does not fit into the ring"""
+
+    def put(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def send(self) -> None:
+        tensors, self._tensors = self._tensors, ()
+        try:
+            self._message = self._outbox.send(self._tag, self._layout, tensors)
+        except RuntimeError as error:
+            raise self._monitor.message_error(self.route.code, self.route.peer, error) from error
+
+    def release(self) -> None:
+        """No-op: `send` has copied the message, or a thread does."""
+
+    def finish(self) -> None:
+        message, self._message = self._message, None
+        if message is not None:
+            self._monitor.waiting(self.route.code, self.route.peer)
+            try:
+                self._outbox.finish(message, self._monitor)
+            except RuntimeError as error:
+                raise self._monitor.message_error(self.route.code, self.route.peer, error) from error
+
+    @property
+    def held(self) -> list[Tensor]:
+        packed = [] if self._message is None else [part for _, part in self._message.parts]
+        return [*packed, *(tensor for tensor in self._tensors if tensor is not None)]
+
+    def clear(self) -> None:
+        self._tensors, self._message = (), None
+        self._outbox.clear()
+
+
+class _RecvSlot(RecvSlot):
+    __slots__ = ("_inbox", "layout", "received")
+
+    def __init__(self, route: Route, inbox: _Inbox) -> None:
+        super().__init__(route)
+        self._inbox, self.layout = inbox, inbox.layout(route)
+        self.received: Sequence[Tensor | None] | None = None
+
+    def post(self) -> None:
+        self._inbox.posted.append(self)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.received is not None
+
+    def wait(self) -> None:
+        while self.received is None:
+            try:
+                self._inbox.receive()
+            except RuntimeError as error:
+                raise self._inbox.error(self.route, error) from error
+
+    def take(self) -> Tensors:
+        received, self.received = self.received, None
+        return received or ()
+
+    @property
+    def held(self) -> list[Tensor]:
+        return []
+
+    def clear(self) -> None:
+        self.received = None
+        self._inbox.clear()
+
+
+def _layout(layouts: WeakValueDictionary[tuple[TensorCodec, ...], Layout], route: Route) -> Layout:
+    """The layout of a route, which lives as long as the slots of the compiled steps that use it."""
+    # By the codecs themselves: a compiled step uses the same ones for all microbatches of one kind.
+    layout = layouts.get(route.codecs)
+    if layout is None:
+        layout = layouts[route.codecs] = Layout(route.codecs, route.has_flags)
+    return layout
