@@ -1,7 +1,9 @@
 """Messages through shared memory arrive in order and unchanged, and a rank that waits is woken by the other's end."""
 
 import errno
+import faulthandler
 import os
+import signal
 import socket
 import threading
 import time
@@ -231,6 +233,28 @@ def test_a_rank_that_ends_wakes_one_that_waits_once_its_messages_are_read(ends: 
         receive(pairs[1][1])
     assert time.monotonic() - start < 10.0
     timer.join()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGABRT])
+def test_a_rank_that_waits_notices_a_killed_one_within_half_a_second(signum: int) -> None:
+    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if not pid:
+        second.close()
+        faulthandler.disable()  # it would print the stack
+        time.sleep(60.0)
+        os._exit(1)
+    first.close()
+    transport = SharedMemoryTransport({0: Link(second)}, LocalTransport(HOST), HOST, FakeMonitor())  # type: ignore[arg-type]
+    recv_slot = transport.recv_slot(Route(8, (0, 1, 0), 0, 3, codecs(SMALL)))
+    killed: list[float] = []
+    timer = threading.Timer(0.3, lambda: (killed.append(time.monotonic()), os.kill(pid, signum)))
+    timer.start()
+    with pytest.raises(RunError, match="connection closed"):
+        receive(recv_slot)
+    assert time.monotonic() - killed[0] < 0.5
+    timer.join()
+    os.waitpid(pid, 0)
 
 
 def test_a_failed_check_keeps_the_connection(ends: Any) -> None:
