@@ -5,6 +5,7 @@ import copy
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -36,13 +37,15 @@ def listed() -> dict[str, Any]:
 
 @cache
 def every() -> dict[str, Any]:
-    """All but those that take the parameters of the classes of torch and transformers that they replace."""
-    own = (one for name, one in listed().items() if not name.startswith(("penstock.pipelining.", "penstock.hf.")))
-    return {each.name: each for one in own for each in (one, *one.members)}
+    """Those of the members too."""
+    return {each.name: each for one in listed().values() for each in (one, *one.members)}
 
 
 def test_every_public_name_is_in_the_reference() -> None:
     assert {f"penstock.{name}" for name in penstock.__all__} - set(listed()) == set()
+    for package in ("penstock.hf", "penstock.pipelining"):
+        public = {name for name in import_module(package).__all__ if not name.startswith("_")}
+        assert {f"{package}.{name}" for name in public} - set(listed()) == set()
 
 
 def test_every_name_is_described() -> None:

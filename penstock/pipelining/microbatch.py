@@ -17,7 +17,11 @@ DEFAULT_CHUNK_DIM = 0
 
 
 class TensorChunkSpec:
-    """Split a tensor along this dimension, or merge the tensors of the microbatches along it."""
+    """Split a tensor along a dimension, or merge the tensors of the microbatches along it.
+
+    Args:
+        split_dim: the dimension
+    """
 
     def __init__(self, split_dim: int) -> None:
         self.split_dim = split_dim

@@ -48,6 +48,20 @@ def pipeline(
     """Record a model on an example microbatch, and cut it at the modules of `split_spec` or where it calls pipe_split.
 
     Every rank calls it with the same model. Later microbatches must have the shapes of the example.
+
+    Args:
+        module: the model
+        mb_args: positional arguments of the model for one microbatch, whose values do not matter
+        mb_kwargs: keyword arguments of the model for one microbatch
+        split_spec: where to cut, by module name; None: where the forward calls `pipe_split`
+        split_policy: must be None; a parameter of torch's, which changes an exported graph
+
+    Returns:
+        The model cut into stages.
+
+    Raises:
+        PartitionError: if a name is not that of a module that the forward calls, or a cut is not possible there
+        CaptureError: if the model cannot be recorded
     """
     if split_policy is not None:
         raise PartitionError(
@@ -250,7 +264,12 @@ class PipeInfo:
 
 
 class Pipe:
-    """A model cut into stages. Called like the model, it runs all stages in this process."""
+    """A model cut into stages by `pipeline`. Called like the model, it runs all stages in this process.
+
+    Args:
+        captured: the recorded model
+        partition: its stages
+    """
 
     def __init__(self, captured: Captured, partition: Partition) -> None:
         partition.check(captured.graph)
@@ -268,7 +287,14 @@ class Pipe:
     forward = __call__
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
-        """The module of a stage; its parameters are the model's own, with the model's names."""
+        """The module of a stage; its parameters are the model's own, with the model's names.
+
+        Args:
+            stage_idx: index of the stage
+
+        Raises:
+            PartitionError: if there is no such stage
+        """
         if not 0 <= stage_idx < self.num_stages:
             raise PartitionError(
                 "stage_idx must be at least 0 and below num_stages", got=stage_idx, num_stages=self.num_stages
@@ -276,7 +302,17 @@ class Pipe:
         return self._stages[stage_idx]
 
     def build_stage(self, stage_index: int, device: torch.device | str, group: Any = None) -> PipelineStage:
-        """Make the PipelineStage of a stage, for a schedule."""
+        """Make the PipelineStage of a stage, for a schedule.
+
+        Args:
+            stage_index: index of the stage
+            device: of the stage and its messages
+            group: the ranks of the pipeline; None: all ranks
+
+        Raises:
+            PartitionError: if there is no such stage
+            RunError: if torch.distributed is not initialised
+        """
         return build_stage(self.get_stage_module(stage_index), stage_index, self.info(), device, group)
 
     def info(self) -> PipeInfo:

@@ -155,10 +155,20 @@ class _PipelineSchedule:
     ) -> Any:
         """Run forward and, if there is a loss function, backward of one whole batch. Every rank of the group calls it.
 
-        The rank of the first stage passes the positional arguments, and the rank of the last stage passes the target
-        and `loss_kwargs`, further arguments of the loss function, which are not split. Keyword arguments go to this
-        rank's stages. On the rank of the last stage `losses` is filled with the loss of each microbatch, and the merged
-        outputs are returned unless `return_outputs` is False. Other ranks return None.
+        Args:
+            *args: arguments of the first stage, for the whole batch; given on its rank
+            target: of the loss function, for the whole batch; given on the rank of the last stage
+            losses: a list that is filled with the loss of each microbatch, on the rank of the last stage
+            return_outputs: whether the outputs are merged and returned
+            loss_kwargs: further keyword arguments of the loss function, which are not split
+            **kwargs: keyword arguments of this rank's stages, for the whole batch
+
+        Returns:
+            The outputs of the whole batch on the rank of the last stage, None on others.
+
+        Raises:
+            RunError: if the step failed on any rank, or ranks made different calls
+            ScheduleError: if the orders cannot be run
         """
         return self._run(args, kwargs, target, losses, return_outputs, loss_kwargs, self._has_backward)
 
@@ -171,7 +181,19 @@ class _PipelineSchedule:
         loss_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the forward of one whole batch without gradients. As in torch, modules stay in train or eval mode."""
+        """Run the forward of one whole batch without gradients. As in torch, modules stay in train or eval mode.
+
+        Args:
+            *args: as in `step`
+            target: as in `step`; None: no loss is computed
+            losses: as in `step`
+            return_outputs: as in `step`
+            loss_kwargs: as in `step`
+            **kwargs: as in `step`
+
+        Returns:
+            That of `step`.
+        """
         return self._run(args, kwargs, target, losses, return_outputs, loss_kwargs, False)
 
     def _run(
@@ -433,10 +455,23 @@ class PipelineScheduleSingle(_PipelineSchedule):
         output_merge_spec: Any = None,
         scale_grads: bool = True,
     ) -> None:
-        """`scale_grads`: the gradients of a mean loss are those of the batch; False: those of microbatches are summed.
+        """Build the orders of all ranks.
 
-        `args_chunk_spec`, `kwargs_chunk_spec` and `output_merge_spec` say how arguments are split into microbatches and
-        outputs merged; see `penstock.pipelining.microbatch`. Without them tensors are split along dimension 0.
+        Args:
+            stage: the stage of this rank
+            n_microbatches: number of microbatches that every batch is split into
+            loss_fn: called with the output and the target of a microbatch on the rank of the last stage; None: `step`
+                runs forwards only
+            args_chunk_spec: how positional arguments are split, a TensorChunkSpec or None each; None: tensors along
+                dimension 0
+            kwargs_chunk_spec: how keyword arguments are split, by name
+            output_merge_spec: how outputs of microbatches are merged; None: tensors along dimension 0
+            scale_grads: whether the gradients of a mean loss are those of the batch; False: those of microbatches are
+                summed
+
+        Raises:
+            ScheduleError: if there are not as many stages as ranks
+            RunError: if an argument has a wrong type
         """
         if isinstance(stage, PipelineStage) and stage.num_stages != stage.group_size:
             raise ScheduleError(
@@ -490,10 +525,25 @@ class PipelineScheduleMulti(_PipelineSchedule):
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
     ) -> None:
-        """See PipelineScheduleSingle. `backward_requires_autograd` must be True.
+        """Build the orders of all ranks.
 
-        `use_full_backward` is deprecated and has no effect, as in torch. `defer_pp_recv` has no effect: receives are
-        posted some passes before they are needed.
+        Args:
+            stages: the stages of this rank, in any order
+            n_microbatches: number of microbatches that every batch is split into
+            loss_fn: called with the output and the target of a microbatch on the rank of the last stage; None: `step`
+                runs forwards only
+            args_chunk_spec: how positional arguments are split, a TensorChunkSpec or None each; None: tensors along
+                dimension 0
+            kwargs_chunk_spec: how keyword arguments are split, by name
+            output_merge_spec: how outputs of microbatches are merged; None: tensors along dimension 0
+            use_full_backward: deprecated and without effect, as in torch
+            scale_grads: as in PipelineScheduleSingle
+            backward_requires_autograd: must be True
+            defer_pp_recv: without effect: receives are posted some passes before they are needed
+
+        Raises:
+            ScheduleError: if the schedule places other stages on this rank
+            RunError: if an argument has a wrong type
         """
         if use_full_backward is not None:
             warnings.warn(
@@ -523,7 +573,15 @@ class PipelineScheduleMulti(_PipelineSchedule):
         self._set_order(_read_order(orders_text(actions), format))
 
     def register_custom_function(self, computation_type: Any, custom_function: CustomFunction) -> None:
-        """Call `custom_function(action, ctx)` in place of actions of a type; `ctx.run()` runs the action itself."""
+        """Call a function in place of actions of a type.
+
+        Args:
+            computation_type: a member of torch's enumeration of actions, or its text
+            custom_function: called with the action and a context; `ctx.run()` runs the action itself
+
+        Raises:
+            RunError: if `custom_function` cannot be called, or actions of the type cannot be replaced
+        """
         if not callable(custom_function):
             raise RunError("custom_function must be a function", got=type(custom_function).__name__)
         self._functions[customisable_type(computation_type)] = custom_function
@@ -579,7 +637,17 @@ _CLASSES: tuple[type[_PipelineSchedule], ...] = (
 
 
 def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
-    """The class of a schedule by its name, such as "1F1B", "Schedule1F1B" or "interleaved"; case does not matter."""
+    """The class of a schedule by its name.
+
+    Args:
+        schedule_name: such as "1F1B", "Schedule1F1B" or "interleaved"; case does not matter
+
+    Returns:
+        The class.
+
+    Raises:
+        ScheduleError: if there is no schedule of that name
+    """
     wanted = str(schedule_name).lower()
     for member in _CLASSES:
         name = member.__name__.lower()

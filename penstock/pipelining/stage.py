@@ -15,16 +15,28 @@ from penstock.ir import as_int
 
 
 class PipelineStage:
-    """One stage of a pipeline of `num_stages`. Only its own rank needs `submodule`; shapes of messages are inferred.
+    """One stage of a pipeline, on its own rank; shapes of messages are inferred.
 
     The first stage is called with the positional arguments of `step`, every other stage with the values that the
     previous one returned: a tensor, or a list or tuple of tensors. Keyword arguments of `step` go to the stages of the
     rank that passes them.
 
-    The values of every microbatch must have the shapes and dtypes of `input_args` and `output_args`, if these are
-    given. `group` has the ranks of the pipeline; the default is all ranks. `dw_builder()` is called after each backward
-    and returns a function that computes the weight gradients, for modules whose own backward does not. `output_grads`,
-    `input_grads` and `get_mesh` are accepted because torch has them, and not used.
+    Args:
+        submodule: the module of the stage
+        stage_index: its place in the pipeline, from 0
+        num_stages: number of stages of the pipeline, on all ranks
+        device: of the module and of the messages
+        input_args: inputs of one microbatch, whose shapes and dtypes every microbatch must then have
+        output_args: outputs of one microbatch, whose shapes and dtypes every microbatch must then have
+        output_grads: accepted because torch has it, and not used
+        input_grads: accepted because torch has it, and not used
+        group: the ranks of the pipeline; None: all ranks
+        dw_builder: called after each backward; returns a function that computes the weight gradients, for modules whose
+            own backward does not
+        get_mesh: accepted because torch has it, and not used
+
+    Raises:
+        RunError: if torch.distributed is not initialised, or an argument does not fit
     """
 
     def __init__(
@@ -135,7 +147,18 @@ def build_stage(
 ) -> PipelineStage:
     """Make a stage from a module of `Pipe.get_stage_module`, which may be wrapped for data parallelism.
 
-    `pipe_info` is the result of `Pipe.info()`.
+    Args:
+        stage_module: the module, or a wrapper of it
+        stage_index: index of the stage
+        pipe_info: the result of `Pipe.info()`
+        device: of the stage and its messages
+        group: the ranks of the pipeline; None: all ranks
+
+    Returns:
+        The stage, for a schedule.
+
+    Raises:
+        RunError: if torch.distributed is not initialised
     """
     stage = PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
     stage.tied = pipe_info.tied_of(stage_index)
