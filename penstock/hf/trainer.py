@@ -79,6 +79,7 @@ class PipelineMixin:
         check_plan_choices(plan, microbatches, schedule)
         check_optimizer_class(*named.get("optimizer_cls_and_kwargs") or (None,))
         self._is_local, self._replicas = local, replicas
+        self._is_predicting = False
         self._pipe: Pipeline | None = None
         single = as_single_process(args, local, replicas)
         if len(given) > 1:
@@ -202,7 +203,16 @@ class PipelineMixin:
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of one batch on all ranks; returns the loss, divided as Trainer does."""
+        """Run forward and backward of one batch on all ranks.
+
+        Args:
+            model: given by Trainer
+            inputs: the batch of the whole pipeline, of all replicas
+            num_items_in_batch: number of tokens in all accumulated batches, counted by Trainer
+
+        Returns:
+            The loss, divided as Trainer does.
+        """
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -215,16 +225,28 @@ class PipelineMixin:
                 raise RuntimeError(reason) from error
             raise
 
+    def _own_samples(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """This replica's samples; all of them if there are fewer samples than replicas."""
+        if self._mesh is None:
+            return inputs
+        parts = split_batch(self.model.forward, (), inputs, None, self._replicas)
+        return inputs if len(parts) < self._replicas else parts[self._mesh.get_local_rank("dp")].kwargs
+
     def _own_share(self, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[dict[str, Any], Any]:
         """This replica's samples. Replicas average their gradients, so each divides by its share of the tokens."""
-        if self._mesh is None:
-            return inputs, num_items_in_batch
-        forward, replica = self.model.forward, self._mesh.get_local_rank("dp")
-        parts = split_batch(forward, (), inputs, None, self._replicas)
-        if len(parts) < self._replicas:
-            return inputs, num_items_in_batch  # fewer samples than replicas: all of them compute the whole batch
-        items = None if num_items_in_batch is None else num_items_in_batch / self._replicas
-        return parts[replica].kwargs, items
+        own = self._own_samples(inputs)
+        if own is inputs or num_items_in_batch is None or not self.args.average_tokens_across_devices:
+            return own, num_items_in_batch
+        return own, num_items_in_batch / self._replicas
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """The tokens of all replicas, or with `average_tokens_across_devices=False` those of this replica.
+
+        In an evaluation, every replica computes the whole batch.
+        """
+        if not self._is_predicting and not self.args.average_tokens_across_devices:
+            batch_samples = [self._own_samples(batch) for batch in batch_samples]
+        return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
 
     def _step(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
         if self._has_own_loss():
@@ -285,9 +307,23 @@ class PipelineMixin:
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        """Like Trainer; outputs are sent to all ranks only if they are needed."""
+        """Evaluate one batch like Trainer; outputs are sent to all ranks only if they are needed.
+
+        Args:
+            model: given by Trainer
+            inputs: the batch
+            prediction_loss_only: whether outputs and labels are left out of the result
+            ignore_keys: names of outputs to leave out
+
+        Returns:
+            Loss, outputs and labels.
+        """
         self._pipeline_model.keeps_outputs = not prediction_loss_only or self._has_own_loss()
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
+        self._is_predicting = True
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
+        finally:
+            self._is_predicting = False
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Like Trainer; outside of training, the model is converted if evaluation is to be in float16 or bfloat16."""
@@ -304,7 +340,14 @@ class PipelineMixin:
     # ------------------------------------------------------------------------------------------------------- optimizer
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer over this rank's parameters, with the parameter groups of the whole model."""
+        """Create the optimizer over this rank's parameters, with the parameter groups of the whole model.
+
+        Args:
+            model: not used: the parameters are those of the pipeline
+
+        Returns:
+            The optimizer.
+        """
         self._follow_model()
         if inspect.signature(super().create_optimizer).parameters:
             super().create_optimizer(self._pipeline_model)
@@ -326,7 +369,12 @@ class PipelineMixin:
     # ------------------------------------------------------------------------------------------------- saving, loading
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model for `from_pretrained`. Collective: every rank calls it, rank 0 writes."""
+        """Write the whole model for `from_pretrained`. Collective: every rank calls it, rank 0 writes.
+
+        Args:
+            output_dir: the directory; None: that of the training arguments
+            _internal_call: given by Trainer, and not used
+        """
         # Without a pipeline, the model is as it was given.
         state = None if self._pipe is None else self._deduplicate(self.pipe.full_state_dict())
         if self.args.should_save:

@@ -13,6 +13,7 @@ from penstock.ir import Plan
 from tests.hf import runs
 from tests.hf.test_losses import PlainChanged
 
+APART = {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2, "max_steps": 3}
 # 22 samples in batches of 4: the last one has a sample for each replica.
 RUNS = {
     "with accumulation": {"gradient_accumulation_steps": 2, "max_steps": 4},
@@ -30,13 +31,36 @@ def on_rank(plan: Plan, directory: str) -> list[runs.Numbers]:
         )
         numbers.append(runs.trained(trainer))
     trainer = runs.made(pipelined(PlainChanged), directory, {**halves, "max_steps": 5}, plan=plan, replicas=2)
+    numbers.append(runs.trained(trainer))
+    trainer = runs.made(PipelineTrainer, directory, {**halves, **APART}, plan=plan, replicas=2)
     return [*numbers, runs.trained(trainer)]
+
+
+class MeanOfHalves(hf.Trainer):  # type: ignore[misc]
+    """Each half of a batch is averaged over its own tokens of all accumulated batches."""
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        halves = zip(*(halves_of(batch) for batch in batch_samples), strict=True)
+        self.items = [super(MeanOfHalves, self)._get_num_items_in_batch(list(half), device) for half in halves]
+        return sum(self.items)
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        if not model.training:
+            return model(**inputs).loss
+        pairs = zip(halves_of(inputs), self.items, strict=True)
+        return sum(model(**half, num_items_in_batch=items).loss for half, items in pairs) / 2
+
+
+def halves_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    middle = len(batch["labels"]) // 2
+    return [{name: tensor[part] for name, tensor in batch.items()} for part in (slice(middle), slice(middle, None))]
 
 
 @pytest.mark.gloo
 def test_two_replicas_of_two_ranks_have_the_numbers_of_one_process(pools: Any, tmp_path: Path) -> None:
     expected = [runs.alone(tmp_path, given) for given in RUNS.values()]
     expected.append(runs.trained(runs.made(PlainChanged, tmp_path, {"max_steps": 5})))
+    expected.append(runs.trained(runs.made(MeanOfHalves, tmp_path, APART)))
     first, *others = pools[4].run(on_rank, runs.the_plan(), str(tmp_path))
     for index, numbers in enumerate(expected):
         assert list(runs.differences(numbers, first[index])) == []
