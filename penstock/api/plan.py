@@ -35,7 +35,10 @@ from penstock.ir import (
     Replicas,
     Schedule,
     SplitRule,
+    TrainingState,
+    find_device,
     from_json,
+    node_cluster,
     to_json,
 )
 from penstock.launch import host_id, one_line
@@ -71,6 +74,9 @@ def plan(
     loss_fn: LossFn | None = None,
     split: Split | None = None,
     speed: DeviceSpeed | None = None,
+    device: str | DeviceSpeed | None = None,
+    optimizer: str | None = None,
+    precision: str | None = None,
     budget_seconds: float = 10.0,
     depth: int | None = None,
     basic_blocks: Sequence[str | type] = (),
@@ -101,6 +107,11 @@ def plan(
             gradient
         split: the `split` that the Pipeline will get
         speed: the device to estimate for, if the model is on the meta device; None: this one
+        device: instead of `speed`, a DeviceSpeed or the name of a preset ("a100", "h100", ...), which also has the
+            memory and the links of the ranks where `memory` and `ranks` leave them open
+        optimizer: "adamw", "adam8bit", "sgd", "muon" or "none": its state counts in memory; None: no state
+        precision: "bf16" or "fp16": two-byte parameters have master weights and optimizer state in float32; None,
+            "fp32" or "pure-bf16": state has the dtype of the parameters
         budget_seconds: seconds for measuring and searching, approximately
         depth: as in `capture`: how deep modules are opened
         basic_blocks: as in `capture`: modules that stay whole
@@ -115,8 +126,19 @@ def plan(
         PlanError: if the arguments do not fit together
     """
     start = time.monotonic()
+    cluster = _ranks_of(mesh, ranks)
+    if device is not None:
+        speed, cluster = _on_device(device, speed, cluster)
     options = PlanOptions(
-        _ranks_of(mesh, ranks), microbatches, schedule, partitioner, stages_per_rank, memory, recompute, budget_seconds
+        cluster,
+        microbatches,
+        schedule,
+        partitioner,
+        stages_per_rank,
+        memory,
+        recompute,
+        budget_seconds,
+        TrainingState.named(optimizer, precision),
     )
     examples = Examples(model, args, kwargs, split, loss_fn, speed, Granularity(depth, basic_blocks))
     models = examples.measured(_microbatch_counts(options, examples), profile)
@@ -147,6 +169,20 @@ def _ranks_of(mesh: Any, ranks: int | Cluster | None) -> int | Cluster:
             'a Cluster must have the replicas along the axis "dp" of the mesh', got=count, mesh=num_replicas
         )
     return cluster if cluster.replicas.count == num_replicas else replace(cluster, replicas=Replicas(num_replicas))
+
+
+def _on_device(
+    device: str | DeviceSpeed, speed: DeviceSpeed | None, ranks: int | Cluster
+) -> tuple[DeviceSpeed, int | Cluster]:
+    """The speed of a device and, for a preset, the ranks with its memory and links where they have none."""
+    if speed is not None:
+        raise PlanError("speed and device must not both be given", hint="leave out one of them")
+    if isinstance(device, DeviceSpeed):
+        return device, ranks
+    name, preset = find_device(device)
+    if not isinstance(ranks, Cluster):
+        ranks = node_cluster(ranks, preset.within, preset.across)
+    return preset.speed(name), ranks if ranks.memory is not None else replace(ranks, memory=preset.memory)
 
 
 def _microbatch_counts(options: PlanOptions, examples: "Examples") -> list[int]:

@@ -99,7 +99,7 @@ def _balance(plan: Plan) -> Iterator[Advice]:
     costs, placement = plan.costs, plan.schedule.placement
     work = [0.0] * plan.num_ranks
     for stage, rank in enumerate(placement.ranks):
-        work[rank] += costs.forward[stage] + costs.backward[stage]
+        work[rank] += costs.mean("forward")[stage] + costs.mean("backward")[stage]
     if not all(work):
         return
     mean = sum(work) / len(work)
@@ -154,12 +154,10 @@ def _num_samples(plan: Plan) -> int:
 
 def _scaled(costs: StageCosts, factor: float) -> StageCosts:
     """The costs of a microbatch of another size; state that is held for the whole step stays."""
-    seconds = ("forward", "input_grad", "weight_grad", "backward")
     sizes = ("activation_bytes", "weight_grad_bytes")
     return replace(
-        costs,
-        **{name: tuple(value * factor for value in getattr(costs, name)) for name in seconds},
-        **{name: tuple(int(value * factor) for value in getattr(costs, name)) for name in sizes},
+        costs.times([factor] * costs.num_stages),
+        **{name: tuple(int(value * factor) for value in costs.most(name)) for name in sizes},
         messages=tuple(
             replace(
                 each,

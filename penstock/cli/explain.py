@@ -11,7 +11,7 @@ from penstock.cli.files import read_record
 from penstock.cli.models import HF, NO_EXAMPLE
 from penstock.cli.options import AsJson, Example
 from penstock.cli.output import print_json
-from penstock.cli.plan import Machine, PlanFlags, make_plan
+from penstock.cli.plan import Machine, PlanFlags, StateFlags, make_plan
 from penstock.errors import FormatError, PlanError
 
 if TYPE_CHECKING:
@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 File = Annotated[str, Argument(metavar="FILE", help="JSON file of a plan, or a MODEL to plan now.")]
 
 
-def explain(*, file: File, options: PlanFlags, machine: Machine, example: Example, as_json: AsJson = False) -> None:
+def explain(
+    *,
+    file: File,
+    options: PlanFlags,
+    machine: Machine,
+    state: StateFlags,
+    example: Example,
+    as_json: AsJson = False,
+) -> None:
     """Explain a plan.
 
     Prints its stages, the rank with the most work, the cost of moving each cut by one node, the active limit, and the
@@ -29,13 +37,13 @@ def explain(*, file: File, options: PlanFlags, machine: Machine, example: Exampl
     from penstock.ir import Plan
 
     if file.startswith(HF) or (".py:" in file and not Path(file).exists()):
-        plan = make_plan(file, options, machine, example)
+        plan = make_plan(file, options, machine, example, state=state)
     else:
         plan = read_record(Path(file))
         if not isinstance(plan, Plan):
             hint = "penstock plan --out FILE"
             raise FormatError("only a plan can be explained", got=type(plan).__name__, hint=hint)
-        if (options, machine, example) != (PlanFlags(), Machine(), NO_EXAMPLE):
+        if (options, machine, state, example) != (PlanFlags(), Machine(), StateFlags(), NO_EXAMPLE):
             hint = "penstock plan MODEL with these options, or explain without them"
             raise PlanError("options have no effect on a saved plan", file=file, hint=hint)
     others = _named_schedules(plan)

@@ -58,6 +58,15 @@ class Machine:
         float | None, Option(metavar="FLOP/S", help="Estimate for a device this fast, such as 3e14; else measure here.")
     ] = None
     memory_speed: Annotated[float | None, Option(metavar="B/S", help="Memory bandwidth of that device.")] = None
+    device: Annotated[
+        str | None,
+        Option(metavar="NAME", help="Estimate for a preset: a100, h100, h200, b200, l4, rtx4090 and others."),
+    ] = None
+    link: Annotated[
+        str | None, Option(metavar="NAME", help="Link inside a node: nvlink, pcie, 100G, 200G, 400G and others.")
+    ] = None
+    across: Annotated[str | None, Option(metavar="NAME", help="Link between nodes; default: as inside.")] = None
+    per_node: Annotated[int, Option(min=1, metavar="N", help="Ranks of a node.")] = 8
     bandwidth: Annotated[float | None, Option(metavar="B/S", help="Bandwidth of a link; default: unlimited.")] = None
     latency: Annotated[float, Option(metavar="SECONDS", help="Latency of a message between ranks.")] = 0.0
     cores: Annotated[
@@ -79,6 +88,11 @@ class Machine:
         """The device to estimate for; None for this one."""
         from penstock.ir import DeviceSpeed
 
+        if self.device is not None:
+            if self.flops is not None or self.memory_speed is not None:
+                hint = "leave out --flops and --memory-speed, or --device"
+                raise PlanError("a device has a speed of its own", device=self.device, hint=hint)
+            return DeviceSpeed.named(self.device)
         if (self.flops is None) != (self.memory_speed is None):
             hint = "--flops 3e14 --memory-speed 2e12, about one large GPU in half precision"
             raise PlanError("--flops and --memory-speed must be given together", hint=hint)
@@ -86,7 +100,7 @@ class Machine:
 
     def cluster(self, ranks: int) -> "Cluster":
         """The ranks with their links."""
-        from penstock.ir import Cluster
+        from penstock.ir import Cluster, find_device, node_cluster
 
         if ranks < 1:
             raise PlanError("ranks must be 1 or more", got=ranks, hint="--ranks 4")
@@ -97,7 +111,47 @@ class Machine:
             except ValueError:
                 hint = "--slowness 1,1,1.8,1"
                 raise PlanError("slowness must be one number per rank", got=repr(self.slowness), hint=hint) from None
-        return Cluster(ranks, None, self.latency, self.bandwidth, cores=self.cores, slowness=slowness)
+        preset = None if self.device is None else find_device(self.device)[1]
+        within = self.link or (preset.within if preset and self.bandwidth is None and not self.latency else None)
+        if within is None:
+            if self.across is not None:
+                raise PlanError("--across needs the link inside a node", hint=f"--link nvlink --across {self.across}")
+            cluster = Cluster(ranks, None, self.latency, self.bandwidth)
+        else:
+            if self.bandwidth is not None or self.latency:
+                raise PlanError("--link has a bandwidth and a latency of its own", hint="leave out one of them")
+            across = self.across or (preset.across if preset and not self.link else None)
+            cluster = node_cluster(ranks, within, across, self.per_node)
+        memory = preset.memory if preset else None
+        return replace(cluster, memory=memory, cores=self.cores, slowness=slowness)
+
+
+@dataclass(frozen=True)
+class StateFlags:
+    """What training holds besides parameters and activations; `penstock train` has options of these names too."""
+
+    optimizer: Annotated[
+        str, Option(metavar="NAME", help="adamw, adam8bit, sgd, muon or none: its state counts in memory.")
+    ] = "adamw"
+    precision: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help="fp32, bf16, fp16 (with master weights) or pure-bf16; a model without weights is converted to it.",
+        ),
+    ] = None
+
+    @classmethod
+    def of_training(cls, optimizer: str) -> "StateFlags":
+        """Those of `penstock train`: an optimizer that is not known by name counts as AdamW."""
+        from penstock.ir import OPTIMIZERS
+
+        return cls(optimizer.lower() if optimizer.lower() in OPTIMIZERS else "adamw")
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype that a model without weights is converted to."""
+        return {"fp32": "float32", "fp16": "float16"}.get(self.precision, "bfloat16") if self.precision else None
 
 
 @dataclass(frozen=True)
@@ -109,7 +163,7 @@ class Results:
         str | None,
         Option(
             metavar="TOOL",
-            help="Print module lists and the order in the format of torchtitan or automodel; with --out, write them.",
+            help="Print stages and order for torchtitan, automodel, megatron or deepspeed; with --out, write them.",
         ),
     ] = None
 
@@ -119,6 +173,7 @@ def plan(
     target: Model,
     options: PlanFlags,
     machine: Machine,
+    state: StateFlags,
     example: Example,
     results: Results,
     as_json: AsJson = False,
@@ -140,9 +195,9 @@ def plan(
         if machine != Machine():
             hint = "leave them out: links are measured and cores are counted"
             raise PlanError("options that describe the machine must not be given under torchrun", hint=hint)
-        best = _plan_under_torchrun(target, options, example, by_module=bool(results.emit))
+        best = _plan_under_torchrun(target, options, example, results.emit, state)
     else:
-        best = make_plan(target, options, machine, example, by_module=bool(results.emit))
+        best = make_plan(target, options, machine, example, results.emit, state=state)
     if best is None:
         return  # not the first rank
     if results.emit:
@@ -165,17 +220,19 @@ def make_plan(
     options: PlanFlags,
     machine: "Machine | RunningRanks",
     example: Example,
-    by_module: bool = False,
+    by_module: str | None = None,
     replicas: int = 1,
     device: Any = None,
+    state: StateFlags = StateFlags(),
 ) -> "Plan":
-    """Search for the best plan; with `by_module`, one whose stages are whole modules, as other tools need it.
+    """Search for the best plan; with `by_module`, one whose stages are whole modules, as that tool needs it.
 
     With `replicas`, each of them has its share of the samples of the batch. With `device`, the model is measured there.
     """
     import penstock
     from penstock.api.plan import Examples
     from penstock.capture import split_batch
+    from penstock.views import TIES_WEIGHTS
 
     if not options.microbatches.isdecimal() and options.microbatches != "auto":
         hint = "--microbatches 8"
@@ -191,6 +248,8 @@ def make_plan(
         "recompute": options.recompute,
         "budget_seconds": options.budget,
         "speed": machine.speed,
+        "optimizer": state.optimizer,
+        "precision": state.precision,
         **options.granularity,
     }
     problem = "the model failed on the batch while it was recorded or measured"
@@ -198,6 +257,10 @@ def make_plan(
         build_model(target, example, device) as (model, args, kwargs),
         user_errors(problem, source_of(target), CaptureError),
     ):
+        if state.dtype is not None and all(each.is_meta for each in model.parameters()):
+            import torch
+
+            model.to(getattr(torch, state.dtype))
         if replicas > 1:
             shares = split_batch(model.forward, args, kwargs, None, replicas)
             if len(shares) < replicas:
@@ -220,13 +283,15 @@ def make_plan(
             given = {"partitioner": lists, "schedule": schedule, "microbatches": "auto", "stages_per_rank": None}
             return penstock.plan(model, args, kwargs, **arguments | given)
 
+        ties_weights = by_module in TIES_WEIGHTS
         try:
-            return _cut_at_modules(best, plan_modules)
+            return _cut_at_modules(best, plan_modules, ties_weights)
         except PartitionError as error:
             if options.schedule != "auto" or options.stages_per_rank is not None or best.num_stages == best.num_ranks:
                 raise
             note(f"planned again with one stage per rank, because with {best.num_stages} stages: {error.problem}")
-        return _cut_at_modules(penstock.plan(model, args, kwargs, **arguments | {"stages_per_rank": 1}), plan_modules)
+        single = penstock.plan(model, args, kwargs, **arguments | {"stages_per_rank": 1})
+        return _cut_at_modules(single, plan_modules, ties_weights)
 
 
 def _known_partitioner(name: str) -> str:
@@ -267,27 +332,30 @@ def plan_for_group(
     target: str,
     options: PlanFlags,
     example: Example,
-    by_module: bool = False,
+    by_module: str | None = None,
     replicas: int = 1,
     group: Any = None,
     device: Any = None,
+    state: StateFlags = StateFlags(),
 ) -> "Plan":
     """Plan for the processes of a group, by default all; collective: every rank calls it and gets the same plan."""
     from penstock.api.plan import plan_together
 
     def make(cluster: "Cluster") -> "Plan":
-        return make_plan(target, options, RunningRanks(cluster), example, by_module, replicas, device)
+        return make_plan(target, options, RunningRanks(cluster), example, by_module, replicas, device, state)
 
     return plan_together(make, group=group)
 
 
-def _plan_under_torchrun(target: str, options: PlanFlags, example: Example, by_module: bool) -> "Plan | None":
+def _plan_under_torchrun(
+    target: str, options: PlanFlags, example: Example, by_module: str | None, state: StateFlags
+) -> "Plan | None":
     """The plan on rank 0, None on the other ranks."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     try:
-        best = plan_for_group(target, options, example, by_module)
+        best = plan_for_group(target, options, example, by_module, state=state)
         return best if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()
@@ -308,7 +376,9 @@ def _check_emit(tool: str, out: Path | None) -> None:
         check_targets((out, out.with_suffix(".csv")))
 
 
-def _cut_at_modules(plan: "Plan", plan_modules: "Callable[[list[list[str]], Schedule], Plan]") -> "Plan":
+def _cut_at_modules(
+    plan: "Plan", plan_modules: "Callable[[list[list[str]], Schedule], Plan]", ties_weights: bool
+) -> "Plan":
     """The plan if its stages are lists of modules, else one from `plan_modules` with cuts at module borders."""
     from penstock.partitioners import by_modules
     from penstock.views import check_can_run, module_lists
@@ -317,7 +387,7 @@ def _cut_at_modules(plan: "Plan", plan_modules: "Callable[[list[list[str]], Sche
     if by_modules(plan.graph, lists) != plan.partition:
         note("moved the cuts to module boundaries, because lists of module names cannot express others")
         plan = plan_modules(lists, plan.schedule)
-    check_can_run(plan)
+    check_can_run(plan, ties_weights)
     return plan
 
 

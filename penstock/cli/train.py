@@ -15,7 +15,7 @@ from penstock.api.train_options import TrainOptions
 from penstock.cli.models import Model
 from penstock.cli.options import AsJson, Example
 from penstock.cli.output import note
-from penstock.cli.plan import Machine, PlanFlags, is_torchrun_rank, make_plan, plan_for_group
+from penstock.cli.plan import Machine, PlanFlags, StateFlags, is_torchrun_rank, make_plan, plan_for_group
 from penstock.cli.restarts import Supervisor, check_checkpoints, check_min_ranks, locked, saved_plan
 from penstock.cli.train_log import STATUS, make_directory, number_text, with_earlier_steps, write_run
 from penstock.cli.train_options import CheckpointFlags, TrainFlags
@@ -207,6 +207,7 @@ class PlanChoice:
                 replicas=replicas,
                 group=group,
                 device=device,
+                state=StateFlags.of_training(self._job.flags.optimizer),
             )
 
     @property
@@ -244,4 +245,5 @@ class PlanChoice:
                 self._job.example,
                 replicas=replicas,
                 device=self._job.flags.device,
+                state=StateFlags.of_training(self._job.flags.optimizer),
             )

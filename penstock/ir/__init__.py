@@ -45,6 +45,7 @@ from penstock.ir.containers import (
     transform,
 )
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes, compute_stage_costs
+from penstock.ir.devices import DEVICES, LINKS, Device, LinkSpeed, find_device, find_link, node_cluster
 from penstock.ir.graph import (
     ADDED_LOSS,
     ITEM_BYTES,
@@ -103,6 +104,7 @@ from penstock.ir.splitting import SPLIT_HINT, Ragged, Rows, SplitRule, is_split_
 from penstock.ir.text import format_lines, parse_action, read_orders, write_atomic, write_csv
 from penstock.ir.timing import Needs, Seconds, find_waits, pass_seconds, schedule_length, walk, walk_passes
 from penstock.ir.trace import Curve, Idle, Series, Span, Trace, Transfer, critical_path
+from penstock.ir.training_state import OPTIMIZERS, PRECISIONS, TrainingState
 from penstock.ir.units import (
     align_columns,
     bytes_text,

@@ -223,7 +223,7 @@ def _check_slowness(slowness: object, ranks: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """Peak rates of a device, to estimate a model without running it.
+    """Achieved rates of a device, to estimate a model without running it; `DeviceSpeed.named("h100")` is a preset.
 
     `DeviceSpeed(3e14, 2e12)` is about one large GPU in half precision. An operation takes as long as its arithmetic or
     as moving the bytes that it reads and writes, whichever is longer.
@@ -235,6 +235,10 @@ class DeviceSpeed:
     """bytes read and written per second"""
     operation_seconds: float = 0.0
     """overhead of every operation, however small"""
+    name: str = field(default="", kw_only=True)
+    """of the device, for texts"""
+    rates: tuple[tuple[str, float], ...] = field(default=(), kw_only=True)
+    """operations per second by dtype, for those with a rate of their own"""
 
     def __post_init__(self) -> None:
         for name in ("flops_per_second", "bytes_per_second"):
@@ -243,10 +247,36 @@ class DeviceSpeed:
                 raise CostError(f"{name} must be a finite number above 0", value=repr(value), hint="such as 1e12")
         if not is_finite(self.operation_seconds) or self.operation_seconds < 0:
             raise CostError("operation_seconds must be finite seconds, 0 or more", value=repr(self.operation_seconds))
+        for dtype, rate in self.rates:
+            if not is_finite(rate) or rate <= 0:
+                raise CostError("rates must be finite numbers above 0", dtype=dtype, rate=repr(rate))
 
-    def seconds(self, flops: float, num_bytes: float) -> float:
-        """Seconds of one operation."""
-        return max(flops / self.flops_per_second, num_bytes / self.bytes_per_second) + self.operation_seconds
+    @classmethod
+    def named(cls, name: str) -> "DeviceSpeed":
+        """The achieved rates of a device by name.
+
+        Args:
+            name: such as "a100", "h100", "h200", "b200", "l4" or "rtx4090"; `penstock.ir.DEVICES` has all of them
+
+        Raises:
+            CostError: if there is no preset of that name
+        """
+        # devices.py imports this file.
+        from penstock.ir.devices import find_device
+
+        found, device = find_device(name)
+        return device.speed(found)
+
+    @cached_property
+    def _rates(self) -> dict[str, float]:
+        return dict(self.rates)
+
+    def seconds(self, flops: float, num_bytes: float, dtype: str = "") -> float:
+        """Seconds of one operation on tensors of a dtype."""
+        rate = self._rates.get(dtype, self.flops_per_second)
+        return max(flops / rate, num_bytes / self.bytes_per_second) + self.operation_seconds
 
     def __str__(self) -> str:
-        return f"{self.flops_per_second:.3g} flop/s, {self.bytes_per_second:.3g} B/s"
+        rates = [f"{self.flops_per_second:.3g} flop/s", *(f"{rate:.3g} in {dtype}" for dtype, rate in self.rates)]
+        text = f"{', '.join(rates)}, {self.bytes_per_second:.3g} B/s"
+        return f"{self.name}: {text}" if self.name else text

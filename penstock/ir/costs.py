@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +15,15 @@ from penstock.ir.graph import Graph, Node
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import MAX_STAGES, Placement
 from penstock.ir.profile import Profile
+from penstock.ir.training_state import TrainingState
 
-_PER_STAGE = ("forward", "input_grad", "weight_grad", "backward", "activation_bytes", "weight_grad_bytes")
+_SECONDS = ("forward", "input_grad", "weight_grad", "backward")
+_PER_STAGE = (*_SECONDS, "activation_bytes", "weight_grad_bytes")
+
+StageSeconds: TypeAlias = "float | tuple[float, ...]"
+"""of a stage: one number for every microbatch, or a number per microbatch"""
+StageBytes: TypeAlias = "int | tuple[int, ...]"
+"""likewise"""
 
 
 @dataclass(frozen=True)
@@ -54,20 +63,22 @@ class StateBytes:
 class StageCosts:
     """Seconds of every kind of pass and bytes of everything held, per stage and for one microbatch.
 
-    If left out, `backward` is input_grad + weight_grad, bytes are 0, and the weight gradient needs all activations.
+    An entry is a number, or a tuple with one number per microbatch if microbatches differ, as they do with sequences of
+    unequal lengths. If left out, `backward` is input_grad + weight_grad, bytes are 0, and the weight gradient needs all
+    activations.
     """
 
-    forward: tuple[float, ...]
+    forward: tuple[StageSeconds, ...]
     """seconds of the forward, one entry per stage"""
-    input_grad: tuple[float, ...]
+    input_grad: tuple[StageSeconds, ...]
     """seconds of the gradient of the stage's inputs"""
-    weight_grad: tuple[float, ...]
+    weight_grad: tuple[StageSeconds, ...]
     """seconds of the gradient of its parameters"""
-    backward: tuple[float, ...] = ()
+    backward: tuple[StageSeconds, ...] = ()
     """seconds of a full backward"""
-    activation_bytes: tuple[int, ...] = ()
+    activation_bytes: tuple[StageBytes, ...] = ()
     """kept from the forward until the backward, received inputs included"""
-    weight_grad_bytes: tuple[int, ...] = ()
+    weight_grad_bytes: tuple[StageBytes, ...] = ()
     """the part of activation_bytes that is held between an input gradient and its weight gradient"""
     messages: tuple[MessageCost, ...] = ()
     """bytes sent between stages; without them messages take no time"""
@@ -81,10 +92,12 @@ class StageCosts:
                 raise CostError(f"{field.name} must have one entry per stage", got=repr(value), hint=hint)
             object.__setattr__(self, field.name, tuple(value))
         for name in _PER_STAGE:
-            for stage, value in enumerate(getattr(self, name)):
-                if not is_finite(value) or value < 0:
-                    raise CostError(f"{name} must be a finite number, 0 or more", stage=stage, value=repr(value))
-        sums = tuple(i + w for i, w in zip(self.input_grad, self.weight_grad, strict=False))
+            object.__setattr__(self, name, tuple(_entry(name, *each) for each in enumerate(getattr(self, name))))
+        counts = {len(each) for name in _PER_STAGE for each in getattr(self, name) if isinstance(each, tuple)}
+        if len(counts) > 1:
+            hint = "one number, or one per microbatch"
+            raise CostError("costs must have the same number of microbatches", found=sorted(counts), hint=hint)
+        sums = tuple(map(_sum, self.input_grad, self.weight_grad))
         defaults = {
             "backward": sums,
             "activation_bytes": (0,) * self.num_stages,
@@ -131,13 +144,56 @@ class StageCosts:
         """The costs with the seconds of each stage multiplied by its factor; bytes stay."""
         if len(factors) != self.num_stages:
             raise CostError("costs must have the same number of stages", costs=self.num_stages, factors=len(factors))
-        return replace(
-            self,
-            **{
-                name: tuple(value * factor for value, factor in zip(getattr(self, name), factors, strict=True))
-                for name in ("forward", "input_grad", "weight_grad", "backward")
-            },
-        )
+        changed: dict[str, Any] = {
+            name: tuple(
+                tuple(each * factor for each in value) if isinstance(value, tuple) else value * factor
+                for value, factor in zip(getattr(self, name), factors, strict=True)
+            )
+            for name in _SECONDS
+        }
+        return replace(self, **changed)
+
+    @cached_property
+    def num_microbatches(self) -> int | None:
+        """Number of microbatches that the costs are for; None if every entry is one number, for any number of them."""
+        entries = (each for name in _PER_STAGE for each in getattr(self, name))
+        return next((len(each) for each in entries if isinstance(each, tuple)), None)
+
+    def check_microbatches(self, num_microbatches: int) -> None:
+        """Raise CostError if the costs are for another number of microbatches."""
+        if self.num_microbatches not in (None, num_microbatches):
+            raise CostError(
+                "costs must have one number per microbatch",
+                costs=self.num_microbatches,
+                microbatches=num_microbatches,
+                hint="one number per stage fits any number of microbatches",
+            )
+
+    def by_microbatch(self, name: str) -> NDArray[np.float64]:
+        """One of the fields as an array of a row per stage; a column per microbatch, or one if all entries are one."""
+        entries = getattr(self, name)
+        if self.num_microbatches is None:
+            return np.asarray(entries, dtype=np.float64)[:, None]
+        width = self.num_microbatches
+        return np.array([each if isinstance(each, tuple) else (each,) * width for each in entries], dtype=np.float64)
+
+    def mean(self, name: str) -> tuple[float, ...]:
+        """One of the fields, with the mean over microbatches of every stage."""
+        return tuple(sum(each) / len(each) if isinstance(each, tuple) else each for each in getattr(self, name))
+
+    def most(self, name: str) -> tuple[float, ...]:
+        """One of the fields, with the largest number of every stage."""
+        return tuple(max(each) if isinstance(each, tuple) else each for each in getattr(self, name))
+
+    def least(self) -> "StageCosts":
+        """The costs with the smallest number over microbatches in every entry."""
+        if self.num_microbatches is None:
+            return self
+        changed: dict[str, Any] = {
+            name: tuple(min(each) if isinstance(each, tuple) else each for each in getattr(self, name))
+            for name in _PER_STAGE
+        }
+        return replace(self, **changed)
 
     def message_bytes(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np.float64]:
         """Bytes of each message from a source stage to a target stage; 0 for a pair that is not in `messages`."""
@@ -157,6 +213,28 @@ class StageCosts:
         return len(self.forward)
 
 
+def _entry(name: str, stage: int, value: Any) -> Any:
+    """An entry of a field: a number, or a tuple of numbers, one per microbatch."""
+    values: tuple[Any, ...] = (value,)
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        values = value = tuple(value)
+    for each in values:
+        if not is_finite(each) or each < 0:
+            raise CostError(f"{name} must be a finite number, 0 or more", stage=stage, value=repr(each))
+    if not values:
+        raise CostError(f"{name} must have a number per microbatch, or one for all", stage=stage, got="()")
+    return value
+
+
+def _sum(first: StageSeconds, second: StageSeconds) -> StageSeconds:
+    """The sum of two entries, per microbatch if one of them is."""
+    if not isinstance(first, tuple) and not isinstance(second, tuple):
+        return first + second
+    width = len(first) if isinstance(first, tuple) else len(second) if isinstance(second, tuple) else 1
+    one, other = (each if isinstance(each, tuple) else (each,) * width for each in (first, second))
+    return tuple(i + w for i, w in zip(one, other, strict=True))
+
+
 def _are_bytes(*sizes: float) -> bool:
     return all(is_finite(size) and size >= 0 for size in sizes)
 
@@ -165,16 +243,15 @@ def compute_stage_costs(
     graph: Graph,
     profile: Profile,
     partition: Partition,
-    optimizer_copies: int = 0,
+    training: TrainingState = TrainingState(),  # noqa: B008
     placement: Placement | None = None,
     recomputed: Collection[int] = (),
 ) -> StageCosts:
     """Seconds and bytes of every stage for one microbatch.
 
     A node that several stages recompute is charged to each of them. A tensor with several tied names is held once per
-    stage that uses it. `optimizer_copies` is the number of values that the optimizer holds per trainable parameter: 0
-    for plain SGD, 2 for Adam. With a placement, storage that stages of one rank share counts once. The blocks of a
-    `recomputed` stage run once more at the beginning of its backward.
+    stage that uses it; `training` states what gradients and optimizer add to it. With a placement, storage that stages
+    of one rank share counts once. The blocks of a `recomputed` stage run once more at the beginning of its backward.
     """
     profile.check(graph)
     crossings, runs = partition.crossings(graph), partition.runs(graph)
@@ -203,8 +280,8 @@ def compute_stage_costs(
     for nodes in runs:
         names = {graph.tensor_of(name) for node in nodes for name in (*node.parameters, *node.buffers)}
         specs = [value.spec for value in (*graph.parameters, *graph.buffers) if value.name in names]
-        trained = sum(spec.bytes for spec in specs if spec.requires_grad)
-        state.append(StateBytes(sum(spec.bytes for spec in specs), trained, trained * optimizer_copies))
+        gradients, optimizer = (sum(map(each, specs)) for each in (training.gradient_bytes, training.optimizer_bytes))
+        state.append(StateBytes(sum(spec.bytes for spec in specs), gradients, optimizer))
     return StageCosts(
         forward=tuple(forward),
         input_grad=tuple(input_grad),

@@ -27,6 +27,7 @@ from penstock.ir.schedule import Program, Schedule
 from penstock.ir.splitting import Ragged, Rows
 from penstock.ir.text import write_atomic
 from penstock.ir.trace import Curve, Series, Trace
+from penstock.ir.training_state import TrainingState
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -39,7 +40,7 @@ RECORDS: dict[str, type] = {
     record.__name__: record
     for record in (
         *(TensorSpec, Value, Node, StorageGroup, Update, Graph),
-        *(NodeBytes, SavedTensors, NodeCost, Profile, DeviceSpeed),
+        *(NodeBytes, SavedTensors, NodeCost, Profile, DeviceSpeed, TrainingState),
         *(Crossing, Partition, Cuts),
         *(MessageCost, StateBytes, StageCosts),
         *(Link, Replicas, Cluster),

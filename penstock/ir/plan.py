@@ -19,6 +19,7 @@ from penstock.ir.placement import Cuts
 from penstock.ir.schedule import Program, Schedule
 from penstock.ir.splitting import SplitRule
 from penstock.ir.trace import Trace
+from penstock.ir.training_state import TrainingState
 from penstock.ir.units import align_columns, bytes_text, counted, percent_text, printable, seconds_text
 
 _PLAN_COLUMNS = ("stage", "rank", "nodes", "forward", "backward", "activations", "parameters", "first node")
@@ -26,7 +27,9 @@ _SEARCH_COLUMNS = (
     *("step", "bubble", "peak", "messages", "stages", "microbatches", "recomputed", "schedule", "cuts", "why not"),
 )
 _TOLERANCE = 1e-9
-_SHOWN_STEPS = 10
+_SHOWN_STEPS, _SHOWN_PEAKS = 10, 8
+ESTIMATED = "estimated"
+"""first word of the device of a profile whose seconds were not measured"""
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,10 @@ class Plan:
     """how arguments are split whose shape leaves that open, by name; found by running the model on the example"""
     program: Program | None = None
     """the order with its messages, if that was given: it is run as it is; `schedule` has its compute actions"""
+    device: str = ""
+    """the device that the seconds are for: measured there, or estimated for it"""
+    training: TrainingState = TrainingState()  # noqa: RUF009
+    """optimizer and precision, whose bytes count in the peaks"""
 
     def __post_init__(self) -> None:
         self.partition.check(self.graph)
@@ -270,11 +277,22 @@ class Plan:
         yield ", ".join(words)
         step, least = seconds_text(predicted.makespan), seconds_text(predicted.lower_bound)
         yield f"step {step}, bubble {percent_text(predicted.bubble)}, at best {least}"
-        yield "peak per rank: " + ", ".join(map(bytes_text, predicted.peaks))
+        yield f"peak per rank: {_peaks_text(predicted.peaks)}{self._state_text()}"
+        if self.device.startswith(ESTIMATED):
+            yield f"seconds {self.device}"
         if self.split:
             yield "split: " + ", ".join(f"{name} {rule}" for name, rule in self.split)
         if self.cluster.slowness:
             yield "slowness per rank: " + ", ".join(f"{factor:g}" for factor in self.cluster.slowness)
+
+    def _state_text(self) -> str:
+        """What the peaks hold besides parameters, gradients and activations."""
+        if self.schedule.is_forward_only:
+            return ""
+        name, precision = self.training.optimizer, self.training.precision
+        if name == "none":
+            return ", without the state of an optimizer"
+        return f", with the state of {name}" + (f" in {precision}" if precision else "")
 
     def _row(self, stage: int) -> tuple[str, ...]:
         nodes, costs = self.partition.stages[stage], self.costs
@@ -282,12 +300,19 @@ class Plan:
             str(stage),
             str(self.schedule.placement[stage]),
             str(len(nodes)),
-            seconds_text(costs.forward[stage]),
-            seconds_text(costs.backward[stage]),
-            bytes_text(costs.activation_bytes[stage]),
+            *(seconds_text(costs.mean(name)[stage]) for name in ("forward", "backward")),
+            bytes_text(int(costs.most("activation_bytes")[stage])),
             bytes_text(costs.state[stage].parameters),
             nodes[0],
         )
+
+
+def _peaks_text(peaks: tuple[int, ...]) -> str:
+    """Every peak, or of many ranks the smallest and the largest."""
+    if len(peaks) <= _SHOWN_PEAKS:
+        return ", ".join(map(bytes_text, peaks))
+    least, most = (choose(range(len(peaks)), key=peaks.__getitem__) for choose in (min, max))
+    return f"{bytes_text(peaks[least])} (rank {least}) to {bytes_text(peaks[most])} (rank {most})"
 
 
 @dataclass(frozen=True)

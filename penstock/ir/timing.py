@@ -15,11 +15,17 @@ from numpy.typing import NDArray
 
 from penstock.ir.action import Kind
 from penstock.ir.costs import StageCosts
-from penstock.ir.orders import Dependencies, Orders, peer_of, stage_of
+from penstock.ir.orders import Dependencies, Orders, microbatch_of, peer_microbatch_of, peer_of, stage_of
 from penstock.ir.schedule import Schedule
 
 Indices = NDArray[np.int64]
 Seconds = NDArray[np.float64]
+_PASSES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRAD: "input_grad",
+    Kind.WEIGHT_GRAD: "weight_grad",
+}
 
 
 @dataclass(frozen=True)
@@ -111,13 +117,19 @@ def walk(
 
 def pass_seconds(table: Orders, costs: StageCosts, overlap: float = 0.0) -> Seconds:
     """Seconds of every action, 0 if it does not compute. An overlapped pair hides `overlap` of its shorter half."""
-    by_kind = np.zeros((len(Kind), costs.num_stages))
-    by_kind[Kind.FORWARD], by_kind[Kind.BACKWARD] = costs.forward, costs.backward
-    by_kind[Kind.INPUT_GRAD], by_kind[Kind.WEIGHT_GRAD] = costs.input_grad, costs.weight_grad
-    seconds = by_kind[table.kinds, stage_of(table.codes)]
+    width = costs.num_microbatches or 1
+    by_kind = np.zeros((len(Kind), costs.num_stages, width))
+    for kind, name in _PASSES.items():
+        by_kind[kind] = costs.by_microbatch(name)
+
+    def column(microbatch: Indices) -> Indices | int:
+        return 0 if width == 1 else microbatch
+
+    seconds = by_kind[table.kinds, stage_of(table.codes), column(microbatch_of(table.codes))]
     pairs = table.kinds == Kind.OVERLAP
-    forward = by_kind[Kind.FORWARD, stage_of(table.codes[pairs])]
-    backward = by_kind[Kind.BACKWARD, peer_of(table.codes[pairs])]
+    codes = table.codes[pairs]
+    forward = by_kind[Kind.FORWARD, stage_of(codes), column(microbatch_of(codes))]
+    backward = by_kind[Kind.BACKWARD, peer_of(codes), column(peer_microbatch_of(codes))]
     seconds[pairs] = forward + backward - overlap * np.minimum(forward, backward)
     return np.asarray(seconds)
 
@@ -148,6 +160,7 @@ class Length(NamedTuple):
 def schedule_length(schedule: Schedule, costs: StageCosts) -> Length:
     """Length of one step over a chain of stages whose messages take no time."""
     table = schedule.table
+    costs.check_microbatches(schedule.num_microbatches)
     seconds = pass_seconds(table, costs)
     ends = walk_passes(table, schedule.dependencies(), seconds).ends
     first, last = table.starts[:-1], table.starts[1:] - 1

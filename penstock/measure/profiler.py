@@ -141,7 +141,7 @@ def estimate(subject: MeasuredModel, speed: DeviceSpeed, progress: Progress = no
     times = {node.name: known[group[0].name][0] for group in measured for node in group}
     memory = _memory_of_groups(groups, {name: memory for name, (_, memory) in known.items()})
     seconds = math.fsum(each.step for each in times.values())
-    return _profile(subject.graph, times, memory, sizes, seconds, f"estimated at {speed}", _versions())
+    return _profile(subject.graph, times, memory, sizes, seconds, f"estimated for {speed}", _versions())
 
 
 def _memory_of_groups(groups: Iterable[Sequence[Node]], first: Mapping[str, Memory]) -> dict[str, Memory]:

@@ -210,4 +210,5 @@ def measure_speed(device: torch.device | str = "cpu", dtype: torch.dtype = torch
     copy = min(clock.seconds(lambda: target.copy_(source))[0] for _ in range(_REPEATS))
     tiny = torch.ones(1, device=device)
     many, _ = clock.seconds(lambda: [tiny + tiny for _ in range(_TINY_REPEATS)])
-    return DeviceSpeed(2 * rows**3 / product, 2 * source.nbytes / copy, many / _TINY_REPEATS)
+    name = f"this machine ({device_name(device)})"
+    return DeviceSpeed(2 * rows**3 / product, 2 * source.nbytes / copy, many / _TINY_REPEATS, name=name)

@@ -67,7 +67,8 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             read = [*given[1:], *made] if packet in _PICKING and given else given
             moved = sum(map(_size, (*read, *made)))
             self.flops, self.bytes = self.flops + flops, self.bytes + moved
-            self.seconds_so_far += self._speed.seconds(flops, moved)
+            dtype = str(given[0].dtype).removeprefix("torch.") if flops and given else ""
+            self.seconds_so_far += self._speed.seconds(flops, moved, dtype)
         return result
 
 

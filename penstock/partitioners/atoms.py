@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import PartitionError
-from penstock.ir import Graph, Profile
+from penstock.ir import Graph, Profile, TrainingState
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -79,7 +79,7 @@ class Tensors:
     """Parameters and buffers, tied ones once."""
 
     state: Floats
-    """bytes that a stage holds for each: the tensor and, if trained, its gradient and the optimizer's copies"""
+    """bytes that a stage holds for each: the tensor and, if trained, its gradient and the optimizer's state"""
     parameters: Floats
     """bytes of the parameter alone; 0 for buffers"""
     uses: Incidence
@@ -176,7 +176,7 @@ class Atoms:
         )
 
 
-def build_atoms(graph: Graph, profile: Profile, groups: list[list[int]], optimizer_copies: int = 0) -> Atoms:
+def build_atoms(graph: Graph, profile: Profile, groups: list[list[int]], training: TrainingState) -> Atoms:
     """Returns one atom per node, or per group of nodes that stay together; `groups` are positions of nodes."""
     atom, home = _number_nodes(graph, groups)
     costs = [profile[node.name] for node in graph.nodes]
@@ -194,7 +194,7 @@ def build_atoms(graph: Graph, profile: Profile, groups: list[list[int]], optimiz
         sums(atom[real], seconds[real], len(nodes)),
         sums(atom[real], kept[real], len(nodes)),
         _values(graph, atom.tolist()),
-        _tensors(graph, runs, optimizer_copies),
+        _tensors(graph, runs, training),
         InputOnly(
             tuple(input_only.tolist()),
             seconds[input_only],
@@ -296,11 +296,11 @@ def _values(graph: Graph, atom: list[int]) -> Values:
     return Values(np.array(maker, dtype=np.int64), sizes, gradients, uses)
 
 
-def _tensors(graph: Graph, runs: Pairs, optimizer_copies: int) -> Tensors:
+def _tensors(graph: Graph, runs: Pairs, training: TrainingState) -> Tensors:
     state = [*((value, True) for value in graph.parameters), *((value, False) for value in graph.buffers)]
     number = {value.name: index for index, (value, _) in enumerate(state)}
     size = np.array([value.spec.bytes for value, _ in state], dtype=np.float64)
-    trained = np.array([value.spec.requires_grad for value, _ in state], dtype=np.float64)
+    added = [training.gradient_bytes(value.spec) + training.optimizer_bytes(value.spec) for value, _ in state]
     is_parameter = np.array([found for _, found in state], dtype=np.float64)
     uses = [
         (number[graph.tensor_of(name)], user)
@@ -308,7 +308,7 @@ def _tensors(graph: Graph, runs: Pairs, optimizer_copies: int) -> Tensors:
         for name in graph.nodes[place].parameters + graph.nodes[place].buffers
     ]
     pairs = np.array(uses, dtype=np.int64).reshape(-1, 2)
-    held = size * (1 + trained * (1 + optimizer_copies))
+    held = size + np.array(added, dtype=np.float64)
     return Tensors(held, size * is_parameter, Incidence.of(pairs[:, 0], pairs[:, 1]))
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from penstock.errors import PartitionError
-from penstock.ir import Cluster, Graph, Partition, Placement, Profile, as_int, counted, listed
+from penstock.ir import Cluster, Graph, Partition, Placement, Profile, TrainingState, as_int, counted, listed
 from penstock.partitioners.atoms import Atoms, Floats, build_atoms, inseparable_nodes, named_groups
 
 _ROUNDING = 1e-9
@@ -21,15 +21,15 @@ class Holding:
 
     in_flight: int | tuple[int, ...] = 1
     """microbatches whose activations a stage holds at once: one number, or one per stage"""
-    optimizer_copies: int = 0
-    """values that the optimizer stores per trained value: 0 for plain SGD, 2 for Adam"""
+    training: TrainingState = TrainingState()
+    """bytes of gradients and of the optimizer"""
 
     def __post_init__(self) -> None:
         counts = self.in_flight if isinstance(self.in_flight, tuple) else (self.in_flight,)
         if not counts or any((as_int(count) or 0) < 1 for count in counts):
             raise PartitionError("microbatches in flight must be whole numbers, 1 or more", in_flight=self.in_flight)
-        if as_int(self.optimizer_copies) is None or self.optimizer_copies < 0:
-            raise PartitionError("copies of the optimizer must be 0 or more", optimizer_copies=self.optimizer_copies)
+        if not isinstance(self.training, TrainingState):
+            raise PartitionError("training must be a TrainingState", got=repr(self.training))
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Problem:
     def atoms(self) -> Atoms:
         """The graph as arrays, with nodes that must stay together in one atom."""
         groups = inseparable_nodes(self.graph) + named_groups(self.graph, self.together)
-        return build_atoms(self.graph, self.profile, groups, self.holding.optimizer_copies)
+        return build_atoms(self.graph, self.profile, groups, self.holding.training)
 
     @cached_property
     def slowness_of(self) -> Floats:

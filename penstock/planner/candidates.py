@@ -20,6 +20,7 @@ from penstock.ir import (
     Program,
     Schedule,
     StageCosts,
+    TrainingState,
     compute_stage_costs,
 )
 from penstock.partitioners import PARTITIONERS, Division, Holding, Partitioner, Problem, by_modules, divide
@@ -59,6 +60,7 @@ class StageLayout:
     num_microbatches: int
     cluster: Cluster
     choices: Choices
+    training: TrainingState = TrainingState()
 
     @cached_property
     def plain_costs(self) -> StageCosts:
@@ -97,7 +99,7 @@ class StageLayout:
 
     def _costs(self, recomputed: Collection[int]) -> StageCosts:
         graph, profile = self.measured
-        costs = compute_stage_costs(graph, profile, self.partition, placement=self.placement, recomputed=recomputed)
+        costs = compute_stage_costs(graph, profile, self.partition, self.training, self.placement, recomputed)
         return costs.times(self.cluster.slowness_of(self.placement)) if self.cluster.slowness else costs
 
     def plan(self, orders: Schedule | Program, name: str, bound: float = 0.0) -> Plan:
@@ -119,6 +121,8 @@ class StageLayout:
             self.cluster,
             predicted,
             program=given,
+            device=self.measured.profile.device,
+            training=self.training,
         )
 
 
@@ -265,8 +269,9 @@ def _cut(measured: Measured, placement: Placement | None, count: int, options: P
     cluster = options.cluster
     problems = [Problem(measured.graph, measured.profile, replace(cluster, memory=None), placement)]
     if cluster.limits:
-        in_flight = sorted({1, min(count, cluster.ranks)}, reverse=True)
-        problems += [Problem(measured.graph, measured.profile, cluster, placement, Holding(n)) for n in in_flight]
+        for in_flight in sorted({1, min(count, cluster.ranks)}, reverse=True):
+            holding = Holding(in_flight, options.training)
+            problems.append(Problem(measured.graph, measured.profile, cluster, placement, holding))
     seen: set[tuple[Partition, Placement]] = set()
     for problem in problems:
         try:
@@ -303,7 +308,7 @@ def _layout(
         kind = "vee"
     schedule = options.schedule if isinstance(options.schedule, str) else GIVEN
     choices = Choices(name, schedule, (False,) * partition.num_stages, kind)
-    return StageLayout(measured, partition, placement, count, options.cluster, choices)
+    return StageLayout(measured, partition, placement, count, options.cluster, choices, options.training)
 
 
 def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[Found]:
@@ -321,9 +326,8 @@ def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[Found]:
         names = [find(str(asked)).name]
 
     def freed_per_second(stage: int) -> float:
-        plain = layout.plain_costs
-        freed = plain.activation_bytes[stage] - layout.recomputed_costs.activation_bytes[stage]
-        return freed / max(plain.forward[stage], 1e-12)
+        plain, again = (each.most("activation_bytes") for each in (layout.plain_costs, layout.recomputed_costs))
+        return (plain[stage] - again[stage]) / max(layout.plain_costs.mean("forward")[stage], 1e-12)
 
     for name in names:
         is_full = options.recompute == "full"

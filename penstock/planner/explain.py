@@ -106,7 +106,7 @@ def no_fit_error(plans: Sequence[Plan], models: Models, options: PlanOptions) ->
     hints = list(_ways_out(nearest, models, options))
     return FitError(
         f"no plan fits in memory: with {nearest.choices.schedule}, the nearest, {_shortage(nearest)}",
-        parameters_and_gradients=bytes_text(_state_bytes(nearest, rank)),
+        parameters_gradients_and_optimizer=bytes_text(_state_bytes(nearest, rank)),
         activations=bytes_text(nearest.predicted.peaks[rank] - _state_bytes(nearest, rank)),
         hint="; or ".join(hints) if hints else "a smaller model, or ranks with more memory",
     )

@@ -14,6 +14,7 @@ from penstock.ir import (
     Partition,
     Program,
     Schedule,
+    TrainingState,
     as_int,
     is_finite,
     read_schedule,
@@ -47,6 +48,8 @@ class PlanOptions:
     """one of "none", "full", or "auto": recompute activations where memory requires it"""
     budget_seconds: float = 10.0
     """how long to search for a better plan"""
+    training: TrainingState = TrainingState()
+    """optimizer and precision, which count in memory"""
 
     def __post_init__(self) -> None:
         if not isinstance(self.ranks, Cluster):
@@ -97,6 +100,8 @@ class PlanOptions:
             ("recompute", self.recompute),
             ("ranks", str(self.cluster.ranks)),
             ("memory", str(self.cluster.memory)),
+            ("optimizer", self.training.optimizer),
+            ("precision", str(self.training.precision)),
             ("slowness", str(self.cluster.slowness)),
         )
 

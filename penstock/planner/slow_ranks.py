@@ -243,7 +243,8 @@ def replan(plan: Plan, slowness: tuple[float, ...], budget_seconds: float = REPL
     present = simulate(lower(plan.orders, cuts=plan.cuts), plan.costs_on(cluster), cluster).makespan
     profile = estimate_profile(plan, plan.costs_on(replace(plan.cluster, slowness=None)))
     models = {plan.num_microbatches: Measured(plan.graph, profile)}
-    options = PlanOptions(cluster, schedule=_asked_schedule(plan), budget_seconds=budget_seconds)
+    asked = _asked_schedule(plan)
+    options = PlanOptions(cluster, schedule=asked, budget_seconds=budget_seconds, training=plan.training)
     return Replan(present, search(models, options).predicted.makespan, plan_command(plan, slowness))
 
 
@@ -293,17 +294,17 @@ def estimate_profile(plan: Plan, costs: StageCosts) -> Profile:
         return float(made * (1 + sum(math.prod(shape[1:]) for shape in matrices)))
 
     found: dict[str, NodeCost] = {}
+    seconds, sizes = ("forward", "backward", "input_grad", "weight_grad"), ("activation_bytes", "weight_grad_bytes")
     for stage, names in enumerate(plan.partition.stages):
         amounts = {name: work(plan.graph[name]) for name in names}
         total = math.fsum(amounts.values())
-        forward, backward = costs.forward[stage], costs.backward[stage]
-        input_grad, weight_grad = costs.input_grad[stage], costs.weight_grad[stage]
+        forward, backward, input_grad, weight_grad = (costs.mean(name)[stage] for name in seconds)
         if not input_grad:
             # The first stage returns no gradient; its nodes would in another stage.
             input_grad = weight_grad = backward / 2
         for name, amount in amounts.items():
             share = amount / total if total else 1 / len(names)
-            kept = NodeBytes(int(share * costs.activation_bytes[stage]), int(share * costs.weight_grad_bytes[stage]))
+            kept = NodeBytes(*(int(share * costs.most(name)[stage]) for name in sizes))
             found[name] = NodeCost(
                 name, share * forward, share * backward, share * input_grad, share * weight_grad, kept
             )

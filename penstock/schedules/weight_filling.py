@@ -20,6 +20,7 @@ from penstock.ir import (
     Schedule,
     StageCosts,
     find_waits,
+    microbatch_of,
     pass_seconds,
     schedule_length,
     stage_of,
@@ -35,6 +36,7 @@ def refill(schedule: Schedule, costs: StageCosts) -> Schedule:
         raise CostError(
             "costs must have the same number of stages", costs=costs.num_stages, schedule=schedule.num_stages
         )
+    costs.check_microbatches(schedule.num_microbatches)
     actions = _action_table(schedule, costs)
     variants = (schedule, *(_GreedyFill(schedule, actions, patience).run() for patience in _PATIENCE))
     lengths = [schedule_length(variant, costs) for variant in variants]
@@ -58,18 +60,19 @@ class _ActionTable(NamedTuple):
 def _action_table(schedule: Schedule, costs: StageCosts) -> _ActionTable:
     table = schedule.table
     stages = stage_of(table.codes)
-    known = any(costs.activation_bytes)
-    kept = np.asarray(costs.activation_bytes if known else (1,) * costs.num_stages, dtype=float)
-    late = np.asarray(costs.weight_grad_bytes if known else (1,) * costs.num_stages, dtype=float)
-    allocated = np.zeros((len(Kind), costs.num_stages))
+    columns = microbatch_of(table.codes) if costs.num_microbatches else 0
+    kept, late = (costs.by_microbatch(name) for name in ("activation_bytes", "weight_grad_bytes"))
+    if not kept.any():
+        kept = late = np.ones_like(kept)
+    allocated = np.zeros((len(Kind), *kept.shape))
     allocated[Kind.FORWARD], allocated[Kind.INPUT_GRAD], allocated[Kind.WEIGHT_GRAD] = kept, late - kept, -late
     return _ActionTable(
         table.kinds.tolist(),
         find_waits(table, schedule.dependencies()).one,
         pass_seconds(table, costs).tolist(),
-        np.asarray(costs.weight_grad)[stages].tolist(),
-        allocated[table.kinds, stages].tolist(),
-        (-late[stages]).tolist(),
+        costs.by_microbatch("weight_grad")[stages, columns].tolist(),
+        allocated[table.kinds, stages, columns].tolist(),
+        (-late[stages, columns]).tolist(),
     )
 
 

@@ -62,7 +62,10 @@ def _curve(base: int, seconds: NDArray[np.float64], amount: NDArray[np.float64])
 
 
 def _activations(program: Program, costs: StageCosts, passes: Passes) -> Changes:
-    kept, late = np.asarray(costs.activation_bytes, float), np.asarray(costs.weight_grad_bytes, float)
+    shape = (costs.num_stages, program.num_microbatches)
+    kept, late = (
+        np.broadcast_to(costs.by_microbatch(name), shape) for name in ("activation_bytes", "weight_grad_bytes")
+    )
     # Per (stage, microbatch) the index at whose end everything is freed: its Free if there is one, else its last pass.
     release = program.makers[Fact.WEIGHT_GRADIENT].copy()
     freed = passes.kind == Kind.FREE
@@ -73,7 +76,7 @@ def _activations(program: Program, costs: StageCosts, passes: Passes) -> Changes
         index = passes.index[chosen]
         if at_release:
             index = release[passes.stage[chosen], passes.microbatch[chosen]]
-        return Changes(index, np.full(len(index), side), amount[passes.stage[chosen]])
+        return Changes(index, np.full(len(index), side), amount[passes.stage[chosen], passes.microbatch[chosen]])
 
     return _join(
         [

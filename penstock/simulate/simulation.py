@@ -48,6 +48,7 @@ def simulate(program: Program, costs: StageCosts | None = None, cluster: Cluster
     cluster = cluster or Cluster(program.num_ranks)
     if costs.num_stages != program.num_stages:
         raise CostError("costs must have the same number of stages", costs=costs.num_stages, program=program.num_stages)
+    costs.check_microbatches(program.num_microbatches)
     if cluster.ranks != program.num_ranks:
         raise CostError(
             "the cluster must have the same number of ranks", cluster=cluster.ranks, program=program.num_ranks

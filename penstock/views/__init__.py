@@ -8,7 +8,7 @@ from typing import Any
 from penstock.views.base import RichView, Staged, Subject, Traces, View
 from penstock.views.chrome import Chrome
 from penstock.views.cuts import Cuts
-from penstock.views.emit import EMITTERS, check_can_run, module_lists
+from penstock.views.emit import EMITTERS, TIES_WEIGHTS, check_can_run, module_lists
 from penstock.views.memory import Memory
 from penstock.views.model import Model
 from penstock.views.outline import Outline

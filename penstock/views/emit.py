@@ -7,6 +7,9 @@ from collections.abc import Callable
 from penstock.errors import PartitionError, PlanError
 from penstock.ir import Placement, Plan
 
+_LAYER = re.compile(r"\.\d+$")
+"""the end of the name of an element of a list"""
+_LOOP = "--stages-per-rank 1, or --schedule interleaved"
 _ELEMENT = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
 """the part of a module name up to the index in the outermost list of modules"""
 
@@ -58,8 +61,70 @@ def automodel(plan: Plan, csv: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-EMITTERS: dict[str, Callable[[Plan, str], str]] = {"torchtitan": torchtitan, "automodel": automodel}
+def megatron(plan: Plan, csv: str) -> str:
+    """The arguments of Megatron-LM, with the layers of every stage as its pipeline layout.
+
+    Megatron runs its own 1F1B order, interleaved if a rank has several stages; `csv` is for reference.
+    """
+    ranks = plan.num_ranks
+    depth, rest = divmod(plan.num_stages, ranks)
+    if rest or plan.schedule.placement != Placement.loop(ranks, depth):
+        raise PlanError("the placement must be a loop", placement=plan.schedule.placement.ranks, hint=_LOOP)
+    lists = module_lists(plan)
+    counts = [sum(_LAYER.search(name) is not None for name in names) for names in lists]
+    letters = ["t" if count == 1 else f"t*{count}" if count else "" for count in counts]
+    # Megatron has the embedding first and the output layer with the loss last, whatever is beside them here.
+    letters[0], letters[-1] = f"E{letters[0]}", f"{letters[-1]}L"
+    lines = [
+        f"--num-layers {sum(counts)}",
+        f"--pipeline-model-parallel-size {ranks}",
+        f'--pipeline-model-parallel-layout "{"|".join(letters)}"',
+        f"--micro-batch-size {_samples(plan)}",
+        f"--global-batch-size {_samples(plan) * plan.num_microbatches * plan.cluster.replicas.count}",
+    ]
+    if _recomputes(plan):
+        lines += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+    order = "1F1B" if depth == 1 else "interleaved 1F1B"
+    return "\n".join((f"# Megatron runs {order}; the planned order is in {csv}", *lines)) + "\n"
+
+
+def deepspeed(plan: Plan, csv: str) -> str:
+    """The JSON of DeepSpeed with the partition of a PipelineModule; `csv` is for reference.
+
+    `parts` are boundaries in `layers`: stage s has the layers from parts[s] up to parts[s + 1]. DeepSpeed runs 1F1B.
+    """
+    if plan.schedule.placement != Placement.loop(plan.num_ranks):
+        placement = plan.schedule.placement.ranks
+        raise PlanError("DeepSpeed has one stage per rank", placement=placement, hint="--stages-per-rank 1")
+    lists = module_lists(plan)
+    layers = list(dict.fromkeys(name for names in lists for name in names))
+    parts = [0]
+    for names in lists:
+        parts.append(parts[-1] + sum(name in layers[parts[-1] :] for name in names))
+    config = {
+        "train_micro_batch_size_per_gpu": _samples(plan),
+        "gradient_accumulation_steps": plan.num_microbatches,
+        "train_batch_size": _samples(plan) * plan.num_microbatches * plan.cluster.replicas.count,
+        "pipeline": {
+            "stages": plan.num_ranks,
+            "activation_checkpoint_interval": int(_recomputes(plan)),
+            "parts": parts,
+            "layers": layers,
+            "planned_order": csv,
+        },
+    }
+    return json.dumps(config, indent=2) + "\n"
+
+
+EMITTERS: dict[str, Callable[[Plan, str], str]] = {
+    "torchtitan": torchtitan,
+    "automodel": automodel,
+    "megatron": megatron,
+    "deepspeed": deepspeed,
+}
 """by the name of the framework"""
+TIES_WEIGHTS = frozenset({"megatron", "deepspeed"})
+"""frameworks that add the gradients of a parameter that two stages share"""
 
 
 def module_lists(plan: Plan) -> list[list[str]]:
@@ -101,8 +166,11 @@ def module_lists(plan: Plan) -> list[list[str]]:
     return [[*names, *(name for name in again if name and name not in home)] for names in lists]
 
 
-def check_can_run(plan: Plan) -> None:
-    """Raise PartitionError for plans that torch.distributed.pipelining, on which both frameworks build, cannot run."""
+def check_can_run(plan: Plan, ties_weights: bool = False) -> None:
+    """Raise PartitionError for plans whose stages do more than pass values to the next, as the frameworks require.
+
+    With `ties_weights`, two stages may share a parameter.
+    """
     for producer, consumer in plan.cuts.edges:
         if consumer != producer + 1:
             values = [c.values[0].name for c in plan.partition.crossings(plan.graph) if c.consumer == consumer]
@@ -113,6 +181,8 @@ def check_can_run(plan: Plan) -> None:
                 read_in_stage=consumer,
                 hint="penstock train, which sends it directly",
             )
+    if ties_weights:
+        return
     stage_of = {name: plan.partition.stage_of(node.name) for node in plan.graph.nodes for name in node.parameters}
     for names in plan.graph.tied:
         if len(found := {stage_of[name] for name in names if name in stage_of}) > 1:

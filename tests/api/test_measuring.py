@@ -51,7 +51,7 @@ def test_by_default_the_users_cache_is_used(tmp_path: Path, monkeypatch: pytest.
 
 def test_on_the_meta_device_seconds_are_estimated():
     profile = penstock.measure(captured("meta"))
-    assert profile.device.startswith("estimated at")
+    assert profile.device.startswith("estimated for")
     assert profile["1"].memory == penstock.measure(captured(), iterations=1, cache=False)["1"].memory
 
 

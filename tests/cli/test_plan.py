@@ -9,8 +9,9 @@ import pytest
 
 import penstock
 from penstock import Plan
-from penstock.cli.plan import Machine, PlanFlags
-from penstock.ir import Prediction, from_json
+from penstock.cli.plan import Machine, PlanFlags, StateFlags
+from penstock.errors import PlanError
+from penstock.ir import DeviceSpeed, Prediction, TrainingState, from_json
 from penstock.planner import PlanOptions
 from tests.plans import chain_plan
 
@@ -88,7 +89,9 @@ def test_the_options_of_the_command_are_the_fields_of_plan_options() -> None:
     """The command line cannot import the record, which needs numpy, without slowing down --help."""
     flags = {{"budget": "budget_seconds"}.get(field.name, field.name): field.default for field in fields(PlanFlags)}
     of_capture = {"depth": None, "block": None}
-    assert flags == {field.name: field.default for field in fields(PlanOptions)} | of_capture
+    in_python = {field.name: field.default for field in fields(PlanOptions) if field.name != "training"}
+    assert flags == in_python | of_capture
+    assert [field.name for field in fields(StateFlags)] == [field.name for field in fields(TrainingState)]
 
 
 def test_an_own_order_is_explained_beside_the_named_schedules(call, tmp_path: Path) -> None:
@@ -108,3 +111,33 @@ def test_an_own_order_is_explained_beside_the_named_schedules(call, tmp_path: Pa
     assert list(others.values()) == sorted(others.values())
     plan.save(tmp_path / "named.json")
     assert "Named schedules" not in call("explain", "named.json").output
+
+
+def test_a_device_has_memory_and_links() -> None:
+    cluster = Machine(device="a100").cluster(16)
+    assert cluster.limits == (80 * 2**30,) * 16
+    assert cluster.link(0, 1).bandwidth > 5 * cluster.link(7, 8).bandwidth
+    assert Machine(device="a100").speed == DeviceSpeed.named("a100")
+    assert Machine(device="l4", bandwidth=1e9).cluster(2).bandwidth == 1e9
+    assert Machine(link="pcie").cluster(2).limits == ()
+
+
+@pytest.mark.parametrize(
+    ("machine", "text"),
+    [
+        (Machine(device="a100", flops=1e12), "a speed of its own"),
+        (Machine(across="400G"), "--across needs the link"),
+        (Machine(link="nvlink", bandwidth=1e9), "a bandwidth and a latency of its own"),
+    ],
+)
+def test_contradictory_machines(machine: Machine, text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        machine.cluster(2), machine.speed
+
+
+def test_the_optimizer_of_a_training_counts() -> None:
+    assert StateFlags.of_training("SGD").optimizer == "sgd"
+    assert StateFlags.of_training("file.py:make").optimizer == "adamw"
+    assert [StateFlags(precision=name).dtype for name in (None, "fp32", "bf16", "fp16")] == [
+        *(None, "float32", "bfloat16", "float16")
+    ]

@@ -22,6 +22,7 @@ from penstock.ir import (
     StateBytes,
     StorageGroup,
     TensorSpec,
+    TrainingState,
     Update,
     Value,
     compute_stage_costs,
@@ -174,7 +175,7 @@ def test_a_tied_tensor_is_held_once_by_one_stage():
 
 
 def test_the_optimizer_holds_copies_of_what_is_trained():
-    assert [state.optimizer for state in compute_stage_costs(GRAPH, PROFILE, TWO, optimizer_copies=2).state] == [
+    assert [state.optimizer for state in compute_stage_costs(GRAPH, PROFILE, TWO, TrainingState("adamw")).state] == [
         200,
         200,
     ]

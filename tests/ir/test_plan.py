@@ -82,7 +82,7 @@ def test_a_plan_prints_as_a_table():
     assert str(PLAN).splitlines() == [
         "2 stages (linear) on 2 ranks, schedule gpipe, 1 microbatch, 1 stage recomputed",
         "step 3.25 s, bubble 50.0 %, at best 3 s",
-        "peak per rank: 2 KiB, 100 B",
+        "peak per rank: 2 KiB, 100 B, without the state of an optimizer",
         "",
         "stage  rank  nodes  forward  backward  activations  parameters  first node",
         "    0     0      2   250 ms       1 s        3 MiB       5 GiB  embed",

@@ -6,7 +6,7 @@ from itertools import count, islice
 import pytest
 
 from penstock.errors import PartitionError
-from penstock.ir import Cluster, Placement
+from penstock.ir import Cluster, Placement, TrainingState
 from penstock.partitioners import Holding, Problem, divide
 from tests.partitioners.examples import Trial, outcome, wild
 
@@ -29,7 +29,8 @@ def problem_of(seed, num_nodes, placement, cluster):
     ranks = placement.num_ranks if placement else draw.randint(1, 3)
     slowness = tuple(draw.choice([1.0, 1.0, 2.5]) for _ in range(ranks)) if draw.random() < 0.4 else None
     where = Cluster(ranks, slowness=slowness, **cluster)
-    return Problem(*wild(seed, num_nodes), where, placement, Holding(2, 2), overlaps=draw.random() < 0.5)
+    holding = Holding(2, TrainingState("adamw"))
+    return Problem(*wild(seed, num_nodes), where, placement, holding, overlaps=draw.random() < 0.5)
 
 
 @pytest.mark.untraced

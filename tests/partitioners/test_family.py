@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.graphs import chain
 from penstock.errors import PartitionError
-from penstock.ir import Cluster, Placement, StorageGroup, Update, Value, compute_stage_costs
+from penstock.ir import Cluster, Placement, StorageGroup, TrainingState, Update, Value, compute_stage_costs
 from penstock.partitioners import PARTITIONERS, Holding, Problem, divide, find
 from tests.partitioners.examples import wild
 
@@ -95,9 +95,9 @@ def test_nodes_are_kept_together_if_asked(name):
 
 def test_no_rank_exceeds_its_memory_or_the_error_names_the_shortage(name):
     graph, profile = wild(3, 14)
-    holding = Holding(in_flight=2, optimizer_copies=2)
+    holding = Holding(in_flight=2, training=TrainingState("adamw"))
     division = divide(name, Problem(graph, profile, Cluster(4, memory=800), holding=holding))
-    costs = compute_stage_costs(graph, profile, division.partition, optimizer_copies=2)
+    costs = compute_stage_costs(graph, profile, division.partition, training=TrainingState("adamw"))
     held = [each.total + 2 * kept for each, kept in zip(costs.state, costs.activation_bytes, strict=True)]
     assert max(sum(held[stage] for stage in stages) for stages in division.placement.stages) <= 800
     with pytest.raises(

@@ -38,7 +38,7 @@ def test_an_unknown_node_to_keep_together_is_answered_with_the_nearest():
         divide("linear", Problem(graph, profile, Cluster(2), together=(("3", "111"),)))
 
 
-@pytest.mark.parametrize("wrong", [{"in_flight": 0}, {"in_flight": ()}, {"optimizer_copies": -1}])
+@pytest.mark.parametrize("wrong", [{"in_flight": 0}, {"in_flight": ()}, {"training": "adamw"}])
 def test_holding_takes_whole_numbers(wrong):
     with pytest.raises(PartitionError):
         Holding(**wrong)

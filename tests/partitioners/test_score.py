@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.graphs import chain
-from penstock.ir import Cluster, Link, Placement, TensorSpec, Value, compute_stage_costs
+from penstock.ir import Cluster, Link, Placement, TensorSpec, TrainingState, Value, compute_stage_costs
 from penstock.partitioners import Holding, Problem
 from penstock.partitioners.costs import Box, CostRates, Runs
 from penstock.partitioners.score import Score, partition_of
@@ -24,7 +24,7 @@ def bounds_at_random(problem, seed):
 def wild_problems(number, knows_held=False, **options):
     for seed in range(number):
         graph, profile = wild(seed, 12, knows_held)
-        holding = Holding(in_flight=(3, 2, 1), optimizer_copies=2)
+        holding = Holding(in_flight=(3, 2, 1), training=TrainingState("adamw"))
         problem = Problem(graph, profile, Cluster(3, bandwidth=7.0, latency=0.5), holding=holding, **options)
         if len(problem.atoms) >= 3:
             yield problem, bounds_at_random(problem, seed)
@@ -35,7 +35,7 @@ def test_seconds_and_bytes_of_stages_are_those_of_fold(knows_held):
     for problem, bounds in wild_problems(100, knows_held):
         score = Score(problem, problem.atoms, stages_of(bounds))
         partition = partition_of(problem, problem.atoms, score.stage)
-        costs = compute_stage_costs(problem.graph, problem.profile, partition, optimizer_copies=2)
+        costs = compute_stage_costs(problem.graph, problem.profile, partition, training=TrainingState("adamw"))
         assert score.stage_seconds == pytest.approx(np.add(costs.forward, costs.backward))
         state = [each.total for each in costs.state]
         assert score.memory == pytest.approx(np.add(state, np.multiply((3, 2, 1), costs.activation_bytes)))

@@ -93,7 +93,7 @@ def refusal(memory, **asked):
 def test_the_shortage_is_reported_with_its_numbers():
     text = refusal(8000, schedule="gpipe")
     assert re.search(r"with gpipe, the nearest, rank [01] lacks [\d.]+ KiB: it would hold [\d.]+ KiB of 7.81 KiB", text)
-    assert re.search(r"parameters and gradients: 2 KiB, activations: [\d.]+ KiB", text)
+    assert re.search(r"parameters gradients and optimizer: 2 KiB, activations: [\d.]+ KiB", text)
 
 
 def test_another_schedule_is_suggested_where_it_would_fit():

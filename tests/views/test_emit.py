@@ -1,5 +1,7 @@
 """Plans as configurations of other frameworks, and the plans that these cannot run."""
 
+import json
+import re
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -163,3 +165,55 @@ class Outer(nn.Module):
 def test_torchtitan_cannot_split_modules_inside_others() -> None:
     with pytest.raises(PartitionError, match=r"at its own children only \(module: model.layers.0"):
         torchtitan(planned(Outer(), "1f1b"), "s.csv")
+
+
+def layout_of(text: str) -> list[list[str]]:
+    """The stages of a layout, read as megatron-core documents it: E, t, L, `x*n` and stages between `|`."""
+    return [list(re.sub(r"(.)\*(\d+)", lambda found: found[1] * int(found[2]), stage)) for stage in text.split("|")]
+
+
+def megatron_layout(config: str) -> str:
+    return re.search(r'--pipeline-model-parallel-layout "([^"]+)"', config)[1]
+
+
+@pytest.mark.parametrize(("schedule", "order"), [("1f1b", "1F1B"), ("interleaved", "interleaved 1F1B")])
+def test_megatron_gets_the_layers_of_every_stage(schedule: str, order: str) -> None:
+    config = EMITTERS["megatron"](plan(schedule), "order.csv")
+    layers = layout_of(megatron_layout(config))
+    expected = [sum(name.startswith("layers.") for name in names) for names in module_lists(plan(schedule))]
+    assert [stage.count("t") for stage in layers] == expected
+    assert layers[0][0] == "E"
+    assert layers[-1][-1] == "L"
+    assert config.startswith(f"# Megatron runs {order}; the planned order is in order.csv\n--num-layers 4\n")
+    assert "--micro-batch-size 2\n--global-batch-size 6\n" in config
+
+
+def test_megatron_reads_the_layout_itself() -> None:
+    layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
+    layout = layouts.PipelineParallelLayerLayout(megatron_layout(EMITTERS["megatron"](plan(), "order.csv")), 2)
+    layout.validate_layer_layout(4, None)
+
+
+def test_megatron_places_stages_in_a_loop() -> None:
+    with pytest.raises(PlanError, match="the placement must be a loop"):
+        EMITTERS["megatron"](plan("zbv"), "order.csv")
+
+
+def test_megatron_and_deepspeed_recompute_everything_or_nothing() -> None:
+    whole = replace(plan(), choices=replace(plan().choices, recompute=(True, True)))
+    assert "--recompute-granularity full" in EMITTERS["megatron"](whole, "")
+    assert '"activation_checkpoint_interval": 1' in EMITTERS["deepspeed"](whole, "")
+
+
+def test_deepspeed_gets_the_boundaries_of_the_stages() -> None:
+    pipeline = json.loads(EMITTERS["deepspeed"](plan(), "order.csv"))["pipeline"]
+    assert [pipeline["layers"][a:b] for a, b in pairwise(pipeline["parts"])] == module_lists(plan())
+    with pytest.raises(PlanError, match="one stage per rank"):
+        EMITTERS["deepspeed"](plan("interleaved"), "order.csv")
+
+
+def test_only_some_frameworks_tie_weights() -> None:
+    tied = planned(Net(tied=True), "1f1b")
+    check_can_run(tied, ties_weights=True)
+    with pytest.raises(PartitionError, match="tied parameter"):
+        check_can_run(tied)

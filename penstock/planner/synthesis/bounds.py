@@ -46,7 +46,7 @@ def lower_bound(problem: ScheduleProblem) -> Bound:
         bounds = _bounds(table, range(problem.num_ranks))
         cores = problem.cluster.cores
         if cores is not None and cores < problem.num_ranks:
-            work = table.share * float(table.seconds.sum()) * problem.num_microbatches
+            work = table.share * table.work(range(table.num_rows))
             bounds.append(Bound(work / cores, f"work of all ranks on {cores} cores"))
     else:
         bounds = [bound for rank in range(problem.num_ranks) for bound in _bounds(_single_rank(table, rank), (rank,))]
@@ -59,11 +59,11 @@ def _bounds(table: PassTable, ranks: Iterable[int]) -> list[Bound]:
     mirrored = table.mirrored()
     # A start in mirrored time is the time from the end of a pass to the end of the step; microbatches run backwards.
     begin, end = earliest_starts(table), earliest_starts(mirrored)
-    bounds = []
+    bounds = [_longest_microbatch(table)] if table.unequal is not None else []
     for rank in ranks:
         rows = list(table.rows_of_rank[rank])
         path = (begin[rows] + table.seconds[rows, None] + end[rows][:, ::-1]).max()
-        work = table.share * table.seconds[rows].sum() * table.problem.num_microbatches
+        work = table.share * table.work(rows)
         # The idle seconds up to a moment at the beginning and from a moment at the end on add up only if the two do not
         # overlap. They do not if work and idle seconds together are longer than the two moments together.
         early, late = _forced_idle(table, begin, rank), _forced_idle(mirrored, end, rank)
@@ -73,6 +73,17 @@ def _bounds(table: PassTable, ranks: Iterable[int]) -> list[Bound]:
         bounds.append(Bound(float(busy), f"work and forced idle time of rank {rank}"))
         bounds.append(Bound(_littles_law(table, begin, end, rank), f"memory of rank {rank}"))
     return bounds
+
+
+def _longest_microbatch(table: PassTable) -> Bound:
+    """The longest chain of passes of one microbatch, if microbatches differ."""
+    starts = np.zeros_like(table.by_microbatch)
+    for row in table.sequence:
+        for need in table.needed_by[row]:
+            ready = starts[need.needed] + table.by_microbatch[need.needed] + need.lag
+            starts[row] = np.maximum(starts[row], ready)
+    ends = (starts + table.by_microbatch).max(axis=0)
+    return Bound(float(ends.max()), f"path of microbatch {int(ends.argmax())}")
 
 
 def _single_rank(table: PassTable, rank: int) -> PassTable:
@@ -264,11 +275,18 @@ def _forced_idle(table: PassTable, starts: Floats, rank: int) -> Floats:
     grace = 1e-12 * float(moments[-1])
     begun: dict[int, Ints] = {row: np.searchsorted(starts[row], moments - grace, side="left") for row in rows}
     allocating = [row for row in rows if table.allocated[row] > 0]
-    work = sum((table.seconds[row] * begun[row] for row in rows if row not in allocating), np.zeros(len(moments)))
+    # If microbatches differ, a row has begun its longest passes at most.
+    longest = table.by_microbatch.max(axis=1)
+    done = {row: longest[row] * begun[row] for row in rows}
+    if table.unequal is not None:
+        for row in rows:
+            done[row] = np.concatenate(([0.0], np.cumsum(-np.sort(-table.unequal[row]))))[begun[row]]
+    work = sum((done[row] for row in rows if row not in allocating), np.zeros(len(moments)))
     left, packed = _capacity(table, rank, begun, rows), np.zeros(1)
-    for row in sorted(allocating, key=lambda row: -table.seconds[row] / table.allocated[row]):
+    for row in sorted(allocating, key=lambda row: -longest[row] / table.allocated[row]):
         count = np.minimum(begun[row], np.maximum(left, 0.0) / table.allocated[row])
-        left, packed = left - count * table.allocated[row], packed + count * table.seconds[row]
+        left, packed = left - count * table.allocated[row], packed + count * longest[row]
+    packed = np.minimum(packed, sum((done[row] for row in allocating), np.zeros(len(moments))))
     idle = np.maximum(moments - table.share * (work + packed) - grace, 0.0)
     # Only moments that add idle seconds can give a larger bound.
     highest = np.maximum.accumulate(idle)

@@ -13,7 +13,7 @@ from collections import deque
 from math import inf
 from typing import NamedTuple
 
-from penstock.planner.synthesis.problem import F, RankOrders, ScheduleProblem, W
+from penstock.planner.synthesis.problem import F, I, RankOrder, RankOrders, ScheduleProblem, W
 
 _ROUNDING = 1e-9
 
@@ -44,6 +44,9 @@ def evaluate(problem: ScheduleProblem, orders: RankOrders) -> Evaluation:
     waiting: dict[int, int] = {}
     runnable, unfinished = deque(range(len(orders))), len(orders)
     seconds, sides = problem.seconds, (problem.outputs, problem.gradients)
+    unequal = problem.unequal_seconds
+    # By stage, the microbatches whose weight gradient is still to run; only used if microbatches differ.
+    outstanding: list[deque[int]] = [deque() for _ in range(num_stages)]
     while runnable:
         rank = runnable.popleft()
         rank_ends, order = ends[rank], orders[rank]
@@ -52,7 +55,7 @@ def evaluate(problem: ScheduleProblem, orders: RankOrders) -> Evaluation:
             pass_id = order[place]
             kind, stage = pass_id & 3, pass_id >> 2
             if kind == W:
-                now += seconds[pass_id]
+                now += seconds[pass_id] if unequal is None else unequal[pass_id][outstanding[stage].popleft()]
                 rank_ends.append(now)
                 continue
             side = kind != F
@@ -64,7 +67,12 @@ def evaluate(problem: ScheduleProblem, orders: RankOrders) -> Evaluation:
                 break
             if ready[slot] > now:
                 now = ready[slot]
-            now += seconds[pass_id]
+            if unequal is None:
+                now += seconds[pass_id]
+            else:
+                now += unequal[pass_id][microbatch]
+                if kind == I:
+                    outstanding[stage].append(microbatch)
             rank_ends.append(now)
             done[stage + side * num_stages] += 1
             for target, link, occupied, latency in sides[side][stage]:
@@ -92,7 +100,28 @@ def evaluate(problem: ScheduleProblem, orders: RankOrders) -> Evaluation:
 
 def _span(problem: ScheduleProblem, orders: RankOrders, ends: list[list[float]], rank: int) -> float:
     """Seconds from the first start to the last end of a rank."""
-    return ends[rank][-1] - ends[rank][0] + problem.seconds[orders[rank][0]]
+    return ends[rank][-1] - ends[rank][0] + durations(problem, orders[rank][:1])[0]
+
+
+def durations(problem: ScheduleProblem, order: RankOrder) -> list[float]:
+    """Returns the seconds of every pass of an order."""
+    unequal = problem.unequal_seconds
+    if unequal is None:
+        return [problem.seconds[pass_id] for pass_id in order]
+    # Microbatches are counted by stage and direction; weight gradients follow their input gradients.
+    done, outstanding = dict[tuple[int, bool], int](), dict[int, deque[int]]()
+    found = []
+    for pass_id in order:
+        stage, kind = pass_id >> 2, pass_id & 3
+        if kind == W:
+            microbatch = outstanding[stage].popleft()
+        else:
+            microbatch = done.get((stage, kind == F), 0)
+            done[stage, kind == F] = microbatch + 1
+            if kind == I:
+                outstanding.setdefault(stage, deque()).append(microbatch)
+        found.append(unequal[pass_id][microbatch])
+    return found
 
 
 def critical_chain(problem: ScheduleProblem, orders: RankOrders, ends: list[list[float]]) -> list[Place]:
@@ -112,10 +141,11 @@ def critical_chain(problem: ScheduleProblem, orders: RankOrders, ends: list[list
         rank = max(range(len(orders)), key=lambda each: _span(problem, orders, ends, each))
     place = len(orders[rank]) - 1
     chain = [(rank, place)]
+    seconds = [durations(problem, order) for order in orders]
     grace = _ROUNDING * max(rank_ends[-1] for rank_ends in ends)
     while True:
         pass_id = orders[rank][place]
-        start = ends[rank][place] - problem.seconds[pass_id]
+        start = ends[rank][place] - seconds[rank][place]
         if place and ends[rank][place - 1] >= start - grace:
             place -= 1
         elif pass_id & 3 == W or start <= 0.0:

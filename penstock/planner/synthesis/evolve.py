@@ -14,7 +14,7 @@ from math import inf
 import numpy as np
 
 from penstock.planner.synthesis.bounds import earliest_starts
-from penstock.planner.synthesis.evaluate import evaluate
+from penstock.planner.synthesis.evaluate import durations, evaluate
 from penstock.planner.synthesis.greedy import PATIENCE, Greedy, GreedyRuns, Rules, portfolio
 from penstock.planner.synthesis.local_search import MOVE, Goal, polish
 from penstock.planner.synthesis.pass_table import ROWS_OF_KIND, Floats, Ints, PassTable
@@ -148,16 +148,16 @@ class Pool:
 def _enter(table: PassTable, order: RankOrder, ends: list[float], starts: Floats, positions: Ints) -> None:
     """Writes the passes of one rank into the tables of starts and positions."""
     done: dict[int, int] = {}
-    position = 0
-    for pass_id, end in zip(order, ends, strict=True):
-        start = end - table.problem.seconds[pass_id]
+    position, width = 0, table.by_microbatch.shape[1]
+    for pass_id, end, seconds in zip(order, ends, durations(table.problem, order), strict=True):
+        start = end - seconds
         for row in (3 * (pass_id >> 2) + part for part in ROWS_OF_KIND[pass_id & 3]):
             column = done.get(row, 0)
             starts[row, column], positions[row, column] = start, position
-            start, position, done[row] = start + table.seconds[row], position + 1, column + 1
+            start, position, done[row] = start + table.by_microbatch[row, column % width], position + 1, column + 1
     for stage in table.unsplit & {pass_id >> 2 for pass_id in order}:
         # A backward that is not split has its second part at the end of the first.
-        starts[3 * stage + 2] = starts[3 * stage + 1] + table.seconds[3 * stage + 1]
+        starts[3 * stage + 2] = starts[3 * stage + 1] + table.by_microbatch[3 * stage + 1]
 
 
 def _rank_orders(table: PassTable, positions: Ints) -> RankOrders:
@@ -200,7 +200,7 @@ class _Island:
         keys = pool.starts[parents]
         if table.is_mirrored:
             own = pool.table
-            ends = (keys + own.seconds[:, None] + own.after[own.rank][:, None]).max(axis=(1, 2))
+            ends = (keys + own.by_microbatch + own.after[own.rank][:, None]).max(axis=(1, 2))
             keys = own.mirror_starts(keys, ends)
         back = self.pace * random.choice(_HELD_BACK, (count, 1, 1))
         releases = np.where((table.allocated > 0)[:, None], np.maximum(keys - back, 0.0), 0.0)

@@ -41,7 +41,8 @@ def prove(problem: ScheduleProblem, known: RankOrders, bound: float, limit_secon
     `bound` is one that is proven already.
     """
     if not _is_supported(problem):
-        raise ScheduleError("the solver supports only makespans without overlapped pairs", objective=problem.objective)
+        problem_text = "the solver supports only makespans of equal microbatches without overlapped pairs"
+        raise ScheduleError(problem_text, objective=problem.objective)
     cp_model = load()
     model = _Model(cp_model.CpModel(), PassTable.least(problem))
     seconds = evaluate(problem, known).length
@@ -72,7 +73,8 @@ def can_prove(problem: ScheduleProblem) -> bool:
 
 
 def _is_supported(problem: ScheduleProblem) -> bool:
-    return problem.objective == "makespan" and not problem.cluster.overlap
+    is_equal = problem.unequal_seconds is None
+    return problem.objective == "makespan" and not problem.cluster.overlap and is_equal
 
 
 def load() -> Any:

@@ -80,7 +80,8 @@ class Greedy:
 
     def __init__(self, table: PassTable) -> None:
         self.table = table
-        self.seconds = np.append(table.seconds, 0.0)
+        columns = np.broadcast_to(table.by_microbatch, (table.num_rows, table.problem.num_microbatches))
+        self.seconds = np.pad(columns, ((0, 1), (0, 0)))
         self.allocated = np.append(table.allocated, 0.0)
         self.room = np.asarray(table.problem.room)
         self.rows = _padded(table.rows_of_rank, table.num_rows)
@@ -205,7 +206,7 @@ class Greedy:
 
     def _add_passes(self, state: _State, run: Ints, rank: Ints, row: Ints, microbatch: Ints, starts: Floats) -> None:
         """Adds one pass to each of the given (run, rank) and sends its messages."""
-        ends = starts + self.seconds[row]
+        ends = starts + self.seconds[row, microbatch]
         state.clocks[run, rank] = ends
         state.held[run, rank] += self.allocated[row]
         state.starts[run, row, microbatch] = starts
@@ -241,7 +242,7 @@ def portfolio(table: PassTable, tails: Floats, bound: float, size: int) -> Rules
     it may start if the step is to end at its bound. A release keeps an allocating pass from running long before that
     moment; variants differ in how long.
     """
-    latest_start = bound - tails - table.seconds[:, None]
+    latest_start = bound - tails - table.by_microbatch
     pace = table.busiest_seconds
     shifts = [shift * pace for shift in _EARLY] + [late * bound - early * pace for late in _LATE for early in (1, 0)]
     rules = list(product(shifts, PATIENCE, _keys(table, latest_start)))[:size]

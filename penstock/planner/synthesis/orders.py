@@ -95,7 +95,7 @@ def synthesise(
     named = sorted((order for order in table_orders(problem) if order.fits), key=_rank)
     found = list(named)
     # Which stages do not split their backward: none and, if there are any, those that are quicker that way.
-    columns = zip(problem.costs.backward, problem.costs.input_grad, problem.costs.weight_grad, strict=True)
+    columns = zip(*(problem.costs.mean(name) for name in ("backward", "input_grad", "weight_grad")), strict=True)
     quicker = frozenset(stage for stage, (whole, *parts) in enumerate(columns) if whole < sum(parts) * (1 - 1e-9))
     choices: list[frozenset[int]] = [frozenset(), quicker] if quicker else [frozenset()]
     if named and is_too_large(problem, budget_seconds):
@@ -183,7 +183,8 @@ def _search(
 
 def _refusal(problem: ScheduleProblem) -> ScheduleError:
     """Names the tightest rank, its room, and the bytes of one microbatch there."""
-    kept = [sum(problem.costs.activation_bytes[stage] for stage in stages) for stages in problem.placement.stages]
+    most = problem.costs.most("activation_bytes")
+    kept = [sum(int(most[stage]) for stage in stages) for stages in problem.placement.stages]
     rank = min(range(len(kept)), key=lambda each: problem.room[each] - kept[each])
     room = problem.room[rank]
     return ScheduleError(

@@ -5,7 +5,7 @@ The table can be mirrored in time: needs are reversed, and passes that freed byt
 mirrored table, read backwards, is an order of the table, so that a search can build it from the end of the step.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -45,6 +45,7 @@ class PassTable:
 
     problem: ScheduleProblem
     seconds: Floats
+    """by row; the least of its passes if microbatches differ"""
     allocated: Floats
     """bytes that a pass allocates; below 0 it frees them"""
     needs: tuple[PassNeed, ...]
@@ -55,19 +56,37 @@ class PassTable:
     unsplit: frozenset[int] = frozenset()
     """stages whose backward is not split: its first part is all of it, its second takes nothing"""
     is_mirrored: bool = False
+    unequal: Floats | None = None
+    """seconds by row and microbatch, if microbatches differ"""
 
     @classmethod
     def split(cls, problem: ScheduleProblem, unsplit: Collection[int] = ()) -> "PassTable":
         """Returns the table with backwards in two parts, except those of the stages in `unsplit`."""
         seconds, allocated = list(problem.seconds), list(problem.allocated)
         for stage in unsplit:
-            for table in (seconds, allocated):
-                table[stage << 2 | I], table[stage << 2 | W] = table[stage << 2 | B], 0.0
-        return replace(cls._of(problem, seconds, allocated), unsplit=frozenset(unsplit))
+            for column in (seconds, allocated):
+                column[stage << 2 | I], column[stage << 2 | W] = column[stage << 2 | B], 0.0
+        table = replace(cls._of(problem, seconds, allocated), unsplit=frozenset(unsplit))
+        if problem.unequal_seconds is None:
+            return table
+        by_id = np.array(problem.unequal_seconds)
+        for stage in unsplit:
+            by_id[stage << 2 | I], by_id[stage << 2 | W] = by_id[stage << 2 | B], np.zeros(1)
+        unequal = _by_row(by_id)
+        return replace(table, seconds=unequal.min(axis=1), unequal=unequal)
 
     @classmethod
     def least(cls, problem: ScheduleProblem) -> "PassTable":
-        """Returns the table with the least seconds that passes can take, whether backwards are split or not."""
+        """Returns the table with the least seconds that passes can take, whether backwards are split or not.
+
+        If microbatches differ, every row has the least seconds and bytes of any of them, as their order is free.
+        """
+        if problem.unequal_seconds is not None:
+            by_id = np.array(problem.unequal_seconds).reshape(-1, 4, problem.num_microbatches)
+            parts = np.minimum(by_id[:, I], by_id[:, B])
+            rest = np.maximum(np.minimum(by_id[:, B], by_id[:, I] + by_id[:, W]) - parts, 0.0)
+            unequal = np.stack((by_id[:, F], parts, rest), axis=1).reshape(-1, problem.num_microbatches)
+            return replace(cls.least(replace(problem, costs=problem.costs.least())), unequal=unequal)
         seconds = list(problem.seconds)
         for stage in range(len(problem.rank_of)):
             whole, first, second = (seconds[stage << 2 | kind] for kind in (B, I, W))
@@ -87,7 +106,8 @@ class PassTable:
         ]
         sent = (*_needs_of(problem.outputs, Fact.OUTPUT), *_needs_of(problem.gradients, Fact.INPUT_GRADIENT))
         none = np.zeros(problem.num_ranks)
-        return cls(problem, _by_row(seconds), _by_row(allocated), (*own, *sent), none, none)
+        columns = _by_row(np.array([seconds, allocated]).T)
+        return cls(problem, columns[:, 0], columns[:, 1], (*own, *sent), none, none)
 
     def mirrored(self) -> "PassTable":
         """Returns the table in mirrored time."""
@@ -98,7 +118,19 @@ class PassTable:
             before=self.after,
             after=self.before,
             is_mirrored=not self.is_mirrored,
+            unequal=None if self.unequal is None else self.unequal[:, ::-1],
         )
+
+    @property
+    def by_microbatch(self) -> Floats:
+        """Seconds by row and microbatch; a single column if microbatches do not differ."""
+        return self.seconds[:, None] if self.unequal is None else self.unequal
+
+    def work(self, rows: Sequence[int]) -> float:
+        """Returns the seconds of all passes of some rows."""
+        if self.unequal is not None:
+            return float(self.unequal[list(rows)].sum())
+        return float(self.seconds[list(rows)].sum()) * self.problem.num_microbatches
 
     @property
     def share(self) -> float:
@@ -169,7 +201,7 @@ class PassTable:
 
     def mirror_starts(self, starts: Floats, length: Floats) -> Floats:
         """Returns starts (a run, a row, a microbatch) as they are in mirrored time."""
-        ends = starts + self.seconds[:, None]
+        ends = starts + self.by_microbatch
         return np.asarray((length[:, None, None] - ends)[:, :, ::-1])
 
 
@@ -181,6 +213,7 @@ def _needs_of(sent: tuple[tuple[Message, ...], ...], fact: Fact) -> list[PassNee
     ]
 
 
-def _by_row(by_pass_id: list[float]) -> Floats:
-    table = np.asarray(by_pass_id, dtype=np.float64).reshape(-1, 4)
-    return np.ascontiguousarray(table[:, [F, I, W]]).ravel()
+def _by_row(by_pass_id: Floats) -> Floats:
+    """The entries of rows from those of pass ids, both along the first axis."""
+    table = np.asarray(by_pass_id, dtype=np.float64).reshape(-1, 4, by_pass_id.shape[1])
+    return np.ascontiguousarray(table[:, [F, I, W]]).reshape(-1, by_pass_id.shape[1])

@@ -1,9 +1,10 @@
 """The problem of finding an order.
 
-All microbatches cost the same, so for any order there is one as good in which every stage takes them in turn: its k-th
+If all microbatches cost the same, for any order there is one as good in which every stage takes them in turn: its k-th
 forward is that of microbatch k, and so are its k-th input gradient and its k-th weight gradient (sorting each row of
 starts keeps every inequality between rows). The order of a rank is then a list of *pass ids*, each a stage and a kind
-of pass without a microbatch.
+of pass without a microbatch. Microbatches of unequal costs are taken in turn as well, in the given order; bounds hold
+for any order of them.
 """
 
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ RankOrder = list[int]
 RankOrders = list[RankOrder]
 """one per rank"""
 
+_FIELDS = ("forward", "backward", "input_grad", "weight_grad")
+"""of StageCosts, in the order of the kinds of passes"""
 F, B, I, W = (int(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))  # noqa: E741
 
 
@@ -75,6 +78,7 @@ class ScheduleProblem:
         stages = {"costs": self.costs.num_stages, "placement": self.placement.num_stages, "cuts": self.cuts.num_stages}
         if len(set(stages.values())) > 1:
             raise CostError("costs, placement and cuts must have the same number of stages", hint="", **stages)
+        self.costs.check_microbatches(self.num_microbatches)
         if self.cluster.ranks != self.placement.num_ranks:
             raise CostError(
                 "cluster and placement must have the same number of ranks",
@@ -121,15 +125,22 @@ class ScheduleProblem:
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
-        """Seconds of a pass, by pass id."""
-        costs = self.costs
-        rows = zip(costs.forward, costs.backward, costs.input_grad, costs.weight_grad, strict=True)
+        """Seconds of a pass, by pass id; the mean if microbatches differ."""
+        rows = zip(*(self.costs.mean(name) for name in _FIELDS), strict=True)
         return tuple(float(each) for row in rows for each in row)
 
     @cached_property
+    def unequal_seconds(self) -> tuple[tuple[float, ...], ...] | None:
+        """Seconds of a pass by pass id and microbatch; None if microbatches do not differ."""
+        if self.costs.num_microbatches is None:
+            return None
+        rows = zip(*(self.costs.by_microbatch(name).tolist() for name in _FIELDS), strict=True)
+        return tuple(tuple(each) for row in rows for each in row)
+
+    @cached_property
     def allocated(self) -> tuple[float, ...]:
-        """Bytes that a pass allocates, by pass id; below 0 it frees them."""
-        kept, late = self.costs.activation_bytes, self.costs.weight_grad_bytes
+        """Bytes that a pass allocates, by pass id; below 0 it frees them. The most if microbatches differ."""
+        kept, late = self.costs.most("activation_bytes"), self.costs.most("weight_grad_bytes")
         rows = ((float(a), -float(a), float(w - a), -float(w)) for a, w in zip(kept, late, strict=True))
         return tuple(each for row in rows for each in row)
 

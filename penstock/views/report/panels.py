@@ -109,7 +109,7 @@ class Card(NamedTuple):
 def cards(contents: Contents) -> Iterator[Card]:
     """The key figures that are known."""
     plan, run, predicted = contents.plan, contents.run, contents.plan.predicted
-    alone = plan.num_microbatches * (sum(plan.costs.forward) + sum(plan.costs.backward))
+    alone = plan.num_microbatches * (sum(plan.costs.mean("forward")) + sum(plan.costs.mean("backward")))
     is_pipeline = predicted.makespan and plan.num_ranks > 1
     faster = f"{number_text(alone / predicted.makespan, 3)} × as fast as one rank" if is_pipeline else ""
     yield Card("predicted step", seconds_text(predicted.makespan, 3), faster)
@@ -198,7 +198,7 @@ def model_bar(plan: Plan) -> list[Band]:
         if not part.from_inputs:
             by_stage[part.stage].append(part)
     has_segments = sum(map(len, by_stage)) <= MAX_PARTS
-    costs = [forward + backward for forward, backward in zip(plan.costs.forward, plan.costs.backward, strict=True)]
+    costs = list(map(sum, zip(plan.costs.mean("forward"), plan.costs.mean("backward"), strict=True)))
     widths = [max(LEAST_WIDTH, 100 * cost / (sum(costs) or 1.0)) for cost in costs]
     bands = []
     for stage, parts in enumerate(by_stage):
@@ -294,7 +294,7 @@ def stage_rows(plan: Plan) -> list[StageRow]:
     for crossing in condensed.crossings:
         what = f"{counted(len(crossing.values), 'tensor')}, {bytes_text(crossing.forward_bytes)} → {crossing.consumer}"
         sends.setdefault(crossing.producer, []).append(what)
-    rows = []
+    rows, kept = [], costs.most("activation_bytes")
     for stage, names in enumerate(plan.partition.stages[:MAX_ROWS]):
         size = condensed.parameter_size(plan.graph[name] for name in names)
         sent = sends.get(stage, ["nothing"])
@@ -303,9 +303,8 @@ def stage_rows(plan: Plan) -> list[StageRow]:
             str(plan.schedule.placement[stage]),
             str(len(names)),
             f"{count_text(size.num_parameters)}, {bytes_text(size.bytes)}",
-            seconds_text(costs.forward[stage], 3),
-            seconds_text(costs.backward[stage], 3),
-            bytes_text(costs.activation_bytes[stage]) + (", recomputed" if plan.choices.recompute[stage] else ""),
+            *(seconds_text(costs.mean(name)[stage], 3) for name in ("forward", "backward")),
+            bytes_text(kept[stage]) + (", recomputed" if plan.choices.recompute[stage] else ""),
             "; ".join(sent[:4]) + ("; …" if len(sent) > 4 else ""),
             short_name(names[0]),
         )

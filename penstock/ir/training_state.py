@@ -1,0 +1,73 @@
+"""Bytes that training holds besides parameters and activations: gradients, optimizer state, master weights."""
+
+from dataclasses import dataclass
+
+from penstock.errors import CostError
+from penstock.ir.arguments import find_named
+from penstock.ir.graph import ITEM_BYTES, TensorSpec
+
+_FLOAT32 = 4
+_HALF = 2
+
+OPTIMIZERS = {
+    "adamw": "two values per parameter",
+    "adam8bit": "two bytes per parameter, as in bitsandbytes",
+    "sgd": "nothing, as without momentum",
+    "muon": "one value per entry of a matrix, and two, as AdamW, per entry of any other parameter",
+    "none": "nothing",
+}
+"""the state that each optimizer holds"""
+PRECISIONS = ("fp32", "bf16", "fp16", "pure-bf16")
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What is held per trained parameter.
+
+    Optimizer state has the dtype of the parameters, as in torch.optim. With precision "bf16" or "fp16", parameters of
+    two bytes have master weights and optimizer state in float32: 16 bytes per parameter with AdamW, as many as for
+    float32 parameters under autocast.
+    """
+
+    optimizer: str = "none"
+    """one of OPTIMIZERS"""
+    precision: str | None = None
+    """one of PRECISIONS; None: as the model is"""
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise CostError("unknown optimizer", got=repr(self.optimizer), hint=f"one of {', '.join(OPTIMIZERS)}")
+        if self.precision not in (None, *PRECISIONS):
+            raise CostError("unknown precision", got=repr(self.precision), hint=f"one of {', '.join(PRECISIONS)}")
+
+    @classmethod
+    def named(cls, optimizer: str | None, precision: str | None = None) -> "TrainingState":
+        """The state of an optimizer by name; case and punctuation do not matter.
+
+        Args:
+            optimizer: one of OPTIMIZERS; None: no state
+            precision: one of PRECISIONS; None: as the model is
+        """
+        if optimizer is not None and not isinstance(optimizer, str):
+            raise CostError("optimizer must be a name", got=repr(optimizer), hint=f"one of {', '.join(OPTIMIZERS)}")
+        names = {name: name for name in OPTIMIZERS}
+        found = find_named("optimizer", optimizer or "none", names, CostError, {"adam": "adamw"})
+        return cls(found, precision)
+
+    def gradient_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of the gradient of a parameter."""
+        return spec.bytes if spec.requires_grad else 0
+
+    def optimizer_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of the optimizer's state for a parameter, master weights included."""
+        if not spec.requires_grad or self.optimizer == "none":
+            return 0
+        size = ITEM_BYTES[spec.dtype]
+        count = spec.bytes // size
+        has_master = size == _HALF and self.precision in ("bf16", "fp16")
+        value = _FLOAT32 if has_master else size
+        master = count * _FLOAT32 if has_master else 0
+        if self.optimizer == "adam8bit":
+            return master + 2 * count
+        values = {"adamw": 2, "sgd": 0, "muon": 1 if len(spec.shape) > 1 else 2}[self.optimizer]
+        return master + values * value * count
