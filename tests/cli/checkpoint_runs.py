@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.short_training import COMMAND, ShortTraining
-from penstock.cli import app
+from penstock.cli import main
 
 DATA = """\
 import random
@@ -42,7 +42,9 @@ def refused(training: ShortTraining, *options: object) -> str:
     return output
 
 
-def in_a_copy(directory: Path, output: Path, *options: str) -> int:
+def in_a_copy(
+    directory: Path, output: Path, *options: str, command: tuple[str, ...] = COMMAND, **environment: str
+) -> int:
     """Run the command in a copy of this process, which starts at once; returns its pid. Its output goes into a file."""
     pid = os.fork()
     if pid:
@@ -50,7 +52,11 @@ def in_a_copy(directory: Path, output: Path, *options: str) -> int:
     code = 1
     try:
         os.chdir(directory)
+        os.environ.update(environment)
         sys.stdout = sys.stderr = output.open("w", buffering=1)
-        code = app([*COMMAND, *options], standalone_mode=False) or 0
+        sys.argv = ["penstock", *command, *options]
+        main()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
     finally:
         os._exit(code)

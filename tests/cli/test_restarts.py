@@ -199,7 +199,7 @@ def test_an_injected_slow_rank_is_reported(
 ) -> None:
     monkeypatch.setenv(ALLOW_VARIABLE, "1")
     shutil.rmtree(training.directory / "saved", ignore_errors=True)
-    options = (*LASTING, "--steps", "35", "--fault", "slow,rank=1,step=20,seconds=0.02")
+    options = (*LASTING, "--steps", "35", "--fault", "slow,rank=1,step=20,seconds=0.005")
     assert os.waitpid(in_a_copy(training.directory, tmp_path / "output.txt", *options), 0)[1] == 0
     before, _, after = (tmp_path / "output.txt").read_text().partition("rank 1 is slow since step")
     assert before.count("\nstep ") < 20 + 10

@@ -1,11 +1,13 @@
 """train: a model of the user's trained on processes, a line per step, and the mistakes that users make."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.ir import Run
+from tests.cli.checkpoint_runs import in_a_copy
+from tests.leftovers import wait_until
 
 FILE = """\
 import torch
@@ -139,14 +143,41 @@ def test_a_mistake_is_one_message(call, arguments: tuple[str, ...], code: int, t
     assert result.exit_code == code
 
 
+OF_TORCHRUN = ("--clip", "0.5", "--steps", "2", "--out", "run", "--json")
+
+
+def steps_in(text: str) -> list[int]:
+    return [json.loads(line)["step"] for line in text.splitlines() if line.startswith("{")]
+
+
+def ended(pid: int) -> int:
+    """The exit code."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_with_the_variables_of_torchrun_every_process_is_a_rank_and_the_first_one_plans(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    outputs = [tmp_path / f"output{rank}.txt" for rank in range(2)]
+    pids = [
+        in_a_copy(tmp_path, output, *OF_TORCHRUN, command=GOOD, RANK=str(rank), LOCAL_RANK=str(rank), **common)
+        for rank, output in enumerate(outputs)
+    ]
+    assert [ended(pid) for pid in pids] == [0, 0], "\n".join(output.read_text() for output in outputs)
+    assert [steps_in(output.read_text()) for output in outputs] == [[0, 1], []]
+    assert Run.load(tmp_path / "run" / "run.json").losses == pytest.approx(plain_losses()[:2], rel=1e-6)
+
+
+@pytest.mark.whole
 def test_under_torchrun_every_process_is_a_rank_and_the_first_one_plans(tmp_path: Path) -> None:
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     torchrun = [sys.executable, "-m", *launcher, "-m", "penstock"]
-    options = ("--clip", "0.5", "--steps", "2", "--out", "run", "--json")
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([*torchrun, *GOOD, *options], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    command = [*torchrun, *GOOD, *OF_TORCHRUN]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == [0, 1]
+    assert steps_in(done.stdout) == [0, 1]
     assert Run.load(tmp_path / "run" / "run.json").losses == pytest.approx(plain_losses()[:2], rel=1e-6)
 
 
@@ -163,33 +194,38 @@ def test_replicas_under_torchrun_share_every_batch(tmp_path: Path) -> None:
     assert run.plan.num_ranks == 2
 
 
-def started(tmp_path: Path, *arguments: str) -> "subprocess.Popen[str]":
-    """The command as a user starts it."""
-    command = [sys.executable, "-m", "penstock", *arguments]
-    return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def endless(tmp_path: Path) -> Iterator[tuple[int, Path]]:
+    """The pid and the output of a training without end that has taken three steps."""
+    output = tmp_path / "output.txt"
+    options = ("--data", "model.py:forever", "--out", "run", "--json")
+    pid = in_a_copy(tmp_path, output, *options, command=GOOD)
+    wait_until(lambda: output.exists() and len(steps_in(output.read_text())) >= 3)
+    yield pid, output
+    with contextlib.suppress(ChildProcessError):  # the test has waited for its end
+        if os.waitpid(pid, os.WNOHANG) == (0, 0):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
-def test_ctrl_c_stops_all_ranks_after_the_same_step_and_keeps_what_was_done(tmp_path: Path) -> None:
-    process = started(tmp_path, *GOOD, "--data", "model.py:forever", "--out", "run", "--json")
-    assert process.stdout is not None
-    lines = [json.loads(process.stdout.readline()) for _ in range(3)]
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    steps = [json.loads(line)["step"] for line in out.splitlines()]
-    assert "stopping after this step" in err
+def test_ctrl_c_stops_all_ranks_after_the_same_step_and_keeps_what_was_done(
+    endless: tuple[int, Path], tmp_path: Path
+) -> None:
+    pid, output = endless
+    os.kill(pid, signal.SIGINT)
+    assert ended(pid) == 0, output.read_text()
+    assert "stopping after this step" in output.read_text()
     run = Run.load(tmp_path / "run" / "run.json")
-    assert [figures.step for figures in run.steps] == [line["step"] for line in lines] + steps
+    assert [figures.step for figures in run.steps] == steps_in(output.read_text())
 
 
-def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing_half_written(tmp_path: Path) -> None:
-    process = started(tmp_path, *GOOD, "--data", "model.py:forever", "--out", "run", "--json")
-    assert process.stdout is not None
-    process.stdout.readline()
-    os.kill(process.pid, signal.SIGSTOP)  # both signals are there when it goes on
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGTERM)
-    os.kill(process.pid, signal.SIGCONT)
-    _, err = process.communicate(timeout=240)
-    assert process.returncode == 130, err
+def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing_half_written(
+    endless: tuple[int, Path], tmp_path: Path
+) -> None:
+    pid, output = endless
+    os.kill(pid, signal.SIGSTOP)  # both signals are there when it goes on
+    os.kill(pid, signal.SIGINT)
+    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGCONT)
+    assert ended(pid) == 130, output.read_text()
     assert [path.name for path in (tmp_path / "run").iterdir()] in (["steps.jsonl"], [])
