@@ -14,7 +14,7 @@ from penstock.hf import PipelineTrainer, pipelined
 from penstock.ir import Plan
 from tests.hf import runs
 
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
 
 
 class Inseparable:
@@ -75,7 +75,7 @@ RUNS: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     "smoothed": (hf.Trainer, {"label_smoothing_factor": 0.1, **EVALUATED}, {}),
     "smoothed, accumulated": (
         hf.Trainer,
-        {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2, "max_steps": 4},
+        {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2, "max_steps": 2},
         {},
     ),
     "of a function": (
@@ -84,8 +84,8 @@ RUNS: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
         {"compute_loss_func": summed},
     ),
     "overridden": (PlainInseparable, EVALUATED, {}),
-    "overridden, accumulated": (PlainChanged, {"gradient_accumulation_steps": 2, "max_steps": 4}, {}),
-    "overridden, with two calls": (PlainTwoCalls, {"max_steps": 3}, {}),
+    "overridden, accumulated": (PlainChanged, {"gradient_accumulation_steps": 2, "max_steps": 2}, {}),
+    "overridden, with two calls": (PlainTwoCalls, {"max_steps": 2}, {}),
 }
 
 
@@ -119,7 +119,7 @@ def test_a_forward_and_its_backward_draw_the_same_random_numbers(tmp_path: Path)
     def run(kind: type) -> runs.Numbers:
         model = runs.model(attention_dropout=0.3)
         return runs.trained(
-            runs.made(kind, tmp_path, {"max_steps": 3}, model=model, plan=runs.plan_for(model), local=True)
+            runs.made(kind, tmp_path, {"max_steps": 2}, model=model, plan=runs.plan_for(model), local=True)
         )
 
     assert list(runs.differences(run(PipelineTrainer), run(Same))) == []

@@ -57,7 +57,7 @@ def from_meta(plan: Plan, directory: str, given: dict[str, Any]) -> tuple[runs.N
 
 
 def test_a_model_on_the_meta_device_is_loaded_and_trained_as_one_with_numbers(pools: Any, tmp_path: Path) -> None:
-    given = {"max_steps": 3}
+    given = {"max_steps": 2}
     runs.model().save_pretrained(tmp_path)
     expected = runs.trained(runs.made(hf.Trainer, tmp_path, given))
     results = pools[2].run(from_meta, runs.the_plan(), str(tmp_path), given)

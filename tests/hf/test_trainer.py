@@ -12,10 +12,10 @@ pytestmark = pytest.mark.gloo
 
 RUNS = {
     "with clipping": {},
-    "with accumulation": {"gradient_accumulation_steps": 2, "max_steps": 5},
-    "with decay and warmup": {"weight_decay": 0.3, "lr_scheduler_type": "cosine", "warmup_steps": 2},
-    "without clipping": {"max_grad_norm": 0.0, "optim": "sgd"},
-    "with evaluation": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3, "max_steps": 4},
+    "with accumulation": {"gradient_accumulation_steps": 2, "max_steps": 4},
+    "with decay and warmup": {"weight_decay": 0.3, "lr_scheduler_type": "cosine", "warmup_steps": 2, "max_steps": 4},
+    "without clipping": {"max_grad_norm": 0.0, "optim": "sgd", "max_steps": 2},
+    "with evaluation": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3, "max_steps": 2},
     "with losses only": {"eval_strategy": "steps", "eval_steps": 2, "prediction_loss_only": True, "max_steps": 2},
 }
 

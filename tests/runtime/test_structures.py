@@ -20,9 +20,9 @@ from tests.parity import (
     assert_identical,
     split,
 )
-from tests.plans import quick_plan
+from tests.plans import quick_plan, shared_recordings
 from tests.process_pool import Pools
-from tests.small_models import WIDTH, Block, noise, seeded
+from tests.small_models import WIDTH, Block, noise, restored, seeded
 from tests.zoo import ZOO, has_labels
 
 SCHEDULES = ("1f1b", "zb_h1", "interleaved", "zbv")
@@ -120,8 +120,12 @@ def woven_plan(schedule: str) -> penstock.Plan:
     return quick_plan(seeded(Woven()), (X, MASK), **sizes, schedule=schedule, partitioner="acyclic")
 
 
+@shared_recordings()
 def woven_values(plans: list[penstock.Plan], execution: str) -> list[Values]:
-    return [accumulate(split(execution, seeded(Woven()), plan, mse_loss), X, MASK, target=TARGET) for plan in plans]
+    return [
+        accumulate(split(execution, model, plan, mse_loss), X, MASK, target=TARGET)
+        for plan, model in zip(plans, restored(seeded(Woven())), strict=False)
+    ]
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS, indirect=True)
