@@ -82,6 +82,7 @@ class Captured:
 
         It is opened as far as the graph is, unless `granularity` differs from the default.
         """
+        _check_modules(model, graph)
         captured = cls(model, Granularity.of(graph).changed(model, granularity), (), {})
         captured._planned = graph
         return captured
@@ -426,3 +427,22 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     length = int(1 + sum((size - 1) * stride for size, stride in steps)) if tensor.numel() else 0
     return start * tensor.element_size(), (start + length) * tensor.element_size()
+
+
+def _check_modules(model: nn.Module, graph: Graph) -> None:
+    """Refuse a graph that names modules which the model does not have, before a name is used to find one.
+
+    The names may come from a file: `get_submodule` would look up any attribute. A graph with other parameters is of
+    another model, and is refused later with their names.
+    """
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if not {name for node in graph.nodes for name in node.parameters} <= parameters:
+        return
+    for node in graph.nodes:
+        module: nn.Module | None = model
+        for word in node.module.split(".") if node.module else ():
+            module = None if module is None else module._modules.get(word)
+        if module is None:
+            hint = "the plan of this model, unchanged"
+            problem = "the graph names a module that the model does not have"
+            raise CaptureError(problem, node=node.name, module=repr(node.module)[:100], hint=hint)

@@ -6,10 +6,13 @@ from penstock.checkpoint.directory import (
     find_checkpoints,
     is_checkpoint,
     list_checkpoints,
+    open_newest,
     open_tensors,
     verify_checkpoints,
+    with_checkpoints,
 )
 from penstock.checkpoint.loading import Loader, LoadTargets
+from penstock.checkpoint.locks import VanishedError
 from penstock.checkpoint.manifest import Manifest, check_digests, read_manifest, step_of
 from penstock.checkpoint.names import LOSS_STATE, ModelNames, match_names
 from penstock.checkpoint.periodic import Batches, PeriodicSaver, batches_from
@@ -40,16 +43,19 @@ __all__ = [
     "Saver",
     "TensorReader",
     "TrainingState",
+    "VanishedError",
     "batches_from",
     "check_digests",
     "find_checkpoints",
     "is_checkpoint",
     "list_checkpoints",
     "match_names",
+    "open_newest",
     "open_tensors",
     "random_state",
     "random_state_restorer",
     "read_manifest",
     "step_of",
     "verify_checkpoints",
+    "with_checkpoints",
 ]

@@ -1,12 +1,15 @@
 """A directory of checkpoints: one subdirectory per saved step, and temporary ones while they are written or removed."""
 
-import fcntl
 import os
+import secrets
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from penstock.checkpoint.locks import DirectoryLock, VanishedError, lock_exclusively
 from penstock.checkpoint.manifest import NAME, read_manifest, step_name, step_of
 from penstock.checkpoint.reader import CheckpointReader, TensorReader
 from penstock.checkpoint.sources import check_directory, hugging_face_files, is_hugging_face, unknown_contents
@@ -16,6 +19,10 @@ from penstock.ir import bytes_text
 TEMPORARY = ".tmp-"
 """prefix of a checkpoint that is being written"""
 _REPLACED, _DISCARDED = ".replaced-", ".discarded-"
+_MOST_TRIES = 100
+_PAUSE_SECONDS = 0.02
+
+T = TypeVar("T")
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -32,13 +39,11 @@ class CheckpointDir:
     @property
     def checkpoints(self) -> list[Path]:
         """All checkpoints, newest first; symbolic links do not count. Empty if the directory does not exist."""
-        if not self.root.is_dir():
+        try:
+            paths = list(self.root.iterdir())
+        except OSError:
             return []
-        checkpoints = [
-            path
-            for path in self.root.iterdir()
-            if step_of(path) is not None and path.is_dir() and not path.is_symlink()
-        ]
+        checkpoints = [path for path in paths if step_of(path) is not None and path.is_dir() and not path.is_symlink()]
         return sorted(checkpoints, key=lambda path: (step_of(path), path.name), reverse=True)
 
     @property
@@ -54,25 +59,27 @@ class CheckpointDir:
                 path.mkdir(mode=0o700, exist_ok=True)
 
     def clean_up(self) -> list[str]:
-        """Remove what interrupted saves left behind, except directories that a process still writes; returns names."""
+        """Remove what interrupted saves left behind, except directories that a process uses; returns their names.
+
+        For the process that saves here; a reader changes nothing.
+        """
         removed = []
         for path in sorted(self.root.iterdir()):
             if path.is_symlink() or not path.is_dir():
                 continue
             if path.name.startswith(f"{_REPLACED}step-"):
                 # The process ended between the two renames of `publish`: the older checkpoint counts.
-                original = path.with_name(path.name.removeprefix(_REPLACED))
+                original = path.with_name(_original(path))
                 if original.exists():
                     _discard(path)
                 else:
                     path.rename(original)
-            if (
-                path.name.startswith((f"{TEMPORARY}step-", f"{_DISCARDED}step-", f"{_DISCARDED}replaced-step-"))
-                and (lock := lock_directory(path)) is not None  # else its writer is alive
-            ):
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)
-                removed.append(path.name)
+            if path.name.startswith((f"{TEMPORARY}step-", f"{_DISCARDED}step-", f"{_DISCARDED}replaced-step-")):
+                # It may be gone meanwhile. Without locks it is unknown whether its writer is alive, so it stays.
+                with suppress(FileNotFoundError), _exclusive(path) as lock:
+                    if lock is not None and lock.is_locked:
+                        shutil.rmtree(path, ignore_errors=True)
+                        removed.append(path.name)
         return removed
 
     def publish(self, temporary: Path, step: int) -> Path:
@@ -86,32 +93,25 @@ class CheckpointDir:
         temporary.rename(final)
         sync_directory(self.root)
         if os.path.lexists(older):
-            _discard(older)
+            _discard(older, renamed=True)
         return final
 
     def prune(self, keep: int, newest: Path) -> list[str]:
-        """Remove all checkpoints before `newest` but the last good ones, so that `keep` remain; returns their names."""
+        """Remove all checkpoints before `newest` but the last good ones, so that `keep` remain; returns their names.
+
+        One that a process reads stays until the next time.
+        """
         kept, removed = 1, []
         for path in self.checkpoints:
             if (step_of(path) or 0) >= (step_of(newest) or 0):
                 continue  # the newest itself, or one of another run
             if kept < keep and _has_manifest(path):
                 kept += 1
-            else:
-                _discard(path)
-                removed.append(path.name)
+                continue
+            with suppress(FileNotFoundError):  # removed by hand meanwhile
+                if _discard(path):
+                    removed.append(path.name)
         return removed
-
-
-def lock_directory(path: Path) -> int | None:
-    """Lock a directory until the returned descriptor is closed; None if another process holds the lock."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
 
 
 def sync_directory(path: Path) -> None:
@@ -131,14 +131,33 @@ def _has_manifest(path: Path) -> bool:
     return True
 
 
-def _discard(path: Path) -> None:
-    """Remove a checkpoint. The rename comes first: half removed, it must not look like a checkpoint."""
-    discarded = path.with_name(f"{_DISCARDED}{path.name.lstrip('.')}.{os.getpid()}")
-    path.rename(discarded)
-    if discarded.is_symlink() or discarded.is_file():
-        discarded.unlink()
-    else:
-        shutil.rmtree(discarded, ignore_errors=True)
+@contextmanager
+def _exclusive(path: Path) -> Iterator[DirectoryLock | None]:
+    lock = lock_exclusively(path)
+    try:
+        yield lock
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _discard(path: Path, renamed: bool = False) -> bool:
+    """Remove a checkpoint; False if a process uses it.
+
+    The rename comes first: half removed, it must not look like a checkpoint. If a process reads it, it stays, or with
+    `renamed` keeps only its content: `clean_up` removes it later.
+    """
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+        return True
+    with _exclusive(path) as lock:
+        if lock is None and not renamed:
+            return False
+        discarded = path.with_name(f"{_DISCARDED}{path.name.lstrip('.')}.{secrets.token_hex(4)}")
+        path.rename(discarded)
+        if lock is not None:
+            shutil.rmtree(discarded, ignore_errors=True)
+    return lock is not None
 
 
 def find_checkpoints(path: str | os.PathLike[str]) -> list[Path]:
@@ -146,9 +165,32 @@ def find_checkpoints(path: str | os.PathLike[str]) -> list[Path]:
     directory = check_directory(path)
     if is_checkpoint(directory):
         return [directory]
-    if found := CheckpointDir(directory).checkpoints:
-        return found
+    # One that is being replaced has another name for a moment, or for long if the process that did it was killed.
+    replaced = sorted((path for path in directory.glob(f"{_REPLACED}step-*") if path.is_dir()), reverse=True)
+    found = CheckpointDir(directory).checkpoints
+    if found or replaced:
+        return [*found, *(path for path in replaced if path.with_name(_original(path)) not in found)]
     raise unknown_contents(directory)
+
+
+def _original(replaced: Path) -> str:
+    return replaced.name.removeprefix(_REPLACED)
+
+
+def with_checkpoints(path: str | os.PathLike[str], work: Callable[[list[Path]], T]) -> T:
+    """The result of `work` on the checkpoints at a path; with those found then if some vanish while it reads them."""
+    for _ in range(_MOST_TRIES):
+        try:
+            return work(find_checkpoints(path))
+        except VanishedError as error:
+            last = error
+            time.sleep(_PAUSE_SECONDS)
+    raise last
+
+
+def open_newest(path: str | os.PathLike[str]) -> CheckpointReader:
+    """The newest checkpoint at a path, held until the reader is closed."""
+    return with_checkpoints(path, lambda found: CheckpointReader(found[0]))
 
 
 def open_tensors(path: str | os.PathLike[str]) -> TensorReader:
@@ -156,8 +198,8 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorReader:
     directory = check_directory(path)
     if is_hugging_face(directory):
         return TensorReader(hugging_face_files(directory))
-    newest, *_ = find_checkpoints(directory)
-    return TensorReader({name: newest / record.file for name, record in read_manifest(newest).tensors.items()})
+    with open_newest(directory) as newest:
+        return newest.tensors
 
 
 class CheckpointSummary(NamedTuple):
@@ -178,24 +220,25 @@ class CheckpointSummary(NamedTuple):
         return (self.name, *details, self.state)
 
 
-def list_checkpoints(path: Path) -> Iterator[CheckpointSummary]:
+def list_checkpoints(path: Path) -> list[CheckpointSummary]:
     """The checkpoints of a directory, newest first, and then interrupted saves. Only manifests and sizes are read."""
-    checkpoints = find_checkpoints(path)
-    for directory in checkpoints:
-        try:
-            with CheckpointReader(directory) as reader:
-                manifest = reader.manifest
-        except CheckpointError as error:
-            yield CheckpointSummary(directory.name, state=str(error).splitlines()[0])
-            continue
-        plan = manifest.plan
-        yield CheckpointSummary(
-            directory.name, manifest.written, manifest.total_bytes, plan.ranks, plan.schedule, "complete"
-        )
-    if checkpoints != [path]:
-        for entry in sorted(path.iterdir()):
-            if entry.name.startswith(f"{TEMPORARY}step-"):
-                yield CheckpointSummary(entry.name)
+    checkpoints = _of_each(path, _summary)
+    if not is_checkpoint(path):
+        names = sorted(entry.name for entry in path.iterdir())
+        checkpoints += [CheckpointSummary(name) for name in names if name.startswith(f"{TEMPORARY}step-")]
+    return checkpoints
+
+
+def _summary(directory: Path) -> CheckpointSummary:
+    try:
+        with CheckpointReader(directory) as reader:
+            manifest, plan = reader.manifest, reader.manifest.plan
+    except VanishedError:
+        raise
+    except CheckpointError as error:
+        return CheckpointSummary(directory.name, state=str(error).splitlines()[0])
+    size = manifest.total_bytes
+    return CheckpointSummary(directory.name, manifest.written, size, plan.ranks, plan.schedule, "complete")
 
 
 class VerifyResult(NamedTuple):
@@ -208,12 +251,33 @@ class VerifyResult(NamedTuple):
     """empty if all files are as they were written"""
 
 
-def verify_checkpoints(path: Path) -> Iterator[VerifyResult]:
-    """Verify every checkpoint at a path, newest first."""
-    for directory in find_checkpoints(path):
-        try:
-            with CheckpointReader(directory) as reader:
-                total = reader.verify()
-                yield VerifyResult(directory.name, len(reader.manifest.files), total, "")
-        except CheckpointError as error:
-            yield VerifyResult(directory.name, 0, 0, str(error).splitlines()[0])
+def verify_checkpoints(path: Path) -> list[VerifyResult]:
+    """Verify every checkpoint at a path, newest first; those that are removed meanwhile are left out."""
+    return _of_each(path, _verified)
+
+
+def _verified(directory: Path) -> VerifyResult:
+    try:
+        with CheckpointReader(directory) as reader:
+            total = reader.verify()
+            return VerifyResult(directory.name, len(reader.manifest.files), total, "")
+    except VanishedError:
+        raise
+    except CheckpointError as error:
+        return VerifyResult(directory.name, 0, 0, str(error).splitlines()[0])
+
+
+def _of_each(path: Path, read: Callable[[Path], T]) -> list[T]:
+    """The result for every checkpoint at a path that does not vanish, newest first."""
+
+    def read_all(checkpoints: list[Path]) -> list[T]:
+        results = []
+        for checkpoint in checkpoints:
+            try:
+                results.append(read(checkpoint))
+            except VanishedError:
+                if checkpoint == checkpoints[-1] and not results:
+                    raise  # there are others by now
+        return results
+
+    return with_checkpoints(path, read_all)

@@ -1,9 +1,10 @@
 """Loads a checkpoint: each rank reads its own part, and either all ranks change or none does."""
 
 import json
+import os
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,18 +13,21 @@ from torch import Tensor
 
 from penstock.capture import internal_call
 from penstock.checkpoint.collective import errors_on_all_ranks, run_on_first_rank
-from penstock.checkpoint.directory import CheckpointDir, find_checkpoints, is_checkpoint, open_tensors
+from penstock.checkpoint.directory import open_tensors, with_checkpoints
+from penstock.checkpoint.locks import VanishedError, lock_shared, vanished
+from penstock.checkpoint.manifest import MAX_STEP
 from penstock.checkpoint.names import LOSS_STATE, ModelNames, match_names
 from penstock.checkpoint.optimizer_state import check_optimizer
-from penstock.checkpoint.reader import PLAN, CheckpointReader, Loaded
+from penstock.checkpoint.reader import PLAN, CheckpointReader, Loaded, TensorReader
 from penstock.checkpoint.saving import parameter_names, plan_text, random_state_restorer
 from penstock.checkpoint.scheduler_state import SavedSchedulers
 from penstock.checkpoint.sources import is_hugging_face
-from penstock.errors import CheckpointError, DamagedError, PenstockWarning
-from penstock.ir import Plan, as_int
-from penstock.runtime import ModelPart, RankSync, SyncRequest, SyncVote, shard_like, unsaved_buffer_names
+from penstock.errors import CheckpointError, DamagedError, PenstockWarning, RunError
+from penstock.ir import Plan, as_int, printable
+from penstock.runtime import GradScaler, ModelPart, RankSync, SyncRequest, SyncVote, shard_like, unsaved_buffer_names
 
 T = TypeVar("T")
+_MOST_TRIES = 100
 
 
 @dataclass(frozen=True)
@@ -60,45 +64,80 @@ class Loader:
                 _check_foreign(targets)
             elif targets.optimizer is not None:
                 check_optimizer(targets.optimizer, parameter_names(self._part), self._part.remote_parameters)
+        for attempt in range(_MOST_TRIES):
+            with ExitStack() as stack:
+                try:
+                    return self._load_newest(Path(path), is_foreign, step, targets, stack)
+                except VanishedError:  # on all ranks: another process saves and prunes, so there is a newer one
+                    if attempt + 1 == _MOST_TRIES:
+                        raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def _load_newest(self, path: Path, is_foreign: bool, step: int, targets: LoadTargets, stack: ExitStack) -> Loaded:
+        """Load the newest good checkpoint of those that the first rank finds now."""
+
+        def candidates() -> str:
+            # The newest is held until all ranks have opened it.
+            found = (
+                ([path], None) if is_foreign else with_checkpoints(path, lambda found: (found, lock_shared(found[0])))
+            )
+            paths, lock = found
+            if lock is not None:
+                stack.callback(lock.release)
+            return json.dumps([os.path.relpath(each, path) for each in paths])
+
         # The first rank decides which checkpoints there are: a file system may show the others an older state.
-        text = run_on_first_rank(self._groups, lambda: json.dumps(_candidates(Path(path), is_foreign)), request)
-        names = json.loads(text)
+        names = json.loads(run_on_first_rank(self._groups, candidates, SyncRequest("load", step)))
         skipped: list[str] = []
         for index, name in enumerate(names):
             is_last = index + 1 == len(names)
-            pending = self._try(Path(path) / name, targets, SyncRequest("load", step, name), is_last)
+            pending = self._try(path / name, is_foreign, targets, SyncRequest("load", step, name), is_last)
             if isinstance(pending, _Pending):
                 if skipped and self._groups.is_first:
                     reasons = "\n  ".join(skipped)
                     problem = "newer checkpoints are damaged and were skipped; training resumes from"
-                    warnings.warn(f"{problem} {name}:\n  {reasons}", PenstockWarning, stacklevel=4)
+                    warnings.warn(printable(f"{problem} {name}:\n  {reasons}"), PenstockWarning, stacklevel=5)
                 pending.apply()
                 return pending.loaded
             skipped.append(f"{name}: {pending}")
         raise AssertionError("the last checkpoint is loaded, or its error raised")
 
-    def _try(self, directory: Path, targets: LoadTargets, request: SyncRequest, is_last: bool) -> _Pending | str:
+    def _try(
+        self, directory: Path, is_foreign: bool, targets: LoadTargets, request: SyncRequest, is_last: bool
+    ) -> _Pending | str:
         """Read a checkpoint on all ranks; the reason if it is damaged and there is an older one."""
-        # Each rank verifies some files and reads others, so nothing is read before all files are known to be good.
-        checked = self._on_all_ranks(lambda: self._verify(directory), request, is_last)
-        if isinstance(checked, str):
-            return checked
-        return self._on_all_ranks(lambda: self._read(directory, targets, checked), request, is_last)
+        if is_foreign:
+            return self._on_all_ranks(lambda: self._read_foreign(directory), request, is_last)
+        with ExitStack() as stack:
+
+            def verify() -> tuple[CheckpointReader, int]:
+                reader = stack.enter_context(CheckpointReader(directory))
+                return reader, reader.verify(*self._rank_and_ranks)
+
+            # Each rank verifies some files and reads others, so nothing is read before all files are known to be good.
+            checked = self._on_all_ranks(verify, request, is_last)
+            if isinstance(checked, str):
+                return checked
+            return self._on_all_ranks(lambda: self._read(*checked, targets), request, is_last)
 
     def _on_all_ranks(self, work: Callable[[], T], request: SyncRequest, is_last: bool) -> T | str:
         """The result of this rank's work if that of all ranks succeeded, else why the checkpoint is damaged.
 
         Errors other than damage, which an older checkpoint would not fix, are raised on all ranks, and so is damage
-        of the last checkpoint.
+        of the last checkpoint. A checkpoint that vanished on one rank raises VanishedError on all.
         """
         error: Exception | None = None
         try:
             result = work()
         except Exception as caught:
             error = caught
-        is_damaged = isinstance(error, DamagedError) and not is_last
-        votes = (float(is_damaged), float(error is not None and not is_damaged))
-        some_damaged, some_failed, *_ = self._sync.exchange(request, SyncVote(maxes=votes)).maxes
+        is_gone = isinstance(error, VanishedError)
+        is_damaged = isinstance(error, DamagedError) and not is_last and not is_gone
+        votes = (float(is_damaged), float(error is not None and not is_damaged and not is_gone), float(is_gone))
+        some_damaged, some_failed, some_gone, *_ = self._sync.exchange(request, SyncVote(maxes=votes)).maxes
+        if some_gone:
+            self._sync.close()
+            raise vanished(Path(request.text))
         if some_failed:
             with errors_on_all_ranks(self._sync, request):
                 if error is not None and not is_damaged:
@@ -118,18 +157,13 @@ class Loader:
     def _rank_and_ranks(self) -> tuple[int, int]:
         return (0, 1) if self._groups.is_local else (self._groups.rank, self._groups.num_ranks)
 
-    def _verify(self, directory: Path) -> int:
-        """Verify this rank's share of the files; returns the number of bytes read."""
-        if is_hugging_face(directory):
-            return 0
-        with CheckpointReader(directory) as reader:
-            return reader.verify(*self._rank_and_ranks)
+    def _read_foreign(self, directory: Path) -> _Pending:
+        weights, loaded = _read_weights(self._part, open_tensors(directory))
+        return _Pending(loaded, lambda: self._part.load_state_dict(weights))
 
-    def _read(self, directory: Path, targets: LoadTargets, bytes_checked: int) -> _Pending:
-        weights, loaded = _read_weights(self._part, directory)
-        if is_hugging_face(directory):
-            return _Pending(loaded, lambda: self._part.load_state_dict(weights))
-        with CheckpointReader(directory) as reader:
+    def _read(self, reader: CheckpointReader, bytes_checked: int, targets: LoadTargets) -> _Pending:
+        with reader.documents():
+            weights, loaded = _read_weights(self._part, reader.tensors)
             run = reader.run
             steps = [lambda: self._part.load_state_dict(weights), *self._restorers(reader, run, targets)]
             if targets.random:
@@ -140,9 +174,9 @@ class Loader:
             loaded = replace(
                 loaded,
                 bytes_read=loaded.bytes_read + reader.bytes_read,
-                path=str(directory),
+                path=str(reader.directory),
                 step=reader.manifest.step,
-                num_steps=reader.manifest.step if (taken := as_int(run.get("num_steps"))) is None else taken,
+                num_steps=_num_steps(run, reader.manifest.step),
                 position=run.get("position"),
                 extra=run.get("extra"),
                 bytes_checked=bytes_checked,
@@ -165,6 +199,10 @@ class Loader:
             state = self._scheduler_state(reader, targets)
             restorers.append(lambda: targets.scheduler.load_state_dict(state()))
         if targets.scaler is not None and "scaler" in run:
+            try:
+                GradScaler().load_state_dict(run["scaler"])  # on another one, so that nothing changes yet
+            except RunError as error:
+                raise DamagedError("the state of the scaler cannot be read", reason=error.problem) from None
             restorers.append(lambda: targets.scaler.load_state_dict(run["scaler"]))
         return restorers
 
@@ -181,9 +219,9 @@ class Loader:
         return saved.for_optimizer(targets.optimizer)
 
 
-def _read_weights(part: ModelPart, directory: Path) -> tuple[dict[str, Tensor], Loaded]:
-    """Read the weights of this process from a directory, and nothing else of it."""
-    model, reader, own = part.captured.model, open_tensors(directory), part.own_state()
+def _read_weights(part: ModelPart, reader: TensorReader) -> tuple[dict[str, Tensor], Loaded]:
+    """Read the weights of this process."""
+    model, own = part.captured.model, part.own_state()
     loss_state = part.loss_state
     if not loss_state & set(reader.names):
         # A checkpoint of the model alone: the loss module keeps its state.
@@ -201,14 +239,11 @@ def _read_weights(part: ModelPart, directory: Path) -> tuple[dict[str, Tensor], 
     return reader.read(match_names(reader.names, names), own)
 
 
-def _candidates(path: Path, is_foreign: bool) -> list[str]:
-    """The checkpoints at a path, relative to it, newest first."""
-    if is_foreign:
-        return ["."]
-    if not is_checkpoint(path):
-        with suppress(OSError):  # the directory may be read-only
-            CheckpointDir(path).clean_up()
-    return [str(checkpoint.relative_to(path)) for checkpoint in find_checkpoints(path)]
+def _num_steps(run: dict[str, Any], step: int) -> int:
+    taken = as_int(run.get("num_steps"))
+    if taken is not None and not 0 <= taken <= MAX_STEP:
+        raise DamagedError("invalid number of steps in a document", num_steps=str(taken)[:60])
+    return step if taken is None else taken
 
 
 def _check_foreign(targets: LoadTargets) -> None:

@@ -18,9 +18,9 @@ from penstock.runtime import json_bytes, parse_json
 
 NAME = "manifest.json"
 FORMAT = 1
-_MAX_BYTES = 1 << 28
-_MAX_STEP = 10**18 - 1
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9]+)?")
+_MAX_BYTES = 1 << 24  # that of 100,000 tensors; parsing takes 30 times the memory
+MAX_STEP = 10**18 - 1
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}(\.[A-Za-z0-9]{1,20})?")
 _STEP = re.compile(r"step-(\d{6,18})")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _USE_EARLIER = "an earlier checkpoint: this one has changed since it was written"
@@ -82,7 +82,7 @@ class Manifest:
     files: dict[str, FileRecord]
 
     def __post_init__(self) -> None:
-        if not 0 <= self.step <= _MAX_STEP:
+        if not 0 <= self.step <= MAX_STEP:
             raise DamagedError("invalid step in the manifest", step=str(self.step)[:60])
         for name, record in self.files.items():
             # Names come from outside: a path could lead to any file of the system.
@@ -101,7 +101,11 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The document, with its own digest."""
-        return signed_document(_adapter().dump_python(self, mode="json"))
+        content = signed_document(_adapter().dump_python(self, mode="json"))
+        if len(content) > _MAX_BYTES:
+            problem = "the manifest would be too large to be read: the model has too many tensors"
+            raise CheckpointError(problem, bytes=len(content), limit=_MAX_BYTES, tensors=len(self.tensors))
+        return content
 
 
 def signed_document(content: Mapping[str, Any]) -> bytes:

@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.manifest import MAX_STEP
 from penstock.checkpoint.reader import Loaded
 from penstock.checkpoint.saving import CheckpointOptions, random_state, random_state_restorer
 from penstock.errors import CheckpointError, RunError
@@ -172,7 +173,7 @@ def _position(loaded: Loaded, run_id: str) -> tuple[int, int, str]:
     """
     position = loaded.position if isinstance(loaded.position, dict) else {}
     batches, skipped = (as_int(position.get(name)) for name in ("batches", "skipped"))
-    if batches is None or batches < 0:
+    if batches is None or not 0 <= batches <= MAX_STEP:
         batches = loaded.step or 0
     saved_id = position.get("run_id")
     return batches, max(0, skipped or 0), saved_id if isinstance(saved_id, str) and saved_id else run_id

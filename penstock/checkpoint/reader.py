@@ -1,8 +1,8 @@
 """Reads a checkpoint: documents, and only those tensors that a rank asks for."""
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.checkpoint.locks import lock_shared, vanished
 from penstock.checkpoint.manifest import Manifest, check_digests, check_sizes, files_to_check, read_manifest, step_of
 from penstock.checkpoint.names import shorten
 from penstock.checkpoint.optimizer_state import SavedOptimizer
 from penstock.checkpoint.tensor_file import DTYPES, read_bytes
-from penstock.errors import CheckpointError, DamagedError
+from penstock.errors import CheckpointError, DamagedError, PenstockError
 from penstock.runtime import FindTensor, decode_tree, parse_json
 
 RUN, PLAN, CONFIG = "run", "plan.json", "config.json"
 """the document of scaler, position and extra; the plan; the configuration of a transformers model"""
+_WRONG_TYPES = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 _AGAIN = "download or save the directory again"
 
 
@@ -86,7 +88,7 @@ class TensorReader:
 def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:
         raise DamagedError("not a safetensors file", file=file, error=error, hint=_AGAIN) from None
 
 
@@ -132,18 +134,25 @@ def _check_ties(
 
 
 class CheckpointReader:
-    """One checkpoint that penstock wrote. Opening it reads the manifest and checks the sizes of all files."""
+    """One checkpoint that penstock wrote, held so that no save removes it until the reader is closed.
+
+    Opening it reads the manifest and checks the sizes of all files.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.manifest: Manifest = read_manifest(directory)
-        if step_of(directory) not in (None, self.manifest.step):
-            problem = "a checkpoint has the directory name of another step"
-            raise DamagedError(problem, path=directory, step=self.manifest.step)
-        check_sizes(directory, self.manifest)
         self.bytes_read = 0
-        self._stack = ExitStack()
         self._opened: dict[str, Any] = {}
+        with ExitStack() as stack:
+            self._lock = lock_shared(directory)
+            stack.callback(self._lock.release)
+            with self.unchanged():
+                self.manifest: Manifest = read_manifest(directory)
+                if step_of(directory) not in (None, self.manifest.step):
+                    problem = "a checkpoint has the directory name of another step"
+                    raise DamagedError(problem, path=directory, step=self.manifest.step)
+                check_sizes(directory, self.manifest)
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> "CheckpointReader":
         return self
@@ -151,9 +160,38 @@ class CheckpointReader:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Raise VanishedError if the checkpoint is removed or replaced during the body, whatever else the body raises.
+
+        Other readers and writers of penstock do not remove it while it is held, but may replace it by another one of
+        its step; and files can be removed by hand.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._lock.is_current:
+                raise
+            raise vanished(self.directory) from error
+        if not self._lock.is_current:
+            raise vanished(self.directory)
+
+    @contextmanager
+    def documents(self) -> Iterator[None]:
+        """Read documents in the body: one whose content has other types than those that are saved counts as damage."""
+        with self.unchanged():
+            try:
+                yield
+            except PenstockError:
+                raise
+            except _WRONG_TYPES as error:
+                reason = f"{type(error).__name__}: {error}"[:200]
+                raise DamagedError("a document cannot be read", path=self.directory, reason=reason) from error
+
     def verify(self, rank: int = 0, ranks: int = 1) -> int:
         """Compare this rank's share of the files with their digests; returns the number of bytes read."""
-        return check_digests(self.directory, self.manifest, files_to_check(self.manifest, rank, ranks))
+        with self.unchanged():
+            return check_digests(self.directory, self.manifest, files_to_check(self.manifest, rank, ranks))
 
     @property
     def tensors(self) -> TensorReader:
@@ -217,7 +255,7 @@ class CheckpointReader:
                     handle = safe_open(self.directory / file, framework="pt")
                     self._opened[file] = self._stack.enter_context(handle)
                 tensor: Tensor = self._opened[file].get_tensor(name)
-            except (SafetensorError, KeyError, OSError) as error:
+            except (SafetensorError, KeyError, OSError, RuntimeError) as error:
                 raise DamagedError("a tensor cannot be read", file=stem, name=name, reason=error) from None
             self.bytes_read += tensor.nbytes
             return tensor

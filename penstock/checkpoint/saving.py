@@ -290,8 +290,11 @@ def random_state_restorer(state: Any) -> Callable[[], None]:
         torch.Generator().set_state(state["torch"])
         np.random.RandomState().set_state(state["numpy"])
         random.Random().setstate(state["python"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise DamagedError("the state of random numbers cannot be read", reason=error) from None
+        cuda = state.get("cuda", ())
+        if not all(isinstance(each, Tensor) for each in cuda):
+            raise TypeError("the state of a device must be a tensor")
+    except Exception as error:  # numpy and Python raise many types
+        raise DamagedError("the state of random numbers cannot be read", reason=repr(error)[:200]) from None
 
     def restore() -> None:
         torch.set_rng_state(state["torch"])

@@ -21,7 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from penstock.checkpoint.collective import write_error
-from penstock.checkpoint.directory import TEMPORARY, CheckpointDir, lock_directory, sync_directory
+from penstock.checkpoint.directory import TEMPORARY, CheckpointDir, sync_directory
+from penstock.checkpoint.locks import DirectoryLock, lock_exclusively
 from penstock.checkpoint.manifest import NAME, Manifest, step_name
 from penstock.checkpoint.tensor_file import FileRecord, read_bytes, write_bytes, write_tensors
 from penstock.errors import CheckpointError
@@ -44,15 +45,22 @@ class CheckpointWriter:
 
     path: Path
     ranks: int
-    lock: int | None = field(default=None, compare=False)
+    lock: DirectoryLock | None = field(default=None, compare=False)
     """held by the rank that made the directory, so that `CheckpointDir.clean_up` leaves it alone"""
 
     @classmethod
     def create(cls, root: Path, step: int, ranks: int) -> "CheckpointWriter":
         """Make a temporary directory, which this process will finish."""
-        path = root / f"{TEMPORARY}{step_name(step)}-{secrets.token_hex(4)}"
-        path.mkdir(mode=0o700)
-        return cls(path, ranks, lock_directory(path))
+        while True:
+            path = root / f"{TEMPORARY}{step_name(step)}-{secrets.token_hex(4)}"
+            path.mkdir(mode=0o700)
+            with suppress(FileNotFoundError):
+                lock = lock_exclusively(path)
+                if lock is not None and lock.is_current:
+                    return cls(path, ranks, lock)
+                if lock is not None:
+                    lock.release()
+            # Another process that cleans up took it for the rest of an interrupted save, before it was locked.
 
     def join(self, rank: int) -> None:
         """Announce that this rank will write; refused if it does not see the directory."""
@@ -91,21 +99,24 @@ class CheckpointWriter:
             write_bytes(self.path / NAME, [make_manifest(records).to_bytes()])
             sync_directory(self.path)
             final = root.publish(self.path, step)
-            if keep is not None:
-                root.prune(keep, final)
         except Exception as error:
             shutil.rmtree(self.path, ignore_errors=True)
             raise write_error(error) from None
         finally:
             if self.lock is not None:
-                os.close(self.lock)
+                self.lock.release()  # from now on others may read it
+        if keep is not None:
+            try:
+                root.prune(keep, final)
+            except OSError as error:
+                raise write_error(error) from None
         return final
 
     def abandon(self) -> None:
         """Remove the directory if this process made it: nothing will be written."""
         if self.lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self.lock)
+            self.lock.release()
 
     def wait(self) -> None:
         """Wait until the rank that made the directory has finished, successfully or not."""

@@ -4,13 +4,12 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typer import Option
 
 from penstock.cli.files import check_targets, write
 from penstock.cli.models import Model, build_model, source_of
 from penstock.cli.options import AsJson, Blocks, Depth, Example
-from penstock.cli.output import note, print_json, print_view
+from penstock.cli.output import echo, note, print_json, print_view
 from penstock.cli.user_code import user_errors
 from penstock.errors import CaptureError
 
@@ -71,7 +70,7 @@ def capture(
     else:
         print_view(Outline(), (graph, partition))
         if partition.num_stages > 1:
-            typer.echo()
+            echo()
             print_view(Cuts(), (graph, partition))
     if svg:
         write(svg, ModelView(title=title)((graph, partition)))

@@ -10,7 +10,7 @@ from typer import Argument, Option
 from penstock.cli.files import read_record
 from penstock.cli.models import HF, NO_EXAMPLE, build_model, source_of
 from penstock.cli.options import AsJson, Blocks, Depth, Example
-from penstock.cli.output import BAD_INPUT, RUN_FAILED, failed, print_json
+from penstock.cli.output import BAD_INPUT, RUN_FAILED, echo, failed, print_json
 from penstock.cli.show import sizes_line
 from penstock.cli.simulate import prove
 from penstock.cli.user_code import user_errors
@@ -75,7 +75,7 @@ def check(
             result["parity"] = {"equal": report.ok, **compared, "notes": list(report.notes)}
         print_json(result)
     else:
-        typer.echo(f"proven\n{sizes_line(orders)}\n{_PROVEN}" + (f"\n\n{report}" if report else ""))
+        echo(f"proven\n{sizes_line(orders)}\n{_PROVEN}" + (f"\n\n{report}" if report else ""))
     if report and not report.ok:
         raise failed("the plan does not reproduce the unsplit model", RUN_FAILED)
 

@@ -4,11 +4,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from typer import Argument, Option
 
 from penstock.cli.options import AsJson
-from penstock.cli.output import note, print_json, print_table
+from penstock.cli.output import echo, note, print_json, print_table
 from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -25,11 +24,11 @@ def ls(*, path: Where, as_json: AsJson = False) -> None:
     """List the checkpoints of a directory, newest first.
 
     Looks at manifests and file sizes, not at contents: verify does that. Incomplete saves are listed too; the next save
-    or load removes them.
+    removes them.
     """
     from penstock.checkpoint import list_checkpoints
 
-    entries = list(list_checkpoints(path))
+    entries = list_checkpoints(path)
     if as_json:
         print_json([entry._asdict() for entry in entries])
         return
@@ -45,14 +44,14 @@ def verify(*, path: Where, as_json: AsJson = False) -> None:
     """
     from penstock.checkpoint import verify_checkpoints
 
-    results = list(verify_checkpoints(path))
+    results = verify_checkpoints(path)
     good = [result.name for result in results if not result.problem]
     if as_json:
         checkpoints = [result._asdict() for result in results]
         print_json({"checkpoints": checkpoints, "newest_good": good[0] if good else None})
     else:
         for result in results:
-            typer.echo(f"{result.name}: {result.problem or f'good, {result.files} files, {result.bytes:,} bytes'}")
+            echo(f"{result.name}: {result.problem or f'good, {result.files} files, {result.bytes:,} bytes'}")
     if len(good) == len(results):
         return
     problem = "a checkpoint is damaged" if len(results) == 1 else f"{len(results) - len(good)} checkpoints are damaged"
@@ -62,9 +61,7 @@ def verify(*, path: Where, as_json: AsJson = False) -> None:
 
 def show(*, path: Where, as_json: AsJson = False) -> None:
     """Show the contents of a checkpoint, or of the newest in a directory."""
-    from penstock.ir import printable
-
-    with _newest(path) as checkpoint:
+    with _newest(path) as checkpoint, checkpoint.documents():
         contents = _contents(checkpoint)
     if as_json:
         print_json(contents)
@@ -77,8 +74,8 @@ def show(*, path: Where, as_json: AsJson = False) -> None:
         return f"{value:,}" if isinstance(value, int) else str(value)
 
     lines = (f"{name}: {text(value)}" for name, value in contents.items() if value is not None)
-    typer.echo("\n".join(map(printable, lines)))
-    typer.echo("")
+    echo("\n".join(lines))
+    echo()
     print_table(("tensor", "file", "type", "shape"), [tuple(tensor.values()) for tensor in tensors])
 
 
@@ -100,9 +97,9 @@ def export(*, path: Where, out: Out, config: Config = None, as_json: AsJson = Fa
 
 
 def _newest(path: Path) -> "CheckpointReader":
-    from penstock.checkpoint import CheckpointReader, find_checkpoints
+    from penstock.checkpoint import open_newest
 
-    return CheckpointReader(find_checkpoints(path)[0])
+    return open_newest(path)
 
 
 def _contents(checkpoint: "CheckpointReader") -> dict[str, Any]:

@@ -8,12 +8,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from typer import Option
 
 from penstock.cli.demo_schedules import Out, compare_schedules
 from penstock.cli.options import AsJson
-from penstock.cli.output import RUN_FAILED, failed, note, print_json, print_view
+from penstock.cli.output import RUN_FAILED, echo, failed, note, print_json, print_view
 from penstock.cli.plan import Machine
 from penstock.cli.train_log import make_directory, number_text, write_run
 
@@ -62,10 +61,10 @@ def demo(
         compare_schedules(out, as_json)
         return
     make_directory(out)
-    echo = note if as_json else typer.echo
+    show = note if as_json else echo
     began, cores, load = perf_counter(), _num_cores(), os.getloadavg()[0]
-    plan = _plan(ranks or min(max(cores, 2), MOST_RANKS), cores, echo)
-    run, rates = _train(plan, steps, cores, echo)
+    plan = _plan(ranks or min(max(cores, 2), MOST_RANKS), cores, show)
+    run, rates = _train(plan, steps, cores, show)
     seconds = perf_counter() - began
     files = write_run(run, out)
     if as_json:
@@ -153,16 +152,16 @@ def _print_results(plan: "Plan", run: "Run", rates: dict[str, float], load: floa
 
     measured, predicted = run.trace, plan.predicted.makespan
     rows = [(name, f"{rate:,.0f}", f"{rate / rates[ONE_THREAD]:.2f}") for name, rate in rates.items()]
-    typer.echo("\n" + "\n".join(align_columns([("", "tokens/s", "speedup"), *rows])))
-    typer.echo(f"largest difference to plain PyTorch after {len(run.steps)} steps: {run.largest_difference:.1e}")
+    echo("\n" + "\n".join(align_columns([("", "tokens/s", "speedup"), *rows])))
+    echo(f"largest difference to plain PyTorch after {len(run.steps)} steps: {run.largest_difference:.1e}")
     if measured is not None:
         ratio = f"{measured.makespan / predicted:.2f} times the prediction"
-        typer.echo(f"step: predicted {seconds_text(predicted)}, measured {seconds_text(measured.makespan)}, {ratio}")
+        echo(f"step: predicted {seconds_text(predicted)}, measured {seconds_text(measured.makespan)}, {ratio}")
         if plan.cluster.cores:
-            typer.echo("switching between ranks that share cores takes time that is not predicted")
+            echo("switching between ranks that share cores takes time that is not predicted")
         elif measured.makespan > MAX_RATIO * predicted and load > 0.5:
-            typer.echo(f"other programs were using {load:.1f} cores; predictions assume an idle machine")
-        typer.echo()
+            echo(f"other programs were using {load:.1f} cores; predictions assume an idle machine")
+        echo()
         print_view(Terminal(color=False, width=100), {"predicted": penstock.simulate(plan), "measured": measured})
-    typer.echo(f"\nwrote plan.json, run.json, trace.json.gz and report.html to {out}")
-    typer.echo(TRY_NEXT.format(out=out, ranks=plan.num_ranks))
+    echo(f"\nwrote plan.json, run.json, trace.json.gz and report.html to {out}")
+    echo(TRY_NEXT.format(out=out, ranks=plan.num_ranks))

@@ -6,12 +6,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
 
-import typer
 from typer import Option
 
 from penstock.cli.files import write
 from penstock.cli.options import Outputs, Sizes, Times
-from penstock.cli.output import RUN_FAILED, failed, print_json, print_table, print_view
+from penstock.cli.output import RUN_FAILED, echo, failed, print_json, print_table, print_view
 from penstock.cli.simulate import Simulated, documents, named_schedules, simulate_schedule
 from penstock.errors import PenstockError
 
@@ -125,7 +124,7 @@ def compare_schedules(out: Path, as_json: bool) -> None:
         )
     else:
         _print(runs, compared, seconds)
-        typer.echo("\n".join(["written", *(f"  {path}" for path in files), "", TRY_NEXT.format(out=out)]))
+        echo("\n".join(["written", *(f"  {path}" for path in files), "", TRY_NEXT.format(out=out)]))
     if wrong := [each.formula for each in compared if not each.agrees]:
         names = ", ".join(f"{formula.schedule} {formula.metric}" for formula in wrong)
         raise failed(f"the simulation disagrees with the known formulas ({names})", RUN_FAILED)
@@ -135,7 +134,7 @@ def _print(runs: Sequence[Simulated], compared: Sequence[Comparison], seconds: f
     from penstock.views import Table, Terminal
 
     program = runs[0].trace.program
-    typer.echo(
+    echo(
         f"{len(runs)} schedules for {program.num_ranks} ranks and {program.num_microbatches} microbatches, each built, "
         f"proven deadlock-free and simulated: {seconds:.2f} s in total"
     )
@@ -143,13 +142,13 @@ def _print(runs: Sequence[Simulated], compared: Sequence[Comparison], seconds: f
     for each in runs:
         if each.name in DRAWN:
             print_view(Terminal(color=False), {each.name: each.trace})
-            typer.echo()
+            echo()
     rows = [
         (each.formula.schedule, each.formula.metric.replace("_", " "), each.formula.text, *each.texts)
         for each in compared
     ]
     agreeing = sum(each.agrees for each in compared)
-    typer.echo(f"known formulas (P ranks, M microbatches, v stages per rank): {agreeing} of {len(compared)} agree")
+    echo(f"known formulas (P ranks, M microbatches, v stages per rank): {agreeing} of {len(compared)} agree")
     print_table(("schedule", "metric", "formula", "known", "simulated"), rows)
 
 

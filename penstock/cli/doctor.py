@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.options import AsJson
-from penstock.cli.output import RUN_FAILED, print_json, print_table
+from penstock.cli.output import RUN_FAILED, echo, print_json, print_table
 
 
 def doctor(
@@ -36,6 +36,6 @@ def doctor(
             for finding in findings:
                 if finding.warning:
                     word = "error" if finding.is_fatal else "warning"
-                    typer.echo(f"\n{word}: {finding.name}: {finding.warning}\ntry: {finding.hint}")
+                    echo(f"\n{word}: {finding.name}: {finding.warning}\ntry: {finding.hint}")
     if fatal:
         raise typer.Exit(RUN_FAILED)

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from typer import Argument
 
 from penstock.cli.files import read_record
 from penstock.cli.models import HF, NO_EXAMPLE
 from penstock.cli.options import AsJson, Example
-from penstock.cli.output import print_json
+from penstock.cli.output import echo, print_json
 from penstock.cli.plan import Machine, PlanFlags, StateFlags, make_plan
 from penstock.errors import FormatError, PlanError
 
@@ -52,9 +51,9 @@ def explain(
         found = {"reasons": search.reasons, "options": dict(search.asked), "lower_bound_seconds": plan.lower_bound}
         print_json({**found, "other_schedules": {name: trace.makespan for name, trace in others.items()}})
     else:
-        typer.echo(plan.describe())
+        echo(plan.describe())
         if others:
-            typer.echo("\n".join(("", *_comparison(plan, others))))
+            echo("\n".join(("", *_comparison(plan, others))))
 
 
 def _named_schedules(plan: "Plan") -> "dict[str, Trace]":

@@ -4,13 +4,15 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import typer
 
 from penstock.errors import CaptureError, CheckpointError, FitError, PartitionError, PenstockError, RunError
 
 if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
     from penstock.views import RichView, Subject
 
 BAD_INPUT = 2  # wrong usage, or a file with invalid contents
@@ -19,6 +21,7 @@ DOES_NOT_FIT = 4  # no plan fits into the memory
 RUN_FAILED = 5  # the work itself failed
 BAD_CHECKPOINT = 6  # a checkpoint is damaged or belongs to another model
 INTERRUPTED = 130
+_MAX_MESSAGE = 20_000  # of a longer message, such as an error of the user's code, the middle is left out
 
 # Hints are written for Python ("ranks=2"); these arguments have a command-line option, most of the same name.
 _FLAGS = {
@@ -78,9 +81,10 @@ def exit_on_error() -> Iterator[None]:
 
 def failed(message: str, code: int) -> typer.Exit:
     """Print a message to stderr and return the exception that ends the command with the code."""
-    from penstock.ir import printable
-
-    typer.echo(printable(message), err=True)
+    if len(message) > _MAX_MESSAGE:
+        half = _MAX_MESSAGE // 2
+        message = f"{message[:half]}\n  [...]\n{message[-half:]}"
+    echo(message, err=True)
     return typer.Exit(code)
 
 
@@ -91,35 +95,57 @@ def _with_flags(error: PenstockError) -> str:
     return str(error).removesuffix(error.hint) + hint
 
 
+def echo(text: str = "", *, end: str = "\n", file: "IO[str] | None" = None, err: bool = False) -> None:
+    """Print a text that may contain names from files, without characters that control a terminal."""
+    from penstock.ir import printable
+
+    typer.echo(printable(text) + end, file=file, nl=False, err=err)
+
+
 def print_view(view: "RichView[Subject]", subject: "Subject") -> None:
     """Print a view, in colour on a terminal and as plain text in a pipe."""
+    from click import unstyle
     from rich.console import Console
 
     console = Console()
     if console.is_terminal:
-        console.print(view.renderable(subject))
+        print_rich(console, view.renderable(subject))
     else:
-        typer.echo(view(subject))
+        echo(unstyle(view(subject)))
 
 
 def print_table(header: tuple[str, ...], rows: "Sequence[tuple[str, ...]]") -> None:
     """Print a table; as Markdown in a pipe."""
     from rich.console import Console
 
+    from penstock.ir import printable
     from penstock.views import TextTable
 
-    console, table = Console(), TextTable(header, tuple(rows))
+    # A name must not break a line of the table either.
+    clean = tuple(tuple(printable(cell, one_line=True) for cell in row) for row in rows)
+    console, table = Console(), TextTable(header, clean)
     if console.is_terminal:
-        console.print(table.rich())
+        print_rich(console, table.rich())
     else:
-        typer.echo(table.markdown())
+        echo(table.markdown())
+
+
+def print_rich(console: "Console", renderable: "RenderableType") -> None:
+    """Print on a console; colours are its own, and texts have no characters that control a terminal."""
+    from rich.segment import Segment, Segments
+
+    from penstock.ir import printable
+
+    segments = console.render(renderable)
+    clean = [each if each.control else Segment(printable(each.text), each.style) for each in segments]
+    console.print(Segments(clean), end="")
 
 
 def print_json(value: object) -> None:
     """Print a value as indented JSON."""
-    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+    echo(json.dumps(value, indent=2, allow_nan=False))
 
 
 def note(text: str) -> None:
     """Print to stderr, so that a pipe receives the result alone."""
-    typer.echo(text, err=True)
+    echo(text, err=True)

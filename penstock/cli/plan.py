@@ -7,13 +7,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from typer import Option
 
 from penstock.cli.files import check_targets, write
 from penstock.cli.models import Model, build_model, source_of
 from penstock.cli.options import AsJson, Blocks, Depth, Example
-from penstock.cli.output import note, print_json
+from penstock.cli.output import echo, note, print_json
 from penstock.cli.user_code import user_errors
 from penstock.errors import CaptureError, PartitionError, PlanError
 
@@ -206,7 +205,7 @@ def plan(
         if as_json:
             print_json(json.loads(to_json(best)))
         else:
-            typer.echo(best.describe())
+            echo(best.describe())
         if out:
             write(out, to_json(best))
             note(f"wrote {out}")
@@ -405,4 +404,4 @@ def _emit(plan: "Plan", tool: str, out: Path | None, as_json: bool) -> None:
         lists = {"module_fqns_per_model_part": module_lists(plan), "schedule_csv": orders, "config": config}
         print_json({"tool": tool, **lists})
     elif not out:
-        typer.echo(f"{config}\n# {csv}\n{orders}", nl=False)
+        echo(f"{config}\n# {csv}\n{orders}", end="")

@@ -4,7 +4,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -86,6 +86,9 @@ def locked(directory: Path | None) -> Iterator[None]:
         _lock(number, directory)
         yield
     finally:
+        with suppress(OSError):
+            # Explicitly: processes forked meanwhile have the descriptor too.
+            fcntl.flock(number, fcntl.LOCK_UN)
         os.close(number)
 
 
@@ -114,17 +117,25 @@ class SavedPlan(NamedTuple):
 
 def saved_plan(source: Path | None) -> SavedPlan | None:
     """The plan of the newest readable checkpoint."""
-    from penstock.checkpoint import PLAN, RUN, CheckpointReader, check_digests, find_checkpoints
+    from penstock.checkpoint import with_checkpoints
+
+    return None if source is None else with_checkpoints(source, _first_plan)
+
+
+def _first_plan(checkpoints: list[Path]) -> SavedPlan | None:
+    from penstock.checkpoint import PLAN, RUN, CheckpointReader, VanishedError, check_digests
     from penstock.ir import Plan, from_json
 
-    for directory in find_checkpoints(source) if source is not None else ():
+    for directory in checkpoints:
         try:
-            with CheckpointReader(directory) as reader:
+            with CheckpointReader(directory) as reader, reader.documents():
                 files = [name for name in reader.manifest.files if name.startswith((PLAN, f"{RUN}."))]
                 check_digests(directory, reader.manifest, files)
                 extra = reader.run.get("extra")
                 plan = from_json(reader.text(PLAN).decode(), Plan)
-        except (CheckpointError, KeyError):
+        except VanishedError:
+            raise
+        except PenstockError:
             continue  # the ranks report the damage, and skip it too
         return SavedPlan(plan, extra.get(PLAN_OPTIONS) if isinstance(extra, dict) else None)
     return None

@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typer import Option
 
 from penstock.cli.options import AsJson
-from penstock.cli.output import RUN_FAILED, failed, note
+from penstock.cli.output import RUN_FAILED, echo, failed, note
 from penstock.cli.train_log import make_directory
 
 
@@ -35,7 +34,7 @@ def selftest(
     files = out / "selftest.json", out / "selftest.md"
     for path, text in zip(files, (result.to_json(), result.page()), strict=True):
         path.write_text(text, encoding="utf-8")
-    typer.echo(result.to_json() if as_json else result.page())
+    echo(result.to_json() if as_json else result.page())
     note(f"written: {', '.join(map(str, files))}")
     if result.problems:
         raise failed(f"failed: {', '.join(result.problems)}", RUN_FAILED)

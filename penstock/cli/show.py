@@ -4,12 +4,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from typer import Argument, Option
 
 from penstock.cli.files import check_targets, read_record, write
 from penstock.cli.options import AsJson
-from penstock.cli.output import note, print_table, print_view
+from penstock.cli.output import echo, note, print_rich, print_table, print_view
 from penstock.errors import ScheduleError, ViewError
 
 if TYPE_CHECKING:
@@ -41,19 +40,19 @@ def show(*, file: File, view: ViewName = None, out: Out = None, as_json: AsJson 
     if view or out:
         _show_view(record, view or "", out)
     elif as_json:
-        typer.echo(to_json(record), nl=False)
+        echo(to_json(record), end="")
     elif isinstance(record, Schedule | Program):
-        typer.echo(sizes_line(record))
+        echo(sizes_line(record))
         try:
             prove(record)
         except ScheduleError as error:
-            typer.echo(f"{record}\n\nnot proven: {error}")
+            echo(f"{record}\n\nnot proven: {error}")
         else:
             _show_trace(penstock.simulate(record))
     elif isinstance(record, Trace):
         _show_trace(record)
     elif isinstance(record, Plan):
-        typer.echo(str(record))
+        echo(str(record))
     elif isinstance(record, Graph):
         print_view(Outline(), record)
     elif isinstance(record, Run):
@@ -64,7 +63,7 @@ def show(*, file: File, view: ViewName = None, out: Out = None, as_json: AsJson 
         from rich.console import Console
         from rich.pretty import Pretty
 
-        Console().print(Pretty(record, max_length=MAX_ITEMS, expand_all=True))
+        print_rich(Console(), Pretty(record, max_length=MAX_ITEMS, expand_all=True))
 
 
 def sizes_line(orders: "Schedule | Program") -> str:
@@ -90,7 +89,7 @@ def _show_view(record: Any, name: str, out: Path | None) -> None:
     elif isinstance(view, RichView):
         print_view(view, subject)
     else:
-        typer.echo(view(subject))
+        echo(view(subject))
 
 
 def _subject(record: Any, wanted: type) -> Any:
@@ -133,18 +132,18 @@ def _show_run(run: "Run") -> None:
     def number(value: float | None) -> str:
         return "not finite" if value is None else f"{value:.6g}"
 
-    typer.echo(f"{run.plan}\n")
+    echo(f"{run.plan}\n")
     rows = [(str(m.step), number(m.loss), number(m.grad_norm), seconds_text(m.seconds)) for m in run.steps]
     if len(rows) > MAX_ITEMS:
         rows = [*rows[: MAX_ITEMS // 2], ("...", "", "", ""), *rows[-MAX_ITEMS // 2 :]]
     print_table(("step", "loss", "gradient norm", "time"), rows)
     if run.step_seconds is not None:
         predicted = seconds_text(run.plan.predicted.makespan)
-        typer.echo(f"\n{seconds_text(run.step_seconds)} per step, {predicted} predicted")
+        echo(f"\n{seconds_text(run.step_seconds)} per step, {predicted} predicted")
     if run.peaks:
-        typer.echo(f"peak per rank, measured: {', '.join(map(bytes_text, run.peaks))}")
+        echo(f"peak per rank, measured: {', '.join(map(bytes_text, run.peaks))}")
     if run.largest_difference is not None:
-        typer.echo(f"largest difference to the unsplit model: {run.largest_difference:.1e}")
+        echo(f"largest difference to the unsplit model: {run.largest_difference:.1e}")
     if run.trace is not None:
-        typer.echo()
+        echo()
         _show_trace(run.trace)

@@ -14,7 +14,7 @@ from typer import Option
 from penstock.api.train_options import TrainOptions
 from penstock.cli.models import Model
 from penstock.cli.options import AsJson, Example
-from penstock.cli.output import note
+from penstock.cli.output import echo, note
 from penstock.cli.plan import Machine, PlanFlags, StateFlags, is_torchrun_rank, make_plan, plan_for_group
 from penstock.cli.restarts import Supervisor, check_checkpoints, check_min_ranks, locked, saved_plan
 from penstock.cli.train_log import STATUS, make_directory, number_text, with_earlier_steps, write_run
@@ -65,6 +65,8 @@ def train(
     check_job(job)
     choice = PlanChoice(job, files.plan)
     is_first = not is_torchrun_rank() or os.environ["RANK"] == "0"
+    if is_torchrun_rank():
+        _end_with_torchrun()
     with locked(checkpoints.checkpoint if is_first else None):
         check_checkpoints(checkpoints, ranks, attempt)  # again: another run may have saved there until now
         run = _train_under_torchrun(job, choice) if is_torchrun_rank() else _train_local(job, choice)
@@ -77,13 +79,13 @@ def train(
         if is_done:
             steps = options.steps
             reason = f"{counted(steps, 'step')} were asked for, and are done" if steps else "the data has ended"
-            typer.echo(f"nothing left to train: {reason}")
+            echo(f"nothing left to train: {reason}")
         elif run.steps:
             losses = " to ".join(number_text(metrics.loss) for metrics in (run.steps[0], run.steps[-1]))
             measured, predicted = seconds_text(run.step_seconds or 0.0), seconds_text(run.plan.predicted.makespan)
             taken, evaluated = counted(len(run.steps), "step"), run.steps[-1].eval_loss
             losses += "" if evaluated is None else f", eval loss {number_text(evaluated)}"
-            typer.echo(f"{taken}: loss {losses}, {measured} per step, {predicted} predicted")
+            echo(f"{taken}: loss {losses}, {measured} per step, {predicted} predicted")
     if files.out is not None:
         for path in write_run(run, files.out):
             note(f"wrote {path}")
@@ -123,6 +125,14 @@ def _status_directory(out: Path | None) -> Iterator[Path]:
         rmtree(directory, ignore_errors=True)
         raise
     rmtree(directory, ignore_errors=True)
+
+
+def _end_with_torchrun() -> None:
+    """Have this rank end if torchrun is killed, and its data-loader workers with it: they inherit the lock."""
+    from penstock.launch import exit_with_agent, kill_children_at_exit
+
+    exit_with_agent()
+    kill_children_at_exit()
 
 
 def _train_under_torchrun(job: Job, choice: "PlanChoice") -> "Run | None":

@@ -5,10 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-import typer
-
 from penstock.cli.files import write
-from penstock.cli.output import note
+from penstock.cli.output import echo, note
 from penstock.errors import FormatError, PenstockError
 
 if TYPE_CHECKING:
@@ -85,7 +83,7 @@ class TrainLog:
             for text in report.notes:
                 note(text.replace(" MODEL ", f" {self._model} "))  # in commands that the user could type
             line = step_line(report, self._predicted_seconds)
-        typer.echo(line, file=self._out)
+        echo(line, file=self._out)
 
 
 def step_line(report: "StepReport", predicted_seconds: float) -> str:

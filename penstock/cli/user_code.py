@@ -63,7 +63,9 @@ def user_errors(problem: str, path: Path, kind: type[PenstockError] = PenstockEr
         if isinstance(error, SyntaxError):
             lines.append(error.lineno)
         location = f"{path}:{lines[-1]}" if lines else path
-        message = " ".join(str(error).split())
+        from penstock.launch import text_of
+
+        message = " ".join(text_of(error).split())
         text = f"{type(error).__name__}: {message}" if message else type(error).__name__
         raise kind(problem, file=location, error=text, hint=hint) from error
 

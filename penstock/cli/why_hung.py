@@ -4,11 +4,10 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typer import Argument
 
 from penstock.cli.options import AsJson
-from penstock.cli.output import print_json
+from penstock.cli.output import echo, print_json
 from penstock.cli.train_log import STATUS
 from penstock.errors import PenstockError
 
@@ -28,7 +27,7 @@ def why_hung(*, run: Run, as_json: AsJson = False) -> None:
         hint = "the directory of a run that is running or failed: penstock train ... --out RUN"
         raise PenstockError("no status files in the directory", directory=run / STATUS, hint=hint)
     if not as_json:
-        typer.echo(explain_hang(statuses, time.monotonic()))
+        echo(explain_hang(statuses, time.monotonic()))
         return
     print_json(
         [

@@ -16,6 +16,7 @@ from penstock.ir.schedule import Program
 from penstock.ir.units import percent_text, seconds_text
 
 _TOLERANCE = 1e-9
+_MAX_SECONDS = 1e100  # so that sums and products of times stay finite
 
 
 class Series:
@@ -148,6 +149,8 @@ class Trace:
         _refuse("start must be finite seconds, 0 or more", ~(np.isfinite(starts) & (starts >= 0)), start=starts)
         _refuse("end must be finite seconds, not before start", ~_spans(starts, ends), start=starts, end=ends)
         _refuse("a message must not arrive before it is sent", ~_spans(sent, arrived), sent=sent, arrived=arrived)
+        for name, times in (("end", ends), ("arrived", arrived)):
+            _refuse(f"{name} must be at most {_MAX_SECONDS:g} seconds", times > _MAX_SECONDS, seconds=times)
 
     def __repr__(self) -> str:
         # Short, for consoles and notebooks: the fields hold the times of every action.

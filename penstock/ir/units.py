@@ -8,9 +8,16 @@ _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 _BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
-def printable(text: str) -> str:
-    """The text with control characters replaced, so that a name cannot control the terminal; newlines and tabs stay."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text)
+def printable(text: str, one_line: bool = False) -> str:
+    """The text with control characters replaced, so that a name from a file cannot control the terminal.
+
+    Also replaces characters that change the direction of text. Newlines and tabs stay, unless with `one_line`.
+    """
+    kept = "" if one_line else "\n\t"
+    # Most texts have none, and `isprintable` of the whole text is quick.
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in kept else "?" for char in text)
 
 
 def seconds_text(seconds: float, digits: int = 4) -> str:

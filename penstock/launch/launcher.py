@@ -19,7 +19,7 @@ import torch.distributed as dist
 from penstock.errors import RunError
 from penstock.ir import is_finite
 from penstock.launch import serialization
-from penstock.launch.reports import ErrorReport, exit_report, launch_error, timeout_error
+from penstock.launch.reports import ErrorReport, exit_report, launch_error, one_line, timeout_error
 from penstock.launch.scratch import scratch_directory
 from penstock.launch.status_file import StatusFile
 from penstock.launch.worker import FAILURE, Job, WorkerConfig, run_worker
@@ -72,7 +72,7 @@ def launch(
         except Exception as error:
             raise RunError(
                 "the function or its arguments cannot be sent to a fresh process",
-                reason=f"{type(error).__name__}: {error}",
+                reason=one_line(error),
                 hint='a function at the top level of a module, or start="fork"',
             ) from error
     with scratch_directory() as directory:
@@ -149,8 +149,6 @@ class _Workers:
                 member.signal(number)
             if self._wait(seconds):
                 break
-        for member in self.members:
-            member.signal(signal.SIGKILL)  # children of a rank may outlive it
         self._close()
 
     def release(self, seconds: float) -> None:
@@ -164,6 +162,16 @@ class _Workers:
             self._close()
         else:
             self.stop()
+
+    def _end_children(self) -> None:
+        """End the children that outlive their ranks: with SIGTERM first, as helpers of Python free shared memory."""
+        ended = [member.process.pid or 0 for member in self.members if member.process.exitcode is not None]
+        groups = [pid for pid in ended if _signal_group(pid, signal.SIGTERM)]
+        end = time.monotonic() + _TERM_SECONDS
+        while (groups := [pid for pid in groups if _signal_group(pid, 0)]) and time.monotonic() < end:
+            time.sleep(0.01)
+        for pid in groups:
+            _signal_group(pid, signal.SIGKILL)
 
     def _wait(self, seconds: float) -> bool:
         """Whether all processes have ended within this time."""
@@ -204,6 +212,7 @@ class _Workers:
 
     def _close(self) -> None:
         self._closed.set()
+        self._end_children()
         for member in self.members:
             member.pipe.close()
             if member.process.exitcode is not None:
@@ -211,6 +220,15 @@ class _Workers:
         self.members.clear()
         if self._thread:
             self._thread.join()
+
+
+def _signal_group(group: int, number: int) -> bool:
+    """Signal a process group; whether there is one."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 class _Collector:
@@ -300,6 +318,6 @@ def _unpack_result(rank: int, packed: bytes) -> Any:
     try:
         return serialization.unpack(packed)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = one_line(error)
         hint = "return plain values, tensors or state dicts"
         raise RunError("the result of a rank cannot be read here", rank=rank, reason=reason, hint=hint) from error

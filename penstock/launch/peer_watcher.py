@@ -5,8 +5,6 @@ the peer stopped.
 """
 
 import math
-import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -14,6 +12,7 @@ from typing import Any
 
 from penstock.errors import RunError
 from penstock.ir import Free, Message
+from penstock.launch.agent import end_process
 from penstock.launch.process_state import GONE
 from penstock.launch.reports import (
     FOLLOWS,
@@ -42,7 +41,6 @@ from penstock.launch.status_file import (
     action_text,
 )
 
-EXIT_CODE = 5
 _POLL_SECONDS = 0.2
 _POLLS_PER_PROCESS_CHECK = 5  # asking the system whether a process lives costs far more than reading its status file
 _GRACE_SECONDS = 1.0  # a closed connection usually raises in the main thread first, with a better error
@@ -191,9 +189,4 @@ class PeerWatcher:
     def _exit(self, reason: str) -> None:
         summary = f"rank {self._status.rank} stopped because {reason}"
         self._status.failed(ErrorReport(self._status.rank, summary, kind=FOLLOWS).to_json(MAX_FAILURE_BYTES))
-        # The main thread may hold the lock of stdout in the middle of a print, so flushing gets its own thread.
-        flushing = threading.Thread(target=sys.stdout.flush, daemon=True)
-        flushing.start()
-        flushing.join(_POLL_SECONDS)
-        os.write(2, f"penstock: {summary}\n".encode())
-        os._exit(EXIT_CODE)
+        end_process(summary)

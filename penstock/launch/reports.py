@@ -31,6 +31,7 @@ from penstock.launch.status_file import (
 CAUSE, FOLLOWS, FINAL = "cause", "follows", "final"
 _LOCATION = ("step", "stage", "microbatch", "action")
 _CUT = "\n  [...]\n"
+_MAX_LINE = 500
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class ErrorReport:
             kind = FOLLOWS
         elif isinstance(error, PenstockError) and error.is_final:
             kind = FINAL
-        message = str(error) if isinstance(error, PenstockError) else ""
+        message = text_of(error) if isinstance(error, PenstockError) else ""
         return cls(rank, one_line(error), text, location, kind, message=message)
 
     @property
@@ -92,10 +93,18 @@ class ErrorReport:
         return replace(short, text=self.text[:half] + _CUT + self.text[-half:] if half else "").to_json()
 
 
+def text_of(error: BaseException) -> str:
+    """The message of an error, also if the error cannot say it."""
+    try:
+        return str(error)
+    except Exception as another:
+        return f"<no text: its __str__ raised {type(another).__name__}>"
+
+
 def one_line(error: BaseException) -> str:
-    """Type and first line of an error."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """Type and first line of an error, at most 500 characters of it."""
+    lines = text_of(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:_MAX_LINE]}" if lines else type(error).__name__
 
 
 def summary_of(text: str) -> str:
@@ -134,7 +143,7 @@ _CLOSED = re.compile(
 
 def classify_wait_error(error: BaseException) -> WaitFailure:
     """Classify an error of torch.distributed by its text."""
-    text = str(error)
+    text = text_of(error)
     if _CLOSED.search(text):  # first, because the text of a closed connection may mention a timeout
         return WaitFailure.CLOSED
     return WaitFailure.TIMEOUT if _TIMEOUT.search(text) else WaitFailure.OTHER

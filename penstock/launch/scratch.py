@@ -20,7 +20,10 @@ VARIABLE = "PENSTOCK_SCRATCH"
 _IN_MEMORY = Path("/dev/shm")
 _ENOUGH_BYTES = 16 << 20
 # The shell waits for the end of its input, which comes when the last process that holds the other end is gone.
-_CLEANUP_SCRIPT = 'read -r _; rm -rf -- "$0"'
+# Then it ends the programs that ranks have started: they are in the process groups that the ranks have named.
+GROUP_PREFIX = "group-"
+_END_GROUPS = f'for file in "$0"/{GROUP_PREFIX}*; do kill -s KILL -- "-${{file##*-}}"; done'
+_CLEANUP_SCRIPT = f'read -r _; {_END_GROUPS}; rm -rf -- "$0"'
 _MAX_PATH_BYTES = 4096
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from penstock.errors import RunError
 from penstock.ir import Action, decode
 from penstock.launch.process_state import ELSEWHERE, host_id, process_state, start_ticks
 
@@ -166,8 +167,19 @@ class StatusFile:
         # A forked child inherits the table, and a run may have been cleared: then the file is not ours any more.
         if known is not None and known._belongs_to_this_process(ranks):
             return known
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = cls(directory, rank, _map_for_writing(_path(directory, rank)))
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            content = _map_for_writing(_path(directory, rank))
+        except OSError as problem:
+            error = RunError(
+                "a rank cannot write its status file",
+                file=_path(directory, rank),
+                reason=problem.strerror or problem,
+                hint="room in --out and in the directory of PENSTOCK_SCRATCH, and no limit on file sizes (ulimit -f)",
+            )
+            error.is_final = True  # a restart would fail the same way
+            raise error from None
+        status = cls(directory, rank, content)
         if not status._belongs_to_this_process(ranks):
             status._content[:] = bytes(_SIZE)
             _HEADER.pack_into(status._content, 0, *_header(rank, ranks))

@@ -14,6 +14,7 @@ from typing import TextIO
 import torch
 
 from penstock.errors import PenstockError
+from penstock.ir import printable
 
 FULL_VARIABLE = "PENSTOCK_FULL_TRACEBACK"
 """environment variable: if set, errors are printed by every rank and with all frames"""
@@ -47,6 +48,7 @@ class ErrorPrinter:
             text = f"{kind.__name__}: {error.problem} (every rank has this error: see rank 0)"
         else:
             text = "".join(_shortened(traceback.TracebackException(kind, error, frames)).format())
+        text = printable(text)
         # In one piece: other ranks write to the same terminal.
         (file or sys.stderr).write("".join(f"[rank{self.rank}]: {line}\n" for line in text.splitlines()))
 

@@ -8,9 +8,12 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +21,15 @@ import torch.distributed as dist
 
 from penstock.errors import RunError
 from penstock.launch import serialization
-from penstock.launch.process_state import die_with_parent
-from penstock.launch.reports import ErrorReport
+from penstock.launch.process_state import die_with_parent, kill_children_at_exit
+from penstock.launch.reports import ErrorReport, one_line
+from penstock.launch.scratch import GROUP_PREFIX
 from penstock.launch.status_file import MAX_FAILURE_BYTES, STATUS_DIR_VARIABLE, StatusFile
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 RESULT, FAILURE = b"result", b"failure"
+_MAX_REPORT_BYTES = 1 << 16  # of a traceback with a long message, the middle is left out
+_MAX_SOCKET_DIRECTORY = 75  # the name of a socket inside is 32 bytes longer, and may have 107
 _BEFORE_EXIT: list[Callable[[], None]] = []
 
 
@@ -68,7 +74,7 @@ def run_worker(config: WorkerConfig, connection: Connection, job: "Job | bytes")
         if status is not None:
             status.failed(report.to_json(MAX_FAILURE_BYTES))
         _flush_output()
-        _send(connection, FAILURE, report.to_json().encode())
+        _send(connection, FAILURE, report.to_json(_MAX_REPORT_BYTES).encode())
     else:
         _flush_output()
         _send(connection, RESULT, packed)
@@ -85,12 +91,16 @@ def _set_up_process(config: WorkerConfig) -> None:
     gc.enable()
     # An own process group, so that the launcher can end a rank together with its children, such as loader workers.
     os.setpgid(0, 0)
+    scratch = Path(config.store).parent
+    (scratch / f"{GROUP_PREFIX}{os.getpid()}").touch()  # for the case that the launcher is killed
     die_with_parent(config.parent)
+    kill_children_at_exit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles ctrl-c
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.enable(file=2)  # the Python stack of a crash goes to stderr
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that no output is lost when the rank is killed
+    _use_scratch_for_sockets(scratch)
     torch.set_num_threads(config.threads)
     interfaces = [name for _, name in socket.if_nameindex()]
     os.environ.update(
@@ -101,6 +111,17 @@ def _set_up_process(config: WorkerConfig) -> None:
         GLOO_SOCKET_IFNAME=next((name for name in ("lo", "lo0") if name in interfaces), "lo"),
     )
     os.environ[STATUS_DIR_VARIABLE] = config.status_dir
+
+
+def _use_scratch_for_sockets(scratch: Path) -> None:
+    """Have multiprocessing make its directory of sockets in the launcher's, which is removed even after a kill."""
+    if len(os.fspath(scratch)) > _MAX_SOCKET_DIRECTORY:
+        return
+    before, tempfile.tempdir = tempfile.tempdir, os.fspath(scratch)
+    try:
+        get_temp_dir()  # kept for this process and for the children that it starts
+    finally:
+        tempfile.tempdir = before
 
 
 def _call(job: "Job | bytes") -> Any:
@@ -120,7 +141,7 @@ def _pack_result(result: Any) -> bytes:
         raise RunError(
             "the result of a rank cannot be sent to the launcher",
             type=type(result).__name__,
-            reason=f"{type(error).__name__}: {error}",
+            reason=one_line(error),
             hint="return plain values, tensors or state dicts",
         ) from error
 

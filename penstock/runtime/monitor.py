@@ -21,6 +21,7 @@ from penstock.launch import (
     ErrorReport,
     PeerWatcher,
     StatusFile,
+    exit_with_agent,
     shared_status_directory,
     sync_point_code,
 )
@@ -48,6 +49,7 @@ class RankMonitor:
         that of the default group.
         """
         self._ranks = tuple(ranks)
+        exit_with_agent()
         self._status = StatusFile.create(shared_status_directory(), dist.get_rank(), dist.get_world_size())
         self._watcher = PeerWatcher(self._status, deadline_seconds, sorted({*ranks, *replicas}), setting)
         self._deadline_seconds = deadline_seconds

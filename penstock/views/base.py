@@ -8,7 +8,7 @@ from typing import ClassVar, Generic, Literal, TypeAlias, TypeVar
 from rich.console import Console, RenderableType
 
 from penstock.errors import ViewError
-from penstock.ir import Graph, Partition, Trace
+from penstock.ir import Graph, Partition, Trace, printable
 
 Document = TypeVar("Document", str, bytes, str | bytes)
 Subject = TypeVar("Subject")
@@ -63,7 +63,7 @@ def traces_by_name(traces: Traces) -> dict[str, Trace]:
             raise ViewError("a view must be given a trace, or several by name", got=got, hint="simulate first")
         found = {}
         for name, trace in traces.items():
-            shown = printable(str(name))
+            shown = printable(str(name), one_line=True)
             found[shown if len(shown) <= MAX_NAME else f"{shown[: MAX_NAME - 3]}..."] = trace
         if len(found) < len(traces):
             raise ViewError("two traces must not have the same printable name", names=sorted(found))
@@ -85,14 +85,9 @@ def graph_and_partition(subject: Staged) -> tuple[Graph, Partition]:
     raise ViewError("a view must be given a graph, or a graph and its partition", got=type(pair).__name__, hint=hint)
 
 
-def printable(name: str) -> str:
-    """The name without control characters, which would change a terminal or break a document."""
-    return "".join(char if char.isprintable() else "?" for char in name)
-
-
 def short_name(name: str) -> str:
     """A printable name of at most MAX_NAME characters; a long one loses its beginning, as its end is more specific."""
-    clean = printable(name)
+    clean = printable(name, one_line=True)
     return clean if len(clean) <= MAX_NAME else f"...{clean[3 - MAX_NAME :]}"
 
 

@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
-from penstock.ir import Graph, bytes_text, counted, listed
-from penstock.views.base import Staged, View, printable, short_name
+from penstock.ir import Graph, bytes_text, counted, listed, printable
+from penstock.views.base import Staged, View, short_name
 from penstock.views.condense import CondensedGraph, Connection, Part, check_collapse, values_text
 from penstock.views.drawing import (
     Area,
@@ -59,7 +59,7 @@ class Model(View[Staged, str]):
         check_collapse(self.collapse)
 
     def __call__(self, subject: Staged) -> str:
-        title = printable(self.title)
+        title = printable(self.title, one_line=True)
         return svg_document(_Layout(CondensedGraph.of(subject, self.collapse)).draw(title), title)
 
 
@@ -104,7 +104,8 @@ class _Layout:
         """The lines of text in a box."""
         condensed = self.condensed
         if place == condensed.outputs:
-            return (f"outputs: {listed([printable(name) for name in condensed.graph.outputs], MAX_NAMES)}",)
+            names = [printable(name, one_line=True) for name in condensed.graph.outputs]
+            return (f"outputs: {listed(names, MAX_NAMES)}",)
         part = condensed.parts[place]
         if part.is_glue:
             scope = f" in {short_name(part.nodes[0].module)}" if part.nodes[0].module else ""

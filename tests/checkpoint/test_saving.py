@@ -14,7 +14,7 @@ from torch import nn
 
 import penstock
 from penstock.checkpoint import CheckpointDir, CheckpointWriter, writer
-from penstock.checkpoint.directory import lock_directory
+from penstock.checkpoint.locks import lock_exclusively
 from penstock.errors import CheckpointError
 from penstock.ir import Plan
 from tests.checkpoint.trainings import Training, saved, the_plan
@@ -121,16 +121,21 @@ def test_remains_of_interrupted_saves_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".tmp-step-000002-00000000").mkdir()
     (tmp_path / "step-000001").rename(tmp_path / ".replaced-step-000001")
     (tmp_path / ".tmp-mine").mkdir()
+    before = sorted(tmp_path.iterdir())
     assert training.pipe.load(tmp_path).step == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-mine", "step-000001"]
+    assert sorted(tmp_path.iterdir()) == before  # a reader changes nothing
+    training.losses(1)
+    training.save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-mine", "step-000001", "step-000002"]
 
 
 def test_a_checkpoint_that_a_process_still_writes_is_left_alone(tmp_path: Path) -> None:
     temporary = tmp_path / ".tmp-step-000002-00000000"
     temporary.mkdir()
-    lock = lock_directory(temporary)
+    lock = lock_exclusively(temporary)
     assert CheckpointDir(tmp_path).clean_up() == []
-    os.close(lock or 0)
+    assert lock is not None
+    lock.release()
     assert CheckpointDir(tmp_path).clean_up() == [temporary.name]
 
 

@@ -13,6 +13,7 @@ from benchmarks import faults
 from benchmarks.guarded import guarded
 from benchmarks.process_checks import is_local, left_over, listeners
 from benchmarks.short_training import COMMAND, STEPS, Outcome, ShortTraining
+from benchmarks.torchrun_kills import LIMIT_SECONDS, Torchrun, killed_agents
 from penstock.checkpoint import CheckpointDir
 from penstock.cli.output import note
 from penstock.cli.train_log import read_steps
@@ -181,6 +182,23 @@ def test_torchrun_restarts_a_training_and_forwards_a_stop_signal(training: Short
     assert newest == f"step-{10 + len(step_lines):06d}"
     steps = read_steps(training.directory / "out")
     assert [metrics.loss for metrics in steps][:STEPS] == list(clean.losses)
+
+
+def test_ranks_and_their_workers_end_when_torchrun_is_killed_and_release_the_directory(
+    training: ShortTraining, tmp_path: Path
+) -> None:
+    for name in ("out", "saved"):
+        shutil.rmtree(training.directory / name, ignore_errors=True)
+    torchrun = Torchrun(training, tmp_path)
+    torchrun.wait_for_steps(2)
+    killed = torchrun.kill()
+    assert (killed.is_free, killed.files) == (True, [])
+    assert killed.seconds <= LIMIT_SECONDS
+
+
+@pytest.mark.whole
+def test_twenty_kills_of_torchrun() -> None:
+    assert killed_agents().show()
 
 
 def test_a_restart_reports_the_checkpoint_it_resumes_from(training: ShortTraining) -> None:

@@ -359,7 +359,7 @@ def test_the_caller_keeps_no_file_open() -> None:
 
 def test_a_status_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match="NotADirectoryError"):
+    with pytest.raises(RunError, match="Not a directory"):
         launch(int, 2, status_dir=tmp_path / "file" / "status")
 
 

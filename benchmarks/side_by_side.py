@@ -1,0 +1,98 @@
+"""One process saves and prunes while another loads and a third verifies, in the same directory: nothing fails."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from typer.testing import CliRunner
+
+import penstock
+from benchmarks.table import Line, Table
+from penstock.cli import app
+
+_MOST_SHOWN = 3
+
+
+def tables() -> tuple[Table, ...]:
+    """Everything that `python -m benchmarks side_by_side` shows."""
+    return tuple(side_by_side(keep) for keep in (1, 2))
+
+
+def side_by_side(keep: int, saves: int = 1000, loads: int = 2000, verifies: int = 2000) -> Table:
+    """How many of the saves, loads and verifications fail; all go on until each has its number."""
+
+    def lines() -> Iterator[Line]:
+        with tempfile.TemporaryDirectory(prefix="penstock-") as name:
+            directory, context = Path(name), get_context("fork")
+            training = _training()
+            _save(training, directory, keep)
+            wanted = {"saves": saves, "loads": loads, "verifies": verifies}
+            done = {kind: context.Value("i", 0) for kind in wanted}
+            queue = context.SimpleQueue()
+
+            def go_on() -> bool:
+                return any(done[kind].value < number for kind, number in wanted.items())
+
+            workers = {
+                "saves": lambda: _save(training, directory, keep),
+                "loads": lambda: training[0].load(directory, training[1]),
+                "verifies": lambda: _verify(directory),
+            }
+            processes = [
+                context.Process(target=_repeat, args=(kind, work, done[kind], go_on, queue))
+                for kind, work in workers.items()
+            ]
+            for process in processes:
+                process.start()
+            results = dict(queue.get() for _ in processes)
+            for process in processes:
+                process.join()
+        for kind, errors in results.items():
+            for error in errors[:_MOST_SHOWN]:
+                print(f"    {kind}: {error}")
+            count = done[kind].value
+            yield Line((kind, f"{count:,}", str(len(errors))), len(errors), 0, at_least=False)
+
+    return Table(f"side by side, keep={keep}", ("", "times", "failures"), lines())
+
+
+def _repeat(kind: str, work: Callable[[], object], done: Any, go_on: Callable[[], bool], queue: Any) -> None:
+    errors = []
+    while go_on():
+        try:
+            work()
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        done.value += 1
+    queue.put((kind, errors))
+    os._exit(0)
+
+
+def _training() -> tuple[Any, torch.optim.Optimizer]:
+    x = torch.randn(4, 8)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+    plan = penstock.plan(
+        model, (x,), ranks=2, microbatches=2, schedule="gpipe", loss_fn=functional.mse_loss, budget_seconds=0
+    )
+    pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, local=True)
+    return pipe, torch.optim.Adam(pipe.parameters())
+
+
+def _save(training: tuple[Any, torch.optim.Optimizer], directory: Path, keep: int) -> None:
+    pipe, optimizer = training
+    # Every third step is saved twice, so that a checkpoint is replaced by one of its name.
+    _save.count = getattr(_save, "count", 0) + 1  # type: ignore[attr-defined]
+    pipe.save(directory, optimizer, keep=keep, step=_save.count - _save.count // 3)  # type: ignore[attr-defined]
+
+
+def _verify(directory: Path) -> None:
+    for arguments in (("verify",), ("ls", "--json"), ("show",)):
+        result = CliRunner().invoke(app, ["ckpt", arguments[0], str(directory), *arguments[1:]])
+        if result.exit_code or "missing" in result.output or "removed" in result.output:
+            raise RuntimeError(f"ckpt {arguments[0]} exits with {result.exit_code}: {result.output[-500:]}")
