@@ -12,10 +12,12 @@ from benchmarks import (
     breaking,
     capture,
     joint_plan,
+    literature,
     measure,
     partition,
     planning,
     prediction,
+    published,
     rank_sync,
     reference,
     runtime_compute,
@@ -218,3 +220,25 @@ def test_results_equal_their_record_until_a_value_changes(tmp_path, capsys):
 def test_the_functions_of_a_step_are_counted():
     calls = walk.count_calls(walk.penstock_step(), Path(walk.penstock.__file__).parent)
     assert calls[walk.penstock.Pipeline.step.__code__] == 1
+
+
+def test_published_iterations_are_predicted_from_configuration():
+    rows = {each.name: each for each in literature.PAPERS["Korthikanti et al., table 5"]}
+    small = rows["22B"]
+    rate = literature.calibrate(small)
+    assert 1e14 < rate < 2.72e14  # what large products achieve on an A100
+    assert small.predicted(rate) == pytest.approx(small.seconds, rel=1e-3)
+    assert rows["22B, full"].predicted(rate) == pytest.approx(rows["22B, full"].seconds, rel=0.05)
+    scaled = literature.PAPERS["Narayanan et al., table 2"][0]
+    assert scaled.parameters == pytest.approx(174.6e9, rel=0.01)
+    assert scaled.gpus == 384
+
+
+def test_published_pass_times_predict_the_iteration(tmp_path, monkeypatch):
+    monkeypatch.setattr(published, "DATA", tmp_path)
+    assert list(published.given()) == []
+    text = "name,iteration_ms,forward_us,backward_us\nsmall,387,1000 1000,2000 2000\n"
+    (tmp_path / "times.csv").write_text(text)
+    (row,) = published.given()
+    assert row.error == pytest.approx(0.0, abs=1e-9)
+    assert "| small | 0.387 s | 0.387 s | +0.0% |" in published.table_of("Given", iter([row]))

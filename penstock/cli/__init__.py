@@ -23,6 +23,7 @@ from penstock.cli import (
     simulate,
     trace,
     train,
+    what_if,
     why_hung,
 )
 from penstock.cli.options import command
@@ -51,6 +52,7 @@ for verb in (
     check.check,
     train.train,
     why_hung.why_hung,
+    what_if.what_if,
     report.report,
     trace.trace,
 ):

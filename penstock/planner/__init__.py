@@ -3,6 +3,8 @@
 from penstock.planner.candidates import Measured
 from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.plan_search import search
+from penstock.planner.recording import RecordedPass, RecordedStep, Recording
+from penstock.planner.recording_files import read_recording
 from penstock.planner.resize import interpolate_profile, with_microbatches
 from penstock.planner.slow_ranks import SlowRankAdvisor
 from penstock.planner.streams import (
@@ -16,3 +18,4 @@ from penstock.planner.streams import (
     staleness_table,
 )
 from penstock.planner.synthesis import ScheduleProblem, is_too_large, synthesise
+from penstock.planner.what_if import Alternative, Part, WhatIf, what_if, what_if_document

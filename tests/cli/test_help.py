@@ -21,6 +21,7 @@ VERBS = (
     "check",
     "train",
     "why-hung",
+    "what-if",
     "report",
     "trace",
 )

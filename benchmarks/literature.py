@@ -1,0 +1,185 @@
+"""Published iteration times of large GPT trainings, as facts, and their prediction from configuration.
+
+A layer takes its flops at the calibrated rate, its element-wise operations at the memory bandwidth of an A100, and its
+tensor-parallel collectives at the bandwidth of NVLink. Everything else is simulated: the pipeline schedule with its
+messages, and the reduction of gradients over replicas. One measurement of each system gives its rate.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from penstock.ir import LINKS, Cluster, DeviceSpeed, MessageCost, Program, Replicas, StageCosts, StateBytes, find_link
+from penstock.passes import lower
+from penstock.schedules import build
+from penstock.simulate import simulate
+
+SEQUENCE, VOCABULARY, TENSOR = 2048, 51200, 8
+_HALF = 2
+"""bytes of a value"""
+_OPTIMIZER_BYTES = 30
+"""read and written per parameter: gradient, master weight, two moments, and the new weight"""
+_MEMORY = DeviceSpeed.named("a100").bytes_per_second
+_NVLINK, _NETWORK = LINKS["nvlink3"], find_link("200G")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A training on A100 with tensor parallelism of 8, and what was measured."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    pipeline: int
+    replicas: int
+    batch: int
+    """samples in a batch, of all replicas"""
+    seconds: float
+    """measured, of an iteration"""
+    depth: int = 1
+    """stages per rank"""
+    microbatch: int = 1
+    recompute: str = "full"
+    """full, or only the core of attention (selective)"""
+    sequence_parallel: bool = False
+    flash: bool = False
+    """whether attention scores stay on the chip"""
+
+    @property
+    def parameters(self) -> float:
+        """Number of parameters, without biases and norms."""
+        return 12.0 * self.layers * self.hidden**2 + VOCABULARY * self.hidden
+
+    @property
+    def flops(self) -> float:
+        """Of an iteration, with recomputation of everything, as Narayanan et al. count them."""
+        h, layers, s = self.hidden, self.layers, SEQUENCE
+        return 96 * self.batch * s * layers * h**2 * (1 + s / (6 * h) + VOCABULARY / (16 * layers * h))
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs."""
+        return TENSOR * self.pipeline * self.replicas
+
+    def predicted(self, rate: float) -> float:
+        """Seconds of an iteration if matrix products run at this rate."""
+        count = self.batch // self.replicas // self.microbatch
+        num_stages = self.pipeline * self.depth
+        forward, backward = self._layer(rate)
+        stage = self.layers / num_stages
+        head = 2 * self._tokens * self.hidden * VOCABULARY / TENSOR / rate
+        costs = [(stage * forward, stage * backward)] * (num_stages - 1)
+        costs.append((stage * forward + head, stage * backward + 2 * head))
+        held = int(self.parameters / num_stages / TENSOR)
+        message = self._tokens * self.hidden * _HALF // TENSOR
+        made = StageCosts(
+            tuple(f for f, _ in costs),
+            tuple(b / 2 for _, b in costs),
+            tuple(b / 2 for _, b in costs),
+            messages=tuple(MessageCost(s, s + 1, message, message) for s in range(num_stages - 1)),
+            state=(StateBytes(_HALF * held, _HALF * held, 0),) * num_stages,
+        )
+        cluster = Cluster(
+            self.pipeline,
+            latency=_NETWORK.latency,
+            bandwidth=_NETWORK.bandwidth,
+            replicas=Replicas(self.replicas, _NETWORK.latency, _NETWORK.bandwidth),
+        )
+        makespan = simulate(_program(self.pipeline, count, self.depth), made, cluster).makespan
+        return makespan + _OPTIMIZER_BYTES * held * self.depth / _MEMORY
+
+    @property
+    def _tokens(self) -> int:
+        return self.microbatch * SEQUENCE
+
+    def _layer(self, rate: float) -> tuple[float, float]:
+        """Seconds of the forward and of the backward of one layer and microbatch on one GPU."""
+        s, h = SEQUENCE, self.hidden
+        core = 4 * self._tokens * s * h / TENSOR
+        flops = 24 * self._tokens * h**2 / TENSOR + core
+        values = self._tokens * h * _HALF
+        # Of the scores: softmax reads and writes them, dropout too, with a mask of a byte.
+        scores = 0.0 if self.flash else 4.5 * self.microbatch * self.heads * s**2 * _HALF / TENSOR
+        # Two norms, two sums of bias, dropout and residual; and GeLU on four times the width.
+        moved = 11 * values / (TENSOR if self.sequence_parallel else 1) + 8 * values / TENSOR + scores
+        reduced = 2 * (TENSOR - 1) / TENSOR * values / _NVLINK.bandwidth
+        forward = flops / rate + moved / _MEMORY + 2 * reduced
+        # With sequence parallelism a backward gathers its two inputs again.
+        backward = 2 * (flops / rate + moved / _MEMORY) + (3 if self.sequence_parallel else 2) * reduced
+        again = forward if self.recompute == "full" else core / rate + scores / _MEMORY
+        return forward, backward + again
+
+
+@cache
+def _program(ranks: int, microbatches: int, depth: int) -> Program:
+    return lower(build("1f1b" if depth == 1 else "interleaved", ranks, microbatches, depth))
+
+
+def calibrate(setting: Setting) -> float:
+    """The rate at which the prediction of a setting is what was measured."""
+    slow, fast = 5e13, 5e14
+    # The prediction falls with the rate; a few steps of regula falsi in 1 / rate, in which it is nearly linear.
+    for _ in range(4):
+        low, high = setting.predicted(slow), setting.predicted(fast)
+        share = (low - setting.seconds) / (low - high)
+        rate = 1 / (1 / slow + share * (1 / fast - 1 / slow))
+        if setting.predicted(rate) > setting.seconds:
+            slow = rate
+        else:
+            fast = rate
+    return rate
+
+
+# Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023, tables 3 and 5.
+_KORTHIKANTI = [
+    Setting("530B", 105, 20480, 128, 35, 1, 280, 37.83, depth=3),
+    Setting("22B", 48, 6144, 64, 1, 1, 4, 1.10, microbatch=4),
+    Setting("175B", 96, 12288, 96, 8, 1, 64, 13.75, depth=3),
+    Setting("1T", 128, 25600, 160, 64, 1, 512, 71.49),
+]
+_FULL = {"175B": 18.13, "22B": 1.42, "530B": 49.05, "1T": 94.42}
+
+
+def _narayanan(
+    name: str, shape: tuple[int, int, int], pipeline: int, replicas: int, batch: int, rate: float
+) -> Setting:
+    """A row of Narayanan et al., who give the flop/s per GPU."""
+    plain = Setting(name, *shape, pipeline, replicas, batch, 1.0)
+    return replace(plain, seconds=plain.flops / plain.gpus / rate)
+
+
+_175B, _530B = (96, 12288, 96), (105, 20480, 128)
+
+
+def _megascale(gpus: int, batch: int, seconds: float) -> Setting:
+    """A row of Jiang et al.: 175B, 8-way tensor and pipeline parallelism, six stages per rank."""
+    name, replicas = f"{gpus} GPUs", gpus // 64
+    options = {"depth": 6, "recompute": "selective", "sequence_parallel": True, "flash": True}
+    return Setting(name, *_175B, 8, replicas, batch, seconds, **options)  # type: ignore[arg-type]
+
+
+PAPERS: dict[str, list[Setting]] = {
+    "Korthikanti et al., table 5": [
+        *(replace(each, recompute="selective", sequence_parallel=True) for each in _KORTHIKANTI),
+        *(replace(each, name=f"{each.name}, full", seconds=_FULL[each.name]) for each in _KORTHIKANTI),
+    ],
+    # Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, table 2, PTD-P.
+    "Narayanan et al., table 2": [
+        _narayanan("175B, 384", _175B, 12, 4, 1536, 153e12),
+        _narayanan("175B, 768", _175B, 12, 8, 1536, 149e12),
+        _narayanan("175B, 1536", _175B, 12, 16, 1536, 141e12),
+        _narayanan("530B, 560", _530B, 35, 2, 2240, 171e12),
+        _narayanan("530B, 1120", _530B, 35, 4, 2240, 167e12),
+        _narayanan("530B, 2240", _530B, 35, 8, 2240, 159e12),
+    ],
+    # Jiang et al., MegaScale, NSDI 2024, table 2.
+    "Jiang et al., table 2, MegaScale": [
+        *(_megascale(gpus, 768, seconds) for gpus, seconds in ((256, 32.0), (512, 16.5), (768, 11.5), (1024, 8.9))),
+        *(_megascale(gpus, 6144, s) for gpus, s in ((3072, 23.66), (6144, 12.21), (8192, 9.56), (12288, 6.34))),
+    ],
+    "Jiang et al., table 2, Megatron-LM": [
+        *(_megascale(gpus, 768, seconds) for gpus, seconds in ((256, 40.0), (512, 21.2), (768, 15.2), (1024, 11.9))),
+        *(_megascale(gpus, 6144, s) for gpus, s in ((3072, 29.02), (6144, 14.78), (8192, 12.24), (12288, 8.57))),
+    ],
+}
+"""measurements of A100 by system; the first of each calibrates the rate"""

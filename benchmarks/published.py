@@ -1,0 +1,152 @@
+"""published: predictions against measurements of GPU clusters that others have published.
+
+Three tables. *Given pass times*: a pipeline is simulated with the seconds of its own passes. *Ahead*: the first five
+steps predict all later ones. *From configuration*: `literature.py`, with one calibrated rate per system. The traces and
+times are read from a directory (PENSTOCK_PUBLISHED, or shared/data/published beside the repository) and left out
+without it. `python -m benchmarks.published FILE` writes all rows as a table of docs/accuracy.md.
+"""
+
+import csv
+import os
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from math import inf
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+from benchmarks.literature import PAPERS, calibrate
+from benchmarks.table import Line, Table
+from penstock.ir import StageCosts
+from penstock.passes import lower
+from penstock.planner import Recording, read_recording
+from penstock.schedules import build
+from penstock.simulate import simulate
+
+DATA = Path(os.environ.get("PENSTOCK_PUBLISHED", Path(__file__).parents[2] / "shared/data/published"))
+_FIRST = 5
+"""steps that predict the later ones"""
+_GIVEN, _AHEAD, _CONFIGURED = 0.03, inf, 0.05  # how much a job changes after its first steps is no error of a plan
+_UNEXPLAINED = ("Jiang et al., table 2, MegaScale", "Jiang et al., table 2, Megatron-LM")
+"""systems that lose speed with the number of GPUs for reasons that no schedule has"""
+
+
+class Row(NamedTuple):
+    """One measurement and its prediction, in seconds."""
+
+    source: str
+    inputs: str
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Relative, below 0 if predicted too fast."""
+        return self.predicted / self.measured - 1
+
+
+def tables() -> tuple[Table, ...]:
+    """Everything that `make bench` shows about published measurements."""
+    columns = ("measurements", "mean", "worst", "rows")
+    return (
+        Table("published: given the measured seconds of every pass", columns, _lines(given(), _GIVEN)),
+        Table(f"published: ahead, from the first {_FIRST} steps", columns, _lines(ahead(), _AHEAD)),
+        Table("published: from configuration, one calibration per system", columns, _lines(configured(), _CONFIGURED)),
+    )
+
+
+def _lines(rows: Iterator[Row], target: float) -> Iterator[Line]:
+    by_source: dict[str, list[float]] = {}
+    for row in rows:
+        by_source.setdefault(row.source, []).append(abs(row.error))
+    for source, errors in by_source.items():
+        mean = fmean(errors)
+        limit = inf if source in _UNEXPLAINED else target
+        cells = (source, f"{mean:.2%}", f"{max(errors):.2%}", str(len(errors)))
+        yield Line(cells, mean, limit, at_least=False)
+
+
+def _recordings() -> Iterator[tuple[str, Recording]]:
+    if find_spec("pyarrow") is not None:
+        for path in sorted(DATA.glob("trace-*.parquet")):
+            yield path.stem.removeprefix("trace-"), read_recording([path])
+
+
+def given() -> Iterator[Row]:
+    """Pipelines with the seconds of their own passes: per microbatch from traces, per stage from the CSV files."""
+    for name, recording in _recordings():
+        for each in recording.steps:
+            predicted = recording.simulated[each.step, each.replica]
+            where = f"step {each.step}, replica {each.replica}"
+            yield Row(f"job {name}", "seconds of every pass, median message", where, predicted, each.seconds)
+    for path in sorted(DATA.glob("*.csv")):
+        with path.open(encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                forward, backward = ([1e-6 * float(v) for v in row[f"{k}_us"].split()] for k in ("forward", "backward"))
+                half = [each / 2 for each in backward]
+                program = lower(build("1f1b", len(forward), 128))
+                seconds = simulate(program, StageCosts(forward, half, half)).makespan
+                yield Row(
+                    "Megatron, 8 A100",
+                    "mean pass of each stage",
+                    row["name"],
+                    seconds,
+                    1e-3 * float(row["iteration_ms"]),
+                )
+
+
+def ahead() -> Iterator[Row]:
+    """The mean pipeline of the later steps, from the simulated pipelines of the first ones."""
+    for name, recording in _recordings():
+        steps = list(recording.by_step)
+        first, later = steps[:_FIRST], steps[_FIRST:]
+        expected = fmean(recording.simulated[step, each.replica] for step in first for each in recording.by_step[step])
+        for step in later:
+            measured = fmean(each.seconds for each in recording.by_step[step])
+            yield Row(f"job {name}", f"passes of the first {_FIRST} steps", f"step {step}", expected, measured)
+
+
+def configured() -> Iterator[Row]:
+    """Iterations of the literature, from model, parallelism and batch; the first row of each system is left out."""
+    for source, (known, *settings) in PAPERS.items():
+        rate = calibrate(known)
+        inputs = f"{rate / 1e12:.0f} TFLOP/s from {known.name}"
+        for each in settings:
+            yield Row(source, inputs, each.name, each.predicted(rate), each.seconds)
+
+
+def document() -> str:
+    """All rows as Markdown."""
+    parts = (("Given the seconds of passes", given()), ("Ahead", ahead()), ("From configuration", configured()))
+    return "\n".join(table_of(title, rows) for title, rows in parts)
+
+
+def table_of(title: str, rows: Iterator[Row]) -> str:
+    """A table in Markdown; of the traces, one row per job."""
+    lines = [
+        f"### {title}",
+        "",
+        "| source | inputs | case | predicted | measured | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    jobs: dict[str, list[Row]] = {}
+    for row in rows:
+        jobs.setdefault(row.source, []).append(row)
+    for source, found in jobs.items():
+        if source.startswith("job"):
+            errors = [abs(row.error) for row in found]
+            means = (fmean(getattr(row, name) for row in found) for name in ("predicted", "measured"))
+            figures = " | ".join(f"{mean:.3f} s" for mean in means)
+            spread = f"{fmean(errors):.2%} mean, {max(errors):.2%} worst"
+            lines.append(f"| {source} | {found[0].inputs} | all {len(found)} | {figures} | {spread} |")
+            continue
+        for row in found:
+            figures = f"{row.predicted:.3f} s | {row.measured:.3f} s | {row.error:+.1%}"
+            lines.append(f"| {source} | {row.inputs} | {row.name} | {figures} |")
+    return "\n".join((*lines, ""))
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(document(), encoding="utf-8")

@@ -1,0 +1,241 @@
+"""Reads recordings: Chrome traces of torch.profiler, parquet files of the straggler study, Megatron logs, run.json."""
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from penstock.errors import FormatError
+from penstock.ir import MAX_JSON_BYTES, Run, Trace, from_json
+from penstock.planner.recording import PASSES, RecordedPass, RecordedStep, Recording, recording_of_traces
+
+_RANGE = re.compile(r"(?:PP:)?(\d+)([FBIW])(\d+)")
+"""the name of a range, such as PP:2F0"""
+COLUMNS = ("step", "dp_rank", "stage", "optype", "seq_id", "mb_id", "start_ts", "duration")
+"""of the parquet files"""
+_OPERATIONS = {"forward-compute": "F", "backward-compute": "B"}
+_TIMER = re.compile(r"^\s*(forward-compute|backward-compute)[ .]*:\s*(.*)$")
+_RANK = re.compile(r"^\s*rank\s+(\d+)\s*:\s*([\d.]+)\s*$")
+_ITERATION = re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)")
+_GLOBAL = re.compile(r"global batch size:\s*(\d+)")
+_MILLI = 1e-3
+
+
+def read_recording(files: Sequence[Path], microbatches: int | None = None) -> Recording:
+    """The recording of one file, or of Chrome traces of one rank each.
+
+    Args:
+        files: JSON (also compressed with gzip), parquet, or the log of Megatron
+        microbatches: microbatches per step, which a log of Megatron does not have
+
+    Raises:
+        FormatError: if a file has no passes of a pipeline, or has them in no known form
+    """
+    first = files[0]
+    if first.suffix == ".parquet":
+        return _only(files, read_parquet(first))
+    text = _read(first)
+    if text.lstrip()[:1] in ("{", "["):
+        head = text.lstrip()[:200]
+        if '"penstock"' in head:
+            return _only(files, _of_record(first, from_json(text)))
+        return read_chrome([(first, text), *((each, _read(each)) for each in files[1:])])
+    return _only(files, read_megatron(first, text, microbatches))
+
+
+def _only(files: Sequence[Path], recording: Recording) -> Recording:
+    if len(files) > 1:
+        raise FormatError("several files must be Chrome traces, one per rank", file=files[0])
+    return recording
+
+
+def _read(path: Path) -> str:
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            text = file.read(MAX_JSON_BYTES + 1).decode()
+    except (OSError, ValueError, EOFError) as error:
+        raise FormatError("cannot read the file", file=path, reason=error) from None
+    if len(text) > MAX_JSON_BYTES:
+        raise FormatError("the file is too large", file=path, limit=MAX_JSON_BYTES)
+    return text
+
+
+def _of_record(path: Path, record: object) -> Recording:
+    traces = record.traces if isinstance(record, Run) else (record,) if isinstance(record, Trace) else ()
+    if not traces:
+        hint = "penstock train --out DIRECTORY, which records steps, or step(..., record=True)"
+        raise FormatError("the file has no recorded trace", file=path, type=type(record).__name__, hint=hint)
+    return recording_of_traces(str(path), traces)
+
+
+# ----------------------------------------------------------------------------------------------------------- parquet
+
+
+def read_parquet(path: Path) -> Recording:
+    """The recording of a parquet file with one row per operation: step, dp_rank, stage, optype, start_ts, duration."""
+    if find_spec("pyarrow") is None:
+        raise FormatError(
+            "parquet files need pyarrow, which is not installed", file=path, hint="pip install 'penstock[parquet]'"
+        )
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path, columns=list(COLUMNS))
+    except (OSError, ValueError, KeyError) as error:  # pyarrow's own errors are ValueErrors and OSErrors
+        raise FormatError("cannot read the file", file=path, reason=str(error).splitlines()[0]) from None
+    missing = [name for name in COLUMNS if name not in table.column_names]
+    if missing:
+        raise FormatError("the file lacks a column", file=path, column=missing[0])
+    return recording_of_rows(str(path), zip(*(table.column(name).to_pylist() for name in COLUMNS), strict=True))
+
+
+def recording_of_rows(source: str, rows: Iterable[tuple[Any, ...]]) -> Recording:
+    """The recording of operations, each a row of COLUMNS; start and duration are in seconds."""
+    passes: dict[tuple[int, int], list[RecordedPass]] = {}
+    ends: dict[int, float] = {}
+    # The ranks of an operation between ranks wait for each other: it takes from the last start to the end.
+    groups: dict[tuple[object, ...], list[tuple[float, float]]] = {}
+    for step, replica, stage, operation, sequence, microbatch, start, seconds in rows:
+        if operation in _OPERATIONS:
+            one = RecordedPass(stage, _OPERATIONS[operation], stage, microbatch, start, seconds)
+            passes.setdefault((step, replica), []).append(one)
+        elif key := _group(operation, step, replica, stage, sequence):
+            groups.setdefault(key, []).append((start, start + seconds))
+        ends[step] = max(ends.get(step, 0.0), start + seconds)
+    taken: dict[str, list[float]] = {}
+    for (operation, *_), spans in groups.items():
+        seconds = max(0.0, max(end for _, end in spans) - max(start for start, _ in spans))
+        taken.setdefault(str(operation), []).append(seconds)
+    medians = {operation: median(values) for operation, values in taken.items()}
+    latency = medians.pop("message", 0.0)
+    steps = tuple(RecordedStep(step, replica, tuple(each)) for (step, replica), each in sorted(passes.items()))
+    whole = tuple(ends[step] for step in sorted({each.step for each in steps}))
+    return Recording(source, steps, latency, sum(medians.values()), whole)
+
+
+def _group(operation: str, step: int, replica: int, stage: int, sequence: int) -> tuple[object, ...]:
+    """The ranks that take part in an operation between ranks; empty for one that is not counted."""
+    if operation.endswith(("-send", "-recv")):
+        direction, end = operation.rsplit("-", 1)
+        # The message between two stages, named by the earlier of them.
+        lower = stage - (end == "recv") if direction == "forward" else stage - (end == "send")
+        return ("message", direction, step, replica, lower, sequence)
+    if operation in ("gc", "layernorm-grads-all-reduce"):
+        return ()
+    if operation == "embedding-grads-all-reduce":
+        return (operation, step, replica)
+    return (operation, step) if operation == "optimizer-clip-main-grad" else (operation, step, stage)
+
+
+# ------------------------------------------------------------------------------------------------------ Chrome traces
+
+
+def read_chrome(files: Iterable[tuple[Path, str]]) -> Recording:
+    """The recording of Chrome traces with ranges such as PP:2F0: one file with a process per rank, or a file per rank.
+
+    A range that occurs several times belongs to successive steps.
+    """
+    found: dict[tuple[int, str, int, int], list[tuple[float, float]]] = {}
+    names = []
+    files = list(files)
+    for path, text in files:
+        names.append(str(path))
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise FormatError("not JSON", file=path, reason=str(error)) from None
+        events = document.get("traceEvents") if isinstance(document, dict) else document
+        if not isinstance(events, list):
+            raise FormatError("not a Chrome trace", file=path, hint="a file that torch.profiler or penstock wrote")
+        info = document.get("distributedInfo") if isinstance(document, dict) else None
+        rank = info.get("rank") if isinstance(info, dict) else None
+        for event in events:
+            match = _RANGE.fullmatch(str(event.get("name"))) if _is_span(event) else None
+            # A GPU trace has each range twice: on the CPU, and as an annotation around its kernels, which counts.
+            if match is None:
+                continue
+            where = rank if isinstance(rank, int) and len(files) > 1 else event.get("pid", 0)
+            key = (_number(where), match[2], int(match[1]), int(match[3]))
+            found.setdefault(key, []).append((event["ts"] * 1e-6, event["dur"] * 1e-6))
+    steps: dict[int, list[RecordedPass]] = {}
+    for (rank, kind, stage, microbatch), spans in found.items():
+        for number, (start, seconds) in enumerate(sorted(spans)):
+            steps.setdefault(number, []).append(RecordedPass(rank, kind, stage, microbatch, start, seconds))
+    complete = [steps[number] for number in sorted(steps) if len(steps[number]) == len(steps.get(0, ()))]
+    recorded = tuple(RecordedStep(number, 0, tuple(passes)) for number, passes in enumerate(complete))
+    return Recording(", ".join(names), recorded)
+
+
+def _is_span(event: object) -> bool:
+    if not isinstance(event, dict) or event.get("ph") != "X" or event.get("cat") == "gpu_user_annotation":
+        return False
+    return all(isinstance(event.get(key), int | float) for key in ("ts", "dur"))
+
+
+def _number(process: Any) -> int:
+    try:
+        return int(process)
+    except (TypeError, ValueError):
+        raise FormatError("the process of a range must be a number", pid=repr(process)) from None
+
+
+# ---------------------------------------------------------------------------------------------------- logs of Megatron
+
+
+def read_megatron(path: Path, text: str, microbatches: int | None) -> Recording:
+    """The recording of a log with timers of every rank (`--timing-log-level 2 --timing-log-option all`).
+
+    A log has the seconds of all microbatches together, so that each counts as the mean; the order is taken to be 1F1B.
+    """
+    totals: list[dict[tuple[str, int], float]] = []
+    seconds: list[float] = []
+    kind, has_ranges = "", False
+    for line in text.splitlines():
+        if iteration := _ITERATION.search(line):
+            seconds.append(float(iteration[1]) * _MILLI)
+            totals.append({})
+        elif timer := _TIMER.match(line):
+            kind, has_ranges = _OPERATIONS[timer[1]], has_ranges or "(" in timer[2]
+            if not totals:
+                totals.append({})
+        elif kind and (own := _RANK.match(line)):
+            totals[-1][kind, int(own[1])] = float(own[2]) * _MILLI
+        elif line.strip() and not line.lstrip().startswith("rank"):
+            kind = ""
+    totals = [each for each in totals if each]
+    if not totals:
+        hint = "--timing-log-level 2 --timing-log-option all, which logs the timers of every rank"
+        problem = "the log has only the range over all ranks" if has_ranges else "the log has no timers of passes"
+        raise FormatError(problem, file=path, hint=hint)
+    if microbatches is None:
+        hint = "--microbatches 8: the global batch size divided by micro-batch size and replicas"
+        raise FormatError("a log does not have the number of microbatches", file=path, hint=hint)
+    from penstock.schedules import build
+
+    ranks = sorted({rank for _, rank in totals[0]})
+    schedule = build("1f1b", len(ranks), microbatches)
+    steps = []
+    for number, each in enumerate(totals):
+        passes = []
+        for rank, order in enumerate(schedule.orders):
+            for place, action in enumerate(order):
+                name = "F" if isinstance(action, PASSES["F"]) else "B"
+                if (name, ranks[rank]) not in each:
+                    raise FormatError("the log lacks a timer", file=path, rank=ranks[rank], timer=name)
+                taken = each[name, ranks[rank]] / microbatches
+                passes.append(RecordedPass(rank, name, rank, getattr(action, "microbatch", 0), float(place), taken))
+        steps.append(RecordedStep(number, 0, tuple(passes)))
+    recording = Recording(str(path), tuple(steps))
+    return _with_simulated_starts(recording, tuple(seconds[: len(steps)]) if len(seconds) >= len(steps) else ())
+
+
+def _with_simulated_starts(recording: Recording, step_seconds: tuple[float, ...]) -> Recording:
+    """The recording with passes at their simulated times, as a log has durations only."""
+    simulated = recording_of_traces(
+        recording.source, [recording.run(each.schedule, each.costs) for each in recording.steps]
+    )
+    return Recording(recording.source, simulated.steps, 0.0, 0.0, step_seconds)

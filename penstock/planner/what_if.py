@@ -1,0 +1,313 @@
+"""What-if questions about a recording: where its time goes, who is slow and what that costs, and what would be faster.
+
+All answers are simulated from the recorded seconds of passes, with the recorded order unless another is asked for. An
+*ideal* step is one in which every pass of a kind takes the mean seconds of its kind.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from html import escape
+from statistics import fmean
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.ir import Cluster, Placement, Schedule, StageCosts, align_columns, percent_text, seconds_text
+from penstock.planner.recording import RecordedStep, Recording
+from penstock.planner.synthesis import ScheduleProblem, lower_bound, synthesise
+from penstock.schedules import SCHEDULES, build
+
+_SLOW = 1.02
+"""a stage or replica is slow if its passes take this many times the mean"""
+_CAUSES = ("warm-up", "wait", "imbalance", "drain")
+_MOST_TRACES = 64
+"""pipelines whose idle time is split by cause"""
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stage or a replica of the recording."""
+
+    kind: str
+    """ "stage" or "replica" """
+    number: int
+    slowness: float
+    """seconds of its passes, relative to the mean over all stages or replicas"""
+    slowdown: float
+    """a step in which it alone has its own seconds, relative to an ideal step"""
+    cost: float
+    """seconds by which a step would be shorter if its passes took the mean seconds"""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A change, and the seconds that a step would take with it."""
+
+    change: str
+    seconds: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """The answers for a recording; seconds are of a whole step, over all replicas."""
+
+    source: str
+    stages: int
+    replicas: int
+    microbatches: int
+    steps: int
+    measured: float
+    """mean seconds of a step"""
+    simulated: float
+    """the same, from the seconds of its passes"""
+    pipeline_error: float
+    """mean relative difference of simulated and measured pipelines, given their passes"""
+    outside: float
+    """seconds of a step besides its passes"""
+    ideal: float
+    bound: float
+    """seconds that no order of the same stages can undercut, with their mean costs"""
+    bubble: tuple[tuple[str, float], ...]
+    """share of all ranks' time by cause of being idle, in the simulated pipelines"""
+    parts: tuple[Part, ...]
+    """stages, then replicas; in each the slowest first"""
+    alternatives: tuple[Alternative, ...]
+    """the fastest first"""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The answers as JSON values."""
+        plain = {name: value for name, value in vars(self).items() if name not in ("parts", "alternatives", "bubble")}
+        lists = {name: [vars(each) for each in getattr(self, name)] for name in ("parts", "alternatives")}
+        return {**plain, "bubble": dict(self.bubble), "slowdown": self.simulated / self.ideal, **lists}
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The alternatives as a table."""
+        head = ("change", "step", "gain", "note")
+        rows = [
+            (each.change, seconds_text(each.seconds), percent_text(1 - each.seconds / self.simulated), each.note)
+            for each in self.alternatives
+        ]
+        return [head, *rows]
+
+    def lines(self) -> Iterator[str]:
+        """The findings before the table."""
+        yield f"{self.steps} steps of {self.replicas} x {self.stages} stages, {self.microbatches} microbatches"
+        yield (
+            f"step {seconds_text(self.measured)} measured, {seconds_text(self.simulated)} simulated from its passes "
+            f"(pipelines within {self.pipeline_error:.2%}), {seconds_text(self.outside)} of it outside the passes"
+        )
+        idle = ", ".join(f"{cause} {percent_text(share)}" for cause, share in self.bubble)
+        yield f"bubble {percent_text(sum(share for _, share in self.bubble))}: {idle}"
+        yield f"ideal step {seconds_text(self.ideal)}: slowdown {self.simulated / self.ideal:.3f}"
+        for kind in ("stage", "replica"):
+            slow = [each for each in self.parts if each.kind == kind and each.slowness >= _SLOW]
+            for each in slow[:_SHOWN]:
+                cost = f"costs {seconds_text(each.cost)} a step" if each.cost > 0 else "costs nothing by itself"
+                alone = f"slowdown {each.slowdown:.3f} alone"
+                yield f"{kind} {each.number} takes {each.slowness:.2f} times the mean: {cost}, {alone}"
+            if not slow and sum(each.kind == kind for each in self.parts) > 1:
+                yield f"no {kind} is slower than the others by {_SLOW - 1:.0%}"
+        yield f"no order of these stages can take less than {seconds_text(self.bound)}"
+
+    def __str__(self) -> str:
+        return "\n".join((*self.lines(), "", *align_columns(self.rows())))
+
+
+def what_if(recording: Recording, budget_seconds: float = 1.0) -> WhatIf:
+    """Answers all questions about a recording; `budget_seconds` is the effort of synthesising an order."""
+    schedule, outside = recording.steps[0].schedule, recording.outside
+    mean = recording.mean_costs()
+    simulated = outside + _mean_step(recording, lambda each: recording.simulated[each.step, each.replica])
+    ideal = recording.seconds(schedule, recording.equal_costs)
+    cluster = Cluster(schedule.num_ranks, latency=recording.latency)
+    problem = ScheduleProblem.of(mean, schedule.placement, schedule.num_microbatches, cluster)
+    found = [*_alternatives(recording, mean, simulated - outside, problem, budget_seconds)]
+    return WhatIf(
+        source=recording.source,
+        stages=recording.num_stages,
+        replicas=len(recording.replicas),
+        microbatches=recording.num_microbatches,
+        steps=len(recording.by_step),
+        measured=recording.measured,
+        simulated=simulated,
+        pipeline_error=fmean(map(abs, recording.errors)),
+        outside=outside,
+        ideal=outside + ideal,
+        bound=outside + lower_bound(problem).seconds,
+        bubble=_bubble(recording),
+        parts=(*_stage_parts(recording, ideal), *_replica_parts(recording, ideal)),
+        alternatives=tuple(
+            sorted((replace(each, seconds=each.seconds + outside) for each in found), key=lambda each: each.seconds)
+        ),
+    )
+
+
+def what_if_document(recording: Recording, found: WhatIf) -> str:
+    """The answers as one HTML page, with the timelines of the first pipeline: as recorded, and with equal stages."""
+    first = recording.steps[0]
+    pictures = {
+        "simulated from its passes": recording.run(first.schedule, first.costs),
+        "equal stages": recording.run(first.schedule, recording.equal_costs),
+    }
+    head, *rows = found.rows()
+    parts = "".join(f"<h2>{escape(name)}</h2>{trace._repr_html_()}" for name, trace in pictures.items())
+    lines = "".join(f"<p>{escape(line)}</p>" for line in (f"{found.source}:", *found.lines()))
+    cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    titles = "".join(f"<th>{escape(name)}</th>" for name in head)
+    style = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em 1em;text-align:left}"
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>what if</title><style>{style}</style>'
+        f"<h1>What if</h1>{lines}<table><tr>{titles}</tr>{cells}</table>{parts}</html>\n"
+    )
+
+
+def _mean_step(recording: Recording, seconds: Callable[[RecordedStep], float]) -> float:
+    """Mean over steps of the longest pipeline of the step."""
+    return fmean(max(map(seconds, pipelines)) for pipelines in recording.by_step.values())
+
+
+def _bubble(recording: Recording) -> tuple[tuple[str, float], ...]:
+    shares = []
+    for each in recording.steps[:: -(-len(recording.steps) // _MOST_TRACES)]:
+        trace = recording.run(each.schedule, each.costs)
+        capacity = trace.num_ranks * trace.makespan or 1.0
+        shares.append([sum(column) / capacity for column in zip(*trace.idle, strict=True)])
+    return tuple(zip(_CAUSES, map(fmean, zip(*shares, strict=True)), strict=True))
+
+
+def _work(costs: StageCosts) -> list[float]:
+    return [f + b for f, b in zip(costs.mean("forward"), costs.mean("backward"), strict=True)]
+
+
+def _mixed(own: StageCosts, other: StageCosts, stage: int, count: int) -> StageCosts:
+    """The costs of `other` with one stage as in `own`."""
+    changed: dict[str, Any] = {
+        name: tuple(
+            tuple((own if s == stage else other).by_microbatch(name)[s].tolist()) * (1 if s == stage else count)
+            for s in range(own.num_stages)
+        )
+        for name in ("forward", "input_grad", "weight_grad", "backward")
+    }
+    return replace(other, **changed)
+
+
+def _stage_parts(recording: Recording, ideal: float) -> list[Part]:
+    equal, mean = recording.equal_costs, _work(recording.mean_costs())
+    count = recording.num_microbatches
+    now = _mean_step(recording, lambda each: recording.simulated[each.step, each.replica])
+    parts = []
+    for stage in range(recording.num_stages):
+
+        def alone(each: RecordedStep, stage: int = stage) -> float:
+            return recording.seconds(each.schedule, _mixed(each.costs, equal, stage, count))
+
+        def fixed(each: RecordedStep, stage: int = stage) -> float:
+            return recording.seconds(each.schedule, _with_mean_stage(each.costs, equal, stage, count))
+
+        slowdown = (recording.outside + _mean_step(recording, alone)) / (recording.outside + ideal)
+        slowness = mean[stage] / fmean(mean)
+        # Only a slow stage is worth the simulation.
+        cost = max(0.0, now - _mean_step(recording, fixed)) if slowness >= _SLOW else 0.0
+        parts.append(Part("stage", stage, slowness, slowdown, cost))
+    return sorted(parts, key=lambda part: -part.slowness)
+
+
+def _with_mean_stage(costs: StageCosts, equal: StageCosts, stage: int, count: int) -> StageCosts:
+    changed: dict[str, Any] = {}
+    for name in ("forward", "input_grad", "weight_grad", "backward"):
+        rows = [tuple(row) for row in costs.by_microbatch(name).tolist()]
+        rows[stage] = (equal.mean(name)[stage],) * count
+        changed[name] = tuple(rows)
+    return replace(costs, **changed)
+
+
+def _replica_parts(recording: Recording, ideal: float) -> list[Part]:
+    if len(recording.replicas) == 1:
+        return []
+    works = {
+        replica: sum(_work(recording.mean_costs(each for each in recording.steps if each.replica == replica)))
+        for replica in recording.replicas
+    }
+    now = _mean_step(recording, lambda each: recording.simulated[each.step, each.replica])
+    parts = []
+    for replica in recording.replicas:
+        own = [
+            recording.simulated[step, replica] for step in recording.by_step if (step, replica) in recording.simulated
+        ]
+        alone = fmean(max(ideal, each) for each in own)
+        rest = fmean(
+            max(
+                (recording.simulated[each.step, each.replica] for each in pipelines if each.replica != replica),
+                default=ideal,
+            )
+            for pipelines in recording.by_step.values()
+        )
+        slowdown = (recording.outside + alone) / (recording.outside + ideal)
+        cost = max(0.0, now - max(rest, ideal))
+        parts.append(Part("replica", replica, works[replica] / fmean(works.values()), slowdown, cost))
+    return sorted(parts, key=lambda part: -part.slowness)
+
+
+def _alternatives(
+    recording: Recording, mean: StageCosts, now: float, problem: ScheduleProblem, budget_seconds: float
+) -> Iterator[Alternative]:
+    """Every change; those of orders are computed for mean costs and scaled to the recorded steps."""
+    schedule, count = recording.steps[0].schedule, recording.num_microbatches
+    present = recording.seconds(schedule, mean)
+    scale = now / present
+    yield Alternative("equal microbatches", present, "every pass takes the mean seconds of its stage, in all replicas")
+    equal = recording.seconds(schedule, recording.equal_costs)
+    yield Alternative("equal stages", equal, "at most: another cut or ranks of equal speed, in all replicas")
+    for name, made, costs in _other_schedules(schedule, mean):
+        note = (
+            "" if recording.splits_backward or not SCHEDULES[name].splits_backward else "if a backward splits in half"
+        )
+        yield Alternative(f"schedule {name}", scale * recording.seconds(made, costs), note)
+    best = synthesise(problem, budget_seconds=budget_seconds, may_prove=False)
+    note = "synthesised for the mean costs" + ("" if recording.splits_backward else ", if a backward splits in half")
+    yield Alternative("schedule auto", scale * min(best.seconds, present), note)
+    twice = schedule.repeated(2 * count)
+    longer = _named(schedule)
+    if longer is not None:
+        twice = build(longer, schedule.num_ranks, 2 * count)
+    yield Alternative(
+        f"{2 * count} microbatches",
+        # Everything outside the passes happens once for both halves; the caller adds it whole.
+        (scale * recording.seconds(twice, mean) - recording.outside) / 2,
+        "of the same size; seconds per batch of the present size",
+    )
+
+
+def _named(schedule: Schedule) -> str | None:
+    """The name of a schedule of the table with one stage per rank, if it is one."""
+    if schedule.placement != Placement.loop(schedule.num_ranks):
+        return None
+    for name in ("1f1b", "gpipe"):
+        if build(name, schedule.num_ranks, schedule.num_microbatches) == schedule:
+            return name
+    return None
+
+
+def _other_schedules(schedule: Schedule, mean: StageCosts) -> Iterator[tuple[str, Schedule, StageCosts]]:
+    """Schedules of the table on the same ranks; a stage that is cut in two has its work in equal halves."""
+    if schedule.placement != Placement.loop(schedule.num_ranks) or schedule.num_ranks == 1:
+        return
+    for name in SCHEDULES:
+        try:
+            made = build(name, schedule.num_ranks, schedule.num_microbatches)
+        except PenstockError:
+            continue  # not for these numbers
+        held = [len(stages) for stages in made.placement.stages]
+        parts: dict[str, Any] = {
+            each: tuple(mean.mean(each)[rank] / held[rank] for rank in made.placement.ranks)
+            for each in ("forward", "input_grad", "weight_grad", "backward")
+        }
+        costs = StageCosts(**parts, messages=tuple(_chain(made.num_stages, mean)))
+        if made != schedule:
+            yield name, build(name, schedule.num_ranks, schedule.num_microbatches, None, costs), costs
+
+
+def _chain(num_stages: int, mean: StageCosts) -> Iterator[Any]:
+    for stage in range(num_stages - 1):
+        yield replace(mean.messages[0], producer=stage, consumer=stage + 1)

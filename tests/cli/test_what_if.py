@@ -1,0 +1,43 @@
+"""`penstock what-if` as text, JSON and a report."""
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from penstock.cli import app
+from penstock.ir import StageCosts
+from penstock.passes import lower
+from penstock.schedules import build
+from penstock.simulate import simulate
+from penstock.views import Chrome
+
+
+def call(*arguments: object):
+    return CliRunner().invoke(app, ["what-if", *map(str, arguments)])
+
+
+def write_trace(path: Path) -> Path:
+    costs = StageCosts((1.0, 2.0), (1.0, 2.0), (1.0, 2.0))
+    path.write_text(Chrome()(simulate(lower(build("1f1b", 2, 4)), costs)))
+    return path
+
+
+def test_text_json_and_report(tmp_path):
+    file, page = write_trace(tmp_path / "trace.json"), tmp_path / "page.html"
+    shown = call(file, "--budget", 0.05, "--out", page)
+    assert shown.exit_code == 0, shown.output
+    assert "stage 1 takes 1.33 times the mean" in shown.output
+    assert "<svg" in page.read_text()
+    found = json.loads(call(file, "--json", "--budget", 0).stdout)
+    assert found["parts"][0]["number"] == 1
+    assert found["bound"] <= found["simulated"]
+
+
+def test_a_file_without_passes_is_refused(tmp_path):
+    file = tmp_path / "trace.json"
+    assert call(file).exit_code == 2
+    file.write_text('{"traceEvents": []}')
+    refused = call(file)
+    assert refused.exit_code == 2
+    assert "no passes of a pipeline" in refused.output
