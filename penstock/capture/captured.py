@@ -195,10 +195,23 @@ class Captured:
         signature = signature_of(self.model.forward)
         # Once for all microbatches: it looks at the configuration of every module.
         no_cache = without_cache(self.model, {})
+        names: dict[object, list[tuple[str, int]]] = {}
+        """of arguments that are all tensors, each with its position, by the form of the call"""
         for index, (args, kwargs) in enumerate(batches):
             if kwargs.get("use_cache") is None:
                 kwargs = {**kwargs, **no_cache}
-            named_values = named_inputs(self.model.forward, args, kwargs, signature)
+            given = (*args, *kwargs.values())
+            form = len(args), tuple(kwargs), all(isinstance(value, Tensor) for value in given)
+            if form in names:
+                named_values = {name: given[position] for name, position in names[form]}
+            else:
+                named_values = named_inputs(self.model.forward, args, kwargs, signature)
+                # Arguments that are tensors have no parts, so each has one name; one tensor may be given twice.
+                positions = [
+                    position for leaf in named_values.values() for position, v in enumerate(given) if v is leaf
+                ]
+                if form[2] and len(positions) == len(named_values) == len(given):
+                    names[form] = list(zip(named_values, positions, strict=True))
             inputs = {name: leaf for name, leaf in named_values.items() if isinstance(leaf, Tensor)}
             yield args, kwargs, inputs, batch_signature(named_values), DrawSeed(seed, index)
 

@@ -10,8 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from enum import EnumType
 from functools import lru_cache
-from types import MemberDescriptorType, SimpleNamespace
+from types import FunctionType, MemberDescriptorType, SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from penstock.errors import CaptureError
 
@@ -225,12 +226,22 @@ def named_inputs(
     return dict([leaf for name, value in arguments.items() for leaf in named_leaves(value, name)])
 
 
+_signatures: "WeakKeyDictionary[object, inspect.Signature]" = WeakKeyDictionary()
+"""of methods without `self`, by function: every step needs that of the model's forward"""
+
+
 def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
     """The signature of a callable, or a CaptureError."""
-    try:
-        return inspect.signature(forward)
-    except (TypeError, ValueError) as error:
-        raise _cannot_call(error) from None
+    function = getattr(forward, "__func__", None)
+    signature = None if function is None else _signatures.get(function)
+    if signature is None:
+        try:
+            signature = inspect.signature(forward)
+        except (TypeError, ValueError) as error:
+            raise _cannot_call(error) from None
+        if isinstance(function, FunctionType) and not vars(function):  # no __wrapped__ or __signature__
+            _signatures[function] = signature
+    return signature
 
 
 def _cannot_call(error: Exception, signature: inspect.Signature | None = None, num_args: int = 0) -> CaptureError:

@@ -14,7 +14,7 @@ microbatch. `probe.py` explains the identity that it rests on.
     added.py          add_loss; added_weights.py finds the weights of added losses
 """
 
-from penstock.loss.added import Added, add_loss, added_losses, collect_added
+from penstock.loss.added import ADDED_COLLECTOR, Added, add_loss, added_losses, collect_added
 from penstock.loss.added_weights import AddedLosses
 from penstock.loss.counts import REDUCTIONS, weighted_sum
 from penstock.loss.function import loss_module
@@ -23,6 +23,7 @@ from penstock.loss.terms import SINGLE, loss_values, losses_of, losses_of_functi
 from penstock.loss.weights import LossStep, LossWeights
 
 __all__ = [
+    "ADDED_COLLECTOR",
     "REDUCTIONS",
     "SINGLE",
     "Added",

@@ -21,7 +21,8 @@ class Added(NamedTuple):
 
 
 Collect = Callable[[Added], object]
-_COLLECT: ContextVar[Collect | None] = ContextVar("penstock_added_losses", default=None)
+ADDED_COLLECTOR: ContextVar[Collect | None] = ContextVar("penstock_added_losses", default=None)
+"""called with every loss that is added; None: losses are not collected"""
 
 
 def add_loss(value: Tensor, reduction: str | None = None) -> None:
@@ -51,7 +52,7 @@ def add_loss(value: Tensor, reduction: str | None = None) -> None:
 
 def added_loss(value: Tensor, reduction: str | None = None) -> Tensor:
     """Collect a loss. Recorded like any torch function between blocks, so that it runs again in its stage."""
-    collect = _COLLECT.get()
+    collect = ADDED_COLLECTOR.get()
     if collect is not None:
         collect(Added(value, reduction))
     return value.clone()
@@ -60,11 +61,11 @@ def added_loss(value: Tensor, reduction: str | None = None) -> Tensor:
 @contextmanager
 def collect_added(collect: Collect) -> Iterator[None]:
     """Call `collect` with every loss that is added inside: `added = []; with collect_added(added.append): ...`."""
-    token = _COLLECT.set(collect)
+    token = ADDED_COLLECTOR.set(collect)
     try:
         yield
     finally:
-        _COLLECT.reset(token)
+        ADDED_COLLECTOR.reset(token)
 
 
 @contextmanager

@@ -5,7 +5,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import perf_counter
@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.capture import DrawSeed, call_hook
 from penstock.errors import PenstockError, RunError
 from penstock.ir import ComputeAction, Message, decode_one
-from penstock.loss import Added, collect_added
+from penstock.loss import ADDED_COLLECTOR, Added
 from penstock.runtime.health import NonfiniteProbe
 from penstock.runtime.loss_head import LossHead
 from penstock.runtime.model_part import ModelPart
@@ -137,9 +137,17 @@ class StageRunner:
         recording, inputs = step.recordings[microbatch], step.inputs[microbatch]
         probe = self.probe.start(stage, microbatch, recording.graph, inputs) if self.probe else None
         added: list[Added] = []
-        with collect_added(added.append), call_hook(probe.check_call) if probe else nullcontext():
-            seed = DrawSeed(step.seed, microbatch)
-            run = StageRun(self._part.stages[stage], recording, inputs, incoming, stage_pass.is_split, seed)
+        # Not a context manager: this runs for every pass.
+        token = ADDED_COLLECTOR.set(added.append)
+        try:
+            seed, part = DrawSeed(step.seed, microbatch), self._part.stages[stage]
+            if probe is None:
+                run = StageRun(part, recording, inputs, incoming, stage_pass.is_split, seed)
+            else:
+                with call_hook(probe.check_call):
+                    run = StageRun(part, recording, inputs, incoming, stage_pass.is_split, seed)
+        finally:
+            ADDED_COLLECTOR.reset(token)
         loss = self._loss_head.loss(step, microbatch, run.outputs) if stage == self._last_stage else None
         if loss is not None:
             run.add_root(LOSS, loss)

@@ -43,7 +43,7 @@ class ProcessGroups:
     monitor: RankMonitor | None = None
     peers: Any = None
     """the ranks with the same stages in all pipelines, those of one replica next to each other; for host tensors"""
-    links: Any = None
+    connections: Any = None
     """the result of `transports.links.connect`, once it was called"""
 
     def __post_init__(self) -> None:

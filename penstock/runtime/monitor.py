@@ -8,8 +8,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,10 @@ class RankMonitor:
         """The directory of the status files, which all ranks of this host share."""
         return self._status.directory
 
-    def working(self, code: int) -> None:
-        """This rank is about to run the action with this code."""
-        self._status.working(self.step, code)
+    @property
+    def working(self) -> Callable[[int], None]:
+        """Called with the code of each action that this rank is about to run in the current step."""
+        return partial(self._status.working, self.step)
 
     def waiting(self, code: int, peer: int) -> None:
         """This rank waits for a message from or to pipeline rank `peer`."""

@@ -129,7 +129,8 @@ class RankSync:
 
     def __init__(self, groups: ProcessGroups, tag: int = TAG) -> None:
         self._groups = groups
-        self._ranks = None if groups.is_local else _Exchange(groups, groups.control, tag)
+        # Other syncs may be open while this one is used, so they do not share its channels.
+        self._ranks = None if groups.is_local else _Exchange(groups, groups.control, tag, uses_channels=tag == TAG)
         self._replicas = None if groups.peers is None else _Exchange(groups, groups.peers, tag)
         self._number, self._pipeline = 0, -1
         self.step = 0
@@ -264,6 +265,13 @@ _KEY_BYTES = 5 * 8
 _Reductions = tuple[tuple[float, ...], tuple[float, ...]]
 ROW_BYTES = _HEAD.size + MAX_CONTENT * 8
 """size of a vote as it is sent"""
+
+
+def sync_bytes(num_ranks: int) -> int:
+    """Size of the largest message of a sync."""
+    return num_ranks * ROW_BYTES
+
+
 _NO_SUMS, _NO_MAXES = (0.0,) * MAX_REDUCED, (-math.inf,) * MAX_REDUCED
 
 
@@ -333,11 +341,13 @@ class _Exchange:
     """Gathers the rows of all ranks of one group: each sends its own to the last rank, which sends all of them back.
 
     That takes two messages per rank, where all_gather takes one per pair of ranks. Every rank must call `start` and
-    `finish` in turn.
+    `finish` in turn. With `uses_channels` they travel in shared memory once all ranks are connected by it.
     """
 
-    def __init__(self, groups: ProcessGroups, group: Any, tag: int) -> None:
-        self._groups, self._group, self._tag = groups, group, tag
+    def __init__(self, groups: ProcessGroups, group: Any, tag: int, uses_channels: bool = False) -> None:
+        self._groups, self._group, self._tag, self._uses_channels = groups, group, tag, uses_channels
+        self._channels: Any = None
+        """those of the exchange that was started"""
         self._rank, self._last = dist.get_rank(group), dist.get_world_size(group) - 1
         self._table = bytearray((self._last + 1) * ROW_BYTES)
         self._whole = torch.frombuffer(self._table, dtype=torch.uint8)
@@ -348,7 +358,12 @@ class _Exchange:
         """Send this rank's row, without waiting."""
         start = self._rank * ROW_BYTES
         self._table[start : start + ROW_BYTES] = row
-        if self._rank == self._last:
+        connections = self._groups.connections if self._uses_channels else None
+        self._channels = None if connections is None else connections.channels
+        if self._channels:
+            if self._rank != self._last:
+                self._groups.start(self._channels[self._last].send, row)
+        elif self._rank == self._last:
             self._works = [self._recv(self._rows[rank], rank) for rank in range(self._last)]
         else:
             # Receiving into the table that holds the row being sent is safe: the answer comes only after the row
@@ -357,10 +372,23 @@ class _Exchange:
 
     def finish(self) -> bytes:
         """Wait for the rows of all ranks."""
+        if self._channels:
+            return self._groups.start(self._finish_channels)  # type: ignore[no-any-return]
         self._wait(self._works)
         if self._rank == self._last:
             self._wait([self._send(self._whole, rank) for rank in range(self._last)])
         return bytes(self._table)
+
+    def _finish_channels(self) -> bytes:
+        if self._rank != self._last:
+            return self._channels[self._last].receive()  # type: ignore[no-any-return]
+        for rank in range(self._last):
+            start = rank * ROW_BYTES
+            self._table[start : start + ROW_BYTES] = self._channels[rank].receive()
+        table = bytes(self._table)
+        for channel in self._channels.values():
+            channel.send(table)
+        return table
 
     def texts(self, text: str, sizes: Sequence[int]) -> list[str]:
         """The texts of all ranks, whose sizes in bytes are known from the rows."""

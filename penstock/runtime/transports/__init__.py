@@ -6,6 +6,7 @@ import torch
 
 from penstock.errors import RunError
 from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.sync import sync_bytes
 from penstock.runtime.transports.base import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Tensors, Transport
 from penstock.runtime.transports.described import DescribedTransport
 from penstock.runtime.transports.distributed import DistributedTransport
@@ -38,9 +39,9 @@ def make_transport(groups: ProcessGroups, device: torch.device, choice: str = "a
     remote = DistributedTransport(groups.group, device, groups.monitor, groups.control)
     if choice == "distributed" or groups.num_ranks == 1:
         return remote
-    if groups.links is None:
-        groups.links = connect(groups, device)
-    links, missing = groups.links
+    if groups.connections is None:
+        groups.connections = connect(groups, device, sync_bytes(groups.num_ranks))
+    links, missing, _ = groups.connections
     for (rank, other), reason in missing.items():
         if choice == "shared":
             error = RunError(

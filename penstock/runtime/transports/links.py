@@ -13,25 +13,30 @@ import socket
 import struct
 import time
 import zlib
-from collections import deque
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from penstock.launch import GONE, host_id, process_state
 from penstock.runtime.groups import ProcessGroups
+from penstock.runtime.monitor import RankMonitor
 from penstock.runtime.transports.ring import Ring
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 """how often a waiting rank checks the deadline, and that the process at the other end exists"""
 _CONNECT_SECONDS = 30.0
-_HELLO = struct.Struct("<qq")  # rank, the number in the name of the socket that it connects to
+_HELLO = struct.Struct("<qqq")  # purpose, rank, the number in the name of the socket that it connects to
 _RING = struct.Struct("<qq")  # number of slots, bytes of each
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
 _WAKE = b"w"
+_CHANNEL_SLOTS = 4
+_MESSAGES, _CHANNEL = range(2)
+_End = tuple[int, int]
+"""purpose of a connection, and the rank at its other end"""
 _USABLE, _ON_DEVICE, _NO_MEMORY = range(3)
 _CLOSED = "connection closed by the other rank"
 
@@ -41,51 +46,59 @@ class Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        connection.setblocking(False)
+        connection.settimeout(_POLL_SECONDS)
+        # The same socket without a timeout, with which Python would ask the system before every send.
+        self._sender = connection.dup()
+        self._sender.setblocking(False)
         size = _CREDENTIALS.size
         self._pid, *_ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-        self._poll = select.poll()
-        self._poll.register(connection, select.POLLIN)
         self._hang_up = select.poll()
         self._hang_up.register(connection, select.POLLRDHUP)
-        self.rings: deque[Ring] = deque()
-        """the rings that the other rank has created for its messages, and that were not used yet"""
         self.is_closed = False
 
     def wake(self) -> None:
         """Wake the other rank; raises a RuntimeError if it is gone."""
         try:
-            # If the buffer is full, the other rank has messages that wake it.
-            with contextlib.suppress(BlockingIOError):
-                self._socket.send(_WAKE)
+            self._sender.send(_WAKE)
+        except BlockingIOError:
+            pass  # the buffer is full: the other rank has messages that wake it
         except OSError as error:
             raise RuntimeError(_CLOSED) from error
 
-    def give(self, ring: Ring, handle: int) -> None:
-        """Pass the memory of a new ring to the other rank, and close the handle."""
+    def wait(self) -> None:
+        """Wait until the other rank wakes this one or ends, but not longer than a poll."""
         try:
-            socket.send_fds(self._socket, [_RING.pack(ring.num_slots, ring.slot_bytes)], [handle])
+            self.is_closed = not self._socket.recv(len(_WAKE))
+        except TimeoutError:
+            # Another process may have inherited the socket of one that was killed.
+            self.is_closed = process_state(self._pid) == GONE
+        except OSError:
+            self.is_closed = True
+
+    def give(self, ring: Ring, handle: int) -> None:
+        """Pass the memory of a new ring to the other rank, and close the handle.
+
+        The other rank must expect it, which it does before the first message and after the last of an earlier ring:
+        `wait` would lose the memory.
+        """
+        try:
+            socket.send_fds(self._sender, [_RING.pack(ring.num_slots, ring.slot_bytes)], [handle])
         except OSError as error:
             raise RuntimeError(_CLOSED) from error
         finally:
             os.close(handle)
 
-    def wait(self) -> None:
-        """Wait until the other rank has woken this one, passed a ring or ended, but not longer than a poll."""
-        if not self._poll.poll(1e3 * _POLL_SECONDS):
-            # Another process may have inherited the socket of one that was killed.
+    def take(self) -> Ring | None:
+        """The ring that the other rank has passed; None if it did not, for the time of a poll."""
+        try:
+            data, handles, _, _ = socket.recv_fds(self._socket, _RING.size, 1)
+        except TimeoutError:
             self.is_closed = process_state(self._pid) == GONE
-        while not self.is_closed:
-            try:
-                data, handles, _, _ = socket.recv_fds(self._socket, _RING.size, 1)
-            except BlockingIOError:
-                return
-            except OSError:
-                data, handles = b"", []
-            if handles:
-                self.rings.append(Ring.open(handles[0], *_RING.unpack(data)))
-            elif not data:
-                self.is_closed = True
+            return None
+        except OSError:
+            data, handles = b"", []
+        self.is_closed = not data
+        return Ring.open(handles[0], *_RING.unpack(data)) if handles else None
 
     @property
     def is_hung_up(self) -> bool:
@@ -104,10 +117,70 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-def connect(groups: ProcessGroups, device: torch.device) -> tuple[dict[int, Link], dict[tuple[int, int], str]]:
-    """Links to all ranks of the pipeline that compute on the CPU of this host, and the pairs of ranks without one.
+def await_message(ring: Ring, link: Link, monitor: RankMonitor) -> None:
+    """Sleep until the ring has a message; raises a RuntimeError at the deadline, or if the other rank has ended."""
+    start = time.monotonic()
+    while not ring.await_message():
+        # Messages that were written before the other rank ended are still read.
+        link.check()
+        monitor.check_deadline(start)
+        link.wait()
 
-    Collective. The pairs, each with the reason, are the same on every rank; a link exists at both ends or at none.
+
+def await_ring(link: Link, monitor: RankMonitor) -> Ring:
+    """Wait for a ring from the other rank; raises a RuntimeError like `await_message`."""
+    start, ring = time.monotonic(), None
+    while ring is None:
+        link.check()
+        monitor.check_deadline(start)
+        ring = link.take()
+    return ring
+
+
+class ByteChannel:
+    """Messages of a few bytes to and from one rank, for synchronisations: each is answered before the next is sent."""
+
+    def __init__(self, link: Link, monitor: RankMonitor, max_bytes: int) -> None:
+        self._link, self._monitor = link, monitor
+        self._sent, handle = Ring.create(_CHANNEL_SLOTS, max_bytes)
+        link.give(self._sent, handle)
+        self._received: Ring | None = None
+
+    def send(self, data: bytes) -> None:
+        """Send a message; raises a RuntimeError if the other rank is known to be gone."""
+        if not self._sent.has_room:
+            raise RuntimeError("the other rank does not receive")
+        self._sent.write(data)
+        if self._sent.publish(0, len(data)):
+            self._link.wake()
+
+    def receive(self) -> bytes:
+        """Wait for the next message; raises a RuntimeError like `await_message`."""
+        if self._received is None:
+            self._received = await_ring(self._link, self._monitor)
+        ring = self._received
+        if not ring.has_message:
+            await_message(ring, self._link, self._monitor)
+        _, size = ring.header()
+        data = ring.read(size)
+        ring.free()
+        return data
+
+
+class Connections(NamedTuple):
+    """The connections of this rank to the others."""
+
+    links: dict[int, Link]
+    missing: dict[tuple[int, int], str]
+    """the pairs of ranks without a link, each with the reason; the same on every rank"""
+    channels: dict[int, ByteChannel]
+    """between the last rank and each other one, if all ranks are linked; else none"""
+
+
+def connect(groups: ProcessGroups, device: torch.device, max_bytes: int) -> Connections:
+    """Connect to all ranks of the pipeline that compute on CPUs of this host. Collective.
+
+    A link exists at both ends or at none. `max_bytes`: of a message of a channel.
     """
     assert groups.monitor is not None
     directory, number, state = groups.monitor.directory, secrets.randbits(62), _USABLE
@@ -123,10 +196,19 @@ def connect(groups: ProcessGroups, device: torch.device) -> tuple[dict[int, Link
             _LOG.warning("rank %d cannot use shared memory: %s", groups.rank, error)
     try:
         rows = groups.gather(torch.tensor([_host_number(directory), number, state])).tolist()
-        host, links = rows[groups.rank][0], {}
+        host, last = rows[groups.rank][0], groups.num_ranks - 1
+        links: dict[int, Link] = {}
+        channels: dict[int, ByteChannel] = {}
         if listener is not None:
             numbers = {rank: row[1] for rank, row in enumerate(rows) if row[0] == host and row[2] == _USABLE}
-            links = _connect(directory, groups.rank, numbers, listener)
+            # Channels have connections of their own: those of messages are closed when a step fails.
+            wanted = [(_MESSAGES, rank) for rank in numbers if rank != groups.rank]
+            wanted += [(_CHANNEL, rank) for rank in numbers if rank != groups.rank and last in (rank, groups.rank)]
+            for (purpose, rank), link in _connect(directory, groups.rank, numbers, wanted, listener).items():
+                if purpose == _MESSAGES:
+                    links[rank] = link
+                else:
+                    channels[rank] = ByteChannel(link, groups.monitor, max_bytes)
         # A link that failed at one end is used at neither.
         is_linked = groups.gather(torch.tensor([rank in links for rank in range(groups.num_ranks)])).tolist()
     finally:
@@ -148,7 +230,7 @@ def connect(groups: ProcessGroups, device: torch.device) -> tuple[dict[int, Link
         missing[rank, other] = reason
         if groups.rank in (rank, other):
             links.pop(rank + other - groups.rank, None)
-    return links, missing
+    return Connections(links, missing, {} if missing else channels)
 
 
 def _listen(directory: Path, number: int, num_ranks: int) -> socket.socket:
@@ -156,41 +238,43 @@ def _listen(directory: Path, number: int, num_ranks: int) -> socket.socket:
     try:
         with _short_path(directory, number) as path:
             listener.bind(path)
-        listener.listen(num_ranks)
+        listener.listen(2 * num_ranks)
     except OSError:
         listener.close()
         raise
     return listener
 
 
-def _connect(directory: Path, own_rank: int, numbers: dict[int, int], listener: socket.socket) -> dict[int, Link]:
+def _connect(
+    directory: Path, own_rank: int, numbers: dict[int, int], wanted: list[_End], listener: socket.socket
+) -> dict[_End, Link]:
     """Connect to the ranks before this one, and accept the others; links that fail are left out."""
     links = {}
-    end = time.monotonic() + _CONNECT_SECONDS
-    for rank, number in numbers.items():
+    for purpose, rank in wanted:
         if rank < own_rank:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
-                with _short_path(directory, number) as path:
+                with _short_path(directory, numbers[rank]) as path:
                     connection.connect(path)  # does not wait until it is accepted
-                connection.send(_HELLO.pack(own_rank, number))
-                links[rank] = Link(connection)
+                connection.send(_HELLO.pack(purpose, own_rank, numbers[rank]))
+                links[purpose, rank] = Link(connection)
             except OSError as error:
                 connection.close()
                 _LOG.warning("rank %d could not connect to rank %d: %s", own_rank, rank, error)
-    awaited = {rank for rank in numbers if rank > own_rank}
+    awaited, end = {(purpose, rank) for purpose, rank in wanted if rank > own_rank}, time.monotonic() + _CONNECT_SECONDS
     while awaited:
         try:
             listener.settimeout(max(0.0, end - time.monotonic()))
             connection, _ = listener.accept()
             connection.settimeout(max(0.0, end - time.monotonic()))
-            rank, number = _HELLO.unpack(connection.recv(_HELLO.size))
+            purpose, rank, number = _HELLO.unpack(connection.recv(_HELLO.size))
         except (OSError, struct.error) as error:
-            _LOG.warning("rank %d was not connected to by ranks %s: %s", own_rank, sorted(awaited), error)
+            ranks = sorted({rank for _, rank in awaited})
+            _LOG.warning("rank %d was not connected to by ranks %s: %s", own_rank, ranks, error)
             break
-        if number == numbers[own_rank] and rank in awaited:
-            awaited.remove(rank)
-            links[rank] = Link(connection)
+        if number == numbers[own_rank] and (purpose, rank) in awaited:
+            awaited.remove((purpose, rank))
+            links[purpose, rank] = Link(connection)
     return links
 
 

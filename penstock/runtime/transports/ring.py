@@ -10,6 +10,7 @@ message, and the content. A message that is larger than a slot takes several.
 
 import mmap
 import os
+import platform
 import struct
 import threading
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ _HEADER_BYTES = _ALIGNMENT
 # Positions of the counters in units of 8 bytes.
 _WRITTEN, _FREED, _IS_AWAITED = 0, 8, 16
 _FIRST_SLOT = 4096
-_MOVED = -1
+MOVED = -1
 """tag of the last message in a ring: the next one is in a new ring"""
 
 
@@ -67,6 +68,8 @@ class Layout:
 
 
 _BARRIER = threading.Lock()
+_KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
+"""whether other processes see the writes of this one in their order, and its reads are not delayed past its writes"""
 
 
 def memory_barrier() -> None:
@@ -76,8 +79,9 @@ def memory_barrier() -> None:
     """
     with _BARRIER:
         pass
-    with _BARRIER:
-        pass
+    if not _KEEPS_ORDER:
+        with _BARRIER:
+            pass
 
 
 class Ring:
@@ -142,7 +146,8 @@ class Ring:
         _HEADER.pack_into(self._memory, self._slot_start, tag, num_bytes)
         self._position = position = self._position + 1
         counters = self.counters
-        memory_barrier()  # the content is visible before the counter
+        if not _KEEPS_ORDER:
+            memory_barrier()  # the content is visible before the counter
         counters[_WRITTEN] = position
         memory_barrier()  # either this sees that the receiver waits, or the receiver sees the new counter
         if not counters[_IS_AWAITED]:
@@ -152,7 +157,7 @@ class Ring:
 
     def publish_move(self) -> bool:
         """Announce that all further messages are in a new ring; the result is that of `publish`."""
-        return self.publish(_MOVED, 0)
+        return self.publish(MOVED, 0)
 
     # ----------------------------------------------------------------------------------------------------- receiver
 
@@ -175,15 +180,11 @@ class Ring:
         tag, num_bytes = _HEADER.unpack_from(self._memory, self._slot_start)
         return tag, num_bytes
 
-    @property
-    def is_moved(self) -> bool:
-        """Whether the next message is in a new ring."""
-        return self.header()[0] == _MOVED
-
     def free(self) -> None:
         """Let the sender overwrite the current slot."""
         self._position = position = self._position + 1
-        memory_barrier()  # the content was read before the sender can overwrite it
+        if not _KEEPS_ORDER:
+            memory_barrier()  # the content was read before the sender can overwrite it
         self.counters[_FREED] = position
 
     # --------------------------------------------------------------------------------------------------------- both
@@ -205,8 +206,18 @@ class Ring:
             place = layout.places[index] = Place(flags, [codec.view(content[start:]) for codec, start in pairs])
         return place
 
-    def content(self, num_bytes: int) -> Tensor:
+    def write(self, data: bytes) -> None:
+        """Write bytes into the current slot."""
+        start = self._slot_start + _HEADER_BYTES
+        self._memory[start : start + len(data)] = data
+
+    def read(self, num_bytes: int) -> bytes:
         """The first bytes of the current slot."""
+        start = self._slot_start + _HEADER_BYTES
+        return self._memory[start : start + num_bytes]
+
+    def content(self, num_bytes: int) -> Tensor:
+        """The first bytes of the current slot as a tensor."""
         start = self._slot_start + _HEADER_BYTES
         return self._bytes[start : start + num_bytes]
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.runtime.monitor import RankMonitor
 from penstock.runtime.transports.base import RecvSlot, Route, SendSlot, TensorCodec, Tensors, Transport
-from penstock.runtime.transports.links import Link
-from penstock.runtime.transports.ring import Layout, Ring, copy_piece
+from penstock.runtime.transports.links import Link, await_message, await_ring
+from penstock.runtime.transports.ring import MOVED, Layout, Ring, copy_piece
 
 _LOG = logging.getLogger(__name__)
 _SPINS = 100
@@ -200,9 +200,10 @@ class _Outbox:
             if ring is not None:
                 return
             new, handle = _smallest_ring()
-        self._link.give(new, handle)
+        # In this order: a receiver that finds no message in the old ring does not expect a new one.
         if ring is not None and ring.publish_move():
             self._link.wake()
+        self._link.give(new, handle)
         self._ring = new
 
 
@@ -234,9 +235,9 @@ class _Inbox:
     def receive(self) -> None:
         """Wait for the next message and give it to the receive that was posted first."""
         slot = self.posted.popleft()
-        ring, layout = self._await_message(slot.route), slot.layout
-        tag, size = ring.header()
-        if (tag, size) != (slot.route.tag, layout.num_bytes):
+        layout = slot.layout
+        ring, tag, size = self._next(slot.route)
+        if tag != slot.route.tag or size != layout.num_bytes:
             raise RunError(
                 "received another message than the program expects",
                 expected=(slot.route.tag, layout.num_bytes),
@@ -251,9 +252,7 @@ class _Inbox:
             ring.free()
         else:
             has_value, buffers = self._receive_pieces(slot.route, layout)
-        tensors: list[Tensor | None] = [
-            codec.unpack(buffer) for codec, buffer in zip(layout.codecs, buffers, strict=True)
-        ]
+        tensors: list[Tensor | None] = [codec.unpack(buffer) for codec, buffer in zip(layout.codecs, buffers)]  # noqa: B905
         if has_value is not None:
             triples = zip(layout.codecs, tensors, has_value, strict=True)
             tensors = [None if codec.is_optional and not flag else tensor for codec, tensor, flag in triples]
@@ -268,40 +267,33 @@ class _Inbox:
             parts.append((0, flags))
         position = 0
         while position < layout.num_bytes:
-            ring = self._await_message(route)
+            ring, _, _ = self._next(route)
             piece = ring.content(min(ring.slot_bytes, layout.num_bytes - position))
             copy_piece(parts, position, piece, is_sent=False)
             position += len(piece)
             ring.free()
         return None if flags is None else flags.tolist(), buffers
 
-    def _await_message(self, route: Route) -> Ring:
-        """The ring with the next message in its current slot."""
+    def _next(self, route: Route) -> tuple[Ring, int, int]:
+        """The ring with the next message in its current slot, and the tag and size of the message."""
         while True:
             ring = self._ring
-            if ring is not None and not ring.has_message:
-                for _ in range(self._spins):
-                    if ring.has_message:
-                        break
-                else:
-                    self._sleep(route, ring)
-            if ring is None or ring.is_moved:
-                # The new ring was passed on before the last message of the old one.
-                self._sleep(route, None)
-                self._ring = self._link.rings.popleft()
-            else:
-                return ring
+            if ring is not None:
+                if not ring.has_message:
+                    self._wait(route, ring)
+                tag, size = ring.header()
+                if tag != MOVED:
+                    return ring, tag, size
+            self._monitor.waiting(route.code, route.peer)
+            self._ring = await_ring(self._link, self._monitor)
 
-    def _sleep(self, route: Route, ring: Ring | None) -> None:
-        """Wait until the ring has a message; without a ring, until the other rank has passed one."""
-        link, monitor = self._link, self._monitor
-        monitor.waiting(route.code, route.peer)
-        start = time.monotonic()
-        while not (link.rings if ring is None else ring.await_message()):
-            # Messages that were written before the other rank ended are still read.
-            link.check()
-            monitor.check_deadline(start)
-            link.wait()
+    def _wait(self, route: Route, ring: Ring) -> None:
+        """Wait until the ring has a message."""
+        for _ in range(self._spins):
+            if ring.has_message:
+                return
+        self._monitor.waiting(route.code, route.peer)
+        await_message(ring, self._link, self._monitor)
 
     def error(self, route: Route, error: RuntimeError) -> RunError:
         """The error to raise when waiting for a message failed."""
