@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,9 @@ class ProcessGroups:
     connections: Any = None
     """the result of `transports.links.connect`, once it was called"""
 
+    _channels: ClassVar[dict[int, tuple[Any, Any]]] = {}
+    """by the id of a control group, which is kept with them"""
+
     def __post_init__(self) -> None:
         self.is_local = self.group is None
         self.replica = 0 if self.replicas is None else dist.get_rank(self.replicas)
@@ -57,6 +60,18 @@ class ProcessGroups:
         self.tensor_ranks = max(1, self.num_pipelines // self.num_replicas)
         """number of pipelines per replica"""
         self.is_first = self.rank == 0 and self.replica == 0 and self.pipeline == 0
+
+    @property
+    def channels(self) -> Any:
+        """Channels for the syncs of the control group, by rank, once `transports.links.connect` has made them.
+
+        All Pipelines of the group share them, so that ranks that call different Pipelines are seen to disagree.
+        """
+        return self._channels.get(id(self.control), (None, None))[1]
+
+    @channels.setter
+    def channels(self, channels: Any) -> None:
+        self._channels[id(self.control)] = self.control, channels
 
     @classmethod
     def local(cls, num_ranks: int) -> "ProcessGroups":

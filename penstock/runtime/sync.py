@@ -358,8 +358,7 @@ class _Exchange:
         """Send this rank's row, without waiting."""
         start = self._rank * ROW_BYTES
         self._table[start : start + ROW_BYTES] = row
-        connections = self._groups.connections if self._uses_channels else None
-        self._channels = None if connections is None else connections.channels
+        self._channels = self._groups.channels if self._uses_channels else None
         if self._channels:
             if self._rank != self._last:
                 self._groups.start(self._channels[self._last].send, row)

@@ -41,7 +41,7 @@ def make_transport(groups: ProcessGroups, device: torch.device, choice: str = "a
         return remote
     if groups.connections is None:
         groups.connections = connect(groups, device, sync_bytes(groups.num_ranks))
-    links, missing, _ = groups.connections
+    links, missing = groups.connections
     for (rank, other), reason in missing.items():
         if choice == "shared":
             error = RunError(

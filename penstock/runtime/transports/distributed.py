@@ -42,11 +42,11 @@ class DistributedTransport(Transport):
 
 
 class _SendSlot(SendSlot):
-    __slots__ = ("_packed", "_tensors", "_transport", "_works")
+    __slots__ = ("_has_flags", "_packed", "_tensors", "_transport", "_works")
 
     def __init__(self, route: Route, transport: DistributedTransport) -> None:
         super().__init__(route)
-        self._transport = transport
+        self._transport, self._has_flags = transport, route.has_flags
         self._tensors: Tensors = ()
         self._works: list[Any] = []
         self._packed: list[Tensor] = []
@@ -57,13 +57,15 @@ class _SendSlot(SendSlot):
     def send(self) -> None:
         tensors, self._tensors = self._tensors, ()
         transport, (_, _, peer, tag, codecs) = self._transport, self.route
-        if self.route.has_flags:
+        if self._has_flags:
             # Host tensors: to read flags from a device, the receiver would have to wait for it.
             flags = torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8)
             self._packed.append(flags)
             self._works.append(transport.control.send([flags], peer, tag))
-        pairs = zip(codecs, tensors, strict=True)
-        packed = [codec.pack(tensor, transport.device) for codec, tensor in pairs if not codec.is_empty]
+        packed = []
+        for codec, tensor in zip(codecs, tensors, strict=True):
+            if not codec.is_empty:
+                packed.append(codec.prepare(tensor, transport.device).contiguous())
         if transport.is_staged:
             packed = to_host(packed, transport.device)
         for content in packed:
@@ -90,11 +92,12 @@ class _SendSlot(SendSlot):
 
 
 class _RecvSlot(RecvSlot):
-    __slots__ = ("_buffers", "_flags", "_received", "_transport", "_works")
+    __slots__ = ("_buffers", "_device", "_flags", "_has_flags", "_received", "_transport", "_works")
 
     def __init__(self, route: Route, transport: DistributedTransport) -> None:
         super().__init__(route)
-        self._transport = transport
+        self._transport, self._has_flags = transport, route.has_flags
+        self._device = HOST if transport.is_staged else transport.device
         self._works: list[Any] = []
         self._buffers: list[Tensor] = []
         self._flags: Tensor | None = None
@@ -102,11 +105,11 @@ class _RecvSlot(RecvSlot):
 
     def post(self) -> None:
         transport, (_, _, peer, tag, codecs) = self._transport, self.route
-        if self.route.has_flags:
+        if self._has_flags:
             self._flags = torch.empty(len(codecs), dtype=torch.uint8)
             self._works.append(transport.control.recv([self._flags], peer, tag))
         for codec in codecs:
-            buffer = codec.buffer(HOST if transport.is_staged else transport.device, is_pinned=transport.is_staged)
+            buffer = codec.buffer(self._device, transport.is_staged)
             self._buffers.append(buffer)
             if not codec.is_empty:
                 self._works.append(transport.group.recv([buffer], peer, tag))
@@ -121,7 +124,8 @@ class _RecvSlot(RecvSlot):
         codecs, buffers = self.route.codecs, self._buffers
         if self._transport.is_staged:
             buffers = [to_device(buffer, self._transport.device) for buffer in buffers]
-        self._received = [codec.unpack(buffer) for codec, buffer in zip(codecs, buffers, strict=True)]
+        for codec, buffer in zip(codecs, buffers, strict=True):
+            self._received.append(codec.unpack(buffer))
         if self._flags is not None:
             pairs = zip(codecs, self._received, self._flags.tolist(), strict=True)
             self._received = [None if codec.is_optional and not flag else tensor for codec, tensor, flag in pairs]

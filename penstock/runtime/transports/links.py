@@ -173,14 +173,13 @@ class Connections(NamedTuple):
     links: dict[int, Link]
     missing: dict[tuple[int, int], str]
     """the pairs of ranks without a link, each with the reason; the same on every rank"""
-    channels: dict[int, ByteChannel]
-    """between the last rank and each other one, if all ranks are linked; else none"""
 
 
 def connect(groups: ProcessGroups, device: torch.device, max_bytes: int) -> Connections:
     """Connect to all ranks of the pipeline that compute on CPUs of this host. Collective.
 
-    A link exists at both ends or at none. `max_bytes`: of a message of a channel.
+    A link exists at both ends or at none. If all ranks are linked, they get channels for syncs as well, between the
+    last rank and each other one. `max_bytes`: of a message of a channel.
     """
     assert groups.monitor is not None
     directory, number, state = groups.monitor.directory, secrets.randbits(62), _USABLE
@@ -203,7 +202,8 @@ def connect(groups: ProcessGroups, device: torch.device, max_bytes: int) -> Conn
             numbers = {rank: row[1] for rank, row in enumerate(rows) if row[0] == host and row[2] == _USABLE}
             # Channels have connections of their own: those of messages are closed when a step fails.
             wanted = [(_MESSAGES, rank) for rank in numbers if rank != groups.rank]
-            wanted += [(_CHANNEL, rank) for rank in numbers if rank != groups.rank and last in (rank, groups.rank)]
+            if groups.channels is None:
+                wanted += [(_CHANNEL, rank) for _, rank in wanted if last in (rank, groups.rank)]
             for (purpose, rank), link in _connect(directory, groups.rank, numbers, wanted, listener).items():
                 if purpose == _MESSAGES:
                     links[rank] = link
@@ -230,7 +230,9 @@ def connect(groups: ProcessGroups, device: torch.device, max_bytes: int) -> Conn
         missing[rank, other] = reason
         if groups.rank in (rank, other):
             links.pop(rank + other - groups.rank, None)
-    return Connections(links, missing, {} if missing else channels)
+    if groups.channels is None:
+        groups.channels = {} if missing else channels
+    return Connections(links, missing)
 
 
 def _listen(directory: Path, number: int, num_ranks: int) -> socket.socket:

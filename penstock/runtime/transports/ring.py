@@ -92,8 +92,8 @@ class Ring:
         self._memory = memory
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.counters = memoryview(memory).cast("q")
-        self._position = 0
-        """how many slots this end has written or read"""
+        self._position, self._start = 0, _FIRST_SLOT
+        """how many slots this end has written or read, and where the current one begins"""
         self._limit = num_slots
         """how many slots may be written, as far as the sender knows"""
 
@@ -143,8 +143,9 @@ class Ring:
 
     def publish(self, tag: int, num_bytes: int) -> bool:
         """Hand the slot that was filled over to the receiver; returns whether the receiver must be woken."""
-        _HEADER.pack_into(self._memory, self._slot_start, tag, num_bytes)
+        _HEADER.pack_into(self._memory, self._start, tag, num_bytes)
         self._position = position = self._position + 1
+        self._start = _FIRST_SLOT + (position % self.num_slots) * (_HEADER_BYTES + self.slot_bytes)
         counters = self.counters
         if not _KEEPS_ORDER:
             memory_barrier()  # the content is visible before the counter
@@ -177,21 +178,17 @@ class Ring:
 
     def header(self) -> tuple[int, int]:
         """Tag of the message in the current slot, and its whole size in bytes."""
-        tag, num_bytes = _HEADER.unpack_from(self._memory, self._slot_start)
-        return tag, num_bytes
+        return _HEADER.unpack_from(self._memory, self._start)  # type: ignore[return-value]
 
     def free(self) -> None:
         """Let the sender overwrite the current slot."""
         self._position = position = self._position + 1
+        self._start = _FIRST_SLOT + (position % self.num_slots) * (_HEADER_BYTES + self.slot_bytes)
         if not _KEEPS_ORDER:
             memory_barrier()  # the content was read before the sender can overwrite it
         self.counters[_FREED] = position
 
     # --------------------------------------------------------------------------------------------------------- both
-
-    @property
-    def _slot_start(self) -> int:
-        return _FIRST_SLOT + (self._position % self.num_slots) * (_HEADER_BYTES + self.slot_bytes)
 
     def place(self, layout: Layout) -> Place:
         """The current slot as the tensors of a message."""
@@ -208,17 +205,17 @@ class Ring:
 
     def write(self, data: bytes) -> None:
         """Write bytes into the current slot."""
-        start = self._slot_start + _HEADER_BYTES
+        start = self._start + _HEADER_BYTES
         self._memory[start : start + len(data)] = data
 
     def read(self, num_bytes: int) -> bytes:
         """The first bytes of the current slot."""
-        start = self._slot_start + _HEADER_BYTES
+        start = self._start + _HEADER_BYTES
         return self._memory[start : start + num_bytes]
 
     def content(self, num_bytes: int) -> Tensor:
         """The first bytes of the current slot as a tensor."""
-        start = self._slot_start + _HEADER_BYTES
+        start = self._start + _HEADER_BYTES
         return self._bytes[start : start + num_bytes]
 
 

@@ -247,18 +247,19 @@ class _Inbox:
         if size <= ring.slot_bytes:
             flags, places = ring.place(layout)
             has_value = None if flags is None else flags.tolist()
-            # Copied: autograd may keep the tensor until backward, and the slot is needed before that.
-            buffers = [place.clone() for place in places]
+            received: list[Tensor | None] = []
+            for codec, place in zip(layout.codecs, places, strict=True):
+                # Copied: autograd may keep the tensor until backward, and the slot is needed before that.
+                received.append(codec.unpack(place.clone()))
             ring.free()
         else:
-            has_value, buffers = self._receive_pieces(slot.route, layout)
-        tensors: list[Tensor | None] = [codec.unpack(buffer) for codec, buffer in zip(layout.codecs, buffers)]  # noqa: B905
+            has_value, received = self._receive_pieces(slot.route, layout)
         if has_value is not None:
-            triples = zip(layout.codecs, tensors, has_value, strict=True)
-            tensors = [None if codec.is_optional and not flag else tensor for codec, tensor, flag in triples]
-        slot.received = tensors
+            triples = zip(layout.codecs, received, has_value, strict=True)
+            received = [None if codec.is_optional and not flag else tensor for codec, tensor, flag in triples]
+        slot.received = received
 
-    def _receive_pieces(self, route: Route, layout: Layout) -> tuple[list[int] | None, list[Tensor]]:
+    def _receive_pieces(self, route: Route, layout: Layout) -> tuple[list[int] | None, list[Tensor | None]]:
         buffers = [codec.buffer(torch.device("cpu")) for codec in layout.codecs]
         pairs = zip(layout.offsets, buffers, strict=True)
         parts = [(offset, buffer.view(-1).view(torch.uint8)) for offset, buffer in pairs if buffer.numel()]
@@ -272,7 +273,8 @@ class _Inbox:
             copy_piece(parts, position, piece, is_sent=False)
             position += len(piece)
             ring.free()
-        return None if flags is None else flags.tolist(), buffers
+        received = [codec.unpack(buffer) for codec, buffer in zip(layout.codecs, buffers, strict=True)]
+        return None if flags is None else flags.tolist(), [*received]
 
     def _next(self, route: Route) -> tuple[Ring, int, int]:
         """The ring with the next message in its current slot, and the tag and size of the message."""
