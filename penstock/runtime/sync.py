@@ -380,10 +380,10 @@ class _Exchange:
 
     def _finish_channels(self) -> bytes:
         if self._rank != self._last:
-            return self._channels[self._last].receive()  # type: ignore[no-any-return]
+            return self._channels[self._last].receive(self._groups.monitor)  # type: ignore[no-any-return]
         for rank in range(self._last):
             start = rank * ROW_BYTES
-            self._table[start : start + ROW_BYTES] = self._channels[rank].receive()
+            self._table[start : start + ROW_BYTES] = self._channels[rank].receive(self._groups.monitor)
         table = bytes(self._table)
         for channel in self._channels.values():
             channel.send(table)

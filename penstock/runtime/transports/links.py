@@ -140,8 +140,8 @@ def await_ring(link: Link, monitor: RankMonitor) -> Ring:
 class ByteChannel:
     """Messages of a few bytes to and from one rank, for synchronisations: each is answered before the next is sent."""
 
-    def __init__(self, link: Link, monitor: RankMonitor, max_bytes: int) -> None:
-        self._link, self._monitor = link, monitor
+    def __init__(self, link: Link, max_bytes: int) -> None:
+        self._link = link
         self._sent, handle = Ring.create(_CHANNEL_SLOTS, max_bytes)
         link.give(self._sent, handle)
         self._received: Ring | None = None
@@ -154,13 +154,13 @@ class ByteChannel:
         if self._sent.publish(0, len(data)):
             self._link.wake()
 
-    def receive(self) -> bytes:
+    def receive(self, monitor: RankMonitor) -> bytes:
         """Wait for the next message; raises a RuntimeError like `await_message`."""
         if self._received is None:
-            self._received = await_ring(self._link, self._monitor)
+            self._received = await_ring(self._link, monitor)
         ring = self._received
         if not ring.has_message:
-            await_message(ring, self._link, self._monitor)
+            await_message(ring, self._link, monitor)
         _, size = ring.header()
         data = ring.read(size)
         ring.free()
@@ -208,7 +208,9 @@ def connect(groups: ProcessGroups, device: torch.device, max_bytes: int) -> Conn
                 if purpose == _MESSAGES:
                     links[rank] = link
                 else:
-                    channels[rank] = ByteChannel(link, groups.monitor, max_bytes)
+                    channels[rank] = ByteChannel(link, max_bytes)
+            # A rank is connected for both purposes or for none.
+            links = {rank: link for rank, link in links.items() if (_CHANNEL, rank) not in wanted or rank in channels}
         # A link that failed at one end is used at neither.
         is_linked = groups.gather(torch.tensor([rank in links for rank in range(groups.num_ranks)])).tolist()
     finally:
