@@ -139,7 +139,7 @@ def test_messages_are_received_in_the_order_in_which_they_were_posted(ends: Any)
     for number, (_, recv_slot) in reversed(list(enumerate(pairs))):
         recv_slot.wait()
         (found,) = recv_slot.take()
-        assert float(found[0, 0]) == number
+        assert float(found.detach()[0, 0]) == number
 
 
 def test_messages_larger_than_a_slot_and_more_than_the_ring_arrive_without_blocking_the_sender(
