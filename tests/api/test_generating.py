@@ -8,13 +8,14 @@ from penstock.errors import CodeError, PartitionError
 from penstock.partitioners import uniform
 from tests.capture.models import Stack
 from tests.codegen.generated import imported
+from tests.plans import quick_plan
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 
 def test_a_plan_is_written_with_its_placement(tmp_path):
     model = Stack(6)
-    plan = penstock.plan(model, (BATCH,), ranks=2, microbatches=2, schedule="zbv")
+    plan = quick_plan(model, (BATCH,), ranks=2, microbatches=2, schedule="zbv")
     captured = penstock.capture(model, (BATCH,))
     file = imported(penstock.generate_code(captured, plan, tmp_path / "stages.py"))
     assert file.PLACEMENT == (0, 1, 1, 0)

@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss
 import penstock
 from penstock.errors import PenstockError
 from tests.capture.models import Block
+from tests.plans import quick_plan
 
 BATCH = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 LARGE = BATCH.abs() * 1e4
@@ -131,16 +132,8 @@ class Deciding(Around):
 
 
 def pipeline(model, blocks=(), loss_fn=mse_loss):
-    plan = penstock.plan(
-        model,
-        (BATCH,),
-        ranks=2,
-        microbatches=1,
-        schedule="1f1b",
-        partitioner="uniform",
-        basic_blocks=blocks,
-        loss_fn=loss_fn,
-    )
+    sizes = {"ranks": 2, "microbatches": 1, "schedule": "1f1b"}
+    plan = quick_plan(model, (BATCH,), **sizes, basic_blocks=blocks, loss_fn=loss_fn)
     return penstock.Pipeline(model, plan, loss_fn=loss_fn, local=True)
 
 

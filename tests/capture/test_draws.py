@@ -13,6 +13,7 @@ from penstock.capture import DrawSeed
 from penstock.errors import CaptureError
 from penstock.partitioners import uniform
 from tests.capture.models import Stack
+from tests.plans import quick_plan
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 DROPS = {
@@ -68,7 +69,7 @@ def test_the_example_is_recorded_with_draws_that_call_all_blocks():
 @pytest.mark.parametrize("name", ["numpy", "torch without dimensions"])
 def test_all_microbatches_of_a_step_leave_out_the_same_blocks_as_the_whole_batch(name):
     model = LayerDrop(DROPS[name])
-    plan = penstock.plan(model, (BATCH,), ranks=2, microbatches=3, schedule="1f1b", partitioner="uniform")
+    plan = quick_plan(model, (BATCH,), ranks=2, microbatches=3, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=nn.functional.mse_loss, local=True)
     target, captured, dropped = torch.zeros(6, 3), penstock.capture(model, (BATCH,)), set()
     for _ in range(6):
@@ -107,7 +108,7 @@ def test_a_function_that_draws_an_array_is_one_call():
     first, second = (captured.whole_with_draws(DrawSeed(seed), BATCH) for seed in (1, 2))
     assert not torch.equal(first, second)
     assert torch.equal(first, captured.whole_with_draws(DrawSeed(1), BATCH))
-    plan = penstock.plan(model, (BATCH,), ranks=2, microbatches=2, schedule="1f1b", partitioner="uniform")
+    plan = quick_plan(model, (BATCH,), ranks=2, microbatches=2, schedule="1f1b")
     assert penstock.check(model, plan, (BATCH,), loss_fn=nn.functional.mse_loss, target=torch.zeros(6, 3)).ok
 
 

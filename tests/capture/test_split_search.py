@@ -12,6 +12,7 @@ import penstock
 from penstock import Ragged, Rows
 from penstock.capture import find_split
 from penstock.errors import CaptureError, RunError
+from tests.plans import quick_plan
 
 START = 7
 """Stands in token ids where an image begins."""
@@ -146,9 +147,7 @@ def mean_square(output: Tensor, target: Any) -> Tensor:
 def test_a_plan_holds_the_rules_and_its_pipeline_is_exact(case: str, loss_fn: Any, tmp_path: Any) -> None:
     kind, batch, expected = CASES[case]
     model = kind()
-    plan = penstock.plan(
-        model, (), batch, ranks=2, microbatches=2, schedule="1f1b", partitioner="uniform", loss_fn=loss_fn
-    )
+    plan = quick_plan(model, (), batch, ranks=2, microbatches=2, schedule="1f1b", loss_fn=loss_fn)
     assert dict(plan.split) == expected
     plan.save(tmp_path / "plan.json")
     plan = penstock.Plan.load(tmp_path / "plan.json")

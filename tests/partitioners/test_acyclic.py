@@ -24,6 +24,7 @@ def test_branches_are_put_where_they_even_out():
     assert division.why.startswith("all partitions compared")
 
 
+@pytest.mark.untraced
 def test_the_search_comes_near_to_what_all_partitions_give(is_whole):
     for seed in range(6 if is_whole else 3):
         problem = Problem(*wild(seed, 22), Cluster(3))
@@ -33,6 +34,7 @@ def test_the_search_comes_near_to_what_all_partitions_give(is_whole):
         assert search.bottleneck_seconds <= 1.05 * exact.bottleneck_seconds
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize(
     ("placement", "bandwidth"), alternated(list(product([None, Placement.vee(3), Placement.loop(3, 2)], [None, 15.0])))
 )

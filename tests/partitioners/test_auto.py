@@ -17,6 +17,7 @@ def without_metis(monkeypatch):
     monkeypatch.setattr(find("metis"), "is_available", lambda: False)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("placement", [Placement.loop(3), Placement.vee(3)])
 def test_no_other_partitioner_is_better(placement):
     problem = Problem(*wild(2, 12), Cluster(3, bandwidth=10.0), placement)

@@ -25,6 +25,7 @@ def name(request):
     return request.param
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_stages_are_legal_as_many_as_placed_and_never_below_their_bounds(name, placement):
     graph, profile = wild(1, 16)
@@ -93,6 +94,7 @@ def test_nodes_are_kept_together_if_asked(name):
     assert stage_of("5") == stage_of("6") == stage_of("7")
 
 
+@pytest.mark.untraced
 def test_no_rank_exceeds_its_memory_or_the_error_names_the_shortage(name):
     graph, profile = wild(3, 14)
     holding = Holding(in_flight=2, training=TrainingState("adamw"))

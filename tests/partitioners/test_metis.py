@@ -27,6 +27,7 @@ def test_branches_are_stages_of_their_own():
     assert linear.cut_bytes > 3 * metis.cut_bytes
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("seed", range(8))
 def test_metis_is_never_worse_than_linear(seed):
     pytest.importorskip("pymetis")

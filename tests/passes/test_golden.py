@@ -74,6 +74,7 @@ def test_orders_cannot_be_written_to(case: str) -> None:
         table.starts[0] = 1
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("shape", range(4))
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_program_is_lawful_after_every_pass(name: str, shape: int) -> None:

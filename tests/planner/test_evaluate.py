@@ -31,6 +31,7 @@ def agrees(problem: ScheduleProblem, orders: list[list[int]]) -> None:
     )
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 @pytest.mark.parametrize("instance", instances(12, seed=41), ids=str)
 def test_lengths_are_those_of_the_simulator(instance: Instance, objective: str) -> None:

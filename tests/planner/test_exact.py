@@ -28,6 +28,7 @@ def test_the_solver_finds_better_orders_and_they_are_legal() -> None:
     assert simulate(program, problem.costs, problem.cluster).makespan == pytest.approx(proof.seconds)
 
 
+@pytest.mark.untraced
 def test_most_orders_are_optimal() -> None:
     found = []
     for instance in instances(12, seed=21, most_ranks=3, microbatches=(2, 5)):
@@ -73,6 +74,7 @@ def test_backwards_that_take_no_time_give_back_memory_before_it_is_taken_again()
     assert lower_bound(problem).seconds <= proof.seconds
 
 
+@pytest.mark.untraced
 def test_small_problems_are_proven_by_themselves() -> None:
     """Here the bound is below the optimum, and the solver closes the gap."""
     problem = Instance(2, 4, 2, "loop", "random", 1, 0, seed=15).problem

@@ -112,5 +112,6 @@ def test_more_ranks_are_suggested_where_they_would_fit():
     assert "ranks=4" in refusal(STATE // 2 - 1, recompute="full", schedule="1f1b", partitioner="uniform")
 
 
+@pytest.mark.untraced
 def test_where_no_change_fits_ranks_with_more_memory_are_suggested():
     assert "ranks with more memory" in refusal(10)

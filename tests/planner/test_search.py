@@ -88,12 +88,14 @@ def test_more_stages_than_places_to_cut_are_refused():
         plan(model=measured([1.0, 1.0]), ranks=4)
 
 
+@pytest.mark.untraced
 def test_cuts_balance_the_sum_of_a_rank():
     made = plan(32, HEAVY, ranks=8, schedule="zbv", partitioner="linear")
     loads = [sum(made.costs.forward[stage] for stage in stages) for stages in Placement.vee(8).stages]
     assert max(loads) == 5.0
 
 
+@pytest.mark.untraced
 def test_a_heavy_head_costs_no_more_than_a_fifth_of_the_ideal():
     made = plan(32, HEAVY, ranks=8, schedule="auto", partitioner="auto", budget_seconds=3.0)
     assert made.predicted.makespan / (3 * 36 * 32 / 8) <= 1.20

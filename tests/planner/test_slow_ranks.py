@@ -37,6 +37,7 @@ def test_a_rank_that_is_slow_from_the_start_is_found_within_ten_steps(ranks):
     assert str(found).startswith("rank 1 is slow from the start, or the plan misjudges its stages: 1.")
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("seed", range(3))
 def test_noise_is_no_slow_rank(ranks, seed):

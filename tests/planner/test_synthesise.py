@@ -29,6 +29,7 @@ def checked(problem: ScheduleProblem, seconds: float = BRIEF) -> Synthesis:
     return found
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("instance", instances(24, seed=11), ids=str)
 def test_an_order_is_legal_and_no_worse_than_the_table(instance: Instance) -> None:
     found = checked(instance.problem)

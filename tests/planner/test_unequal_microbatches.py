@@ -72,6 +72,7 @@ def test_the_search_counts_as_the_simulator_does(seed):
         assert critical_chain(problem, orders, found.ends)[-1][1] == 0
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("seed", range(4))
 def test_no_order_of_microbatches_undercuts_the_bound(seed):
     costs = costs_of(seed, 2, 3)

@@ -130,7 +130,7 @@ def test_an_evaluation_does_not_warn_of_a_plain_mean() -> None:
 def test_an_embedding_that_counts_the_words_of_a_microbatch_is_named() -> None:
     words = torch.tensor([0, 1, 1, 2, 1, 0, 1])
     model = seeded(nn.Sequential(nn.Embedding(3, WIDTH, scale_grad_by_freq=True), Block(), Block()))
-    plan = penstock.plan(model, (words,), ranks=2, microbatches=2, schedule="1f1b")
+    plan = quick_plan(model, (words,), ranks=2, microbatches=2, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, local=True)
     with pytest.warns(UserWarning, match="scale_grad_by_freq counts the words of each microbatch .*: 0; gradients"):
         pipe.step(words, target=TARGET)

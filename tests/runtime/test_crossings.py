@@ -9,7 +9,6 @@ from torch.nn.functional import mse_loss
 
 from tests.parity import EXECUTIONS, Execution, Values, WholeModel, accumulate, assert_identical, split
 from tests.plans import quick_plan
-from tests.selection import every_third
 from tests.small_models import WIDTH, Block, noise, seeded
 
 X, TARGET = noise(6, WIDTH), noise(6, WIDTH, seed=1)
@@ -28,40 +27,39 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Crossing(nn.Module):
-    """A value made in the middle of a chain is used at its end."""
+    """Values made in the middle of a chain are used at its end."""
 
-    def __init__(self, form: str) -> None:
+    def __init__(self, forms: list[str]) -> None:
         super().__init__()
-        self.form = form
+        self.forms = forms
         self.blocks = nn.ModuleList(Block() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         """The cut is between the second block and the third."""
         x = self.blocks[1](self.blocks[0](x))
-        made = FORMS[self.form](x)
+        made = [FORMS[form](x) for form in self.forms]
         x = self.blocks[3](self.blocks[2](x))
-        return x * (made.real if made.is_complex() else made).double()
+        return sum(x * (value.real if value.is_complex() else value).double() for value in made)
 
 
-def split_values(forms: list[str], execution: str) -> list[Values]:
-    """The values after one step."""
+def split_values(groups: list[list[str]], execution: str) -> list[Values]:
+    """The values after one step of a model of each group."""
     found = []
-    for form in forms:
-        model = seeded(Crossing(form))
+    for forms in groups:
+        model = seeded(Crossing(forms))
         stages = [["blocks.0", "blocks.1"], ["blocks.2", "blocks.3"]]
         plan = quick_plan(model, (X,), ranks=2, microbatches=2, schedule="1f1b", partitioner=stages)
         found.append(accumulate(split(execution, model, plan, mse_loss), X, target=TARGET))
     return found
 
 
-def whole_values(form: str, microbatches: int | None) -> Values:
-    return accumulate(WholeModel(seeded(Crossing(form)), mse_loss, microbatches), X, target=TARGET)
+def whole_values(forms: list[str], microbatches: int | None) -> Values:
+    return accumulate(WholeModel(seeded(Crossing(forms)), mse_loss, microbatches), X, target=TARGET)
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS, indirect=True)
 def test_values_of_every_type_and_layout_cross_a_cut(execution: Execution, is_whole: bool) -> None:
     microbatches = None if execution.name == "stages" else 2
-    # All of them are sent between processes.
-    forms = every_third(FORMS, execution.name == "stages", is_whole or execution.name == "processes")
-    for form, found in zip(forms, execution.run(split_values, 2, forms), strict=True):
-        assert_identical(found, whole_values(form, microbatches))
+    groups = [[form] for form in FORMS] if is_whole else [list(FORMS)[start::3] for start in range(3)]
+    for forms, found in zip(groups, execution.run(split_values, 2, groups), strict=True):
+        assert_identical(found, whole_values(forms, microbatches))

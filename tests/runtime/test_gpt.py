@@ -15,7 +15,7 @@ from tests.runtime.gpt import LENGTH, VOCABULARY, Gpt, NestedBlock
 from tests.selection import some
 from tests.small_models import seeded, tokens
 
-STEPS, MICROBATCHES = 3, 3
+STEPS, MICROBATCHES = 2, 3
 IDX, TARGETS = tokens(7, LENGTH, below=VOCABULARY), tokens(7, LENGTH, seed=1, below=VOCABULARY)
 TARGETS[1, 2:] = -1
 

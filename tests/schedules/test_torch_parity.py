@@ -23,6 +23,7 @@ def test_one_stage_per_rank_runs_in_the_order_that_torch_executes(name, ranks):
         assert cells(build(name, ranks, microbatches).orders) == torch_orders.executed(name, ranks, microbatches)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("name", MULTI)
 def test_several_stages_per_rank_run_in_the_order_of_torch(name, ranks):

@@ -61,6 +61,7 @@ def test_equal_passes_leave_no_bubble_between_first_and_last_pass(name, P):
         assert trace.makespan == trace.span + (P - 1) / (1 if name == "zb_h2" else 2)
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("overlap", [0.0, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize(("F", "I", "W"), [(1, 1, 1), (2, 2, 1), (4, 4, 3), (3, 3, 1)])
 def test_dualpipe_v_has_the_idle_time_of_its_formula(F, I, W, overlap):  # noqa: E741
@@ -97,6 +98,7 @@ MOST_HELD = {
 }
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("P", [*range(1, 12), 16])
 @pytest.mark.parametrize("name", MOST_HELD)
 def test_the_most_microbatches_held_have_a_formula(name, P):
