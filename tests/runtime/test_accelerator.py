@@ -266,7 +266,8 @@ def staged_step(inputs: str) -> tuple[int, float, dict[str, Tensor], list[str]]:
         for name in ("transports.distributed", "gradients", "inputs"):
             patch.setattr(f"penstock.runtime.{name}.to_device", to_device)
         model, plan, x, y = tied(4, dist.get_world_size())
-        pipe = penstock.Pipeline(model, plan, loss_fn=loss_fn, reduction="mean", inputs=inputs)
+        options = penstock.RunOptions(transport="distributed")  # which copies through the host
+        pipe = penstock.Pipeline(model, plan, loss_fn=loss_fn, reduction="mean", inputs=inputs, options=options)
         has_batch = inputs == "all" or dist.get_rank() == 0
         result = pipe.step(*((x,) if has_batch else ()), target=y if has_batch else None)
     assert result.loss is not None
