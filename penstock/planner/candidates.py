@@ -35,6 +35,8 @@ GIVEN = "given"
 """in place of a name, for a schedule or stages that the user gave"""
 _DEPTHS = (1, 2, 3, 4)
 """stages per rank that are considered if the options leave them open"""
+_LIGHT = 0.1
+"""share of the mean seconds of a stage below which a node is not worth a stage"""
 _TRAFFIC_FACTOR = 4.0
 """how many times slower links are assumed to be for cuts with fewer bytes"""
 
@@ -147,7 +149,7 @@ def layouts(models: Models, options: PlanOptions) -> Iterator[StageLayout]:
         # With the partitioner open too, `other_layouts` has the placements that partitioners choose.
         for placement in _placements(options, count, has_choice=not is_auto):
             try:
-                for layout in _cut(measured, placement, count, options):
+                for layout in _cut(measured, placement, count, options, joins_light=is_auto):
                     is_any = True
                     yield layout
             except PartitionError as error:
@@ -170,17 +172,18 @@ def other_layouts(layout: StageLayout, options: PlanOptions) -> Iterator[StageLa
     problem = Problem(measured.graph, measured.profile, replace(slower, memory=None), layout.placement)
     for member in for_slow_links if slower != options.cluster else ():
         with suppress(PartitionError):
-            found = divide(member.name, problem)
+            found = _divide(member.name, problem, joins_light=True)
             if found.placement == layout.placement:
                 yield _layout(measured, found.partition, layout.placement, count, options, member.name)
     for member in (*for_slow_links, *others):
         with suppress(PartitionError):
-            yield from _cut(measured, layout.placement, count, replace(options, partitioner=member.name))
+            changed = replace(options, partitioner=member.name)
+            yield from _cut(measured, layout.placement, count, changed, joins_light=True)
     if options.schedule == AUTO and options.stages_per_rank is None:
         problem = Problem(measured.graph, measured.profile, replace(options.cluster, memory=None))
         for member in (member for member in members if member.chooses_placement):
             with suppress(PartitionError):
-                found = divide(member.name, problem)
+                found = _divide(member.name, problem, joins_light=True)
                 yield _layout(measured, found.partition, found.placement, count, options, member.name)
 
 
@@ -252,7 +255,51 @@ def _depth(options: PlanOptions) -> int | None:
     return stages // ranks
 
 
-def _cut(measured: Measured, placement: Placement | None, count: int, options: PlanOptions) -> Iterator[StageLayout]:
+def _divide(name: str, problem: Problem, is_mixed: bool = False, joins_light: bool = False) -> Division:
+    """Divides a problem; with `joins_light`, no stage consists of light nodes only, unless there is no other way."""
+    if joins_light and (groups := light_groups(problem)):
+        with suppress(PartitionError):
+            return divide(name, replace(problem, together=groups), is_mixed=is_mixed)
+    return divide(name, problem, is_mixed=is_mixed)
+
+
+def light_groups(problem: Problem) -> tuple[tuple[str, ...], ...]:
+    """Returns groups that keep light nodes, such as a view or a norm, with a heavier neighbour.
+
+    A node is light if it takes less than a tenth of the mean seconds of a stage. A chain of light nodes joins the first
+    heavier node behind it, or else before it, if it is light in total and nothing branches off.
+    """
+    graph, profile = problem.graph, problem.profile
+    num_stages = problem.placement.num_stages if problem.placement else problem.cluster.ranks
+    seconds = {cost.node: cost.forward + cost.backward for cost in profile.costs}
+    limit = _LIGHT * sum(seconds.values()) / num_stages
+    ahead: dict[str, set[str]] = {}
+    behind: dict[str, set[str]] = {}
+    for edge in graph.edges:
+        if not graph[edge.producer].from_inputs:
+            ahead.setdefault(edge.producer, set()).add(edge.consumer)
+            behind.setdefault(edge.consumer, set()).add(edge.producer)
+    groups = []
+    for node in graph.nodes:
+        if node.from_inputs or seconds[node.name] >= limit:
+            continue
+        for neighbours in (ahead, behind):
+            chain, total = [node.name], seconds[node.name]
+            while total < limit and len(found := neighbours.get(chain[-1], set())) == 1:
+                (name,) = found
+                chain.append(name)
+                if seconds[name] >= limit:
+                    break
+                total += seconds[name]
+            if seconds[chain[-1]] >= limit and total < limit:
+                groups.append(tuple(chain))
+                break
+    return tuple(groups)
+
+
+def _cut(
+    measured: Measured, placement: Placement | None, count: int, options: PlanOptions, joins_light: bool = False
+) -> Iterator[StageLayout]:
     """The given stages, or the cuts of the named partitioner: for time alone and, if limited, also within memory.
 
     Without a placement, those for the placement that the partitioner chooses.
@@ -275,7 +322,7 @@ def _cut(measured: Measured, placement: Placement | None, count: int, options: P
     seen: set[tuple[Partition, Placement]] = set()
     for problem in problems:
         try:
-            division = divide(given, problem, is_mixed=True)
+            division = _divide(given, problem, is_mixed=True, joins_light=joins_light)
         except PartitionError:
             if problem.cluster.limits:
                 continue  # the cuts that ignore memory are there in any case
