@@ -25,10 +25,12 @@ from benchmarks import (
     synthesis,
     torchrun_kills,
     two_hosts,
+    verifier,
 )
 
 SCRIPTS = {
     "planning": planning.tables,
+    "verifier": verifier.tables,
     "capture": capture.tables,
     "measure": measure.tables,
     "partition": partition.tables,

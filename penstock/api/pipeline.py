@@ -2,7 +2,9 @@
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, Self, overload
 
@@ -132,9 +134,10 @@ class Pipeline:
         choices = {"reduction": reduction, "inputs": inputs, "split": split or {}, "scaler": _scaler_settings(scaler)}
         if staleness is not None:
             choices["staleness"] = staleness
-        self.plan = plan = _agree_on_plan(plan, groups, self._sync, loss_fn, options, **choices)
+        self.plan = plan = _agree_on_plan(model, plan, groups, self._sync, loss_fn, options, **choices)
         parallelize = _parallelize(parallelize_fn, mesh)
-        self._part = part = ModelPart(model, plan, groups, parallelize, granularity, loss_module(loss_fn))
+        loss_part = loss_module(loss_fn)
+        self._part = part = ModelPart(model, plan, groups, parallelize, granularity, loss_part, options.check_model)
         is_whole = groups.is_local or groups.num_ranks == 1
         self._stale_weights = None if is_whole else StaleWeights.of(model)
         self._clip_warning = ClipWarning(part.parameters, groups.is_first) if not is_whole else None
@@ -149,6 +152,7 @@ class Pipeline:
             if groups.peers is not None:
                 raise RunError("an asynchronous pipeline has no replicas", hint='a mesh with the axis "pp" only')
             self.optimizer = make_optimizer(optimizer, part, plan, staleness)
+            self.check_optimizer(self.optimizer)
         self._staleness = staleness
 
         def engine(plan: Plan) -> Engine:
@@ -632,12 +636,29 @@ class Pipeline:
         except CheckpointError as error:
             self._sync.refuse(request, error)
             raise
+        self.check_optimizer(optimizer)
         scaler = self._loss_head.scaler
         run: dict[str, Any] = {} if scaler is None else {"scaler": scaler.state_dict()}
         run |= {"position": position, "extra": extra, "num_steps": self.num_steps}
         self._has_saved = True
         number = self.num_steps if step is None else step
         return self._saver.save(self.plan, number, TrainingState(optimizer, scheduler, run), options)
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Raise an error, on every rank, if ranks have optimizers of different classes or hyperparameters.
+
+        A collective call. `fit`, `save` and the Hugging Face trainer call it with the optimizer that they are given.
+        Hyperparameters of single parameter groups are not compared, as each rank has other parameters.
+
+        Args:
+            optimizer: the optimizer of `pipe.parameters()`; None on a rank that has none
+
+        Raises:
+            RunError: with the hyperparameter and both ranks
+        """
+        agreement = None if optimizer is None else Agreement.of_optimizer(optimizer)
+        self._sync.compare(SyncRequest("check_optimizer", self.num_steps), agreement)
+        self._sync.close()
 
     def wait_for_save(self) -> None:
         """Wait for a running asynchronous save; its error is raised on every rank. A collective call."""
@@ -863,7 +884,13 @@ def _shown(value: object) -> str:
 
 
 def _agree_on_plan(
-    plan: Plan, groups: ProcessGroups, sync: RankSync, loss_fn: object, options: RunOptions, **choices: Any
+    model: nn.Module,
+    plan: Plan,
+    groups: ProcessGroups,
+    sync: RankSync,
+    loss_fn: object,
+    options: RunOptions,
+    **choices: Any,
 ) -> Plan:
     """Compare the arguments of all ranks, and return the plan that all of them follow.
 
@@ -878,11 +905,18 @@ def _agree_on_plan(
         "seed": options.seed,
         "nonfinite": options.nonfinite,
         "check_inputs_every": options.check_inputs_every,
+        "check_model": options.check_model,
         "restore_gradients": options.restore_gradients,
         "max_active_stages": options.max_active_stages,
         "transport": options.transport,
+        "version of penstock": version("penstock"),
+        "version of torch": str(torch.__version__),
+        "version of Python": ".".join(map(str, sys.version_info[:2])),
         # The model without the shapes of its values: ranks may have planned with batches of different lengths.
-        **{f"parameter {value.name}": f"{value.spec.dtype}{list(value.spec.shape)}" for value in graph.parameters},
+        **{
+            f"parameter {name}": f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            for name, tensor in model.named_parameters(remove_duplicate=False)
+        },
         "model": f"{len(graph.nodes)} nodes, {graph.model_fingerprint[:_DIGITS]}",
     }
     plan_digest = _digest(repr((summary, graph.fingerprint)).encode())

@@ -188,6 +188,7 @@ def fit(
             has_any = bool(CheckpointDir(checkpoints.directory).checkpoints)
             checkpoints = replace(checkpoints, resume=checkpoints.directory if has_any else None)
         checkpoints = PeriodicSaver(pipe, optimizer, checkpoints)
+    pipe.check_optimizer(optimizer)
     logs = StepLogs(options.log_targets if pipe.is_first else (), run_id)
     loop = _Loop(pipe, optimizer, options, eval_batches, tuple(callbacks), checkpoints, logs, on_step)
     return loop.run(batches)

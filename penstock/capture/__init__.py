@@ -7,11 +7,12 @@ The forward runs under a `Recorder` (`recorder.py`), which names tensors (`tenso
 data (`arguments.py`; `objects.py` makes containers of objects that hold tensors) and detects side effects
 (`effects.py`, `call_context.py`). Everything that it changes is restored (`isolation.py`, `generators.py`).
 `captured.py` decides which recording holds for a batch (`fingerprint.py`, `guards.py`), and keeps the recordings used
-last (`lru_cache.py`).
+last (`lru_cache.py`). `description.py` describes models and recordings in text, which ranks compare.
 """
 
 from penstock.capture.captured import Captured, capture, without_cache
 from penstock.capture.cuts import Cut, Split
+from penstock.capture.description import MODEL_LINE, SEPARATOR, describe_model, describe_recording
 from penstock.capture.draws import DrawSeed
 from penstock.capture.generators import GeneratorStates, python_generators, seed_generators, torch_generators
 from penstock.capture.granularity import Granularity
@@ -26,7 +27,9 @@ from penstock.capture.split_search import additive_dim, find_split
 from penstock.capture.tensor_table import device_of, has_gradient, spec_of, storage_id
 
 __all__ = [
+    "MODEL_LINE",
     "MODULE_ATTRIBUTES",
+    "SEPARATOR",
     "Captured",
     "Cut",
     "DrawSeed",
@@ -43,6 +46,8 @@ __all__ = [
     "capture",
     "code_origin",
     "copy_leaf",
+    "describe_model",
+    "describe_recording",
     "device_of",
     "explain_failure",
     "find_split",

@@ -217,7 +217,7 @@ def _find_references(cls: type) -> Iterator[_Reference]:
         if id(function.__code__) in seen:
             continue
         seen.add(id(function.__code__))
-        for namespace, name in _look_up(function.__globals__, set(_names_in(function.__code__))):
+        for namespace, name in _look_up(function.__globals__, set(names_in(function.__code__))):
             value = namespace[name]
             if isinstance(value, types.FunctionType) and code_origin(value.__module__) == "user":
                 pending.append(value)
@@ -236,8 +236,9 @@ def _look_up(namespace: dict[str, Any], names: set[str]) -> Iterator[_Reference]
             yield from ((attributes, attribute) for attribute in names & attributes.keys())
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """The names of attributes and globals in a code object and those inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
+            yield from names_in(constant)

@@ -103,6 +103,16 @@ class Recording:
         return self.graph.written & set(self.record.inputs)
 
     @cached_property
+    def calls(self) -> dict[str, int]:
+        """By name of a call, its index among the steps."""
+        return {step.name: index for index, step in enumerate(self.record.steps) if isinstance(step, Call)}
+
+    @cached_property
+    def guards(self) -> list[int]:
+        """The indices of the guards among the steps."""
+        return [index for index, step in enumerate(self.record.steps) if isinstance(step, Guard)]
+
+    @cached_property
     def form(self) -> str:
         """A hash of everything except numbers and sizes, which differ between batches of different lengths.
 

@@ -75,22 +75,20 @@ class Replay:
         self._recording, self._wrap = recording, wrap
         self._arguments = ArgumentReader(recording, modules, whole)
         self._modules, self._whole = modules, whole or modules
-        node_names = set(nodes)
-        available = recording.available_values(node_names)
-        chosen = [
-            step
-            for step in recording.record.steps
-            if (step.name in node_names if isinstance(step, Call) else set(_reads(step)) <= available)
-        ]
+        steps = recording.record.steps
+        available = recording.available_values(nodes) if recording.guards else set()
+        guards = [index for index in recording.guards if set(_reads(steps[index])) <= available]
+        # Looked up by name: a search through all steps for every stage would take quadratic time.
+        calls = [recording.calls[name] for name in set(nodes) if name in recording.calls]
+        chosen = [steps[index] for index in sorted([*calls, *guards])]
         self._wanted = set(wanted)
         self._steps = list(zip(self._prepare(chosen), chosen, strict=True))
         self.takes_gradients = any(step.name in recording.nodes_taking_gradients for step in chosen)
         """whether some call runs autograd in its forward"""
-        random = {node.name for node in recording.graph.nodes if node.is_random}
         self._draws = {
             index: (hash_name(step.name), step.name in recording.shared_draws, step.name in recording.python_draws)
             for index, step in enumerate(chosen)
-            if step.name in random
+            if isinstance(step, Call) and recording.graph[step.name].is_random
         }
         """of random calls: the hash of the name, whether the draw is for the whole batch, whether it is Python's"""
 

@@ -149,14 +149,18 @@ class Partition:
 
     def runs(self, graph: Graph) -> tuple[tuple[Node, ...], ...]:
         """The nodes that every stage runs, in the graph's order: its own, and those from inputs that it needs."""
-        chosen = [set(nodes) for nodes in self.stages]
-        chosen[-1] |= _from_inputs(graph, graph.outputs)
+        # By node, the stages that run it.
+        users = {node: {stage} for node, stage in self._stage_of.items()}
+        for name in _from_inputs(graph, graph.outputs):
+            users.setdefault(name, set()).add(self.num_stages - 1)
         for node in reversed(graph.nodes):
-            sources = _from_inputs(graph, node.reads)
-            for names in chosen if sources else ():
-                if node.name in names:
-                    names |= sources
-        return tuple(tuple(node for node in graph.nodes if node.name in names) for names in chosen)
+            for name in _from_inputs(graph, node.reads):
+                users.setdefault(name, set()).update(users.get(node.name, ()))
+        runs: list[list[Node]] = [[] for _ in self.stages]
+        for node in graph.nodes:
+            for stage in users.get(node.name, ()):
+                runs[stage].append(node)
+        return tuple(map(tuple, runs))
 
     @cached_property
     def _stage_of(self) -> dict[str, int]:

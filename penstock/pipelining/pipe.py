@@ -16,7 +16,7 @@ from penstock.errors import PartitionError, RunError
 from penstock.ir import Graph, Partition
 from penstock.partitioners import cut_at
 from penstock.pipelining.stage import PipelineStage, build_stage
-from penstock.stages import Ownership, Stage
+from penstock.stages import CutModel, Ownership, Stage
 
 _SPLIT = "split"
 _events: list[tuple[str, str]] | None = None
@@ -152,8 +152,15 @@ class TracedStage(Stage):
     model. A value that skips stages is passed on by the stages between.
     """
 
-    def __init__(self, captured: Captured, partition: Partition, index: int) -> None:
-        super().__init__(captured, partition, index)
+    def __init__(
+        self,
+        captured: Captured,
+        partition: Partition,
+        index: int,
+        recomputes: bool = False,
+        cut: CutModel | None = None,
+    ) -> None:
+        super().__init__(captured, partition, index, recomputes, cut)
         self._recordings: dict[bool, Recording] = {}
         self._passed: dict[Recording, tuple[tuple[str, ...], ...]] = {}
         """by recording and stage, the names of the values that the stage passes to the next one"""
@@ -274,7 +281,8 @@ class Pipe:
     def __init__(self, captured: Captured, partition: Partition) -> None:
         partition.check(captured.graph)
         self._captured, self._partition = captured, partition
-        self._stages = [TracedStage(captured, partition, index) for index in range(partition.num_stages)]
+        cut = CutModel(captured, partition)
+        self._stages = [TracedStage(captured, partition, index, cut=cut) for index in range(partition.num_stages)]
         self.num_stages = partition.num_stages
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

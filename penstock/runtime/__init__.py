@@ -1,5 +1,6 @@
 """Runs a plan: stages, messages between ranks, losses, gradients and recorded traces."""
 
+from penstock.runtime.agreement import Agreement, checksum, first_difference
 from penstock.runtime.asynchronous import AsyncEngine, PendingResult, make_optimizer
 from penstock.runtime.broadcast import gather_tensors
 from penstock.runtime.compile import message_key
@@ -25,16 +26,7 @@ from penstock.runtime.outputs import OutputDims, check_output_dims, merge
 from penstock.runtime.scaler import GradScaler
 from penstock.runtime.stale_weights import StaleWeights
 from penstock.runtime.step import Result
-from penstock.runtime.sync import (
-    MAX_CONTENT,
-    MAX_REDUCED,
-    Agreement,
-    RankSync,
-    SyncRequest,
-    SyncResult,
-    SyncVote,
-    checksum,
-)
+from penstock.runtime.sync import MAX_CONTENT, MAX_REDUCED, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.tensor_json import FindTensor, Tensors, decode_tree, encode_tree, json_bytes, parse_json
 from penstock.runtime.transports import (
     MessageKey,
@@ -95,6 +87,7 @@ __all__ = [
     "clip",
     "decode_tree",
     "encode_tree",
+    "first_difference",
     "gather_tensors",
     "global_norm",
     "json_bytes",

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from penstock.capture import Recording
 from penstock.errors import RunError
-from penstock.ir import Cuts, Plan, Trace, named_inputs, named_leaves
+from penstock.ir import Cuts, Plan, Trace
 from penstock.passes import DEFAULT_PASSES, verify
 from penstock.planner import Stream, check_stream
+from penstock.runtime.agreement import Agreement
 from penstock.runtime.compile import Edges, Roots, StepCompiler
 from penstock.runtime.engine import _DTYPES, Engine, _generators_restored, _mix, step_options
 from penstock.runtime.executor import (
@@ -37,8 +38,8 @@ from penstock.runtime.loss_head import LossHead
 from penstock.runtime.model_part import ModelPart, parameter_ranks
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims
-from penstock.runtime.step import TARGET, Batch, Result, Step
-from penstock.runtime.sync import Agreement, RankSync, SyncRequest, SyncVote, checksum
+from penstock.runtime.step import Batch, Result, Step
+from penstock.runtime.sync import RankSync, SyncRequest, SyncVote
 from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import LocalTransport
 from penstock.runtime.weight_versions import StageWeights, Version, check_predicted, refuse_other_steps
@@ -240,7 +241,9 @@ class AsyncEngine(Engine):
         local = LocalTransport(part.device, is_stream=True) if self._groups.is_local else None
         self._stream_transport = local or self._transport
         ranks = range(plan.num_ranks) if self._groups.is_local else (self._groups.rank,)
-        self._stream_compiler = StepCompiler(plan, ranks, self._stream_runner, self._stream_transport, DEFAULT_PASSES)
+        self._stream_compiler = StepCompiler(
+            plan, ranks, self._stream_runner, self._stream_transport, DEFAULT_PASSES, part.describe
+        )
         # This many steps later, all ranks have at least begun the step: reading its votes then does not wait.
         self._lag = -(-(plan.num_ranks - 1) // plan.num_microbatches) + 1
         self._syncs = [sync.beside(number) for number in range(1, self._lag + 2)]
@@ -390,7 +393,7 @@ class AsyncEngine(Engine):
         self, batch: Batch, number: int, keeps_outputs: bool, records: bool, scale: float
     ) -> tuple[StreamBatch, Chunk, SyncVote, bool]:
         """Split a batch and compile its chunk; nothing is changed if that fails."""
-        groups, every = self._groups, self._options.check_inputs_every
+        groups = self._groups
         if keeps_outputs:
             hint = "pipe.eval(..., return_outputs=True)"
             raise RunError("return_outputs must be False in an asynchronous pipeline", hint=hint)
@@ -404,7 +407,8 @@ class AsyncEngine(Engine):
                 hint="pipe.drain() after a short batch",
             )
         seed = self._seed = _mix(self._options.seed, number, groups.replica)
-        microbatches, recordings, inputs = self._split_batch(self._target_as_argument(batch))
+        batch = self._target_as_argument(batch)
+        microbatches, recordings, inputs = self._split_batch(batch)
         edges = self._edges(recordings)
         cuts = self._stream_compiler.cuts(edges)
         if not self.is_empty and self._stream is not None and self._stream.cuts != cuts:
@@ -418,14 +422,8 @@ class AsyncEngine(Engine):
         chunk, is_new = self._chunk(stream, sum(self._counts), recordings)
         left = dict.fromkeys(self._part.stages, len(microbatches))
         entry = StreamBatch(len(self._counts), step, PendingResult(number), left)
-        batch_checksum = 0
-        if every and number % every == 0 and not groups.is_local:
-            forward = self._part.captured.model.forward
-            batch_checksum = checksum(
-                {**named_inputs(forward, part.args, part.kwargs), **dict(named_leaves(part.target, TARGET))}
-                for part in microbatches
-            )
-        return entry, chunk, SyncVote(chunk.agreement, batch_checksum), is_new
+        batch_checksum, leaves = (0, {}) if groups.is_local else self._batch_checksum(batch, number)
+        return entry, chunk, SyncVote(chunk.agreement, batch_checksum, batch=leaves), is_new
 
     def _stream_of(self, cuts: Cuts) -> Stream:
         """The order for these cuts, proven free of deadlock once, until its chunks repeat."""
@@ -458,7 +456,7 @@ class AsyncEngine(Engine):
         unused: list[Edges] = [{}] * (start - len(earlier))
         edges = [*unused, *self._edges((*earlier, *recordings))]
         name = f"train on {len(recordings)} microbatches after {start}" if recordings else "drain"
-        agreement = Agreement.of_step(program, edges, name)
+        agreement = self._stream_compiler.agreement(program, edges, name, recordings)
         return Chunk(key, agreement, self._stream_compiler.compile_ranks(program, edges)), is_new
 
     def _recent(self, count: int) -> tuple[Recording, ...]:

@@ -2,7 +2,7 @@
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -26,6 +26,7 @@ from penstock.ir import (
     prune_gradients,
 )
 from penstock.passes import lower, verify
+from penstock.runtime.agreement import Agreement
 from penstock.runtime.executor import (
     CompiledAction,
     LocalSlot,
@@ -36,7 +37,6 @@ from penstock.runtime.executor import (
     ValuesFrom,
     ValuesTo,
 )
-from penstock.runtime.sync import Agreement
 from penstock.runtime.transports import MessageKey, RecvSlot, Route, SendSlot, TensorCodec, Transport
 from penstock.stages import Ownership
 
@@ -71,10 +71,17 @@ class StepCompiler:
     """Compiles the steps of one plan."""
 
     def __init__(
-        self, plan: Plan, ranks: Sequence[int], runner: PassRunner, transport: Transport, passes: Sequence[str]
+        self,
+        plan: Plan,
+        ranks: Sequence[int],
+        runner: PassRunner,
+        transport: Transport,
+        passes: Sequence[str],
+        describe: Callable[[Sequence[Recording]], Sequence[str]],
     ) -> None:
+        """`describe` returns the lines about the model and its recordings that ranks compare."""
         self._plan, self._ranks, self._runner, self._transport = plan, ranks, runner, transport
-        self._passes = tuple(passes)
+        self._passes, self._describe = tuple(passes), describe
         self._owners = Ownership(plan.graph, plan.partition)
         self._edges: LruCache[tuple[Recording, Roots, bool], Edges] = LruCache()
         self._programs: LruCache[tuple[bool, int, Cuts], Program] = LruCache(_MAX_PROGRAMS)
@@ -87,9 +94,15 @@ class StepCompiler:
             (is_training, len(edges), cuts), lambda: self._lower(is_training, len(edges), cuts)
         )
         name = f"{'train' if is_training else 'eval'} on {len(edges)} microbatches"
-        agreement = Agreement.of_step(program, edges, name)
+        agreement = self.agreement(program, edges, name, recordings)
         _LOG.info("compiled %s: %d actions on %d ranks", name, len(program.table.codes), program.num_ranks)
         return CompiledStep(is_training, recordings, roots, program, agreement, self.compile_ranks(program, edges))
+
+    def agreement(
+        self, program: Program, edges: Sequence[Edges], name: str, recordings: Sequence[Recording]
+    ) -> Agreement:
+        """The facts about a step that all ranks must share."""
+        return Agreement.of_step(program, edges, name, self._describe(recordings))
 
     def edges(self, is_training: bool, recordings: Sequence[Recording], roots: Sequence[Roots]) -> list[Edges]:
         """The values that cross between stages for each microbatch."""
@@ -104,7 +117,8 @@ class StepCompiler:
 
     def compile_ranks(self, program: Program, edges: Sequence[Edges]) -> tuple[RankProgram, ...]:
         """Compile a program, which may be a part of a longer one, for the ranks of this process."""
-        return tuple(compile_rank(program, rank, edges, self._runner, self._transport) for rank in self._ranks)
+        links = _Links(program, edges)
+        return tuple(_Compiler(links, rank, self._runner, self._transport).compiled() for rank in self._ranks)
 
     def _lower(self, is_training: bool, num_microbatches: int, cuts: Cuts) -> Program:
         """The program for all batches that are cut alike, whatever their shapes."""
@@ -144,15 +158,52 @@ def compile_rank(
     program: Program, rank: int, edges: Sequence[Edges], runner: PassRunner, transport: Transport
 ) -> RankProgram:
     """Compile the order of a rank; `edges` has an entry per microbatch."""
-    return _Compiler(program, rank, edges, runner, transport).compiled()
+    return _Compiler(_Links(program, edges), rank, runner, transport).compiled()
+
+
+class _Links:
+    """The values and messages between the stages of a program, found once for all ranks of this process."""
+
+    def __init__(self, program: Program, edges: Sequence[Edges]) -> None:
+        self.program, self.edges = program, edges
+        self.incoming: list[dict[int, list[Crossing]]] = []
+        """by microbatch and stage, what the stage reads of others"""
+        self.outgoing: list[dict[int, list[Crossing]]] = []
+        for crossings in edges:
+            incoming: dict[int, list[Crossing]] = {}
+            outgoing: dict[int, list[Crossing]] = {}
+            for crossing in crossings.values():
+                incoming.setdefault(crossing.consumer, []).append(crossing)
+                outgoing.setdefault(crossing.producer, []).append(crossing)
+            self.incoming.append(incoming)
+            self.outgoing.append(outgoing)
+        self._messages = _find_messages(program)
+
+    def arrived_sends(self, rank: int) -> dict[int, list[int]]:
+        """For positions in the order of a rank at which it waits: the positions of its sends that have arrived by then.
+
+        gloo reports that a send is done only to a wait, which might block. But a message that the other rank sent after
+        it had used ours proves that ours arrived: once that message is here, waiting for our send takes no time, and
+        the memory of our send can be freed.
+        """
+        arrived: dict[int, list[int]] = {}
+        for peer, ours in sorted(self._messages[rank].items()):
+            theirs = sorted(self._messages[peer].get(rank, []))
+            # For each of their messages, the earliest position at which we use it or one that was sent later.
+            earliest = list(accumulate((used for _, used in reversed(theirs)), min))[::-1]
+            for sent, used in ours:
+                first = bisect_right(theirs, used, key=lambda message: message[0])
+                if first < len(theirs):
+                    arrived.setdefault(earliest[first], []).append(sent)
+        return arrived
 
 
 class _Compiler:
-    def __init__(
-        self, program: Program, rank: int, edges: Sequence[Edges], runner: PassRunner, transport: Transport
-    ) -> None:
-        self._program, self._rank, self._edges = program, rank, edges
+    def __init__(self, links: _Links, rank: int, runner: PassRunner, transport: Transport) -> None:
+        self._links, self._rank = links, rank
+        self._program, self._edges = links.program, links.edges
         self._runner, self._transport = runner, transport
+        program = links.program
         self._actions = program.orders[rank]
         self._codes = program.table.rank(rank).tolist()
         self._split = {
@@ -171,7 +222,7 @@ class _Compiler:
 
     def compiled(self) -> RankProgram:
         self._make_message_slots()
-        arrived = arrived_sends(self._program, self._rank)
+        arrived = self._links.arrived_sends(self._rank)
         actions = [
             self._compile(action, code, arrived.get(index, ()))
             for index, (action, code) in enumerate(zip(self._actions, self._codes, strict=True))
@@ -244,16 +295,15 @@ class _Compiler:
 
     def _pass(self, action: ComputeAction) -> Pass:
         stage, microbatch = action.stage, action.microbatch
-        crossings = self._edges[microbatch].values()
-        incoming = [crossing for crossing in crossings if crossing.consumer == stage]
-        outgoing = [crossing for crossing in crossings if crossing.producer == stage]
+        incoming = self._links.incoming[microbatch].get(stage, [])
+        outgoing = self._links.outgoing[microbatch].get(stage, [])
         sources, targets = [], []
         if isinstance(action, Forward):
             sources = [self._source(c.values, (c.producer, stage, microbatch)) for c in incoming]
             targets = [self._target(c.values, (stage, c.consumer, microbatch)) for c in outgoing]
         elif not isinstance(action, WeightGrad):
             # From the last consumer to the first: autograd adds gradients in that order in the unsplit model.
-            outgoing.sort(key=lambda crossing: -crossing.consumer)
+            outgoing = sorted(outgoing, key=lambda crossing: -crossing.consumer)
             sources = [self._source(c.gradients, (c.consumer, stage, microbatch)) for c in outgoing if c.gradients]
             targets = [self._target(c.gradients, (stage, c.producer, microbatch)) for c in incoming if c.gradients]
         return Pass(stage, microbatch, tuple(sources), tuple(targets), (stage, microbatch) in self._split)
@@ -281,38 +331,18 @@ def message_key(message: Message) -> MessageKey:
     return message.peer, message.stage, message.microbatch
 
 
-def arrived_sends(program: Program, rank: int) -> dict[int, list[int]]:
-    """For positions in the order of a rank at which it waits: the positions of its sends that have arrived by then.
-
-    gloo reports that a send is done only to a wait, which might block. But a message that the other rank sent after it
-    had used ours proves that ours arrived: once that message is here, waiting for our send takes no time, and the
-    memory of our send can be freed.
-    """
-    arrived: dict[int, list[int]] = {}
-    users = [_user_positions(order) for order in program.orders]
-    for peer in range(program.num_ranks):
-        if peer == rank:
-            continue
-        ours = list(_messages(program, users, rank, peer))
-        theirs = sorted(_messages(program, users, peer, rank))
-        # For each of their messages, the earliest position at which we use it or one that was sent later.
-        earliest = list(accumulate((used for _, used in reversed(theirs)), min))[::-1]
-        for sent, used in ours:
-            first = bisect_right(theirs, used, key=lambda message: message[0])
-            if first < len(theirs):
-                arrived.setdefault(earliest[first], []).append(sent)
-    return arrived
-
-
-def _messages(
-    program: Program, users: Sequence[Mapping[tuple[int, int, bool], int]], source: int, target: int
-) -> Iterator[tuple[int, int]]:
-    """The messages between two ranks: where the source sends each one, and where the target waits for it."""
-    for index, action in enumerate(program.orders[source]):
-        if isinstance(action, Message) and action.kind is Kind.SEND and program.placement[action.peer] == target:
-            used = users[target].get((action.peer, action.microbatch, action.is_gradient))
-            if used is not None:
-                yield index, used
+def _find_messages(program: Program) -> list[dict[int, list[tuple[int, int]]]]:
+    """By rank and other rank, the messages to it: where the rank sends each one, and where the other waits for it."""
+    users, placement = [_user_positions(order) for order in program.orders], program.placement.ranks
+    messages: list[dict[int, list[tuple[int, int]]]] = [{} for _ in program.orders]
+    for source, order in enumerate(program.orders):
+        for index, action in enumerate(order):
+            if isinstance(action, Message) and action.kind is Kind.SEND:
+                target = placement[action.peer]
+                used = users[target].get((action.peer, action.microbatch, action.is_gradient))
+                if used is not None and target != source:
+                    messages[source].setdefault(target, []).append((index, used))
+    return messages
 
 
 def _user_positions(order: Sequence[Action]) -> dict[tuple[int, int, bool], int]:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import LruCache, Microbatch, Recording, Split, Splitting, explain_failure, spec_of, split_batch
+from penstock.capture import LruCache, Microbatch, Recording, Split, Splitting, explain_failure, split_batch
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
-from penstock.ir import Plan, named_inputs, named_leaves
+from penstock.ir import Plan, named_inputs, named_leaves, signature_of
 from penstock.passes import DEFAULT_PASSES, AddShardMoves
+from penstock.runtime.agreement import Agreement, checksum, describe_batch, different_batches
 from penstock.runtime.compile import CompiledStep, StepCompiler
 from penstock.runtime.executor import ActionTimes, StageRunner, action_times, execute, execute_local, watch_step
 from penstock.runtime.health import NONFINITE_HINT, Extremes, NonfiniteProbe, agree_on_origin, read_scalars
@@ -25,7 +26,7 @@ from penstock.runtime.model_part import BufferName, ModelPart
 from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims, OutputMerger, share_outputs
 from penstock.runtime.step import TARGET, Batch, Result, SplitBatch, Step
-from penstock.runtime.sync import MAX_CONTENT, Agreement, RankSync, SyncRequest, SyncResult, SyncVote, checksum
+from penstock.runtime.sync import MAX_CONTENT, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import make_transport
 
@@ -56,7 +57,7 @@ class Engine:
         ranks = range(plan.num_ranks) if groups.is_local else (groups.rank,)
         moves = AddShardMoves(options.max_active_stages)
         passes = (*DEFAULT_PASSES, moves) if part.sharded.modules else DEFAULT_PASSES
-        self._compiler = StepCompiler(plan, ranks, self._runner, self._transport, passes)
+        self._compiler = StepCompiler(plan, ranks, self._runner, self._transport, passes, part.describe)
         self.compiled_steps: LruCache[tuple[bool, tuple[Recording, ...]], CompiledStep] = LruCache()
         self._split_rules, self._planned_rules = dict(split or {}), dict(plan.split)
         self._num_microbatches = plan.num_microbatches
@@ -65,6 +66,7 @@ class Engine:
         is_sent = inputs == "first" and not groups.is_local
         self._sender = BatchSender(part, plan, self._split_batch) if is_sent else None
         self._given_names = GivenNames(part.captured.model.forward)
+        self._signature = signature_of(part.captured.model.forward)
         self._seed = 0
         """of the random numbers of the current step"""
         self._num_recorded = 0
@@ -170,26 +172,49 @@ class Engine:
 
         Called before the model is recorded: its blocks communicate, so all of these pipelines must record together.
         """
-        groups, every = self._groups, self._options.check_inputs_every
+        groups = self._groups
         comparison = SyncRequest(f"the batch of {request.name}", request.step)
         with self._refusing(comparison):
-            # Between the steps in which whole batches are compared, only shapes and dtypes are.
-            is_short = not every or request.step % every > 0
-            leaves = dict(named_leaves(batch, ""))
-            specs = {name: str(spec_of(leaf)) for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
-            batch_checksum = checksum([{**leaves, **(specs if is_short else {})}])
+            batch_checksum, leaves = self._batch_checksum(batch, request.step)
+            if not batch_checksum:
+                # Shapes are compared in any case: blocks of these ranks exchange tensors.
+                leaves = {
+                    name: f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, Tensor) else leaf
+                    for name, leaf in named_leaves(batch, "batch")
+                }
+                batch_checksum = checksum([leaves])
         result = self._sync.exchange(comparison, SyncVote(sums=(float(batch_checksum),)))
         for index, own_sums in enumerate(result.sums_by_pipeline):
             first = index - index % groups.tensor_ranks
             if own_sums != result.sums_by_pipeline[first]:
+                text = json.dumps(describe_batch(leaves))
+                texts = [groups.broadcast_text_to_peers(text, pipeline) for pipeline in (first, index)]
+                difference = different_batches([json.loads(found) for found in texts])
                 error = RunError(
                     "tensor-parallel ranks were given different batches",
                     replica=index // groups.tensor_ranks,
                     tensor_ranks=(0, index - first),
+                    **({"input": difference.values["input"]} if "input" in difference.values else {}),
                     hint='the same batch on all ranks along the axis "tp": split data by the "dp" axis only',
                 )
                 error.is_shared = True
                 raise error
+
+    def _batch_checksum(self, batch: Batch, step: int) -> tuple[int, dict[str, Any]]:
+        """A checksum of the batch, or of a sample of it, and its tensors and plain values by name.
+
+        0 and nothing if batches are not compared. By name, so that arguments by position and by name are equal.
+        """
+        every = self._options.check_inputs_every
+        if not every:
+            return 0, {}
+        args, kwargs, target = batch
+        if self._sender is None:
+            leaves = named_inputs(self._part.captured.model.forward, args, kwargs, self._signature)
+        else:  # a rank that is sent the batch may pass none
+            leaves = dict(named_leaves((args, kwargs), "batch"))
+        leaves.update(named_leaves(target, TARGET))
+        return checksum([leaves], step if step % every else None), leaves
 
     def _target_as_argument(self, batch: Batch) -> Batch:
         """The batch with its target among the keyword arguments, if the model's forward has a parameter `target`."""
@@ -203,7 +228,7 @@ class Engine:
 
     def _microbatches(self, batch: Batch) -> tuple[Microbatch, ...]:
         """Split a batch into microbatches."""
-        if not self._part.has_weights:
+        if not self._part.has_weights or self._part.differing_weights is not None:
             self._part.check_weights()
         for stage in self._part.stages.values():
             stage.check_state()
@@ -265,7 +290,7 @@ class Engine:
         self, batch: Batch, request: SyncRequest, is_training: bool
     ) -> tuple[SplitBatch, CompiledStep, float]:
         """Begin a step whose batch every rank was given; the ranks compare the steps that they derive from it."""
-        groups, every = self._groups, self._options.check_inputs_every
+        groups = self._groups
         with self._refusing(request):
             if not groups.is_local and has_no_batch(batch):
                 hint = (
@@ -273,19 +298,14 @@ class Engine:
                     'target there or on the rank of the last stage, use inputs="first"'
                 )
                 raise RunError("a rank was given no batch", hint=hint)
-            split = self._split_batch(self._target_as_argument(batch))
+            batch = self._target_as_argument(batch)
+            split = self._split_batch(batch)
             compiled = self._compiled(split, is_training)
-            batch_checksum = 0
-            if every and request.step % every == 0 and not groups.is_local:
-                forward = self._part.captured.model.forward
-                # By name, so that arguments by position and by name give the same checksum.
-                batch_checksum = checksum(
-                    {**named_inputs(forward, part.args, part.kwargs), **dict(named_leaves(part.target, TARGET))}
-                    for part in split.microbatches
-                )
+            batch_checksum, leaves = (0, {}) if groups.is_local else self._batch_checksum(batch, request.step)
         sums = self._size_and_loss(split, compiled)
         # Only rank 0 of each pipeline contributes, so that the sum over all ranks is a sum over the pipelines.
-        vote = SyncVote(compiled.agreement, batch_checksum, sums if groups.rank == 0 else (0.0, 0.0))
+        own_sums = sums if groups.rank == 0 else (0.0, 0.0)
+        vote = SyncVote(compiled.agreement, batch_checksum, own_sums, batch=leaves)
         if groups.monitor is not None and groups.peers is None:
             self._sync.start(request, vote)
             # The first stage computes while the votes travel: only the first message waits for the result.
@@ -306,8 +326,9 @@ class Engine:
         agreement = Agreement.of_options({"microbatches": known})
         groups, has_loss_fn = self._groups, self._loss_head.has_loss_fn
         every, target_checksum = self._options.check_inputs_every, 0
-        if batch[2] is not None and every and request.step % every == 0:
-            target_checksum = checksum([dict(named_leaves(batch[2], TARGET))])
+        if batch[2] is not None and every:
+            sampled_step = request.step if request.step % every else None
+            target_checksum = checksum([dict(named_leaves(batch[2], TARGET))], sampled_step)
         given = (self._given_names.mask(batch), float(target_checksum))
         outgoing, own_target = None, batch[2] if groups.rank == self._last_rank and has_loss_fn else None
         if groups.rank == 0:
@@ -365,7 +386,7 @@ class Engine:
         except Exception as error:
             shared = error if isinstance(error, PenstockError) else RunError(f"{type(error).__name__}: {error}")
             (sync or self._sync).refuse(request, shared)
-            if isinstance(shared, RunError) and not self._groups.is_local:
+            if isinstance(shared, RunError) and not (shared.is_shared or self._groups.is_local):
                 shared = shared.at(rank=self._groups.rank)
             shared.is_shared = True
             raise shared from (error.__cause__ if isinstance(error, PenstockError) else error)

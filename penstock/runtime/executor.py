@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heappop, heappush
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -253,6 +254,11 @@ class RankProgram:
             if action.run is not None
         )
 
+    @cached_property
+    def sent_by(self) -> dict[int, tuple[int, int]]:
+        """By code of a send, the source and target stage of its message."""
+        return {slot.route.code: slot.route.key[:2] for slot in self.send_slots}
+
     def clear(self) -> None:
         """Drop the values and messages of an interrupted step."""
         self.runner.clear()
@@ -344,25 +350,39 @@ def execute(program: RankProgram, report: Callable[[int], None], times: ActionTi
 
 
 def execute_local(programs: Sequence[RankProgram], times: Sequence[ActionTimes] | None = None) -> None:
-    """Run all ranks in this process, in turn: each of them until it needs a message that was not sent yet."""
+    """Run all ranks in this process, in turn: each of them until it needs a message that was not sent yet.
+
+    They run in rounds, in the order of their numbers. A rank that waits is not looked at again before its message was
+    sent, as with many ranks most of them wait.
+    """
     times = times or [ActionTimes() for _ in programs]
     positions = [0] * len(programs)
-    is_done, has_progress = False, True
-    while not is_done:
-        if not has_progress:
-            waiting = [p.actions[at].code for at, p in zip(positions, programs, strict=True) if at < len(p.actions)]
-            actions = [str(decode_one(code)) for code in waiting]
-            raise RunError("deadlock: every rank waits for another", actions=actions)
-        is_done, has_progress = True, False
-        for index, program in enumerate(programs):
-            while positions[index] < len(program.actions):
-                action = program.actions[positions[index]]
-                if action.recv_slots and not all(slot.is_ready for slot in action.recv_slots):
-                    is_done = False
-                    break
-                _run_timed(program, action, times[index])
-                positions[index] += 1
-                has_progress = True
+    this_round, next_round = list(range(len(programs))), list[int]()
+    # By source and target stage of a message, the rank that waits for it.
+    waiting: dict[tuple[int, int], int] = {}
+    while this_round:
+        index = heappop(this_round)
+        program = programs[index]
+        while positions[index] < len(program.actions):
+            action = program.actions[positions[index]]
+            missing = [slot for slot in action.recv_slots if not slot.is_ready]
+            if missing:
+                waiting[missing[0].route.key[:2]] = index
+                break
+            _run_timed(program, action, times[index])
+            positions[index] += 1
+            if waiting and (message := program.sent_by.get(action.code)) in waiting:
+                woken = waiting.pop(message)
+                if woken > index:
+                    heappush(this_round, woken)
+                else:
+                    next_round.append(woken)
+        if not this_round:
+            this_round, next_round = sorted(next_round), []
+    if waiting:
+        codes = [programs[index].actions[positions[index]].code for index in sorted(waiting.values())]
+        actions = [str(decode_one(code)) for code in codes]
+        raise RunError("deadlock: every rank waits for another", actions=actions)
 
 
 def _run_timed(

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from penstock.errors import RunError
+from penstock.runtime.agreement import checksum
 from penstock.runtime.groups import ProcessGroups
-from penstock.runtime.sync import checksum
 
-_NUM_SAMPLED = 1024
+NUM_SAMPLED = 1024
 """entries of each parameter that ranks compare"""
 _MAX_DIFFERENCE = 0.05
 """between entries of gradients that should be equal, relative to the largest one"""
@@ -73,7 +73,7 @@ def shard_like(value: Tensor, other: Tensor) -> Tensor:
 def sampled(tensor: Tensor) -> Tensor:
     """Some entries of a tensor or shard. A few are enough: weights of another seed differ everywhere."""
     flat = local_part(tensor.detach()).reshape(-1)
-    return flat[:: max(1, len(flat) // _NUM_SAMPLED)]
+    return flat[:: max(1, len(flat) // NUM_SAMPLED)]
 
 
 class PartialGradients:

@@ -1,18 +1,30 @@
 """The part of a model that one process holds: its stages, parameters and buffers."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import Captured, Granularity, internal_call
+from penstock.capture import (
+    Captured,
+    Granularity,
+    LruCache,
+    Recording,
+    describe_model,
+    describe_recording,
+    internal_call,
+)
 from penstock.errors import PlanError, RunError
 from penstock.ir import Plan
+from penstock.runtime.agreement import checksum
 from penstock.runtime.gradients import ReplicaReducer, ShardedStages, TiedParameter, TiedReducer
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.layout import (
+    NUM_SAMPLED,
     PartialGradients,
     SharedGradients,
     communicates,
@@ -21,9 +33,8 @@ from penstock.runtime.layout import (
     shard_like,
     whole,
 )
-from penstock.runtime.meta_init import is_meta, materialize
-from penstock.runtime.sync import checksum
-from penstock.stages import Stage
+from penstock.runtime.meta_init import is_meta, materialize, unsaved_buffer_names
+from penstock.stages import CutModel, Stage
 
 _STATE_HINT = "the state dict of the whole model, or of this rank"
 Parallelize = Callable[[nn.Module], Any]
@@ -45,14 +56,25 @@ class ModelPart:
         parallelize: Parallelize | None = None,
         granularity: Granularity = Granularity(),  # noqa: B008
         loss_module: nn.Module | None = None,
+        compares_models: bool = False,
     ) -> None:
-        """`parallelize` is applied to every stage. The last stage trains the parameters of `loss_module`."""
+        """`parallelize` is applied to every stage. The last stage trains the parameters of `loss_module`.
+
+        `compares_models`: ranks compare the code, constants and weights of their models.
+        """
         _check_model(plan, model)
         self.groups = groups
+        compares_models = compares_models and not groups.is_local
+        self._description = describe_model(model) if compares_models else ()
+        # parallelize_fn changes the modules of this rank's stages only, which other ranks record unchanged.
+        self._describes_recordings = compares_models and parallelize is None
+        self._recording_descriptions: LruCache[Recording, tuple[str, ...]] = LruCache()
         self.captured = Captured.planned(model, plan.graph, granularity)
         self.stages = self._make_stages(plan)
         self.has_weights = not is_meta(model)
         """False until weights are loaded into a model that was on the meta device"""
+        self.differing_weights = _differing_weights(plan, model, groups) if compares_models else None
+        """the error for weights that differ between ranks, until weights are loaded"""
         if not self.has_weights:
             names = {name for stage in self.stages.values() for name, _ in _named_parameters(stage)}
             materialize(model, names, torch.get_default_device())
@@ -92,7 +114,8 @@ class ModelPart:
         placement = plan.schedule.placement
         ranks = range(plan.num_ranks) if self.groups.is_local else (self.groups.rank,)
         indices = (index for index in range(plan.num_stages) if placement[index] in ranks)
-        return {index: Stage(self.captured, plan.partition, index) for index in indices}
+        cut = CutModel(self.captured, plan.partition)
+        return {index: Stage(self.captured, plan.partition, index, cut=cut) for index in indices}
 
     def _parts_of_loss(self, loss_module: nn.Module | None) -> nn.Module:
         """A module with the loss module as its child `loss_fn`, without the parts that are the model's.
@@ -159,8 +182,18 @@ class ModelPart:
         owned = [p for p in self.parameters.values() if p.grad is not None and id(p) not in skipped]
         return [p.grad for p in owned], [self.layouts[p].copies for p in owned]  # type: ignore[misc]
 
+    def describe(self, recordings: Iterable[Recording]) -> list[str]:
+        """The lines about the model and its recordings that must be equal on all ranks of the pipeline."""
+        lines = [*self._description]
+        if self._describes_recordings:
+            for recording in dict.fromkeys(recordings):
+                lines += self._recording_descriptions.get(recording, partial(describe_recording, recording))
+        return lines
+
     def check_weights(self) -> None:
-        """Raise an error if the weights have not been loaded yet."""
+        """Raise an error if the weights have not been loaded yet, or differ between ranks."""
+        if self.differing_weights is not None:
+            raise self.differing_weights
         if not self.has_weights:
             raise RunError(
                 "the model was on the meta device and its weights are not loaded yet",
@@ -187,7 +220,7 @@ class ModelPart:
         for stage in self.stages.values():
             tensors = stage.state_dict()
             stage.load_state_dict({name: shard_like(state[name], tensor) for name, tensor in tensors.items()})
-        self.has_weights = True
+        self.has_weights, self.differing_weights = True, None
 
 
 def _check_state_dict(state: Any, expected: Mapping[str, Tensor], model_names: set[str]) -> None:
@@ -242,6 +275,48 @@ def check_tied_weights(plan: Plan, tied: TiedReducer, groups: ProcessGroups) -> 
                 ranks=[rank for rank, number in enumerate(column) if number],
                 hint=_SAME_START,
             )
+
+
+def _differing_weights(plan: Plan, model: nn.Module, groups: ProcessGroups) -> RunError | None:
+    """The error for the first parameter, or buffer that no forward writes, that differs between ranks; collective.
+
+    The same on all ranks of the pipeline. Tensors are sampled, and those that a rank does not have are not compared.
+    """
+    graph = plan.graph
+    written = {name for update in graph.updates for name in update.names}
+    unsaved = unsaved_buffer_names(model)
+    names = [value.name for value in (*graph.parameters, *graph.buffers) if value.name not in written]
+    tensors = {name: tensor for name, tensor in _named_tensors(model) if name not in unsaved and not tensor.is_meta}
+    digests = [checksum([{"": sampled(tensors[name])}]) if name in tensors else 0 for name in names]
+    rows = groups.gather(torch.tensor([*digests, 0])).t().tolist()
+    for name, column in zip(names, rows, strict=False):
+        ranks = [rank for rank, number in enumerate(column) if number]
+        other = next((rank for rank in ranks if column[rank] != column[ranks[0]]), None)
+        if other is None:
+            continue
+        # All ranks see this difference, and show a few entries.
+        entries = torch.full((NUM_SAMPLED,), math.nan, dtype=torch.float64)
+        if name in tensors:
+            values = sampled(tensors[name])[:NUM_SAMPLED].to("cpu")
+            entries[: len(values)] = (values.abs() if values.is_complex() else values).to(torch.float64)
+        first, second = groups.gather(entries)[[ranks[0], other]]
+        differing = (first != second).logical_and((first == first) | (second == second)).nonzero().flatten().tolist()
+        shown = [float(row[differing[0]]) if differing else "other entries" for row in (first, second)]
+        spec = next(value.spec for value in (*graph.parameters, *graph.buffers) if value.name == name)
+        error = RunError(
+            "the ranks start with different weights",
+            name=name,
+            tensor=str(spec),
+            **{f"rank_{ranks[0]}": shown[0], f"rank_{other}": shown[1]},
+            hint=f"{_SAME_START}; RunOptions(check_model=False) to train with the weights of each rank",
+        )
+        error.is_shared = True
+        return error
+    return None
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 def _without_parameters(module: nn.Module, shared: Collection[int]) -> nn.Module:

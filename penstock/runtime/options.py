@@ -21,7 +21,11 @@ class RunOptions:
     """how long a rank waits for another before it raises an error; in a first step, the time in which ranks record the
     model, compile the step or compute is added"""
     check_inputs_every: int = 100
-    """interval in steps at which the ranks compare their batches; 0: never"""
+    """interval in steps at which the ranks compare their whole batches; in the steps between, they compare a sample of
+    every tensor, on other devices than the CPU every 10 steps; 0: never"""
+    check_model: bool = True
+    """whether the ranks compare their models before the first step: code and constants, and the values of parameters
+    unless weights are loaded; otherwise only names, shapes and dtypes"""
     restore_gradients: bool = True
     """whether a failed step restores the gradients of earlier steps, which takes the memory of one more set of them
     while several steps accumulate; otherwise a failed step drops all gradients"""
@@ -50,5 +54,6 @@ class RunOptions:
             number = as_int(value)
             if number is None or number < 0:
                 raise RunError(f"{name} must be an integer of 0 or more", got=repr(value))
-        if not isinstance(self.restore_gradients, bool):
-            raise RunError("restore_gradients must be True or False", got=repr(self.restore_gradients))
+        for name, flag in (("restore_gradients", self.restore_gradients), ("check_model", self.check_model)):
+            if not isinstance(flag, bool):
+                raise RunError(f"{name} must be True or False", got=repr(flag))

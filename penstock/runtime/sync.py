@@ -10,16 +10,14 @@ whatever operation each rank was called for.
 """
 
 import contextlib
-import hashlib
 import json
 import math
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import PenstockError, RunError
-from penstock.ir import Crossing, Program
+from penstock.runtime.agreement import Agreement, describe_batch, different_batches, first_difference
 from penstock.runtime.groups import ProcessGroups
 
 MAX_CONTENT = 36
@@ -38,38 +36,10 @@ MAX_REDUCED = 4
 TAG = 2_000_000_011
 """message tag of a sync, which separates its messages from the user's own on the same group"""
 
-_STAGES, _OPTION = "stages ", "option "
+_UNUSED_BITS = 12
+"""of the 64 of a digest, so that a float holds the rest exactly"""
 _REFUSED = -1
 """request digest of a rank that refuses"""
-
-
-class Agreement:
-    """Facts that must be equal on all ranks, one per line; ranks compare a digest and exchange lines only to report."""
-
-    def __init__(self, lines: Iterable[str] = ()) -> None:
-        self.lines = tuple(lines)
-        self.text = "\n".join(self.lines)
-        self.digest = int.from_bytes(hashlib.sha256(self.text.encode()).digest()[:8], "big", signed=True)
-
-    @classmethod
-    def of_step(cls, program: Program, edges: Sequence[Mapping[tuple[int, int], Crossing]], name: str) -> "Agreement":
-        """The order of actions of a step and every value that crosses between stages."""
-        order = hashlib.sha256(program.table.codes.tobytes() + program.table.starts.tobytes()).hexdigest()
-        lines = [name, f"program of {len(program.table.codes)} actions {order[:16]}"]
-        for microbatch, crossings in enumerate(edges):
-            for (producer, consumer), crossing in sorted(crossings.items()):
-                for value in crossing.values:
-                    strides = f" order {list(value.spec.order)}" if value.spec.order else ""
-                    gradient = " with gradient" if value.spec.requires_grad else ""
-                    gradient += ", if it has one" if value.name in crossing.optional_gradients else ""
-                    edge = f"{_STAGES}{producer} to {consumer}, microbatch {microbatch}"
-                    lines.append(f"{edge}: {value.name!r} {value.spec}{strides}{gradient}")
-        return cls(lines)
-
-    @classmethod
-    def of_options(cls, options: Mapping[str, object]) -> "Agreement":
-        """Options by name."""
-        return cls(f"{_OPTION}{name}: {value}" for name, value in options.items())
 
 
 @dataclass(frozen=True)
@@ -91,7 +61,7 @@ class SyncVote(NamedTuple):
 
     agreement: Agreement | None = None
     checksum: int = 0
-    """checksum of the batch, in steps in which batches are compared; else 0"""
+    """checksum of the batch; 0 if batches are not compared"""
     sums: tuple[float, ...] = ()
     """values to add up over all ranks, at most MAX_REDUCED"""
     maxes: tuple[float, ...] = ()
@@ -100,6 +70,8 @@ class SyncVote(NamedTuple):
     """values that only this rank has, at most MAX_CONTENT"""
     includes_replicas: bool = False
     """whether the agreement must hold between replicas too"""
+    batch: Mapping[str, object] = {}
+    """the tensors and plain values of the batch by name, which are described if the checksums differ"""
 
 
 class SyncResult(NamedTuple):
@@ -167,6 +139,27 @@ class RankSync:
         self.start(request, vote)
         return self.finish()
 
+    def compare(self, request: SyncRequest, agreement: Agreement | None) -> None:
+        """Raise an error, on all ranks of all pipelines, if two of them have different agreements.
+
+        None on a rank that has none.
+        """
+        digest = 0.0 if agreement is None else float(agreement.digest >> _UNUSED_BITS)
+        result = self.exchange(request, SyncVote(maxes=() if agreement is None else (digest, -digest)))
+        # Without any agreement both are -inf.
+        if self._ranks is None or result.maxes[0] in (-result.maxes[1], -math.inf):
+            return
+        groups = self._groups
+        own = json.dumps([dist.get_rank(), [] if agreement is None else agreement.lines])
+        texts = [groups.broadcast_text(own, rank) for rank in range(groups.num_ranks)]
+        everywhere = [groups.broadcast_text_to_peers(json.dumps(texts), index) for index in range(groups.num_pipelines)]
+        found = sorted(json.loads(text) for pipeline in everywhere for text in json.loads(pipeline))
+        given = [(rank, lines) for rank, lines in found if lines]
+        problem = first_difference([lines for _, lines in given], "rank", [rank for rank, _ in given])
+        assert problem is not None
+        problem.is_shared = True
+        raise problem
+
     def start(self, request: SyncRequest, vote: SyncVote = _EMPTY) -> None:
         """Send this rank's vote without waiting for the others."""
         # The number of the pipeline is part of the digest: a call on another Pipeline is another request.
@@ -198,7 +191,7 @@ class RankSync:
                 agreement.digest if vote.agreement is not None else 0,
                 vote.checksum,
             )
-            row = _Row(key, request.text, len(agreement.text.encode()), vote.sums, vote.maxes, vote.content)
+            row = _Row(key, request.text, agreement.num_bytes, vote.sums, vote.maxes, vote.content)
             self._ranks.start(row.pack())
         self._number += 1
         self.step = request.step
@@ -234,28 +227,12 @@ class RankSync:
         elif vote.agreement is not None and (vote.includes_replicas or digest == _REFUSED):
             agreement = vote.agreement
         key = _Key(pipeline_row.key.number, pipeline_row.key.step, digest, agreement.digest)
-        replicas.start(
-            _Row(key, pipeline_row.text, len(agreement.text.encode()), pipeline_row.sums, pipeline_row.maxes).pack()
-        )
+        replicas.start(_Row(key, pipeline_row.text, agreement.num_bytes, pipeline_row.sums, pipeline_row.maxes).pack())
         replica_rows = _rows(replicas.finish())
         other = _problem(replicas, replica_rows, SyncVote(agreement), "replica")
         if other is not None and problem is None:
             raise other
         return [(row.sums, row.maxes) for row in replica_rows]
-
-
-def checksum(batches: Iterable[Mapping[str, object]]) -> int:
-    """A number that differs, almost certainly, if a tensor entry or plain value differs; never 0, which means none."""
-    crc = 1
-    for batch in batches:
-        for name, leaf in batch.items():
-            if isinstance(leaf, Tensor):
-                crc = zlib.crc32(f"{name} {leaf.dtype} {tuple(leaf.shape)}".encode(), crc)
-                content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                crc = zlib.crc32(content.numpy().data, crc)
-            elif type(leaf) in (bool, int, float, complex, str, bytes, type(None)):
-                crc = zlib.crc32(f"{name} {leaf!r}".encode(), crc)
-    return crc or 1
 
 
 _TEXT_BYTES = 104
@@ -391,7 +368,7 @@ class _Exchange:
 
     def texts(self, text: str, sizes: Sequence[int]) -> list[str]:
         """The texts of all ranks, whose sizes in bytes are known from the rows."""
-        encoded, whole = text.encode(), torch.zeros(sum(sizes), dtype=torch.uint8)
+        encoded, whole = text.encode(errors="replace"), torch.zeros(sum(sizes), dtype=torch.uint8)
         parts = torch.split(whole, list(sizes))
         if self._rank == self._last:
             self._wait([self._recv(part, rank) for rank, part in enumerate(parts[:-1]) if len(part)])
@@ -427,10 +404,13 @@ def _problem(exchange: _Exchange, rows: Sequence[_Row], vote: SyncVote, kind: st
         return None
     refusing = [index for index, row in enumerate(rows) if row.key.request == _REFUSED]
     problem = None if refusing else _different_requests(rows, kind)
-    if problem is None and not refusing and len({row.key.agreement for row in rows}) == 1:
-        problem = _different_batches([row.key.checksum for row in rows])
+    if problem is None and not refusing and len({row.key.checksum for row in rows}) > 1:
+        # Before the agreement: ranks with different batches may also record other calls.
+        # Every rank takes part in these exchanges, because all of them see the same rows.
+        text = json.dumps(describe_batch(vote.batch))
+        sizes = exchange.texts(f"{len(text.encode()):12}", [12] * len(rows))
+        problem = different_batches([json.loads(found) for found in exchange.texts(text, list(map(int, sizes)))])
     elif problem is None:
-        # Every rank takes part in this exchange, because all of them see the same rows.
         texts = exchange.texts("" if vote.agreement is None else vote.agreement.text, [r.num_text_bytes for r in rows])
         if refusing:
             problem = _read_error(texts[refusing[0]], kind, refusing[0])
@@ -483,44 +463,3 @@ def _different_requests(rows: Sequence[_Row], kind: str) -> RunError | None:
 def _called(text: str) -> str:
     # Requests other than calls are phases within one, such as "the end of step".
     return f"was at {text}" if text.startswith("the ") else f"called {text}"
-
-
-def _different_batches(checksums: Sequence[int]) -> RunError | None:
-    if len(set(checksums)) == 1:
-        return None
-    other = next(rank for rank, number in enumerate(checksums) if number != checksums[0])
-    return RunError(
-        "the ranks were given different batches",
-        ranks=(0, other),
-        hint='the same batch on every rank (with the same seed of the data loader), or inputs="first"',
-    )
-
-
-def first_difference(agreements: Sequence[Sequence[str]], kind: str = "rank") -> RunError | None:
-    """The error for the first line of an agreement that differs between rank 0 and another rank."""
-    for rank, lines in enumerate(agreements):
-        for first, other in zip_longest(agreements[0], lines, fillvalue="nothing"):
-            if first == other:
-                continue
-            if first.startswith(_OPTION) and other.startswith(_OPTION):
-                (name, _, value), (other_name, _, another) = (
-                    line.removeprefix(_OPTION).partition(": ") for line in (first, other)
-                )
-                if other_name != name:
-                    another = "none of this name"
-                options: dict[str, object] = {f"{kind}_0": value, f"{kind}_{rank}": another}
-                return RunError(
-                    f"the {kind}s were given different {name}", hint=f"the same {name} on every {kind}", **options
-                )
-            values: dict[str, object] = {f"{kind}_0": first, f"{kind}_{rank}": other}
-            edge = next((line for line in (first, other) if line.startswith(_STAGES)), "")
-            if edge:
-                producer, consumer = edge.removeprefix(_STAGES).split(":")[0].split(" to ")
-                values = {"producer": f"stage {producer}", "consumer": f"stage {consumer.split(',')[0]}", **values}
-            return RunError(
-                f"the {kind}s disagree about the values that pass between the stages",
-                hint="give every rank the same model, plan, options and shape of batch; parallelize_fn must keep the "
-                "shapes of values between blocks",
-                **values,
-            )
-    return None

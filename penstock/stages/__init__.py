@@ -12,10 +12,11 @@ from penstock.stages.deferral import DeferredAccumulator
 from penstock.stages.layer_list import LayerList
 from penstock.stages.ownership import Ownership
 from penstock.stages.sequence import Sequence, split
-from penstock.stages.stage import Stage
+from penstock.stages.stage import CutModel, Stage
 from penstock.stages.stage_run import ForwardRun, StageRun, grad_boundary
 
 __all__ = [
+    "CutModel",
     "DeferredAccumulator",
     "ForwardRun",
     "LayerList",

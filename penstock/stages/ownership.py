@@ -39,9 +39,12 @@ class Ownership:
             return self._stages[name]
         return self._stages[max(self._stages, key=_common_prefix(name))]
 
-    def unused_of(self, stage: int, names: Iterable[str]) -> list[str]:
-        """The unused names that belong to a stage."""
-        return [name for name in names if self.of(name) == stage]
+    def by_stage(self, names: Iterable[str]) -> dict[int, list[str]]:
+        """The names that belong to each stage."""
+        found: dict[int, list[str]] = {}
+        for name in names:
+            found.setdefault(self.of(name), []).append(name)
+        return found
 
     def fit(self, graph: Graph) -> Partition:
         """The partition of another graph of the same model: new nodes go where their state or their values are."""

@@ -11,7 +11,7 @@ from penstock.errors import PartitionError
 from penstock.ir import Partition, leaves
 from penstock.stages.cut_checks import check_guards
 from penstock.stages.ownership import Ownership
-from penstock.stages.stage import Stage
+from penstock.stages.stage import CutModel, Stage
 from penstock.stages.stage_run import StageRun
 
 
@@ -19,7 +19,8 @@ def split(captured: Captured, partition: Partition) -> tuple[Stage, ...]:
     """All stages of a partition."""
     partition.check(captured.graph)
     check_guards(captured.first, partition)
-    return tuple(Stage(captured, partition, index) for index in range(partition.num_stages))
+    cut = CutModel(captured, partition)
+    return tuple(Stage(captured, partition, index, cut=cut) for index in range(partition.num_stages))
 
 
 class Sequence:

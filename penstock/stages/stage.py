@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -17,6 +17,39 @@ from penstock.stages.recompute import Recompute
 Values = dict[str, Any]
 
 
+class Fit(NamedTuple):
+    """A partition fitted to a recording, by stage: the nodes that the stage runs, and the values that leave it."""
+
+    nodes: tuple[list[str], ...]
+    leaving: list[tuple[str, ...]]
+
+
+class CutModel:
+    """A captured model and its partition: what all of its stages have in common, found once for all of them."""
+
+    def __init__(self, captured: Captured, partition: Partition) -> None:
+        self.captured, self.partition = captured, partition
+        graph = captured.graph
+        check_shared_memory(captured.model, graph, partition)
+        self._owners = Ownership(graph, partition)
+        self.runs = partition.runs(graph)
+        self.unused_leaves = self._owners.by_stage(captured.unused_leaves())
+        self.unused_state = self._owners.by_stage(self._owners.unused)
+        self._fits: LruCache[Recording, Fit] = LruCache()
+
+    def fit(self, recording: Recording) -> Fit:
+        """The stages for a recording: another kind of batch may have other nodes than the example that was cut."""
+
+        def make() -> Fit:
+            graph = recording.graph
+            partition = self._owners.fit(graph)
+            check_guards(recording, partition)
+            nodes = tuple([node.name for node in nodes] for nodes in partition.runs(graph))
+            return Fit(nodes, leaving_values(partition, graph))
+
+        return self._fits.get(recording, make)
+
+
 class Stage(nn.Module):
     """One stage of a partition. Its submodules are the model's own; its state dict has the model's keys.
 
@@ -28,22 +61,28 @@ class Stage(nn.Module):
     then called twice.
     """
 
-    def __init__(self, captured: Captured, partition: Partition, index: int, recomputes: bool = False) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        partition: Partition,
+        index: int,
+        recomputes: bool = False,
+        cut: CutModel | None = None,
+    ) -> None:
+        """`cut` is that of the same model and partition, for several stages in one process."""
         super().__init__()
         self.stage_index, self.recomputes = index, recomputes
         # In a tuple, so that nn.Module does not register the whole model as a submodule through it.
         self._captured = (captured,)
-        self._partition = partition
+        self._partition, self._cut = partition, (cut or CutModel(captured, partition),)
         self._replays: LruCache[tuple[Recording, bool], Replay] = LruCache()
         self._deferred_accumulator = DeferredAccumulator()
-        graph, model = captured.graph, captured.model
-        check_shared_memory(model, graph, partition)
-        nodes = partition.runs(graph)[index]
-        owners = Ownership(graph, partition)
+        model, shared = captured.model, self._cut[0]
+        nodes = shared.runs[index]
         leaves = captured.leaf_modules(node.name for node in nodes)
-        leaves += owners.unused_of(index, captured.unused_leaves())
+        leaves += shared.unused_leaves.get(index, [])
         state = [name for node in nodes for name in (*node.parameters, *node.buffers)]
-        state += owners.unused_of(index, owners.unused)
+        state += shared.unused_state.get(index, [])
         add_parts(self, model, dict.fromkeys(leaves), dict.fromkeys(state))
         self._leaves = ({name: model.get_submodule(name) for name in leaves},)
         self._loose_state = _loose_state(model, leaves, state)
@@ -68,7 +107,7 @@ class Stage(nn.Module):
         """
         own_names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         graph = self._captured[0].graph
-        runs = self._partition.runs(graph)
+        runs = self._cut[0].runs
         users = Counter(name for nodes in runs for name in {name for node in nodes for name in node.parameters})
         grouped = {name for group in graph.tied for name in group}
         untied = ((name,) for name in users if users[name] > 1 and name in own_names and name not in grouped)
@@ -126,22 +165,18 @@ class Stage(nn.Module):
                 raise PartitionError(
                     "a module was replaced after the split", module=name, hint="capture and split again"
                 )
-        # Another kind of batch may have other nodes than the example that was cut.
-        partition = Ownership(captured.graph, self._partition).fit(graph)
-        check_guards(recording, partition)
-        nodes = [node.name for node in partition.runs(graph)[self.stage_index]]
-        wanted = leaving_values(partition, graph, self.stage_index)
+        fit = self._cut[0].fit(recording)
         wrap = Recompute(self, graph) if self.recomputes else None
-        return captured.replay(recording, nodes, self, wanted, wrap)
+        return captured.replay(recording, fit.nodes[self.stage_index], self, fit.leaving[self.stage_index], wrap)
 
 
-def leaving_values(partition: Partition, graph: Graph, stage: int) -> tuple[str, ...]:
-    """The values that a stage sends to others; of the last stage also the outputs of the model."""
-    sent = [
-        value.name for crossing in partition.crossings(graph) if crossing.producer == stage for value in crossing.values
-    ]
-    outputs = list(graph.outputs) if stage == partition.num_stages - 1 else []
-    return tuple(dict.fromkeys((*sent, *outputs)))
+def leaving_values(partition: Partition, graph: Graph) -> list[tuple[str, ...]]:
+    """By stage, the values that it sends to others; of the last stage also the outputs of the model."""
+    leaving: list[dict[str, None]] = [{} for _ in range(partition.num_stages)]
+    for crossing in partition.crossings(graph):
+        leaving[crossing.producer].update((value.name, None) for value in crossing.values)
+    leaving[-1].update(dict.fromkeys(graph.outputs))
+    return list(map(tuple, leaving))
 
 
 def add_parts(tree: nn.Module, model: nn.Module, modules: Iterable[str], state: Iterable[str]) -> None:

@@ -6,8 +6,7 @@ import pytest
 
 from penstock.api.planning import lower, schedule
 from penstock.ir import Crossing, TensorSpec, Value
-from penstock.runtime import Agreement
-from penstock.runtime.sync import first_difference
+from penstock.runtime import Agreement, first_difference
 
 DTYPES = ("float32", "float64", "bfloat16", "int64", "bool")
 PROGRAM = lower(schedule("1f1b", 3, 2))

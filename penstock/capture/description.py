@@ -1,0 +1,175 @@
+"""Describes a model and its recordings in lines of text that are equal in processes that have the same model.
+
+Ranks compare these lines before the first step. So they leave out everything in which the processes of one training may
+differ: devices, attributes that hold the process's own rank, the contents of tensors, and constants that a forward may
+compute or take from a cache.
+"""
+
+import dis
+import functools
+import re
+import types
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from penstock.capture.fingerprint import names_in, referenced_globals
+from penstock.capture.objects import MODULE_ATTRIBUTES, PLAIN_TYPES, code_origin
+from penstock.capture.recording import Recording
+from penstock.ir import Call, Container, ObjectRef, Ref, State, Tree, refs, states
+
+_OWN = re.compile(r"(^|[_.:])(rank|device|pid|device_?(id|index))$", re.IGNORECASE)
+"""names of attributes and globals that hold what differs between processes"""
+_DEVICE_INDEX = re.compile(r"\b([a-z]+):\d+")
+_MAX_SHOWN, _MAX_ITEMS, _MAX_DEPTH = 120, 256, 3
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_CONSTANT = "a constant tensor"
+MODEL_LINE, SEPARATOR = "model ", "; "
+"""every line is f"{MODEL_LINE}{place}: {items}", with this separator between the items"""
+
+
+def describe_model(model: nn.Module) -> tuple[str, ...]:
+    """A line for every module: its class, a hash of the code, and the attributes that the code reads and does not set.
+
+    An attribute that a method sets, such as a counter or a cache, differs between ranks, as each runs its own stages.
+    Then a line for every number among the global variables and class attributes that the user's classes refer to.
+    """
+    lines = []
+    for path, module in model.named_modules():
+        kind: Any = type(module)
+        items = [f"class {kind.__qualname__}", f"code {_code_hash(kind)}"]
+        names = _names_in_code(kind)
+        for name, value in vars(module).items():
+            is_read = name in names or name == "forward"
+            if name not in MODULE_ATTRIBUTES and is_read and not _OWN.search(name):
+                text = _shown(value)
+                # None may be the place of a cache that only some ranks have filled.
+                if text and value is not None:
+                    items.append(f"{name} {text}")
+        lines.append(f"{MODEL_LINE}{path or kind.__qualname__}: {SEPARATOR.join(items)}")
+    for name, content in sorted(referenced_globals(dict.fromkeys(map(type, model.modules()))).items()):
+        match content:
+            case (of, number) if of in (bool, int, float) and not _OWN.search(name):
+                lines.append(f"{MODEL_LINE}{name}: {number!r}")
+    return tuple(lines)
+
+
+def describe_recording(recording: Recording) -> tuple[str, ...]:
+    """A line for every call that depends on the inputs, parameters or random numbers, with all plain arguments."""
+    graph, live = recording.graph, recording.live
+    parameters = {value.name for value in graph.parameters}
+    shown = {name: name for name in recording.record.inputs}
+    """how each value is named: by its number, as names depend on the calls before"""
+    constants: set[str] = set()
+    lines: list[str] = []
+
+    def text_of(tree: Tree) -> str:
+        match tree:
+            case Ref(name):
+                return _CONSTANT if name in constants else shown.get(name, name)
+            case State(name):
+                return name if name in parameters else _CONSTANT
+            case ObjectRef(key):
+                return _CONSTANT if isinstance(live[key], Tensor) else _shown(live[key]) or type(live[key]).__qualname__
+            case Container(kind, keys, items):
+                pairs = zip(map(text_of, keys), map(text_of, items), strict=True)
+                return f"{live[kind].__qualname__}({', '.join(f'{key}: {item}' for key, item in pairs)})"
+        return _shown(tree)
+
+    for step in recording.record.steps:
+        if not isinstance(step, Call):
+            continue
+        node, values = graph[step.name], (*step.results.values, *(name for name, _ in step.results.updates))
+        is_fixed = constants.issuperset((*refs(step.args), *refs(step.kwargs)))
+        is_fixed &= parameters.isdisjoint((*states(step.args), *states(step.kwargs)))
+        if is_fixed and not (step.is_module or node.is_random or step.writes):
+            constants.update(values)
+            continue
+        function = step.target if step.is_module else _shown(live[step.target]) or step.target
+        items = [f"call {len(lines)} {function}", text_of(step.args), text_of(step.kwargs)]
+        lines.append(f"{MODEL_LINE}{node.module or step.name}: {SEPARATOR.join(items)}")
+        for number, name in enumerate((*values, *(name for name, _ in step.writes))):
+            shown[name] = f"%{len(lines)}.{number}"
+    return tuple(lines)
+
+
+def _shown(value: object, depth: int = _MAX_DEPTH) -> str:
+    """A value as text; empty if equal text would not mean an equal value."""
+    text = ""
+    if type(value) in (*PLAIN_TYPES, complex, bytes) or isinstance(value, torch.dtype | np.generic):
+        text = repr(value)
+    elif isinstance(value, torch.device):
+        text = "a device"
+    elif isinstance(value, functools.partial):
+        parts = [_shown(part, depth) for part in (value.func, value.args, value.keywords)]
+        text = f"partial({', '.join(parts)})" if all(parts) else ""
+    elif isinstance(value, type):
+        text = value.__qualname__
+    elif isinstance(value, _FUNCTIONS):
+        code = getattr(value, "__code__", None)
+        text = value.__name__ if isinstance(value, types.BuiltinFunctionType) else value.__qualname__
+        if code is not None and code_origin(value.__module__) == "user":
+            text += f" {_hash(_code_lines(code))}"
+    elif depth and type(value) in (list, tuple, set, frozenset, dict, torch.Size) and len(value) <= _MAX_ITEMS:  # type: ignore[arg-type]
+        items: Any = value
+        if isinstance(items, dict):
+            pairs = [(_shown(key, depth - 1), _shown(item, depth - 1)) for key, item in items.items()]
+            texts = [f"{key}: {item}" if key and item else "" for key, item in pairs]
+        else:
+            texts = [_shown(item, depth - 1) for item in items]
+        if all(texts):
+            ordered = sorted(texts) if isinstance(value, set | frozenset) else texts
+            text = f"{type(value).__name__}({', '.join(ordered)})"
+    text = _DEVICE_INDEX.sub(r"\1", text).replace("\n", " ")
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... {_hash([text])}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in_code(kind: Any) -> frozenset[str]:
+    """The names of attributes and globals that the methods of a class read and do not set, except its constructor."""
+    codes = [code for base in _own_bases(kind) for code in _codes(base)]
+    return frozenset(name for code in codes for name in names_in(code)).difference(*map(_attributes_set, codes))
+
+
+def _attributes_set(code: types.CodeType) -> set[str]:
+    """The attributes that a function assigns, with those of the functions in it."""
+    found = {str(one.argval) for one in dis.get_instructions(code) if one.opname in ("STORE_ATTR", "DELETE_ATTR")}
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return found.union(*map(_attributes_set, inner))
+
+
+@functools.lru_cache(maxsize=4096)
+def _code_hash(kind: Any) -> str:
+    """A hash of the methods of a class, except those of torch."""
+    bases = [base for base in _own_bases(kind) if code_origin(base.__module__) != "torch"]
+    return _hash(line for base in bases for code in _codes(base) for line in _code_lines(code))
+
+
+def _own_bases(kind: type) -> list[type]:
+    return [base for base in kind.__mro__ if base not in (object, nn.Module)]
+
+
+def _codes(kind: type) -> Iterator[types.CodeType]:
+    for name, value in sorted(vars(kind).items()):
+        for function in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
+            if isinstance(function, types.FunctionType) and name != "__init__":
+                yield function.__code__
+
+
+def _code_lines(code: types.CodeType) -> Iterator[str]:
+    """What a function does, without file names and line numbers."""
+    yield f"{code.co_name} {code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars}"
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _code_lines(constant)
+        else:
+            # The order of a frozenset of strings differs between processes.
+            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
+
+
+def _hash(lines: Any) -> str:
+    return blake2b("\n".join(lines).encode(errors="surrogatepass"), digest_size=6).hexdigest()
