@@ -217,23 +217,19 @@ class Search:
                     self._issued.setdefault(pair, []).append((position, is_send, key))
         self._met = self._meetings() if semantics == IN_ORDER else {}
 
-    def _meetings(self) -> dict[Key, tuple[Key, tuple[int, int]]]:
-        """By key of a receive: the key of the send that meets it, and the positions that both ranks must have passed.
+    def _meetings(self) -> dict[Key, tuple[Key, tuple[tuple[int, int], ...]]]:
+        """By key of a receive: the key of the send that meets it, and the actions that are done by then.
 
-        In order of the ranks of the pair. Nothing meets after two sends, or two receives, that face each other.
+        Nothing meets after two sends, or two receives, that face each other.
         """
-        met: dict[Key, tuple[Key, tuple[int, int]]] = {}
+        met: dict[Key, tuple[Key, tuple[tuple[int, int], ...]]] = {}
         for (rank, other), own in self._issued.items():
-            if rank > other:
-                continue
-            reached = (-1, -1)
-            for (mine, sends, key), (theirs, other_sends, other_key) in zip(
-                own, self._issued.get((other, rank), []), strict=False
-            ):
+            theirs = self._issued.get((other, rank), [])
+            for (mine, sends, key), (place, other_sends, other_key) in zip(own, theirs, strict=False):
                 if sends == other_sends:
                     break
-                reached = (max(reached[0], mine), max(reached[1], theirs))
-                met[other_key if sends else key] = (key if sends else other_key, reached)
+                # The ends that each of them issued before are done as well.
+                met[other_key if sends else key] = (key if sends else other_key, ((rank, mine), (other, place)))
         return met
 
     def succeeds(self) -> bool:
@@ -242,18 +238,21 @@ class Search:
             return False
         if any(sent != key for key, (sent, _) in self._met.items()):
             return False  # the values of another message
+        waits = [[self._waits(order, at) for at in range(len(order))] for order in self._orders]
         end, start = tuple(map(len, self._orders)), (0,) * len(self._orders)
         seen, pending = {start}, [start]
         while pending:
             state = pending.pop()
-            moves = [rank for rank in range(len(state)) if state[rank] < end[rank] and self._can_run(rank, state)]
-            if not moves and state != end:
+            is_stuck = state != end
+            for rank, position in enumerate(state):
+                if position < end[rank] and all(state[other] > place for other, place in waits[rank][position]):
+                    is_stuck = False
+                    following = (*state[:rank], position + 1, *state[rank + 1 :])
+                    if following not in seen:
+                        seen.add(following)
+                        pending.append(following)
+            if is_stuck:
                 return False
-            for rank in moves:
-                following = (*state[:rank], state[rank] + 1, *state[rank + 1 :])
-                if following not in seen:
-                    seen.add(following)
-                    pending.append(following)
         return True
 
     def _is_legal(self, order: Order) -> bool:
@@ -262,28 +261,23 @@ class Search:
             family.before(later, action) for index, action in enumerate(order) for later in order[index + 1 :]
         )
 
-    def _can_run(self, rank: int, state: Sequence[int]) -> bool:
-        action = self._orders[rank][state[rank]]
+    def _waits(self, order: Order, position: int) -> list[tuple[int, int]]:
+        """The actions, as rank and position, that must be done before the one at a position of an order."""
+        action = order[position]
         if isinstance(action, Recv):
-            return True
+            return []
         if isinstance(action, Send):
-            other, position = self._recv[action.stage, action.peer, action.microbatch]
-            return self._semantics != RENDEZVOUS or state[other] > position
-        recvs = [recv for recv in self._orders[rank][: state[rank]] if isinstance(recv, Recv)]
-        return all(
-            self._has_arrived((recv.peer, recv.stage, recv.microbatch), state)
-            for recv in recvs
-            if self._family.before(recv, action)
-        )
-
-    def _has_arrived(self, key: Key, state: Sequence[int]) -> bool:
+            return [self._recv[action.stage, action.peer, action.microbatch]] * (self._semantics == RENDEZVOUS)
+        keys = [
+            (recv.peer, recv.stage, recv.microbatch)
+            for recv in order[:position]
+            if isinstance(recv, Recv) and self._family.before(recv, action)
+        ]
         if self._semantics != IN_ORDER:
-            sender, position = self._send[key]
-            return state[sender] > position
-        if key not in self._met:
-            return False
-        pair = sorted((self._send[key][0], self._recv[key][0]))
-        return all(state[rank] > position for rank, position in zip(pair, self._met[key][1], strict=True))
+            return [self._send[key] for key in keys]
+        # A position beyond the end of a rank for a message that never meets its other end.
+        never = ((self._family.ranks[action.stage], len(order)),)
+        return [place for key in keys for place in (self._met[key][1] if key in self._met else never)]
 
 
 COMPLETE = (
@@ -305,6 +299,8 @@ COMPLETE = (
 )
 """families, and whether only legal orders are enumerated"""
 LARGEST = (Family((0, 1, 1, 0), 1, "IW"), True)
+_MAX_ACTIONS = 60
+"""of programs of which all samples are taken; of larger ones a tenth"""
 SAMPLED = tuple(
     Family(ranks, microbatches, backward, skips)
     for ranks, skips in (
@@ -345,17 +341,24 @@ def tables(num_sampled: int = 300, with_largest: bool = False) -> tuple[Table, .
 
     complete = (*COMPLETE, *((LARGEST,) if with_largest else ()))
     columns = (f"{'':<40}", "programs", "accepted", *SEMANTICS, "wrong")
-    samples = (
-        (family, (family.sample(random) for _ in range(num_sampled)))
-        for family, random in ((family, Random(index)) for index, family in enumerate(SAMPLED))
-    )
+
+    def samples(family: Family, seed: int) -> Iterator[list[Order]]:
+        random = Random(seed)
+        # The number of states grows with the product of the lengths of the orders.
+        count = num_sampled if sum(map(len, family.actions)) <= _MAX_ACTIONS else max(1, num_sampled // 10)
+        return (family.sample(random) for _ in range(count))
+
     return (
         Table(
             "verify beside an exhaustive search, every program",
             columns,
             (line(family, family.programs(is_legal)) for family, is_legal in complete),
         ),
-        Table("verify beside an exhaustive search, samples", columns, (line(*sample) for sample in samples)),
+        Table(
+            "verify beside an exhaustive search, samples",
+            columns,
+            (line(family, samples(family, seed)) for seed, family in enumerate(SAMPLED)),
+        ),
     )
 
 

@@ -87,7 +87,8 @@ class Saver:
         self._background.wait()
         self.check(request)
         with errors_on_all_ranks(self._sync, request):
-            if root.exists() and not root.is_dir():
+            # Not by pathlib, which raises for a directory that may not be searched: creating it gives a better error.
+            if os.path.exists(root) and not os.path.isdir(root):
                 raise CheckpointError("the checkpoint directory must be a directory, got a file", path=root)
             self._part.check_weights()
             if state.optimizer is not None:

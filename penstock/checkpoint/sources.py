@@ -20,6 +20,12 @@ def check_directory(path: object) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError("a checkpoint must be given as the path of a directory", got=repr(path))
     directory = Path(path)
+    try:
+        is_readable = not directory.is_dir() or os.access(directory, os.R_OK | os.X_OK)
+    except PermissionError:  # of a directory around it
+        is_readable = False
+    if not is_readable:
+        raise CheckpointError("the checkpoint cannot be read", path=directory, reason="Permission denied")
     if directory.is_dir():
         return directory
     if directory.exists():

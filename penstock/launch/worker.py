@@ -9,12 +9,13 @@ import signal
 import socket
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -126,12 +127,27 @@ def _use_scratch_for_sockets(scratch: Path) -> None:
 
 def _call(job: "Job | bytes") -> Any:
     fn, args = serialization.unpack(job) if isinstance(job, bytes) else job
+    own = os.getpid()
     try:
-        return fn(*args)
-    except SystemExit as leaving:
-        if leaving.code in (None, 0):
+        result = fn(*args)
+    except BaseException as error:
+        if os.getpid() != own:
+            _end_child(error)
+        if isinstance(error, SystemExit) and error.code in (None, 0):
             return None
         raise
+    if os.getpid() != own:
+        _end_child()
+    return result
+
+
+def _end_child(error: BaseException | None = None) -> NoReturn:
+    """End a process that user code forked and that left the function of its rank: it must not answer for the rank."""
+    if error is not None and not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    _flush_output()
+    code = getattr(error, "code", 1) if error is not None else 0
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _pack_result(result: Any) -> bytes:
