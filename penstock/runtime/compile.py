@@ -285,7 +285,7 @@ class _Compiler:
         runs = [partial(self._method(part), stage_pass) for part, stage_pass in zip(action.parts, passes, strict=True)]
         recvs = tuple(slot for stage_pass in passes for _, slot in stage_pass.sources if isinstance(slot, RecvSlot))
         sent = [self._sends.get(message_key(self._actions[index])) for index in arrived]  # type: ignore[arg-type]
-        waits = (*(slot.wait for slot in recvs), *(slot.release for slot in sent if slot is not None))
+        waits = (*(slot.wait for slot in recvs), *(slot.release for slot in sent if slot is not None and slot.is_held))
         return CompiledAction(code, runs[0] if len(runs) == 1 else partial(_run_all, runs), waits, recvs)
 
     def _method(self, action: ComputeAction) -> Callable[[Pass], None]:

@@ -7,17 +7,25 @@ import signal
 import socket
 import threading
 import time
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
+import penstock
 from penstock.errors import RunError
 from penstock.ir import TensorSpec, Value
 from penstock.runtime.transports import LocalTransport, Route, SharedMemoryTransport, TensorCodec
 from penstock.runtime.transports.links import Link
 from penstock.runtime.transports.ring import Ring
+from tests.plans import quick_plan
+from tests.process_pool import Pools
+from tests.small_models import WIDTH, Block, noise, seeded
 
 HOST = torch.device("cpu")
 SMALL = TensorSpec((2, 3), "float64", requires_grad=True)
@@ -218,7 +226,7 @@ def test_a_receiver_sleeps_until_a_message_arrives(ends: Any) -> None:
     cpu = time.thread_time()
     (found,) = receive(recv_slot)
     assert time.thread_time() - cpu < 0.1
-    assert float(found.sum()) == 6.0
+    assert float(found.detach().sum()) == 6.0
     timer.join()
 
 
@@ -227,7 +235,7 @@ def test_a_rank_that_ends_wakes_one_that_waits_once_its_messages_are_read(ends: 
     send(pairs[0][0], torch.ones(2, 3, dtype=torch.float64))
     timer = threading.Timer(0.2, ends[0].clear)
     timer.start()
-    assert float(receive(pairs[0][1])[0].sum()) == 6.0
+    assert float(receive(pairs[0][1])[0].detach().sum()) == 6.0
     start = time.monotonic()
     with pytest.raises(RunError, match="connection closed"):
         receive(pairs[1][1])
@@ -262,7 +270,7 @@ def test_a_failed_check_keeps_the_connection(ends: Any) -> None:
     ends[0].problem = RunError("the ranks disagree")
     ends[0].clear()
     send(send_slot, torch.ones(2, 3, dtype=torch.float64))
-    assert float(receive(recv_slot)[0].sum()) == 6.0
+    assert float(receive(recv_slot)[0].detach().sum()) == 6.0
 
 
 def test_waits_end_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,3 +307,52 @@ def test_rings_have_no_name_and_are_bounded() -> None:
     assert os.fstat(handle).st_nlink == 0
     os.close(handle)
     assert ring.has_room
+
+
+def test_ever_larger_messages_need_few_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    created, create = [], Ring.create
+
+    def counted(num_messages: int, message_bytes: int) -> Any:
+        created.append(message_bytes)
+        return create(num_messages, message_bytes)
+
+    monkeypatch.setattr(Ring, "create", staticmethod(counted))
+    ends, kept = connected(FakeMonitor()), []
+    for size in range(100, 3000, 100):
+        kept += slots(ends, TensorSpec((size,), "float32"), count=2)
+        for send_slot, recv_slot in kept[-2:]:
+            send(send_slot, torch.ones(size))
+            assert float(receive(recv_slot)[0].detach().sum()) == size
+    assert len(created) <= 12
+
+
+def without_memory_on_one_rank() -> tuple[float, float, str]:
+    """The loss with any transport and over gloo, and the error if only shared memory is allowed."""
+    model, x = seeded(nn.Sequential(Block(), Block())), noise(4, WIDTH)
+    plan = quick_plan(model, (x,), ranks=2, microbatches=2, schedule="1f1b")
+    refusal = OSError(errno.ENOSPC, "No space left on device")
+    is_missing = mock.patch.object(Ring, "create_smallest", side_effect=refusal)
+    losses, text = [], ""
+    with is_missing if dist.get_rank() == 1 else nullcontext():
+        for transport in ("auto", "distributed", "shared"):
+            try:
+                options = penstock.RunOptions(transport=transport)
+                pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss, options=options)
+                losses.append(float(pipe.step(x, target=x).loss))
+            except RunError as error:
+                text = str(error)
+    return (*losses, text)
+
+
+@pytest.mark.gloo
+def test_a_rank_without_shared_memory_uses_gloo(pools: Pools) -> None:
+    (first, second) = pools[2].run(without_memory_on_one_rank)
+    assert first == second
+    assert first[0] == first[1]
+    assert "rank 1 cannot use shared memory" in first[2]
+    assert 'RunOptions(transport="auto")' in first[2]
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    with pytest.raises(RunError, match='transport must be "auto", "shared" or "distributed"'):
+        penstock.RunOptions(transport="tcp")

@@ -116,6 +116,8 @@ class SendSlot(ABC):
     """The sending end of a message, prepared once and used in every step: `put`, `send`, then `release` or `finish`."""
 
     __slots__ = ("route",)
+    is_held = True
+    """whether the message stays in this rank's memory after `send`, so that `release` has something to free"""
 
     def __init__(self, route: Route) -> None:
         self.route = route

@@ -100,8 +100,7 @@ class Ring:
     @staticmethod
     def create(num_messages: int, message_bytes: int) -> tuple["Ring", int]:
         """A new ring for a step with these messages, and its file descriptor; raises OSError if there is no memory."""
-        slot_bytes = min(max(round_up(message_bytes), _ALIGNMENT), MAX_SLOT_BYTES)
-        num_slots = max(_MIN_SLOTS, min(num_messages, MAX_SLOTS, MAX_RING_BYTES // slot_bytes))
+        num_slots, slot_bytes = _shape(num_messages, message_bytes)
         handle = os.memfd_create("penstock", os.MFD_CLOEXEC)
         try:
             size = _size(num_slots, slot_bytes)
@@ -127,9 +126,8 @@ class Ring:
 
     def fits(self, num_messages: int, message_bytes: int) -> bool:
         """Whether `create` would give a ring that is no larger."""
-        slot_bytes = min(max(round_up(message_bytes), _ALIGNMENT), MAX_SLOT_BYTES)
-        num_slots = min(num_messages, MAX_SLOTS, MAX_RING_BYTES // slot_bytes)
-        return self.slot_bytes >= slot_bytes and self.num_slots >= num_slots
+        num_slots, slot_bytes = _shape(num_messages, message_bytes)
+        return self.slot_bytes >= slot_bytes and self.num_slots >= min(num_slots, MAX_RING_BYTES // self.slot_bytes)
 
     # ------------------------------------------------------------------------------------------------------- sender
 
@@ -217,6 +215,17 @@ class Ring:
         """The first bytes of the current slot as a tensor."""
         start = self._start + _HEADER_BYTES
         return self._bytes[start : start + num_bytes]
+
+
+def _shape(num_messages: int, message_bytes: int) -> tuple[int, int]:
+    """Slots, and bytes of each, for a step with messages of this size.
+
+    Powers of two: steps of ever more or larger messages then need few rings, of which the last is as large as all
+    before it.
+    """
+    slot_bytes = min(1 << (max(message_bytes, _ALIGNMENT) - 1).bit_length(), MAX_SLOT_BYTES)
+    num_slots = min(1 << max(num_messages - 1, 0).bit_length(), MAX_SLOTS, MAX_RING_BYTES // slot_bytes)
+    return max(num_slots, _MIN_SLOTS), slot_bytes
 
 
 def _size(num_slots: int, slot_bytes: int) -> int:

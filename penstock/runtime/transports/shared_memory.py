@@ -307,6 +307,7 @@ class _Inbox:
 
 
 class _SendSlot(SendSlot):
+    is_held = False
     __slots__ = ("_layout", "_message", "_monitor", "_outbox", "_tag", "_tensors")
 
     def __init__(self, route: Route, outbox: _Outbox, monitor: RankMonitor) -> None:
