@@ -57,6 +57,11 @@ class Hosts:
                 one.wait()
         return [Ended(one.returncode, _log(directory, host).read_text()) for host, one in enumerate(started)]
 
+    def connect(self, is_connected: bool) -> None:
+        """Plug the link in, or out."""
+        for name, device in zip(self.names, self.devices, strict=True):
+            _do("ip", "-n", name, "link", "set", device, "up" if is_connected else "down")
+
     def _start(
         self, host: int, script: Path, ranks: int, directory: Path, args: Sequence[str]
     ) -> "subprocess.Popen[bytes]":
