@@ -1,10 +1,13 @@
 """Injects a fault into a training every few seconds and compares it with an undisturbed one.
 
 `python -m benchmarks.soak [SECONDS [EVERY [SEED]]]` prints the faults, restarts, lost steps and differences; it fails
-if a loss differs, a requested stop loses steps, or anything is left behind.
+if a loss differs, a requested stop loses steps, or anything is left behind. Then the files of both trainings, their
+output and the list of faults are kept in `soak-log`.
 """
 
+import contextlib
 import random
+import shutil
 import signal
 import sys
 import time
@@ -12,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from benchmarks.damages import flip
 from benchmarks.process_checks import left_over
@@ -22,6 +26,7 @@ from penstock.checkpoint import TEMPORARY, CheckpointDir
 RANKS, EVERY_STEPS = 2, 20
 _LOOK_SECONDS = 0.01
 _PATIENCE_SECONDS = 300.0
+LOG = Path("soak-log")
 
 
 @dataclass
@@ -45,6 +50,8 @@ class FaultSequence:
     def __init__(self, training: WatchedTraining, seed: int) -> None:
         self._training, self._rng = training, random.Random(seed)
         self.tally = Tally()
+        self.log: list[str] = []
+        """a line for every fault"""
         self._kinds: dict[str, Callable[[], None]] = {
             "a rank killed": self._kill,
             "a rank aborted": lambda: self._training.signal_rank(self._rank, signal.SIGABRT),
@@ -63,6 +70,7 @@ class FaultSequence:
         """Inject one fault and wait for the next step; kinds alternate."""
         name = list(self._kinds)[number % len(self._kinds)]
         began = time.monotonic()
+        self.log.append(f"{time.strftime('%H:%M:%S')} {name}")
         self._kinds[name]()
         resumed = self._training.resumed(_PATIENCE_SECONDS)
         lost = resumed.reached - resumed.first
@@ -72,7 +80,9 @@ class FaultSequence:
         tally.most_lost = max(tally.most_lost, lost)
         tally.lost_by_request += lost if "asked" in name else 0
         tally.longest_seconds = max(tally.longest_seconds, time.monotonic() - began)
-        print(f"  {name}: {time.monotonic() - began:.1f} s, {lost} steps repeated", flush=True)
+        outcome = f"{time.monotonic() - began:.1f} s, {lost} steps repeated"
+        self.log[-1] += f": {outcome}"
+        print(f"  {name}: {outcome}", flush=True)
 
     def _kill(self) -> None:
         self._training.signal_rank(self._rank, signal.SIGKILL)
@@ -96,19 +106,36 @@ class FaultSequence:
 def soak(seconds: float = 600.0, every: float = 10.0, seed: int = 0) -> bool:
     """Whether a training survives with the losses of an undisturbed one; prints a summary."""
     with _pair() as (training, reference):
-        faults = FaultSequence(training, seed)
-        began, number = time.monotonic(), 0
-        while time.monotonic() - began + every < seconds:
-            time.sleep(max(0.0, began + (number + 1) * every - time.monotonic()))
-            faults.inject(number)
-            number += 1
-        training.stop()
-        losses = training.losses
-        reference.wait_for_steps(len(losses), _PATIENCE_SECONDS)
-        reference.stop()
-        faults.tally.restarts = training.num_starts - 1
-        left = [*left_over(training.scratch, training.directory), *left_over(reference.scratch, reference.directory)]
-        return _summarize(faults.tally, losses, reference.losses[: len(losses)], left)
+        faults, is_good = FaultSequence(training, seed), False
+        try:
+            began, number = time.monotonic(), 0
+            while time.monotonic() - began + every < seconds:
+                time.sleep(max(0.0, began + (number + 1) * every - time.monotonic()))
+                faults.inject(number)
+                number += 1
+            training.stop()
+            losses = training.losses
+            reference.wait_for_steps(len(losses), _PATIENCE_SECONDS)
+            reference.stop()
+            faults.tally.restarts = training.num_starts - 1
+            scratch = [left_over(one.scratch, one.directory) for one in (training, reference)]
+            left = [name for names in scratch for name in names]
+            is_good = _summarize(faults.tally, losses, reference.losses[: len(losses)], left)
+        finally:
+            if not is_good:
+                _keep_log(faults.log, training.directory, reference.directory)
+        return is_good
+
+
+def _keep_log(faults: list[str], disturbed: Path, undisturbed: Path) -> None:
+    """Copy everything that shows what went wrong to LOG, in place of an earlier log."""
+    shutil.rmtree(LOG, ignore_errors=True)
+    for name, directory in (("disturbed", disturbed), ("undisturbed", undisturbed)):
+        # The training may still run: its files come and go.
+        with contextlib.suppress(shutil.Error):
+            shutil.copytree(directory, LOG / name, ignore=shutil.ignore_patterns("scratch"))
+    (LOG / "faults.txt").write_text("\n".join(faults) + "\n", encoding="utf-8")
+    print(f"the files of both trainings are in {LOG.resolve()}")
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,6 +27,7 @@ from benchmarks import (
     runtime_sleep,
     saving,
     slow_ranks,
+    soak,
     synthesis,
     walk,
 )
@@ -242,3 +245,19 @@ def test_published_pass_times_predict_the_iteration(tmp_path, monkeypatch):
     (row,) = published.given()
     assert row.error == pytest.approx(0.0, abs=1e-9)
     assert "| small | 0.387 s | 0.387 s | +0.0% |" in published.table_of("Given", iter([row]))
+
+
+def test_the_files_of_a_soak_that_failed_are_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    training = SimpleNamespace(directory=tmp_path / "one")
+    reference = SimpleNamespace(directory=tmp_path / "other", losses=[1.0])
+    for each in (training, reference):
+        (each.directory / "scratch").mkdir(parents=True)
+        (each.directory / "errors.txt").write_text("a word")
+    training.stop = lambda: (_ for _ in ()).throw(RuntimeError("it does not stop"))
+    monkeypatch.setattr(soak, "_pair", lambda: nullcontext((training, reference)))
+    with pytest.raises(RuntimeError, match="it does not stop"):
+        soak.soak(seconds=0.0)
+    assert (soak.LOG / "disturbed" / "errors.txt").read_text() == "a word"
+    assert {path.name for path in soak.LOG.iterdir()} == {"disturbed", "undisturbed", "faults.txt"}
+    assert not (soak.LOG / "undisturbed" / "scratch").exists()
