@@ -6,35 +6,42 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.short_training import COMMAND, ShortTraining
+from benchmarks.short_training import COMMAND, Outcome, ShortTraining
 from penstock.cli import app
 from penstock.cli.restarts import locked
 from penstock.launch import ALLOW_VARIABLE
 from tests.cli.checkpoint_runs import refused
 
 
+@pytest.fixture(scope="module")
+def earlier(training: ShortTraining) -> Outcome:
+    """A training of four steps, with checkpoints of the third and the fourth; no test changes it."""
+    return training.run(steps=4)
+
+
+@pytest.mark.usefixtures("earlier")
 def test_an_earlier_training_is_not_overwritten(training: ShortTraining) -> None:
-    training.run(steps=1)
     assert "try: --resume auto to resume it" in refused(training, "--checkpoint", "saved")
 
 
+@pytest.mark.usefixtures("earlier")
 def test_two_trainings_are_not_mixed(training: ShortTraining) -> None:
-    training.run(steps=4)
     older = ("--checkpoint", "saved", "--resume", "saved/step-000003")
     assert "the directory has newer checkpoints" in refused(training, *older)
 
 
-def test_two_trainings_do_not_save_into_one_directory(training: ShortTraining, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_trainings_do_not_save_into_one_directory(
+    training: ShortTraining, earlier: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("penstock.cli.restarts._LOCK_SECONDS", 0.0)
-    training.run(steps=1)
     with locked(training.directory / "saved"):
         found = training.run((), "--resume", "auto", fresh=False)
-    assert (found.exit_code, len(found.losses)) == (2, 1)
+    assert (found.exit_code, found.losses) == (2, earlier.losses)
     assert "another run is saving to this directory" in found.output
 
 
+@pytest.mark.usefixtures("earlier")
 def test_a_training_that_has_waited_for_another_looks_again(training: ShortTraining) -> None:
-    training.run(steps=1)
     saved, other = training.directory / "saved", training.directory / "other"
     saved.rename(other)
     saved.mkdir()
@@ -44,7 +51,8 @@ def test_a_training_that_has_waited_for_another_looks_again(training: ShortTrain
         with locked(saved):
             is_held.set()
             time.sleep(1.0)
-            (other / "step-000001").rename(saved / "step-000001")
+            for checkpoint in other.iterdir():
+                checkpoint.rename(saved / checkpoint.name)
 
     thread = threading.Thread(target=save_meanwhile)
     thread.start()
@@ -62,10 +70,10 @@ def test_options_that_need_checkpoints_are_refused_without_them(option: str, tra
     assert f"{option.split(maxsplit=1)[0]} needs --checkpoint" in refused(training, *option.split())
 
 
+@pytest.mark.usefixtures("earlier")
 def test_directories_that_cannot_be_are_refused(training: ShortTraining) -> None:
     assert "must be a directory, got a file" in refused(training, "--checkpoint", "model.py")
-    training.run(steps=1)
-    assert "--checkpoint saved --resume saved/step-000001" in refused(training, "--checkpoint", "saved/step-000001")
+    assert "--checkpoint saved --resume saved/step-000003" in refused(training, "--checkpoint", "saved/step-000003")
     assert "no such checkpoint to resume from" in refused(training, "--checkpoint", "new", "--resume", "nowhere")
 
 

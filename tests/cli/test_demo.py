@@ -16,7 +16,7 @@ QUICK = ("--ranks", "2", "--steps", "3")
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.cli.demo.SEARCH_SECONDS", 0.5)
+    monkeypatch.setattr("penstock.cli.demo.SEARCH_SECONDS", 0.1)
 
 
 @pytest.fixture(params=["small", pytest.param("full", marks=pytest.mark.whole)])
@@ -86,7 +86,7 @@ def test_there_are_as_many_ranks_as_cores(cores: int, ranks: int, call, monkeypa
 @pytest.mark.usefixtures("small")
 def test_a_pipeline_that_trains_otherwise_fails_the_demo(call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.demo.training.largest_difference", lambda ranks, plain: 0.5)
-    result = call("demo", *QUICK)
+    result = call("demo", "--ranks", "2", "--steps", "1")
     assert result.exit_code == 5
     assert "the pipeline differs from one process (5.0e-01)" in result.output
 

@@ -17,6 +17,25 @@ def names(training: ShortTraining) -> list[str]:
     return [path.name for path in CheckpointDir(training.directory / "saved").checkpoints]
 
 
+@pytest.fixture(scope="module")
+def four_steps(training: ShortTraining, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what four steps of the training have written."""
+    training.run(steps=4)
+    copy = tmp_path_factory.mktemp("four steps")
+    for name in ("out", "saved"):
+        shutil.copytree(training.directory / name, copy / name)
+    return copy
+
+
+@pytest.fixture
+def stopped(training: ShortTraining, four_steps: Path) -> ShortTraining:
+    """The training after four steps."""
+    for name in ("out", "saved"):
+        shutil.rmtree(training.directory / name, ignore_errors=True)
+        shutil.copytree(four_steps / name, training.directory / name)
+    return training
+
+
 def test_a_second_call_resumes_and_a_third_has_nothing_to_do(training: ShortTraining, clean: Outcome) -> None:
     first = training.run(steps=4)
     second = training.run((), "--resume", "auto", fresh=False)
@@ -40,13 +59,12 @@ def test_the_same_command_resumes_with_the_same_plan(training: ShortTraining) ->
     assert [text in output for _, output in (first, second, other)] == [False, True, False]
 
 
-def test_other_ranks_cut_batches_as_before(training: ShortTraining, clean: Outcome) -> None:
-    training.run(steps=4)
+def test_other_ranks_cut_batches_as_before(stopped: ShortTraining, clean: Outcome) -> None:
     ours = [word for word in COMMAND if word not in ("--plan", "plan.json")]
-    code, output = training.call(*ours, *LASTING, "--ranks", 1, "--budget", 0, "--steps", STEPS)
+    code, output = stopped.call(*ours, *LASTING, "--ranks", 1, "--budget", 0, "--steps", STEPS)
     assert code == 0, output
-    assert Run.load(training.directory / "out" / "run.json").plan.num_microbatches == 4
-    assert training.run((), "--resume", "auto", fresh=False).losses == pytest.approx(clean.losses, rel=1e-6)
+    assert Run.load(stopped.directory / "out" / "run.json").plan.num_microbatches == 4
+    assert stopped.run((), "--resume", "auto", fresh=False).losses == pytest.approx(clean.losses, rel=1e-6)
 
 
 def test_a_checkpoint_of_another_model_is_refused_once(training: ShortTraining) -> None:
@@ -60,10 +78,9 @@ def test_a_checkpoint_of_another_model_is_refused_once(training: ShortTraining) 
     assert "unexpected: 5.0.weight, 5.0.bias" in output
 
 
-def test_a_checkpoint_by_its_name_may_be_gone_on_from_elsewhere(training: ShortTraining, clean: Outcome) -> None:
-    training.run(steps=4)
-    (training.directory / "saved").rename(training.directory / "elsewhere")
-    found = training.run((), "--resume", "elsewhere/step-000003", fresh=False)
+def test_a_checkpoint_by_its_name_may_be_gone_on_from_elsewhere(stopped: ShortTraining, clean: Outcome) -> None:
+    (stopped.directory / "saved").rename(stopped.directory / "elsewhere")
+    found = stopped.run((), "--resume", "elsewhere/step-000003", fresh=False)
     assert found.losses[3:] == clean.losses[3:]
 
 
@@ -112,20 +129,18 @@ def test_steps_that_were_left_out_before_a_stop_still_count(training: ShortTrain
     assert (found.exit_code, len(found.losses)) == (5, 3)
 
 
-def test_a_diary_that_was_spoilt_is_no_reason_to_stop(training: ShortTraining, clean: Outcome) -> None:
-    training.run(steps=4)
-    with (training.directory / "out" / "steps.jsonl").open("ab") as file:
+def test_a_diary_that_was_spoilt_is_no_reason_to_stop(stopped: ShortTraining, clean: Outcome) -> None:
+    with (stopped.directory / "out" / "steps.jsonl").open("ab") as file:
         file.write(b"\xff\xfe\n")
-    assert training.run((), "--resume", "auto", fresh=False).losses == clean.losses
+    assert stopped.run((), "--resume", "auto", fresh=False).losses == clean.losses
 
 
-def test_changed_options_are_reported_and_take_effect(training: ShortTraining, clean: Outcome, tmp_path: Path) -> None:
-    training.run(steps=4)
+def test_changed_options_are_reported_and_take_effect(stopped: ShortTraining, clean: Outcome, tmp_path: Path) -> None:
     options = (*LASTING, "--steps", str(STEPS), "--lr", "0.5", "--clip", "1.0")
-    assert os.waitpid(in_a_copy(training.directory, tmp_path / "output.txt", *options), 0)[1] == 0
+    assert os.waitpid(in_a_copy(stopped.directory, tmp_path / "output.txt", *options), 0)[1] == 0
     output = (tmp_path / "output.txt").read_text()
     assert "changed since it was saved: --lr 0.001 is now 0.5, --clip none is now 1.0" in output
-    losses = [figures.loss for figures in read_steps(training.directory / "out")]
+    losses = [figures.loss for figures in read_steps(stopped.directory / "out")]
     assert losses[:5] == list(clean.losses[:5])
     assert abs(losses[6] - clean.losses[6]) > 1e-3
 
