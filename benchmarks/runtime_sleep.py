@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from benchmarks.bare import BareLoop
@@ -151,8 +152,11 @@ def measured(name: str, setting: Setting, of_rank: Callable[..., Any] | None = N
 def _beside_torch(name: str, plan: penstock.Plan, model: nn.Sequential, setting: Setting) -> dict[str, list[Turn]]:
     batch, rank = _batch(setting), torch.distributed.get_rank()
     ours = penstock.Pipeline(model, plan, loss_fn=_loss)
+    # A group of its own: pipelines of one group synchronise in the same way.
+    mesh = DeviceMesh.from_group(torch.distributed.new_group(), "cpu", mesh_dim_names=("pp",))
     with mock.patch.dict(os.environ, PENSTOCK_WATCH="0"):  # one thread watches for both
-        gloo = penstock.Pipeline(model, plan, loss_fn=_loss, options=penstock.RunOptions(transport="distributed"))
+        options = penstock.RunOptions(transport="distributed")
+        gloo = penstock.Pipeline(model, plan, loss_fn=_loss, mesh=mesh, options=options)
     parts = {stage: model[stage] for stage in plan.schedule.placement.stages[rank]}
     theirs = TorchPipeline.in_order(name, plan.schedule, parts, _loss)
     runs: dict[str, Callable[[], object]] = {
