@@ -1,11 +1,13 @@
 """PipelineTrainer: the Trainer of transformers, with steps, evaluation, clipping and saving run by a Pipeline."""
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -56,7 +58,8 @@ class PipelineMixin:
 
         Args:
             *given: arguments of the Trainer class
-            plan: of the pipeline; None: searched for, with the first training samples as the example batch
+            plan: of the pipeline; None: searched for, with the first training samples as the example batch (those of a
+                copy of an iterable dataset)
             ranks: of a pipeline; None: those of the plan, or all processes divided by `replicas`
             microbatches: as in `penstock.plan`; with a `plan`, "auto" or the number in it
             schedule: as in `penstock.plan`; with a `plan`, "auto" or the name in it
@@ -69,7 +72,7 @@ class PipelineMixin:
 
         Raises:
             RunError: for settings that a pipeline cannot follow, and for ranks that do not fit the processes
-            PlanError: if there is no plan and no data to search for one with
+            PlanError: if there is no plan, and the data to search for one with cannot be copied or is empty
         """
         args = self._find_arguments(given, named)
         check_settings(args)
@@ -99,10 +102,11 @@ class PipelineMixin:
         if plan is not None:
             self._build_pipe(plan)
         elif self.train_dataset is not None:
-            self._build_pipe(self._plan(self.get_train_dataloader, self.args.train_batch_size))
+            self._build_pipe(self._plan(self._example(self.get_train_dataloader, self.args.train_batch_size)))
         elif self.eval_dataset is not None:
             name = [next(iter(self.eval_dataset))] if isinstance(self.eval_dataset, dict) else []
-            self._build_pipe(self._plan(lambda: self.get_eval_dataloader(*name), self.args.eval_batch_size))
+            loader = partial(self.get_eval_dataloader, *name)
+            self._build_pipe(self._plan(self._example(loader, self.args.eval_batch_size)))
 
     def _find_arguments(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The TrainingArguments among the arguments of the Trainer class; the default ones if they are not given."""
@@ -147,10 +151,13 @@ class PipelineMixin:
         is_overridden = getattr(type(self), "compute_loss") is not Trainer.compute_loss  # noqa: B009
         return is_overridden or self.label_smoother is not None or self.compute_loss_func is not None
 
-    def _plan(self, get_loader: Callable[[], Any], batch_size: int) -> Plan:
-        """Search for a plan with the first samples as the example batch."""
+    def _example(self, get_loader: Callable[[], Any], batch_size: int) -> Callable[[], dict[str, Any]]:
+        return lambda: _example_batch(get_loader(), batch_size // self._replicas)
+
+    def _plan(self, get_batch: Callable[[], dict[str, Any]]) -> Plan:
+        """Search for a plan with an example batch."""
         with _preserve_random_state():
-            batch = _example_batch(get_loader(), batch_size // self._replicas)
+            batch = get_batch()
             inputs = self._prepare_inputs(batch)
             items = self._get_num_items_in_batch([batch], self.args.device)
             args: tuple[Any, ...] = ()
@@ -213,7 +220,7 @@ class PipelineMixin:
         Returns:
             The loss, divided as Trainer does.
         """
-        model.train()
+        self._pipelined(model, inputs).train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         inputs, num_items_in_batch = self._own_share(self._prepare_inputs(inputs), num_items_in_batch)
@@ -224,6 +231,12 @@ class PipelineMixin:
                 # All ranks raise an error of a step, so all of them try the next batch size.
                 raise RuntimeError(reason) from error
             raise
+
+    def _pipelined(self, model: nn.Module, inputs: dict[str, Any]) -> nn.Module:
+        """The model on the pipeline if the model itself is given, which has no pipeline before the first batch."""
+        if self._pipe is None:
+            self._build_pipe(self._plan(lambda: inputs))
+        return self._pipeline_model if model is self.model else model
 
     def _own_samples(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """This replica's samples; all of them if there are fewer samples than replicas."""
@@ -318,6 +331,7 @@ class PipelineMixin:
         Returns:
             Loss, outputs and labels.
         """
+        model = self._pipelined(model, inputs)
         self._pipeline_model.keeps_outputs = not prediction_loss_only or self._has_own_loss()
         self._is_predicting = True
         try:
@@ -328,7 +342,7 @@ class PipelineMixin:
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Like Trainer; outside of training, the model is converted if evaluation is to be in float16 or bfloat16."""
         if self._pipe is None:
-            self._build_pipe(self._plan(lambda: dataloader, self.args.eval_batch_size))
+            self._build_pipe(self._plan(self._example(lambda: dataloader, self.args.eval_batch_size)))
         dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
         if dtype is not None and not self.is_in_train:
             # In place: the pipeline refuses tensors in place of those that it was built with.
@@ -348,11 +362,14 @@ class PipelineMixin:
         Returns:
             The optimizer.
         """
-        self._follow_model()
+        if self._pipe is not None:
+            self._follow_model()
+        # Before there is a pipeline, the optimizer has all parameters; `_build_pipe` then restricts it.
+        own = self.model if self._pipe is None else self._pipeline_model
         if inspect.signature(super().create_optimizer).parameters:
-            super().create_optimizer(self._pipeline_model)
+            super().create_optimizer(own)
         else:  # transformers 4 takes the parameters of self.model
-            whole, self.model = self.model, self._pipeline_model
+            whole, self.model = self.model, own
             try:
                 super().create_optimizer()
             finally:
@@ -365,7 +382,8 @@ class PipelineMixin:
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Decay names of the whole model."""
-        return super().get_decay_parameter_names(self._pipeline_model.model)  # type: ignore[no-any-return]
+        whole = model if self._pipe is None else self._pipeline_model.model
+        return super().get_decay_parameter_names(whole)  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------------------------------------- saving, loading
 
@@ -402,6 +420,9 @@ class PipelineMixin:
         """Already saved by the pipeline."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not Path(resume_from_checkpoint).is_dir():
+            hint = "resume_from_checkpoint=True for the newest one in output_dir"
+            raise CheckpointError(f"Can't find a valid checkpoint at {resume_from_checkpoint}", hint=hint)
         self._follow_model()
         self._resumed_random: GeneratorStates | None = None
         if not (Path(resume_from_checkpoint) / _STATE).is_dir():
@@ -507,13 +528,29 @@ class _FirstCall(nn.Module):
 
 
 def _example_batch(loader: Any, batch_size: int) -> dict[str, Any]:
-    """Collate the first samples without advancing the loader."""
-    dataset = loader.dataset
+    """Collate the first samples without advancing the loader: of an iterable dataset, those of a copy."""
+    dataset = getattr(loader, "dataset", None)
+    if dataset is None:  # a loader of the user's own
+        batches = list(islice(_copied(loader), 1))
+        return dict(batches[0] if batches else _no_samples())
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise PlanError("planning would consume samples of an iterable dataset", hint=_PLAN_HINT)
-    if len(dataset) == 0:
-        raise PlanError("the dataset is empty: there is no sample to plan with", hint=_PLAN_HINT)
-    return dict(loader.collate_fn([dataset[index] for index in range(min(batch_size, len(dataset)))]))
+        samples = list(islice(_copied(dataset), batch_size))
+    else:
+        samples = [dataset[index] for index in range(min(batch_size, len(dataset)))]
+    return dict(loader.collate_fn(samples or _no_samples()))
+
+
+def _no_samples() -> NoReturn:
+    raise PlanError("the dataset is empty: there is no sample to plan with", hint=_PLAN_HINT)
+
+
+def _copied(data: Any) -> Any:
+    try:
+        return copy.deepcopy(data)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        problem = "planning would consume samples of this data, which cannot be copied"
+        raise PlanError(problem, data=type(data).__name__, reason=reason, hint=_PLAN_HINT) from error
 
 
 @contextmanager

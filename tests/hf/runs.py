@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from tests.plans import quick_plan
 
 VOCABULARY, LENGTH = 32, 6
 Numbers = tuple[list[dict[str, Any]], dict[str, Tensor]]
+NEEDS_5 = pytest.mark.skipif(hf.__version__ < "5", reason="transformers 4 does not have it")
 # Loaded before the pools are started, the classes need not be loaded by every process of theirs.
 hf.LlamaForCausalLM  # noqa: B018
 

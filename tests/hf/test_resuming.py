@@ -116,3 +116,9 @@ def test_the_optimizer_of_one_process_is_refused(tmp_path: Path) -> None:
     trainer = runs.made(PipelineTrainer, tmp_path, {}, plan=runs.the_plan(), local=True)
     with pytest.raises(CheckpointError, match=r"trainer\.pipe\.load"):
         trainer.train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    trainer = runs.made(PipelineTrainer, tmp_path, {}, plan=runs.the_plan(), local=True)
+    with pytest.raises(CheckpointError, match=r"Can't find a valid checkpoint at .*missing"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "missing"))

@@ -56,6 +56,8 @@ def from_meta(plan: Plan, directory: str, given: dict[str, Any]) -> tuple[runs.N
     return runs.trained(trainer), loaded.bytes_read, sum(parameter.nbytes for parameter in trainer.pipe.parameters())
 
 
+# In 4, rotary tables are attributes too, and the model's initialisation does not set them.
+@runs.NEEDS_5
 def test_a_model_on_the_meta_device_is_loaded_and_trained_as_one_with_numbers(pools: Any, tmp_path: Path) -> None:
     given = {"max_steps": 2}
     runs.model().save_pretrained(tmp_path)

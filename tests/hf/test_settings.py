@@ -42,13 +42,51 @@ def test_only_trainers_can_be_pipelined() -> None:
         pipelined(dict)
 
 
-def test_a_stream_of_data_needs_a_plan(tmp_path: Path) -> None:
-    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-        def __iter__(self) -> Any:
-            return iter(runs.samples(8))
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Each sample once."""
 
-    with pytest.raises(PlanError, match=r"plan=penstock\.plan"):
-        runs.made(PipelineTrainer, tmp_path, {}, local=True, ranks=2, train_dataset=Stream())
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        yield from self.samples
+
+
+class Loader:
+    """Has batches and nothing else."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Any:
+        return iter(self.loader)
+
+
+class PlainLoaded(hf.Trainer):  # type: ignore[misc]
+    def get_train_dataloader(self) -> Any:
+        return Loader(super().get_train_dataloader())
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_planning_takes_no_samples_of_a_stream_or_of_a_loader(
+    is_stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.hf.trainer.make_plan", lambda model, **given: quick_plan(model, **given))
+    given = {"microbatches": 2, "schedule": "1f1b", "ranks": 2, "local": True}
+    kind: type = hf.Trainer if is_stream else PlainLoaded
+    data = [{"train_dataset": Stream(iter(runs.samples(8)))} if is_stream else {} for _ in range(2)]
+    expected = runs.trained(runs.made(kind, tmp_path, {"max_steps": 2}, **data[0]))
+    found = runs.trained(runs.made(pipelined(kind), tmp_path, {"max_steps": 2}, **data[1], **given))
+    assert list(runs.differences(expected, found)) == []
+
+
+def test_a_stream_that_cannot_be_copied_needs_a_plan(tmp_path: Path) -> None:
+    data = Stream(sample for sample in runs.samples(8))
+    with pytest.raises(PlanError, match=r"cannot be copied(.|\n)*plan=penstock\.plan"):
+        runs.made(PipelineTrainer, tmp_path, {}, local=True, ranks=2, train_dataset=data)
 
 
 def test_where_to_run_must_be_said(tmp_path: Path) -> None:
@@ -121,7 +159,7 @@ def test_the_best_model_is_found_also_where_transformers_has_renamed_tensors(tmp
     trainer.save_model(str(tmp_path / "best"))
     before = trainer.pipe.full_state_dict()
     with torch.no_grad():
-        model.lm_head.weight.zero_()
+        model.get_output_embeddings().weight.zero_()
     trainer.state.best_model_checkpoint = str(tmp_path / "best")
     trainer._load_best_model()
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.pipe.full_state_dict().items())
@@ -164,12 +202,28 @@ def test_a_trainer_without_data_plans_for_its_first_evaluation(tmp_path: Path, m
     given = {"microbatches": 2, "schedule": "1f1b", "ranks": 2, "local": True, "train_dataset": None}
     trainer = runs.made(PipelineTrainer, tmp_path, {}, **given, eval_dataset=None)
     with pytest.raises(PlanError, match="no data"):
-        trainer.create_optimizer()
+        assert trainer.pipe
+    groups = trainer.create_optimizer().param_groups
+    assert sum(len(group["params"]) for group in groups) == len(list(trainer.model.parameters()))
     found = trainer.evaluate(runs.samples(7, seed=2))["eval_loss"]
     assert found == pytest.approx(runs.made(hf.Trainer, tmp_path, {}).evaluate()["eval_loss"], rel=1e-6)
     several = {"eval_dataset": {"one": runs.samples(7, seed=2), "two": runs.samples(3)}}
     metrics = runs.made(PipelineTrainer, tmp_path, {}, **given, **several).evaluate()
     assert metrics["eval_one_loss"] == pytest.approx(found, rel=1e-6)
+
+
+def test_a_step_by_hand_plans_for_its_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.hf.trainer.make_plan", lambda model, **given: quick_plan(model, **given))
+    given = {"microbatches": 2, "schedule": "1f1b", "ranks": 2, "local": True}
+    nothing = {"train_dataset": None, "eval_dataset": None}
+    batch, losses, parameters = hf.default_data_collator(runs.samples(4)), [], []
+    for kind, others in ((PipelineTrainer, given), (hf.Trainer, {})):
+        trainer = runs.made(kind, tmp_path, {}, **nothing, **others)
+        losses.append(trainer.training_step(trainer.model, dict(batch), torch.tensor(9)))
+        losses.append(trainer.prediction_step(trainer.model, dict(batch), prediction_loss_only=True)[0])
+        parameters.append(trainer.model.model.norm.weight.grad)
+    torch.testing.assert_close(torch.stack(losses[:2]), torch.stack(losses[2:]).to(losses[0].dtype))
+    torch.testing.assert_close(*parameters)
 
 
 def test_to_accelerate_a_rank_is_the_only_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

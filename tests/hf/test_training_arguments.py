@@ -63,7 +63,10 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+# HalfTrainer unscales gradients in a method of transformers 5.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=runs.NEEDS_5 if name == "fp16" else ()) for name in PRECISIONS]
+)
 def test_mixed_precision_differs_from_that_of_one_process_by_its_rounding_only(name: str, tmp_path: Path) -> None:
     kind, given = PRECISIONS[name]
     expected = runs.trained(runs.made(kind, tmp_path, given, model=single()))
@@ -102,7 +105,9 @@ def num_plain_calls(tmp_path_factory: pytest.TempPathFactory) -> int:
     return len(calls)
 
 
-@pytest.mark.parametrize("settings", [None, {"use_reentrant": True}, {"every_n_layers": 2}])
+@pytest.mark.parametrize(
+    "settings", [None, {"use_reentrant": True}, pytest.param({"every_n_layers": 2}, marks=runs.NEEDS_5)]
+)
 def test_layers_are_computed_again_with_the_same_numbers(
     settings: dict[str, Any] | None, tmp_path: Path, num_plain_calls: int
 ) -> None:
