@@ -102,9 +102,12 @@ class Probe:
         """The weights of the parts from their gradients: 0 for a part that does not count, NaN if no weight exists."""
         weights = []
         for part, alone in zip(self.parts, self.alone, strict=True):
-            together, separate = self.union.gradients[part], alone.gradients[part]
+            # A model without modules has no values between them, and so no gradients of parts.
+            together, separate = self.union.gradients.get(part, {}), alone.gradients.get(part, {})
             square = _dot(separate, separate)
-            if not any(bool(gradient.any()) for gradient in together.values()):
+            if not together and not separate:
+                weights.append(math.nan)
+            elif not any(bool(gradient.any()) for gradient in together.values()):
                 # A microbatch without labels: its own loss is 0/0, and its gradient zero or NaN.
                 weights.append(0.0)
             else:
@@ -136,8 +139,8 @@ class Probe:
             return False
         largest = max(map(_largest, self.union.gradients.values()), default=0.0)
         for weight, part, alone in zip(weights, self.parts, self.alone, strict=True):
-            separate = {} if weight == 0 else alone.gradients[part]
-            if not _are_equal(self.union.gradients[part], [(weight, separate)], tolerance, largest):
+            separate = {} if weight == 0 else alone.gradients.get(part, {})
+            if not _are_equal(self.union.gradients.get(part, {}), [(weight, separate)], tolerance, largest):
                 return False
         shared = [(weight, alone.shared) for weight, alone in counted]
         return _are_equal(self.union.shared, shared, tolerance, _largest(self.union.shared))

@@ -1,5 +1,6 @@
 """The weights of models that return their loss, of every architecture, and the warnings where there are none."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import penstock
 from penstock.capture import capture, split_batch, without_cache
 from penstock.errors import RunError
 from penstock.ir import transform
 from penstock.loss import LossStep, LossWeights, losses_of, weighted_sum
+from tests.plans import quick_plan
 from tests.zoo import ALIKE, UNSCORED, ZOO
 
 BATCH_NORM, INSEPARABLE = "batch norm takes", "not a weighted sum"
@@ -380,3 +383,31 @@ def test_labels_are_counted_whatever_the_blocks_return_or_hooks_collect(make: An
     weights = loss_weights.weights(step)
     assert loss_weights.warnings(step) == ()
     assert weights == pytest.approx([7 / 13, 6 / 13])
+
+
+class Line(nn.Module):
+    """Has parameters and no modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: Tensor, labels: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
+        """The loss and the values."""
+        y = x * self.a + self.b
+        return nn.functional.mse_loss(y, labels, reduction=reduction), y
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_loss_of_a_model_without_modules_is_that_of_the_batch(reduction: str) -> None:
+    model, x = Line(), torch.linspace(-1.0, 2.0, 7)
+    batch = {"x": x, "labels": x.cos(), "reduction": reduction}
+    plan = quick_plan(model, (), batch, ranks=2, microbatches=2, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, local=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = pipe.step(**batch).loss
+    gradients = [model.a.grad, model.b.grad]
+    expected = model(**batch)[0]
+    torch.testing.assert_close(found, expected.detach())
+    torch.testing.assert_close(gradients, list(torch.autograd.grad(expected, [model.a, model.b])))
