@@ -25,6 +25,7 @@ from penstock.capture import Captured, Granularity, Microbatch, Split, explain_f
 from penstock.capture import capture as record_model
 from penstock.errors import CaptureError, PenstockError, PlanError, RunError
 from penstock.ir import (
+    MAX_MICROBATCHES,
     Cluster,
     DeviceSpeed,
     Graph,
@@ -36,14 +37,23 @@ from penstock.ir import (
     Schedule,
     SplitRule,
     TrainingState,
+    as_int,
     find_device,
+    find_link,
     from_json,
     node_cluster,
     to_json,
 )
 from penstock.launch import host_id, one_line
 from penstock.partitioners import Division
-from penstock.planner import Measured, PlanOptions, interpolate_profile, search
+from penstock.planner import (
+    Measured,
+    PlanOptions,
+    best_device_plan,
+    device_layouts,
+    interpolate_profile,
+    search,
+)
 from penstock.runtime import mesh_sizes
 
 _LOG = logging.getLogger(__name__)
@@ -51,6 +61,7 @@ LossFn = Callable[[Any, Any], Tensor]
 # Shares of the budget: the least that is left for searching, however long measuring takes, and the share after which
 # no new candidate is started.
 _MIN_SEARCH_SHARE, _SEARCH_END_SHARE = 0.2, 0.85
+_MICROBATCH_SIZES, _PER_NODE = (1, 2, 4), 8  # samples of a microbatch, and devices of a node, for `devices`
 _MICROBATCHES_PER_RANK = (4, 1, 2, 8)  # those that "auto" considers, the usual number first
 _SLOW_SECONDS = 2.0  # if measuring one size of microbatch takes longer than this, no other size is measured
 _GROUP_TIMEOUT = timedelta(minutes=30)  # ranks wait this long for the plan of the first; its death is noticed at once
@@ -75,6 +86,7 @@ def plan(
     split: Split | None = None,
     speed: DeviceSpeed | None = None,
     device: str | DeviceSpeed | None = None,
+    devices: int | None = None,
     optimizer: str | None = None,
     precision: str | None = None,
     budget_seconds: float = 10.0,
@@ -109,6 +121,8 @@ def plan(
         speed: the device to estimate for, if the model is on the meta device; None: this one
         device: instead of `speed`, a DeviceSpeed or the name of a preset ("a100", "h100", ...), which also has the
             memory and the links of the ranks where `memory` and `ranks` leave them open
+        devices: instead of `ranks`, a number of devices: replicas x pipeline ranks are searched too, the example is the
+            batch of all replicas, and `microbatches` must be "auto"
         optimizer: "adamw", "adam8bit", "sgd", "muon" or "none": its state counts in memory; None: no state
         precision: "bf16" or "fp16": two-byte parameters have master weights and optimizer state in float32; None,
             "fp32" or "pure-bf16": state has the dtype of the parameters
@@ -126,7 +140,9 @@ def plan(
         PlanError: if the arguments do not fit together
     """
     start = time.monotonic()
-    cluster = _ranks_of(mesh, ranks)
+    if devices is not None and (ranks is not None or mesh is not None or microbatches != "auto"):
+        raise PlanError("devices must be given without ranks, mesh and microbatches", hint='microbatches="auto"')
+    cluster = _ranks_of(mesh, ranks if devices is None else as_int(devices) or 0)
     if device is not None:
         speed, cluster = _on_device(device, speed, cluster)
     options = PlanOptions(
@@ -141,6 +157,8 @@ def plan(
         TrainingState.named(optimizer, precision),
     )
     examples = Examples(model, args, kwargs, split, loss_fn, speed, Granularity(depth, basic_blocks))
+    if devices is not None:
+        return _plan_devices(examples, options, device if isinstance(device, str) else None)
     models = examples.measured(_microbatch_counts(options, examples), profile)
     # Measuring counts towards the budget that the user waits for.
     seconds_left = _SEARCH_END_SHARE * budget_seconds - (time.monotonic() - start)
@@ -183,6 +201,24 @@ def _on_device(
     if not isinstance(ranks, Cluster):
         ranks = node_cluster(ranks, preset.within, preset.across)
     return preset.speed(name), ranks if ranks.memory is not None else replace(ranks, memory=preset.memory)
+
+
+def _plan_devices(examples: "Examples", options: PlanOptions, device: str | None) -> Plan:
+    """Searches replicas x pipeline ranks over the ranks of the options, with microbatches of 1, 2 and 4 samples."""
+    devices, samples = options.cluster.ranks, examples.num_samples(MAX_MICROBATCHES)
+    sizes = [size for size in _MICROBATCH_SIZES if samples % size == 0]
+    measured = {size: examples.measured([samples // size], None)[samples // size] for size in sizes}
+    clusters, between = {}, Replicas()
+    preset = None if device is None else find_device(device)[1]
+    if preset is not None:
+        outer = find_link(preset.across if devices > _PER_NODE else preset.within)
+        between = Replicas(1, outer.latency, outer.bandwidth)
+    memory = min(options.cluster.limits, default=None)
+    for ranks in (each for each in range(1, devices + 1) if devices % each == 0):
+        plain = Cluster(ranks) if preset is None else node_cluster(ranks, preset.within, preset.across, _PER_NODE)
+        clusters[ranks] = replace(plain, memory=memory)
+    found = device_layouts(measured, replace(options, memory=None), devices, samples, clusters, between)
+    return replace(best_device_plan(found), split=tuple(examples.rules.items()))
 
 
 def _microbatch_counts(options: PlanOptions, examples: "Examples") -> list[int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from penstock.cli.files import check_targets, write
-from penstock.cli.models import Model, build_model, source_of
+from penstock.cli.models import HF, Model, build_model, source_of
 from penstock.cli.options import AsJson, Blocks, Depth, Example
 from penstock.cli.output import echo, note, print_json
 from penstock.cli.user_code import user_errors
@@ -60,6 +60,13 @@ class Machine:
     device: Annotated[
         str | None,
         Option(metavar="NAME", help="Estimate for a preset: a100, h100, h200, b200, l4, rtx4090 and others."),
+    ] = None
+    devices: Annotated[
+        int | None,
+        Option(min=1, metavar="N", help="Instead of --ranks: search replicas x pipeline ranks over N devices."),
+    ] = None
+    global_batch: Annotated[
+        int | None, Option(min=1, metavar="N", help="Samples of all replicas, for --devices and an hf: model.")
     ] = None
     link: Annotated[
         str | None, Option(metavar="NAME", help="Link inside a node: nvlink, pcie, 100G, 200G, 400G and others.")
@@ -251,6 +258,21 @@ def make_plan(
         "precision": state.precision,
         **options.granularity,
     }
+    devices, global_batch = (getattr(machine, name, None) for name in ("devices", "global_batch"))
+    if global_batch is not None:
+        if devices is None or not target.startswith(HF):
+            hint = "--devices 64 with an hf: model; other models have the samples of their own batch"
+            raise PlanError("--global-batch must be given with --devices and an hf: model", hint=hint)
+        example = replace(example, batch=global_batch)
+    if devices is not None:
+        if options.ranks != PlanFlags.ranks or options.microbatches != "auto" or by_module:
+            hint = "leave out --ranks, --microbatches and --emit"
+            raise PlanError("--devices searches ranks and microbatches", hint=hint)
+        if machine.link or machine.bandwidth is not None or machine.latency or machine.cores or machine.slowness:
+            raise PlanError("--devices has the links of --device", hint="leave out the options of links and ranks")
+        arguments |= {"ranks": None, "devices": devices, "device": machine.device, "speed": machine.speed}
+        if machine.device is not None:
+            arguments["speed"] = None
     problem = "the model failed on the batch while it was recorded or measured"
     with (
         build_model(target, example, device) as (model, args, kwargs),

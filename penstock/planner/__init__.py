@@ -1,6 +1,7 @@
 """Chooses cuts, placement, order, microbatches and recomputation, and synthesises schedules."""
 
 from penstock.planner.candidates import Measured
+from penstock.planner.devices import DeviceLayout, best_device_plan, device_layouts
 from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.plan_search import search
 from penstock.planner.recording import RecordedPass, RecordedStep, Recording
