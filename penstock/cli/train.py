@@ -17,7 +17,15 @@ from penstock.cli.options import AsJson, Example
 from penstock.cli.output import echo, note
 from penstock.cli.plan import Machine, PlanFlags, StateFlags, is_torchrun_rank, make_plan, plan_for_group
 from penstock.cli.restarts import Supervisor, check_checkpoints, check_min_ranks, locked, saved_plan
-from penstock.cli.train_log import STATUS, make_directory, number_text, with_earlier_steps, write_run
+from penstock.cli.train_log import (
+    RUN,
+    STATUS,
+    make_directory,
+    missing_steps,
+    number_text,
+    with_earlier_steps,
+    write_run,
+)
 from penstock.cli.train_options import CheckpointFlags, TrainFlags
 from penstock.cli.training_job import Job, autocast, check_job, job_mesh, run_rank
 from penstock.errors import PenstockError
@@ -75,6 +83,8 @@ def train(
     is_done = not run.steps
     if files.out is not None:
         run = with_earlier_steps(run, files.out)
+        for first, last in missing_steps(run):
+            note(f"steps {first + 1} to {last + 1} are missing in {files.out / RUN}: they could not be written there")
     if not files.as_json:
         if is_done:
             steps = options.steps

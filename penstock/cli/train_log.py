@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -59,6 +60,12 @@ def with_earlier_steps(run: "Run", directory: Path) -> "Run":
     except FormatError:
         known = None
     return known if known is not None and known.steps == written else replace(run, steps=written)
+
+
+def missing_steps(run: "Run") -> list[tuple[int, int]]:
+    """The first and last step of each gap in a run: steps of earlier attempts that could not be written."""
+    numbers = [metrics.step for metrics in run.steps]
+    return [(before + 1, after - 1) for before, after in pairwise(numbers) if after > before + 1]
 
 
 def read_steps(directory: Path) -> "tuple[StepMetrics, ...]":

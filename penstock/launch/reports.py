@@ -154,7 +154,7 @@ def is_consequence(error: BaseException) -> bool:
     link: BaseException | None = error
     while link is not None:
         # After a timeout gloo closes the pair of ranks, and reports "pair closure" for every later message.
-        is_closed = classify_wait_error(link) is WaitFailure.CLOSED or "pair closure" in str(link)
+        is_closed = classify_wait_error(link) is WaitFailure.CLOSED or "pair closure" in text_of(link)
         if isinstance(link, RuntimeError) and is_closed:
             return True
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import PenstockError, RunError
+from penstock.launch import text_of
 from penstock.runtime.agreement import Agreement, describe_batch, different_batches, first_difference
 from penstock.runtime.groups import ProcessGroups
 
@@ -242,6 +243,7 @@ _KEY_BYTES = 5 * 8
 _Reductions = tuple[tuple[float, ...], tuple[float, ...]]
 ROW_BYTES = _HEAD.size + MAX_CONTENT * 8
 """size of a vote as it is sent"""
+_MAX_TEXT = 10_000  # of the error of another rank
 
 
 def sync_bytes(num_ranks: int) -> int:
@@ -423,7 +425,7 @@ def _problem(exchange: _Exchange, rows: Sequence[_Row], vote: SyncVote, kind: st
 
 def _error_text(error: Exception) -> str:
     if not isinstance(error, PenstockError):
-        error = RunError(f"{type(error).__name__}: {error}")
+        error = RunError(f"{type(error).__name__}: {text_of(error)[:_MAX_TEXT]}")
     return json.dumps(error.to_dict())
 
 

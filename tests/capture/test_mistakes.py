@@ -1,9 +1,12 @@
 """What careless users give is refused in words that help."""
 
+import dataclasses
+
 import pytest
 import torch
 
 import penstock
+from penstock.capture import Captured
 from penstock.errors import CaptureError, PartitionError
 from penstock.partitioners import uniform
 from penstock.stages import Sequence
@@ -149,3 +152,12 @@ def test_inputs_that_lie_side_by_side_or_are_only_read_may_share_memory():
     for model, batch in ((Overwriting(), (both[:6], both[6:])), (Reading(), (BATCH, BATCH))):
         captured = penstock.capture(model, batch)
         assert_stages_train_like_the_model(captured, uniform(captured.graph, 2))
+
+
+@pytest.mark.parametrize("name", ["Linear", "forward", "training", "embed.weight", "__class__"])
+def test_a_graph_that_names_no_module_of_the_model_is_refused_before_anything_is_looked_up(name):
+    graph = penstock.capture(Stack(), (BATCH,)).graph
+    node, *rest = graph.nodes
+    forged = dataclasses.replace(graph, nodes=(dataclasses.replace(node, module=name), *rest))
+    with pytest.raises(CaptureError, match="names a module that the model does not have"):
+        Captured.planned(Stack(), forged)

@@ -1,16 +1,19 @@
 """Damage to the files of a checkpoint is found before any weight changes."""
 
 import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from benchmarks.damages import DAMAGES, ELSEWHERE, LINK, damaged, forged
+from penstock.checkpoint import manifest as manifest_module
 from penstock.checkpoint import read_manifest, verify_checkpoints
 from penstock.checkpoint.manifest import NAME, signed_document
 from penstock.cli import app
@@ -126,6 +129,53 @@ def test_invalid_documents_count_as_damage_although_their_digests_are_right(
     shutil.copytree(good, tmp_path / "new")
     rewritten(tmp_path / "new" / "step-000002", name, json_bytes(content))
     assert training.pipe.load(tmp_path / "new", training.optimizer).step == 1
+
+
+def sums(training: Training) -> list[float]:
+    return [float(parameter.detach().double().sum()) for parameter in training.pipe.parameters()]
+
+
+def entries(name: str, key: str) -> list[tuple[str, str, object]]:
+    """Wrong values for one key of a document."""
+    return [(name, key, value) for value in (None, [], -1, 10**30, float("nan"), "x", {"$tuple": [1]})]
+
+
+@pytest.mark.filterwarnings("ignore:newer checkpoints are damaged")
+def test_a_wrong_value_anywhere_in_a_document_is_refused_and_changes_nothing(
+    good: Path, training: Training, tmp_path: Path
+) -> None:
+    before = sums(training)
+    wrong = [*entries("random-000.json", "python"), *entries("random-000.json", "numpy")]
+    wrong += [*entries("random-000.json", "torch"), *entries("optimizer-000.json", "parameters")]
+    wrong += [*entries("optimizer-000.json", "groups"), *entries("optimizer-000.json", "others")]
+    wrong += [*entries("run.json", "num_steps")]
+    for index, (name, key, value) in enumerate(wrong):
+        directory = tmp_path / str(index) / "step-000002"
+        shutil.copytree(good / "step-000002", directory)
+        document = parse_json((directory / name).read_bytes(), name)
+        rewritten(directory, name, json.dumps(document | {key: value}).encode())
+        try:
+            training.pipe.load(directory, training.optimizer)
+        except CheckpointError:
+            assert sums(training) == before, (name, key, value)
+        else:
+            before = sums(training)  # a value that is no damage, such as no state at all
+
+
+@pytest.mark.filterwarnings("ignore:newer checkpoints are damaged")
+def test_a_manifest_that_is_too_large_or_has_a_long_file_name_counts_as_damage(
+    good: Path, training: Training, tmp_path: Path
+) -> None:
+    shutil.copytree(good, tmp_path / "new")
+    newest = tmp_path / "new" / "step-000002"
+    manifest = parse_json((newest / NAME).read_bytes(), NAME)["manifest"]
+    record = {"bytes": 1, "sha256": "0" * 64, "rank": 0}
+    (newest / NAME).write_bytes(signed_document(manifest | {"files": manifest["files"] | {"a" * 300: record}}))
+    assert training.pipe.load(tmp_path / "new").step == 1
+    (newest / NAME).write_bytes(b'{"penstock_checkpoint": 1, "manifest": [' + b"[]," * 6_000_000 + b"[]]}")
+    is_parsed = mock.patch.object(manifest_module, "parse_json", side_effect=AssertionError("parsed"))
+    with is_parsed, pytest.raises(DamagedError, match="too large"):
+        read_manifest(newest)
 
 
 def rewritten(directory: Path, name: str, content: bytes, **values: object) -> None:

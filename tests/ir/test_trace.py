@@ -143,6 +143,7 @@ def test_a_rank_that_does_not_exist_has_no_peak(rank):
         ({"ends": [2, 2, 2, nan, 0, 5, 7, 7]}, r"end must be finite seconds"),
         ({"sent": [2, 9]}, r"must not arrive before it is sent \(index: 1, sent: 9.0, arrived: 8.0\)"),
         ({"arrived": [3, nan]}, "must not arrive before it is sent"),
+        ({"ends": [2, 2, 2, 1e308, 0, 5, 7, 7]}, r"end must be at most 1e\+100 seconds"),
     ],
 )
 def test_times_that_cannot_be_are_refused(wrong, problem):

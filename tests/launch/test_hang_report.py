@@ -185,3 +185,20 @@ def test_several_culprits_are_all_named_before_the_others() -> None:
 
 def test_no_ranks_give_an_empty_report() -> None:
     assert lines() == []
+
+
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+def test_an_error_that_cannot_say_its_text_is_reported() -> None:
+    report = ErrorReport.of(SilentError(), 1)
+    assert report.summary == "SilentError: <no text: its __str__ raised RuntimeError>"
+    assert not report.follows
+
+
+def test_a_long_text_is_cut() -> None:
+    report = ErrorReport.of(ValueError("x" * 5_000_000), 0)
+    assert len(report.summary) < 600
+    assert len(report.to_json(1 << 16)) <= 1 << 16
