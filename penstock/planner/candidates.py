@@ -1,5 +1,6 @@
 """The candidates of the planner: layouts (cuts, placement and costs without an order) and the plans made from them."""
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -267,25 +268,27 @@ def light_groups(problem: Problem) -> tuple[tuple[str, ...], ...]:
     """Returns groups that keep light nodes, such as a view or a norm, with a heavier neighbour.
 
     A node is light if it takes less than a tenth of the mean seconds of a stage. A chain of light nodes joins the first
-    heavier node behind it, or else before it, if it is light in total and nothing branches off.
+    heavier node on one side of it, if it is light in total and nothing branches off: where more bytes would be sent.
     """
     graph, profile = problem.graph, problem.profile
     num_stages = problem.placement.num_stages if problem.placement else problem.cluster.ranks
     seconds = {cost.node: cost.forward + cost.backward for cost in profile.costs}
     limit = _LIGHT * sum(seconds.values()) / num_stages
-    ahead: dict[str, set[str]] = {}
-    behind: dict[str, set[str]] = {}
+    ahead: dict[str, Counter[str]] = defaultdict(Counter)
+    behind: dict[str, Counter[str]] = defaultdict(Counter)
     for edge in graph.edges:
         if not graph[edge.producer].from_inputs:
-            ahead.setdefault(edge.producer, set()).add(edge.consumer)
-            behind.setdefault(edge.consumer, set()).add(edge.producer)
+            sent = graph.spec(edge.value).bytes
+            ahead[edge.producer][edge.consumer] += sent
+            behind[edge.consumer][edge.producer] += sent
     groups = []
     for node in graph.nodes:
         if node.from_inputs or seconds[node.name] >= limit:
             continue
-        for neighbours in (ahead, behind):
+        is_ahead = ahead[node.name].total() >= behind[node.name].total()
+        for neighbours in (ahead, behind) if is_ahead else (behind, ahead):
             chain, total = [node.name], seconds[node.name]
-            while total < limit and len(found := neighbours.get(chain[-1], set())) == 1:
+            while total < limit and len(found := neighbours[chain[-1]]) == 1:
                 (name,) = found
                 chain.append(name)
                 if seconds[name] >= limit:

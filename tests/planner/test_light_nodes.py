@@ -1,8 +1,10 @@
 """No stage of a view or a norm alone, where a heavier node is beside it."""
 
+from dataclasses import replace
+
 import pytest
 
-from penstock.ir import Cluster, Placement
+from penstock.ir import Cluster, Placement, TensorSpec
 from penstock.partitioners import Problem
 from penstock.planner import PlanOptions, search
 from penstock.planner.candidates import light_groups
@@ -28,3 +30,14 @@ def test_there_may_be_no_other_way():
 def test_nodes_that_are_all_small_are_not_joined():
     graph, profile = measured([1e-3] * 40)
     assert light_groups(Problem(graph, profile, Cluster(2), Placement.loop(2))) == ()
+
+
+def test_a_light_node_joins_the_side_to_which_more_bytes_are_sent():
+    # A bottleneck: the value between the two light nodes is the smallest.
+    graph, profile = measured([LAYER, LAYER, LIGHT, LIGHT, LAYER, LAYER])
+    narrow = graph["layers.2"]
+    value = replace(narrow.makes[0], spec=TensorSpec((4, 1), requires_grad=True))
+    nodes = tuple(replace(node, makes=(value,)) if node is narrow else node for node in graph.nodes)
+    graph = replace(graph, nodes=nodes)
+    problem = Problem(graph, replace(profile, fingerprint=graph.fingerprint), Cluster(2), Placement.loop(2))
+    assert light_groups(problem) == (("layers.2", "layers.1"), ("layers.3", "layers.4"))
