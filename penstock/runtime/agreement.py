@@ -24,6 +24,10 @@ _DEVICE_INTERVAL = 10
 """steps between samples of tensors on another device than the CPU, which the host must wait for"""
 _NUM_SHOWN = 64
 """how many entries of a tensor ranks exchange to find the first that differs"""
+_NUMPY_DTYPES = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.bool))
+_spec_crcs: dict[tuple[str, torch.dtype, torch.Size], int] = {}
+"""checksums of names, dtypes and shapes: a few for every kind of batch"""
+_MAX_SPECS = 4096
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -150,26 +154,38 @@ def checksum(batches: Iterable[Mapping[str, object]], step: int | None = None) -
     With `step`, large tensors are sampled: another part in every step, so that a tensor of n entries is seen whole in
     n / 4096 steps. Of tensors on other devices only shape and dtype are used in most steps.
     """
-    crc = 1
+    total = 0
     for batch in batches:
         for name, leaf in batch.items():
             if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
                 leaf = torch.from_numpy(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
             if isinstance(leaf, Tensor):
-                crc = zlib.crc32(f"{name} {leaf.dtype} {tuple(leaf.shape)}".encode(), crc)
-                if step is None or leaf.device.type == "cpu" or step % _DEVICE_INTERVAL == 0:
-                    entries = leaf.detach() if step is None else _sample(leaf.detach(), step)
-                    content = entries.cpu().contiguous().reshape(-1).view(torch.uint8)
-                    crc = zlib.crc32(content.numpy().data, crc)
+                spec = (name, leaf.dtype, leaf.shape)
+                crc = _spec_crcs.get(spec)
+                if crc is None:
+                    if len(_spec_crcs) >= _MAX_SPECS:
+                        _spec_crcs.clear()
+                    crc = _spec_crcs[spec] = zlib.crc32(f"{name} {leaf.dtype} {tuple(leaf.shape)}".encode())
+                is_host = leaf.device.type == "cpu"
+                if step is None or is_host or step % _DEVICE_INTERVAL == 0:
+                    entries = leaf.detach() if leaf.requires_grad else leaf
+                    if step is not None and leaf.nbytes > _MAX_WHOLE_BYTES:
+                        entries = _sample(entries, step)
+                    if not (is_host and entries.is_contiguous() and entries.dtype in _NUMPY_DTYPES):
+                        # As bytes, as numpy does not have all dtypes.
+                        entries = entries.cpu().contiguous().reshape(-1).view(torch.uint8)
+                    crc = zlib.crc32(entries.numpy(), crc)
             elif type(leaf) in _PLAIN:
-                crc = zlib.crc32(f"{name} {leaf!r}".encode(), crc)
-    return crc or 1
+                crc = zlib.crc32(f"{name} {leaf!r}".encode())
+            else:
+                continue
+            # A sum, as ranks may pass arguments by name in different orders.
+            total += crc
+    return total & 0xFFFFFFFF or 1
 
 
 def _sample(tensor: Tensor, step: int) -> Tensor:
-    interval = tensor.numel() // _NUM_SAMPLED
-    if interval < 2 or tensor.nbytes <= _MAX_WHOLE_BYTES:
-        return tensor
+    interval = max(1, tensor.numel() // _NUM_SAMPLED)
     if tensor.is_contiguous():
         return tensor.view(-1)[step % interval :: interval]
     # Flattening would copy all of it.

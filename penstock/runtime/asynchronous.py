@@ -422,7 +422,9 @@ class AsyncEngine(Engine):
         chunk, is_new = self._chunk(stream, sum(self._counts), recordings)
         left = dict.fromkeys(self._part.stages, len(microbatches))
         entry = StreamBatch(len(self._counts), step, PendingResult(number), left)
-        batch_checksum, leaves = (0, {}) if groups.is_local else self._batch_checksum(batch, number)
+        batch_checksum, leaves = (
+            (0, {}) if groups.is_local else self._batch_checksum(batch, SyncRequest("step", number))
+        )
         return entry, chunk, SyncVote(chunk.agreement, batch_checksum, batch=leaves), is_new
 
     def _stream_of(self, cuts: Cuts) -> Stream:

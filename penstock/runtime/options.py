@@ -21,8 +21,8 @@ class RunOptions:
     """how long a rank waits for another before it raises an error; in a first step, the time in which ranks record the
     model, compile the step or compute is added"""
     check_inputs_every: int = 100
-    """interval in steps at which the ranks compare their whole batches; in the steps between, they compare a sample of
-    every tensor, on other devices than the CPU every 10 steps; 0: never"""
+    """interval in steps at which the ranks compare their whole batches; in every second step between, they compare a
+    sample of every tensor, on other devices than the CPU every 10 steps; 0: never"""
     check_model: bool = True
     """whether the ranks compare their models before the first step: code and constants, and the values of parameters
     unless weights are loaded; otherwise only names, shapes and dtypes"""
