@@ -377,7 +377,8 @@ class PipelineMixin:
         if self._scaler is not None:
             # Transformers 4 leaves the optimizer of a wrapped model as it is, which would not unscale gradients.
             self.optimizer = self.accelerator.prepare(self.optimizer)
-        self.pipe.check_optimizer(self.optimizer)
+        if self._pipe is not None:
+            self.pipe.check_optimizer(self.optimizer)
         return self.optimizer
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
