@@ -9,12 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from penstock.cli.train_log import missing_steps
 from penstock.ir import Run
 from tests.cli.checkpoint_runs import in_a_copy
 from tests.leftovers import wait_until
@@ -229,3 +231,8 @@ def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing_half_written(
     os.kill(pid, signal.SIGCONT)
     assert ended(pid) == 130, output.read_text()
     assert [path.name for path in (tmp_path / "run").iterdir()] in (["steps.jsonl"], [])
+
+
+def test_steps_that_could_not_be_written_are_named() -> None:
+    steps = tuple(SimpleNamespace(step=step) for step in (0, 1, 5, 6, 9))
+    assert missing_steps(SimpleNamespace(steps=steps)) == [(2, 4), (7, 8)]
