@@ -19,7 +19,8 @@ from penstock.ir import bytes_text
 TEMPORARY = ".tmp-"
 """prefix of a checkpoint that is being written"""
 _REPLACED, _DISCARDED = ".replaced-", ".discarded-"
-_MOST_TRIES = 100
+_OWN = ("step-", f"{TEMPORARY}step-", f"{_DISCARDED}step-")
+_MOST_TRIES, _MOST_LISTINGS = 100, 10
 _PAUSE_SECONDS = 0.02
 
 T = TypeVar("T")
@@ -165,11 +166,16 @@ def find_checkpoints(path: str | os.PathLike[str]) -> list[Path]:
     directory = check_directory(path)
     if is_checkpoint(directory):
         return [directory]
-    # One that is being replaced has another name for a moment, or for long if the process that did it was killed.
-    replaced = sorted((path for path in directory.glob(f"{_REPLACED}step-*") if path.is_dir()), reverse=True)
-    found = CheckpointDir(directory).checkpoints
-    if found or replaced:
-        return [*found, *(path for path in replaced if path.with_name(_original(path)) not in found)]
+    for _ in range(_MOST_LISTINGS):
+        # One that is being replaced has another name for a moment, or for long if the process that did it was killed.
+        replaced = sorted((path for path in directory.glob(f"{_REPLACED}step-*") if path.is_dir()), reverse=True)
+        found = CheckpointDir(directory).checkpoints
+        if found or replaced:
+            return [*found, *(path for path in replaced if path.with_name(_original(path)) not in found)]
+        # While the directory was listed, a save may have added a checkpoint and removed the only one that was seen.
+        if not any(path.name.startswith(_OWN) for path in directory.iterdir()):
+            break
+        time.sleep(_PAUSE_SECONDS)
     raise unknown_contents(directory)
 
 

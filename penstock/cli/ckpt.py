@@ -61,8 +61,9 @@ def verify(*, path: Where, as_json: AsJson = False) -> None:
 
 def show(*, path: Where, as_json: AsJson = False) -> None:
     """Show the contents of a checkpoint, or of the newest in a directory."""
-    with _newest(path) as checkpoint, checkpoint.documents():
-        contents = _contents(checkpoint)
+    from penstock.checkpoint import with_checkpoints
+
+    contents = with_checkpoints(path, lambda found: _contents_of(found[0]))
     if as_json:
         print_json(contents)
         return
@@ -100,6 +101,13 @@ def _newest(path: Path) -> "CheckpointReader":
     from penstock.checkpoint import open_newest
 
     return open_newest(path)
+
+
+def _contents_of(directory: Path) -> dict[str, Any]:
+    from penstock.checkpoint import CheckpointReader
+
+    with CheckpointReader(directory) as checkpoint, checkpoint.documents():
+        return _contents(checkpoint)
 
 
 def _contents(checkpoint: "CheckpointReader") -> dict[str, Any]:

@@ -13,6 +13,7 @@ from penstock.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
     VanishedError,
+    find_checkpoints,
     locks,
     verify_checkpoints,
     writer,
@@ -125,3 +126,10 @@ def test_a_checkpoint_that_is_named_and_gone_is_an_error(tmp_path: Path) -> None
     training = saved(tmp_path, 1)
     with pytest.raises(CheckpointError, match="no such directory"):
         training.pipe.load(tmp_path / "step-000002")
+
+
+def test_a_listing_that_sees_only_what_is_gone_meanwhile_is_repeated(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    gone, there = tmp_path / "step-000000", tmp_path / "step-000002"
+    with mock.patch.object(Path, "iterdir", side_effect=[iter([gone]), iter([gone]), iter([there])]):
+        assert find_checkpoints(tmp_path) == [there]
