@@ -56,19 +56,19 @@ def watched(pipeline: penstock.Pipeline, size: int) -> Iterator[Peaks]:
     """The peaks of the steps inside; each kind of step must have been taken before."""
     engine, peaks = pipeline._engine, Peaks()
     (prepared,) = (rank for compiled in engine.compiled_steps.values() for rank in compiled.ranks)
-    monitor, storages = engine._groups.monitor, Storages(size)
-    tell = monitor.working
+    status, storages = engine._groups.monitor._status, Storages(size)
+    note_action = status.working
 
-    def works(code: int) -> None:
+    def working(step: int, code: int) -> None:
         peaks.note(size * (len(storages.alive) - len(storages.alive & _leaving(prepared))), _posted(prepared))
-        tell(code)
+        note_action(step, code)
 
-    monitor.working = works
+    status.working = working
     try:
         with storages:
             yield peaks
     finally:
-        monitor.working = tell
+        del status.working
 
 
 def _leaving(prepared: RankProgram) -> set[int]:
