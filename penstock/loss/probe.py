@@ -75,7 +75,7 @@ def evaluation(
     gradients: dict[int, dict[str, Tensor]] = {part: {} for part, _ in inputs}
     for (part, name), gradient in zip(inputs, computed, strict=False):
         if gradient is not None:
-            gradients[part][name] = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            gradients[part][name] = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
     others = zip(shared, computed[len(inputs) :], strict=True)
     return Evaluation(float(number.detach()), gradients, {n: g for n, g in others if g is not None}, dtype)
 

@@ -64,7 +64,7 @@ def _extremes(tensor: Tensor) -> Sequence[Tensor]:
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+        tensor = torch.view_as_real(tensor.resolve_conj())
     return torch.aminmax(tensor) if tensor.numel() else ()
 
 

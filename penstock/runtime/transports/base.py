@@ -45,7 +45,8 @@ class TensorCodec:
 
     def pack(self, tensor: Tensor | None, device: torch.device) -> Tensor:
         """The tensor as it is sent; None, a gradient that was not computed, becomes zeros."""
-        return self.prepare(tensor, device).contiguous()
+        # A negated view is contiguous, but its memory has the other sign.
+        return self.prepare(tensor, device).contiguous().resolve_neg()
 
     def prepare(self, tensor: Tensor | None, device: torch.device) -> Tensor:
         """The tensor as `pack` returns it, except that it need not be contiguous: to be copied to where it is sent."""
