@@ -21,7 +21,7 @@ _STAGES, _OPTION = "stages ", "option "
 _NUM_SAMPLED, _MAX_WHOLE_BYTES = 4096, 1 << 16
 """about how many entries a sample has, and the size of the largest tensors that are not sampled"""
 _DEVICE_INTERVAL = 10
-"""steps between samples of tensors on another device than the CPU, which the host must wait for"""
+"""steps between samples of tensors that are not on the CPU: reading them waits for the device"""
 _NUM_SHOWN = 64
 """how many entries of a tensor ranks exchange to find the first that differs"""
 _NUMPY_DTYPES = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.bool))
@@ -42,7 +42,7 @@ class Agreement:
 
     @property
     def text(self) -> str:
-        """All lines; joined when asked for, as many agreements share the lines of the model."""
+        """All lines. Not stored: many agreements share the lines of the model."""
         return "\n".join(self.lines)
 
     @classmethod
@@ -149,10 +149,11 @@ def _different_models(first: str, other: str, kind: str, rank: int) -> RunError:
 
 
 def checksum(batches: Iterable[Mapping[str, object]], step: int | None = None) -> int:
-    """A number that differs, almost certainly, if a tensor entry or plain value differs; never 0, which means none.
+    """A number that differs, almost certainly, if a tensor entry or plain value differs.
 
-    With `step`, large tensors are sampled: another part in every step, so that a tensor of n entries is seen whole in
-    n / 4096 steps. Of tensors on other devices only shape and dtype are used in most steps.
+    Never 0, which stands for batches that are not compared. With `step`, large tensors are sampled: different entries
+    in every step, so that n / 4096 successive steps use every entry of a tensor of n entries. Of tensors that are not
+    on the CPU, entries are used in every tenth step, and otherwise shape and dtype only.
     """
     total = 0
     for batch in batches:
@@ -185,6 +186,7 @@ def checksum(batches: Iterable[Mapping[str, object]], step: int | None = None) -
 
 
 def _sample(tensor: Tensor, step: int) -> Tensor:
+    """About `_NUM_SAMPLED` entries at equal distances, or a row of a tensor that is not contiguous."""
     interval = max(1, tensor.numel() // _NUM_SAMPLED)
     if tensor.is_contiguous():
         return tensor.view(-1)[step % interval :: interval]

@@ -117,8 +117,8 @@ class StepCompiler:
 
     def compile_ranks(self, program: Program, edges: Sequence[Edges]) -> tuple[RankProgram, ...]:
         """Compile a program, which may be a part of a longer one, for the ranks of this process."""
-        links = _Links(program, edges)
-        return tuple(_Compiler(links, rank, self._runner, self._transport).compiled() for rank in self._ranks)
+        messages = _StageMessages(program, edges)
+        return tuple(_Compiler(messages, rank, self._runner, self._transport).compiled() for rank in self._ranks)
 
     def _lower(self, is_training: bool, num_microbatches: int, cuts: Cuts) -> Program:
         """The program for all batches that are cut alike, whatever their shapes."""
@@ -158,17 +158,18 @@ def compile_rank(
     program: Program, rank: int, edges: Sequence[Edges], runner: PassRunner, transport: Transport
 ) -> RankProgram:
     """Compile the order of a rank; `edges` has an entry per microbatch."""
-    return _Compiler(_Links(program, edges), rank, runner, transport).compiled()
+    return _Compiler(_StageMessages(program, edges), rank, runner, transport).compiled()
 
 
-class _Links:
+class _StageMessages:
     """The values and messages between the stages of a program, found once for all ranks of this process."""
 
     def __init__(self, program: Program, edges: Sequence[Edges]) -> None:
         self.program, self.edges = program, edges
         self.incoming: list[dict[int, list[Crossing]]] = []
-        """by microbatch and stage, what the stage reads of others"""
+        """by microbatch and stage, the values that the stage reads from others"""
         self.outgoing: list[dict[int, list[Crossing]]] = []
+        """by microbatch and stage, the values that others read from the stage"""
         for crossings in edges:
             incoming: dict[int, list[Crossing]] = {}
             outgoing: dict[int, list[Crossing]] = {}
@@ -177,7 +178,7 @@ class _Links:
                 outgoing.setdefault(crossing.producer, []).append(crossing)
             self.incoming.append(incoming)
             self.outgoing.append(outgoing)
-        self._messages = _find_messages(program)
+        self._positions = _find_messages(program)
 
     def arrived_sends(self, rank: int) -> dict[int, list[int]]:
         """For positions in the order of a rank at which it waits: the positions of its sends that have arrived by then.
@@ -187,8 +188,8 @@ class _Links:
         the memory of our send can be freed.
         """
         arrived: dict[int, list[int]] = {}
-        for peer, ours in sorted(self._messages[rank].items()):
-            theirs = sorted(self._messages[peer].get(rank, []))
+        for peer, ours in sorted(self._positions[rank].items()):
+            theirs = sorted(self._positions[peer].get(rank, []))
             # For each of their messages, the earliest position at which we use it or one that was sent later.
             earliest = list(accumulate((used for _, used in reversed(theirs)), min))[::-1]
             for sent, used in ours:
@@ -199,11 +200,13 @@ class _Links:
 
 
 class _Compiler:
-    def __init__(self, links: _Links, rank: int, runner: PassRunner, transport: Transport) -> None:
-        self._links, self._rank = links, rank
-        self._program, self._edges = links.program, links.edges
+    """Compiles the order of one rank."""
+
+    def __init__(self, messages: _StageMessages, rank: int, runner: PassRunner, transport: Transport) -> None:
+        self._messages, self._rank = messages, rank
+        self._program, self._edges = messages.program, messages.edges
         self._runner, self._transport = runner, transport
-        program = links.program
+        program = messages.program
         self._actions = program.orders[rank]
         self._codes = program.table.rank(rank).tolist()
         self._split = {
@@ -222,7 +225,7 @@ class _Compiler:
 
     def compiled(self) -> RankProgram:
         self._make_message_slots()
-        arrived = self._links.arrived_sends(self._rank)
+        arrived = self._messages.arrived_sends(self._rank)
         actions = [
             self._compile(action, code, arrived.get(index, ()))
             for index, (action, code) in enumerate(zip(self._actions, self._codes, strict=True))
@@ -295,8 +298,8 @@ class _Compiler:
 
     def _pass(self, action: ComputeAction) -> Pass:
         stage, microbatch = action.stage, action.microbatch
-        incoming = self._links.incoming[microbatch].get(stage, [])
-        outgoing = self._links.outgoing[microbatch].get(stage, [])
+        incoming = self._messages.incoming[microbatch].get(stage, [])
+        outgoing = self._messages.outgoing[microbatch].get(stage, [])
         sources, targets = [], []
         if isinstance(action, Forward):
             sources = [self._source(c.values, (c.producer, stage, microbatch)) for c in incoming]

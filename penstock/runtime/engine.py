@@ -68,7 +68,7 @@ class Engine:
         self._given_names = GivenNames(part.captured.model.forward)
         self._parameter_names = list(signature_of(part.captured.model.forward).parameters)
         self._seed = 0
-        """of the random numbers of the current step"""
+        """seed of the random numbers of the current step"""
         self._num_recorded = 0
         """how often all ranks record the model for the current step, if replicas share parameters"""
         self._snapshot = StepSnapshot(
@@ -203,8 +203,8 @@ class Engine:
     def _batch_checksum(self, batch: Batch, request: SyncRequest) -> tuple[int, dict[str, Any]]:
         """A checksum of the batch, or of a sample of it, and its tensors and plain values by name.
 
-        0 and nothing if batches are not compared: every second step is enough to notice ranks whose data differ, and
-        half the cost. By name, so that arguments by position and by name are equal.
+        Returns 0 and an empty dict in steps in which batches are not compared: comparing every second step finds ranks
+        whose data differ at half the cost. By name, as an argument may be passed by position on some ranks only.
         """
         every, step = self._options.check_inputs_every, request.step
         if not every or (step % 2 and step % every and request.name == "step"):

@@ -352,8 +352,8 @@ def execute(program: RankProgram, report: Callable[[int], None], times: ActionTi
 def execute_local(programs: Sequence[RankProgram], times: Sequence[ActionTimes] | None = None) -> None:
     """Run all ranks in this process, in turn: each of them until it needs a message that was not sent yet.
 
-    They run in rounds, in the order of their numbers. A rank that waits is not looked at again before its message was
-    sent, as with many ranks most of them wait.
+    They run in rounds, in the order of their numbers. A rank that waits is not visited again before its message is
+    sent: with many ranks, most of them wait.
     """
     times = times or [ActionTimes() for _ in programs]
     positions = [0] * len(programs)

@@ -38,7 +38,7 @@ TAG = 2_000_000_011
 """message tag of a sync, which separates its messages from the user's own on the same group"""
 
 _UNUSED_BITS = 12
-"""of the 64 of a digest, so that a float holds the rest exactly"""
+"""bits of a 64-bit digest that are left out, so that a float holds the rest exactly"""
 _REFUSED = -1
 """request digest of a rank that refuses"""
 
@@ -141,9 +141,9 @@ class RankSync:
         return self.finish()
 
     def compare(self, request: SyncRequest, agreement: Agreement | None) -> None:
-        """Raise an error, on all ranks of all pipelines, if two of them have different agreements.
+        """Raise an error, on all ranks of all pipelines, if two of them have different agreements. Collective.
 
-        None on a rank that has none.
+        A rank without an agreement passes None, and is compared with none.
         """
         digest = 0.0 if agreement is None else float(agreement.digest >> _UNUSED_BITS)
         result = self.exchange(request, SyncVote(maxes=() if agreement is None else (digest, -digest)))
@@ -326,7 +326,7 @@ class _Exchange:
     def __init__(self, groups: ProcessGroups, group: Any, tag: int, uses_channels: bool = False) -> None:
         self._groups, self._group, self._tag, self._uses_channels = groups, group, tag, uses_channels
         self._channels: Any = None
-        """those of the exchange that was started"""
+        """ByteChannels of the exchange that was started, by rank; those of `groups` may be created before it ends"""
         self._rank, self._last = dist.get_rank(group), dist.get_world_size(group) - 1
         self._table = bytearray((self._last + 1) * ROW_BYTES)
         self._whole = torch.frombuffer(self._table, dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""Unix sockets between the ranks of one host: they pass the memory of rings, wake a rank that waits, and show its end.
+"""Unix sockets between ranks of one host: they pass the memory of rings, and wake a rank when the other sends or ends.
 
-The ranks of a host meet in the directory of their status files, which only their user can enter. The sockets there are
-removed as soon as all ranks are connected.
+The sockets are in the directory of the ranks' status files, which only their user can enter. They are removed as soon
+as all ranks are connected.
 """
 
 import contextlib
@@ -35,9 +35,11 @@ _CREDENTIALS = struct.Struct("3i")  # pid, user, group
 _WAKE = b"w"
 _CHANNEL_SLOTS = 4
 _MESSAGES, _CHANNEL = range(2)
+"""purposes of a connection: messages of steps, or a ByteChannel"""
 _End = tuple[int, int]
 """purpose of a connection, and the rank at its other end"""
 _USABLE, _ON_DEVICE, _NO_MEMORY = range(3)
+"""whether a rank can use shared memory, and if not, why"""
 _CLOSED = "connection closed by the other rank"
 
 
@@ -47,7 +49,7 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         connection.settimeout(_POLL_SECONDS)
-        # The same socket without a timeout, with which Python would ask the system before every send.
+        # The same socket without a timeout: with one, Python makes another system call before every send.
         self._sender = connection.dup()
         self._sender.setblocking(False)
         size = _CREDENTIALS.size
@@ -66,7 +68,7 @@ class Link:
             raise RuntimeError(_CLOSED) from error
 
     def wait(self) -> None:
-        """Wait until the other rank wakes this one or ends, but not longer than a poll."""
+        """Wait until the other rank wakes this one or ends, at most `_POLL_SECONDS`; sets `is_closed`."""
         try:
             self.is_closed = not self._socket.recv(len(_WAKE))
         except TimeoutError:
@@ -78,8 +80,8 @@ class Link:
     def give(self, ring: Ring, handle: int) -> None:
         """Pass the memory of a new ring to the other rank, and close the handle.
 
-        The other rank must expect it, which it does before the first message and after the last of an earlier ring:
-        `wait` would lose the memory.
+        The other rank must be about to call `take`, as it is before the first message and after the last message of an
+        earlier ring: `wait` would discard the descriptor.
         """
         try:
             socket.send_fds(self._sender, [_RING.pack(ring.num_slots, ring.slot_bytes)], [handle])
@@ -89,7 +91,7 @@ class Link:
             os.close(handle)
 
     def take(self) -> Ring | None:
-        """The ring that the other rank has passed; None if it did not, for the time of a poll."""
+        """Wait at most `_POLL_SECONDS` for a ring that the other rank passes; None if it passed none."""
         try:
             data, handles, _, _ = socket.recv_fds(self._socket, _RING.size, 1)
         except TimeoutError:
@@ -102,7 +104,7 @@ class Link:
 
     @property
     def is_hung_up(self) -> bool:
-        """Whether the other rank has ended or closed the link; for threads that do not read."""
+        """Whether the other rank has ended or closed the link; reads nothing, so that any thread may ask."""
         return bool(self._hang_up.poll(0))
 
     def check(self) -> None:
@@ -179,7 +181,7 @@ def connect(groups: ProcessGroups, device: torch.device, max_bytes: int) -> Conn
     """Connect to all ranks of the pipeline that compute on CPUs of this host. Collective.
 
     A link exists at both ends or at none. If all ranks are linked, they get channels for syncs as well, between the
-    last rank and each other one. `max_bytes`: of a message of a channel.
+    last rank and each other one. `max_bytes` is the size of the largest message of a channel.
     """
     assert groups.monitor is not None
     directory, number, state = groups.monitor.directory, secrets.randbits(62), _USABLE
@@ -283,7 +285,7 @@ def _connect(
 
 
 def _host_number(directory: Path) -> int:
-    """Equal on the ranks that can meet in a directory: those of one host, network namespace and launch."""
+    """A number that is equal on ranks that can connect: those of one host, network namespace and directory."""
     network = ""
     with contextlib.suppress(OSError):
         network = os.readlink("/proc/self/ns/net")
@@ -296,7 +298,7 @@ def _path(directory: Path, number: int) -> Path:
 
 @contextlib.contextmanager
 def _short_path(directory: Path, number: int) -> Iterator[str]:
-    """A path of the socket through a file descriptor: the name of a socket has at most 107 bytes."""
+    """A path of the socket through a file descriptor of its directory: the path of a socket has at most 107 bytes."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{handle}/{_path(directory, number).name}"

@@ -69,17 +69,19 @@ class Layout:
 
 _BARRIER = threading.Lock()
 _KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
-"""whether other processes see the writes of this one in their order, and its reads are not delayed past its writes"""
+"""whether the processor keeps the order of writes, and of reads before writes, as x86-64 does"""
 
 
 def memory_barrier() -> None:
     """Make all writes so far visible to other processes before any later read or write of this thread.
 
-    A lock is the only atomic operation of Python: releasing it orders what was before, acquiring it what comes after.
+    Python has no barrier, but locks. On x86-64 the atomic instruction in a lock is a full barrier.
     """
     with _BARRIER:
         pass
     if not _KEEPS_ORDER:
+        # Elsewhere earlier writes may be delayed until the first release, and later reads may run ahead to the last
+        # acquire. With a second acquire after the first release they cannot pass each other.
         with _BARRIER:
             pass
 
@@ -93,9 +95,9 @@ class Ring:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.counters = memoryview(memory).cast("q")
         self._position, self._start = 0, _FIRST_SLOT
-        """how many slots this end has written or read, and where the current one begins"""
+        """number of slots that this end has written or freed, and the offset of the current one"""
         self._limit = num_slots
-        """how many slots may be written, as far as the sender knows"""
+        """the `_position` up to which the sender may write, when it last read the counter of freed slots"""
 
     @staticmethod
     def create(num_messages: int, message_bytes: int) -> tuple["Ring", int]:
@@ -118,7 +120,7 @@ class Ring:
 
     @staticmethod
     def open(handle: int, num_slots: int, slot_bytes: int) -> "Ring":
-        """The other end of a ring, whose file descriptor is closed."""
+        """The receiver's end of a ring; closes its file descriptor."""
         try:
             return Ring(mmap.mmap(handle, _size(num_slots, slot_bytes)), num_slots, slot_bytes)
         finally:

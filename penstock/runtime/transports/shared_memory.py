@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
+from penstock.launch import num_cores
 from penstock.runtime.monitor import RankMonitor
 from penstock.runtime.transports.base import RecvSlot, Route, SendSlot, TensorCodec, Tensors, Transport
 from penstock.runtime.transports.links import Link, await_message, await_ring
@@ -30,10 +31,11 @@ from penstock.runtime.transports.ring import MOVED, Layout, Ring, copy_piece
 
 _LOG = logging.getLogger(__name__)
 _SPINS = 100
-"""how often a receiver looks for a message before it sleeps, about 10 us; not if there are more ranks than cores"""
+"""how often a receiver checks for a message before it sleeps, about 10 us; 0 if there are more ranks than cores"""
 _RETRY_SECONDS = (5e-5, 1e-3)
 """the shortest and longest pause of the thread that waits for room in a ring"""
 _WAIT_SECONDS = 0.2
+"""how often `finish` checks the deadline and the link"""
 
 
 class SharedMemoryTransport(Transport):
@@ -43,7 +45,8 @@ class SharedMemoryTransport(Transport):
         super().__init__(device)
         self._links, self._remote, self.monitor = links, remote, monitor
         self._outboxes = {rank: _Outbox(link, device) for rank, link in links.items()}
-        spins = _SPINS if len(os.sched_getaffinity(0)) > len(links) else 0
+        # Spinning would take the core from a rank that computes. On this host are the ranks of the links, and this one.
+        spins = _SPINS if num_cores() > len(links) else 0
         self._inboxes = {rank: _Inbox(link, monitor, spins) for rank, link in links.items()}
 
     def send_slot(self, route: Route) -> SendSlot:
@@ -60,8 +63,8 @@ class SharedMemoryTransport(Transport):
         """Drop messages in transit; other ranks that wait for this one are woken, and raise."""
         super().clear()
         self._remote.clear()
-        # If the check failed, no rank has sent anything. Otherwise the messages of the step cannot be told from those
-        # of the next one.
+        # If the check before the first message failed, no rank has sent anything, and the links stay usable. Otherwise
+        # messages of this step would be received in the next one.
         if self.problem is None:
             for link in self._links.values():
                 link.close()
@@ -95,19 +98,23 @@ class _Outbox:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: RuntimeError | None = None
+        """raised in `_thread`; `finish` raises it again"""
         self._layouts: WeakValueDictionary[tuple[TensorCodec, ...], Layout] = WeakValueDictionary()
-        self._grows = True
+        self._must_check_size = True
+        """whether the ring may be too small, because steps were compiled since it was created"""
 
     def layout(self, route: Route) -> Layout:
         """The layout of the messages of a route; the ring is made to fit them before the next one is sent."""
         layout = _layout(self._layouts, route)
         layout.num_messages += 1
-        self._grows = True
+        self._must_check_size = True
         return layout
 
     def send(self, tag: int, layout: Layout, tensors: Tensors) -> _Message | None:
         """Write a message into the ring; one that does not fit is returned, and written later."""
-        if self._grows and not self.pending:
+        # `pending` is read without the lock: only this thread appends to it, and once it is empty, `_thread` does not
+        # use the ring.
+        if self._must_check_size and not self.pending:
             self._grow()
         ring = self._ring
         assert ring is not None
@@ -148,6 +155,7 @@ class _Outbox:
         return False
 
     def _write_pending(self) -> None:
+        """Write the pending messages as room becomes free, until there are none; the target of `_thread`."""
         pause, longest = _RETRY_SECONDS
         while True:
             with self._changed:
@@ -156,6 +164,7 @@ class _Outbox:
                     while self.pending and self._write(self.pending[0]):
                         self.pending.popleft()
                         pause = _RETRY_SECONDS[0]
+                    # The receiver does not wake this thread when it has ended.
                     if self.pending and self._link.is_hung_up:
                         self._link.is_closed = True
                         self._link.check()
@@ -186,12 +195,13 @@ class _Outbox:
             self.pending.clear()
 
     def _grow(self) -> None:
-        """Create a ring for the messages of the steps that were compiled, if those before it were smaller."""
-        self._grows = False
+        """Replace the ring by a larger one if it is too small for the messages of the steps that were compiled."""
+        self._must_check_size = False
         ring, layouts = self._ring, list(self._layouts.values())
         size, count = max(each.num_bytes for each in layouts), sum(each.num_messages for each in layouts)
         if ring is not None and (ring.fits(count, size) or not ring.has_room):
-            self._grows = not ring.fits(count, size)
+            # Without room, the move cannot be published now: the next message tries again.
+            self._must_check_size = not ring.fits(count, size)
             return
         try:
             new, handle = Ring.create(count, size)
@@ -200,7 +210,7 @@ class _Outbox:
             if ring is not None:
                 return
             new, handle = _smallest_ring()
-        # In this order: a receiver that finds no message in the old ring does not expect a new one.
+        # In this order: a receiver expects a new ring only once it has read in the old one that the sender has moved.
         if ring is not None and ring.publish_move():
             self._link.wake()
         self._link.give(new, handle)
@@ -208,6 +218,7 @@ class _Outbox:
 
 
 def _smallest_ring() -> tuple[Ring, int]:
+    """A ring of the smallest size, and its file descriptor; raises RunError if there is no memory even for that."""
     try:
         return Ring.create_smallest()
     except OSError as error:
@@ -260,6 +271,7 @@ class _Inbox:
         slot.received = received
 
     def _receive_pieces(self, route: Route, layout: Layout) -> tuple[list[int] | None, list[Tensor | None]]:
+        """Receive a message that is larger than a slot; returns its flags, if it has any, and its tensors."""
         buffers = [codec.buffer(torch.device("cpu")) for codec in layout.codecs]
         pairs = zip(layout.offsets, buffers, strict=True)
         parts = [(offset, buffer.view(-1).view(torch.uint8)) for offset, buffer in pairs if buffer.numel()]
