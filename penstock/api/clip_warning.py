@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from penstock.errors import PenstockWarning
 
 _WARNINGS: "WeakSet[ClipWarning]" = WeakSet()
-"""those of all pipelines of this process that have other ranks"""
+"""the warnings of all pipelines of this process that have ranks in other processes"""
 
 
 class ClipWarning:
     """The warning of one Pipeline, given once, by its first rank.
 
-    `torch.nn.utils.clip_grad_norm_` is replaced by a function that looks for the parameters of pipelines and then calls
-    it. A script that has imported the function itself before keeps torch's: `WatchedParameters` finds out when that
-    reads `pipe.parameters()`; a list of parameters given to it is not noticed.
+    `torch.nn.utils.clip_grad_norm_` is replaced by a function that warns if it is given parameters of a pipeline, and
+    then calls torch's. A script that imported the function by name before has torch's own: `WatchedParameters` warns if
+    that iterates over `pipe.parameters()`. There is no warning if it is given a list of parameters.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], is_first: bool) -> None:

@@ -20,7 +20,9 @@ TEMPORARY = ".tmp-"
 """prefix of a checkpoint that is being written"""
 _REPLACED, _DISCARDED = ".replaced-", ".discarded-"
 _OWN = ("step-", f"{TEMPORARY}step-", f"{_DISCARDED}step-")
-_MOST_TRIES, _MOST_LISTINGS = 100, 10
+"""prefixes of the directories of checkpoints that are or were here, or are being written"""
+MAX_TRIES, _MAX_LISTINGS = 100, 10
+"""how often work on checkpoints is repeated if some vanish, and how often a directory is listed until one is found"""
 _PAUSE_SECONDS = 0.02
 
 T = TypeVar("T")
@@ -134,6 +136,7 @@ def _has_manifest(path: Path) -> bool:
 
 @contextmanager
 def _exclusive(path: Path) -> Iterator[DirectoryLock | None]:
+    """Hold the exclusive lock of a directory in the body; None if another process uses the directory."""
     lock = lock_exclusively(path)
     try:
         yield lock
@@ -143,10 +146,10 @@ def _exclusive(path: Path) -> Iterator[DirectoryLock | None]:
 
 
 def _discard(path: Path, renamed: bool = False) -> bool:
-    """Remove a checkpoint; False if a process uses it.
+    """Remove a checkpoint; False if a process uses it, and nothing is removed.
 
-    The rename comes first: half removed, it must not look like a checkpoint. If a process reads it, it stays, or with
-    `renamed` keeps only its content: `clean_up` removes it later.
+    It is renamed first, so that it does not look like a checkpoint when it is half removed. With `renamed`, one that a
+    process uses is renamed too; `clean_up` removes it later.
     """
     if path.is_symlink() or path.is_file():
         path.unlink()
@@ -166,7 +169,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> list[Path]:
     directory = check_directory(path)
     if is_checkpoint(directory):
         return [directory]
-    for _ in range(_MOST_LISTINGS):
+    for _ in range(_MAX_LISTINGS):
         # One that is being replaced has another name for a moment, or for long if the process that did it was killed.
         replaced = sorted((path for path in directory.glob(f"{_REPLACED}step-*") if path.is_dir()), reverse=True)
         found = CheckpointDir(directory).checkpoints
@@ -184,8 +187,12 @@ def _original(replaced: Path) -> str:
 
 
 def with_checkpoints(path: str | os.PathLike[str], work: Callable[[list[Path]], T]) -> T:
-    """The result of `work` on the checkpoints at a path; with those found then if some vanish while it reads them."""
-    for _ in range(_MOST_TRIES):
+    """Call `work` with the checkpoints at a path, and return its result.
+
+    If it raises VanishedError, because another process has removed or replaced a checkpoint, they are listed again and
+    it is called again.
+    """
+    for _ in range(MAX_TRIES):
         try:
             return work(find_checkpoints(path))
         except VanishedError as error:
@@ -283,7 +290,7 @@ def _of_each(path: Path, read: Callable[[Path], T]) -> list[T]:
                 results.append(read(checkpoint))
             except VanishedError:
                 if checkpoint == checkpoints[-1] and not results:
-                    raise  # there are others by now
+                    raise  # all have vanished: `with_checkpoints` lists those that are there now
         return results
 
     return with_checkpoints(path, read_all)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.capture import internal_call
 from penstock.checkpoint.collective import errors_on_all_ranks, run_on_first_rank
-from penstock.checkpoint.directory import open_tensors, with_checkpoints
+from penstock.checkpoint.directory import MAX_TRIES, open_tensors, with_checkpoints
 from penstock.checkpoint.locks import VanishedError, lock_shared, vanished
 from penstock.checkpoint.manifest import MAX_STEP
 from penstock.checkpoint.names import LOSS_STATE, ModelNames, match_names
@@ -27,7 +27,6 @@ from penstock.ir import Plan, as_int, printable
 from penstock.runtime import GradScaler, ModelPart, RankSync, SyncRequest, SyncVote, shard_like, unsaved_buffer_names
 
 T = TypeVar("T")
-_MOST_TRIES = 100
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,12 @@ class Loader:
                 _check_foreign(targets)
             elif targets.optimizer is not None:
                 check_optimizer(targets.optimizer, parameter_names(self._part), self._part.remote_parameters)
-        for attempt in range(_MOST_TRIES):
+        for attempt in range(MAX_TRIES):
             with ExitStack() as stack:
                 try:
                     return self._load_newest(Path(path), is_foreign, step, targets, stack)
                 except VanishedError:  # on all ranks: another process saves and prunes, so there is a newer one
-                    if attempt + 1 == _MOST_TRIES:
+                    if attempt + 1 == MAX_TRIES:
                         raise
         raise AssertionError("the last attempt returns or raises")
 

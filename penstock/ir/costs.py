@@ -21,9 +21,9 @@ _SECONDS = ("forward", "input_grad", "weight_grad", "backward")
 _PER_STAGE = (*_SECONDS, "activation_bytes", "weight_grad_bytes")
 
 StageSeconds: TypeAlias = "float | tuple[float, ...]"
-"""of a stage: one number for every microbatch, or a number per microbatch"""
+"""seconds of a stage: one number for all microbatches, or a tuple with a number per microbatch"""
 StageBytes: TypeAlias = "int | tuple[int, ...]"
-"""likewise"""
+"""bytes of a stage, in the same form"""
 
 
 @dataclass(frozen=True)

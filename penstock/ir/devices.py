@@ -29,7 +29,7 @@ class Device:
     share: float = _SHARE
     """achieved share of the datasheet's flop/s, measured with large matrix products in bfloat16"""
     source: str = "assumed"
-    """of that share"""
+    """where that share was measured, or "assumed" """
     within: str = "pcie"
     """the link between devices of a node"""
     across: str = "400G"
@@ -58,12 +58,12 @@ DEVICES: dict[str, Device] = {
     "rtx3090": Device(71e12, 35.6e12, 0.936e12, 24 * GIB, across="100G"),
     "rtx4090": Device(165e12, 82.6e12, 1.008e12, 24 * GIB, across="100G"),
 }
-"""by name"""
+"""presets of devices by name"""
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """What one direction between two devices achieves."""
+    """Achieved bandwidth and latency of one direction between two devices."""
 
     bandwidth: float
     """bytes per second"""
@@ -84,7 +84,7 @@ LINKS: dict[str, LinkSpeed] = {
     "400G": LinkSpeed(_SHARE * 50e9, 15e-6),
     "800G": LinkSpeed(_SHARE * 100e9, 15e-6),
 }
-"""by name"""
+"""presets of links by name"""
 _ALIASES = {"nvlink": "nvlink4", "pcie4": "pcie"}
 
 

@@ -82,7 +82,7 @@ def _find_agent() -> int | None:
 
 
 def _has_store() -> bool:
-    """Whether the store in which the ranks meet can be reached; it may be that of an agent on another host."""
+    """Whether the store that connects the ranks can be reached; it may be that of an agent on another host."""
     try:
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         socket.create_connection(address, _CONNECT_SECONDS).close()

@@ -17,7 +17,7 @@ def num_cores() -> int:
 
 
 def check_devices(kind: str, processes: int) -> None:
-    """Refuse a type of device that is not here, or of which there are fewer than local processes."""
+    """Raise RunError if this machine has no device of a type, or fewer than local processes."""
     if kind == "cpu":
         return
     accelerator = torch.accelerator.current_accelerator()

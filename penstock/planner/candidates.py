@@ -145,17 +145,17 @@ def layouts(models: Models, options: PlanOptions) -> Iterator[StageLayout]:
     if is_auto:
         options = replace(options, partitioner=_compared()[0].name)
     refused: PartitionError | None = None
-    is_any = False
+    has_layout = False
     for count, measured in models.items():
         # With the partitioner open too, `other_layouts` has the placements that partitioners choose.
         for placement in _placements(options, count, has_choice=not is_auto):
             try:
                 for layout in _cut(measured, placement, count, options, joins_light=is_auto):
-                    is_any = True
+                    has_layout = True
                     yield layout
             except PartitionError as error:
                 refused = refused or error
-    if refused is not None and not is_any:
+    if refused is not None and not has_layout:
         raise refused
 
 
@@ -267,8 +267,9 @@ def _divide(name: str, problem: Problem, is_mixed: bool = False, joins_light: bo
 def light_groups(problem: Problem) -> tuple[tuple[str, ...], ...]:
     """Returns groups that keep light nodes, such as a view or a norm, with a heavier neighbour.
 
-    A node is light if it takes less than a tenth of the mean seconds of a stage. A chain of light nodes joins the first
-    heavier node on one side of it, if it is light in total and nothing branches off: where more bytes would be sent.
+    A node is light if it takes less than a tenth of the mean seconds of a stage. A group is the chain from a light node
+    to the first heavier node before or after it, if its light nodes are light in total and nothing branches off. The
+    side on which more bytes would be sent if it were cut there is tried first.
     """
     graph, profile = problem.graph, problem.profile
     num_stages = problem.placement.num_stages if problem.placement else problem.cluster.ranks

@@ -18,6 +18,7 @@ _FIRST_SCHEDULE = "1f1b"
 _REFINED = 3
 """divisions that are planned with the whole effort"""
 _MOST_RANKS = 256
+"""the most pipeline ranks of a replica that are tried"""
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class DeviceLayout:
     replicas: int
     ranks: int
     samples: int
-    """of a microbatch"""
+    """samples of a microbatch"""
     microbatches: int
-    """of a replica"""
+    """microbatches of a replica"""
     plan: Plan | None = None
     problem: str = ""
 
@@ -77,7 +78,7 @@ def device_layouts(
     if not found:
         hint = "a batch that is a multiple of the replicas"
         raise PlanError("no division of the devices suits the batch", devices=devices, samples=samples, hint=hint)
-    found.sort(key=_rank)
+    found.sort(key=_sort_key)
     if found[0].plan is None:
         hint = 'more devices or memory, or recompute="auto"'
         raise FitError(f"no division of {devices} devices fits: {found[0].problem}", hint=hint)
@@ -86,7 +87,7 @@ def device_layouts(
         if each.plan is not None:
             asked = replace(options, ranks=each.plan.cluster, microbatches=each.microbatches, budget_seconds=share)
             found[place] = _planned(each, measured[each.samples], asked)
-    return tuple(sorted(found, key=_rank))
+    return tuple(sorted(found, key=_sort_key))
 
 
 def _state_bytes(model: Measured, options: PlanOptions) -> int:
@@ -96,13 +97,15 @@ def _state_bytes(model: Measured, options: PlanOptions) -> int:
 
 
 def _planned(layout: DeviceLayout, model: Measured, options: PlanOptions) -> DeviceLayout:
+    """The layout with its plan, or with the problem if there is none."""
     try:
         return replace(layout, plan=search({layout.microbatches: model}, options), problem="")
     except PenstockError as error:
         return replace(layout, plan=None, problem=error.problem)
 
 
-def _rank(layout: DeviceLayout) -> tuple[bool, float]:
+def _sort_key(layout: DeviceLayout) -> tuple[bool, float]:
+    """Divisions with a plan first, the shortest step first."""
     return layout.plan is None, 0.0 if layout.plan is None else layout.plan.predicted.makespan
 
 

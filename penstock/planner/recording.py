@@ -1,8 +1,8 @@
-"""Passes of pipelines that ran somewhere, as what-if questions need them: Recording, and its simulation.
+"""Recording: the passes of a training with any framework, with the times at which they ran, and their simulation.
 
-A recording holds the passes of some steps of one or more replicas, with the times at which they ran. Its costs are per
-stage and microbatch, so that the simulation of a step differs from what was measured only by what passes and messages
-do not explain.
+A recording holds some steps of one or more replicas. Its costs are per stage and microbatch, so that the simulation of
+a step differs from the measurement only by what passes and messages do not explain. (The Recording of
+`penstock.capture` is another record: the calls of one forward.)
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,6 +37,8 @@ PASSES = {"F": Forward, "B": Backward, "I": InputGrad, "W": WeightGrad}
 """the kinds of passes that a recording may have, by their letter"""
 _LETTERS = {kind.kind: letter for letter, kind in PASSES.items()}
 _FIELDS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
+"""the field of StageCosts for each kind of pass"""
+_HINT = "ranges such as PP:2F0, a parquet file with optype and mb_id, a Megatron log with timers, or run.json"
 
 
 class RecordedPass(NamedTuple):
@@ -130,7 +132,7 @@ class Recording:
     """Recorded steps of one or more replicas of a pipeline."""
 
     source: str
-    """what was read"""
+    """the files that were read"""
     steps: tuple[RecordedStep, ...]
     """in order of step and replica"""
     latency: float = 0.0
@@ -195,7 +197,7 @@ class Recording:
         return simulate(_program(schedule), costs, Cluster(schedule.num_ranks, latency=self.latency))
 
     def seconds(self, schedule: Schedule, costs: StageCosts) -> float:
-        """The length of a pipeline, as `run` gives it."""
+        """The makespan of `run`, computed without a trace where possible, which is faster."""
         orders = _orders_in_turn(schedule)
         if orders is None:
             return self.run(schedule, costs).makespan
@@ -239,7 +241,10 @@ def _program(schedule: Schedule) -> Program:
 
 @lru_cache(maxsize=4096)
 def _orders_in_turn(schedule: Schedule) -> RankOrders | None:
-    """The pass ids of a schedule; None if a stage does not take its microbatches in turn."""
+    """The pass ids of a schedule; None if a stage does not take its microbatches in turn.
+
+    Pass ids do not have the number of the microbatch: `evaluate` gives each stage the microbatches in order.
+    """
     orders = rank_orders(schedule)
     plain = ScheduleProblem.of(StageCosts.uniform(schedule.num_stages), schedule.placement, schedule.num_microbatches)
     return orders if to_schedule(plain, orders) == schedule else None
@@ -263,6 +268,3 @@ def recording_of_traces(source: str, traces: Iterable[Trace]) -> Recording:
         delays += [each.end - each.start for each in trace.transfers]
     # The shortest: others may include waiting for the receiver.
     return Recording(source, tuple(steps), min(delays, default=0.0))
-
-
-_HINT = "ranges such as PP:2F0, a parquet file with optype and mb_id, a Megatron log with timers, or run.json"

@@ -12,16 +12,17 @@ from typing import Any
 from penstock.errors import FormatError
 from penstock.ir import MAX_JSON_BYTES, Run, Trace, from_json
 from penstock.planner.recording import PASSES, RecordedPass, RecordedStep, Recording, recording_of_traces
+from penstock.schedules import build
 
 _RANGE = re.compile(r"(?:PP:)?(\d+)([FBIW])(\d+)")
 """the name of a range, such as PP:2F0"""
 COLUMNS = ("step", "dp_rank", "stage", "optype", "seq_id", "mb_id", "start_ts", "duration")
-"""of the parquet files"""
+"""columns of the parquet files"""
 _OPERATIONS = {"forward-compute": "F", "backward-compute": "B"}
+"""kinds of passes by their names in parquet files and Megatron logs"""
 _TIMER = re.compile(r"^\s*(forward-compute|backward-compute)[ .]*:\s*(.*)$")
 _RANK = re.compile(r"^\s*rank\s+(\d+)\s*:\s*([\d.]+)\s*$")
 _ITERATION = re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)")
-_GLOBAL = re.compile(r"global batch size:\s*(\d+)")
 _MILLI = 1e-3
 
 
@@ -48,6 +49,7 @@ def read_recording(files: Sequence[Path], microbatches: int | None = None) -> Re
 
 
 def _only(files: Sequence[Path], recording: Recording) -> Recording:
+    """The recording; raises FormatError if further files were given."""
     if len(files) > 1:
         raise FormatError("several files must be Chrome traces, one per rank", file=files[0])
     return recording
@@ -118,7 +120,7 @@ def recording_of_rows(source: str, rows: Iterable[tuple[Any, ...]]) -> Recording
 
 
 def _group(operation: str, step: int, replica: int, stage: int, sequence: int) -> tuple[object, ...]:
-    """The ranks that take part in an operation between ranks; empty for one that is not counted."""
+    """A key that is equal on the ranks of one operation between ranks; empty for one that is not counted."""
     if operation.endswith(("-send", "-recv")):
         direction, end = operation.rsplit("-", 1)
         # The message between two stages, named by the earlier of them.
@@ -155,7 +157,6 @@ def read_chrome(files: Iterable[tuple[Path, str]]) -> Recording:
         rank = info.get("rank") if isinstance(info, dict) else None
         for event in events:
             match = _RANGE.fullmatch(str(event.get("name"))) if _is_span(event) else None
-            # A GPU trace has each range twice: on the CPU, and as an annotation around its kernels, which counts.
             if match is None:
                 continue
             where = rank if isinstance(rank, int) and len(files) > 1 else event.get("pid", 0)
@@ -171,6 +172,7 @@ def read_chrome(files: Iterable[tuple[Path, str]]) -> Recording:
 
 
 def _is_span(event: object) -> bool:
+    """Whether an event has a start and a duration; a GPU trace has each range twice, of which the CPU's counts."""
     if not isinstance(event, dict) or event.get("ph") != "X" or event.get("cat") == "gpu_user_annotation":
         return False
     return all(isinstance(event.get(key), int | float) for key in ("ts", "dur"))
@@ -214,8 +216,6 @@ def read_megatron(path: Path, text: str, microbatches: int | None) -> Recording:
     if microbatches is None:
         hint = "--microbatches 8: the global batch size divided by micro-batch size and replicas"
         raise FormatError("a log does not have the number of microbatches", file=path, hint=hint)
-    from penstock.schedules import build
-
     ranks = sorted({rank for _, rank in totals[0]})
     schedule = build("1f1b", len(ranks), microbatches)
     steps = []

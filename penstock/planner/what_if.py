@@ -20,8 +20,11 @@ _SLOW = 1.02
 """a stage or replica is slow if its passes take this many times the mean"""
 _CAUSES = ("warm-up", "wait", "imbalance", "drain")
 _MOST_TRACES = 64
-"""pipelines whose idle time is split by cause"""
+"""the most pipelines that are simulated as traces, to divide their idle time by cause"""
 _SHOWN = 8
+"""the most slow stages, and slow replicas, that are printed"""
+_SECONDS = ("forward", "input_grad", "weight_grad", "backward")
+"""the fields of StageCosts in seconds"""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class WhatIf:
     outside: float
     """seconds of a step besides its passes"""
     ideal: float
+    """seconds of a step in which every pass of a kind takes the mean seconds of its kind"""
     bound: float
     """seconds that no order of the same stages can undercut, with their mean costs"""
     bubble: tuple[tuple[str, float], ...]
@@ -168,6 +172,7 @@ def _mean_step(recording: Recording, seconds: Callable[[RecordedStep], float]) -
 
 
 def _bubble(recording: Recording) -> tuple[tuple[str, float], ...]:
+    """The mean idle share of the ranks' time by cause, over pipelines at equal distances in the recording."""
     shares = []
     for each in recording.steps[:: -(-len(recording.steps) // _MOST_TRACES)]:
         trace = recording.run(each.schedule, each.costs)
@@ -177,33 +182,32 @@ def _bubble(recording: Recording) -> tuple[tuple[str, float], ...]:
 
 
 def _work(costs: StageCosts) -> list[float]:
+    """Mean seconds of a forward and a full backward of every stage."""
     return [f + b for f, b in zip(costs.mean("forward"), costs.mean("backward"), strict=True)]
 
 
-def _mixed(own: StageCosts, other: StageCosts, stage: int, count: int) -> StageCosts:
-    """The costs of `other` with one stage as in `own`."""
-    changed: dict[str, Any] = {
-        name: tuple(
-            tuple((own if s == stage else other).by_microbatch(name)[s].tolist()) * (1 if s == stage else count)
-            for s in range(own.num_stages)
-        )
-        for name in ("forward", "input_grad", "weight_grad", "backward")
-    }
-    return replace(other, **changed)
+def _with_stage(costs: StageCosts, stage: int, source: StageCosts) -> StageCosts:
+    """The costs with the seconds of one stage taken from `source`."""
+    changed: dict[str, Any] = {}
+    for name in _SECONDS:
+        entries = list(getattr(costs, name))
+        entries[stage] = getattr(source, name)[stage]
+        changed[name] = tuple(entries)
+    return replace(costs, **changed)
 
 
 def _stage_parts(recording: Recording, ideal: float) -> list[Part]:
+    """The stages, the slowest first; `ideal` is the length of an ideal pipeline."""
     equal, mean = recording.equal_costs, _work(recording.mean_costs())
-    count = recording.num_microbatches
     now = _mean_step(recording, lambda each: recording.simulated[each.step, each.replica])
     parts = []
     for stage in range(recording.num_stages):
 
         def alone(each: RecordedStep, stage: int = stage) -> float:
-            return recording.seconds(each.schedule, _mixed(each.costs, equal, stage, count))
+            return recording.seconds(each.schedule, _with_stage(equal, stage, each.costs))
 
         def fixed(each: RecordedStep, stage: int = stage) -> float:
-            return recording.seconds(each.schedule, _with_mean_stage(each.costs, equal, stage, count))
+            return recording.seconds(each.schedule, _with_stage(each.costs, stage, equal))
 
         slowdown = (recording.outside + _mean_step(recording, alone)) / (recording.outside + ideal)
         slowness = mean[stage] / fmean(mean)
@@ -213,16 +217,8 @@ def _stage_parts(recording: Recording, ideal: float) -> list[Part]:
     return sorted(parts, key=lambda part: -part.slowness)
 
 
-def _with_mean_stage(costs: StageCosts, equal: StageCosts, stage: int, count: int) -> StageCosts:
-    changed: dict[str, Any] = {}
-    for name in ("forward", "input_grad", "weight_grad", "backward"):
-        rows = [tuple(row) for row in costs.by_microbatch(name).tolist()]
-        rows[stage] = (equal.mean(name)[stage],) * count
-        changed[name] = tuple(rows)
-    return replace(costs, **changed)
-
-
 def _replica_parts(recording: Recording, ideal: float) -> list[Part]:
+    """The replicas, the slowest first; none if there is only one."""
     if len(recording.replicas) == 1:
         return []
     works = {
@@ -252,7 +248,11 @@ def _replica_parts(recording: Recording, ideal: float) -> list[Part]:
 def _alternatives(
     recording: Recording, mean: StageCosts, now: float, problem: ScheduleProblem, budget_seconds: float
 ) -> Iterator[Alternative]:
-    """Every change; those of orders are computed for mean costs and scaled to the recorded steps."""
+    """Every change, without the seconds outside of passes; other orders are simulated with the mean costs.
+
+    `now` is the length of the recorded pipelines. Their passes vary, which lengthens a step: so the lengths of other
+    orders are multiplied by the ratio of `now` to the length of the recorded order with mean costs.
+    """
     schedule, count = recording.steps[0].schedule, recording.num_microbatches
     present = recording.seconds(schedule, mean)
     scale = now / present
@@ -280,7 +280,7 @@ def _alternatives(
 
 
 def _named(schedule: Schedule) -> str | None:
-    """The name of a schedule of the table with one stage per rank, if it is one."""
+    """The name of the schedule if it is 1f1b or gpipe; None for any other."""
     if schedule.placement != Placement.loop(schedule.num_ranks):
         return None
     for name in ("1f1b", "gpipe"):
@@ -300,8 +300,7 @@ def _other_schedules(schedule: Schedule, mean: StageCosts) -> Iterator[tuple[str
             continue  # not for these numbers
         held = [len(stages) for stages in made.placement.stages]
         parts: dict[str, Any] = {
-            each: tuple(mean.mean(each)[rank] / held[rank] for rank in made.placement.ranks)
-            for each in ("forward", "input_grad", "weight_grad", "backward")
+            each: tuple(mean.mean(each)[rank] / held[rank] for rank in made.placement.ranks) for each in _SECONDS
         }
         costs = StageCosts(**parts, messages=tuple(_chain(made.num_stages, mean)))
         if made != schedule:
@@ -309,5 +308,6 @@ def _other_schedules(schedule: Schedule, mean: StageCosts) -> Iterator[tuple[str
 
 
 def _chain(num_stages: int, mean: StageCosts) -> Iterator[Any]:
+    """Messages from every stage to the next, each as the first message of `mean`."""
     for stage in range(num_stages - 1):
         yield replace(mean.messages[0], producer=stage, consumer=stage + 1)
