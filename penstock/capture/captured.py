@@ -204,7 +204,7 @@ class Captured:
         # Once for all microbatches: it looks at the configuration of every module.
         no_cache = without_cache(self.model, {})
         names: dict[object, list[tuple[str, int]]] = {}
-        """of arguments that are all tensors, each another one, with their positions, by the form of the call"""
+        """names and positions of the arguments by the form of the call, if all of them are different tensors"""
         last_specs, batch = None, None
         for index, (args, kwargs) in enumerate(batches):
             if kwargs.get("use_cache") is None:
