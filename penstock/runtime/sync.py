@@ -99,9 +99,12 @@ class RankSync:
     """Runs the syncs of one Pipeline, one after another. With all ranks in one process they always agree."""
 
     _next_pipeline: ClassVar[int] = 0
+    _unfinished: ClassVar[dict[int | None, "RankSync"]] = {}
+    """by the id of a control group, the Pipeline's sync that was started and not finished; it refers to the group"""
 
     def __init__(self, groups: ProcessGroups, tag: int = TAG) -> None:
         self._groups = groups
+        self._control = None if groups.is_local or tag != TAG else id(groups.control)
         # Other syncs may be open while this one is used, so they do not share its channels.
         self._ranks = None if groups.is_local else _Exchange(groups, groups.control, tag, uses_channels=tag == TAG)
         self._replicas = None if groups.peers is None else _Exchange(groups, groups.peers, tag)
@@ -178,10 +181,12 @@ class RankSync:
             self._groups.monitor.idle()
 
     def _send(self, request: SyncRequest, vote: SyncVote, digest: int) -> None:
-        if self._open is not None:
-            # A step that failed before its first message left a sync open: the votes that were sent must be received.
+        unfinished = self if self._open is not None else self._unfinished.get(self._control)
+        if unfinished is not None:
+            # A step that failed before its first message left a sync open, perhaps one of another Pipeline: the votes
+            # that were sent must be received, or they would be taken for those of this sync.
             with contextlib.suppress(RunError):
-                self.finish()
+                unfinished.finish()
         row = None
         if self._ranks is not None:
             agreement = vote.agreement or Agreement()
@@ -197,11 +202,14 @@ class RankSync:
         self._number += 1
         self.step = request.step
         self._open = (request, vote, row)
+        if self._control is not None:
+            self._unfinished[self._control] = self
 
     def finish(self) -> SyncResult:
         """Wait for the votes of all ranks; raises the same error on every rank if they do not agree."""
         assert self._open is not None
         (request, vote, row), self._open = self._open, None
+        self._unfinished.pop(self._control, None)
         if self._ranks is None or row is None:
             return SyncResult(vote.sums, vote.maxes, vote.sums)
         if self._groups.monitor is not None:

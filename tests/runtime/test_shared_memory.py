@@ -353,6 +353,33 @@ def test_a_rank_without_shared_memory_uses_gloo(pools: Pools) -> None:
     assert 'RunOptions(transport="auto")' in first[2]
 
 
+def losses_after_a_failed_step() -> tuple[str, float, float]:
+    """The error of a step that fails on rank 0 before its first message, and the losses of a new Pipeline."""
+    model, x = seeded(nn.Sequential(Block(), Block())), noise(4, WIDTH)
+    plan = quick_plan(model, (x,), ranks=2, microbatches=2, schedule="1f1b")
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss)
+    pipe.step(x, target=x)
+    text = ""
+    is_broken = mock.patch.object(model[0], "forward", side_effect=ValueError("broken"))
+    with is_broken if dist.get_rank() == 0 else nullcontext():
+        try:
+            pipe.step(x, target=x)
+        except RunError as error:
+            text = str(error)
+    pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss)
+    return text, float(pipe.step(x, target=x).loss), float(pipe.step(2 * x, target=x).loss)
+
+
+@pytest.mark.gloo
+def test_a_new_pipeline_does_not_receive_what_a_failed_step_left(pools: Pools) -> None:
+    first, second = pools[2].run(losses_after_a_failed_step)
+    model, x = seeded(nn.Sequential(Block(), Block())), noise(4, WIDTH)
+    assert "broken" in first[0]
+    assert "lost contact with rank 0" in second[0]
+    expected = [float(mse_loss(model(batch), x).detach()) for batch in (x, 2 * x)]
+    assert first[1:] == second[1:] == pytest.approx(expected, rel=1e-12)
+
+
 def test_an_unknown_transport_is_refused() -> None:
     with pytest.raises(RunError, match='transport must be "auto", "shared" or "distributed"'):
         penstock.RunOptions(transport="tcp")
