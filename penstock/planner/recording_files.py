@@ -155,10 +155,14 @@ def read_chrome(files: Iterable[tuple[Path, str]]) -> Recording:
             raise FormatError("not a Chrome trace", file=path, hint="a file that torch.profiler or penstock wrote")
         info = document.get("distributedInfo") if isinstance(document, dict) else None
         rank = info.get("rank") if isinstance(info, dict) else None
-        for event in events:
-            match = _RANGE.fullmatch(str(event.get("name"))) if _is_span(event) else None
-            if match is None:
-                continue
+        ranges = [
+            (event, match)
+            for event in events
+            if _is_span(event) and (match := _RANGE.fullmatch(str(event.get("name"))))
+        ]
+        # A GPU trace has each range twice: when its kernels were launched, and when they ran, which counts.
+        on_device = [(event, match) for event, match in ranges if event.get("cat") == "gpu_user_annotation"]
+        for event, match in on_device or ranges:
             where = rank if isinstance(rank, int) and len(files) > 1 else event.get("pid", 0)
             key = (_number(where), match[2], int(match[1]), int(match[3]))
             found.setdefault(key, []).append((event["ts"] * 1e-6, event["dur"] * 1e-6))
@@ -172,8 +176,8 @@ def read_chrome(files: Iterable[tuple[Path, str]]) -> Recording:
 
 
 def _is_span(event: object) -> bool:
-    """Whether an event has a start and a duration; a GPU trace has each range twice, of which the CPU's counts."""
-    if not isinstance(event, dict) or event.get("ph") != "X" or event.get("cat") == "gpu_user_annotation":
+    """Whether an event has a start and a duration."""
+    if not isinstance(event, dict) or event.get("ph") != "X":
         return False
     return all(isinstance(event.get(key), int | float) for key in ("ts", "dur"))
 

@@ -20,6 +20,8 @@ from penstock.ir import Crossing, Program
 _STAGES, _OPTION = "stages ", "option "
 _NUM_SAMPLED, _MAX_WHOLE_BYTES = 4096, 1 << 16
 """about how many entries a sample has, and the size of the largest tensors that are not sampled"""
+BATCH_INTERVAL = 2
+"""steps between comparisons of batches"""
 _DEVICE_INTERVAL = 10
 """steps between samples of tensors that are not on the CPU: reading them waits for the device"""
 _NUM_SHOWN = 64
@@ -152,7 +154,7 @@ def checksum(batches: Iterable[Mapping[str, object]], step: int | None = None) -
     """A number that differs, almost certainly, if a tensor entry or plain value differs.
 
     Never 0, which stands for batches that are not compared. With `step`, large tensors are sampled: different entries
-    in every step, so that n / 4096 successive steps use every entry of a tensor of n entries. Of tensors that are not
+    each time, so that n / 4096 successive comparisons use every entry of a tensor of n entries. Of tensors that are not
     on the CPU, entries are used in every tenth step, and otherwise shape and dtype only.
     """
     total = 0
@@ -171,7 +173,7 @@ def checksum(batches: Iterable[Mapping[str, object]], step: int | None = None) -
                 if step is None or is_host or step % _DEVICE_INTERVAL == 0:
                     entries = leaf.detach() if leaf.requires_grad else leaf
                     if step is not None and leaf.nbytes > _MAX_WHOLE_BYTES:
-                        entries = _sample(entries, step)
+                        entries = _sample(entries, step // (BATCH_INTERVAL if is_host else _DEVICE_INTERVAL))
                     if not (is_host and entries.is_contiguous() and entries.dtype in _NUMPY_DTYPES):
                         # As bytes, as numpy does not have all dtypes.
                         entries = entries.cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -185,13 +187,13 @@ def checksum(batches: Iterable[Mapping[str, object]], step: int | None = None) -
     return total & 0xFFFFFFFF or 1
 
 
-def _sample(tensor: Tensor, step: int) -> Tensor:
+def _sample(tensor: Tensor, number: int) -> Tensor:
     """About `_NUM_SAMPLED` entries at equal distances, or a row of a tensor that is not contiguous."""
     interval = max(1, tensor.numel() // _NUM_SAMPLED)
     if tensor.is_contiguous():
-        return tensor.view(-1)[step % interval :: interval]
+        return tensor.view(-1)[number % interval :: interval]
     # Flattening would copy all of it.
-    return tensor[step % len(tensor)]
+    return tensor[number % len(tensor)]
 
 
 def describe_batch(leaves: Mapping[str, object]) -> dict[str, list[Any]]:

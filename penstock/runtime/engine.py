@@ -15,7 +15,7 @@ from penstock.capture import LruCache, Microbatch, Recording, Split, Splitting, 
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan, named_leaves, signature_of
 from penstock.passes import DEFAULT_PASSES, AddShardMoves
-from penstock.runtime.agreement import Agreement, checksum, describe_batch, different_batches
+from penstock.runtime.agreement import BATCH_INTERVAL, Agreement, checksum, describe_batch, different_batches
 from penstock.runtime.compile import CompiledStep, StepCompiler
 from penstock.runtime.executor import ActionTimes, StageRunner, action_times, execute, execute_local, watch_step
 from penstock.runtime.health import NONFINITE_HINT, Extremes, NonfiniteProbe, agree_on_origin, read_scalars
@@ -207,7 +207,7 @@ class Engine:
         whose data differ at half the cost. By name, as an argument may be passed by position on some ranks only.
         """
         every, step = self._options.check_inputs_every, request.step
-        if not every or (step % 2 and step % every and request.name == "step"):
+        if not every or (step % BATCH_INTERVAL and step % every and request.name == "step"):
             return 0, {}
         args, kwargs, target = batch
         names = self._parameter_names if len(args) <= len(self._parameter_names) else map(str, range(len(args)))

@@ -107,12 +107,16 @@ def test_chrome_traces_of_all_ranks_or_of_one_each(tmp_path):
             for step in range(2)
         ]
         events += [{"ph": "X", "name": "aten::mm", "ts": 0, "dur": 1}, {"ph": "i", "name": "PP:0F0"}, "text"]
-        events += [{**event, "cat": "gpu_user_annotation"} for event in events if isinstance(event, dict)]
+        # On a GPU the same range a second time, when its kernels ran; the first is when they were launched.
+        launches = [{**event, "dur": 1} for event in events if isinstance(event, dict)]
+        events = [{**event, "cat": "gpu_user_annotation"} if isinstance(event, dict) else event for event in events]
+        events += launches
         files.append(tmp_path / f"rank{rank}.json")
         files[-1].write_text(json.dumps({"traceEvents": events, "distributedInfo": {"rank": rank}}))
     apart = read_recording(files)
     assert len(apart.steps) == 2
     assert apart.steps[0].schedule == recording.steps[0].schedule == trace.program.schedule
+    assert [each.seconds for each in apart.steps[0].passes] != [1e-6] * len(apart.steps[0].passes)
 
 
 def test_a_run_or_a_trace_of_penstock(tmp_path):

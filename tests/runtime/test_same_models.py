@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 import penstock
 from penstock.capture import capture, describe_model, describe_recording
 from penstock.runtime import checksum
+from penstock.runtime.agreement import BATCH_INTERVAL
 from tests.plans import quick_plan
 from tests.process_pool import Pools
 from tests.small_models import WIDTH, noise
@@ -177,12 +178,12 @@ def test_a_batch_that_differs_in_any_step_is_refused_with_the_input_and_its_firs
     assert silent == "not refused"
 
 
-def test_every_entry_of_a_large_tensor_is_compared_within_as_many_steps_as_samples_it_has() -> None:
-    tensor = torch.zeros(32, 1024)
-    before = [checksum([{"x": tensor}], step) for step in range(8)]
+def test_every_entry_of_a_large_tensor_is_compared_within_as_many_comparisons_as_samples_it_has() -> None:
+    tensor, steps = torch.zeros(32, 1024), range(0, 8 * BATCH_INTERVAL, BATCH_INTERVAL)
+    before = [checksum([{"x": tensor}], step) for step in steps]
     for index in range(0, tensor.numel(), 997):
         tensor.view(-1)[index] = 1.0
-        after = [checksum([{"x": tensor}], step) for step in range(8)]
+        after = [checksum([{"x": tensor}], step) for step in steps]
         assert sum(one != other for one, other in zip(before, after, strict=True)) == 1
         tensor.view(-1)[index] = 0.0
 
