@@ -25,6 +25,8 @@ GROUP_PREFIX = "group-"
 _END_GROUPS = f'for file in "$0"/{GROUP_PREFIX}*; do kill -s KILL -- "-${{file##*-}}"; done'
 _CLEANUP_SCRIPT = f'read -r _; {_END_GROUPS}; rm -rf -- "$0"'
 _MAX_PATH_BYTES = 4096
+_shared: tuple[int, Any, Path] | None = None
+"""the process and default group that made a directory for status files, and the directory"""
 
 
 @contextmanager
@@ -66,18 +68,22 @@ def group_device(group: Any = None) -> torch.device:
 def shared_status_directory() -> Path:
     """A directory for status files with the same name on every rank; a collective call of the default group.
 
-    It is the launcher's directory, or a new one made by rank 0. A rank on another host makes its own of that name, and
-    sees the status files of its host only.
+    It is the launcher's directory, or one that rank 0 makes in the first call. A rank on another host makes its own of
+    that name, and sees the status files of its host only.
     """
+    global _shared
     known = status_directory()
     if known is not None:
         return known
+    if _shared is not None and _shared[0] == os.getpid() and _shared[1] is dist.group.WORLD:
+        return _shared[2]
     is_first = dist.get_rank() == 0
     path = tempfile.mkdtemp(prefix="penstock-", dir=_parent()) if is_first else ""
     device = group_device()
     content = torch.tensor(list(path.encode().ljust(_MAX_PATH_BYTES, b"\0")), dtype=torch.uint8, device=device)
     dist.broadcast(content, src=0)
     directory = Path(bytes(content.tolist()).rstrip(b"\0").decode())
+    _shared = os.getpid(), dist.group.WORLD, directory
     if not is_first:
         try:
             directory.mkdir(mode=0o700)

@@ -237,6 +237,7 @@ def test_other_ranks_agree_on_a_directory_that_is_removed_when_they_end(tidy: Pa
 
         del os.environ[STATUS_DIR_VARIABLE]
         directory = shared_status_directory()
+        assert shared_status_directory() == directory  # not another one, with a process that removes it
         StatusFile.create(directory, dist.get_rank(), 3)
         dist.barrier()
         states = [status.state for status in StatusFile.read(directory)]
