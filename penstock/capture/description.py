@@ -22,7 +22,11 @@ from penstock.capture.objects import MODULE_ATTRIBUTES, PLAIN_TYPES, code_origin
 from penstock.capture.recording import Recording
 from penstock.ir import Call, Container, ObjectRef, Ref, State, Tree, refs, states
 
-_OWN = re.compile(r"(^|[_.:])(rank|device|pid|device_?(id|index))$", re.IGNORECASE)
+_OWN = re.compile(
+    r"(^|[_.:])(rank|device|device_?(id|index)|u?uid|run_?(id|name)|pid|host(name)?|verbose|num_threads"
+    r"|(is_)?(main|master)(_process|_rank)?|timestamp|created(_at)?|(start|begin|creation|init|last)_?time)$",
+    re.IGNORECASE,
+)
 """names of attributes and globals that hold what differs between processes"""
 _DEVICE_INDEX = re.compile(r"\b([a-z]+):\d+")
 _MAX_SHOWN, _MAX_ITEMS, _MAX_DEPTH = 120, 256, 3
@@ -100,6 +104,8 @@ def describe_recording(recording: Recording) -> tuple[str, ...]:
 def _shown(value: object, depth: int = _MAX_DEPTH) -> str:
     """A value as text; empty if equal text would not mean an equal value."""
     text = ""
+    if isinstance(value, str) and ("/" in value or " at 0x" in value):
+        return ""  # a path or an address, which may be other ones in every process
     if type(value) in (*PLAIN_TYPES, complex, bytes) or isinstance(value, torch.dtype | np.generic):
         text = repr(value)
     elif isinstance(value, torch.device):
@@ -122,7 +128,8 @@ def _shown(value: object, depth: int = _MAX_DEPTH) -> str:
         else:
             texts = [_shown(item, depth - 1) for item in items]
         if all(texts):
-            ordered = sorted(texts) if isinstance(value, set | frozenset) else texts
+            # A dict may have been made from a set, whose order differs between processes.
+            ordered = sorted(texts) if isinstance(value, set | frozenset | dict) else texts
             text = f"{type(value).__name__}({', '.join(ordered)})"
     text = _DEVICE_INDEX.sub(r"\1", text).replace("\n", " ")
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... {_hash([text])}"

@@ -222,3 +222,20 @@ def test_a_description_has_the_plain_arguments_of_every_call_and_no_names_of_val
     assert any("3.0" in line for line in describe_recording(first))
     assert describe_model(model) == describe_model(Net(k=3.0, seed=1))
     assert not math.isnan(checksum([{"x": X}]))
+
+
+class Labelled(Net):
+    """A model with attributes that its code reads, and that differ between processes."""
+
+    def __init__(self, log_dir: str, is_main: bool, names: dict[str, int]) -> None:
+        super().__init__()
+        self.log_dir, self.is_main, self.names = log_dir, is_main, names
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.is_main or self.log_dir or self.names else x
+
+
+def test_paths_flags_of_one_process_and_the_order_of_a_dict_are_not_compared() -> None:
+    first = describe_model(Labelled("/runs/0", True, {"a": 1, "b": 2}))
+    assert first == describe_model(Labelled("/runs/1", False, {"b": 2, "a": 1}))
+    assert first != describe_model(Labelled("/runs/0", True, {"a": 1, "b": 3}))
