@@ -9,7 +9,7 @@ import dis
 import functools
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from hashlib import blake2b
 from typing import Any
 
@@ -36,18 +36,20 @@ MODEL_LINE, SEPARATOR = "model ", "; "
 """every line is f"{MODEL_LINE}{place}: {items}", with this separator between the items"""
 
 
-def describe_model(model: nn.Module) -> tuple[str, ...]:
+def describe_model(model: nn.Module, opened: Collection[str] = ()) -> tuple[str, ...]:
     """A line for every module: its class, a hash of the code, and the attributes that the code reads and does not set.
 
-    An attribute that a method sets, such as a counter or a cache, differs between ranks, as each runs its own stages.
-    Then a line for every number among the global variables and class attributes that the user's classes refer to.
+    Without the attributes of `opened` modules: those that matter are in the recorded calls, and others, such as a flag
+    of the process that prints, may differ. An attribute that a method sets, such as a counter or a cache, differs
+    between ranks, as each runs its own stages. Then a line for every number among the global variables and class
+    attributes that the user's classes refer to.
     """
     lines = []
     for path, module in model.named_modules():
         kind: Any = type(module)
         items = [f"class {kind.__qualname__}", f"code {_code_hash(kind)}"]
         names = _names_in_code(kind)
-        for name, value in vars(module).items():
+        for name, value in vars(module).items() if path not in opened else ():
             is_read = name in names or name == "forward"
             if name not in MODULE_ATTRIBUTES and is_read and not _OWN.search(name):
                 text = _shown(value)

@@ -65,7 +65,7 @@ class ModelPart:
         _check_model(plan, model)
         self.groups = groups
         compares_models = compares_models and not groups.is_local
-        self._description = describe_model(model) if compares_models else ()
+        self._description = describe_model(model, Granularity.of(plan.graph).opened) if compares_models else ()
         # parallelize_fn changes the modules of this rank's stages only, which other ranks record unchanged.
         self._describes_recordings = compares_models and parallelize is None
         self._recording_descriptions: LruCache[Recording, tuple[str, ...]] = LruCache()

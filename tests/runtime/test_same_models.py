@@ -45,10 +45,10 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.blocks = nn.ModuleList(Block(scale, activation) for _ in range(4))
-        self.k, self.rank, self.device, self.positions = k, 0, "cpu", None
+        self.k, self.rank, self.device, self.positions, self.prints = k, 0, "cpu", None, True
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.positions is None:
+        if self.positions is None and self.prints is not None:
             self.positions = torch.arange(WIDTH, dtype=torch.float64)
         for block in self.blocks:
             x = block(x) * self.k + self.positions * (self.rank * 0)
@@ -84,7 +84,7 @@ def filled_table(model: Net, value: float) -> Net:
 def different(rank: int) -> dict[str, Callable[[], nn.Module]]:
     """For every way in which models may differ, the model of this rank."""
     return {
-        "where: Net, rank 0: k 1.0, rank 1: k 2.0": lambda: Net(k=1.0 + rank),
+        "where: /mul, rank 0: tuple(0: %1.0, 1: 1.0), rank 1: tuple(0: %1.0, 1: 2.0)": lambda: Net(k=1.0 + rank),
         "where: blocks.0, rank 0: scale 1.0, rank 1: scale 2.0": lambda: Net(scale=1.0 + rank),
         "where: blocks.0, rank 0: activation relu, rank 1: activation tanh": lambda: Net(
             activation=(torch.relu, torch.tanh)[rank]
@@ -117,6 +117,7 @@ def harmless_models(path: str) -> list[float]:
     rank, losses = dist.get_rank(), []
 
     def train(model: Net, load: bool = False, **given: Any) -> None:
+        model.prints = rank == 0
         pipe = build(model, **given)
         if load:
             pipe.load(path)
