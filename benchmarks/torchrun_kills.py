@@ -145,7 +145,9 @@ def killed_agents(rounds: int = 20) -> Table:
                 torchrun.wait_for_ranks()
                 if rng.randrange(3):
                     torchrun.wait_for_steps(steps + 1)
-                time.sleep(rng.uniform(0.0, 2.0))
+                    time.sleep(rng.uniform(0.0, 0.3))
+                else:
+                    time.sleep(rng.uniform(0.0, 2.0))
                 found.append(torchrun.kill())
             good = sum(kill.seconds <= LIMIT_SECONDS and kill.is_free and not kill.files for kill in found)
             yield Line(("rounds in which all ends", str(rounds), str(good)), good, rounds)
