@@ -20,7 +20,7 @@ from benchmarks.literature import PAPERS, calibrate
 from benchmarks.table import Line, Table
 from penstock.ir import StageCosts
 from penstock.passes import lower
-from penstock.planner import Recording, read_recording
+from penstock.planner import RecordedTraining, read_recording
 from penstock.schedules import build
 from penstock.simulate import simulate
 
@@ -68,7 +68,7 @@ def _lines(rows: Iterator[Row], target: float) -> Iterator[Line]:
         yield Line(cells, mean, limit, at_least=False)
 
 
-def _recordings() -> Iterator[tuple[str, Recording]]:
+def _recordings() -> Iterator[tuple[str, RecordedTraining]]:
     if find_spec("pyarrow") is not None:
         for path in sorted(DATA.glob("trace-*.parquet")):
             yield path.stem.removeprefix("trace-"), read_recording([path])

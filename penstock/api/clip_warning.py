@@ -22,7 +22,7 @@ class ClipWarning:
 
     `torch.nn.utils.clip_grad_norm_` is replaced by a function that warns if it is given parameters of a pipeline, and
     then calls torch's. A script that imported the function by name before has torch's own: `WatchedParameters` warns if
-    that iterates over `pipe.parameters()`. There is no warning if it is given a list of parameters.
+    that iterates over `pipe.parameters()`. It does not warn of a list of parameters.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], is_first: bool) -> None:
@@ -53,7 +53,7 @@ class WatchedParameters(Iterator[nn.Parameter]):
         self._parameters, self._warning = parameters, warning
 
     def __iter__(self) -> Self:
-        # There is no hook into clipping: the function that reads the parameters is found by its frame.
+        # torch has no hook for clipping, so the frame shows which function reads the parameters.
         code, module = sys._getframe(1).f_code, sys._getframe(1).f_globals.get("__name__")
         if code.co_name == "clip_grad_norm_" and module == "torch.nn.utils.clip_grad":
             self._warning.warn(stacklevel=4)  # the user's call of clip_grad_norm_, which torch wraps

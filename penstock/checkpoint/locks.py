@@ -60,7 +60,7 @@ def lock_shared(path: Path) -> DirectoryLock:
     """Hold a checkpoint, so that it is not removed.
 
     Raises:
-        VanishedError: if there is no such directory
+        VanishedError: if the directory does not exist
     """
     end = time.monotonic() + _WAIT_SECONDS
     try:

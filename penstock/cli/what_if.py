@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typer import Argument, Option
 
 from penstock.cli.files import check_targets, write
 from penstock.cli.options import AsJson
-from penstock.cli.output import note, print_json
+from penstock.cli.output import echo, note, print_json
 from penstock.errors import PenstockError
 
 Files = Annotated[
@@ -47,7 +46,7 @@ def what_if(
     if as_json:
         print_json(found.to_dict())
     else:
-        typer.echo(str(found))
+        echo(str(found))
     if out is not None:
         write(out, what_if_document(recording, found))
         note(f"wrote {out}")

@@ -72,7 +72,7 @@ class PipelineMixin:
 
         Raises:
             RunError: for settings that a pipeline cannot follow, and for ranks that do not fit the processes
-            PlanError: if there is no plan, and the data to search for one with cannot be copied or is empty
+            PlanError: if no plan was given, and the data to search for one with cannot be copied or is empty
         """
         args = self._find_arguments(given, named)
         check_settings(args)

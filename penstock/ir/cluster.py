@@ -259,7 +259,7 @@ class DeviceSpeed:
             name: such as "a100", "h100", "h200", "b200", "l4" or "rtx4090"; `penstock.ir.DEVICES` has all of them
 
         Raises:
-            CostError: if there is no preset of that name
+            CostError: if no preset has that name
         """
         # devices.py imports this file.
         from penstock.ir.devices import find_device

@@ -37,7 +37,7 @@ def start_ticks(pid: int) -> int:
 
 
 def parent_of(pid: int) -> int:
-    """The parent of a process; 0 if there is none, or the process is gone."""
+    """The parent of a process; 0 if it has none, or the process is gone."""
     fields = _stat(pid)
     return int(fields[_PARENT]) if fields else 0
 

@@ -301,7 +301,7 @@ class Pipe:
             stage_idx: index of the stage
 
         Raises:
-            PartitionError: if there is no such stage
+            PartitionError: if no stage has that index
         """
         if not 0 <= stage_idx < self.num_stages:
             raise PartitionError(
@@ -318,7 +318,7 @@ class Pipe:
             group: the ranks of the pipeline; None: all ranks
 
         Raises:
-            PartitionError: if there is no such stage
+            PartitionError: if no stage has that index
             RunError: if torch.distributed is not initialised
         """
         return build_stage(self.get_stage_module(stage_index), stage_index, self.info(), device, group)

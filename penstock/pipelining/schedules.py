@@ -646,7 +646,7 @@ def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
         The class.
 
     Raises:
-        ScheduleError: if there is no schedule of that name
+        ScheduleError: if no schedule has that name
     """
     wanted = str(schedule_name).lower()
     for member in _CLASSES:

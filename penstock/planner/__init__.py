@@ -4,7 +4,7 @@ from penstock.planner.candidates import Measured
 from penstock.planner.devices import DeviceLayout, best_device_plan, device_layouts
 from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.plan_search import search
-from penstock.planner.recording import RecordedPass, RecordedStep, Recording
+from penstock.planner.recording import RecordedPass, RecordedStep, RecordedTraining
 from penstock.planner.recording_files import read_recording
 from penstock.planner.resize import interpolate_profile, with_microbatches
 from penstock.planner.slow_ranks import SlowRankAdvisor

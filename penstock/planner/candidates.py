@@ -257,7 +257,7 @@ def _depth(options: PlanOptions) -> int | None:
 
 
 def _divide(name: str, problem: Problem, is_mixed: bool = False, joins_light: bool = False) -> Division:
-    """Divides a problem; with `joins_light`, no stage consists of light nodes only, unless there is no other way."""
+    """Divides a problem; with `joins_light`, no stage consists of light nodes only, unless only that is possible."""
     if joins_light and (groups := light_groups(problem)):
         with suppress(PartitionError):
             return divide(name, replace(problem, together=groups), is_mixed=is_mixed)

@@ -23,7 +23,7 @@ _MOST_RANKS = 256
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """One division of the devices, and its plan or the reason why there is none."""
+    """One division of the devices, and its plan, or the reason why it has none."""
 
     replicas: int
     ranks: int
@@ -56,7 +56,7 @@ def device_layouts(
     """Plans every division of the devices; returns them from best to worst.
 
     `measured` is by the samples of a microbatch, `clusters` by the pipeline ranks of a replica, and `between` has the
-    link between replicas. Raises FitError if no division fits, and PlanError if there is none.
+    link between replicas. Raises FitError if no division fits, and PlanError if none suits the batch.
     """
     is_open = options.schedule == AUTO and options.stages_per_rank is None
     found = []
@@ -97,7 +97,7 @@ def _state_bytes(model: Measured, options: PlanOptions) -> int:
 
 
 def _planned(layout: DeviceLayout, model: Measured, options: PlanOptions) -> DeviceLayout:
-    """The layout with its plan, or with the problem if there is none."""
+    """The layout with its plan, or with the problem if none was found."""
     try:
         return replace(layout, plan=search({layout.microbatches: model}, options), problem="")
     except PenstockError as error:

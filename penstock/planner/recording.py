@@ -1,8 +1,7 @@
-"""Recording: the passes of a training with any framework, with the times at which they ran, and their simulation.
+"""RecordedTraining: the passes of a training with any framework, with their times, and their simulation.
 
-A recording holds some steps of one or more replicas. Its costs are per stage and microbatch, so that the simulation of
-a step differs from the measurement only by what passes and messages do not explain. (The Recording of
-`penstock.capture` is another record: the calls of one forward.)
+It holds some steps of one or more replicas. Its costs are per stage and microbatch, so that the simulation of a step
+differs from the measurement only by what passes and messages do not explain.
 """
 
 from collections.abc import Iterable, Mapping
@@ -128,7 +127,7 @@ def costs_of(seconds: Mapping[tuple[str, int, int], float]) -> StageCosts:
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordedTraining:
     """Recorded steps of one or more replicas of a pipeline."""
 
     source: str
@@ -250,7 +249,7 @@ def _orders_in_turn(schedule: Schedule) -> RankOrders | None:
     return orders if to_schedule(plain, orders) == schedule else None
 
 
-def recording_of_traces(source: str, traces: Iterable[Trace]) -> Recording:
+def recording_of_traces(source: str, traces: Iterable[Trace]) -> RecordedTraining:
     """The recording of traces, each a step."""
     steps, delays = [], list[float]()
     for number, trace in enumerate(traces):
@@ -267,4 +266,4 @@ def recording_of_traces(source: str, traces: Iterable[Trace]) -> Recording:
         steps.append(RecordedStep(number, 0, tuple(passes)))
         delays += [each.end - each.start for each in trace.transfers]
     # The shortest: others may include waiting for the receiver.
-    return Recording(source, tuple(steps), min(delays, default=0.0))
+    return RecordedTraining(source, tuple(steps), min(delays, default=0.0))

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.errors import FormatError
 from penstock.ir import MAX_JSON_BYTES, Run, Trace, from_json
-from penstock.planner.recording import PASSES, RecordedPass, RecordedStep, Recording, recording_of_traces
+from penstock.planner.recording import PASSES, RecordedPass, RecordedStep, RecordedTraining, recording_of_traces
 from penstock.schedules import build
 
 _RANGE = re.compile(r"(?:PP:)?(\d+)([FBIW])(\d+)")
@@ -26,7 +26,7 @@ _ITERATION = re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)")
 _MILLI = 1e-3
 
 
-def read_recording(files: Sequence[Path], microbatches: int | None = None) -> Recording:
+def read_recording(files: Sequence[Path], microbatches: int | None = None) -> RecordedTraining:
     """The recording of one file, or of Chrome traces of one rank each.
 
     Args:
@@ -48,7 +48,7 @@ def read_recording(files: Sequence[Path], microbatches: int | None = None) -> Re
     return _only(files, read_megatron(first, text, microbatches))
 
 
-def _only(files: Sequence[Path], recording: Recording) -> Recording:
+def _only(files: Sequence[Path], recording: RecordedTraining) -> RecordedTraining:
     """The recording; raises FormatError if further files were given."""
     if len(files) > 1:
         raise FormatError("several files must be Chrome traces, one per rank", file=files[0])
@@ -66,7 +66,7 @@ def _read(path: Path) -> str:
     return text
 
 
-def _of_record(path: Path, record: object) -> Recording:
+def _of_record(path: Path, record: object) -> RecordedTraining:
     traces = record.traces if isinstance(record, Run) else (record,) if isinstance(record, Trace) else ()
     if not traces:
         hint = "penstock train --out DIRECTORY, which records steps, or step(..., record=True)"
@@ -77,7 +77,7 @@ def _of_record(path: Path, record: object) -> Recording:
 # ----------------------------------------------------------------------------------------------------------- parquet
 
 
-def read_parquet(path: Path) -> Recording:
+def read_parquet(path: Path) -> RecordedTraining:
     """The recording of a parquet file with one row per operation: step, dp_rank, stage, optype, start_ts, duration."""
     if find_spec("pyarrow") is None:
         raise FormatError(
@@ -95,7 +95,7 @@ def read_parquet(path: Path) -> Recording:
     return recording_of_rows(str(path), zip(*(table.column(name).to_pylist() for name in COLUMNS), strict=True))
 
 
-def recording_of_rows(source: str, rows: Iterable[tuple[Any, ...]]) -> Recording:
+def recording_of_rows(source: str, rows: Iterable[tuple[Any, ...]]) -> RecordedTraining:
     """The recording of operations, each a row of COLUMNS; start and duration are in seconds."""
     passes: dict[tuple[int, int], list[RecordedPass]] = {}
     ends: dict[int, float] = {}
@@ -116,7 +116,7 @@ def recording_of_rows(source: str, rows: Iterable[tuple[Any, ...]]) -> Recording
     latency = medians.pop("message", 0.0)
     steps = tuple(RecordedStep(step, replica, tuple(each)) for (step, replica), each in sorted(passes.items()))
     whole = tuple(ends[step] for step in sorted({each.step for each in steps}))
-    return Recording(source, steps, latency, sum(medians.values()), whole)
+    return RecordedTraining(source, steps, latency, sum(medians.values()), whole)
 
 
 def _group(operation: str, step: int, replica: int, stage: int, sequence: int) -> tuple[object, ...]:
@@ -136,7 +136,7 @@ def _group(operation: str, step: int, replica: int, stage: int, sequence: int) -
 # ------------------------------------------------------------------------------------------------------ Chrome traces
 
 
-def read_chrome(files: Iterable[tuple[Path, str]]) -> Recording:
+def read_chrome(files: Iterable[tuple[Path, str]]) -> RecordedTraining:
     """The recording of Chrome traces with ranges such as PP:2F0: one file with a process per rank, or a file per rank.
 
     A range that occurs several times belongs to successive steps.
@@ -172,7 +172,7 @@ def read_chrome(files: Iterable[tuple[Path, str]]) -> Recording:
             steps.setdefault(number, []).append(RecordedPass(rank, kind, stage, microbatch, start, seconds))
     complete = [steps[number] for number in sorted(steps) if len(steps[number]) == len(steps.get(0, ()))]
     recorded = tuple(RecordedStep(number, 0, tuple(passes)) for number, passes in enumerate(complete))
-    return Recording(", ".join(names), recorded)
+    return RecordedTraining(", ".join(names), recorded)
 
 
 def _is_span(event: object) -> bool:
@@ -192,7 +192,7 @@ def _number(process: Any) -> int:
 # ---------------------------------------------------------------------------------------------------- logs of Megatron
 
 
-def read_megatron(path: Path, text: str, microbatches: int | None) -> Recording:
+def read_megatron(path: Path, text: str, microbatches: int | None) -> RecordedTraining:
     """The recording of a log with timers of every rank (`--timing-log-level 2 --timing-log-option all`).
 
     A log has the seconds of all microbatches together, so that each counts as the mean; the order is taken to be 1F1B.
@@ -233,13 +233,13 @@ def read_megatron(path: Path, text: str, microbatches: int | None) -> Recording:
                 taken = each[name, ranks[rank]] / microbatches
                 passes.append(RecordedPass(rank, name, rank, getattr(action, "microbatch", 0), float(place), taken))
         steps.append(RecordedStep(number, 0, tuple(passes)))
-    recording = Recording(str(path), tuple(steps))
+    recording = RecordedTraining(str(path), tuple(steps))
     return _with_simulated_starts(recording, tuple(seconds[: len(steps)]) if len(seconds) >= len(steps) else ())
 
 
-def _with_simulated_starts(recording: Recording, step_seconds: tuple[float, ...]) -> Recording:
+def _with_simulated_starts(recording: RecordedTraining, step_seconds: tuple[float, ...]) -> RecordedTraining:
     """The recording with passes at their simulated times, as a log has durations only."""
     simulated = recording_of_traces(
         recording.source, [recording.run(each.schedule, each.costs) for each in recording.steps]
     )
-    return Recording(recording.source, simulated.steps, 0.0, 0.0, step_seconds)
+    return RecordedTraining(recording.source, simulated.steps, 0.0, 0.0, step_seconds)

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.ir import Cluster, Placement, Schedule, StageCosts, align_columns, percent_text, seconds_text
-from penstock.planner.recording import RecordedStep, Recording
+from penstock.planner.recording import RecordedStep, RecordedTraining
 from penstock.planner.synthesis import ScheduleProblem, lower_bound, synthesise
 from penstock.schedules import SCHEDULES, build
 
@@ -118,7 +118,7 @@ class WhatIf:
         return "\n".join((*self.lines(), "", *align_columns(self.rows())))
 
 
-def what_if(recording: Recording, budget_seconds: float = 1.0) -> WhatIf:
+def what_if(recording: RecordedTraining, budget_seconds: float = 1.0) -> WhatIf:
     """Answers all questions about a recording; `budget_seconds` is the effort of synthesising an order."""
     schedule, outside = recording.steps[0].schedule, recording.outside
     mean = recording.mean_costs()
@@ -147,7 +147,7 @@ def what_if(recording: Recording, budget_seconds: float = 1.0) -> WhatIf:
     )
 
 
-def what_if_document(recording: Recording, found: WhatIf) -> str:
+def what_if_document(recording: RecordedTraining, found: WhatIf) -> str:
     """The answers as one HTML page, with the timelines of the first pipeline: as recorded, and with equal stages."""
     first = recording.steps[0]
     pictures = {
@@ -166,12 +166,12 @@ def what_if_document(recording: Recording, found: WhatIf) -> str:
     )
 
 
-def _mean_step(recording: Recording, seconds: Callable[[RecordedStep], float]) -> float:
+def _mean_step(recording: RecordedTraining, seconds: Callable[[RecordedStep], float]) -> float:
     """Mean over steps of the longest pipeline of the step."""
     return fmean(max(map(seconds, pipelines)) for pipelines in recording.by_step.values())
 
 
-def _bubble(recording: Recording) -> tuple[tuple[str, float], ...]:
+def _bubble(recording: RecordedTraining) -> tuple[tuple[str, float], ...]:
     """The mean idle share of the ranks' time by cause, over pipelines at equal distances in the recording."""
     shares = []
     for each in recording.steps[:: -(-len(recording.steps) // _MOST_TRACES)]:
@@ -196,7 +196,7 @@ def _with_stage(costs: StageCosts, stage: int, source: StageCosts) -> StageCosts
     return replace(costs, **changed)
 
 
-def _stage_parts(recording: Recording, ideal: float) -> list[Part]:
+def _stage_parts(recording: RecordedTraining, ideal: float) -> list[Part]:
     """The stages, the slowest first; `ideal` is the length of an ideal pipeline."""
     equal, mean = recording.equal_costs, _work(recording.mean_costs())
     now = _mean_step(recording, lambda each: recording.simulated[each.step, each.replica])
@@ -217,7 +217,7 @@ def _stage_parts(recording: Recording, ideal: float) -> list[Part]:
     return sorted(parts, key=lambda part: -part.slowness)
 
 
-def _replica_parts(recording: Recording, ideal: float) -> list[Part]:
+def _replica_parts(recording: RecordedTraining, ideal: float) -> list[Part]:
     """The replicas, the slowest first; none if there is only one."""
     if len(recording.replicas) == 1:
         return []
@@ -246,7 +246,7 @@ def _replica_parts(recording: Recording, ideal: float) -> list[Part]:
 
 
 def _alternatives(
-    recording: Recording, mean: StageCosts, now: float, problem: ScheduleProblem, budget_seconds: float
+    recording: RecordedTraining, mean: StageCosts, now: float, problem: ScheduleProblem, budget_seconds: float
 ) -> Iterator[Alternative]:
     """Every change, without the seconds outside of passes; other orders are simulated with the mean costs.
 

@@ -75,6 +75,7 @@ PLAN_VERBS = [
     *(("show", "plan.json", "--view", view) for view in ("outline", "cuts", "model", "report")),
     ("report", "run", "--out", "page.html"),
     ("trace", "run/run.json", "trace.json"),
+    ("what-if", "run/run.json", "--budget", "0"),
     ("plan", "model.py:build", "--ranks", "2", "--microbatches", "2", "--budget", "0"),
     ("why-hung", "run"),
 ]

@@ -10,7 +10,7 @@ import pytest
 from penstock.errors import FormatError
 from penstock.ir import Cluster, StageCosts, Trace, to_json
 from penstock.passes import lower
-from penstock.planner import RecordedPass, RecordedStep, Recording, read_recording, what_if, what_if_document
+from penstock.planner import RecordedPass, RecordedStep, RecordedTraining, read_recording, what_if, what_if_document
 from penstock.planner.recording import recording_of_traces
 from penstock.planner.recording_files import COLUMNS, recording_of_rows
 from penstock.schedules import build
@@ -26,7 +26,7 @@ def trace_of(costs: StageCosts = SLOW, microbatches: int = 8, name: str = "1f1b"
     return simulate(lower(schedule), costs, Cluster(costs.num_stages, latency=latency))
 
 
-def two_replicas() -> Recording:
+def two_replicas() -> RecordedTraining:
     """Two steps of two replicas, the second of which takes twice as long."""
     steps = []
     for step in range(2):
@@ -34,7 +34,7 @@ def two_replicas() -> Recording:
             costs = StageCosts.uniform(2, 1.0 + replica, 1.0 + replica, 0.0)
             passes = recording_of_traces("", [trace_of(costs, 4)]).steps[0].passes
             steps.append(RecordedStep(step, replica, passes))
-    return Recording("two", tuple(steps), outside=0.5)
+    return RecordedTraining("two", tuple(steps), outside=0.5)
 
 
 def test_a_recorded_trace_is_simulated_exactly():
@@ -52,7 +52,7 @@ def test_microbatches_in_another_order_are_simulated_too():
         *(RecordedPass(0, "F", 0, m, start, 1.0) for start, m in enumerate((1, 0))),
         *(RecordedPass(0, "B", 0, m, 2.0 + 2 * start, 2.0) for start, m in enumerate((0, 1))),
     ]
-    recording = Recording("", (RecordedStep(0, 0, tuple(passes)),))
+    recording = RecordedTraining("", (RecordedStep(0, 0, tuple(passes)),))
     assert recording.errors == (0.0,)
     assert what_if(recording, 0.0).simulated == 6.0
 
@@ -188,7 +188,7 @@ def test_files_that_hold_no_passes(tmp_path):
 def test_recordings_must_be_consistent():
     one, two = (recording_of_traces("", [trace_of(microbatches=count)]).steps[0] for count in (2, 3))
     with pytest.raises(FormatError, match="differ in stages or microbatches"):
-        Recording("", (one, two))
+        RecordedTraining("", (one, two))
     moved = tuple(
         each._replace(rank=1 - each.rank) if each.kind == "B" and each.stage < 2 else each for each in one.passes
     )

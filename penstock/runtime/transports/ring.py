@@ -101,12 +101,12 @@ class Ring:
 
     @staticmethod
     def create(num_messages: int, message_bytes: int) -> tuple["Ring", int]:
-        """A new ring for a step with these messages, and its file descriptor; raises OSError if there is no memory."""
+        """A new ring for a step with these messages, and its file descriptor; raises OSError if memory is lacking."""
         num_slots, slot_bytes = _shape(num_messages, message_bytes)
         handle = os.memfd_create("penstock", os.MFD_CLOEXEC)
         try:
             size = _size(num_slots, slot_bytes)
-            # Reserved now: writing to a page for which there is no memory would kill the process.
+            # Reserved now: without memory, a later write to the page would kill the process.
             os.posix_fallocate(handle, 0, size)
             return Ring(mmap.mmap(handle, size), num_slots, slot_bytes), handle
         except BaseException:

@@ -218,7 +218,7 @@ class _Outbox:
 
 
 def _smallest_ring() -> tuple[Ring, int]:
-    """A ring of the smallest size, and its file descriptor; raises RunError if there is no memory even for that."""
+    """A ring of the smallest size, and its file descriptor; raises RunError if memory is lacking even for that."""
     try:
         return Ring.create_smallest()
     except OSError as error:
