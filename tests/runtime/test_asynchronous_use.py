@@ -82,7 +82,8 @@ def test_eval_drains() -> None:
     found = pipe.eval(x, target=y, return_outputs=True)
     model = layers(2)
     model.load_state_dict(pipe.state_dict())
-    assert torch.equal(found.outputs, model(x))
+    # Not bit by bit: a microbatch of three samples may be multiplied by another kernel than the batch of six.
+    torch.testing.assert_close(found.outputs, model(x).detach(), rtol=1e-12, atol=1e-12)
     assert all(result.is_known for result in results)
 
 
