@@ -8,7 +8,7 @@ microbatch. `probe.py` explains the identity that it rests on.
     counts.py         weights that are the shares of samples, labels or a mask
     probe.py          compares gradients for some samples together with those for the same samples in parts
     samples.py        selects samples of a batch and makes outputs for them
-    terms.py          finds the losses in what a model or a loss function returns
+    terms.py          finds the losses in the result of a model or a loss function
     function.py       evaluates a loss function
     model.py          evaluates the loss that a model returns, without running its blocks
     added.py          add_loss; added_weights.py finds the weights of added losses

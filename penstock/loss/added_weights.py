@@ -1,4 +1,4 @@
-"""The weights of losses that modules add, from whichever stage they are in."""
+"""The weights of losses that modules add with `add_loss`, in any stage."""
 
 from collections.abc import Collection, Sequence
 
@@ -25,8 +25,11 @@ class AddedLosses:
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self._kinds: LruCache[tuple[int, Recording], list[Kind]] = LruCache()
+        """the kind of every loss that a stage adds, by stage and recording"""
+        self._sizes: list[int] = []
+        """the numbers of samples of the parts that were evaluated last"""
         self.warnings: tuple[str, ...] = ()
-        """added losses that may not count as in one process"""
+        """about added losses whose weights may not be those of one process"""
 
     def total(
         self, step: LossStep, microbatch: int, stage: int, nodes: Collection[str], added: Sequence[Added], weight: float
@@ -69,14 +72,14 @@ class AddedLosses:
 
     def _probes(self, step: LossStep, microbatch: int, nodes: Collection[str]) -> list[list[Probe]]:
         """For each of two draws of noise, the probes of the losses that the nodes of a stage add, in their order."""
-        recording, microbatches = step.recordings[microbatch], list(step.microbatches)
-        # ModelLoss takes the recording to be that of the first microbatch.
-        microbatches.insert(0, microbatches.pop(microbatch))
-        model = ModelLoss(self._captured, recording, microbatches, {})
+        recording = step.recordings[microbatch]
+        model = ModelLoss(self._captured, recording, step.microbatches, {}, recorded=microbatch)
         adding = [node for node in recording.graph.nodes if node.name in recording.nodes_adding_loss]
+        # Blocks that add losses must run. Of losses that are added between blocks, those of other stages are dropped
+        # below.
         live = {node.module for node in adding if node.is_leaf and node.name in nodes}
         between = [node.name in nodes for node in adding if not node.is_leaf]
-        parts = choose_parts([each.size for each in microbatches], model.sample_size)
+        parts = choose_parts([each.size for each in model.microbatches], model.sample_size)
         self._sizes = [part.length for part in parts]
 
         def evaluations(noise: Noise, chosen: Sequence[int]) -> list[Evaluation]:

@@ -11,9 +11,10 @@ from penstock.errors import RunError
 
 Kind = Literal["mean", "tokens", "sum"]
 Piece = tuple[Mapping[str, Tensor], int]
-"""tensors of some samples that may be counted, by name, and the number of samples"""
+"""the tensors of some samples whose entries may be counted, by name, and the number of samples"""
 REDUCTIONS = ("mean", "tokens", "sum")
 IGNORE_INDEX = -100
+"""the label that torch ignores by default"""
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,12 @@ class Count:
                     'reduction="tokens" requires labels to count, got none',
                     hint="give class indices as target= or labels=, or another reduction",
                 )
-            positions = [tensor.detach()[:, 1:] if self.skips_first else tensor.detach() for tensor in counted_tensors]
-            counted = [entries if self.ignore_index is None else entries != self.ignore_index for entries in positions]
-            counts.append(torch.stack([entries.sum(dtype=torch.float64) for entries in counted]).sum())
+            sums = []
+            for tensor in counted_tensors:
+                entries = tensor.detach()[:, 1:] if self.skips_first else tensor.detach()
+                counted = entries if self.ignore_index is None else entries != self.ignore_index
+                sums.append(counted.sum(dtype=torch.float64))
+            counts.append(torch.stack(sums).sum())
         return torch.stack(counts).tolist()
 
     def weights(self, pieces: Sequence[Piece]) -> tuple[float, ...]:
@@ -76,6 +80,7 @@ def _labels(tensors: Mapping[str, Tensor]) -> list[Tensor]:
 def candidates(pieces: Sequence[Piece]) -> Iterator[Count]:
     """Counts by which the loss of some pieces may be divided, the cheapest first."""
     yield Count("mean")
+    # Only tensors with a dimension of samples: others are the same in every microbatch.
     for name, tensor in pieces[0][0].items():
         if not tensor.numel() or pieces[0][1] not in tensor.shape or tensor.is_complex():
             continue
@@ -85,11 +90,12 @@ def candidates(pieces: Sequence[Piece]) -> Iterator[Count]:
             ends = torch.stack([torch.stack(tensors[name].aminmax()) for tensors, _ in pieces])
             ignored = dict.fromkeys((IGNORE_INDEX, int(ends.min()), int(ends.max())))
             yield from (Count("tokens", name, value, skips) for value in ignored for skips in positions)
+        # A mask, or weights of samples or tokens: the divisor is the sum of their entries.
         yield from (Count("tokens", name, None, skips) for skips in positions)
     yield Count("sum")
 
 
 def weighted_sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The loss of the batch from those of its microbatches. Those of weight 0 are left out: they may be NaN."""
+    """The loss of the batch from those of its microbatches. A loss of weight 0 is left out: it may be NaN."""
     counted = [value * weight for value, weight in zip(values, weights, strict=True) if weight != 0]
     return torch.stack(counted).sum(0) if counted else torch.zeros_like(values[0])

@@ -25,21 +25,21 @@ INSEPARABLE = (
 UNDECIDED = "how the loss is averaged over samples could not be determined, so each sample is given the same weight"
 
 
-class Source(Protocol):
-    """A loss that can be evaluated on parts of a batch: that of a loss function, or the one that a model returns."""
+class ProbedLoss(Protocol):
+    """A loss that can be evaluated on parts of a batch: `LossFunction`, or `ModelLoss` for one that a model returns."""
 
     microbatches: Sequence[Microbatch]
     """those of the step"""
 
     @property
     def sample_size(self) -> int:
-        """How many entries the outputs have for each sample."""
+        """The number of entries that the outputs have for each sample."""
 
     def tensors(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """The tensors of a microbatch whose entries the loss may be divided by, by name."""
+        """The tensors of a microbatch, by name, whose number or sum of entries may be the divisor of the loss."""
 
     def evaluator(self, parts: Sequence[Part], draw: int) -> AbstractContextManager[Evaluate]:
-        """Evaluate on some parts, with different outputs in every draw."""
+        """A context in which some parts can be evaluated, with different outputs in every draw."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Decision:
     """How the weights of a step are found."""
 
     count: Count | None
-    """what is counted; None: the loss is evaluated in every step"""
+    """the divisor of the loss, which is counted in every step; None: the loss is evaluated in every step"""
     alternatives: tuple[Count, ...] = ()
     """other counts that fitted as well, because they have given the same weights so far"""
     problem: str = ""
-    """why the weights are not, or may not be, right"""
+    """why the weights are not, or may not be, exact"""
     is_provisional: bool = False
     """whether the next step should decide again, because this one was not conclusive"""
 
@@ -61,19 +61,19 @@ class Decision:
         return () if self.count is None else (self.count, *self.alternatives)
 
 
-def decide(source: Source, pieces: Sequence[Piece], step_number: int) -> tuple[Decision, tuple[float, ...]]:
-    """Find out how the loss of a step is averaged, and the weights of its microbatches.
+def decide(loss: ProbedLoss, pieces: Sequence[Piece], step_number: int) -> tuple[Decision, tuple[float, ...]]:
+    """Determine how the loss of a step is averaged over samples, and the weights of its microbatches.
 
     The outputs that the loss is evaluated on vary with `step_number`. If they are large, a few samples of every
     microbatch are tried first. That is enough if the weights are counts of samples, labels or mask entries.
     """
     sizes = [size for _, size in pieces]
     everything = [Part(index, 0, size) for index, size in enumerate(sizes)]
-    few = choose_parts(sizes, source.sample_size, [tensors for tensors, _ in pieces], len(sizes), step_number)
+    few = choose_parts(sizes, loss.sample_size, [tensors for tensors, _ in pieces], len(sizes), step_number)
     for parts in (few, everything):
         weights = None
         try:
-            decision, weights = _compare(source, parts, step_number)
+            decision, weights = _decide_on(loss, parts, step_number)
         except PenstockError:
             raise
         except Exception as error:  # a user's loss may raise anything for parts of a batch
@@ -81,6 +81,7 @@ def decide(source: Source, pieces: Sequence[Piece], step_number: int) -> tuple[D
             decision = Decision(
                 Count("mean"), problem=f"{UNDECIDED} (it cannot be evaluated on part of a batch: {reason})"
             )
+        # A decision that was made on few samples is final only if it is a count without doubts.
         if decision.count is None:
             if parts == everything and weights is not None:
                 return decision, weights
@@ -92,41 +93,42 @@ def decide(source: Source, pieces: Sequence[Piece], step_number: int) -> tuple[D
     raise AssertionError("unreachable: evaluating all microbatches always gives a decision")
 
 
-def holds(count: Count, source: Source, pieces: Sequence[Piece], step_number: int) -> bool:
+def count_fits(count: Count, loss: ProbedLoss, pieces: Sequence[Piece], step_number: int) -> bool:
     """Whether a count gives the weights of two microbatches of a step, or of a few samples of them."""
     sizes = [size for _, size in pieces]
-    parts = choose_parts(sizes, source.sample_size, [tensors for tensors, _ in pieces], 2, step_number)
+    parts = choose_parts(sizes, loss.sample_size, [tensors for tensors, _ in pieces], 2, step_number)
     try:
-        with source.evaluator(parts, step_number) as evaluate:
+        with loss.evaluator(parts, step_number) as evaluate:
             probe = Probe.of(evaluate, range(len(parts)))
     except PenstockError:
         raise
-    except Exception:
+    except Exception:  # a user's loss may raise anything for parts of a batch
         return False
-    return not probe.is_decisive or probe.fits(count.weights(_pieces(source, parts)))
+    return not probe.is_decisive or probe.fits(count.weights(_pieces(loss, parts)))
 
 
-def evaluated_weights(source: Source, pieces: Sequence[Piece], step_number: int) -> tuple[float, ...] | None:
+def evaluated_weights(loss: ProbedLoss, pieces: Sequence[Piece], step_number: int) -> tuple[float, ...] | None:
     """The weights of a step from the gradients of its loss; None if no weights fit them."""
     parts = [Part(index, 0, size) for index, (_, size) in enumerate(pieces)]
     try:
-        probes = _probes(source, parts, (step_number,), [])
+        probes = _probes(loss, parts, (step_number,), [])
         if probes[0].is_decisive and not all(probes[0].weights):
-            probes += _probes(source, parts, (step_number + 1,), [])
+            # A gradient was zero: the part has no labels, or its outputs happen to be in a flat region of the loss.
+            probes += _probes(loss, parts, (step_number + 1,), [])
     except PenstockError:
         raise
-    except Exception:
+    except Exception:  # as above
         return None
-    weights = _combined(probes)
+    weights = _combine_draws(probes)
     return weights if weights is not None and all(probe.fits(weights) for probe in probes) else None
 
 
-def _compare(source: Source, parts: Sequence[Part], step_number: int) -> tuple[Decision, tuple[float, ...] | None]:
+def _decide_on(loss: ProbedLoss, parts: Sequence[Part], step_number: int) -> tuple[Decision, tuple[float, ...] | None]:
     """The decision from the gradients for some parts, and the weights of these if they cannot be counted."""
-    pieces = _pieces(source, parts)
+    pieces = _pieces(loss, parts)
     known = {count: count.weights(pieces) for count in candidates(pieces)}
-    probes = _probes(source, parts, (2 * step_number, 2 * step_number + 1), list(known.values()))
-    weights = _combined(probes)
+    probes = _probes(loss, parts, (2 * step_number, 2 * step_number + 1), list(known.values()))
+    weights = _combine_draws(probes)
     if weights is None:
         # A loss of NaN or 0 comes from a batch without labels, for which any weights are right. In either case the
         # next step may be conclusive.
@@ -139,11 +141,13 @@ def _compare(source: Source, parts: Sequence[Part], step_number: int) -> tuple[D
 
     fitting = [count for count in known if all(probe.fits(known[count]) for probe in decisive)]
     if fitting:
+        # Several may fit within the tolerance. The closest is used as long as all of them give the same weights.
         best, *alternatives = sorted(fitting, key=distance)
         return Decision(best, tuple(alternatives)), None
     if all(probe.fits(weights) for probe in decisive):
         return Decision(None), weights
-    # The weights of the largest term: those of labels if only a small term is averaged over samples.
+    # No weights are exact. Those of the largest term of the loss are used: of the mean over labels if they are much
+    # closer than those of the mean over samples, else of the latter.
     usual = [count for count in known if count.kind != "tokens" or count.ignore_index == IGNORE_INDEX]
     best = min(usual, key=distance)
     best = best if distance(best) < distance(Count("mean")) / 2 else Count("mean")
@@ -151,21 +155,21 @@ def _compare(source: Source, parts: Sequence[Part], step_number: int) -> tuple[D
 
 
 def _probes(
-    source: Source, parts: Sequence[Part], draws: Sequence[int], known: Sequence[tuple[float, ...]]
-) -> list["Probe | _Pairs"]:
-    """Evaluations of some draws; `known` are weights that will be compared with them."""
-    probes: list[Probe | _Pairs] = []
-    is_large = source.sample_size * sum(part.length for part in parts) > _MAX_TOGETHER
+    loss: ProbedLoss, parts: Sequence[Part], draws: Sequence[int], known: Sequence[tuple[float, ...]]
+) -> list["Probe | _PairProbe"]:
+    """One probe for each draw; `known` are weights that will be compared with them."""
+    probes: list[Probe | _PairProbe] = []
+    is_large = loss.sample_size * sum(part.length for part in parts) > _MAX_TOGETHER
     for draw in draws:
-        with source.evaluator(parts, draw) as evaluate:
+        with loss.evaluator(parts, draw) as evaluate:
             if is_large and len(parts) > 2:
-                probes.append(_Pairs(evaluate, len(parts), known))
+                probes.append(_PairProbe(evaluate, len(parts), known))
             else:
                 probes.append(Probe.of(evaluate, range(len(parts))))
     return probes
 
 
-def _combined(probes: Sequence["Probe | _Pairs"]) -> tuple[float, ...] | None:
+def _combine_draws(probes: Sequence["Probe | _PairProbe"]) -> tuple[float, ...] | None:
     """The weights from all draws; None if no draw is decisive.
 
     A part whose gradient is zero in one draw, as with a hinge loss, takes its weight from the other.
@@ -174,22 +178,26 @@ def _combined(probes: Sequence["Probe | _Pairs"]) -> tuple[float, ...] | None:
     return tuple(next((weight for weight in column if weight), 0.0) for column in columns) or None
 
 
-class _Pairs:
-    """The weights of parts of which only two at a time are evaluated together.
+class _PairProbe:
+    """Like `Probe`, but only two parts at a time are evaluated together, which bounds the memory.
 
-    That bounds the memory, and is enough if the loss is a sum over a divisor which adds up over microbatches: two of
-    them with divisors d and e have the weights d / (d + e) and e / (d + e). A sum has the weights 1 and 1.
+    This is enough if the loss is a sum over a divisor that adds up over microbatches: two of them with the divisors d
+    and e have the weights d / (d + e) and e / (d + e). A sum has the weights 1 and 1. Every part is paired with the
+    same one, the pivot, so that the ratio of their two weights is the part's divisor relative to that of the pivot.
     """
 
-    def __init__(self, evaluate: Evaluate, count: int, known: Sequence[tuple[float, ...]]) -> None:
+    def __init__(self, evaluate: Evaluate, num_parts: int, known: Sequence[tuple[float, ...]]) -> None:
         self.loss = self.tolerance = 0.0
         self.is_decisive = False
         self._fits = dict.fromkeys(known, True)
-        self._is_right = True
+        self._is_consistent = True
+        """whether the pairs agree with one another, and each with its own weights"""
         alone: dict[int, Evaluation] = {}
+        # The divisors of the parts so far, relative to that of the pivot.
         shares, pivot, kinds = [1.0], 0, set[str]()
-        for other in range(1, count):
+        for other in range(1, num_parts):
             probe = Probe.of(evaluate, (pivot, other), alone)
+            # Only the evaluation of the pivot is needed again.
             del alone[other]
             self.loss, self.tolerance = probe.loss, max(self.tolerance, probe.tolerance)
             if not probe.is_decisive:
@@ -197,34 +205,37 @@ class _Pairs:
                 continue
             self.is_decisive = True
             for weights in self._fits:
+                # Weights of a mean are those among all parts: scaled to add up to 1 for the two.
                 pair = (weights[pivot], weights[other])
                 total = 1.0 if pair == (1.0, 1.0) else sum(pair) or 1.0
                 self._fits[weights] &= probe.fits((pair[0] / total, pair[1] / total))
             pivot_weight, other_weight = probe.weights
-            self._is_right &= probe.fits((pivot_weight, other_weight))
+            self._is_consistent &= probe.fits((pivot_weight, other_weight))
             if pivot_weight and other_weight:
                 # Only two parts that both count distinguish a sum from a mean.
                 kinds.add("sum" if abs(pivot_weight - 1) <= probe.tolerance else "mean")
                 expected_sum = 2.0 if kinds == {"sum"} else 1.0
-                self._is_right &= abs(pivot_weight + other_weight - expected_sum) <= probe.tolerance
+                self._is_consistent &= abs(pivot_weight + other_weight - expected_sum) <= probe.tolerance
+            # A weight may be 0 although the part counts, if its gradient happens to be zero. The two weights add up to
+            # 1, so its share still follows from the other weight: e / d = 1 / (d / (d + e)) - 1.
             if pivot_weight or not other_weight:
                 shares.append(other_weight / pivot_weight if other_weight else max(0.0, 1 / (pivot_weight or 1.0) - 1))
             else:
-                # Gradients of the pivot are zero: this part becomes the pivot, and earlier shares are rescaled to it.
+                # The gradient of the pivot is zero: this part becomes the pivot, and earlier shares are rescaled to it.
                 shares, pivot = [share * max(0.0, 1 / other_weight - 1) for share in shares] + [1.0], other
-        self.weights = (1.0,) * count if kinds == {"sum"} else tuple(share / sum(shares) for share in shares)
+        self.weights = (1.0,) * num_parts if kinds == {"sum"} else tuple(share / sum(shares) for share in shares)
 
     def fits(self, weights: tuple[float, ...]) -> bool:
         """Whether these are the weights of all pairs."""
-        return self._fits.get(weights, self._is_right and self.distance(weights) <= self.tolerance)
+        return self._fits.get(weights, self._is_consistent and self.distance(weights) <= self.tolerance)
 
     def distance(self, weights: Sequence[float]) -> float:
-        """How far weights are from those of the pairs; 0 within rounding."""
-        apart = max(abs(weight - expected) for weight, expected in zip(weights, self.weights, strict=True))
-        return apart if apart > self.tolerance / 100 else 0.0
+        """The largest difference between weights and those of the pairs; 0 within rounding."""
+        furthest = max(abs(weight - expected) for weight, expected in zip(weights, self.weights, strict=True))
+        return furthest if furthest > self.tolerance / 100 else 0.0
 
 
-def _pieces(source: Source, parts: Sequence[Part]) -> list[Piece]:
+def _pieces(loss: ProbedLoss, parts: Sequence[Part]) -> list[Piece]:
     """The tensors of the samples of each part."""
-    taken = [source.microbatches[part.microbatch].take(part.start, part.length) for part in parts]
-    return [(source.tensors(microbatch), microbatch.size) for microbatch in taken]
+    taken = [loss.microbatches[part.microbatch].take(part.start, part.length) for part in parts]
+    return [(loss.tensors(microbatch), microbatch.size) for microbatch in taken]

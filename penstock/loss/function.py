@@ -22,19 +22,21 @@ from penstock.capture import (
 from penstock.errors import PenstockError, RunError
 from penstock.ir import leaves, listed, named_leaves, take_apart, transform
 from penstock.loss.probe import ConstantRandomness, Evaluate, Evaluation, FunctionTracker, ProbeError, evaluation
-from penstock.loss.samples import LARGE, SMALL_SCALE, Part, join, sample_dims, stand_in
+from penstock.loss.samples import LARGE, SMALL_SCALE, Part, artificial_output, join, sample_dims
 from penstock.loss.terms import SINGLE, losses_of_function
 
 LossFn = Callable[[Any, Any], Any]
-_DEPTH = 4
-_FEW = 64
+_MAX_DEPTH = 4
+"""references that are followed from a loss function to find its modules and tensors"""
+_MAX_ITEMS = 64
+"""items of a container that is searched; a longer one is taken for data"""
 
 
 def loss_module(loss_fn: object) -> nn.Module | None:
     """The module that a loss function is, or is a method, a partial or a wrapper of; None for a plain function."""
     while not isinstance(loss_fn, nn.Module):
-        inner = (getattr(loss_fn, name, None) for name in ("__self__", "func", "__wrapped__"))
-        loss_fn = next((one for one in inner if callable(one)), None)
+        wrapped = (getattr(loss_fn, name, None) for name in ("__self__", "func", "__wrapped__"))
+        loss_fn = next((candidate for candidate in wrapped if callable(candidate)), None)
         if loss_fn is None:
             return None
     return loss_fn
@@ -51,12 +53,16 @@ class LossFunction:
         self._loss_fn, self._remote, self._name = loss_fn, remote_parameters, name
         self.microbatches: Sequence[Microbatch] = ()
         self._output: Any = None
+        """the output of one microbatch, of `_size` samples"""
         self._size = 0
         self._is_random = False
+        """whether the function draws random numbers"""
         self._is_native = False
         """whether the function accepts only the dtype of the real outputs"""
         self.dtype = torch.float64
         """the lowest precision that it computed in"""
+        self._state: _ReferencedState
+        self._generators: GeneratorStates
         # A compiled function has one of these attributes; it would be compiled again for every number of samples.
         self.is_plain = not hasattr(loss_fn, "_torchdynamo_orig_callable") and not hasattr(loss_fn, "_orig_mod")
         """whether it can be called without precautions: it draws no random numbers, has no state that a call changes,
@@ -73,7 +79,7 @@ class LossFunction:
 
     @property
     def sample_size(self) -> int:
-        """How many entries the largest tensor of the output has for each sample."""
+        """The number of entries that the largest tensor of the output has for each sample."""
         tensors = (leaf for leaf in leaves(self._output) if isinstance(leaf, Tensor))
         return max((leaf.numel() // self._size for leaf in tensors), default=1)
 
@@ -89,23 +95,23 @@ class LossFunction:
                 evaluate([0])
         except PenstockError:
             raise
-        except Exception:
+        except Exception:  # the evaluation has another problem, which `decide` turns into a warning
             pass
 
     @contextmanager
     def evaluator(self, parts: Sequence[Part], draw: int) -> Iterator[Evaluate]:
-        """Evaluate on artificial outputs, which differ in every `draw`."""
+        """Evaluate on artificial outputs, which differ in every `draw`, and the real targets."""
         # If several dimensions of the output could hold the samples, it is the one that holds them in the inputs.
         given = (cut.dim for cut in self.microbatches[0].cuts.values() if cut.dim is not None)
         dims = sample_dims(self._output, self._size, preferred=next(given, 0))
         taken = [self.microbatches[part.microbatch].take(part.start, part.length) for part in parts]
         outputs: dict[torch.dtype | None, list[Any]] = {}
 
-        def evaluated(chosen: Sequence[int], dtype: torch.dtype | None) -> Evaluation:
+        def evaluate_in(chosen: Sequence[int], dtype: torch.dtype | None) -> Evaluation:
             if dtype not in outputs:
                 scales = [SMALL_SCALE if (draw + index) % 2 else 1.0 for index in range(len(parts))]
                 outputs[dtype] = [
-                    stand_in(self._output, dims, self._size, part.length, 100 * draw + index, scale, dtype)
+                    artificial_output(self._output, dims, self._size, part.length, 100 * draw + index, scale, dtype)
                     for index, (part, scale) in enumerate(zip(parts, scales, strict=True))
                 ]
             inputs = {
@@ -116,7 +122,13 @@ class LossFunction:
             }
             output = join([outputs[dtype][number] for number in chosen], dims)
             target = Microbatch.join([taken[number] for number in chosen]).target
-            result = self._call(output, transform(target, lambda leaf: _converted(leaf, dtype)), inputs)
+
+            def target_leaf(leaf: object) -> object:
+                if isinstance(leaf, Tensor) and leaf.is_floating_point() and dtype is not None:
+                    return leaf.to(dtype, copy=True)
+                return _copied(leaf)
+
+            result = self._call(output, transform(target, target_leaf), inputs)
             if any(dims[int(name)] is None for name in result.gradients[chosen[0]]):
                 # Such an output depends on the whole batch, and differs between microbatches.
                 raise ProbeError("it uses an output of the model that has no batch dimension")
@@ -127,14 +139,15 @@ class LossFunction:
                 # float64 where it costs little: weights that are not counted are only as exact as these gradients.
                 is_large = self.sample_size * sum(part.length for part in parts) > LARGE
                 try:
-                    return evaluated(chosen, torch.float32 if is_large else torch.float64)
+                    return evaluate_in(chosen, torch.float32 if is_large else torch.float64)
                 except PenstockError:
                     raise
                 except (RuntimeError, TypeError, ValueError):
-                    result = evaluated(chosen, None)
+                    # It may need the dtype of the real outputs, as one with a bfloat16 parameter does.
+                    result = evaluate_in(chosen, None)
                 self._is_native = True
                 return result
-            return evaluated(chosen, None)
+            return evaluate_in(chosen, None)
 
         with self._isolated():
             yield evaluate
@@ -142,14 +155,15 @@ class LossFunction:
     @contextmanager
     def _isolated(self) -> Iterator[None]:
         """Restore everything that the function changes inside the context."""
-        self._held = held = _Held(self._loss_fn)
+        self._state = state = _ReferencedState(self._loss_fn)
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            if held.modules_held:
-                stack.enter_context(isolated(held, None, ()))
+            if state.referenced_modules:
+                stack.enter_context(isolated(state, None, ()))
                 # Modules of the user may count their calls.
-                self.is_plain &= all(code_origin(type(module).__module__) == "torch" for module in held.modules_held)
+                origins = [code_origin(type(module).__module__) for module in state.referenced_modules]
+                self.is_plain &= all(origin == "torch" for origin in origins)
             stack.enter_context(uncompiled())
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
@@ -158,8 +172,9 @@ class LossFunction:
             yield
 
     def _call(self, output: Any, target: Any, inputs: Mapping[tuple[int, str], Tensor]) -> Evaluation:
+        """Call the loss function, undo its changes to state and generators, and take the gradients of its loss."""
         tracker = FunctionTracker(self._remote)
-        tensors = [*self._held.buffers(), *self._held.tensors]
+        tensors = [*self._state.buffers(), *self._state.tensors]
         before = [(tensor, tensor.detach().clone()) for tensor in tensors]
         # A copy: the function may write into it.
         copy = transform(output, _copied)
@@ -188,29 +203,28 @@ class LossFunction:
             )
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ProbeError("it does not return a single number")
-        leaf_tensors = enumerate([*self._held.parameters(), *self._held.tensors])
+        leaf_tensors = enumerate([*self._state.parameters(), *self._state.tensors])
         shared = {str(index): leaf for index, leaf in leaf_tensors if leaf.requires_grad and leaf.is_leaf}
         return evaluation(loss, inputs, shared, tracker.dtype)
 
 
-class _Held(nn.Module):
-    """Holds the modules and tensors that a function refers to, so that their state can be restored."""
+class _ReferencedState(nn.Module):
+    """The modules and tensors that a function refers to, as one module, so that their state can be restored."""
 
     def __init__(self, loss_fn: LossFn) -> None:
         super().__init__()
-        objects = {id(value): value for value in _referenced(loss_fn, _DEPTH)}
-        self.modules_held = nn.ModuleList(value for value in objects.values() if isinstance(value, nn.Module))
+        objects = {id(value): value for value in _referenced(loss_fn, _MAX_DEPTH)}
+        self.referenced_modules = nn.ModuleList(value for value in objects.values() if isinstance(value, nn.Module))
         self.tensors = [value for value in objects.values() if isinstance(value, Tensor)]
 
 
 def _referenced(value: Any, depth: int) -> Iterator[Any]:
-    """Modules and tensors in closures, globals, attributes and bound arguments of a function."""
+    """Modules and tensors in closures, globals, attributes and bound arguments of a function, with repetitions."""
     if isinstance(value, Tensor | nn.Module):
         yield value
     elif depth and not isinstance(value, type) and not inspect.ismodule(value):
         if take_apart(value) is not None:
-            # A long container is taken for data, and not searched.
-            inner = leaves(value) if len(leaves(value)) <= _FEW else []
+            inner = leaves(value) if len(leaves(value)) <= _MAX_ITEMS else []
         else:
             inner = [item for _, item in object_items(value)]
         if inspect.isfunction(value):
@@ -224,9 +238,3 @@ def _referenced(value: Any, depth: int) -> Iterator[Any]:
 
 def _copied(leaf: object) -> object:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _converted(leaf: object, dtype: torch.dtype | None) -> object:
-    if isinstance(leaf, Tensor) and leaf.is_floating_point() and dtype is not None:
-        return leaf.to(dtype, copy=True)
-    return _copied(leaf)

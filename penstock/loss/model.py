@@ -1,15 +1,15 @@
-"""Runs the Python of a model between its blocks, with noise in place of the results of blocks.
+"""Evaluates the loss that a model returns on parts of a batch, without running the blocks of the model.
 
-This evaluates the loss that a model returns on parts of a batch, like that of a loss function, at the cost of the few
-functions between its blocks. The same runs show where samples interact before a block: the inputs of the block for all
-samples together must equal those for the parts.
+The model's own Python runs, but blocks return noise of the recorded shapes: an evaluation costs only the few functions
+between the blocks. The gradients that `probe.py` compares are those with respect to the noise. The same runs show where
+samples interact before a block: its inputs for all samples together must equal those for the parts.
 """
 
 import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,24 +43,33 @@ from penstock.loss.samples import SMALL_SCALE, Part, choose_parts
 from penstock.loss.terms import SINGLE, losses_of
 
 
-def couplings(model: nn.Module, recording: Recording) -> list[str]:
-    """Warnings about blocks in which samples interact; found by type, because probes do not run blocks."""
+def interaction_warnings(model: nn.Module, recording: Recording, mixing_blocks: Sequence[str]) -> tuple[str, ...]:
+    """Warnings about the interaction of samples: inside blocks, and before those in `mixing_blocks`.
+
+    The former are found by the types of modules, because probes do not run blocks.
+    """
     blocks = tuple(f"{node.module}." for node in recording.graph.nodes if node.is_leaf)
 
-    def names(matches: Callable[[nn.Module], bool]) -> str:
+    def modules_in_blocks(matches: Callable[[nn.Module], bool]) -> str:
         parts = model.named_modules()
         return listed([name for name, part in parts if matches(part) and f"{name}.".startswith(blocks)])
 
-    normed = names(lambda part: isinstance(part, _BatchNorm) and (part.training or part.running_mean is None))
-    counted = names(lambda part: isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.scale_grad_by_freq)
-    sentences = []
-    if normed:
-        sentences.append(f"batch norm takes its statistics from each microbatch instead of the whole batch: {normed}")
-    if counted:
-        sentences.append(
-            f"scale_grad_by_freq counts the words of each microbatch instead of the whole batch: {counted}"
-        )
-    return sentences
+    norms = modules_in_blocks(
+        lambda part: isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
+    )
+    embeddings = modules_in_blocks(
+        lambda part: isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.scale_grad_by_freq
+    )
+    warnings = []
+    if norms:
+        warnings.append(f"batch norm takes its statistics from each microbatch instead of the whole batch: {norms}")
+    if embeddings:
+        problem = "scale_grad_by_freq counts the words of each microbatch instead of the whole batch"
+        warnings.append(f"{problem}: {embeddings}")
+    if mixing_blocks:
+        problem = "a value depends on all samples of a batch, of which a microbatch has only some"
+        warnings.append(f"{problem}: {listed(mixing_blocks)}")
+    return tuple(warnings)
 
 
 class ModelLoss:
@@ -73,28 +82,34 @@ class ModelLoss:
         microbatches: Sequence[Microbatch],
         remote_parameters: Mapping[int, str],
         name: str = SINGLE,
+        recorded: int = 0,
     ) -> None:
-        """`recording` is that of the first microbatch; `name` that of the loss, if there are several."""
+        """`recording` is that of the microbatch with index `recorded`, which is taken first.
+
+        `remote_parameters`: names of the parameters that are trained on other ranks, by their id. `name` is that of the
+        loss, if there are several.
+        """
         self._loss_name = name
-        self.captured, self.recording, self.microbatches = captured, recording, microbatches
+        self.captured, self.recording = captured, recording
+        self.microbatches = [microbatches[recorded], *microbatches[:recorded], *microbatches[recorded + 1 :]]
         self.mixing: list[str] | None = None
         """the blocks before which samples interact, once the loss was evaluated"""
         self._remote = set(remote_parameters.values())
-        self._names = {id(module): name for name, module in recording.granularity.leaves(captured.model).items()}
-        self._blocks: dict[str, list[Call]] = {}
+        self._block_names = {id(module): name for name, module in recording.granularity.leaves(captured.model).items()}
+        self._replaced: dict[str, list[Call]] = {}
+        """the recorded calls of the blocks that noise replaces"""
         for call in recording.record.steps:
-            if isinstance(call, Call) and call.is_module and self._is_replaced(call):
-                self._blocks.setdefault(call.target, []).append(call)
-
-    def _is_replaced(self, call: Call) -> bool:
-        """Whether noise replaces a block: not if it has no parameters, or returns only scalars, as a loss does."""
-        has_parameters = any(True for _ in self.captured.model.get_submodule(call.target).parameters())
-        return has_parameters and any(self.recording.graph.spec(name).shape for name in call.results.values if name)
+            if not isinstance(call, Call) or not call.is_module:
+                continue
+            # Blocks without parameters are cheap, and one that returns only scalars may compute the loss: these run.
+            has_parameters = any(True for _ in captured.model.get_submodule(call.target).parameters())
+            if has_parameters and any(recording.graph.spec(name).shape for name in call.results.values if name):
+                self._replaced.setdefault(call.target, []).append(call)
 
     @property
     def sample_size(self) -> int:
-        """How many entries the largest result of a block has for each sample."""
-        calls = [call for calls in self._blocks.values() for call in calls]
+        """The number of entries that the largest result of a block has for each sample."""
+        calls = [call for calls in self._replaced.values() for call in calls]
         shapes = [self.recording.graph.spec(name).shape for call in calls for name in call.results.values if name]
         return max((math.prod(shape) for shape in shapes), default=1) // self.microbatches[0].size
 
@@ -129,6 +144,7 @@ class ModelLoss:
         """Run the model for some parts together. Blocks in `live` run too, for the losses that they add."""
         num_calls: Counter[str] = Counter()
         added: list[tuple[str, Tensor]] = []
+        # The block that is running, if any: modules inside it are not blocks, even if their module object is one.
         inside: list[str] = []
 
         def run_block(name: str, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -138,16 +154,16 @@ class ModelLoss:
             finally:
                 inside.clear()
 
-        def called(module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
-            name = self._names.get(id(module))
+        def call_module(module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
+            name = self._block_names.get(id(module))
             if inside or name is None:
                 return original(module, *args, **kwargs)
-            if name not in self._blocks:
+            if name not in self._replaced:
                 return run_block(name, original, module, args, kwargs)
             if name in live:
                 run_block(name, original, module, args, kwargs)
             # Activation checkpointing runs blocks again in the backward: more calls than were recorded.
-            call = self._blocks[name][num_calls[name] % len(self._blocks[name])]
+            call = self._replaced[name][num_calls[name] % len(self._replaced[name])]
             num_calls[name] += 1
             values = list(zip(_flat(call.args) + _flat(call.kwargs), leaves(args) + leaves(kwargs), strict=True))
             noise.compare(name, values, chosen)
@@ -162,7 +178,7 @@ class ModelLoss:
                         with _forward_returning(module, made):
                             return run_block(name, original, module, args, kwargs)
                     return made
-            except ProbeError:
+            except ProbeError:  # its results have no dimension of samples, or are integers
                 noise.unreplaced.add(name)
             return run_block(name, original, module, args, kwargs)
 
@@ -172,19 +188,19 @@ class ModelLoss:
         before = {name: state[name].detach().clone() for name in written}
         arguments = transform(noise.batch(chosen), copy_leaf)
         with ExitStack() as stack:
-            stack.enter_context(intercept_modules(self.captured.model, called))
+            stack.enter_context(intercept_modules(self.captured.model, call_module))
             stack.enter_context(tracker)
             stack.enter_context(collect_added(lambda loss: added.append((inside[0] if inside else "", loss.value))))
             if any(node.is_random for node in self.recording.graph.nodes):
                 stack.enter_context(ConstantRandomness())
-            output = self._whole(*arguments)
+            output = self._call_model(*arguments)
         # The next run must begin with the same state.
         for name, content in before.items():
             state[name].data.copy_(content)
         return Run(output, tuple(added), tracker.dtype)
 
-    def _whole(self, args: Any, kwargs: Any) -> Any:
-        """Call the model. Parameters of other ranks that are used between blocks may have no values here."""
+    def _call_model(self, args: Any, kwargs: Any) -> Any:
+        # Parameters of other ranks may have no values here: those that are used between blocks are replaced by ones.
         model = self.captured.model
         used = {name for node in self.recording.graph.nodes if not node.is_leaf for name in node.parameters}
         missing = {name: p for name in used & self._remote if not (p := model.get_parameter(name)).isfinite().all()}
@@ -211,7 +227,11 @@ class ModelLoss:
         }
         changed = {length: now for length, now in lengths if length != now}
         if noise.is_ambiguous(fresh, changed, {length for length, now in lengths if length == now}):
-            noise.set_shapes(call, _run_apart(block, arguments))
+            # The result of the block itself shows which dimension holds the samples.
+            args, kwargs = transform(arguments, copy_leaf)
+            # A block whose parameters are on another rank may raise anything.
+            with suppress(Exception), torch.no_grad(), collect_added(lambda added: None):
+                noise.set_shapes(call, block(*args, **kwargs))
 
         def built(result: Any) -> Any:
             if isinstance(result, Parts):
@@ -219,7 +239,7 @@ class ModelLoss:
             if not isinstance(result, Ref):
                 return result
             # A block may return something that it was given.
-            return noise.of(result.value, changed, chosen) if result.value in fresh else known[result.value]
+            return noise.draw(result.value, changed, chosen) if result.value in fresh else known[result.value]
 
         return built(self.recording.returned.get(call.name, Ref(call.results.values[0])))
 
@@ -241,20 +261,23 @@ class Noise:
         self._parts = [model.microbatches[part.microbatch].take(part.start, part.length) for part in parts]
         first = next(model.captured.model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
-        self._places: dict[str, tuple[int | None, tuple[int, ...]]] = {}
+        self._sample_dims: dict[str, tuple[int | None, tuple[int, ...]]] = {}
         """by value the dimension that holds the samples, and how long it is for each part"""
         self._shapes: dict[str, tuple[int, ...]] = {}
         """by value that a block was run to see: its shape for all parts together"""
         self._leaves: dict[tuple[int, str], weakref.ref[Tensor]] = {}
+        """the noise of the current run by part, or -1 for noise that all parts share, and value"""
         self._num_compared: Counter[str] = Counter()
+        """the calls of every block so far in the current run"""
         self._norms: dict[tuple[str, int, int], tuple[int | None, Tensor]] = {}
+        """by block, call and argument: the dimension of samples and the norm of each sample, for all parts together"""
         self.unreplaced: set[str] = set()
         """blocks that run, because noise cannot replace the experts that a router chose, or packed sequences"""
         self.mixing: dict[str, None] = {}
         """the blocks before which samples interact"""
 
     def batch(self, chosen: Sequence[int]) -> Any:
-        """The arguments of the model for some parts together; begins a run."""
+        """The arguments of the model for some parts together. Called at the start of every run."""
         self._leaves.clear()
         self._num_compared.clear()
         joined = Microbatch.join([self._parts[number] for number in chosen])
@@ -271,12 +294,13 @@ class Noise:
         return {name: leaf for name, leaf in live.items() if leaf is not None}
 
     def is_ambiguous(self, values: Collection[str], changed: Mapping[int, int], unchanged: Collection[int]) -> bool:
-        """Whether the lengths of a value's dimensions do not show which of them holds the samples.
+        """Whether the lengths of a value's dimensions do not determine which of them holds the samples.
 
-        Such as those of a state of shape (directions, samples, features) with as many directions as samples, or of
-        embeddings of positions, if a sequence is as long as the microbatch has samples.
+        Examples: a state of shape (directions, samples, features) with as many directions as samples, and embeddings of
+        positions if a sequence is as long as the microbatch has samples. `changed` maps the lengths of dimensions in
+        the recorded inputs of the block to the current lengths; the `unchanged` ones are as recorded.
         """
-        unknown = [self._graph.spec(value).shape for value in values if value not in self._places]
+        unknown = [self._graph.spec(value).shape for value in values if value not in self._sample_dims]
         fitting = [[length for length in shape if length in changed] for shape in unknown]
         return any(len(lengths) > 1 or not {*lengths}.isdisjoint(unchanged) for lengths in fitting)
 
@@ -287,32 +311,34 @@ class Noise:
             if tensor.dim() == len(self._graph.spec(name).shape):
                 self._shapes[name] = tuple(tensor.shape)
 
-    def of(self, value: str, changed: Mapping[int, int], chosen: Sequence[int]) -> Tensor:
+    def draw(self, value: str, changed: Mapping[int, int], chosen: Sequence[int]) -> Tensor:
         """The noise of a value for some parts together.
 
         `changed` maps the lengths of dimensions in the recorded inputs of the block to the current lengths.
         """
         shape = self._graph.spec(value).shape
-        if value not in self._places:
+        if value not in self._sample_dims:
             # The first run is for all parts together, more samples than were recorded: their dimension has grown.
             now = self._shapes.get(value) or tuple(changed.get(length, length) for length in shape)
             dim = next((index for index, length in enumerate(shape) if length != now[index]), None)
             total = 0 if dim is None else now[dim]
             if dim is not None and total * self._recorded_size != shape[dim] * sum(self._sizes):
                 raise ProbeError("a block returns a tensor without a dimension of samples, as a packed sequence is")
-            self._places[value] = dim, tuple(total // sum(self._sizes) * size for size in self._sizes)
-        dim, lengths = self._places[value]
+            self._sample_dims[value] = dim, tuple(total // sum(self._sizes) * size for size in self._sizes)
+        dim, lengths = self._sample_dims[value]
         if dim is None:
-            return self._drawn(value, -1, shape).clone()
+            return self._draw_leaf(value, -1, shape).clone()
         shapes = {number: (*shape[:dim], lengths[number], *shape[dim + 1 :]) for number in chosen}
         # Always a copy: the model may write into it.
-        return torch.cat([self._drawn(value, number, part_shape) for number, part_shape in shapes.items()], dim).clone()
+        drawn = [self._draw_leaf(value, number, part_shape) for number, part_shape in shapes.items()]
+        return torch.cat(drawn, dim).clone()
 
-    def _drawn(self, value: str, part: int, shape: tuple[int, ...]) -> Tensor:
+    def _draw_leaf(self, value: str, part: int, shape: tuple[int, ...]) -> Tensor:
         dtype = getattr(torch, self._graph.spec(value).dtype)
         if not dtype.is_floating_point:
             raise ProbeError("a block returns integers")
-        seed = (self._draw * 10_000 + list(self._places).index(value)) * 100 + part + 1
+        # The seed depends on draw, value and part only, so that every run of a draw has the same noise.
+        seed = (self._draw * 10_000 + list(self._sample_dims).index(value)) * 100 + part + 1
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         scale = SMALL_SCALE if (self._draw + part) % 2 else 1.0
         leaf = (noise * scale).to(self._device, dtype).requires_grad_()
@@ -322,7 +348,7 @@ class Noise:
     def compare(self, name: str, values: Sequence[tuple[Tree, object]], chosen: Sequence[int]) -> None:
         """Add a block to `mixing` if its input activations for one part differ from those for all parts together.
 
-        `values` pairs its recorded inputs with the current ones. Only the norm of each sample is kept.
+        `values` pairs its recorded inputs with the current ones.
         """
         call = self._num_compared[name]
         self._num_compared[name] += 1
@@ -331,12 +357,14 @@ class Noise:
                 continue
             key, shape = (name, call, index), self._graph.spec(tree.value).shape
             if len(chosen) > 1:
+                # The run for all parts together: keep the norm of each sample, not the activations.
                 lengths = enumerate(zip(shape, leaf.shape, strict=False))
                 dim = next((dim for dim, (recorded, now) in lengths if recorded != now), None)
                 if dim is None or leaf.shape[dim] * self._recorded_size == shape[dim] * sum(self._sizes):
                     self._norms[key] = dim, _norms(leaf, dim)
             elif key in self._norms:
                 dim, whole = self._norms[key]
+                # Rows for each sample: several after `flatten(0, 1)`.
                 rows = len(whole) // sum(self._sizes)
                 start = rows * sum(self._sizes[: chosen[0]])
                 expected = whole if dim is None else whole[start : start + rows * self._sizes[chosen[0]]]
@@ -349,7 +377,7 @@ class Noise:
 
 @contextmanager
 def _forward_returning(module: nn.Module, result: Any) -> Iterator[None]:
-    """Replace the forward of a module, so that a call of it runs its hooks alone."""
+    """Replace the forward of a module by one that returns `result`, so that calling the module runs only its hooks."""
     before = vars(module).get("forward")
     object.__setattr__(module, "forward", lambda *args, **kwargs: result)
     try:
@@ -361,17 +389,7 @@ def _forward_returning(module: nn.Module, result: Any) -> Iterator[None]:
             object.__setattr__(module, "forward", before)
 
 
-def _run_apart(block: Callable[..., Any], arguments: Any) -> Any:
-    """The result of a block on copies of its arguments, without gradients and added losses; None if it fails."""
-    args, kwargs = transform(arguments, copy_leaf)
-    try:
-        with torch.no_grad(), collect_added(lambda added: None):
-            return block(*args, **kwargs)
-    except Exception:  # a block whose parameters are on another rank may raise anything
-        return None
-
-
-def mixing_blocks(model: ModelLoss, with_outputs: bool) -> list[str]:
+def find_mixing_blocks(model: ModelLoss, with_outputs: bool) -> list[str]:
     """The blocks of a model before which samples interact; `with_outputs` checks the outputs of the model too.
 
     Found by running the Python between the blocks for some samples together and in parts. Empty if that fails, as it
@@ -395,10 +413,12 @@ def mixing_blocks(model: ModelLoss, with_outputs: bool) -> list[str]:
 
 
 def _norms(leaf: Tensor, dim: int | None) -> Tensor:
+    """The norm of each row along a dimension, in float64; of the whole tensor if `dim` is None."""
     content = leaf.detach().abs().double()
     rows = content.reshape(1, -1) if dim is None else content.movedim(dim, 0).reshape(content.shape[dim], -1)
     return rows.square().sum(1).sqrt().cpu()
 
 
 def _flat(tree: Tree) -> list[Any]:
+    """The leaves of a recorded structure, in the order in which `leaves` returns those of a real one."""
     return [leaf for item in tree.items for leaf in _flat(item)] if isinstance(tree, Container) else [tree]

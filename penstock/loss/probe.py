@@ -1,7 +1,7 @@
 """Compares the gradients of a loss for some samples together with those for the same samples in parts.
 
 Let L(B) be the loss of a batch and L(i) that of its microbatch i alone. Backward starts from L(i) in every microbatch,
-so the step is right if there are numbers w_i with
+so the gradients of the step are those of the batch if there are weights w_i with
 
     dL(B)/dy_i = w_i dL(i)/dy_i    for the outputs y_i of every microbatch,    and    L(B) = sum of w_i L(i).
 
@@ -67,6 +67,7 @@ def evaluation(
     loss: Any, inputs: Mapping[tuple[int, str], Tensor], shared: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Evaluation:
     """Take the gradients of a loss that was computed from `inputs`, by part and name, and `shared` tensors."""
+    # A loss may have the shape (1,).
     number = loss.reshape(())
     tensors = [*inputs.values(), *shared.values()]
     computed: Sequence[Tensor | None] = [None] * len(tensors)
@@ -88,9 +89,12 @@ class Probe:
 
     @classmethod
     def of(cls, evaluate: Evaluate, parts: Sequence[int], alone: dict[int, Evaluation] | None = None) -> "Probe":
-        """Evaluate. `alone` holds known evaluations of single parts, and new ones are added to it."""
+        """Evaluate the parts together and each of them alone.
+
+        `alone` holds evaluations of single parts that were made before; new ones are added to it.
+        """
         alone = {} if alone is None else alone
-        # All parts together first: a model's own loss shows only there which dimensions hold the samples.
+        # All parts together first: the loss that a model returns shows only there which dimensions hold the samples.
         union = evaluate(parts)
         for part in parts:
             if part not in alone:
@@ -102,10 +106,12 @@ class Probe:
         """The weights of the parts from their gradients: 0 for a part that does not count, NaN if no weight exists."""
         weights = []
         for part, alone in zip(self.parts, self.alone, strict=True):
-            # A model without modules has no values between them, and so no gradients of parts.
+            # The weight is the projection of the gradient for all parts on that for this part alone. Whether the two
+            # are parallel at all is left to `fits`.
             together, separate = self.union.gradients.get(part, {}), alone.gradients.get(part, {})
             square = _dot(separate, separate)
             if not together and not separate:
+                # A model without modules has no values between them, and so no gradients of parts.
                 weights.append(math.nan)
             elif not any(bool(gradient.any()) for gradient in together.values()):
                 # A microbatch without labels: its own loss is 0/0, and its gradient zero or NaN.
@@ -121,7 +127,7 @@ class Probe:
 
     @property
     def is_decisive(self) -> bool:
-        """Whether there is anything to compare: not if all labels are ignored, or a clamp cuts off every gradient."""
+        """Whether the gradients determine weights: not if all labels are ignored, or a clamp cuts off all gradients."""
         if not math.isfinite(self.union.loss):
             return False
         parts = [part for evaluated in (self.union, *self.alone) for part in evaluated.gradients.values()]
@@ -134,14 +140,18 @@ class Probe:
         # A part of weight 0 may have a loss of NaN, and is left out.
         counted = [(weight, alone) for weight, alone in zip(weights, self.alone, strict=True) if weight]
         losses = [weight * alone.loss for weight, alone in counted]
+        # Relative to the largest term: terms of different sign may cancel.
         scale = max(abs(self.union.loss), *map(abs, losses), 1e-12) if losses else 1.0
         if not abs(sum(losses) - self.union.loss) <= VALUE_FACTOR * tolerance * scale:
             return False
+        # Entries are compared by part, because each part has outputs of its own, but rounding is relative to the
+        # largest.
         largest = max(map(_largest, self.union.gradients.values()), default=0.0)
         for weight, part, alone in zip(weights, self.parts, self.alone, strict=True):
             separate = {} if weight == 0 else alone.gradients.get(part, {})
             if not _are_equal(self.union.gradients.get(part, {}), [(weight, separate)], tolerance, largest):
                 return False
+        # All parts use the shared tensors: their gradients add up.
         shared = [(weight, alone.shared) for weight, alone in counted]
         return _are_equal(self.union.shared, shared, tolerance, _largest(self.union.shared))
 
@@ -157,7 +167,7 @@ class Probe:
         return TOLERANCES.get(self.dtype, COARSE)
 
     def distance(self, weights: Sequence[float]) -> float:
-        """How far weights are from those of the gradients, where these have one; 0 within rounding."""
+        """The largest difference from the weights of the gradients, as far as these exist; 0 within rounding."""
         pairs = zip(weights, self.weights, strict=True)
         furthest = max((abs(weight - expected) for weight, expected in pairs if not math.isnan(expected)), default=0.0)
         return furthest if furthest > self.tolerance / 100 else 0.0
@@ -174,7 +184,10 @@ def _largest(gradients: Gradients) -> float:
 def _are_equal(
     expected: Gradients, weighted: Sequence[tuple[float, Gradients]], tolerance: float, largest: float
 ) -> bool:
-    """Whether gradients are a weighted sum of others, each tensor up to rounding relative to its own size."""
+    """Whether gradients are a weighted sum of others, each tensor up to rounding relative to its own size.
+
+    `largest` is the largest entry of all tensors: much smaller ones are rounding.
+    """
     names = {*expected, *(name for _, gradients in weighted for name in gradients)}
     for name in names:
         terms = [gradients[name] * weight for weight, gradients in weighted if name in gradients]
@@ -211,7 +224,7 @@ class FunctionTracker(TorchFunctionMode):
 
 
 class ConstantRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes torch draw 0.5 or 0 instead of random numbers, which would differ between a batch and its parts."""
+    """Replaces random numbers of torch by 0.5 or 0: real ones would differ between a batch and its parts."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -221,6 +234,7 @@ class ConstantRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten.native_dropout.default:
+            # It draws its mask inside, and returns it: keep every entry.
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         result = func(*args, **(kwargs or {}))
         for leaf in leaves(result):

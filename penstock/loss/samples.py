@@ -1,4 +1,4 @@
-"""Selects samples of a batch, joins them again, and makes outputs for them that a loss can be evaluated on."""
+"""Selects samples of a batch, joins them again, and makes artificial outputs on which a loss can be evaluated."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from torch import Tensor
 from penstock.ir import leaves, transform
 
 LARGE = 1 << 20
-"""Entries of an output above which only few samples are evaluated at a time, and in float32 instead of float64."""
+"""entries of an output above which only few samples are evaluated at a time, and in float32 instead of float64"""
 SMALL_SCALE = 1 / 16
-"""The outputs of every other part are this much smaller, those of the even parts in one draw and of the odd parts in
-the next. Weights that depend on the outputs, as those of a clamped mean or of a maximum do, differ between the two."""
+"""the scale of the outputs of every other part: of the even parts in one draw, and of the odd parts in the next.
+Weights that depend on the outputs, as those of a clamped mean or of a maximum do, differ between the two draws."""
 
 Dims = Sequence[int | None]
 """for every leaf of a structure the dimension that holds the samples, or None"""
@@ -21,7 +21,7 @@ Dims = Sequence[int | None]
 
 @dataclass(frozen=True)
 class Part:
-    """Some samples of one microbatch."""
+    """Consecutive samples of one microbatch."""
 
     microbatch: int
     start: int
@@ -64,21 +64,22 @@ def choose_parts(
     sizes: Sequence[int],
     sample_size: int,
     tensors: Sequence[Mapping[str, Tensor]] = (),
-    most: int = 2,
+    max_parts: int = 2,
     step_number: int = 0,
 ) -> list[Part]:
-    """Samples of at most `most` microbatches on which to evaluate a loss.
+    """Samples of at most `max_parts` microbatches on which to evaluate a loss.
 
     Whole microbatches if their outputs, of `sample_size` entries per sample, are not too large: a loss may depend on
     the number of samples. Ignored labels are usually the smallest or the largest ones, so the microbatches that hold
-    these are chosen; `step_number` rotates the choice among the others.
+    these are chosen; `step_number` rotates the choice among the others. `tensors` are those of every microbatch that
+    may hold labels.
     """
     rows = max(1, LARGE // max(sample_size, 1))
     if len(sizes) == 1:
-        # There is no other microbatch to compare with: this one is cut in two, or its first sample is taken twice.
+        # There is no second microbatch to compare with: this one is cut in two, or its only sample is taken twice.
         first, second = min(rows, (sizes[0] + 1) // 2), min(rows, sizes[0] // 2)
         return [Part(0, 0, first), Part(0, first, second)] if second else [Part(0, 0, 1), Part(0, 0, 1)]
-    # By microbatch, the first sample to take; the microbatches to prefer come first.
+    # The first sample to take of each microbatch. The order of the dict is the order of preference.
     starts = {index % len(sizes): 0 for index in range(step_number, step_number + len(sizes))}
     for name, leaf in tensors[0].items() if tensors else ():
         is_integer = not leaf.is_floating_point() and leaf.dtype != torch.bool
@@ -87,16 +88,18 @@ def choose_parts(
             rows_of_labels = [tensor.reshape(size, -1) for tensor, size in zip(labels, sizes, strict=True)]
             smallest = torch.cat([tensor.amin(1) for tensor in rows_of_labels]).argmin()
             largest = torch.cat([tensor.amax(1) for tensor in rows_of_labels]).argmax()
+            # argmin and argmax count the samples of all microbatches; this list maps them back.
             samples = [(index, row) for index, size in enumerate(sizes) for row in range(size)]
             # Read at once: on a GPU every read waits for the device.
             extremes = dict(samples[position] for position in torch.stack([smallest, largest]).tolist())
             starts = {**extremes, **{index: 0 for index in starts if index not in extremes}}
             break
-    chosen = sorted(list(starts)[:most])
+    chosen = sorted(list(starts)[:max_parts])
+    # A start near the end of a microbatch is moved back, so that every part has its `rows` samples.
     return [Part(i, min(starts[i], max(0, sizes[i] - rows)), min(rows, sizes[i])) for i in chosen]
 
 
-def stand_in(
+def artificial_output(
     output: Any, dims: Dims, size: int, length: int, seed: int, scale: float, dtype: torch.dtype | None
 ) -> Any:
     """An output for `length` samples that requires gradients, derived from the real output of `size` samples.
@@ -107,12 +110,13 @@ def stand_in(
     """
     remaining_dims = iter(dims)
 
-    def drawn(leaf: object) -> object:
+    def make(leaf: object) -> object:
         dim = next(remaining_dims)
         if not isinstance(leaf, Tensor):
             return leaf
         picked = leaf.detach()
         if dim is not None:
+            # Several rows may belong to a sample, as after `flatten(0, 1)`. The seed varies which samples are taken.
             rows = leaf.shape[dim] // size
             chosen = (torch.arange(length, device=leaf.device) + seed) % size
             index = (chosen.unsqueeze(1) * rows + torch.arange(rows, device=leaf.device)).flatten()
@@ -130,4 +134,4 @@ def stand_in(
                 picked = torch.randn(picked.shape, **options).to(kind) * scale
         return picked.detach().requires_grad_()
 
-    return transform(output, drawn)
+    return transform(output, make)

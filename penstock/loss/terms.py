@@ -1,4 +1,4 @@
-"""Finds the losses in what a model or a loss function returns: a single loss, or losses by name that are added up."""
+"""Finds the losses in the result of a model or loss function: a single loss, or losses by name, which are added up."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from penstock.errors import NoLossError
 from penstock.ir import Container, Parts, Ref, Tree, take_apart
 
 SINGLE = ""
-"""the name of a loss that has none"""
+"""the name of a single loss, which has none of its own"""
 _LOSS = "loss"
 Spec = tuple[tuple[int, ...], bool]
 """the shape of a tensor, and whether it is floating-point"""
@@ -30,7 +30,7 @@ def losses_of(output: Any) -> dict[str, Tensor]:
 
 
 def loss_values(recording: Recording) -> dict[str, str]:
-    """The values of a recording that are losses, by the names of the losses; by the same rule."""
+    """The values of a recording that are losses, by the names of the losses; by the same rule as `losses_of`."""
 
     def parts_of(tree: Tree) -> Parts | None:
         return Parts(recording.live[tree.kind], tree.keys, tree.items) if isinstance(tree, Container) else None
@@ -43,7 +43,7 @@ def loss_values(recording: Recording) -> dict[str, str]:
 
 
 def losses_of_function(result: Any) -> dict[str, Any]:
-    """The losses in the result of a loss function by name; what is no loss is left to the caller."""
+    """The losses in the result of a loss function by name. Their types are not checked."""
     if not isinstance(result, Mapping) or not result or not all(isinstance(key, str) for key in result):
         return {SINGLE: result}
     return {SINGLE: result[_LOSS]} if _LOSS in result else dict(result)
@@ -52,6 +52,11 @@ def losses_of_function(result: Any) -> dict[str, Any]:
 def _find_losses(
     output: Any, parts_of: Callable[[Any], Parts | None], spec_of: Callable[[Any], Spec | None]
 ) -> dict[str, Any]:
+    """The rule of `losses_of`, for a result or for the recorded structure of one.
+
+    `parts_of` returns the items of a container, or None for a leaf, and `spec_of` the spec of a tensor, or None.
+    """
+
     def is_number(value: Any) -> bool:
         return spec_of(value) == ((), True)
 

@@ -4,7 +4,6 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,20 +11,20 @@ from torch import Tensor
 
 from penstock.capture import Captured, LruCache, Microbatch, Recording
 from penstock.errors import RunError
-from penstock.ir import listed, transform
+from penstock.ir import transform
 from penstock.loss.counts import IGNORE_INDEX, REDUCTIONS, Count, Piece
-from penstock.loss.decide import INSEPARABLE, Decision, Source, decide, evaluated_weights, holds
-from penstock.loss.function import LossFunction
-from penstock.loss.model import ModelLoss, couplings, mixing_blocks
+from penstock.loss.decide import INSEPARABLE, Decision, ProbedLoss, count_fits, decide, evaluated_weights
+from penstock.loss.function import LossFn, LossFunction
+from penstock.loss.model import ModelLoss, find_mixing_blocks, interaction_warnings
 from penstock.loss.probe import COARSE, TOLERANCES, VALUE_FACTOR
 from penstock.loss.samples import LARGE
 from penstock.loss.terms import SINGLE, loss_values, losses_of_function
 
-LossFn = Callable[[Any, Any], Tensor]
 _LABELS = Count("tokens", "", IGNORE_INDEX)
 _FUNCTION = ""
 """the key of the decision about a loss function"""
-_SMALLER = 0.75
+_SECOND_SCALE = 0.75
+"""the scale of the copied output that stands for the second microbatch, whose own is not computed yet"""
 _ROUNDING = 1e-6
 _NUM_CODES = 1 << 20
 """few enough that the squares of their sums are exact in float64"""
@@ -53,18 +52,26 @@ class LossStep:
     weights: tuple[float, ...] | None = None
     """the factor of each microbatch's loss in the loss of the batch, once known"""
     loss_problem: str = ""
-    """why the weights are not right"""
+    """why the weights are not exact"""
 
 
 class LossWeights:
-    """Finds the weights of the microbatches of every step, and warns if there are none that are right.
+    """Finds the weights of the microbatches of every step, and warns if no weights are exact.
 
     The first step decides how they are found: by counting samples or labels, or by evaluating the loss in every step.
     A count is checked again, on few samples, in the 2nd, 4th, 8th ... step and whenever a label is smaller or larger
-    than all before. A loss function may depend on anything in the user's program, such as the epoch: in every other
-    step, too, its value for two microbatches together is compared with their separate values. If the model returns its
+    than all before. A loss function may depend on anything in the user's program, such as the epoch: in all other
+    steps, too, its value for two microbatches together is compared with their separate values. If the model returns its
     loss, the decision holds for recordings of one form, and is checked again for each of them; a model that changes is
     recorded again.
+
+    One step, with the methods in the order of their calls:
+
+        weigh                      once the first loss of the step is known
+          _confirm                 the cheap check of an ordinary step; if it does not suffice:
+          _weigh                   the known decision if it still holds, else a new one (`decide`)
+            _weights_among_replicas    if other replicas train on other batches
+        warnings                   at the end of the step
     """
 
     def __init__(
@@ -78,8 +85,8 @@ class LossWeights:
     ) -> None:
         """Without `loss_fn` the model returns its loss. `reduction` overrides the detection.
 
-        `captured` may be None, and steps may have no recordings, if there is a `loss_fn`: it is then only not checked
-        whether samples interact inside the model.
+        `captured` may be None, and steps may have no recordings, if there is a `loss_fn`: then only the check whether
+        samples interact inside the model is omitted.
 
         `remote_parameters`: names of the parameters that are trained on other ranks, by their id. `name` is that of the
         loss, if there are several.
@@ -87,7 +94,7 @@ class LossWeights:
         if reduction is not None and reduction not in REDUCTIONS:
             raise RunError("unknown reduction", reduction=repr(reduction), hint='"mean", "tokens", "sum", or None')
         self.has_function = loss_fn is not None
-        """whether the loss is that of a loss function, and not what the model returns"""
+        """whether a loss function computes the loss; else the model returns it"""
         self.checks_outputs = self.has_function
         """whether to warn about outputs that depend on all samples of a batch"""
         self._captured, self._replicas, self._loss_fn = captured, replicas, loss_fn
@@ -95,12 +102,14 @@ class LossWeights:
         self._function = None if loss_fn is None else LossFunction(loss_fn, self._remote, name)
         self._decisions: LruCache[str, Decision] = LruCache()
         """by the form of the recording of a model that returns its loss; under "" that of a loss function"""
-        self._weighed: LruCache[Recording, None] = LruCache()
+        self._checked: LruCache[Recording, None] = LruCache()
         """the recordings for which a decision was made or checked"""
         self._loss_values: LruCache[Recording, dict[str, str]] = LruCache()
         self._by_name: dict[str, LossWeights] = {}
-        self._couplings: LruCache[Recording, tuple[str, ...]] = LruCache()
+        self._interactions: LruCache[Recording, tuple[str, ...]] = LruCache()
+        """warnings about samples that interact inside the model"""
         self._ranges: LruCache[tuple[str, str], tuple[int, int]] = LruCache()
+        """the smallest and largest integer so far, by the key of a decision and the name of a tensor"""
         self._num_steps = 0
 
     @property
@@ -114,7 +123,7 @@ class LossWeights:
         return "evaluated in every step" if decision.count is None else decision.count.kind
 
     def by_name(self, name: str) -> "LossWeights":
-        """The weights of one of several losses: each may be averaged over other things than the others."""
+        """The weights of one of several losses: each may be averaged over something else."""
         if name not in self._by_name:
             arguments = (self._captured, self._replicas, self._loss_fn, self._reduction, self._remote)
             self._by_name[name] = LossWeights(*arguments, name)
@@ -132,9 +141,9 @@ class LossWeights:
 
     def agree_on_names(self, names: Iterable[str]) -> None:
         """Raise a RunError, on every replica, if the replicas have losses of different names."""
-        code = float(zlib.crc32(repr(sorted(names)).encode()) % _NUM_CODES)
+        code = _hash(sorted(names))
         total, squares = self._replicas.sum(torch.tensor([code, code**2], dtype=torch.float64)).tolist()
-        if total**2 != self._replicas.count * squares:
+        if not self._are_equal(total, squares):
             hint = "the same dict of losses on every replica"
             raise RunError("the replicas have losses of different names", names=", ".join(names), hint=hint)
 
@@ -155,43 +164,33 @@ class LossWeights:
         """The weight of every microbatch; with a loss function they are known once its first loss is."""
         if step.weights is None:
             recording = step.recordings[0]
+            made: list[ModelLoss] = []
 
-            sources: list[ModelLoss] = []
+            def make_loss(microbatches: Sequence[Microbatch]) -> ProbedLoss:
+                made.append(ModelLoss(self._captured, recording, microbatches, self._remote, self._name))
+                return made[0]
 
-            def source_of(microbatches: Sequence[Microbatch]) -> Source:
-                sources.append(ModelLoss(self._captured, recording, microbatches, self._remote, self._name))
-                return sources[0]
-
-            self._weigh(step, source_of, recording.form)
-            mixing = sources[0].mixing
+            self._weigh(step, make_loss, recording.form)
+            mixing = made[0].mixing
             if mixing is not None:
-                self._couplings.get(recording, lambda: self._causes(recording, mixing))
+                # The evaluation has shown where samples interact: `warnings` need not run the model again.
+                model = self._captured.model
+                self._interactions.get(recording, lambda: interaction_warnings(model, recording, mixing))
         assert step.weights is not None
         return step.weights
 
     def warnings(self, step: LossStep) -> tuple[str, ...]:
         """Why the gradients of a step, or the loss of an evaluation, are not those of the whole batch."""
-        causes: dict[str, None] = {}
+        texts: dict[str, None] = {}
         for index, recording in enumerate(step.recordings if step.is_training else ()):
-            texts = self._couplings.get(recording, partial(self._find_couplings, step, index))
-            causes.update(dict.fromkeys(texts))
-        return (*causes, step.loss_problem) if step.loss_problem else tuple(causes)
-
-    def _find_couplings(self, step: LossStep, index: int) -> tuple[str, ...]:
-        """Where samples act on each other inside the model, by the recording of one microbatch."""
-        recording, microbatches = step.recordings[index], list(step.microbatches)
-        # ModelLoss takes the recording to be that of the first microbatch.
-        microbatches.insert(0, microbatches.pop(index))
-        model = ModelLoss(self._captured, recording, microbatches, self._remote)
-        return self._causes(recording, mixing_blocks(model, with_outputs=self.checks_outputs))
-
-    def _causes(self, recording: Recording, mixing: Sequence[str]) -> tuple[str, ...]:
-        """Warnings about blocks in which, or before which, samples interact."""
-        causes = couplings(self._captured.model, recording)
-        if mixing:
-            problem = "a value depends on all samples of a batch, of which a microbatch has only some"
-            causes.append(f"{problem}: {listed(mixing)}")
-        return tuple(causes)
+            found = self._interactions.find(recording)
+            if found is None:
+                loss = ModelLoss(self._captured, recording, step.microbatches, self._remote, recorded=index)
+                mixing = find_mixing_blocks(loss, with_outputs=self.checks_outputs)
+                found = interaction_warnings(self._captured.model, recording, mixing)
+                self._interactions.put(recording, found)
+            texts.update(dict.fromkeys(found))
+        return (*texts, step.loss_problem) if step.loss_problem else tuple(texts)
 
     def _confirm(self, step: LossStep, microbatch: int, output: Any, loss: Any) -> bool:
         """Find the weights of an ordinary step at the cost of two calls of the loss function, without gradients.
@@ -212,15 +211,15 @@ class LossWeights:
             if self._has_new_labels(_FUNCTION, pieces) or not apply:
                 return False
         weights, *others = [count.weights(pieces) for count in known.counts]
-        # Another microbatch in every step.
+        # Compare with another microbatch in every step.
         other = (microbatch + 1 + number % (len(pieces) - 1)) % len(pieces)
         targets = step.microbatches[microbatch].target, step.microbatches[other].target
-        if any(each != weights for each in others) or not self._agrees(known.count, targets, output, loss):
+        if any(each != weights for each in others) or not self._values_agree(known.count, targets, output, loss):
             return False
         self._num_steps, step.weights = number, weights
         return True
 
-    def _agrees(self, count: Count, targets: tuple[Any, Any], output: Any, loss: Any) -> bool:
+    def _values_agree(self, count: Count, targets: tuple[Any, Any], output: Any, loss: Any) -> bool:
         """Whether the loss of two microbatches together is the weighted sum of their separate losses.
 
         `output` and `loss` are those of the first microbatch. The second has no output yet: a scaled copy of the first
@@ -236,9 +235,9 @@ class LossWeights:
         rows = min(len(output), max(1, LARGE * len(output) // max(1, output.numel())))
         try:
             with torch.no_grad():
-                first_output, second_output = output[:rows], output[: min(rows, len(second_target))] * _SMALLER
+                first_output, second_output = output[:rows], output[: min(rows, len(second_target))] * _SECOND_SCALE
                 alone = loss
-                if rows != len(first_target):
+                if rows != len(first_target):  # the loss that the step computed is that of all rows
                     alone = self.losses(first_output, first_target[:rows])[self._name]
                 first_target, second_target = first_target[:rows], second_target[: len(second_output)]
                 both_targets = torch.cat([first_target, second_target])
@@ -251,17 +250,19 @@ class LossWeights:
         expected = sum(weight * number for weight, number in zip(weights, numbers, strict=False) if weight)
         dtype = max(self._function.dtype, output.dtype, loss.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         tolerance = VALUE_FACTOR * TOLERANCES.get(dtype, COARSE)
-        # NaN agrees with everything: steps that are not finite are dealt with elsewhere.
+        # Written so that NaN agrees with everything: the runtime handles steps with a loss of NaN.
         return not abs(expected - numbers[2]) > tolerance * max(map(abs, numbers))
 
-    def _weigh(self, step: LossStep, source_of: Callable[[Sequence[Microbatch]], Source], key: str) -> None:
-        """Find the weights of a step."""
+    def _weigh(self, step: LossStep, make_loss: Callable[[Sequence[Microbatch]], ProbedLoss], key: str) -> None:
+        """Find the weights of a step. `make_loss` is given its microbatches, and `key` is that of the decision."""
         self._num_steps += step.is_training
         microbatches, is_replicated = list(step.microbatches), self._replicas.count > 1
         if is_replicated:
+            # Weights among the microbatches of one replica do not determine weights among all. A sample that is the
+            # same on every replica does, because all weights can be expressed relative to its own.
             microbatches.append(_reference(microbatches[0]))
-        source = source_of(microbatches)
-        pieces = [(source.tensors(microbatch), microbatch.size) for microbatch in microbatches]
+        loss = make_loss(microbatches)
+        pieces = [(loss.tensors(microbatch), microbatch.size) for microbatch in microbatches]
         own_pieces = pieces[: len(step.microbatches)]
         if self._function is not None and self._remote and self._num_steps <= 1:
             self._function.refuse_remote_parameters()
@@ -270,23 +271,23 @@ class LossWeights:
             decision, weights = Decision(count), count.weights(own_pieces)
         else:
             # A loss function does not depend on the recording.
-            is_new = key != _FUNCTION and step.recordings[0] not in self._weighed
-            decision, weights = self._decided(source, pieces, key, step.is_training, is_new)
+            is_new = key != _FUNCTION and step.recordings[0] not in self._checked
+            decision, weights = self._decision(loss, pieces, key, step.is_training, is_new)
             if is_replicated and decision.problem:
                 # The reference consists of ones, which may not be a valid target: decide without it.
-                decision, weights = self._decided(source, own_pieces, key, step.is_training, is_new)
+                decision, weights = self._decision(loss, own_pieces, key, step.is_training, is_new)
             self._decisions.put(key, decision)
             if key != _FUNCTION:
-                self._weighed.put(step.recordings[0], None)
+                self._checked.put(step.recordings[0], None)
             is_counted_otherwise = decision.count is not None and decision.count.kind != "tokens"
             if self._reduction == "tokens" and (decision.problem or is_counted_otherwise):
                 decision, weights = Decision(_LABELS), _LABELS.weights(own_pieces)
         step.weights, step.loss_problem = weights, decision.problem
         if is_replicated:
-            step.weights, step.loss_problem = self._among_replicas(decision, weights, own_pieces)
+            step.weights, step.loss_problem = self._weights_among_replicas(decision, weights, own_pieces)
 
-    def _decided(
-        self, source: Source, pieces: Sequence[Piece], key: str, is_training: bool, is_new: bool
+    def _decision(
+        self, loss: ProbedLoss, pieces: Sequence[Piece], key: str, is_training: bool, is_new: bool
     ) -> tuple[Decision, tuple[float, ...]]:
         """The known decision if it still holds, else a new one, and the weights that follow from it.
 
@@ -296,18 +297,19 @@ class LossWeights:
         has_new_labels = self._has_new_labels(key, pieces)
         is_power_of_two = not number & (number - 1)
         if known is None or known.is_provisional or (known.problem and is_power_of_two):
-            return decide(source, pieces, number)
+            return decide(loss, pieces, number)
         if known.count is None:
-            weights = evaluated_weights(source, pieces, number)
-            return decide(source, pieces, number) if weights is None else (known, weights)
+            weights = evaluated_weights(loss, pieces, number)
+            return decide(loss, pieces, number) if weights is None else (known, weights)
         if not all(count.applies_to(pieces[0][0]) for count in known.counts):
-            return decide(source, pieces, number)
+            return decide(loss, pieces, number)
         weights, *others = [count.weights(pieces) for count in known.counts]
         if known.problem:
             return known, weights
         is_due = is_new or has_new_labels or (is_training and (self.has_function or is_power_of_two))
-        if any(other != weights for other in others) or (is_due and not holds(known.count, source, pieces, number)):
-            return decide(source, pieces, number)
+        # Once the counts that fitted so far give different weights, a decision can tell them apart.
+        if any(other != weights for other in others) or (is_due and not count_fits(known.count, loss, pieces, number)):
+            return decide(loss, pieces, number)
         return known, weights
 
     def _has_new_labels(self, key: str, pieces: Sequence[Piece]) -> bool:
@@ -323,12 +325,13 @@ class LossWeights:
                 is_new |= now != before
         return is_new
 
-    def _among_replicas(
+    def _weights_among_replicas(
         self, decision: Decision, weights: Sequence[float], pieces: Sequence[Piece]
     ) -> tuple[tuple[float, ...], str]:
-        """The weights among the microbatches of all replicas, and why they are not right.
+        """The weights among the microbatches of all replicas, and why they are not exact.
 
-        `weights` are those of the own microbatches and, unless it is an invalid target, of the reference microbatch.
+        `weights` are those of the own microbatches and, unless it is an invalid target, of the reference microbatch. A
+        collective call of the replicas: each takes part with every value, even if it does not need the sums.
         """
         num_replicas, num_own, count = self._replicas.count, len(pieces), decision.count
         has_reference = len(weights) > num_own and weights[-1] > 0
@@ -341,19 +344,18 @@ class LossWeights:
             # The reference is the same on all replicas, so that shares relative to it can be added up.
             shares = [weight / weights[-1] for weight in weights[:num_own]] if is_additive else []
         totals = [] if count is None else count.totals(pieces)
-        # A hash of the count, and the number of entries per sample. Either is equal on all n replicas if and only if
-        # n times the sum of squares is the square of the sum.
-        code = float(zlib.crc32(repr(count).encode()) % _NUM_CODES)
+        # A hash of the count, and the number of entries per sample: both are compared between the replicas.
+        code = _hash(count)
         entries = float(sum(tensor.numel() // pieces[0][1] for tensor in pieces[0][0].values()))
         values = [code, code**2, entries, entries**2, float(bool(shares)), sum(shares), sum(totals)]
         sums = self._replicas.sum(torch.tensor(values, dtype=torch.float64)).tolist()
         codes, square_codes, lengths, square_lengths, num_shared, all_shares, total = sums
-        # The replicas average their gradients, so each one's weights are as many times larger.
-        if count is not None and codes**2 == num_replicas * square_codes:
+        # The replicas average their gradients, so weights are multiplied by the number of replicas.
+        if count is not None and self._are_equal(codes, square_codes):
             if count.kind == "sum":
                 return (1.0,) * num_own, problem
             return tuple(own_total / total * num_replicas if total else math.nan for own_total in totals), problem
-        if num_shared == num_replicas and lengths**2 == num_replicas * square_lengths:
+        if num_shared == num_replicas and self._are_equal(lengths, square_lengths):
             return tuple(share / all_shares * num_replicas for share in shares), problem
         raise RunError(
             "the replicas disagree about how the loss is averaged",
@@ -361,12 +363,24 @@ class LossWeights:
             hint='reduction="mean", "tokens" or "sum"',
         )
 
+    def _are_equal(self, total: float, squares: float) -> bool:
+        """Whether n replicas have the same number, given the sums of the numbers and of their squares.
+
+        By the Cauchy-Schwarz inequality n times the sum of squares is the square of the sum only if all are equal.
+        """
+        return total**2 == self._replicas.count * squares
+
+
+def _hash(value: object) -> float:
+    """The same number on every replica for equal values, small enough for `_are_equal` to be exact."""
+    return float(zlib.crc32(repr(value).encode()) % _NUM_CODES)
+
 
 def _reference(microbatch: Microbatch) -> Microbatch:
     """One sample that is the same on every replica: every label, mask, weight and value is 1."""
 
     def ones(leaf: object) -> object:
-        # A number is that of the whole batch, such as a divisor of the loss.
+        # A scalar belongs to the whole batch, such as a divisor of the loss.
         return torch.ones_like(leaf) if isinstance(leaf, Tensor) and leaf.dim() else leaf
 
     sample = microbatch.take(0, 1)
