@@ -1,6 +1,7 @@
 """The device of each local rank, and the backend that connects such devices."""
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,12 +13,12 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def num_cores() -> int:
-    """The number of cores that this process may use; of the machine where the system does not say (macOS, Windows)."""
+    """The number of cores that this process may use; all cores on systems without CPU affinity (macOS, Windows)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_devices(kind: str, processes: int) -> None:
-    """Raise RunError if this machine has no device of a type, or fewer than local processes."""
+    """Raise RunError if this machine has no device of type `kind`, or fewer of them than local processes."""
     if kind == "cpu":
         return
     accelerator = torch.accelerator.current_accelerator()
@@ -31,12 +32,20 @@ def check_devices(kind: str, processes: int) -> None:
 
 
 def use_local_device(kind: str) -> torch.device:
-    """Make the device with the number of this process on its host the current one."""
+    """Make the device of this process the current one: the one with its local rank as index."""
     if kind == "cpu":
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", 0))
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)
+
+
+def group_device(group: Any = None) -> torch.device:
+    """The device of the tensors that a group sends: the CPU for gloo, else the current device."""
+    if dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def pipeline_mesh(kind: str, replicas: int, ranks: int) -> DeviceMesh:
@@ -46,5 +55,6 @@ def pipeline_mesh(kind: str, replicas: int, ranks: int) -> DeviceMesh:
     """
     backend = _BACKENDS.get(kind, "gloo")
     mesh = torch.arange(replicas * ranks, device="cpu").view(replicas, ranks)
+    # The columns of the mesh are the groups of "dp", its rows those of "pp".
     groups = [dist.new_subgroups_by_enumeration(rows.tolist(), backend=backend)[0] for rows in (mesh.T, mesh)]
     return DeviceMesh.from_group(groups, kind, mesh=mesh, mesh_dim_names=("dp", "pp"))

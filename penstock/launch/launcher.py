@@ -91,14 +91,14 @@ def launch(
 
 
 class _Worker:
-    """One rank as the launcher sees it: process and pipe."""
+    """The launcher's handles of one rank: its process, and the pipe that its result comes through."""
 
     def __init__(self, rank: int, process: BaseProcess, pipe: Connection) -> None:
         self.rank, self.process, self.pipe = rank, process, pipe
         self.is_closed = False
 
     def receive(self) -> tuple[bytes, bytes] | None:
-        """Kind and content of the rank's message; None if there is none yet."""
+        """Kind and content of the rank's message; None if none has arrived."""
         try:
             if self.is_closed or not self.pipe.poll():
                 return None
@@ -119,10 +119,11 @@ class _Worker:
 
 
 class _Workers:
-    """All processes of one launch, started by a thread that has never computed anything and lives as long as they do.
+    """All processes of one launch. A thread of its own starts them, and exits after them.
 
-    A forked process inherits the thread that forked it: one that ran OpenMP loops would wait for helper threads that
-    exist only in the parent. And a rank dies with the thread that started it (`die_with_parent`), so the thread stays.
+    A forked process inherits the thread that forked it. A thread that has run OpenMP loops would wait for helper
+    threads that exist only in the parent; this one has never computed anything. It stays because a rank is killed when
+    the thread that started it ends (`die_with_parent`).
     """
 
     def __init__(self, start: str) -> None:
@@ -152,7 +153,7 @@ class _Workers:
         self._close()
 
     def release(self, seconds: float) -> None:
-        """Let the ranks exit, all of which have delivered their results; those that take too long are ended."""
+        """Let the ranks exit, once all have delivered their results; ranks that take too long are ended."""
         for member in self.members:
             try:
                 member.pipe.send_bytes(b"done")
@@ -162,16 +163,6 @@ class _Workers:
             self._close()
         else:
             self.stop()
-
-    def _end_children(self) -> None:
-        """End the children that outlive their ranks: with SIGTERM first, as helpers of Python free shared memory."""
-        ended = [member.process.pid or 0 for member in self.members if member.process.exitcode is not None]
-        groups = [pid for pid in ended if _signal_group(pid, signal.SIGTERM)]
-        end = time.monotonic() + _TERM_SECONDS
-        while (groups := [pid for pid in groups if _signal_group(pid, 0)]) and time.monotonic() < end:
-            time.sleep(0.01)
-        for pid in groups:
-            _signal_group(pid, signal.SIGKILL)
 
     def _wait(self, seconds: float) -> bool:
         """Whether all processes have ended within this time."""
@@ -212,7 +203,15 @@ class _Workers:
 
     def _close(self) -> None:
         self._closed.set()
-        self._end_children()
+        # End the children that outlive their ranks. SIGTERM first: multiprocessing's resource tracker then frees shared
+        # memory.
+        ended = [member.process.pid or 0 for member in self.members if member.process.exitcode is not None]
+        groups = [pid for pid in ended if _signal_group(pid, signal.SIGTERM)]
+        end = time.monotonic() + _TERM_SECONDS
+        while (groups := [pid for pid in groups if _signal_group(pid, 0)]) and time.monotonic() < end:
+            time.sleep(0.01)
+        for pid in groups:
+            _signal_group(pid, signal.SIGKILL)
         for member in self.members:
             member.pipe.close()
             if member.process.exitcode is not None:
@@ -223,7 +222,7 @@ class _Workers:
 
 
 def _signal_group(group: int, number: int) -> bool:
-    """Signal a process group; whether there is one."""
+    """Signal a process group; False if no process is left in it."""
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):
@@ -232,12 +231,14 @@ def _signal_group(group: int, number: int) -> bool:
 
 
 class _Collector:
-    """Collects the results of all ranks until all are there, one failed, or time is up."""
+    """Waits for the results of all ranks, the first failure, or the timeout."""
 
     def __init__(self, workers: list[_Worker], statuses: Path, timeout: float | None) -> None:
         self._workers, self._statuses, self._timeout = workers, statuses, timeout
         self._packed: dict[int, bytes] = {}
+        """the results so far by rank, not yet unpacked"""
         self._reports: list[ErrorReport] = []
+        """the failures so far"""
         self._began = self._polled = time.monotonic()
 
     def results(self) -> list[Any]:
@@ -250,17 +251,27 @@ class _Collector:
                 raise timeout_error(StatusFile.read(self._statuses), time.monotonic(), self._timeout)
         if self._reports:
             raise self._failure()
-        return [_unpack_result(rank, packed) for rank, packed in sorted(self._packed.items())]
+        results = []
+        for rank, packed in sorted(self._packed.items()):
+            try:
+                results.append(serialization.unpack(packed))
+            except Exception as error:
+                reason, hint = one_line(error), "return plain values, tensors or state dicts"
+                problem = "the result of a rank cannot be read by the launcher"
+                raise RunError(problem, rank=rank, reason=reason, hint=hint) from error
+        return results
 
     def _failure(self) -> RunError:
+        """The error of the launch: waits a little for reports of other ranks, one of which may be the cause."""
         # The statuses at the time of the first report, before the other ranks are affected by it.
         statuses, now = StatusFile.read(self._statuses), time.monotonic()
         while pending := self._pending():
             # While ranks report only lost contacts, the failure that caused them has not been reported yet.
-            patience = _CAUSE_SECONDS if all(report.follows for report in self._reports) else _SETTLE_SECONDS
-            if time.monotonic() - now >= patience:
+            limit = _CAUSE_SECONDS if all(report.follows for report in self._reports) else _SETTLE_SECONDS
+            if time.monotonic() - now >= limit:
                 break
             self._poll(pending, _POLL_SECONDS / 4)
+        # A rank that cannot send its report has still written it to its status file.
         silent = {worker.rank for worker in pending}
         for status in StatusFile.read(self._statuses):
             if status.rank in silent and status.failure:
@@ -268,10 +279,12 @@ class _Collector:
         return launch_error(self._reports, statuses, now)
 
     def _pending(self) -> list[_Worker]:
+        """The ranks that have neither delivered a result nor failed."""
         done = {*self._packed, *(report.rank for report in self._reports)}
         return [worker for worker in self._workers if worker.rank not in done]
 
     def _poll(self, pending: list[_Worker], seconds: float) -> None:
+        """Wait until a rank sends a message or ends, for at most this time, and note results and failures."""
         pipes = [worker.pipe for worker in pending if not worker.is_closed]
         connection.wait([*pipes, *(worker.process.sentinel for worker in pending)], seconds)
         for worker in pending:
@@ -312,12 +325,3 @@ def _check_arguments(fn: object, ranks: object, start: object, threads: object, 
             ranks=dist.get_world_size(),
             hint="call the function itself (this process is a rank), or dist.destroy_process_group() first",
         )
-
-
-def _unpack_result(rank: int, packed: bytes) -> Any:
-    try:
-        return serialization.unpack(packed)
-    except Exception as error:
-        reason = one_line(error)
-        hint = "return plain values, tensors or state dicts"
-        raise RunError("the result of a rank cannot be read here", rank=rank, reason=reason, hint=hint) from error

@@ -60,6 +60,7 @@ class PeerWatcher:
         """the current limit of a wait, for error messages"""
         self._peers = tuple(rank for rank in group_ranks if rank != status.rank)
         self._readers: dict[int, StatusReader] = {}
+        # Set once the main thread has seen a failed wait, and will raise an error itself.
         self._noticed = threading.Event()
         self._stopped = threading.Event()
 
@@ -100,7 +101,7 @@ class PeerWatcher:
         return f"rank {ended[0]} finished before {point}" if ended else ""
 
     def idle_seconds(self) -> float:
-        """For how long no rank has been starting, preparing a step or computing, as far as is known."""
+        """Seconds since any rank of this host was last starting, preparing a step or computing."""
         now, seconds = time.monotonic(), math.inf
         for status in self._read_all():
             # A rank of another host has no file here: it may be at work.
@@ -170,6 +171,8 @@ class PeerWatcher:
         return reader.status() if reader else RankStatus(rank)
 
     def _watch(self) -> None:
+        """The loop of the watching thread."""
+        # When a failed peer was first seen, and how often the peers were looked at.
         since, polls = None, 0
         while not self._stopped.wait(_POLL_SECONDS):
             polls += 1

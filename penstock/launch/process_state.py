@@ -1,4 +1,4 @@
-"""Whether a process of this host is running, stopped or gone, and how child processes die with their parent."""
+"""The state of processes of this host (running, stopped or gone), and child processes that die with their parent."""
 
 import contextlib
 import ctypes
@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.2
 
 @cache
 def host_id() -> int:
-    """A number for the namespace in which a pid is valid: machine, boot and container."""
+    """A number that identifies where a pid is valid: the machine, its last boot and the container."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8"))
@@ -31,7 +31,7 @@ def host_id() -> int:
 
 
 def start_ticks(pid: int) -> int:
-    """When the process was started, in clock ticks since boot; a later process with the same pid differs."""
+    """When the process was started, in clock ticks since boot: distinguishes it from a later one with the same pid."""
     fields = _stat(pid)
     return int(fields[_STARTED]) if fields else 0
 

@@ -94,7 +94,7 @@ class ErrorReport:
 
 
 def text_of(error: BaseException) -> str:
-    """The message of an error, also if the error cannot say it."""
+    """The message of an error; a replacement if its `__str__` raises."""
     try:
         return str(error)
     except Exception as another:
@@ -183,25 +183,25 @@ def explain_hang(statuses: Sequence[RankStatus], now: float) -> str:
     by_rank = {status.rank: status for status in statuses}
     # The longest wait first: it most likely leads to the original cause.
     waiting = sorted((status for status in statuses if _is_waiting(status)), key=lambda status: status.since)
-    culprits: dict[int, str] = {}
+    blockers: dict[int, str] = {}
     if not waiting:
         # Ranks that cannot progress, or else the rank whose status has not changed for the longest time.
         stuck = [status for status in statuses if status.state in (FAILED, *BUSY) and not _can_progress(status)]
         working = [status for status in statuses if status.state in (PREPARING, WORKING)]
         waiting = stuck or sorted(working, key=lambda status: status.since)[:1]
     for status in waiting:
-        chain = _chain(status, by_rank)
-        culprit = chain[-1]
-        is_cycle = culprit in chain[:-1]
-        if culprit.rank in culprits or (is_cycle and any(member.rank in culprits for member in chain)):
+        chain = _wait_chain(status, by_rank)
+        blocker = chain[-1]
+        is_cycle = blocker in chain[:-1]
+        if blocker.rank in blockers or (is_cycle and any(member.rank in blockers for member in chain)):
             continue  # already explained, or a cycle that was entered at another rank
-        culprits[culprit.rank] = _explain_culprit(chain, is_cycle, now)
-    rest = [status_line(status, now) for status in statuses if status.rank not in culprits]
-    return "\n".join([*culprits.values(), *rest])
+        blockers[blocker.rank] = _explain_blocker(chain, is_cycle, now)
+    rest = [status_line(status, now) for status in statuses if status.rank not in blockers]
+    return "\n".join([*blockers.values(), *rest])
 
 
 def status_line(status: RankStatus, now: float) -> str:
-    """The activity of one rank in one line."""
+    """One line about the current activity of a rank."""
     return f"rank {status.rank}: {_activity(status, now)}"
 
 
@@ -214,7 +214,7 @@ def _can_progress(status: RankStatus) -> bool:
     return not status.failure and status.process not in (GONE, STOPPED)
 
 
-def _chain(status: RankStatus, by_rank: dict[int, RankStatus]) -> list[RankStatus]:
+def _wait_chain(status: RankStatus, by_rank: dict[int, RankStatus]) -> list[RankStatus]:
     """Follow the waits from a rank to one that does not wait, or to one that is already in the chain (a cycle)."""
     chain = [status]
     while _is_waiting(chain[-1]):
@@ -236,29 +236,30 @@ def _awaited(status: RankStatus, by_rank: dict[int, RankStatus]) -> RankStatus |
         for other in by_rank.values()
         if other.rank != status.rank and not (other.now.state == SYNCING and _is_waiting(other))
     ]
-    # First ranks that wait for nobody, among these first those that are dead or stopped, then the longest unchanged.
+    # Ranks that do not wait come first, dead or stopped ones before all, and then the one unchanged for longest.
     return min(others, key=lambda other: (_is_waiting(other), _can_progress(other), other.since), default=None)
 
 
-def _explain_culprit(chain: Sequence[RankStatus], is_cycle: bool, now: float) -> str:
-    culprit = chain[-1]
+def _explain_blocker(chain: Sequence[RankStatus], is_cycle: bool, now: float) -> str:
+    """One line about the last rank of a chain of waits, which blocks all others in it."""
+    blocker = chain[-1]
     waiter = chain[-2] if len(chain) > 1 else None
-    activity = _activity(culprit, now)
-    if waiter and _can_progress(culprit) and (sent := _matching_send(culprit, waiter)):
+    activity = _activity(blocker, now)
+    if waiter and _can_progress(blocker) and (sent := _matching_send(blocker, waiter)):
         ago = _ago(sent.since, now)
         lost = f"sent {sent.action} of step {sent.step} {ago}, but rank {waiter.rank} has not received it"
-        return f"rank {culprit.rank}: {lost}: the message was lost; now {activity}"
+        return f"rank {blocker.rank}: {lost}: the message was lost; now {activity}"
     if is_cycle:
-        cycle = chain[chain.index(culprit) : -1]
-        names = " -> ".join(f"rank {status.rank}" for status in (*cycle, culprit))
-        return f"{names}: waiting for each other, so a message was lost or never sent; {status_line(culprit, now)}"
-    if waiter and waiter.now.state == SYNCING and culprit.state in (IDLE, ENDED, STARTED, PREPARING):
-        return f"rank {culprit.rank}: has not reached {waiter.now.sync_point}, {activity}"
-    if waiter and culprit.state in (IDLE, ENDED, STARTED):
-        return f"rank {culprit.rank}: has not sent the message that rank {waiter.rank} is waiting for, {activity}"
-    if culprit.state == ABSENT:
-        return f"rank {culprit.rank}: {activity}" + (f", and rank {waiter.rank} is waiting for it" if waiter else "")
-    return f"rank {culprit.rank}: no progress, {activity}"
+        cycle = chain[chain.index(blocker) : -1]
+        names = " -> ".join(f"rank {status.rank}" for status in (*cycle, blocker))
+        return f"{names}: waiting for each other, so a message was lost or never sent; {status_line(blocker, now)}"
+    if waiter and waiter.now.state == SYNCING and blocker.state in (IDLE, ENDED, STARTED, PREPARING):
+        return f"rank {blocker.rank}: has not reached {waiter.now.sync_point}, {activity}"
+    if waiter and blocker.state in (IDLE, ENDED, STARTED):
+        return f"rank {blocker.rank}: has not sent the message that rank {waiter.rank} is waiting for, {activity}"
+    if blocker.state == ABSENT:
+        return f"rank {blocker.rank}: {activity}" + (f", and rank {waiter.rank} is waiting for it" if waiter else "")
+    return f"rank {blocker.rank}: no progress, {activity}"
 
 
 def _matching_send(status: RankStatus, waiter: RankStatus) -> StatusEntry | None:
@@ -323,7 +324,7 @@ def launch_error(reports: Sequence[ErrorReport], statuses: Sequence[RankStatus],
     for status in statuses:
         if status.rank == first.rank:
             continue
-        # The activity of a rank when the launch was stopped because of another rank.
+        # The other ranks were stopped because of this failure: show what each was doing then.
         text = "stopped" if status.state in (ABSENT, STARTED) else f"stopped: {_entry_text(status, now)}"
         if status.state in (ENDED, FAILED):
             text = _entry_text(status, now)

@@ -21,7 +21,7 @@ class RestartPolicy:
 
 
 class RankFailure(NamedTuple):
-    """How an attempt ended. The same failure twice in a row means that every further attempt would end this way."""
+    """The failure of an attempt. The same failure twice in a row means that every further attempt would fail alike."""
 
     rank: int | None
     step: str
@@ -51,7 +51,7 @@ class RankFailure(NamedTuple):
         )
 
     def repeats(self, last: "RankFailure | None") -> bool:
-        """Whether this is the last failure again."""
+        """Whether this failure is the same as the last one."""
         if last is None or self.is_sudden:
             return self == last
         # An exception that all ranks raise is reported by one of them, each time another one.
@@ -68,12 +68,13 @@ class RestartDecision(NamedTuple):
 
 
 class RestartController:
-    """Decides after every failure of one run."""
+    """Decides after every failure of one run whether to restart it, and on how many ranks."""
 
     def __init__(self, policy: RestartPolicy, ranks: int) -> None:
         self._policy, self._ranks = policy, ranks
         self._last: RankFailure | None = None
         self._newest: int | None = None
+        """the step of the newest checkpoint at the last failure"""
         self._num_without_progress = 0
         self.restarts = 0
         """number of restarts so far"""
@@ -93,7 +94,10 @@ class RestartController:
         if self.restarts >= self._policy.restarts:
             reason = f"already restarted {self.restarts} times, the limit of --restarts" if self.restarts else ""
             return RestartDecision(self._ranks, end=reason)
-        if self._is_permanent(failure, last):
+        fewest = self._policy.min_ranks
+        dies_again = last is not None and last.is_sudden and failure.is_sudden and last.rank == failure.rank
+        if dies_again and fewest is not None and self._ranks > fewest:
+            # The same rank died suddenly twice in a row: its device or host is broken, so continue without it.
             self._ranks -= 1
             self._last = None  # ranks are renumbered, so failures before and after do not compare
         elif failure.repeats(last):
@@ -102,9 +106,3 @@ class RestartController:
         # Exponential backoff until there is a newer checkpoint.
         pause = self._policy.first_pause_seconds * 2.0 ** min(self._num_without_progress, 30)
         return RestartDecision(self._ranks, min(pause, self._policy.longest_pause_seconds))
-
-    def _is_permanent(self, failure: RankFailure, last: RankFailure | None) -> bool:
-        """Whether the same rank died suddenly twice in a row and the run may continue without it."""
-        fewest = self._policy.min_ranks
-        is_same = last is not None and last.is_sudden and failure.is_sudden and last.rank == failure.rank
-        return is_same and fewest is not None and self._ranks > fewest

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.launch.devices import group_device
 from penstock.launch.status_file import status_directory
 
 VARIABLE = "PENSTOCK_SCRATCH"
+"""environment variable with the directory in which temporary directories are made"""
 # A mapped page of a file on disk blocks whenever the kernel writes it back; in memory it never does.
 _IN_MEMORY = Path("/dev/shm")
 _ENOUGH_BYTES = 16 << 20
@@ -57,14 +59,6 @@ def remove_at_exit(directory: Path) -> None:
     atexit.register(remove)
 
 
-def group_device(group: Any = None) -> torch.device:
-    """The device of the tensors that a group sends: the host for gloo, else the current device."""
-    if dist.get_backend(group) == "gloo":
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
 def shared_status_directory() -> Path:
     """A directory for status files with the same name on every rank; a collective call of the default group.
 
@@ -79,8 +73,9 @@ def shared_status_directory() -> Path:
         return _shared[2]
     is_first = dist.get_rank() == 0
     path = tempfile.mkdtemp(prefix="penstock-", dir=_parent()) if is_first else ""
-    device = group_device()
-    content = torch.tensor(list(path.encode().ljust(_MAX_PATH_BYTES, b"\0")), dtype=torch.uint8, device=device)
+    # As bytes of a fixed length: broadcast_object_list would unpickle data from the network.
+    padded = list(path.encode().ljust(_MAX_PATH_BYTES, b"\0"))
+    content = torch.tensor(padded, dtype=torch.uint8, device=group_device())
     dist.broadcast(content, src=0)
     directory = Path(bytes(content.tolist()).rstrip(b"\0").decode())
     _shared = os.getpid(), dist.group.WORLD, directory
@@ -94,7 +89,7 @@ def shared_status_directory() -> Path:
 
 
 def _parent() -> Path:
-    """Directory for small files that are written all the time: in memory if there is room."""
+    """The directory in which temporary directories are made: in memory if there is room."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
     try:

@@ -21,7 +21,7 @@ from penstock.launch.process_state import ELSEWHERE, host_id, process_state, sta
 
 STATUS_DIR_VARIABLE = "PENSTOCK_STATUS_DIR"
 """environment variable with the directory of the status files, set for launched ranks"""
-# A power of two: the position of an entry in the ring is its number masked, which is cheaper than a modulo.
+# A power of two: the position of an entry in the ring is its number & _MASK, which is cheaper than a modulo.
 NUM_RECENT = 256
 
 ABSENT, STARTED, IDLE, PREPARING, SYNCING, WORKING, WAITING, ENDED, FAILED = (
@@ -66,6 +66,7 @@ _TEXT = _RING + NUM_RECENT * _ENTRY.size
 _SIZE = 32768
 MAX_FAILURE_BYTES = _SIZE - _TEXT - _FAILURE.size
 
+# Names of the module are found faster than attributes, and the inner loop of a step uses these.
 _pack = _ENTRY.pack_into
 _clock = time.monotonic_ns
 _LENGTH, _MASK = _ENTRY.size, NUM_RECENT - 1
@@ -152,6 +153,7 @@ class StatusFile:
         self.rank = rank
         self._content = content
         records = _records(content)
+        # The number of the last entry.
         self._number = records[-1][0] if records else 0
 
     @classmethod
@@ -190,6 +192,7 @@ class StatusFile:
         return status
 
     def _belongs_to_this_process(self, ranks: int) -> bool:
+        """Whether the file still exists and this process has written its header."""
         exists = _path(self.directory, self.rank).exists()
         return exists and _HEADER.unpack_from(self._content) == _header(self.rank, ranks)
 
@@ -311,6 +314,7 @@ class StatusReader:
 
 
 _OPEN: dict[tuple[int, str, int], StatusFile] = {}
+"""by process, directory and rank"""
 
 
 def status_directory() -> Path | None:

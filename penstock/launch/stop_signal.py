@@ -27,6 +27,7 @@ class StopRequest:
 
 
 _ACTIVE: list[StopRequest] = []
+"""the request of the `catch_stop_signals` that is entered, if any"""
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def catch_stop_signals() -> Iterator[StopRequest]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         request.was_signalled = True
-        # The next signal is not caught any more; one that was ignored ends the process, too.
+        # The next signal ends the process, also one that was ignored before.
         for each, handler in before.items():
             signal.signal(each, handler if callable(handler) else signal.SIG_DFL)
 

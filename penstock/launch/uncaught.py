@@ -1,6 +1,6 @@
-"""Prints an uncaught error of a rank once and short: without frames of penstock and torch, on one rank if all raise it.
+"""Prints an uncaught error of a rank without frames of penstock and torch, and in full on one rank if all raise it.
 
-Under torchrun every rank is a program of its own, which prints its errors by itself.
+Without it, under torchrun every rank prints its whole traceback.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _INTERNAL = (_OWN, str(Path(torch.__file__).parent) + os.sep, contextlib.__file_
 
 
 class ErrorPrinter:
-    """Takes the place of `sys.excepthook` in a rank, for errors of penstock; others are printed as before."""
+    """Replaces `sys.excepthook` in a rank for errors of penstock; other errors are printed as before."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -54,7 +54,7 @@ class ErrorPrinter:
 
 
 def _shortened(report: traceback.TracebackException) -> traceback.TracebackException:
-    """The report, and those of its causes, without internal frames, unless an error other than ours ended in one."""
+    """Remove internal frames from the report and those of its causes, but not if they show a bug of penstock."""
     is_ours = report.exc_type is not None and issubclass(report.exc_type, PenstockError)
     if is_ours or (report.stack and not report.stack[-1].filename.startswith(_OWN)):
         kept = [frame for frame in report.stack if not frame.filename.startswith(_INTERNAL)]

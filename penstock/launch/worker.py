@@ -67,10 +67,18 @@ def run_worker(config: WorkerConfig, connection: Connection, job: "Job | bytes")
         result = _call(job)
         while _BEFORE_EXIT:
             _BEFORE_EXIT.pop()()
-        packed = _pack_result(result)
+        try:
+            packed = serialization.pack(result)
+        except Exception as error:
+            raise RunError(
+                "the result of a rank cannot be sent to the launcher",
+                type=type(result).__name__,
+                reason=one_line(error),
+                hint="return plain values, tensors or state dicts",
+            ) from error
         status.ended()
     except BaseException as error:
-        # The two outermost frames are this function and _call.
+        # The two outermost frames are this function and _call: the user's traceback begins below them.
         report = ErrorReport.of(error, config.rank, skip=2)
         if status is not None:
             status.failed(report.to_json(MAX_FAILURE_BYTES))
@@ -90,10 +98,12 @@ def _set_up_process(config: WorkerConfig) -> None:
     # Objects inherited by a fork are never collected: their finalisers may need threads that only the parent has.
     gc.freeze()
     gc.enable()
-    # An own process group, so that the launcher can end a rank together with its children, such as loader workers.
+    # A process group of its own, so that the launcher can end a rank together with its children, such as loader
+    # workers.
     os.setpgid(0, 0)
     scratch = Path(config.store).parent
-    (scratch / f"{GROUP_PREFIX}{os.getpid()}").touch()  # for the case that the launcher is killed
+    # If the launcher is killed, the cleanup process of its directory ends the groups that are named there.
+    (scratch / f"{GROUP_PREFIX}{os.getpid()}").touch()
     die_with_parent(config.parent)
     kill_children_at_exit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles ctrl-c
@@ -101,7 +111,13 @@ def _set_up_process(config: WorkerConfig) -> None:
     faulthandler.enable(file=2)  # the Python stack of a crash goes to stderr
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that no output is lost when the rank is killed
-    _use_scratch_for_sockets(scratch)
+    # multiprocessing makes its directory of sockets in the launcher's directory, which is removed even after a kill.
+    if len(os.fspath(scratch)) <= _MAX_SOCKET_DIRECTORY:
+        before, tempfile.tempdir = tempfile.tempdir, os.fspath(scratch)
+        try:
+            get_temp_dir()  # makes the directory, which is kept for this process and its children
+        finally:
+            tempfile.tempdir = before
     torch.set_num_threads(config.threads)
     interfaces = [name for _, name in socket.if_nameindex()]
     os.environ.update(
@@ -114,18 +130,8 @@ def _set_up_process(config: WorkerConfig) -> None:
     os.environ[STATUS_DIR_VARIABLE] = config.status_dir
 
 
-def _use_scratch_for_sockets(scratch: Path) -> None:
-    """Have multiprocessing make its directory of sockets in the launcher's, which is removed even after a kill."""
-    if len(os.fspath(scratch)) > _MAX_SOCKET_DIRECTORY:
-        return
-    before, tempfile.tempdir = tempfile.tempdir, os.fspath(scratch)
-    try:
-        get_temp_dir()  # kept for this process and for the children that it starts
-    finally:
-        tempfile.tempdir = before
-
-
 def _call(job: "Job | bytes") -> Any:
+    """Run the function of the rank. Processes that it forks must not return from here as if they were the rank."""
     fn, args = serialization.unpack(job) if isinstance(job, bytes) else job
     own = os.getpid()
     try:
@@ -142,24 +148,12 @@ def _call(job: "Job | bytes") -> Any:
 
 
 def _end_child(error: BaseException | None = None) -> NoReturn:
-    """End a process that user code forked and that left the function of its rank: it must not answer for the rank."""
+    """End a process that user code forked, and that returned from the function of its rank or raised in it."""
     if error is not None and not isinstance(error, SystemExit):
         traceback.print_exception(error)
     _flush_output()
     code = getattr(error, "code", 1) if error is not None else 0
     os._exit(code if isinstance(code, int) else int(code is not None))
-
-
-def _pack_result(result: Any) -> bytes:
-    try:
-        return serialization.pack(result)
-    except Exception as error:
-        raise RunError(
-            "the result of a rank cannot be sent to the launcher",
-            type=type(result).__name__,
-            reason=one_line(error),
-            hint="return plain values, tensors or state dicts",
-        ) from error
 
 
 def _send(connection: Connection, kind: bytes, content: bytes) -> None:
