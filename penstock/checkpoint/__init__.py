@@ -1,4 +1,19 @@
-"""Checkpoints: state by original parameter name, written by all ranks and readable with any plan."""
+"""Checkpoints: state by original parameter name, written by all ranks and readable with any plan.
+
+manifest.py         the list of a checkpoint's files with their digests
+tensor_file.py      reads and writes single files; tensors as safetensors
+directory.py        a directory of checkpoints: names, renaming, removing, listing
+locks.py            locks, so that no checkpoint is removed while it is read
+saving.py           Saver: the files of each rank, and the manifest
+writer.py           writes them, in a thread if asked to
+reader.py           CheckpointReader: documents and tensors of one checkpoint
+loading.py          Loader: each rank reads its part of the newest good checkpoint
+names.py            tensors of a checkpoint for the names of a model
+sources.py          directories that Hugging Face's save_pretrained wrote
+optimizer_state.py  optimizer state by parameter name; scheduler_state.py: that of learning-rate schedulers
+periodic.py         saves a training loop every few steps, and resumes it
+collective.py       errors that are raised on all ranks or on none
+"""
 
 from penstock.checkpoint.directory import (
     TEMPORARY,

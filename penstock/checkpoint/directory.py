@@ -1,4 +1,13 @@
-"""A directory of checkpoints: one subdirectory per saved step, and temporary ones while they are written or removed."""
+"""A directory of checkpoints: one subdirectory per saved step, and temporary ones while they are written or removed.
+
+    step-000100                       a complete checkpoint
+    .tmp-step-000100-1a2b3c4d         one that is being written
+    .replaced-step-000100             an older checkpoint of this step, while a new one gets its name
+    .discarded-step-000100.1a2b3c4d   one that is being removed
+
+A process may be killed at any moment. Names change only by renaming a directory, so that each of them means the same
+before and after a crash; `clean_up` removes the rest of interrupted saves.
+"""
 
 import os
 import secrets
@@ -19,8 +28,8 @@ from penstock.ir import bytes_text
 TEMPORARY = ".tmp-"
 """prefix of a checkpoint that is being written"""
 _REPLACED, _DISCARDED = ".replaced-", ".discarded-"
-_OWN = ("step-", f"{TEMPORARY}step-", f"{_DISCARDED}step-")
-"""prefixes of the directories of checkpoints that are or were here, or are being written"""
+_STEP_PREFIXES = ("step-", f"{TEMPORARY}step-", f"{_DISCARDED}step-")
+"""of checkpoints that are here, are being written or are being removed"""
 MAX_TRIES, _MAX_LISTINGS = 100, 10
 """how often work on checkpoints is repeated if some vanish, and how often a directory is listed until one is found"""
 _PAUSE_SECONDS = 0.02
@@ -62,23 +71,24 @@ class CheckpointDir:
                 path.mkdir(mode=0o700, exist_ok=True)
 
     def clean_up(self) -> list[str]:
-        """Remove what interrupted saves left behind, except directories that a process uses; returns their names.
+        """Remove the directories of interrupted saves, except those that a process uses; returns their names.
 
-        For the process that saves here; a reader changes nothing.
+        Only the process that saves here calls this: readers change nothing.
         """
         removed = []
         for path in sorted(self.root.iterdir()):
             if path.is_symlink() or not path.is_dir():
                 continue
             if path.name.startswith(f"{_REPLACED}step-"):
-                # The process ended between the two renames of `publish`: the older checkpoint counts.
+                # The process ended between the two renames of `publish`: put the older checkpoint back. If there is one
+                # of that name, it ended after both.
                 original = path.with_name(_original(path))
                 if original.exists():
                     _discard(path)
                 else:
                     path.rename(original)
             if path.name.startswith((f"{TEMPORARY}step-", f"{_DISCARDED}step-", f"{_DISCARDED}replaced-step-")):
-                # It may be gone meanwhile. Without locks it is unknown whether its writer is alive, so it stays.
+                # A directory without its lock stays: on a file system without locks its writer may be alive.
                 with suppress(FileNotFoundError), _exclusive(path) as lock:
                     if lock is not None and lock.is_locked:
                         shutil.rmtree(path, ignore_errors=True)
@@ -100,14 +110,15 @@ class CheckpointDir:
         return final
 
     def prune(self, keep: int, newest: Path) -> list[str]:
-        """Remove all checkpoints before `newest` but the last good ones, so that `keep` remain; returns their names.
+        """Remove all checkpoints before `newest` except the last good ones, so that `keep` remain; returns their names.
 
-        One that a process reads stays until the next time.
+        A checkpoint that a process reads stays, and is removed by a later call.
         """
         kept, removed = 1, []
         for path in self.checkpoints:
             if (step_of(path) or 0) >= (step_of(newest) or 0):
                 continue  # the newest itself, or one of another run
+            # A checkpoint without a readable manifest is of no use, and does not count.
             if kept < keep and _has_manifest(path):
                 kept += 1
                 continue
@@ -157,6 +168,7 @@ def _discard(path: Path, renamed: bool = False) -> bool:
     with _exclusive(path) as lock:
         if lock is None and not renamed:
             return False
+        # A random suffix: an earlier one of this name may still be there, because a process reads it.
         discarded = path.with_name(f"{_DISCARDED}{path.name.lstrip('.')}.{secrets.token_hex(4)}")
         path.rename(discarded)
         if lock is not None:
@@ -170,13 +182,13 @@ def find_checkpoints(path: str | os.PathLike[str]) -> list[Path]:
     if is_checkpoint(directory):
         return [directory]
     for _ in range(_MAX_LISTINGS):
-        # One that is being replaced has another name for a moment, or for long if the process that did it was killed.
+        # A checkpoint that is being replaced has another name for a moment, or for long if its process was killed.
         replaced = sorted((path for path in directory.glob(f"{_REPLACED}step-*") if path.is_dir()), reverse=True)
         found = CheckpointDir(directory).checkpoints
         if found or replaced:
             return [*found, *(path for path in replaced if path.with_name(_original(path)) not in found)]
         # While the directory was listed, a save may have added a checkpoint and removed the only one that was seen.
-        if not any(path.name.startswith(_OWN) for path in directory.iterdir()):
+        if not any(path.name.startswith(_STEP_PREFIXES) for path in directory.iterdir()):
             break
         time.sleep(_PAUSE_SECONDS)
     raise unknown_contents(directory)
@@ -202,7 +214,7 @@ def with_checkpoints(path: str | os.PathLike[str], work: Callable[[list[Path]], 
 
 
 def open_newest(path: str | os.PathLike[str]) -> CheckpointReader:
-    """The newest checkpoint at a path, held until the reader is closed."""
+    """The newest checkpoint at a path, locked until the reader is closed."""
     return with_checkpoints(path, lambda found: CheckpointReader(found[0]))
 
 
@@ -216,7 +228,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorReader:
 
 
 class CheckpointSummary(NamedTuple):
-    """A checkpoint in one line."""
+    """One line of `penstock ckpt list`."""
 
     name: str
     written: str = ""
@@ -235,23 +247,23 @@ class CheckpointSummary(NamedTuple):
 
 def list_checkpoints(path: Path) -> list[CheckpointSummary]:
     """The checkpoints of a directory, newest first, and then interrupted saves. Only manifests and sizes are read."""
-    checkpoints = _of_each(path, _summary)
+
+    def summary(directory: Path) -> CheckpointSummary:
+        try:
+            with CheckpointReader(directory) as reader:
+                manifest, plan = reader.manifest, reader.manifest.plan
+        except VanishedError:
+            raise
+        except CheckpointError as error:
+            return CheckpointSummary(directory.name, state=str(error).splitlines()[0])
+        size = manifest.total_bytes
+        return CheckpointSummary(directory.name, manifest.written, size, plan.ranks, plan.schedule, "complete")
+
+    checkpoints = _for_each(path, summary)
     if not is_checkpoint(path):
         names = sorted(entry.name for entry in path.iterdir())
         checkpoints += [CheckpointSummary(name) for name in names if name.startswith(f"{TEMPORARY}step-")]
     return checkpoints
-
-
-def _summary(directory: Path) -> CheckpointSummary:
-    try:
-        with CheckpointReader(directory) as reader:
-            manifest, plan = reader.manifest, reader.manifest.plan
-    except VanishedError:
-        raise
-    except CheckpointError as error:
-        return CheckpointSummary(directory.name, state=str(error).splitlines()[0])
-    size = manifest.total_bytes
-    return CheckpointSummary(directory.name, manifest.written, size, plan.ranks, plan.schedule, "complete")
 
 
 class VerifyResult(NamedTuple):
@@ -266,21 +278,21 @@ class VerifyResult(NamedTuple):
 
 def verify_checkpoints(path: Path) -> list[VerifyResult]:
     """Verify every checkpoint at a path, newest first; those that are removed meanwhile are left out."""
-    return _of_each(path, _verified)
+
+    def verify(directory: Path) -> VerifyResult:
+        try:
+            with CheckpointReader(directory) as reader:
+                total = reader.verify()
+                return VerifyResult(directory.name, len(reader.manifest.files), total, "")
+        except VanishedError:
+            raise
+        except CheckpointError as error:
+            return VerifyResult(directory.name, 0, 0, str(error).splitlines()[0])
+
+    return _for_each(path, verify)
 
 
-def _verified(directory: Path) -> VerifyResult:
-    try:
-        with CheckpointReader(directory) as reader:
-            total = reader.verify()
-            return VerifyResult(directory.name, len(reader.manifest.files), total, "")
-    except VanishedError:
-        raise
-    except CheckpointError as error:
-        return VerifyResult(directory.name, 0, 0, str(error).splitlines()[0])
-
-
-def _of_each(path: Path, read: Callable[[Path], T]) -> list[T]:
+def _for_each(path: Path, read: Callable[[Path], T]) -> list[T]:
     """The result for every checkpoint at a path that does not vanish, newest first."""
 
     def read_all(checkpoints: list[Path]) -> list[T]:

@@ -58,30 +58,36 @@ class Loader:
         """Load the newest good checkpoint; a collective call."""
         request = SyncRequest("load", step)
         with errors_on_all_ranks(self._sync, request):
-            is_foreign = is_hugging_face(path)
-            if is_foreign:
-                _check_foreign(targets)
+            from_hugging_face = is_hugging_face(path)
+            if from_hugging_face:
+                for name in ("optimizer", "scheduler"):
+                    if getattr(targets, name) is not None:
+                        raise CheckpointError(
+                            f"a Hugging Face directory has no {name} state",
+                            hint="pipe.load(path), and a new optimizer over pipe.parameters()",
+                        )
             elif targets.optimizer is not None:
                 check_optimizer(targets.optimizer, parameter_names(self._part), self._part.remote_parameters)
         for attempt in range(MAX_TRIES):
             with ExitStack() as stack:
                 try:
-                    return self._load_newest(Path(path), is_foreign, step, targets, stack)
+                    return self._load_newest(Path(path), from_hugging_face, step, targets, stack)
                 except VanishedError:  # on all ranks: another process saves and prunes, so there is a newer one
                     if attempt + 1 == MAX_TRIES:
                         raise
         raise AssertionError("the last attempt returns or raises")
 
-    def _load_newest(self, path: Path, is_foreign: bool, step: int, targets: LoadTargets, stack: ExitStack) -> Loaded:
-        """Load the newest good checkpoint of those that the first rank finds now."""
+    def _load_newest(
+        self, path: Path, from_hugging_face: bool, step: int, targets: LoadTargets, stack: ExitStack
+    ) -> Loaded:
+        """Load the newest good checkpoint of those that the first rank finds now. `stack` holds its lock."""
 
         def candidates() -> str:
-            # The newest is held until all ranks have opened it.
-            found = (
-                ([path], None) if is_foreign else with_checkpoints(path, lambda found: (found, lock_shared(found[0])))
-            )
-            paths, lock = found
-            if lock is not None:
+            if from_hugging_face:
+                paths = [path]
+            else:
+                # The newest is locked until all ranks have opened it.
+                paths, lock = with_checkpoints(path, lambda found: (found, lock_shared(found[0])))
                 stack.callback(lock.release)
             return json.dumps([os.path.relpath(each, path) for each in paths])
 
@@ -90,7 +96,8 @@ class Loader:
         skipped: list[str] = []
         for index, name in enumerate(names):
             is_last = index + 1 == len(names)
-            pending = self._try(path / name, is_foreign, targets, SyncRequest("load", step, name), is_last)
+            request = SyncRequest("load", step, name)
+            pending = self._read_on_all_ranks(path / name, from_hugging_face, targets, request, is_last)
             if isinstance(pending, _Pending):
                 if skipped and self._groups.is_first:
                     reasons = "\n  ".join(skipped)
@@ -101,12 +108,17 @@ class Loader:
             skipped.append(f"{name}: {pending}")
         raise AssertionError("the last checkpoint is loaded, or its error raised")
 
-    def _try(
-        self, directory: Path, is_foreign: bool, targets: LoadTargets, request: SyncRequest, is_last: bool
+    def _read_on_all_ranks(
+        self, directory: Path, from_hugging_face: bool, targets: LoadTargets, request: SyncRequest, is_last: bool
     ) -> _Pending | str:
-        """Read a checkpoint on all ranks; the reason if it is damaged and there is an older one."""
-        if is_foreign:
-            return self._on_all_ranks(lambda: self._read_foreign(directory), request, is_last)
+        """Read a checkpoint on all ranks, without applying it; a text is the reason why it is damaged."""
+        if from_hugging_face:
+
+            def read_weights() -> _Pending:
+                weights, loaded = _read_weights(self._part, open_tensors(directory))
+                return _Pending(loaded, lambda: self._part.load_state_dict(weights))
+
+            return self._on_all_ranks(read_weights, request, is_last)
         with ExitStack() as stack:
 
             def verify() -> tuple[CheckpointReader, int]:
@@ -132,6 +144,8 @@ class Loader:
             error = caught
         is_gone = isinstance(error, VanishedError)
         is_damaged = isinstance(error, DamagedError) and not is_last and not is_gone
+        # Ranks agree on one outcome: gone on any rank, else failed on any rank, else damaged on any rank, else a
+        # result.
         votes = (float(is_damaged), float(error is not None and not is_damaged and not is_gone), float(is_gone))
         some_damaged, some_failed, some_gone, *_ = self._sync.exchange(request, SyncVote(maxes=votes)).maxes
         if some_gone:
@@ -142,10 +156,9 @@ class Loader:
                 if error is not None and not is_damaged:
                     raise error
         self._sync.close()
-        return self._damage_reason(error) if some_damaged else result
-
-    def _damage_reason(self, error: Exception | None) -> str:
-        """The error of the first rank that found damage, on every rank."""
+        if not some_damaged:
+            return result
+        # Every rank returns the error of the first rank that found damage.
         groups, text = self._groups, "" if error is None else str(error)
         texts = [text] if groups.is_local else [groups.broadcast_text(text, rank) for rank in range(groups.num_ranks)]
         reasons = ((rank, text) for rank, text in enumerate(texts) if text)
@@ -156,11 +169,8 @@ class Loader:
     def _rank_and_ranks(self) -> tuple[int, int]:
         return (0, 1) if self._groups.is_local else (self._groups.rank, self._groups.num_ranks)
 
-    def _read_foreign(self, directory: Path) -> _Pending:
-        weights, loaded = _read_weights(self._part, open_tensors(directory))
-        return _Pending(loaded, lambda: self._part.load_state_dict(weights))
-
     def _read(self, reader: CheckpointReader, bytes_checked: int, targets: LoadTargets) -> _Pending:
+        """Read and check everything that this rank needs from a checkpoint."""
         with reader.documents():
             weights, loaded = _read_weights(self._part, reader.tensors)
             run = reader.run
@@ -195,8 +205,19 @@ class Loader:
         if targets.optimizer is not None:
             restorers.append(reader.optimizer.restorer(targets.optimizer, parameter_names(self._part), shard_like))
         if targets.scheduler is not None:
-            state = self._scheduler_state(reader, targets)
-            restorers.append(lambda: targets.scheduler.load_state_dict(state()))
+            stems = reader.stems("scheduler")
+            if not stems:
+                raise CheckpointError("the checkpoint has no scheduler state", hint="load without the scheduler")
+            rank, ranks = self._rank_and_ranks
+            finders = [reader.tensor_finder(stem) for stem in stems]
+            saved = SavedSchedulers([reader.json_object(stem) for stem in stems], finders)
+            if len(stems) == ranks and reader.text(PLAN) == plan_text(self._plan):
+                state = saved.of_rank(rank)
+                restorers.append(lambda: targets.scheduler.load_state_dict(state))
+            else:
+                # Another plan: the state depends on the groups of this rank's optimizer, which is restored before.
+                state_for_groups = saved.for_optimizer(targets.optimizer)
+                restorers.append(lambda: targets.scheduler.load_state_dict(state_for_groups()))
         if targets.scaler is not None and "scaler" in run:
             try:
                 GradScaler().load_state_dict(run["scaler"])  # on another one, so that nothing changes yet
@@ -205,21 +226,9 @@ class Loader:
             restorers.append(lambda: targets.scaler.load_state_dict(run["scaler"]))
         return restorers
 
-    def _scheduler_state(self, reader: CheckpointReader, targets: LoadTargets) -> Callable[[], Any]:
-        """A function that returns the scheduler's state, to be called once the optimizer has been restored."""
-        stems = reader.stems("scheduler")
-        if not stems:
-            raise CheckpointError("the checkpoint has no scheduler state", hint="load without the scheduler")
-        rank, ranks = self._rank_and_ranks
-        saved = SavedSchedulers([reader.plain(stem) for stem in stems], [reader.find(stem) for stem in stems])
-        if len(stems) == ranks and reader.text(PLAN) == plan_text(self._plan):
-            state = saved.of_rank(rank)
-            return lambda: state
-        return saved.for_optimizer(targets.optimizer)
-
 
 def _read_weights(part: ModelPart, reader: TensorReader) -> tuple[dict[str, Tensor], Loaded]:
-    """Read the weights of this process."""
+    """Read the parameters and buffers of this process."""
     model, own = part.captured.model, part.own_state()
     loss_state = part.loss_state
     if not loss_state & set(reader.names):
@@ -243,12 +252,3 @@ def _num_steps(run: dict[str, Any], step: int) -> int:
     if taken is not None and not 0 <= taken <= MAX_STEP:
         raise DamagedError("invalid number of steps in a document", num_steps=str(taken)[:60])
     return step if taken is None else taken
-
-
-def _check_foreign(targets: LoadTargets) -> None:
-    for name in ("optimizer", "scheduler"):
-        if getattr(targets, name) is not None:
-            raise CheckpointError(
-                f"a Hugging Face directory has no {name} state",
-                hint="pipe.load(path), and a new optimizer over pipe.parameters()",
-            )

@@ -1,9 +1,9 @@
 """Locks of checkpoint directories between processes, by flock.
 
-A writer holds its temporary directory exclusively, a reader holds a checkpoint together with other readers, and who
-removes a directory holds it exclusively first. So a directory is removed only when nobody writes or reads it. On a file
-system without locks, such as some network file systems, temporary directories of killed processes stay, and a
-checkpoint may be removed while it is read: the reader notices it and reads the next one.
+A writer holds the exclusive lock of its temporary directory, readers hold the shared lock of a checkpoint, and a
+process that removes a directory takes the exclusive lock first. So a directory is removed only when no process writes
+or reads it. On a file system without locks, such as some network file systems, temporary directories of killed
+processes stay, and a checkpoint may be removed while it is read: the reader notices it and reads the next one.
 """
 
 import errno
@@ -24,7 +24,7 @@ class VanishedError(DamagedError):
 
 
 class DirectoryLock:
-    """A lock of a directory; also an identity: the path may lead to another directory later."""
+    """A lock of a directory. It stays with the directory if that is renamed, or replaced by another one at its path."""
 
     def __init__(self, path: Path, descriptor: int, is_locked: bool = True) -> None:
         self.path, self._descriptor = path, descriptor
@@ -52,12 +52,12 @@ class DirectoryLock:
 
 
 def lock_exclusively(path: Path) -> DirectoryLock | None:
-    """Lock a directory that nobody reads or writes; None if somebody does."""
+    """Lock a directory that no process reads or writes; None if one does."""
     return _lock(path, os.O_NOFOLLOW, fcntl.LOCK_EX)
 
 
 def lock_shared(path: Path) -> DirectoryLock:
-    """Hold a checkpoint, so that it is not removed.
+    """Lock a checkpoint, so that it is not removed.
 
     Raises:
         VanishedError: if the directory does not exist
@@ -71,6 +71,7 @@ def lock_shared(path: Path) -> DirectoryLock:
         lock = None
     except OSError as error:
         raise DamagedError("cannot read a directory", path=path, reason=error.strerror) from None
+    # Between opening and locking, a process may have removed the directory or put another one in its place.
     if lock is not None and lock.is_current:
         return lock
     if lock is not None:
@@ -88,7 +89,7 @@ def _lock(path: Path, flags: int, kind: int) -> DirectoryLock | None:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno != errno.EWOULDBLOCK:
+        if error.errno != errno.EWOULDBLOCK:  # the file system has no locks
             return DirectoryLock(path, descriptor, is_locked=False)
         os.close(descriptor)
         return None

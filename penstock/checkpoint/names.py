@@ -48,10 +48,18 @@ def match_names(found: Collection[str], names: ModelNames) -> dict[str, tuple[st
         start = f"{names.prefix}."
         renamings += [lambda name: start + name, lambda name: name.removeprefix(start)]
     matches = [_Match(found, names, rename) for rename in renamings]
-    complete = next((match for match in matches if not match.missing and not match.unexpected), None)
-    if complete is None:
-        raise _mismatch(matches[0])
-    return complete.sources
+    for match in matches:
+        if not match.missing and not match.unexpected:
+            return match.sources
+    missing, unexpected = matches[0].missing, matches[0].unexpected
+    values = {"missing": missing, "unexpected": unexpected}
+    close = get_close_matches((unexpected or [""])[0], missing, n=1)
+    renamed = f", if {unexpected[0]!r} is this model's {close[0]!r}" if close else ""
+    raise CheckpointError(
+        "the tensors of the checkpoint do not match the names of the model",
+        **{kind: shorten(group) for kind, group in values.items() if group},
+        hint=f"a model of the same configuration, or Model.from_pretrained(path), which can rename{renamed}",
+    )
 
 
 class _Match:
@@ -71,21 +79,6 @@ class _Match:
             for name in sorted(names.saved)
         }
         self.missing = [name for name, sources in self.sources.items() if not sources]
-
-
-def _mismatch(match: _Match) -> CheckpointError:
-    values: dict[str, object] = {}
-    if match.missing:
-        values["missing"] = shorten(match.missing)
-    if match.unexpected:
-        values["unexpected"] = shorten(match.unexpected)
-    close = get_close_matches((match.unexpected or [""])[0], match.missing, n=1)
-    renamed = f", if {match.unexpected[0]!r} is this model's {close[0]!r}" if close else ""
-    return CheckpointError(
-        "the tensors of the checkpoint do not match the names of the model",
-        **values,
-        hint=f"a model of the same configuration, or Model.from_pretrained(path), which can rename{renamed}",
-    )
 
 
 def shorten(names: Collection[str]) -> str:

@@ -138,7 +138,8 @@ class SavedOptimizer:
         if missing := [name for name in wanted if name not in self._states]:
             problem = "the saved optimizer state lacks parameters of this optimizer"
             raise CheckpointError(problem, missing=shorten(missing))
-        # Such state has no parameter name, so a rank of another plan could not tell which rank's to take.
+        # State under keys other than parameters must be the same on all ranks: it cannot be assigned to a rank of
+        # another plan by name.
         if any(others != self._others[0][0] for others, _ in self._others):
             raise CheckpointError(
                 "optimizer state that belongs to no parameter differed between ranks",

@@ -17,7 +17,7 @@ Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 
 
 class PeriodicSaver:
-    """Saves one training loop. A checkpoint that cannot be written is a warning, unless it is the last one."""
+    """Saves one training loop. A checkpoint that cannot be written gives a message, and only the last one an error."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class PeriodicSaver:
         self.step: int | None = None
         """number of steps taken; None before the first one"""
         self.run_id = ""
-        """of the run in logs, saved with it"""
+        """identifies the run in logs; saved, so that a resumed run continues its log"""
         self._num_batches = 0
         self.num_skipped = 0
         """number of consecutive skipped steps up to now"""
@@ -48,17 +48,24 @@ class PeriodicSaver:
         self._writing: int | None = None
         """the step of the checkpoint that a thread is writing"""
         self._error: CheckpointError | RunError | None = None
+        """why the last save failed"""
 
     def resume(self, batches: Batches) -> tuple[Iterator[Any], str]:
-        """Restore the training if asked to; returns the remaining batches and a message."""
+        """Restore the training if `resume` is set; returns the remaining batches and a message."""
         if self._options.resume is None:
             return batches_from(batches, 0), ""
-        # The data may be drawn from the global random state: batches that were used are drawn again from the state
-        # at the start of the program, as they were then, and the saved state applies after them.
+        # An iterable may draw its batches from the global generators, for example to shuffle. To skip the batches that
+        # were used, they are drawn again from the state that the program starts with, as in the first run; after them
+        # the saved state applies.
         fresh = random_state()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            loaded = self._load(self._options.resume)
+            try:
+                loaded: Loaded = self._pipe.load(self._options.resume, self._optimizer)
+            except (CheckpointError, RunError) as error:
+                # Another attempt would find the same damaged checkpoint, or one of another model.
+                error.is_final = error.is_shared or isinstance(error, CheckpointError)
+                raise
         resumed = random_state()
         self._num_batches, self.num_skipped, self.run_id = _position(loaded, self.run_id)
         self.step = self._saved = loaded.step
@@ -68,15 +75,6 @@ class PeriodicSaver:
         messages = (*(str(warning.message) for warning in caught), self._on_resume(loaded))
         text = "".join(f"; {message}" for message in messages if message)
         return left, f"resumed from {loaded.path}, after step {loaded.step}{text}"
-
-    def _load(self, source: str | Path) -> Loaded:
-        try:
-            loaded: Loaded = self._pipe.load(source, self._optimizer)
-        except (CheckpointError, RunError) as error:
-            # Another attempt would find the same damaged checkpoint, or one of another model.
-            error.is_final = error.is_shared or isinstance(error, CheckpointError)
-            raise
-        return loaded
 
     def step_taken(self, metrics: StepMetrics, num_skipped: int, num_batches: int = 1) -> str:
         """Save if it is time to; returns a message if that failed.
@@ -109,6 +107,7 @@ class PeriodicSaver:
             raise error
 
     def _save(self) -> str:
+        """Save this step; returns a message if this or an asynchronous save before it failed."""
         message, self._error = self._wait(), None
         assert self.step is not None
         step, options = self.step, self._options

@@ -95,6 +95,7 @@ def _open(file: Path) -> Any:
 def _check_shapes(
     handles: Mapping[str, Any], sources: Mapping[str, Sequence[str]], wanted: Mapping[str, Tensor]
 ) -> None:
+    """Refuse tensors that are missing in their files, or have another shape or dtype than the model's."""
     missing, shapes, dtypes = [], [], []
     names = {id(handle): set(handle.keys()) for handle in handles.values()}
     for name, tensor in wanted.items():
@@ -120,6 +121,7 @@ def _check_shapes(
 def _check_ties(
     tensors: Mapping[str, Tensor], sources: Mapping[str, Sequence[str]], wanted: Mapping[str, Tensor]
 ) -> None:
+    """Refuse different values for one parameter that has several names in the checkpoint."""
     for name in wanted:
         first, *others = sources[name]
         for other in others:
@@ -134,7 +136,7 @@ def _check_ties(
 
 
 class CheckpointReader:
-    """One checkpoint that penstock wrote, held so that no save removes it until the reader is closed.
+    """One checkpoint that penstock wrote, locked so that no save removes it until the reader is closed.
 
     Opening it reads the manifest and checks the sizes of all files.
     """
@@ -142,7 +144,9 @@ class CheckpointReader:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.bytes_read = 0
+        """bytes of documents and of their tensors so far"""
         self._opened: dict[str, Any] = {}
+        """tensor files of documents, by name"""
         with ExitStack() as stack:
             self._lock = lock_shared(directory)
             stack.callback(self._lock.release)
@@ -164,8 +168,8 @@ class CheckpointReader:
     def unchanged(self) -> Iterator[None]:
         """Raise VanishedError if the checkpoint is removed or replaced during the body, whatever else the body raises.
 
-        Other readers and writers of penstock do not remove it while it is held, but may replace it by another one of
-        its step; and files can be removed by hand.
+        Other processes of penstock do not remove it while it is locked, but may replace it by another one of its step;
+        and files can be removed by hand.
         """
         try:
             yield
@@ -178,7 +182,7 @@ class CheckpointReader:
 
     @contextmanager
     def documents(self) -> Iterator[None]:
-        """Read documents in the body: one whose content has other types than those that are saved counts as damage."""
+        """A context for reading documents: a Python error because of wrong types in one counts as damage."""
         with self.unchanged():
             try:
                 yield
@@ -210,8 +214,8 @@ class CheckpointReader:
         self.bytes_read += len(content)
         return content
 
-    def plain(self, stem: str) -> dict[str, Any]:
-        """A document as its JSON object, with references to tensors."""
+    def json_object(self, stem: str) -> dict[str, Any]:
+        """A document as it is stored: a JSON object with references to tensors."""
         content = parse_json(self.text(f"{stem}.json"), stem)
         if not isinstance(content, dict):
             raise DamagedError("a document is not a JSON object", file=stem)
@@ -219,7 +223,7 @@ class CheckpointReader:
 
     def document(self, stem: str) -> Any:
         """The value of a document, with the tensors of its tensor file."""
-        return decode_tree(self.plain(stem), self.find(stem))
+        return decode_tree(self.json_object(stem), self.tensor_finder(stem))
 
     @property
     def run(self) -> dict[str, Any]:
@@ -233,7 +237,8 @@ class CheckpointReader:
     def optimizer(self) -> SavedOptimizer:
         """The state of the optimizer; its tensors are read when they are needed."""
         try:
-            return SavedOptimizer((self.plain(stem), self.find(stem)) for stem in self.stems("optimizer"))
+            stems = self.stems("optimizer")
+            return SavedOptimizer((self.json_object(stem), self.tensor_finder(stem)) for stem in stems)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise DamagedError("the state of the optimizer cannot be read", reason=repr(error)) from None
 
@@ -242,7 +247,7 @@ class CheckpointReader:
         numbered = re.compile(rf"({kind}-\d{{3,}})\.json")
         return [match[1] for name in sorted(self.manifest.files) if (match := numbered.fullmatch(name))]
 
-    def find(self, stem: str) -> FindTensor:
+    def tensor_finder(self, stem: str) -> FindTensor:
         """A function that reads tensors by name from the tensor file of a document."""
 
         def read_tensor(name: str) -> Tensor:

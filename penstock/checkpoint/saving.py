@@ -24,7 +24,7 @@ from penstock.checkpoint.optimizer_state import check_optimizer, split_optimizer
 from penstock.checkpoint.reader import CONFIG, PLAN, RUN
 from penstock.checkpoint.scheduler_state import scheduler_document
 from penstock.checkpoint.tensor_file import FileRecord, dtype_and_shape
-from penstock.checkpoint.writer import BackgroundWriter, CheckpointWriter, Content, MakeManifest
+from penstock.checkpoint.writer import BackgroundWriter, CheckpointWriter, Content
 from penstock.errors import CheckpointError, DamagedError
 from penstock.ir import Plan, as_int, to_json
 from penstock.launch import run_before_exit
@@ -93,7 +93,10 @@ class Saver:
             self._part.check_weights()
             if state.optimizer is not None:
                 check_optimizer(state.optimizer, parameter_names(self._part), self._part.remote_parameters)
-            documents = _run_files(state.run) if self._groups.rank == 0 else {}
+            run: dict[str, Any] | None = None
+            run_tensors: Tensors = {}
+            if state.run is not None and self._groups.rank == 0:
+                run = {name: encode_tree(value, run_tensors, name) for name, value in state.run.items()}
         # Names and shapes do not change, so one exchange serves all checkpoints.
         self._layout = self._layout or StateLayout.gather(self._part)
         # An absolute path: the thread may still write after the program has changed its directory.
@@ -101,13 +104,14 @@ class Saver:
         try:
             with errors_on_all_ranks(self._sync, request):
                 contents = self._own_files(writer, state, copies)
-                contents |= {name: _snapshot_file(content, copies) for name, content in documents.items()}
+                if run is not None:
+                    contents |= _document_files(RUN, run, run_tensors, copies)
                 if self._groups.rank == 0:
                     contents |= _plan_files(plan, self._part)
         except BaseException:
             writer.abandon()
             raise
-        make_manifest = self._manifest_maker(plan, step, self._layout)
+        make_manifest = functools.partial(self._make_manifest, plan, step, self._layout)
 
         def write() -> CheckpointError | None:
             """Write this rank's files, and on the first rank finish the checkpoint; returns the error of any rank."""
@@ -129,7 +133,18 @@ class Saver:
             self._background.start(write)
             run_before_exit(self._background.wait_and_raise)  # a launched rank may return before it is written
         else:
-            self._finish_together(write(), request)
+            error = write()
+
+            def outcome() -> str:
+                if error is not None:
+                    raise error
+                return ""
+
+            # All ranks return once the first one has finished the checkpoint, or raise its error.
+            try:
+                run_on_first_rank(self._groups, outcome, request)
+            finally:
+                self._sync.close()
         return root / step_name(step)
 
     def check(self, request: SyncRequest) -> None:
@@ -161,7 +176,10 @@ class Saver:
         return created[0] if created else CheckpointWriter(root / name, self._groups.num_ranks)
 
     def _own_files(self, writer: CheckpointWriter, state: TrainingState, copies: bool) -> dict[str, Content]:
-        """The files that this rank writes. Ranks of other pipelines take part because sharded tensors are gathered."""
+        """The files that this rank writes, by name.
+
+        Only the first pipeline writes. Ranks of the others take part because sharded tensors are gathered.
+        """
         assert self._layout is not None
         rank, weights = self._groups.rank, self._part.state_dict()
         if not self._groups.pipeline:
@@ -183,47 +201,27 @@ class Saver:
             files |= _document_files(f"{kind}-{rank:03d}", document, tensors, copies)
         return files
 
-    def _manifest_maker(self, plan: Plan, step: int, layout: "StateLayout") -> MakeManifest:
-        tied = plan.graph.tied
-        summary = PlanSummary(
-            ranks=plan.num_ranks,
-            processes=1 if self._groups.is_local else plan.num_ranks,
-            stages=plan.num_stages,
-            microbatches=plan.num_microbatches,
-            schedule=plan.choices.schedule,
+    def _make_manifest(self, plan: Plan, step: int, layout: "StateLayout", files: Mapping[str, FileRecord]) -> Manifest:
+        return Manifest(
+            step=step,
+            written=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            model=fingerprint(layout.tensors, plan.graph.tied),
+            plan=PlanSummary(
+                ranks=plan.num_ranks,
+                processes=1 if self._groups.is_local else plan.num_ranks,
+                stages=plan.num_stages,
+                microbatches=plan.num_microbatches,
+                schedule=plan.choices.schedule,
+            ),
+            versions={
+                "penstock": version("penstock"),
+                "python": platform.python_version(),
+                "torch": str(torch.__version__),
+            },
+            tied=plan.graph.tied,
+            tensors=layout.tensors,
+            files=dict(sorted(files.items())),
         )
-        versions = {
-            "penstock": version("penstock"),
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-        }
-
-        def make(files: Mapping[str, FileRecord]) -> Manifest:
-            return Manifest(
-                step=step,
-                written=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-                model=fingerprint(layout.tensors, tied),
-                plan=summary,
-                versions=versions,
-                tied=tied,
-                tensors=layout.tensors,
-                files=dict(sorted(files.items())),
-            )
-
-        return make
-
-    def _finish_together(self, error: CheckpointError | None, request: SyncRequest) -> None:
-        """Continue once the first rank has finished the checkpoint; its error is raised on every rank."""
-
-        def outcome() -> str:
-            if error is not None:
-                raise error
-            return ""
-
-        try:
-            run_on_first_rank(self._groups, outcome, request)
-        finally:
-            self._sync.close()
 
 
 @dataclass(frozen=True)
@@ -278,7 +276,7 @@ def parameter_names(part: ModelPart) -> dict[int, str]:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of this process's generators."""
+    """The state of this process's random number generators: torch, numpy, Python and CUDA."""
     state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -286,7 +284,7 @@ def random_state() -> dict[str, Any]:
 
 
 def random_state_restorer(state: Any) -> Callable[[], None]:
-    """Check a state on separate generators; the returned function applies it."""
+    """Check a state of `random_state` on separate generators; the returned function applies it."""
     try:
         torch.Generator().set_state(state["torch"])
         np.random.RandomState().set_state(state["numpy"])
@@ -318,15 +316,6 @@ def _stage_file(stage: int) -> str:
     return f"stage-{stage:03d}.safetensors"
 
 
-def _run_files(run: Mapping[str, Any] | None) -> dict[str, Content]:
-    if run is None:
-        return {}
-    tensors: Tensors = {}
-    return _document_files(
-        RUN, {name: encode_tree(value, tensors, name) for name, value in run.items()}, tensors, False
-    )
-
-
 def _plan_files(plan: Plan, part: ModelPart) -> dict[str, Content]:
     """The plan, and the configuration of a model that has one, as those of transformers do."""
     files: dict[str, Content] = {PLAN: plan_text(plan)}
@@ -341,6 +330,7 @@ def _plan_files(plan: Plan, part: ModelPart) -> dict[str, Content]:
 
 
 def _document_files(stem: str, document: Any, tensors: Tensors, copies: bool) -> dict[str, Content]:
+    """A document as JSON, and the tensors that it refers to, if any, as a second file."""
     files: dict[str, Content] = {f"{stem}.json": json_bytes(document)}
     if tensors:
         files[f"{stem}.safetensors"] = {name: _snapshot(tensor, copies) for name, tensor in tensors.items()}
@@ -352,9 +342,3 @@ def _snapshot(tensor: Tensor, copies: bool) -> Tensor:
     # full_tensor of a replicated DTensor, or of one sharded over one rank, is the tensor itself, so it is copied too.
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().to("cpu", copy=True) if copies else full.detach()
-
-
-def _snapshot_file(content: Content, copies: bool) -> Content:
-    if isinstance(content, bytes):
-        return content
-    return {name: _snapshot(tensor, copies) for name, tensor in content.items()}

@@ -54,22 +54,18 @@ def hugging_face_files(directory: Path) -> dict[str, Path]:
         except (SafetensorError, OSError) as error:
             raise CheckpointError("not a safetensors file", file=file, error=error, hint=_AGAIN) from None
     index = directory / INDEX
-    files = {name: directory / _file_name(file, index) for name, file in _weight_map(index).items()}
-    missing = sorted({file.name for file in files.values() if not file.is_file()})
-    if missing:
-        raise CheckpointError("files of the checkpoint are missing", path=directory, missing=missing, hint=_AGAIN)
-    return files
-
-
-def _weight_map(index: Path) -> dict[str, object]:
     try:
         document = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError("the index cannot be read", file=index, error=error, hint=_AGAIN) from None
-    names = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(names, dict) or not names:
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError("the index must have a weight_map of files by name", file=index, hint=_AGAIN)
-    return names
+    files = {name: directory / _file_name(file, index) for name, file in weight_map.items()}
+    missing = sorted({file.name for file in files.values() if not file.is_file()})
+    if missing:
+        raise CheckpointError("files of the checkpoint are missing", path=directory, missing=missing, hint=_AGAIN)
+    return files
 
 
 def _file_name(file: object, index: Path) -> str:

@@ -60,7 +60,7 @@ class CheckpointWriter:
                     return cls(path, ranks, lock)
                 if lock is not None:
                     lock.release()
-            # Another process that cleans up took it for the rest of an interrupted save, before it was locked.
+            # Not locked in time: the `clean_up` of another process has taken it for the rest of an interrupted save.
 
     def join(self, rank: int) -> None:
         """Announce that this rank will write; refused if it does not see the directory."""
@@ -83,7 +83,7 @@ class CheckpointWriter:
             records = {name: write_file(self.path / name, content, rank) for name, content in contents.items()}
             self._mark(rank, "done", {name: asdict(record) for name, record in records.items()})
         except Exception as error:
-            # Remove what was written so far: if the disk is full, the marker needs the room.
+            # Remove the files written so far: if the disk is full, the marker needs the room.
             for name in contents:
                 (self.path / name).unlink(missing_ok=True)
             with suppress(FileNotFoundError):  # the first rank has given up and removed the directory
@@ -157,6 +157,7 @@ class CheckpointWriter:
         return True
 
     def _size(self) -> int:
+        """The size of all files, which grows while any rank writes."""
         total = 0
         try:
             with os.scandir(self.path) as entries:

@@ -124,8 +124,8 @@ def _contents(checkpoint: "CheckpointReader") -> dict[str, Any]:
         "versions": dict(manifest.versions),
         "model": manifest.model,
         "optimizer": checkpoint.optimizer.kind if checkpoint.stems("optimizer") else None,
-        "scheduler": checkpoint.plain(schedulers[0]) if schedulers else None,
-        **{name: value for name, value in checkpoint.plain(RUN).items() if value is not None},
+        "scheduler": checkpoint.json_object(schedulers[0]) if schedulers else None,
+        **{name: value for name, value in checkpoint.json_object(RUN).items() if value is not None},
         "tied": [list(group) for group in manifest.tied] or None,
         "tensors": [
             {"name": name, "file": record.file, "type": record.dtype, "shape": str(list(record.shape))}
