@@ -1,14 +1,17 @@
-"""Which tensor has which name while a forward is recorded, and which tensors share memory."""
+"""The names of tensors while a forward is recorded, and the tensors that share memory."""
 
 import weakref
 from collections.abc import Collection
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.capture.gradient_paths import Edge
 from penstock.ir import TensorSpec
+
+Edge = tuple[Any, int]
+"""where a tensor is in autograd's graph: the node that made it, and the index of the tensor among its results"""
 
 
 class TensorTable:
@@ -72,7 +75,7 @@ class TensorTable:
         return self.storage[value] in self._state_by_storage
 
     def add_inside(self, tensor: Tensor, leaf: str, call: int) -> None:
-        """Remember that a tensor was made inside a call of a leaf, with the number of the call."""
+        """Note that a tensor was made inside a call of a leaf, with the number of the call."""
         self._inside[id(tensor)] = (weakref.ref(tensor), leaf, call)
 
     def made_inside(self, tensor: Tensor) -> tuple[str, int] | None:
