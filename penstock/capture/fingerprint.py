@@ -1,4 +1,4 @@
-"""Everything that a recording depends on besides the content of the tensors in a batch.
+"""Signatures of batches and fingerprints of models: all that a recording depends on besides the values of tensors.
 
 A recording holds for another batch if the two batches have the same signature and the model has the same fingerprint.
 The fingerprint covers the state the Python code between the leaves may branch on: training modes, attributes of
@@ -70,8 +70,8 @@ class Fingerprinter:
     def find_modules(self, granularity: Granularity) -> None:
         """Find the leaves and the opened modules; call this after every recording, which may have opened leaves.
 
-        Until the next recording they change only with the modules of the model: anything else that makes a leaf of a
-        module, or none, is part of its state, and so of the fingerprint.
+        Until the next recording they change only with the modules of the model: everything else that determines the
+        leaves is part of the fingerprint.
         """
         self._modules = dict(self._model.named_modules())
         self._leaves = granularity.find_leaves(self._model)
@@ -226,7 +226,7 @@ def _find_references(cls: type) -> Iterator[_Reference]:
 
 
 def _look_up(namespace: dict[str, Any], names: set[str]) -> Iterator[_Reference]:
-    """Which names are globals of a file, or of the user's Python modules among these globals."""
+    """The names that are globals of a file, or of the user's Python modules among these globals."""
     for name in names & namespace.keys():
         yield namespace, name
         value = namespace[name]

@@ -1,4 +1,4 @@
-"""Which modules stay whole in a record (leaves), and which are opened to record the calls between their parts."""
+"""Selects the modules that stay whole in a record (leaves); all others are opened, to record the calls inside them."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -57,7 +57,7 @@ class Granularity:
         return cls(basic_blocks=leaves, opened=frozenset((around | within) - set(leaves)))
 
     def changed(self, model: nn.Module, options: "Granularity") -> "Granularity":
-        """With the depth of `options`, if they have one, and their basic blocks beside the own ones."""
+        """The granularity with the basic blocks of `options` added; `options` itself if it has a depth."""
         if options.depth is not None:
             return options
         kept = {name for name, module in model.named_modules() if options._is_basic_block(module, name)}
