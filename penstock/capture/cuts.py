@@ -192,7 +192,9 @@ def _is_per_sample(argument: Argument, batch: int, is_final: bool) -> bool:
     """
     tensors = [leaf for leaf in leaves(argument.value) if isinstance(leaf, Tensor)]
     has_batch = [leaf.dim() > 0 and leaf.shape[0] == batch for leaf in tensors]
-    has_records = all(_is_record(entry) for entry in argument.value)
+    # Records are dicts, dataclasses and named tuples.
+    kinds = [parts and parts.kind for parts in map(take_apart, argument.value)]
+    has_records = all(kind and (not issubclass(kind, list | tuple) or hasattr(kind, "_fields")) for kind in kinds)
     if not tensors or (all(has_batch) and not has_records):
         # Plain values, or a list of whole tensors, each of which has the batch as its first dimension.
         return False
@@ -216,12 +218,6 @@ def _is_per_sample(argument: Argument, batch: int, is_final: bool) -> bool:
 
 def _is_of_target(name: str) -> bool:
     return name.partition(".")[0] == TARGET
-
-
-def _is_record(value: object) -> bool:
-    """Whether an entry is a dict, a dataclass or a named tuple."""
-    parts = take_apart(value)
-    return parts is not None and not (issubclass(parts.kind, list | tuple) and not hasattr(parts.kind, "_fields"))
 
 
 def _cut_of(

@@ -217,23 +217,18 @@ def _find_references(cls: type) -> Iterator[_Reference]:
         if id(function.__code__) in seen:
             continue
         seen.add(id(function.__code__))
-        for namespace, name in _look_up(function.__globals__, set(names_in(function.__code__))):
-            value = namespace[name]
-            if isinstance(value, types.FunctionType) and code_origin(value.__module__) == "user":
-                pending.append(value)
-            elif not isinstance(value, types.FunctionType | types.ModuleType | type):
-                yield namespace, name
-
-
-def _look_up(namespace: dict[str, Any], names: set[str]) -> Iterator[_Reference]:
-    """The names that are globals of a file, or of the user's Python modules among these globals."""
-    for name in names & namespace.keys():
-        yield namespace, name
-        value = namespace[name]
-        if isinstance(value, types.ModuleType) and code_origin(value.__name__) == "user":
-            # `settings.scale` has both names in its code object.
-            attributes = vars(value)
-            yield from ((attributes, attribute) for attribute in names & attributes.keys())
+        names, global_names = set(names_in(function.__code__)), function.__globals__
+        used = [global_names[name] for name in names & global_names.keys()]
+        modules = [value for value in used if isinstance(value, types.ModuleType)]
+        # The code object of `settings.scale` has both names: `scale` may be a global of the user's module `settings`.
+        user_modules = [vars(module) for module in modules if code_origin(module.__name__) == "user"]
+        for namespace in (global_names, *user_modules):
+            for name in names & namespace.keys():
+                value = namespace[name]
+                if isinstance(value, types.FunctionType) and code_origin(value.__module__) == "user":
+                    pending.append(value)
+                elif not isinstance(value, types.FunctionType | types.ModuleType | type):
+                    yield namespace, name
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:

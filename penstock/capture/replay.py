@@ -142,8 +142,10 @@ class Replay:
         record, graph = self._recording.record, self._recording.graph
         scope, line, size_reads = graph[call.name].module, self._recording.lines[id(call)], self._recording.size_reads
         if call.is_module:
-            # For errors: the code that depends on the result of a block is in the module around it.
-            scope = _called_parent(self._whole, scope)
+            # For errors: the code that depends on the result of a block is in the module that calls it.
+            while scope := scope.rpartition(".")[0]:
+                if not isinstance(self._whole.get_submodule(scope), nn.ModuleList | nn.ModuleDict):
+                    break
         # Values that the call was given and returned.
         returned = [name for name in dict.fromkeys(results) if name and name in (*refs(call.args), *refs(call.kwargs))]
         sizes = [(name, graph.spec(name).shape) for name in dict.fromkeys(results) if name in record.sized]
@@ -252,8 +254,13 @@ class ArgumentReader:
             name = tree.value
             return lambda values: values[name]
         if isinstance(tree, State):
-            owner, attribute = self._owner(tree.name)
-            # Looked up in every call: the attribute may be assigned later.
+            path, _, attribute = tree.name.rpartition(".")
+            owner = self._whole.get_submodule(path)
+            with suppress(AttributeError):
+                own = self._modules.get_submodule(path)
+                getattr(own, attribute)
+                owner = own
+            # Looked up in every call: the attribute may be assigned later, a plain tensor even only in the forward.
             return lambda values: getattr(owner, attribute)
         if isinstance(tree, ObjectRef):
             value = self._recording.live[tree.key]
@@ -289,17 +296,6 @@ class ArgumentReader:
         if name := next((name for name, tensor in state if id(tensor) not in own), None):
             raise PartitionError("a stage must have all parameters of a block that it runs", block=path, missing=name)
         return module
-
-    def _owner(self, name: str) -> tuple[nn.Module, str]:
-        """The module that has a parameter, buffer or plain tensor, and the name of the attribute."""
-        path, _, attribute = name.rpartition(".")
-        for modules in (self._modules, self._whole):
-            with suppress(AttributeError):
-                owner = modules.get_submodule(path)
-                getattr(owner, attribute)
-                return owner, attribute
-        # A plain tensor that the model assigns only in its forward.
-        return self._whole.get_submodule(path), attribute
 
 
 def _returning_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -337,14 +333,6 @@ def _data_dependent(where: str, module: str, line: str, recorded: object, found:
         found=found,
         hint=_keep_whole(module),
     )
-
-
-def _called_parent(model: nn.Module, path: str) -> str:
-    """The innermost module around a module that is not a list of modules."""
-    while path := path.rpartition(".")[0]:
-        if not isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict):
-            break
-    return path
 
 
 def _keep_whole(module: str) -> str:

@@ -87,7 +87,13 @@ class TensorTable:
 def spec_of(tensor: Tensor) -> TensorSpec:
     """Shape, dtype, `requires_grad` and memory order of a tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(tuple(tensor.shape), dtype, has_gradient(tensor), _memory_order(tensor))
+    # The dimensions from largest to smallest stride; empty for a contiguous tensor or one with gaps.
+    order: tuple[int, ...] = ()
+    if tensor.layout is torch.strided and not tensor.is_contiguous():
+        strides = tensor.stride()
+        by_stride = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+        order = by_stride if tensor.permute(by_stride).is_contiguous() else ()
+    return TensorSpec(tuple(tensor.shape), dtype, has_gradient(tensor), order)
 
 
 def has_gradient(tensor: Tensor) -> bool:
@@ -98,15 +104,6 @@ def has_gradient(tensor: Tensor) -> bool:
     """
     is_cut_off = tensor.grad_fn is None and tensor._is_view() and tensor._base.requires_grad  # type: ignore[union-attr]
     return tensor.requires_grad and not is_cut_off
-
-
-def _memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions from largest to smallest stride; empty for a contiguous tensor or one with gaps."""
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
-        return ()
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
-    return order if tensor.permute(order).is_contiguous() else ()
 
 
 def storage_id(tensor: Tensor) -> int:
