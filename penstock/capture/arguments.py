@@ -235,6 +235,7 @@ class ArgumentContents:
                     where=where,
                     hint="make the object in the forward, or keep the module around both whole (basic_blocks)",
                 )
+        # Tensors by identity, everything else by its text.
         tensors = _tensors(self._given)
         is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
         return not is_same or structure_of(self._given) != self._structure
@@ -274,6 +275,7 @@ def structure_of(value: object) -> str:
     if isinstance(value, Tensor):
         return TENSOR
     if parts := take_apart(value):
+        # The keys of a list are its indices.
         kind = parts.kind.__qualname__
         if issubclass(parts.kind, list | tuple):
             return f"{kind}({', '.join(map(structure_of, parts.items))})"

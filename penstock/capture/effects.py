@@ -27,6 +27,8 @@ class CallEffects:
         if self._module is not None:
             own = (*self._module.parameters(), *buffers_and_attributes(self._module).values())
             self.own = {id(tensor): tensor for tensor in own}
+        # A call may write state through a view that it is given, so state that shares memory with an argument counts
+        # too.
         shared = [tensor for argument in tensors for tensor in table.state_sharing(argument)]
         state = {id(tensor): tensor for tensor in (*shared, *self.own.values()) if id(tensor) in table.state}
         self._state = [

@@ -90,7 +90,9 @@ class Fingerprinter:
             for tensor in kind.values()
             if tensor is not None
         ]
+        # By their keys, which are never used again: a hook of an opened module is recorded with it.
         hooks = [(*module._forward_hooks, "pre", *module._forward_pre_hooks) for module in self._opened]
+        # By identity: a parameter that is assigned to an opened module would not be the recorded one.
         own_state = [(*module._parameters.values(), *module._buffers.values()) for module in self._opened]
         autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
         return (

@@ -133,6 +133,7 @@ class Granularity:
         if in_list:
             return True
         has_parameters = any(True for _ in module.parameters(recurse=False))
+        # A container inside, as in nn.Transformer: its elements are the leaves.
         is_plain = not any(isinstance(part, _CONTAINERS) for part in module.modules())
         is_from_torch = type(module).__module__.startswith("torch.nn") and is_plain
         return is_from_torch or (has_parameters and not any(True for _ in module.children()))

@@ -91,6 +91,7 @@ def _storage_groups(
     No cut may separate the members of a group that is written.
     """
     calls = [step for step in record.steps if isinstance(step, Call)]
+    # By storage: the values in it, and the calls that write into it.
     groups: dict[int, list[str]] = {}
     for name in (*record.inputs, *(value.name for node in nodes for value in node.makes)):
         groups.setdefault(table.storage[name], []).append(name)

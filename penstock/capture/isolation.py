@@ -124,6 +124,7 @@ def _isolated_parameters(model: nn.Module, written: Collection[str] | None) -> I
         else:
             stack.enter_context(_CopyOnWrite(copies, [snapshot.memory for snapshot in saved]))
         try:
+            # A backward in the body would otherwise add to the user's gradients.
             for snapshot in saved:
                 snapshot.parameter.grad = None
             yield

@@ -535,7 +535,7 @@ class Recorder(TorchFunctionMode):
     def _run_observed(
         self, run: Callable[..., Any], target: Any, where: str, name: str, args: Any, kwargs: Any
     ) -> tuple[RunningCall, CallEffects, Any]:
-        """Run a call with the random numbers of its name; returns what was observed, and the result."""
+        """Run a call with the random numbers of its name; returns its observed effects and the result."""
         is_module = isinstance(target, nn.Module)
         arguments = leaves((args, kwargs))
         tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]

@@ -1,4 +1,4 @@
-"""A recorded forward with everything needed to replay it, and the functions that make one.
+"""A recorded forward with everything needed to replay it, and the functions that record it.
 
     make_recording           records the forward twice, and compares the two recordings
       _record_with_retries   opens leaves, or treats functions as one call, until the forward can be recorded
@@ -522,7 +522,7 @@ def _same_constant(first: Any, second: Any) -> bool:
     try:
         if first is second or bool(first == second) or callable(first):
             return True
-        # Objects without an __eq__ of their own are made anew in every forward: compare their attributes.
+        # Objects without an __eq__ of their own are made again in every forward: compare their attributes.
         has_own_eq = any("__eq__" in vars(kind) for kind in type(first).__mro__ if kind is not object)
         attributes = [structure_of(dict(getattr(value, "__dict__", {}))) for value in (first, second)]
         return not has_own_eq and attributes[0] == attributes[1]
