@@ -406,6 +406,20 @@ class Recorder(TorchFunctionMode):
     def _scope(self) -> str:
         return self._scopes[-1] if self._scopes else ""
 
+    def _checkpointed_write(self, where: str, buffer: Tensor) -> CaptureError:
+        """The error for a write that plain PyTorch would do twice: in the forward, and when backward recomputes it."""
+        hint = "move the checkpoint into a submodule, and keep that whole (basic_blocks)"
+        if self._scope:
+            hint = f'basic_blocks=["{self._kinds[self._scope]}"], which keeps the module with the checkpoint whole'
+        return CaptureError(
+            "a checkpoint between blocks contains a call that writes buffers, twice in plain PyTorch",
+            module=self._scope or "the model",
+            line=user_line(),
+            call=where,
+            buffer=self.table.state[id(buffer)],
+            hint=hint,
+        )
+
     def _refusal(self, problem: str, func: Any) -> CaptureError:
         return CaptureError(
             problem,
@@ -476,16 +490,7 @@ class Recorder(TorchFunctionMode):
         written = tensors[:1] if has_effect else effects.written_arguments(call.written_storage)
         written_state = effects.written_state(written)
         if written_state and (self._num_checkpoints or self.context.in_checkpoint()):
-            raise CaptureError(
-                "a checkpoint between blocks contains a call that writes buffers, twice in plain PyTorch",
-                module=self._scope or "the model",
-                line=user_line(),
-                call=where,
-                buffer=self.table.state[id(written_state[0])],
-                hint=f'basic_blocks=["{self._kinds[self._scope]}"], which keeps the module with the checkpoint whole'
-                if self._scope
-                else "move the checkpoint into a submodule, and keep that whole (basic_blocks)",
-            )
+            raise self._checkpointed_write(where, written_state[0])
         if not is_module and not written and not written_state and not has_changed:
             if not made:
                 if tensors and result is not None:
