@@ -297,13 +297,12 @@ class Recorder(TorchFunctionMode):
             self.refuse_unseen_draws()
         finally:
             self._scopes.pop()
-        arguments = leaves((args, kwargs))
-        is_plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in arguments)
-        returns_argument = isinstance(result, Tensor) and any(result is leaf for leaf in arguments)
-        has_parameters = next(module.parameters(), None) is not None
-        if path and len(self.steps) == num_steps and is_plain and returns_argument and not has_parameters:
-            # A dropout with p = 0: recorded like a leaf, so that the module has a node and with it a stage.
-            return self._record(lambda *_, **__: result, module, args, kwargs)
+        if path and len(self.steps) == num_steps and next(module.parameters(), None) is None:
+            arguments = leaves((args, kwargs))
+            is_plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in arguments)
+            if is_plain and isinstance(result, Tensor) and any(result is leaf for leaf in arguments):
+                # A dropout with p = 0: recorded like a leaf, so that the module has a node and with it a stage.
+                return self._record(lambda *_, **__: result, module, args, kwargs)
         return result
 
     def function_applied(self, cls: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
