@@ -105,9 +105,12 @@ class FaultSequence:
 
 def soak(seconds: float = 600.0, every: float = 10.0, seed: int = 0) -> bool:
     """Whether a training survives with the losses of an undisturbed one; prints a summary."""
+    # Asked to stop, the log is kept as after any other end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with _pair() as (training, reference):
         faults, is_good = FaultSequence(training, seed), False
         try:
+            training.wait_for_steps(1, _PATIENCE_SECONDS)
             began, number = time.monotonic(), 0
             while time.monotonic() - began + every < seconds:
                 time.sleep(max(0.0, began + (number + 1) * every - time.monotonic()))
@@ -146,7 +149,6 @@ def _pair() -> "Iterator[tuple[WatchedTraining, WatchedTraining]]":
         (other.directory / "plan.json").write_bytes(plan)
         disturbed, undisturbed = WatchedTraining(one.directory, EVERY_STEPS), WatchedTraining(other.directory, 1000)
         with disturbed as training, undisturbed as reference:
-            training.wait_for_steps(1, _PATIENCE_SECONDS)
             yield training, reference
 
 

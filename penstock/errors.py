@@ -20,6 +20,8 @@ class PenstockError(ValueError):
 
     is_shared = False
     """whether every rank raises the same error, so that all of them can continue"""
+    repeats: bool | None = None
+    """whether another rank raised it first, and this one repeats its error; None if no rank was first"""
     is_final = False
     """whether the error is a decision, so that a restart would only repeat it"""
 
@@ -109,7 +111,7 @@ class RunError(PenstockError):
 
     def _copy(self, hint: str, values: dict[str, object]) -> "RunError":
         error = type(self)(self.problem, hint=hint, report=self.report, **values)
-        error.is_shared = self.is_shared
+        error.is_shared, error.repeats = self.is_shared, self.repeats
         return error
 
 

@@ -62,7 +62,7 @@ class ErrorReport:
         values = error.values if isinstance(error, PenstockError) else {}
         location = {name: str(values[name]) for name in _LOCATION if name in values}
         kind = CAUSE
-        if is_consequence(error):
+        if is_consequence(error) or (isinstance(error, PenstockError) and error.repeats):
             kind = FOLLOWS
         elif isinstance(error, PenstockError) and error.is_final:
             kind = FINAL

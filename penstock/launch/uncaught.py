@@ -44,8 +44,9 @@ class ErrorPrinter:
         if not isinstance(error, PenstockError) or os.environ.get(FULL_VARIABLE):
             self._before(kind, error, frames)
             return
-        if error.is_shared and self.rank > 0:
-            text = f"{kind.__name__}: {error.problem} (every rank has this error: see rank 0)"
+        if error.is_shared and (self.rank > 0 if error.repeats is None else error.repeats):
+            first = error.values.get("rank", 0)
+            text = f"{kind.__name__}: {error.problem} (every rank has this error: see rank {first})"
         else:
             text = "".join(_shortened(traceback.TracebackException(kind, error, frames)).format())
         text = printable(text)

@@ -252,7 +252,6 @@ class AsyncEngine(Engine):
         self._stream_of(plan.cuts)
         self._free_chunks: dict[object, list[Chunk]] = {}
         self._num_calls = 0
-        self._failure = ""
         self._causes: list[tuple[str, bool]] = []
         """of the warnings that `drain` will issue"""
         self._reset()

@@ -2,7 +2,9 @@
 
 import inspect
 import json
+import logging
 import math
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,10 +16,20 @@ from torch import Tensor, nn
 from penstock.capture import LruCache, Microbatch, Recording, Split, Splitting, explain_failure, split_batch
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan, named_leaves, signature_of
+from penstock.launch import one_line
 from penstock.passes import DEFAULT_PASSES, AddShardMoves
 from penstock.runtime.agreement import BATCH_INTERVAL, Agreement, checksum, describe_batch, different_batches
 from penstock.runtime.compile import CompiledStep, StepCompiler
-from penstock.runtime.executor import ActionTimes, StageRunner, action_times, execute, execute_local, watch_step
+from penstock.runtime.executor import (
+    ActionTimes,
+    RankProgram,
+    StageRunner,
+    action_times,
+    exchange_remaining,
+    execute,
+    execute_local,
+    watch_step,
+)
 from penstock.runtime.health import NONFINITE_HINT, Extremes, NonfiniteProbe, agree_on_origin, read_scalars
 from penstock.runtime.inputs import BatchSender, GivenNames, has_no_batch, naming_the_first_rank
 from penstock.runtime.layout import raise_on_all_ranks
@@ -30,6 +42,7 @@ from penstock.runtime.sync import MAX_CONTENT, RankSync, SyncRequest, SyncResult
 from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import make_transport
 
+_LOG = logging.getLogger(__name__)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """the dtypes that a loss may have; ranks exchange the index in this tuple"""
 _MASK = (1 << 64) - 1
@@ -80,6 +93,19 @@ class Engine:
         self._warnings = StepWarnings(groups)
         self._merger = OutputMerger(part.captured, is_warning=groups.pipeline == 0)
         self._last_rank = plan.schedule.placement[plan.num_stages - 1]
+        self._failed_at = 0.0
+        """when a pass of the step failed, in seconds since 1970, if all messages of the step were exchanged even so"""
+        self._failure = ""
+        """why no more steps can be taken"""
+
+    def check_usable(self) -> None:
+        """Raise an error if an earlier step ended in the middle of its messages: they could reach the next step."""
+        if self._failure:
+            raise RunError(
+                "a Pipeline cannot continue after a step that was interrupted or lost contact with another rank",
+                failure=self._failure,
+                hint="a new Pipeline on every rank; over torch.distributed, start the processes again",
+            )
 
     def train(
         self,
@@ -94,8 +120,9 @@ class Engine:
 
         Loss and gradients are multiplied by `scale`.
         """
+        self.check_usable()
         request = SyncRequest("step", number, step_options(keeps_outputs, records, scale))
-        with watch_step(self._groups.monitor, number, True):
+        with watch_step(self._groups.monitor, number, True, self._handle_failure):
             step, compiled = self._begin_step(batch, request, True, keeps_outputs, output_dims, scale)
             try:
                 times = self._run_training(step, compiled, records)
@@ -111,8 +138,10 @@ class Engine:
 
     def evaluate(self, batch: Batch, number: int, keeps_outputs: bool, output_dims: OutputDims = None) -> Result:
         """Run the forward of one batch in eval mode, without gradients."""
+        self.check_usable()
         request = SyncRequest("eval", number, "return_outputs=True" if keeps_outputs else "")
-        with watch_step(self._groups.monitor, number, False), torch.no_grad(), _eval_mode(self._part.captured.model):
+        watched = watch_step(self._groups.monitor, number, False, self._handle_failure)
+        with watched, torch.no_grad(), _eval_mode(self._part.captured.model):
             step, compiled = self._begin_step(batch, request, False, keeps_outputs, output_dims)
             self._execute(step, compiled, False)
             return self._end_step(step, compiled, number, None)
@@ -122,8 +151,9 @@ class Engine:
 
         Buffers are restored: the backward of these outputs runs the forward again, with the same random numbers.
         """
+        self.check_usable()
         buffers = StepSnapshot((), (), True, self._part.written_buffers)
-        with watch_step(self._groups.monitor, number, False), torch.no_grad():
+        with watch_step(self._groups.monitor, number, False, self._handle_failure), torch.no_grad():
             step, compiled = self._begin_step(batch, SyncRequest("forward", number), False, True, output_dims)
             buffers.take()
             try:
@@ -435,13 +465,13 @@ class Engine:
     def _execute(self, step: Step, compiled: CompiledStep, records: bool) -> list[ActionTimes] | None:
         times = [action_times(self._part.device) for _ in compiled.ranks] if records else None
         monitor = self._groups.monitor
-        self._runner.step = step
+        self._runner.step, self._failed_at = step, 0.0
         try:
             with _generators_restored():
                 if monitor is None:
                     execute_local(compiled.ranks, times)
                 else:
-                    execute(compiled.ranks[0], monitor.working, times[0] if times else None)
+                    execute(compiled.ranks[0], monitor.working, times[0] if times else None, self._exchange_remaining)
                 for rank in compiled.ranks:
                     for slot in rank.send_slots:
                         slot.finish()
@@ -450,7 +480,8 @@ class Engine:
                     self._transport.run_check()
         except BaseException as error:
             compiled.clear()
-            self._transport.clear()
+            if not self._failed_at:
+                self._transport.clear()
             if self._transport.problem is not None:
                 # The ranks disagree about the step: the action that ran the check did not cause that.
                 raise self._transport.problem from None
@@ -463,6 +494,44 @@ class Engine:
         finally:
             self._runner.step = None
         return times
+
+    def _exchange_remaining(self, program: RankProgram, code: int) -> None:
+        """Exchange the messages of the step that follow a failed action, so that all ranks can take another step."""
+        failed_at, part, monitor = time.time(), self._part, self._groups.monitor
+        assert monitor is not None
+        assert self._runner.step is not None
+        if self._transport.problem is not None or monitor.has_lost_contact or self._runner.probe is not None:
+            return
+        if self._groups.num_pipelines > 1 or part.sharded.modules:
+            # Passes and losses communicate with other pipelines.
+            return
+        try:
+            exchange_remaining(program, code)
+            self._transport.run_check()
+            if self._runner.step.is_training:
+                for reducer in part.reducers:
+                    reducer.finish()
+        except Exception as error:
+            _LOG.warning("the messages of a failed step could not be exchanged: %s", error)
+        else:
+            self._failed_at = failed_at
+
+    def _handle_failure(self, error: BaseException) -> None:
+        """Make all ranks raise the error of a step that failed on this one; otherwise make further steps an error.
+
+        All ranks can continue if all of them raise an error and no message of the step is left.
+        """
+        monitor = self._groups.monitor
+        if monitor is None or (isinstance(error, PenstockError) and error.is_shared):
+            return
+        failed_at, self._failed_at = self._failed_at, 0.0
+        if isinstance(error, RunError) and failed_at:
+            self._sync.refuse(SyncRequest("the end of step", monitor.step), error, failed_at)
+            error.is_shared = not monitor.has_lost_contact
+            if error.is_shared:
+                return
+        self._failure = one_line(error)
+        self._transport.clear()
 
     def _end_step(self, step: Step, compiled: CompiledStep, number: int, times: Sequence[ActionTimes] | None) -> Result:
         """Gather losses on every rank, and check losses and gradients for NaN and Inf."""

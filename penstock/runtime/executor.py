@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.capture import DrawSeed, call_hook
 from penstock.errors import PenstockError, RunError
-from penstock.ir import ComputeAction, Message, decode_one
+from penstock.ir import ComputeAction, Message, Overlap, decode_one
 from penstock.loss import ADDED_COLLECTOR, Added
 from penstock.runtime.health import NonfiniteProbe
 from penstock.runtime.loss_head import LossHead
@@ -329,15 +329,24 @@ def action_times(device: torch.device) -> ActionTimes:
     return ActionTimes() if device.type == "cpu" else DeviceTimes(device)
 
 
-def execute(program: RankProgram, report: Callable[[int], None], times: ActionTimes | None = None) -> None:
-    """Run the actions of one rank in order; `report` is given the code of each action that takes time."""
-    if times is not None or is_observed():
-        times = times or ActionTimes()
-        for action in program.actions:
-            _run_timed(program, action, times, report)
-        return
+def execute(
+    program: RankProgram,
+    report: Callable[[int], None],
+    times: ActionTimes | None = None,
+    on_error: Callable[[RankProgram, int], None] | None = None,
+) -> None:
+    """Run the actions of one rank in order; `report` is given the code of each action that takes time.
+
+    If an action fails, `on_error` is given its code before the error is raised.
+    """
     code = 0
     try:
+        if times is not None or is_observed():
+            times = times or ActionTimes()
+            for action in program.actions:
+                code = action.code
+                _run_timed(program, action, times, report)
+            return
         for code, waits, is_reported, run in program.busy:
             for wait in waits:
                 wait()
@@ -345,8 +354,31 @@ def execute(program: RankProgram, report: Callable[[int], None], times: ActionTi
                 report(code)
             run()
     except Exception as error:
-        program.clear()
+        if on_error is not None:
+            on_error(program, code)
         raise located_error(error, program.rank, code) from error
+
+
+def exchange_remaining(program: RankProgram, code: int) -> None:
+    """Send and receive all messages that follow the action `code`, which failed, and run its passes no more.
+
+    Every rank then reaches the end of the step, and no message of the step is left for the next one. The messages that
+    this rank still owes are zeros, so the results of the other ranks are worthless.
+    """
+    program.runner.clear()
+    for slot in program.send_slots:
+        slot.put([None] * len(slot.route.codecs))
+    start = [action.code for action in program.actions].index(code)
+    for index, action in enumerate(program.actions[start:]):
+        # The failed action has waited.
+        for wait in action.waits if index else ():
+            wait()
+        for received in action.recv_slots:
+            received.take()
+        if action.run is not None and not isinstance(decode_one(action.code), ComputeAction | Overlap):
+            action.run()
+    for slot in program.send_slots:
+        slot.finish()
 
 
 def execute_local(programs: Sequence[RankProgram], times: Sequence[ActionTimes] | None = None) -> None:
@@ -369,7 +401,10 @@ def execute_local(programs: Sequence[RankProgram], times: Sequence[ActionTimes] 
             if missing:
                 waiting[missing[0].route.key[:2]] = index
                 break
-            _run_timed(program, action, times[index])
+            try:
+                _run_timed(program, action, times[index])
+            except Exception as error:
+                raise located_error(error, program.rank, action.code) from error
             positions[index] += 1
             if waiting and (message := program.sent_by.get(action.code)) in waiting:
                 woken = waiting.pop(message)
@@ -388,21 +423,17 @@ def execute_local(programs: Sequence[RankProgram], times: Sequence[ActionTimes] 
 def _run_timed(
     program: RankProgram, action: CompiledAction, times: ActionTimes, report: Callable[[int], None] | None = None
 ) -> None:
-    try:
-        for wait in action.waits:
-            wait()
-        times.start()
-        if report is not None:
-            report(action.code)
-        if action.run is not None:
-            if is_observed():
-                _run_observed(program.rank, action)
-            else:
-                action.run()
-        times.end()
-    except Exception as error:
-        program.clear()
-        raise located_error(error, program.rank, action.code) from error
+    for wait in action.waits:
+        wait()
+    times.start()
+    if report is not None:
+        report(action.code)
+    if action.run is not None:
+        if is_observed():
+            _run_observed(program.rank, action)
+        else:
+            action.run()
+    times.end()
 
 
 def is_observed() -> bool:
@@ -420,8 +451,13 @@ def _run_observed(rank: int, action: CompiledAction) -> None:
 
 
 @contextmanager
-def watch_step(monitor: RankMonitor | None, step: int, is_training: bool) -> Iterator[None]:
-    """Report a step to the monitor, and add the step's number to errors.
+def watch_step(
+    monitor: RankMonitor | None,
+    step: int,
+    is_training: bool,
+    on_error: Callable[[BaseException], None] = lambda error: None,
+) -> Iterator[None]:
+    """Report a step to the monitor, and add the step's number to errors; `on_error` is called before one is raised.
 
     An error that only this rank raises is published, so that the others do not wait for it. `monitor` is None if all
     ranks are in this process.
@@ -432,6 +468,7 @@ def watch_step(monitor: RankMonitor | None, step: int, is_training: bool) -> Ite
         yield
     except Exception as error:
         located = error.at(step=step) if isinstance(error, RunError) else error
+        on_error(located)
         if monitor is not None:
             # An error that every rank raises needs no publishing.
             if isinstance(located, PenstockError) and located.is_shared:
@@ -439,6 +476,12 @@ def watch_step(monitor: RankMonitor | None, step: int, is_training: bool) -> Ite
             else:
                 monitor.step_failed(located)
         raise located from error.__cause__
+    except BaseException as error:
+        # Such as KeyboardInterrupt: the caller may handle it, and this process may go on.
+        on_error(error)
+        if monitor is not None:
+            monitor.step_failed(error)
+        raise
     if monitor is not None:
         monitor.step_finished(is_training)
 

@@ -48,8 +48,15 @@ class ProcessGroups:
 
     _channels: ClassVar[dict[int, tuple[Any, Any]]] = {}
     """by the id of a control group, which is kept with them"""
+    interrupted: ClassVar[dict[int, Any]] = {}
+    """by id, the groups in which messages of a failed step were dropped, and may still arrive"""
 
     def __post_init__(self) -> None:
+        if id(self.group) in self.interrupted:
+            raise RunError(
+                "messages of a step that was interrupted may still arrive in this process group",
+                hint="start the processes again, or initialize torch.distributed again on every rank",
+            )
         self.is_local = self.group is None
         self.replica = 0 if self.replicas is None else dist.get_rank(self.replicas)
         self.num_replicas = 1 if self.replicas is None else dist.get_world_size(self.replicas)

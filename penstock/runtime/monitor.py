@@ -58,6 +58,8 @@ class RankMonitor:
         """the kinds of step (True: training, False: evaluation) of which at least one has succeeded"""
         self.step = 0
         self._is_first_step = False
+        self.has_lost_contact = False
+        """whether a message or synchronisation of the current call failed"""
         # A wait of NCCL belongs to the stream of its thread.
         self._can_wait_in_thread = (backend or dist.get_backend()) == "gloo"
         self._set_deadline(is_first=True)
@@ -128,7 +130,7 @@ class RankMonitor:
 
     def step_started(self, step: int, is_training: bool) -> None:
         """A step begins. The caller has handled any earlier failure, so its record is cleared."""
-        self.step = step
+        self.step, self.has_lost_contact = step, False
         self._set_deadline(is_first=is_training not in self._warm)
         self._is_first_step = is_training not in self._warm and self._can_wait_in_thread
         self._status.preparing(step)
@@ -149,10 +151,12 @@ class RankMonitor:
 
     def message_error(self, code: int, peer: int, error: RuntimeError) -> RunError:
         """The error to raise when waiting for a message failed."""
+        self.has_lost_contact = True
         return self._watcher.message_error(code, self._ranks[peer], error)
 
     def sync_error(self, error: RuntimeError) -> RunError:
         """The error to raise when a collective operation of all ranks failed."""
+        self.has_lost_contact = True
         return self._watcher.sync_error(error)
 
     def _set_deadline(self, is_first: bool) -> None:

@@ -169,10 +169,15 @@ class RankSync:
         # The number of the pipeline is part of the digest: a call on another Pipeline is another request.
         self._send(request, vote, zlib.crc32(f"{self._pipeline} {request.text}".encode()))
 
-    def refuse(self, request: SyncRequest, error: Exception) -> None:
-        """Join the sync of this request only to make all other ranks raise `error`; the caller raises it itself."""
+    def refuse(self, request: SyncRequest, error: Exception, seconds: float = 0.0) -> None:
+        """Join the sync of this request only to make all other ranks raise `error`; the caller raises it itself.
+
+        If several ranks refuse, the other ranks raise the error of the one with the smallest `seconds`.
+        """
+        if isinstance(error, PenstockError):
+            error.repeats = False
         with contextlib.suppress(RunError):
-            self._send(request, SyncVote(Agreement([_error_text(error)])), _REFUSED)
+            self._send(request, SyncVote(Agreement([_error_text(error)]), content=(seconds,)), _REFUSED)
             self.finish()
 
     def close(self) -> None:
@@ -413,6 +418,7 @@ def _problem(exchange: _Exchange, rows: Sequence[_Row], vote: SyncVote, kind: st
     if all(row.key == rows[0].key for row in rows):
         return None
     refusing = [index for index, row in enumerate(rows) if row.key.request == _REFUSED]
+    refusing.sort(key=lambda index: rows[index].content)
     problem = None if refusing else _different_requests(rows, kind)
     if problem is None and not refusing and len({row.key.checksum for row in rows}) > 1:
         # Before the agreement: ranks with different batches may also record other calls.
@@ -424,6 +430,7 @@ def _problem(exchange: _Exchange, rows: Sequence[_Row], vote: SyncVote, kind: st
         texts = exchange.texts("" if vote.agreement is None else vote.agreement.text, [r.num_text_bytes for r in rows])
         if refusing:
             problem = _read_error(texts[refusing[0]], kind, refusing[0])
+            problem.repeats = True
         else:
             problem = first_difference([text.split("\n") for text in texts], kind)
     problem = problem or RunError(f"the {kind}s disagree about the next operation")

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.capture import LruCache, spec_of
 from penstock.errors import RunError
 from penstock.ir import Crossing, Cuts, Program, TensorSpec, Value
+from penstock.launch import one_line
 from penstock.runtime.compile import Edges, compile_rank
 from penstock.runtime.executor import LOSS, LocalSlot, Pass, RankProgram, execute
 from penstock.runtime.gradients import ReplicaReducer, ShardedStages
@@ -238,6 +239,8 @@ class UserStageEngine:
         self._transport = make_transport(groups, device)
         self._compiled: LruCache[Hashable, RankProgram] = LruCache(_MAX_COMPILED)
         self._specs: LruCache[Hashable, _Specs] = LruCache(_MAX_COMPILED)
+        self._failure = ""
+        """why no more steps can be taken"""
 
     def execute(
         self,
@@ -256,6 +259,12 @@ class UserStageEngine:
         """
         if program.cuts.edges != Cuts.chain(program.num_stages).edges:
             raise RunError("hand-written stages must send to the next stage only", edges=program.cuts.edges)
+        if self._failure:
+            raise RunError(
+                "hand-written stages cannot continue after a step that failed: its messages may still be on their way",
+                failure=self._failure,
+                hint="start the processes again",
+            )
         monitor = self.groups.monitor
         assert monitor is not None
         specs = None if shapes is None else self._specs.find((key, shapes))
@@ -280,7 +289,9 @@ class UserStageEngine:
                 # All ranks must know the same shapes: none uses them before all have finished this step.
                 self.sync.exchange(SyncRequest("the end of a first step", number))
                 self._specs.put((key, shapes), _Specs.of(runner, program.num_stages, count))
-        except BaseException:
+        except BaseException as error:
+            if self.groups.num_ranks > 1:
+                self._failure = one_line(error)
             compiled.clear()
             transport.clear()
             raise

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -40,14 +41,14 @@ class Failing(torch.autograd.Function):
 
 
 def count(way: str) -> None:
-    Failing.left[way] -= 1
+    Failing.left[way] = Failing.left.get(way, 0) - 1
     if Failing.left[way] == 0:
         raise ValueError("not today")
 
 
-def fail(forward: int = 0, backward: int = 0) -> None:
-    """Let the call of this number fail, from now on counted from 1; 0: none."""
-    Failing.left = {"forward": forward, "backward": backward}
+def fail(**numbers: int) -> None:
+    """Let these calls of "forward", "backward" or "loss" fail, from now on counted from 1."""
+    Failing.left = numbers
 
 
 class Fragile(Block):
@@ -151,24 +152,93 @@ def test_without_restoring_a_step_that_fails_drops_all_gradients() -> None:
     assert set(after.values()) == {None}
 
 
+def failing_loss(output: Tensor, target: Tensor) -> Tensor:
+    count("loss")
+    return mse_loss(output, target)
+
+
+FAILURES = ({"forward": 1}, {"backward": 3}, {"loss": 1}, {"forward": 2, "backward": 1})
+
+
+def continuing(transport: str, schedule: str) -> tuple[list[str], list[float], Values, Values]:
+    """Steps that fail on one rank, each caught; the errors, later losses, and gradients before and after."""
+    model = fragile(3 if transport == "shared" else 0)
+    options = penstock.RunOptions(transport=transport)
+    pipe = pipe_of(model, schedule, local=False, loss_fn=failing_loss, options=options)
+    pipe.step(X, target=TARGET)
+    before, errors = gradients(pipe), []
+    for failure in FAILURES:
+        fail(**failure)
+        with pytest.raises(penstock.RunError) as caught:
+            pipe.step(X, target=TARGET)
+        errors.append(str(caught.value))
+    after = gradients(pipe)
+    fail(loss=1)
+    with pytest.raises(penstock.RunError, match="not today"):
+        pipe.evaluate(X, target=TARGET)
+    fail()
+    losses = [float(pipe.step(X, target=TARGET).loss), float(pipe.evaluate(X, target=TARGET).loss)]
+    return errors, losses, before, after
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("transport", "schedule"), [("shared", "zbv"), ("distributed", "1f1b")])
+def test_all_ranks_raise_the_error_of_one_and_can_take_the_next_step(
+    pools: Pools, transport: str, schedule: str
+) -> None:
+    expected = float(mse_loss(fragile(0)(X), TARGET).detach())
+    results = pools[2].run(continuing, transport, schedule)
+    assert results[0][0] == results[1][0]
+    for errors, losses, before, after in results:
+        assert all("ValueError: not today (step: 1, rank: " in error for error in errors)
+        assert_identical(after, before)
+        assert losses == [pytest.approx(expected, rel=1e-12)] * 2
+
+
+def interrupted(transport: str) -> tuple[str, str, Values, Values]:
+    """The errors of the step after an interrupt, and of a new Pipeline; gradients before and after the interrupt."""
+    os.environ["PENSTOCK_WATCH"] = "0"
+    rank, is_interrupted = dist.get_rank(), []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if is_interrupted:
+            raise KeyboardInterrupt
+        return mse_loss(output, target)
+
+    # Over gloo, the other rank waits until the deadline, which must be longer than any wait of a good step.
+    options = penstock.RunOptions(deadline_seconds=6.0, transport=transport)
+    pipe = pipe_of(fragile(0), local=False, loss_fn=loss_fn, options=options)
+    pipe.step(X, target=TARGET)
+    before = gradients(pipe)
+    is_interrupted.append(True)
+    with pytest.raises(KeyboardInterrupt if rank else penstock.RunError):
+        pipe.step(X, target=TARGET)
+    after = gradients(pipe)
+    is_interrupted.clear()
+    with pytest.raises(penstock.RunError) as caught:
+        pipe.step(X, target=TARGET)
+    try:
+        pipe = pipe_of(fragile(0), local=False, loss_fn=loss_fn, options=options)
+        return str(caught.value), str(float(pipe.step(X, target=TARGET).loss)), before, after
+    except penstock.RunError as error:
+        return str(caught.value), str(error), before, after
+
+
 @pytest.mark.xdist_group("gloo")
-def test_every_rank_restores_gradients_if_the_step_fails_on_one() -> None:
-    for before, after in penstock.launch(alone_with_a_failure, 2):
+def test_after_an_interrupt_the_next_step_asks_for_a_new_pipeline() -> None:
+    expected = float(mse_loss(fragile(0)(X), TARGET).detach())
+    for error, loss, before, after in penstock.launch(interrupted, 2, "shared"):
+        assert error.startswith("a Pipeline cannot continue after a step that was interrupted or lost contact")
+        assert "try: a new Pipeline on every rank" in error
+        assert float(loss) == pytest.approx(expected, rel=1e-12)
         assert_identical(after, before)
 
 
-def alone_with_a_failure() -> tuple[Values, Values]:
-    os.environ["PENSTOCK_WATCH"] = "0"
-    model = fragile(0)
-    # The other rank waits until the deadline, which must be longer than any wait of a good step on a busy machine.
-    pipe = pipe_of(model, local=False, options=penstock.RunOptions(deadline_seconds=6.0))
-    for _ in range(2):
-        pipe.step(X, target=TARGET)
-    before = gradients(pipe)
-    fail(backward=4)
-    with pytest.raises(penstock.RunError):
-        pipe.step(X, target=TARGET)
-    return before, gradients(pipe)
+@pytest.mark.xdist_group("gloo")
+def test_a_process_group_with_messages_of_an_interrupted_step_is_refused() -> None:
+    for error, problem, _, _ in penstock.launch(interrupted, 2, "distributed"):
+        assert "start the processes again" in error
+        assert problem.startswith("messages of a step that was interrupted may still arrive in this process group")
 
 
 def tied_and_broken() -> tuple[Values, Values, Values]:

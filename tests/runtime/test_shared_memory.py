@@ -354,17 +354,17 @@ def test_a_rank_without_shared_memory_uses_gloo(pools: Pools) -> None:
 
 
 def losses_after_a_failed_step() -> tuple[str, float, float]:
-    """The error of a step that fails on rank 0 before its first message, and the losses of a new Pipeline."""
+    """The error of a step that is interrupted on rank 0 before its first message, and the losses of a new Pipeline."""
     model, x = seeded(nn.Sequential(Block(), Block())), noise(4, WIDTH)
     plan = quick_plan(model, (x,), ranks=2, microbatches=2, schedule="1f1b")
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss)
     pipe.step(x, target=x)
     text = ""
-    is_broken = mock.patch.object(model[0], "forward", side_effect=ValueError("broken"))
+    is_broken = mock.patch.object(model[0], "forward", side_effect=KeyboardInterrupt("broken"))
     with is_broken if dist.get_rank() == 0 else nullcontext():
         try:
             pipe.step(x, target=x)
-        except RunError as error:
+        except (RunError, KeyboardInterrupt) as error:
             text = str(error)
     pipe = penstock.Pipeline(model, plan, loss_fn=mse_loss)
     return text, float(pipe.step(x, target=x).loss), float(pipe.step(2 * x, target=x).loss)

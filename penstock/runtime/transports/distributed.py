@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.monitor import RankMonitor
 from penstock.runtime.staging import HOST, is_staged, to_device, to_host
 from penstock.runtime.transports.base import RecvSlot, Route, SendSlot, Tensors, Transport
@@ -24,13 +25,23 @@ class DistributedTransport(Transport):
         self.group, self.monitor, self.control = group, monitor, group if control is None else control
         self.is_staged = is_staged(group, device)
 
+        self._is_used = False
+
     def send_slot(self, route: Route) -> SendSlot:
         """The sending end of a message."""
+        self._is_used = True
         return _SendSlot(route, self)
 
     def recv_slot(self, route: Route) -> RecvSlot:
         """The receiving end of a message."""
+        self._is_used = True
         return _RecvSlot(route, self)
+
+    def clear(self) -> None:
+        """Drop messages in transit. Nothing else may be sent in the group: it could not be told apart from them."""
+        super().clear()
+        if self.problem is None and self._is_used:
+            ProcessGroups.interrupted[id(self.group)] = self.group
 
     def wait(self, works: Sequence[Any], route: Route) -> None:
         """Wait for all tensors of one message, at most until the deadline."""
@@ -57,17 +68,17 @@ class _SendSlot(SendSlot):
     def send(self) -> None:
         tensors, self._tensors = self._tensors, ()
         transport, (_, _, peer, tag, codecs) = self._transport, self.route
-        if self._has_flags:
-            # Host tensors: to read flags from a device, the receiver would have to wait for it.
-            flags = torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8)
-            self._packed.append(flags)
-            self._works.append(transport.control.send([flags], peer, tag))
         packed = []
         for codec, tensor in zip(codecs, tensors, strict=True):
             if not codec.is_empty:
                 packed.append(codec.prepare(tensor, transport.device).contiguous())
         if transport.is_staged:
             packed = to_host(packed, transport.device)
+        if self._has_flags:
+            # Host tensors: to read flags from a device, the receiver would have to wait for it.
+            flags = torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8)
+            self._packed.append(flags)
+            self._works.append(transport.control.send([flags], peer, tag))
         for content in packed:
             # Kept until the send is done: gloo reads from this memory until then.
             self._packed.append(content)

@@ -62,10 +62,10 @@ class SharedMemoryTransport(Transport):
     def clear(self) -> None:
         """Drop messages in transit; other ranks that wait for this one are woken, and raise."""
         super().clear()
-        self._remote.clear()
         # If the check before the first message failed, no rank has sent anything, and the links stay usable. Otherwise
         # messages of this step would be received in the next one.
         if self.problem is None:
+            self._remote.clear()
             for link in self._links.values():
                 link.close()
 
