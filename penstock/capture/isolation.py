@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from operator import is_
 from threading import Lock
 from typing import Any
 
@@ -29,7 +30,7 @@ _is_internal: ContextVar[bool] = ContextVar("penstock_internal_call", default=Fa
 
 @contextmanager
 def internal_call() -> Iterator[None]:
-    """Allow the body to use a model whose weights are out of date, for its structure and shapes only."""
+    """Allow uses of a model with stale weights in the body, which needs its structure and shapes but not its values."""
     token = _is_internal.set(True)
     try:
         yield
@@ -47,7 +48,7 @@ def isolated(model: nn.Module, seed: int | None = None, written: Collection[str]
     """Restore at exit everything that the body may change: generators, parameters, buffers and Python attributes.
 
     In the body, no parameter has a gradient. With a `seed`, the global generators start from it. `written` names the
-    parameters that the body writes, if they are known: then no other parameter is copied.
+    parameters that the body writes, if that is known: then no other parameter is copied or watched.
     """
     is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     generators = GeneratorStates(
@@ -113,7 +114,6 @@ _MAX_COPIED_BYTES = 1 << 30
 
 @contextmanager
 def _isolated_parameters(model: nn.Module, written: Collection[str] | None) -> Iterator[None]:
-    """Restore the parameters at exit: content, memory, gradients, hooks and `requires_grad`."""
     saved = [_ParameterSnapshot.of(parameter) for parameter in model.parameters()]
     with ExitStack() as stack:
         copies = _Copies()
@@ -124,7 +124,6 @@ def _isolated_parameters(model: nn.Module, written: Collection[str] | None) -> I
         else:
             stack.enter_context(_CopyOnWrite(copies, [snapshot.memory for snapshot in saved]))
         try:
-            # A backward in the body would otherwise add to the user's gradients.
             for snapshot in saved:
                 snapshot.parameter.grad = None
             yield
@@ -258,11 +257,11 @@ class _AttributeSnapshot:
         """Restore the containers and classes that have changed."""
         for container, content in self._saved.values():
             if isinstance(container, dict):
-                # By identity: tensors cannot be compared with ==.
-                if list(container) != list(content) or any(container[key] is not content[key] for key in content):
+                # By identity: tensors cannot be compared with ==. Without a loop in Python: there may be many items.
+                if list(container) != list(content) or not all(map(is_, container.values(), content.values())):
                     container.clear()
                     container.update(content)
-            elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
+            elif len(container) != len(content) or not all(map(is_, container, content)):
                 container.clear()
                 container.update(content) if isinstance(container, set) else container.extend(content)
         for kind, before in self._classes:

@@ -23,6 +23,7 @@ from penstock.ir import (
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """the attributes that every nn.Module has: parameters, buffers, submodules, hooks, `training`"""
 PLAIN_TYPES = (bool, int, float, str, type(None))
+_PLAIN_SET = frozenset(PLAIN_TYPES)
 
 _LIBRARIES = frozenset(("torchvision", "numpy", "transformers", "peft", "accelerate"))
 
@@ -44,7 +45,7 @@ def code_origin(module: object) -> Origin:
 
 
 def user_line() -> str:
-    """The innermost line of the call stack that is neither torch's nor Python's nor penstock's, as `file.py:12`."""
+    """The innermost line that runs now and is neither torch's nor Python's nor penstock's, as `file.py:12`."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -55,7 +56,7 @@ def user_line() -> str:
 
 
 def object_items(value: Any) -> Iterator[tuple[str, Any]]:
-    """The named contents of an object: attributes, slots, and the values that a function or method is bound to.
+    """The named contents of an object: attributes, slots, and whatever a function or method is bound to.
 
     Containers have none; take those apart with `penstock.ir.take_apart`.
     """
@@ -106,8 +107,8 @@ def holds_tensors(value: object, depth: int = 4) -> bool:
 def register_containers(structure: object) -> bool:
     """Register the classes of objects in a structure that hold tensors as containers; returns whether some were new.
 
-    Examples are key-value caches. A class that is registered with torch's pytree is taken apart by its functions, any
-    other into its attributes. Objects that are more than their attributes, or that refer to themselves, stay leaves.
+    Such as key-value caches. A class that is registered with torch's pytree is taken apart by its functions, any other
+    into its attributes. Objects that are more than their attributes, or that refer to themselves, stay leaves.
     """
     is_new = False
     for leaf in leaves(structure):
@@ -124,21 +125,25 @@ def register_class_of(value: object) -> bool:
     """Register the class of an object as a container; returns whether that is possible."""
     kind = type(value)
     if kind in SUPPORTED_NODES:
-        node = SUPPORTED_NODES[kind]
-
-        def flatten(value: Any) -> Parts:
-            items, context = node.flatten_fn(value)
-            return Parts(kind, (*range(len(items)), "context"), (*items, context))
-
-        def unflatten(_: Sequence[Any], items: Sequence[Any]) -> Any:
-            return node.unflatten_fn(items[:-1], items[-1])
-
-        register_container(kind, flatten, unflatten)
+        _register_pytree_node(kind)
     elif is_attributes_only(kind) and not _has_cycle(value):
         register_attributes(kind)
     else:
         return False
     return True
+
+
+def _register_pytree_node(kind: type) -> None:
+    node = SUPPORTED_NODES[kind]
+
+    def flattened(value: Any) -> Parts:
+        items, context = node.flatten_fn(value)
+        return Parts(kind, (*range(len(items)), "context"), (*items, context))
+
+    def made(_: Sequence[Any], items: Sequence[Any]) -> Any:
+        return node.unflatten_fn(items[:-1], items[-1])
+
+    register_container(kind, flattened, made)
 
 
 def _has_cycle(value: object, ancestors: tuple[int, ...] = ()) -> bool:
@@ -153,7 +158,20 @@ def module_attributes(module: nn.Module) -> Iterator[Any]:
     for name, value in vars(module).items():
         if name not in MODULE_ATTRIBUTES and type(value) not in PLAIN_TYPES:
             # Other containers, such as the configurations of Hugging Face, take long to iterate over.
-            yield from leaves(value) if isinstance(value, list | tuple | dict) else (value,)
+            yield from _objects_in(value) if isinstance(value, list | tuple | dict) else (value,)
+
+
+def _objects_in(value: object) -> Iterator[Any]:
+    """The leaves of a value, except numbers and strings."""
+    if not isinstance(value, list | tuple | dict):
+        yield from leaves(value)
+        return
+    items = value.values() if isinstance(value, dict) else value
+    # Decided at once: a vocabulary has hundreds of thousands of items.
+    if not _PLAIN_SET.issuperset(map(type, items)):
+        for item in items:
+            if type(item) not in _PLAIN_SET:
+                yield from _objects_in(item)
 
 
 def reachable_objects(modules: Iterable[nn.Module]) -> dict[int, Any]:
