@@ -3,11 +3,25 @@
     capture(model, args) --> Captured: the Graph, and a Recording for every kind of batch
     Captured.replay(recording, nodes, ...) --> Replay: some calls of the recording, run on new values
 
-The forward runs under a `Recorder` (`recorder.py`), which names tensors (`tensor_table.py`), encodes arguments as plain
-data (`arguments.py`; `objects.py` makes containers of objects that hold tensors) and detects side effects
-(`effects.py`, `call_context.py`). Everything that it changes is restored (`isolation.py`, `generators.py`).
-`captured.py` decides which recording holds for a batch (`fingerprint.py`, `guards.py`), and keeps the recordings used
-last (`lru_cache.py`). `description.py` describes models and recordings in text, which ranks compare.
+The files, in the order in which to read them:
+
+    captured.py       `capture`, and Captured: finds the recording that holds for a batch, or records the model
+    recording.py      Recording, and make_recording: runs the forward, retries, compares two forwards
+    recorder.py       Recorder: turns every call between blocks into a step of the record
+    replay.py         Replay: runs some steps of a record again
+    granularity.py    which modules are blocks, also called leaves
+    hooks.py          intercepts modules, autograd functions and scripted functions; disables the user's hooks
+    functions.py      functions of the user that are recorded as one call; transforms.py: those of torch.vmap
+    draws.py          random numbers of Python and numpy, and the seeds of all draws; generators.py: their generators
+    tensor_table.py   names of tensors, shared memory
+    arguments.py      arguments and results as plain data; objects.py: inside arbitrary objects
+    effects.py        side effects of a call; call_context.py: grad mode and autocast around it
+    isolation.py      restores everything that a forward changes
+    graph_builder.py  the Graph of a record
+    fingerprint.py    signatures of batches and models; guards.py: values that a batch must have for a recording to hold
+    description.py    models and recordings as text, which ranks compare
+    microbatches.py   splits a batch; cuts.py finds its samples, split_search.py tries what shapes leave open
+    lru_cache.py      a bounded cache
 """
 
 from penstock.capture.captured import Captured, capture, without_cache

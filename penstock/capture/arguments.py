@@ -42,7 +42,7 @@ from penstock.ir import (
 
 Naming = Callable[[Tensor], "Ref | State | None"]
 _NAN = float("nan")
-_TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator)
+_TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 TENSOR = "*"
 """the structure of a single tensor"""
@@ -70,6 +70,7 @@ class ArgumentWriter:
         self._naming = naming
         self.live: dict[str, Any] = {}
         self._constants: dict[str, tuple[Tensor, Tensor]] = {}
+        """tensors that are not part of the model, each with its content before the forward"""
 
     def write(self, value: object, where: str) -> Tree:
         """The tree of a Python structure; raises a CaptureError that names `where` if it cannot be replayed."""
@@ -93,7 +94,7 @@ class ArgumentWriter:
                 hint="keep the module that contains both as one block (basic_blocks)",
             )
         if holds_tensors(value):
-            # Such as a closure: a stage could not send it to another rank, nor see who writes into it.
+            # An example is a closure: a stage could not send it to another rank, nor detect writes into it.
             raise CaptureError(
                 "an object that holds tensors is passed from one block of the model to another",
                 object=type(value).__name__,
@@ -134,10 +135,17 @@ class ArgumentWriter:
 
     def key(self, value: Any) -> str:
         """Put an object into the live table, if it is not there, and return its key."""
-        name = _live_name(value)
-        if name in self.live and not _may_share_key(self.live[name], value):
+        if isinstance(value, torch.Generator):
+            name = "generator"
+        elif isinstance(value, _TORCH_CONSTANTS):
+            name = f"{type(value).__name__}:{value}"
+        elif isinstance(value, enum.Enum):
+            name = f"{type(value).__name__}.{value.name}"
+        else:
+            name = _function_name(value) if callable(value) else f"constant:{type(value).__name__}"
+        if name in self.live and not _are_interchangeable(self.live[name], value):
             numbered = (f"{name}@{number}" for number in range(2, 1 << 30))
-            name = next(key for key in numbered if _may_share_key(self.live.get(key, value), value))
+            name = next(key for key in numbered if _are_interchangeable(self.live.get(key, value), value))
         self.live.setdefault(name, value)
         return name
 
@@ -163,14 +171,6 @@ def short_name(function: Any) -> str:
     return words[-1].strip("_") or "call"
 
 
-def _live_name(value: Any) -> str:
-    if isinstance(value, _TORCH_CONSTANTS):
-        return f"{type(value).__name__}:{value}" if not isinstance(value, torch.Generator) else "generator"
-    if isinstance(value, enum.Enum):
-        return f"{type(value).__name__}.{value.name}"
-    return _function_name(value) if callable(value) else f"constant:{type(value).__name__}"
-
-
 def _function_name(function: Any) -> str:
     if isinstance(function, TransformedCall):
         return f"torch.func.{function.transform}"
@@ -190,7 +190,8 @@ def _resolve_name() -> Callable[[Any], str | None]:
     return unwrapped
 
 
-def _may_share_key(first: Any, second: Any) -> bool:
+def _are_interchangeable(first: Any, second: Any) -> bool:
+    """Whether one object can stand for both in a replay: the same tensor, or equal values of one type."""
     if first is second or isinstance(first, Tensor) or isinstance(second, Tensor):
         return first is second
     try:
@@ -210,7 +211,8 @@ class ArgumentContents:
         """`held` has the identities of the objects that modules hold."""
         self._given, self._held = (tuple(args), dict(kwargs)), held
         self._tensors, self._structure = _tensors(self._given), structure_of(self._given)
-        # Objects that are passed on as they are: if the call changes one, every replay must be given a new one.
+        # Objects that are not containers, and are passed as they are: if the call changes one, its class becomes a
+        # container.
         objects = [leaf for leaf in leaves(self._given) if is_attributes_only(type(leaf))]
         self._leaves = [(leaf, structure_of(attributes_of(leaf))) for leaf in objects if id(leaf) not in held]
         self._objects = [
@@ -220,7 +222,7 @@ class ArgumentContents:
     def registers_containers(self, result: Any) -> bool:
         """Register the classes of objects that the call returned or changed; returns whether some were new."""
         changed = [leaf for leaf, before in self._leaves if structure_of(attributes_of(leaf)) != before]
-        # Both must run.
+        # A list, not a generator: every class must be registered.
         return any([register_containers((result, self._given)), *map(register_class_of, changed)])
 
     def have_changed(self, where: str) -> bool:
@@ -233,12 +235,13 @@ class ArgumentContents:
                     where=where,
                     hint="make the object in the forward, or keep the module around both whole (basic_blocks)",
                 )
+        # Tensors by identity, everything else by its text.
         tensors = _tensors(self._given)
         is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
         return not is_same or structure_of(self._given) != self._structure
 
     def are_shared(self) -> bool:
-        """Whether two arguments are, or hold, the same list, dict or object: a replay would give the call two."""
+        """Whether two arguments are, or hold, the same list, dict or object: a replay would pass two different ones."""
         ids = [id(container) for container in _containers(self._given) if not isinstance(container, tuple | slice)]
         return len(set(ids)) < len(ids)
 
@@ -272,6 +275,7 @@ def structure_of(value: object) -> str:
     if isinstance(value, Tensor):
         return TENSOR
     if parts := take_apart(value):
+        # The keys of a list are its indices.
         kind = parts.kind.__qualname__
         if issubclass(parts.kind, list | tuple):
             return f"{kind}({', '.join(map(structure_of, parts.items))})"
@@ -302,7 +306,7 @@ def structure_with_names(structure: object, name: Callable[[Tensor], str]) -> An
 
 
 def _is_shown_by_structure(leaf: object) -> bool:
-    """Whether equal text means an equal value."""
+    """Whether two values with equal text in `structure_of` are equal."""
     if isinstance(leaf, Tensor) or type(leaf) in _VALUE_TYPES or isinstance(leaf, (*_REPR_TYPES, type)):
         return True
     if isinstance(leaf, set | frozenset):

@@ -71,7 +71,7 @@ class ContextTracker:
                 hint="torch.no_grad() does the same, or keep the module that does so whole (basic_blocks)",
             )
         hooks = _saved_tensors_hooks()
-        # Those of torch recompute or offload saved tensors, which changes no number.
+        # The hooks of torch recompute or offload saved tensors, which changes no result.
         has_user_hooks = any(code_origin(getattr(hook, "__module__", "")) != "torch" for hook in hooks)
         if has_user_hooks and hooks != self._outer_saving:
             raise CaptureError(

@@ -56,23 +56,25 @@ class Captured:
         self.model = model
         self.example = (args, kwargs)
         self.recording_context: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """is entered around every recording, such as to gather sharded parameters"""
+        """makes a context for every recording, for example one that gathers sharded parameters"""
         self._granularity = granularity
         self._fingerprinter = Fingerprinter(model)
         self._functions: WholeFunctions | None = None
-        """functions of the user's that are recorded as one call"""
+        """functions of the user that are recorded as one call"""
         self._recordings: dict[tuple[Any, ...], list[Recording]] = {}
         """by batch signature and model fingerprint; several if they differ in guards"""
-        self._kept: LruCache[Recording, tuple[tuple[Any, ...], Recording]] = LruCache()
+        self._last_used: LruCache[Recording, tuple[tuple[Any, ...], Recording]] = LruCache()
         """all of these, each with its key, in the order of their last use"""
         self._forms: LruCache[tuple[Any, str], None] = LruCache()
         """model fingerprints and forms of recordings: another recording of such a form needs one forward only"""
         self._volatile: frozenset[str] = frozenset()
         """settings that the forward itself changes"""
         self._first: Recording | None = None
+        """the recording of the example"""
         self.seed = 0
         """of the example's random numbers"""
-        self._planned: Graph | None = None
+        self._planned_graph: Graph | None = None
+        """the graph of a plan, from which the model is captured without an example"""
         self._guards: LruCache[Recording, InputGuards] = LruCache()
         self._output_getters: LruCache[Recording, Getter] = LruCache()
 
@@ -84,7 +86,7 @@ class Captured:
         """
         _check_modules(model, graph)
         captured = cls(model, Granularity.of(graph).changed(model, granularity), (), {})
-        captured._planned = graph
+        captured._planned_graph = graph
         return captured
 
     @property
@@ -96,7 +98,7 @@ class Captured:
     @property
     def graph(self) -> Graph:
         """The graph of the example batch."""
-        return self._planned or self.first.graph
+        return self._planned_graph or self.first.graph
 
     @property
     def is_meta(self) -> bool:
@@ -130,8 +132,8 @@ class Captured:
 
     @property
     def num_recordings(self) -> int:
-        """How many recordings are kept."""
-        return len(self._kept)
+        """The number of recordings that are kept."""
+        return len(self._last_used)
 
     def record_example(self) -> None:
         """Record the example. If random numbers decide which blocks are called, with draws that call the most."""
@@ -150,12 +152,12 @@ class Captured:
         return self.recordings([(args, kwargs)], seed)[0][0]
 
     def num_new(self, batches: Iterable[Batch], seed: int) -> int:
-        """How many recordings `recordings` would make, as far as signatures show."""
+        """The number of recordings that `recordings` would make, as far as signatures show."""
         fingerprint, new = self._fingerprint(), set()
-        for _, _, inputs, batch, own_seed in self._described(batches, seed):
-            known = self._recordings.get((batch, fingerprint), [])
+        for _, _, inputs, signature, own_seed in self._described(batches, seed):
+            known = self._recordings.get((signature, fingerprint), [])
             if not any(self._holds(recording, inputs, own_seed) for recording in known):
-                new.add(batch)
+                new.add(signature)
         return len(new)
 
     def recordings(
@@ -174,25 +176,26 @@ class Captured:
         candidates: dict[Any, list[Recording]] = {}
         known: tuple[Any, Recording] | None = None
         """the signature of the last microbatch and its recording, if that holds for all others with this signature"""
-        for args, kwargs, inputs, batch, own_seed in self._described(batches, seed):
-            if known is not None and batch is known[0]:
+        for args, kwargs, inputs, signature, own_seed in self._described(batches, seed):
+            # Microbatches usually have the same signature object: a fast path without comparing contents.
+            if known is not None and signature is known[0]:
                 results.append((known[1], inputs))
                 continue
-            if batch not in candidates:
-                candidates[batch] = self._recordings.get((batch, fingerprint), [])
-            holding = (candidate for candidate in candidates[batch] if self._holds(candidate, inputs, own_seed))
+            if signature not in candidates:
+                candidates[signature] = self._recordings.get((signature, fingerprint), [])
+            holding = (candidate for candidate in candidates[signature] if self._holds(candidate, inputs, own_seed))
             recording = next(holding, None)
             if recording is None:
                 num_recorded -= 1
-                recording = self._record(batch, fingerprint, args, kwargs, own_seed)
+                recording = self._record(signature, fingerprint, args, kwargs, own_seed)
                 # Recording may open leaves and find volatile settings, which changes the fingerprint.
                 fingerprint, candidates = self._fingerprint(), {}
-            self._kept.find(recording)
+            self._last_used.find(recording)
             if recording.written_inputs:
                 _refuse_shared_inputs(inputs, recording.written_inputs)
             known = None
-            if candidates.get(batch, [None])[0] is recording and self._guards_of(recording).always_hold:
-                known = None if recording.written_inputs else (batch, recording)
+            if candidates.get(signature, [None])[0] is recording and self._guards_of(recording).always_hold:
+                known = None if recording.written_inputs else (signature, recording)
             results.append((recording, inputs))
         if num_recorded:
             self.record_again(batches[0], seed, num_recorded)
@@ -200,12 +203,12 @@ class Captured:
 
     def _described(self, batches: Iterable[Batch], seed: int) -> Iterator[tuple[Any, Any, Values, Any, DrawSeed]]:
         """For each batch: the arguments of the model, their tensors by name, their signature, and the seed."""
-        signature = signature_of(self.model.forward)
+        parameters = signature_of(self.model.forward)
         # Once for all microbatches: it looks at the configuration of every module.
         no_cache = without_cache(self.model, {})
         names: dict[object, list[tuple[str, int]]] = {}
         """names and positions of the arguments by the form of the call, if all of them are different tensors"""
-        last_specs, batch = None, None
+        last_specs, signature = None, None
         for index, (args, kwargs) in enumerate(batches):
             if kwargs.get("use_cache") is None:
                 kwargs = {**kwargs, **no_cache}
@@ -217,14 +220,15 @@ class Captured:
                 named_values = {name: given[position] for name, position in names[form]}
                 specs = [form, *[(v.shape, v.stride(), v.dtype, v.device, v.requires_grad) for v in given]]
             else:
-                named_values = named_inputs(self.model.forward, args, kwargs, signature)
+                named_values = named_inputs(self.model.forward, args, kwargs, parameters)
                 if is_plain:
                     positions = {id(value): position for position, value in enumerate(given)}
                     names[form] = [(name, positions[id(leaf)]) for name, leaf in named_values.items()]
             if specs is None or specs != last_specs:
-                batch, last_specs = batch_signature(named_values), specs
+                # Else it is that of the microbatch before, and computing it again would cost more than the comparison.
+                signature, last_specs = batch_signature(named_values), specs
             inputs = {name: leaf for name, leaf in named_values.items() if isinstance(leaf, Tensor)}
-            yield args, kwargs, inputs, batch, DrawSeed(seed, index)
+            yield args, kwargs, inputs, signature, DrawSeed(seed, index)
 
     def record_again(self, batch: Batch, seed: int, count: int) -> None:
         """Record a batch that is known `count` times, for other processes that its modules communicate with."""
@@ -252,7 +256,7 @@ class Captured:
         key = (signature, self._fingerprint())
         self._recordings.setdefault(key, []).append(made)
         self._forms.put((key[1], made.form), None)
-        for old_key, old in self._kept.put(made, (key, made)):
+        for old_key, old in self._last_used.put(made, (key, made)):
             self._recordings[old_key].remove(old)
             if not self._recordings[old_key]:
                 del self._recordings[old_key]
@@ -260,21 +264,16 @@ class Captured:
 
     def _make(self, fingerprint: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: DrawSeed) -> Recording:
         def make(granularity: Granularity) -> Recording:
-            return make_recording(
-                self.model,
-                args,
-                kwargs,
-                granularity,
-                seed,
-                lambda form: (fingerprint, form) in self._forms,
-                self._functions,
-            )
+            def is_known(form: str) -> bool:
+                return (fingerprint, form) in self._forms
+
+            return make_recording(self.model, args, kwargs, granularity, seed, is_known, self._functions)
 
         with self.recording_context():
             try:
                 return make(self._granularity)
             except CaptureError as error:
-                # Later the stages are there, and no other module can be kept whole.
+                # Only for the example: later the stages exist, and no other module can be kept whole.
                 block = None if self._first else self._block_that_records(error, make)
                 if block is None:
                     raise
@@ -282,7 +281,7 @@ class Captured:
                 raise CaptureError(error.problem, hint=hint, report=error.report, **error.values) from error
 
     def _block_that_records(self, error: CaptureError, make: Callable[[Granularity], Recording]) -> str | None:
-        """The smallest module around the place of an error with which as one block the model can be recorded."""
+        """The smallest module around the place of an error such that the model can be recorded with it as one block."""
         if "(basic_blocks)" not in error.hint:
             return None
         name, where = str(error.values.get("name", "")), str(error.values.get("where", ""))
@@ -332,7 +331,7 @@ class Captured:
     def unused_leaves(self) -> list[str]:
         """The modules that would be leaves but that the example never called."""
         called = {node.module for node in self.graph.nodes if node.is_leaf}
-        granularity = self._granularity if self._planned is None else Granularity.of(self._planned)
+        granularity = Granularity.of(self._planned_graph) if self._planned_graph else self._granularity
         return [name for name in granularity.leaves(self.model) if name not in called]
 
     def output_names(self, recording: Recording) -> tuple[str, ...]:
@@ -359,11 +358,11 @@ class Captured:
         return run_with_draws(self.model, args, kwargs, self.recording(args, kwargs, seed.step), seed)
 
     def has_shared_draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the model draws numbers for the whole batch, which decide what it does or are drawn by all stages."""
+        """Whether the model draws single numbers for the whole batch, which are the same in all microbatches."""
         return bool(self.recording(args, kwargs).shared_draws)
 
     def isolated(self, seed: int | None = None, written: Collection[str] | None = None) -> AbstractContextManager[None]:
-        """Restore at exit whatever the body changes in the model; see `penstock.capture.isolated`."""
+        """Restore at exit everything that the body changes in the model; see `penstock.capture.isolated`."""
         return isolated(self.model, seed, written)
 
     def without_accumulation_hooks(self) -> AbstractContextManager[None]:
@@ -439,18 +438,17 @@ def _refuse_shared_inputs(inputs: Mapping[str, Tensor], written: Collection[str]
 
 
 def _overlap(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors may have bytes in common; strided tensors may interleave without."""
     if storage_id(left) != storage_id(right):
         return False
-    (_, first_end), (second, _) = sorted(map(_byte_range, (left, right)))
-    return second < first_end
-
-
-def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the end behind its last."""
-    start = int(tensor.storage_offset())
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    length = int(1 + sum((size - 1) * stride for size, stride in steps)) if tensor.numel() else 0
-    return start * tensor.element_size(), (start + length) * tensor.element_size()
+    ranges = []
+    for tensor in (left, right):
+        start = int(tensor.storage_offset())
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        length = int(1 + sum((size - 1) * stride for size, stride in steps)) if tensor.numel() else 0
+        ranges.append((start * tensor.element_size(), (start + length) * tensor.element_size()))
+    (_, first_end), (second_start, _) = sorted(ranges)
+    return second_start < first_end
 
 
 def _check_modules(model: nn.Module, graph: Graph) -> None:

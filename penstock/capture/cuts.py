@@ -1,6 +1,9 @@
 """Finds where the samples of a batch are in the arguments of a call and in the target.
 
-Each tensor, and each list with an entry per sample, gets a `Cut`, by a rule of `split` or by its shape.
+Each tensor, and each list with an entry per sample, gets a `Cut`, by a rule of `split` or by its shape:
+
+    batch_size    the number of samples, from the first argument that shows it
+    find_cuts     the cuts of all arguments, for this number of samples
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +32,7 @@ Split = Mapping[str, SplitRule]
 
 TARGET = "target"
 _NO_RULE: Any = object()
+"""`split` does not name an argument; its entry None would mean that the argument is passed whole"""
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,9 @@ class Cut:
     dim: int | None
     """the dimension that holds the samples; None for a list"""
     rows: int = 1
-    """the number of rows of each sample"""
+    """the number of rows of each sample along that dimension"""
     offsets: tuple[int, ...] = ()
-    """instead of `rows`, if it varies: the first row of every sample, and the end of the last"""
+    """if the number of rows varies, instead of `rows`: the first row of every sample, and the end of the last"""
     sizes: str = ""
     """the name of the argument that the offsets were read from"""
 
@@ -79,7 +83,7 @@ class Argument(NamedTuple):
 
 
 def _rule(name: str, split: Split) -> Any:
-    """The entry of `split` for a leaf: its own, else that of the closest container around it."""
+    """The entry of `split` for an argument or part of one: its own, else that of the closest container around it."""
     words = name.split(".")
     for end in range(len(words), 0, -1):
         key = ".".join(words[:end])
@@ -126,6 +130,10 @@ def batch_size(arguments: Sequence[Argument], split: Split) -> int:
 
 
 def _sizes(argument: Argument, split: Split) -> Iterator[tuple[int, str, Any]]:
+    """The numbers of samples that the parts of an argument show, each with the name and value of the part.
+
+    Parts that are passed whole, and ragged ones, show nothing.
+    """
     name, value = argument
     rule = _rule(name, split)
     if rule == "samples" and argument.is_list:
@@ -150,17 +158,17 @@ def _sizes(argument: Argument, split: Split) -> Iterator[tuple[int, str, Any]]:
 
 
 def find_cuts(arguments: Sequence[Argument], batch: int, split: Split, is_final: bool) -> dict[str, Cut]:
-    """The cuts by name. `is_final`: there is one microbatch, so that nothing needs to be decided."""
-    units = [unit for argument in arguments for unit in _units(argument, batch, split, is_final)]
-    tensors = {name: value for name, value in units if isinstance(value, Tensor)}
-    cuts: dict[str, Cut | None] = {name: Cut(None) for name, _ in units if name not in tensors}
+    """The cuts by name. `is_final`: there is one microbatch, so that ambiguous lists need no decision."""
+    parts = [part for argument in arguments for part in _cut_parts(argument, batch, split, is_final)]
+    tensors = {name: value for name, value in parts if isinstance(value, Tensor)}
+    cuts: dict[str, Cut | None] = {name: Cut(None) for name, _ in parts if name not in tensors}
     for name in tensors:
         _cut_of(name, tensors, batch, split, cuts)
-    return {name: cut for name, _ in units if (cut := cuts[name]) is not None}
+    return {name: cut for name, _ in parts if (cut := cuts[name]) is not None}
 
 
-def _units(argument: Argument, batch: int, split: Split, is_final: bool) -> Iterator[Argument]:
-    """What is cut separately: the tensors of an argument, and the lists that are split by entries."""
+def _cut_parts(argument: Argument, batch: int, split: Split, is_final: bool) -> Iterator[Argument]:
+    """The parts of an argument that may have a cut: its tensors, and the lists that are split by entries."""
     name, value = argument
     if isinstance(value, Tensor):
         yield argument
@@ -174,22 +182,27 @@ def _units(argument: Argument, batch: int, split: Split, is_final: bool) -> Iter
         yield argument
     else:
         for item in argument.items():
-            yield from _units(item, batch, split, is_final)
+            yield from _cut_parts(item, batch, split, is_final)
 
 
 def _is_per_sample(argument: Argument, batch: int, is_final: bool) -> bool:
     """Whether a list with as many entries as the batch has samples has one entry per sample.
 
-    Raises an error if the list does not show it. Lengths prove nothing about lists of dicts, since the number of boxes
-    of a sample may happen to equal the number of samples, nor if only some tensors of a list are as long as the batch.
+    Raises an error if the list does not show it.
     """
     tensors = [leaf for leaf in leaves(argument.value) if isinstance(leaf, Tensor)]
     has_batch = [leaf.dim() > 0 and leaf.shape[0] == batch for leaf in tensors]
-    has_records = all(_is_record(entry) for entry in argument.value)
+    # Records are dicts, dataclasses and named tuples.
+    kinds = [parts and parts.kind for parts in map(take_apart, argument.value)]
+    has_records = all(kind and (not issubclass(kind, list | tuple) or hasattr(kind, "_fields")) for kind in kinds)
     if not tensors or (all(has_batch) and not has_records):
+        # Plain values, or a list of whole tensors, each of which has the batch as its first dimension.
         return False
     if not all(has_batch) and (has_records or _is_of_target(argument.name)):
+        # The labels of a detector: a dict of boxes for each sample.
         return True
+    # Ambiguous: the number of boxes of a sample may happen to equal the number of samples, or only some tensors of the
+    # list are as long as the batch.
     if is_final:
         return False
     raise RunError(
@@ -207,12 +220,6 @@ def _is_of_target(name: str) -> bool:
     return name.partition(".")[0] == TARGET
 
 
-def _is_record(value: object) -> bool:
-    """Whether an entry is a dict, a dataclass or a named tuple."""
-    parts = take_apart(value)
-    return parts is not None and not (issubclass(parts.kind, list | tuple) and not hasattr(parts.kind, "_fields"))
-
-
 def _cut_of(
     name: str,
     tensors: Mapping[str, Tensor],
@@ -223,10 +230,12 @@ def _cut_of(
     """The cut of a tensor; None if it is passed whole. `known` holds the cuts found so far."""
     if name not in known:
         rule, tensor = _rule(name, split), tensors[name]
-        # A placeholder, so that a circle of Ragged sizes is found and refused instead of recursing without end.
+        # A placeholder, so that Ragged sizes that refer to each other are refused instead of recursing without end.
         known[name] = None
         if rule is _NO_RULE or rule == "items":
             has_batch = tensor.dim() > 0 and tensor.shape[0] == batch
+            # An argument without the batch as its first dimension may be a table for all samples, but a target must
+            # have an entry for each of them.
             if not has_batch and tensor.dim() and _is_of_target(name):
                 raise RunError(
                     "the first dimension of a target is not the batch",
@@ -245,6 +254,7 @@ def _cut_of(
             rows = rule if isinstance(rule, Rows) else Rows(1, rule)
             dim = _checked_dim(name, tensor, rows.dim)
             length = int(tensor.shape[dim])
+            # Rows(None): any number of rows, the same for each sample.
             if length != batch * (rows.per_sample or length // batch):
                 each = f"{rows.per_sample} * " if rows.per_sample not in (1, None) else ""
                 wanted = f"a multiple of the {batch}" if rows.per_sample is None else f"{each}{batch}"
@@ -279,12 +289,14 @@ def _ragged_cut(
         )
     if sizes.is_meta:
         raise RunError("sizes on the meta device have no values", name=name, sizes=rule.sizes)
+    # The number of rows that each entry of `sizes` stands for: one for every occurrence of the token, or the product of
+    # its columns, such as height and width.
     if rule.token is not None:
         rows = (sizes == rule.token).movedim(cut.dim, 0).reshape(sizes.shape[cut.dim], -1).sum(1)
     else:
         rows = sizes.reshape(len(sizes), -1).prod(1)
     ends = list(accumulate(map(int, rows.tolist()), initial=0))
-    # The sizes themselves may have several entries for each sample.
+    # `sizes` may itself have several entries for each sample, as for several images: take the ends of samples only.
     starts = cut.offsets or range(0, batch * cut.rows + 1, cut.rows)
     dim = _checked_dim(name, tensor, rule.dim)
     if ends[-1] != tensor.shape[dim] or any(end < start for start, end in pairwise(ends)):

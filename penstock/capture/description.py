@@ -22,12 +22,12 @@ from penstock.capture.objects import MODULE_ATTRIBUTES, PLAIN_TYPES, code_origin
 from penstock.capture.recording import Recording
 from penstock.ir import Call, Container, ObjectRef, Ref, State, Tree, refs, states
 
-_OWN = re.compile(
+_PROCESS_SPECIFIC = re.compile(
     r"(^|[_.:])(rank|device|device_?(id|index)|u?uid|run_?(id|name)|pid|host(name)?|verbose|num_threads"
     r"|(is_)?(main|master)(_process|_rank)?|timestamp|created(_at)?|(start|begin|creation|init|last)_?time)$",
     re.IGNORECASE,
 )
-"""names of attributes and globals that hold what differs between processes"""
+"""names of attributes and globals whose values differ between processes"""
 _DEVICE_INDEX = re.compile(r"\b([a-z]+):\d+")
 _MAX_SHOWN, _MAX_ITEMS, _MAX_DEPTH = 120, 256, 3
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -51,7 +51,7 @@ def describe_model(model: nn.Module, opened: Collection[str] = ()) -> tuple[str,
         names = _names_in_code(kind)
         for name, value in vars(module).items() if path not in opened else ():
             is_read = name in names or name == "forward"
-            if name not in MODULE_ATTRIBUTES and is_read and not _OWN.search(name):
+            if name not in MODULE_ATTRIBUTES and is_read and not _PROCESS_SPECIFIC.search(name):
                 text = _shown(value)
                 # None may be the place of a cache that only some ranks have filled.
                 if text and value is not None:
@@ -59,7 +59,7 @@ def describe_model(model: nn.Module, opened: Collection[str] = ()) -> tuple[str,
         lines.append(f"{MODEL_LINE}{path or kind.__qualname__}: {SEPARATOR.join(items)}")
     for name, content in sorted(referenced_globals(dict.fromkeys(map(type, model.modules()))).items()):
         match content:
-            case (of, number) if of in (bool, int, float) and not _OWN.search(name):
+            case (kind, number) if kind in (bool, int, float) and not _PROCESS_SPECIFIC.search(name):
                 lines.append(f"{MODEL_LINE}{name}: {number!r}")
     return tuple(lines)
 
@@ -69,7 +69,7 @@ def describe_recording(recording: Recording) -> tuple[str, ...]:
     graph, live = recording.graph, recording.live
     parameters = {value.name for value in graph.parameters}
     shown = {name: name for name in recording.record.inputs}
-    """how each value is named: by its number, as names depend on the calls before"""
+    """the text for each value: its number, because names depend on the calls before"""
     constants: set[str] = set()
     lines: list[str] = []
 
@@ -107,7 +107,7 @@ def _shown(value: object, depth: int = _MAX_DEPTH) -> str:
     """A value as text; empty if equal text would not mean an equal value."""
     text = ""
     if isinstance(value, str) and ("/" in value or " at 0x" in value):
-        return ""  # a path or an address, which may be other ones in every process
+        return ""  # a path or an address, which may differ between processes
     if type(value) in (*PLAIN_TYPES, complex, bytes) or isinstance(value, torch.dtype | np.generic):
         text = repr(value)
     elif isinstance(value, torch.device):
@@ -140,13 +140,14 @@ def _shown(value: object, depth: int = _MAX_DEPTH) -> str:
 @functools.lru_cache(maxsize=4096)
 def _names_in_code(kind: Any) -> frozenset[str]:
     """The names of attributes and globals that the methods of a class read and do not set, except its constructor."""
-    codes = [code for base in _own_bases(kind) for code in _codes(base)]
+    codes = [code for base in _own_bases(kind) for code in _method_codes(base)]
     return frozenset(name for code in codes for name in names_in(code)).difference(*map(_attributes_set, codes))
 
 
 def _attributes_set(code: types.CodeType) -> set[str]:
     """The attributes that a function assigns, with those of the functions in it."""
-    found = {str(one.argval) for one in dis.get_instructions(code) if one.opname in ("STORE_ATTR", "DELETE_ATTR")}
+    instructions = dis.get_instructions(code)
+    found = {str(each.argval) for each in instructions if each.opname in ("STORE_ATTR", "DELETE_ATTR")}
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return found.union(*map(_attributes_set, inner))
 
@@ -155,14 +156,15 @@ def _attributes_set(code: types.CodeType) -> set[str]:
 def _code_hash(kind: Any) -> str:
     """A hash of the methods of a class, except those of torch."""
     bases = [base for base in _own_bases(kind) if code_origin(base.__module__) != "torch"]
-    return _hash(line for base in bases for code in _codes(base) for line in _code_lines(code))
+    return _hash(line for base in bases for code in _method_codes(base) for line in _code_lines(code))
 
 
 def _own_bases(kind: type) -> list[type]:
     return [base for base in kind.__mro__ if base not in (object, nn.Module)]
 
 
-def _codes(kind: type) -> Iterator[types.CodeType]:
+def _method_codes(kind: type) -> Iterator[types.CodeType]:
+    """The code of the methods and properties that a class itself defines, except its constructor."""
     for name, value in sorted(vars(kind).items()):
         for function in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
             if isinstance(function, types.FunctionType) and name != "__init__":
@@ -170,7 +172,7 @@ def _codes(kind: type) -> Iterator[types.CodeType]:
 
 
 def _code_lines(code: types.CodeType) -> Iterator[str]:
-    """What a function does, without file names and line numbers."""
+    """The code of a function and of those inside it as text, without file names and line numbers."""
     yield f"{code.co_name} {code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars}"
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -2,7 +2,7 @@
 
 A torch function mode does not see such a draw. While a forward is recorded, the functions of the modules `random` and
 `numpy.random` are replaced by ones that record the draw as a call which returns a tensor. The model gets a number or
-an array that remembers the tensor: comparing it, computing with it or passing it to a torch function is recorded as if
+an array that holds the tensor: comparing it, computing with it or passing it to a torch function is recorded as if
 the model had drawn the tensor. Any other use is found by recording a second forward with other draws.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.capture.functions import Handler, calling
+from penstock.capture.functions import Entry, Handler, replaced_entries
 from penstock.capture.generators import GeneratorStates, python_generators
 from penstock.capture.objects import code_origin, user_line
 from penstock.errors import CaptureError
@@ -88,16 +88,15 @@ class PythonDraw:
     function: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return transform(self.function(*args, **kwargs), _as_tensor)
+        def as_tensor(leaf: object) -> object:
+            if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+                return torch.from_numpy(leaf.copy())
+            if isinstance(leaf, bool) or not isinstance(leaf, int | float | np.integer):
+                return leaf
+            # In double precision, in which Python computes.
+            return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
 
-
-def _as_tensor(leaf: object) -> object:
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
-        return torch.from_numpy(leaf.copy())
-    if isinstance(leaf, bool) or not isinstance(leaf, int | float | np.integer):
-        return leaf
-    # In double precision, in which Python computes.
-    return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else torch.int64)
+        return transform(self.function(*args, **kwargs), as_tensor)
 
 
 class DrawnNumber(float):
@@ -115,6 +114,9 @@ class DrawnNumber(float):
         return made
 
     __hash__ = float.__hash__
+
+
+# Operators of DrawnNumber. Each is applied to the tensor, where a torch function mode records it.
 
 
 def _comparing(name: str) -> Callable[[DrawnNumber, Any], Any]:
@@ -157,7 +159,7 @@ class DrawnArray(np.ndarray):
 
     @classmethod
     def of(cls, other_draw: Any, tensor: Tensor) -> "DrawnArray":
-        """The other draw as an array that remembers the tensor."""
+        """The other draw as an array that holds the tensor."""
         made = other_draw.view(cls)
         made.tensor = tensor
         return made  # type: ignore[no-any-return]
@@ -208,27 +210,20 @@ def intercept_draws(handler: Handler, model: nn.Module) -> Iterator[None]:
     It is called as `handler(function, args, kwargs, frame of the caller)`. Names that the files of the model's classes
     import (`from random import random`) are replaced too.
     """
-    places = list(_library_functions())
-    functions = {id(function): function for _, _, function in places}
+    generators = ((random, random._inst), (np.random, np.random.mtrand._rand))
+    entries: list[Entry] = [
+        (vars(module), name, function)
+        for module, generator in generators
+        for name, function in vars(module).items()
+        # The functions of the modules are methods of their global generators.
+        if getattr(function, "__self__", None) is generator and callable(function)
+        if not name.startswith("_") and name not in _NOT_DRAWS
+    ]
+    functions = {id(function): function for _, _, function in entries}
     owners = {owner.__module__ for module in model.modules() for owner in type(module).__mro__}
     files = [vars(sys.modules[name]) for name in owners if name in sys.modules and code_origin(name) != "torch"]
-    places += [
+    entries += [
         (file, name, functions[id(value)]) for file in files for name, value in file.items() if id(value) in functions
     ]
-    try:
-        for namespace, name, function in places:
-            namespace[name] = calling(handler, function)
+    with replaced_entries(handler, entries):
         yield
-    finally:
-        for namespace, name, function in places:
-            namespace[name] = function
-
-
-def _library_functions() -> Iterator[tuple[dict[str, Any], str, Callable[..., Any]]]:
-    """The functions that draw from the global generators of Python and numpy."""
-    owners = ((random, random._inst), (np.random, np.random.mtrand._rand))
-    for module, generator in owners:
-        for name, function in vars(module).items():
-            is_bound = getattr(function, "__self__", None) is generator
-            if is_bound and callable(function) and not name.startswith("_") and name not in _NOT_DRAWS:
-                yield vars(module), name, function

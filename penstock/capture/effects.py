@@ -16,14 +16,19 @@ from penstock.ir import leaves
 
 
 class CallEffects:
-    """Everything that one call may change, saved before the call and compared after it."""
+    """The versions, buffers and generators that one call may change, saved before the call and compared after it."""
 
     def __init__(self, table: TensorTable, target: Any, tensors: list[Tensor]) -> None:
         """`target` is the module or function to be called, `tensors` are all tensors among its arguments."""
         self._module = target if isinstance(target, nn.Module) else None
         self._versions = [(tensor, tensor._version) for tensor in tensors]
-        self.own = {id(tensor): tensor for tensor in _own_state(self._module)}
+        self.own: dict[int, Tensor] = {}
         """the state of the module itself, by identity"""
+        if self._module is not None:
+            own = (*self._module.parameters(), *buffers_and_attributes(self._module).values())
+            self.own = {id(tensor): tensor for tensor in own}
+        # A call may write state through a view that it is given, so state that shares memory with an argument counts
+        # too.
         shared = [tensor for argument in tensors for tensor in table.state_sharing(argument)]
         state = {id(tensor): tensor for tensor in (*shared, *self.own.values()) if id(tensor) in table.state}
         self._state = [
@@ -82,10 +87,6 @@ class CallEffects:
 def runs_python(target: Any) -> bool:
     """Whether a call runs Python code: a torch function cannot draw from the generators of Python and numpy."""
     return isinstance(target, nn.Module | FunctionApply | PythonDraw | WholeFunction)
-
-
-def _own_state(module: nn.Module | None) -> list[Tensor]:
-    return [*module.parameters(), *buffers_and_attributes(module).values()] if module is not None else []
 
 
 def _buffers_by_id(module: nn.Module | None) -> dict[int, Tensor]:

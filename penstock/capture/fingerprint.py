@@ -1,4 +1,4 @@
-"""Everything that a recording depends on besides the content of the tensors in a batch.
+"""Signatures of batches and fingerprints of models: all that a recording depends on besides the values of tensors.
 
 A recording holds for another batch if the two batches have the same signature and the model has the same fingerprint.
 The fingerprint covers the state the Python code between the leaves may branch on: training modes, attributes of
@@ -70,8 +70,8 @@ class Fingerprinter:
     def find_modules(self, granularity: Granularity) -> None:
         """Find the leaves and the opened modules; call this after every recording, which may have opened leaves.
 
-        Until the next recording they change only with the modules of the model: anything else that makes a leaf of a
-        module, or none, is part of its state, and so of the fingerprint.
+        Until the next recording they change only with the modules of the model: everything else that determines the
+        leaves is part of the fingerprint.
         """
         self._modules = dict(self._model.named_modules())
         self._leaves = granularity.find_leaves(self._model)
@@ -90,7 +90,9 @@ class Fingerprinter:
             for tensor in kind.values()
             if tensor is not None
         ]
+        # By their keys, which are never used again: a hook of an opened module is recorded with it.
         hooks = [(*module._forward_hooks, "pre", *module._forward_pre_hooks) for module in self._opened]
+        # By identity: a parameter that is assigned to an opened module would not be the recorded one.
         own_state = [(*module._parameters.values(), *module._buffers.values()) for module in self._opened]
         autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
         return (
@@ -217,23 +219,18 @@ def _find_references(cls: type) -> Iterator[_Reference]:
         if id(function.__code__) in seen:
             continue
         seen.add(id(function.__code__))
-        for namespace, name in _look_up(function.__globals__, set(names_in(function.__code__))):
-            value = namespace[name]
-            if isinstance(value, types.FunctionType) and code_origin(value.__module__) == "user":
-                pending.append(value)
-            elif not isinstance(value, types.FunctionType | types.ModuleType | type):
-                yield namespace, name
-
-
-def _look_up(namespace: dict[str, Any], names: set[str]) -> Iterator[_Reference]:
-    """Which names are globals of a file, or of the user's Python modules among these globals."""
-    for name in names & namespace.keys():
-        yield namespace, name
-        value = namespace[name]
-        if isinstance(value, types.ModuleType) and code_origin(value.__name__) == "user":
-            # `settings.scale` has both names in its code object.
-            attributes = vars(value)
-            yield from ((attributes, attribute) for attribute in names & attributes.keys())
+        names, global_names = set(names_in(function.__code__)), function.__globals__
+        used = [global_names[name] for name in names & global_names.keys()]
+        modules = [value for value in used if isinstance(value, types.ModuleType)]
+        # The code object of `settings.scale` has both names: `scale` may be a global of the user's module `settings`.
+        user_modules = [vars(module) for module in modules if code_origin(module.__name__) == "user"]
+        for namespace in (global_names, *user_modules):
+            for name in names & namespace.keys():
+                value = namespace[name]
+                if isinstance(value, types.FunctionType) and code_origin(value.__module__) == "user":
+                    pending.append(value)
+                elif not isinstance(value, types.FunctionType | types.ModuleType | type):
+                    yield namespace, name
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:

@@ -18,6 +18,8 @@ from penstock.capture.objects import code_origin
 from penstock.ir import leaves, transform
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], types.FrameType], Any]
+Entry = tuple[dict[Any, Any], Any, Callable[..., Any]]
+"""a dict, such as the globals of a file, a key in it, and the function under that key"""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class WholeFunction:
     function: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # An argument that is returned itself becomes a new value: for another batch the result may be another tensor.
+        # If it returns an argument itself, that becomes a new value: for another batch it may return something else.
         given = {id(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = self.function(*args, **kwargs)
         return transform(result, lambda leaf: leaf.view_as(leaf) if id(leaf) in given else leaf)
@@ -42,7 +44,13 @@ def enclosing_function(
     The function is None if it is not a global one: only calls by a global name can be intercepted.
     """
     found, is_inside = None, False
-    while frame is not None and not _is_method_of(frame, modules):
+
+    def is_method_of_module(frame: types.FrameType) -> bool:
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        return isinstance(first, nn.Module) and (modules is None or id(first) in modules)
+
+    while frame is not None and not is_method_of_module(frame):
         origin = code_origin(frame.f_globals.get("__name__", ""))
         if origin in ("library", "user") and not frame.f_globals.get("__name__", "").startswith(("penstock.", "numpy")):
             is_inside = True
@@ -53,45 +61,41 @@ def enclosing_function(
     return (found, is_inside) if frame is not None else (None, False)
 
 
-def _is_method_of(frame: types.FrameType, modules: Collection[int] | None) -> bool:
-    code = frame.f_code
-    if not code.co_argcount:
-        return False
-    first = frame.f_locals.get(code.co_varnames[0])
-    return isinstance(first, nn.Module) and (modules is None or id(first) in modules)
-
-
 @contextmanager
 def intercept_functions(handler: Handler, functions: Collection[Callable[..., Any]]) -> Iterator[None]:
     """Route calls of some global functions through `handler(function, args, kwargs, frame of the caller)`."""
-    places = list(_places(functions)) if functions else []
+    with replaced_entries(handler, list(_entries_of(functions)) if functions else []):
+        yield
+
+
+@contextmanager
+def replaced_entries(handler: Handler, entries: Collection[Entry]) -> Iterator[None]:
+    """Replace functions in dicts by ones that call the handler; restore them at exit."""
+
+    def replacement(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return handler(function, args, kwargs, sys._getframe(1))
+
+        return call
+
     try:
-        for namespace, name, function in places:
-            namespace[name] = calling(handler, function)
+        for namespace, name, function in entries:
+            namespace[name] = replacement(function)
         yield
     finally:
-        for namespace, name, function in places:
+        for namespace, name, function in entries:
             namespace[name] = function
 
 
-def calling(handler: Handler, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls the handler instead of `function`."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return handler(function, args, kwargs, sys._getframe(1))
-
-    return call
-
-
-def _places(functions: Collection[Callable[..., Any]]) -> Iterator[tuple[dict[Any, Any], Any, Callable[..., Any]]]:
-    """The global names of some functions, and the entries of global dicts that hold them: (dict, key, function)."""
+def _entries_of(functions: Collection[Callable[..., Any]]) -> Iterator[Entry]:
+    """The global names of some functions, and the entries of global dicts that hold them."""
     wanted = {id(function): function for function in functions}
     namespaces = {
         id(vars(module)): vars(module) for module in list(sys.modules.values()) if hasattr(module, "__dict__")
     }
     # A function of a module that is not imported by a name, as in a notebook.
     namespaces |= {
-        id(space): space for one in functions if (space := getattr(inspect.unwrap(one), "__globals__", None))
+        id(names): names for each in functions if (names := getattr(inspect.unwrap(each), "__globals__", None))
     }
     for namespace in namespaces.values():
         for name, value in list(namespace.items()):

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,20 +40,17 @@ def python_generators() -> list[GeneratorAccess]:
 def module_generators(modules: Iterable[nn.Module]) -> list[GeneratorAccess]:
     """Generators that modules keep as attributes."""
     attributes = {id(value): value for module in modules for value in module_attributes(module)}
-    return [access for value in attributes.values() if (access := _access_of(value))]
-
-
-def _access_of(generator: Any) -> GeneratorAccess | None:
-    if isinstance(generator, torch.Generator):
-        return GeneratorAccess(generator.get_state, generator.set_state)
-    if isinstance(generator, random.Random):
-        return GeneratorAccess(generator.getstate, generator.setstate)
-    if isinstance(generator, np.random.RandomState):
-        return GeneratorAccess(generator.get_state, generator.set_state)
-    if isinstance(generator, np.random.Generator):
-        bits = generator.bit_generator
-        return GeneratorAccess(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    return None
+    generators = []
+    for value in attributes.values():
+        if isinstance(value, torch.Generator | np.random.RandomState):
+            generators.append(GeneratorAccess(value.get_state, value.set_state))
+        elif isinstance(value, random.Random):
+            generators.append(GeneratorAccess(value.getstate, value.setstate))
+        elif isinstance(value, np.random.Generator):
+            # Its state is an attribute.
+            bits = value.bit_generator
+            generators.append(GeneratorAccess(partial(getattr, bits, "state"), partial(setattr, bits, "state")))
+    return generators
 
 
 class GeneratorStates:

@@ -1,4 +1,4 @@
-"""Which modules stay whole in a record (leaves), and which are opened to record the calls between their parts."""
+"""Selects the modules that stay whole in a record (leaves); all others are opened, to record the calls inside them."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -57,7 +57,7 @@ class Granularity:
         return cls(basic_blocks=leaves, opened=frozenset((around | within) - set(leaves)))
 
     def changed(self, model: nn.Module, options: "Granularity") -> "Granularity":
-        """With the depth of `options`, if they have one, and their basic blocks beside the own ones."""
+        """The granularity with the basic blocks of `options` added; `options` itself if it has a depth."""
         if options.depth is not None:
             return options
         kept = {name for name, module in model.named_modules() if options._is_basic_block(module, name)}
@@ -133,6 +133,7 @@ class Granularity:
         if in_list:
             return True
         has_parameters = any(True for _ in module.parameters(recurse=False))
+        # A container inside, as in nn.Transformer: its elements are the leaves.
         is_plain = not any(isinstance(part, _CONTAINERS) for part in module.modules())
         is_from_torch = type(module).__module__.startswith("torch.nn") and is_plain
         return is_from_torch or (has_parameters and not any(True for _ in module.children()))

@@ -1,12 +1,13 @@
-"""Builds the Graph of a record: nodes, values, tied parameters, shared memory."""
+"""Builds the Graph of a record: nodes, values, tied parameters, shared memory; and finds the paths of gradients."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from penstock.capture.recorder import CallNote
-from penstock.capture.tensor_table import TensorTable, spec_of, storage_id
+from penstock.capture.tensor_table import Edge, TensorTable, spec_of, storage_id
 from penstock.ir import Call, Graph, Node, Record, StorageGroup, Update, Value, refs, states
 
 
@@ -46,7 +47,14 @@ def build_graph(model: nn.Module, record: Record, table: TensorTable, notes: Map
 
 
 def _build_node(model: nn.Module, call: Call, table: TensorTable, note: CallNote, parameters: Iterable[str]) -> Node:
-    module_state = _state_names(model, call.target, table) if call.is_module else {}
+    # The names of a module's parameters and buffers, by the first name that each tensor has in the model. The two
+    # differ for tied parameters, which keep the name under which this module uses them.
+    module_state: dict[str, str] = {}
+    if call.is_module:
+        leaf, prefix = model.get_submodule(call.target), f"{call.target}." if call.target else ""
+        for name, parameter in leaf.named_parameters():
+            module_state[table.state.get(id(parameter), prefix + name)] = prefix + name
+        module_state |= {name: name for buffer in leaf.buffers() if (name := table.state.get(id(buffer)))}
     written = (name for name in note.written_state if name not in module_state)
     used = tuple(dict.fromkeys((*states(call.args), *states(call.kwargs), *module_state.values(), *written)))
     reads = tuple(dict.fromkeys((*refs(call.args), *refs(call.kwargs), *(old for _, old in call.writes))))
@@ -68,17 +76,6 @@ def _build_node(model: nn.Module, call: Call, table: TensorTable, note: CallNote
     )
 
 
-def _state_names(model: nn.Module, path: str, table: TensorTable) -> dict[str, str]:
-    """The names of a module's parameters and buffers, by the first name that each tensor has in the model.
-
-    The two differ for tied parameters, which keep the name under which this module uses them.
-    """
-    leaf = model.get_submodule(path)
-    prefix = f"{path}." if path else ""
-    names = {table.state.get(id(tensor), prefix + name): prefix + name for name, tensor in leaf.named_parameters()}
-    return names | {name: name for buffer in leaf.buffers() if (name := table.state.get(id(buffer)))}
-
-
 def _tied_parameters(parameters: Mapping[str, nn.Parameter]) -> tuple[tuple[str, ...], ...]:
     groups: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
@@ -94,6 +91,7 @@ def _storage_groups(
     No cut may separate the members of a group that is written.
     """
     calls = [step for step in record.steps if isinstance(step, Call)]
+    # By storage: the values in it, and the calls that write into it.
     groups: dict[int, list[str]] = {}
     for name in (*record.inputs, *(value.name for node in nodes for value in node.makes)):
         groups.setdefault(table.storage[name], []).append(name)
@@ -111,3 +109,48 @@ def _storage_groups(
         for storage, names in groups.items()
         if len(names) > 1 or storage in writers
     )
+
+
+def outputs_with_gradient(edges: Mapping[str, Edge], outputs: Iterable[str]) -> dict[str, frozenset[str]]:
+    """For every value, the outputs from which a path of autograd's graph leads back to it.
+
+    `edges` has the values that require a gradient. A loss of other outputs leaves no gradient in a value, not even
+    zeros.
+    """
+    names = [name for name in dict.fromkeys(outputs) if name in edges]
+    # A set of outputs is a number with one bit for each, so that one pass over the graph finds all paths.
+    reached: dict[Edge, int] = {}
+    by_node: dict[Any, int] = {}
+    for index, name in enumerate(names):
+        node, number = edges[name]
+        reached[node, number] = reached.get((node, number), 0) | 1 << index
+        by_node[node] = by_node.get(node, 0) | 1 << index
+    for node in _backward_order(by_node):
+        bits = by_node[node]
+        for following, number in node.next_functions:
+            if following is not None:
+                reached[following, number] = reached.get((following, number), 0) | bits
+                by_node[following] = by_node.get(following, 0) | bits
+    sets: dict[int, frozenset[str]] = {}
+    for bits in {reached.get(edge, 0) for edge in edges.values()}:
+        sets[bits] = frozenset(name for index, name in enumerate(names) if bits >> index & 1)
+    return {name: sets[reached.get(edge, 0)] for name, edge in edges.items()}
+
+
+def _backward_order(roots: Iterable[Any]) -> list[Any]:
+    """All nodes of autograd's graph in the order of backward: each after all nodes that pass it a gradient."""
+    finished: list[Any] = []
+    seen: set[Any] = set()
+    # A depth-first search finishes a node after the nodes that it passes gradients to; reversed, it comes before them.
+    for root in roots:
+        # Without recursion: the graph may be deeper than Python's stack.
+        stack = [(root, False)]
+        while stack:
+            node, is_done = stack.pop()
+            if is_done:
+                finished.append(node)
+            elif node not in seen:
+                seen.add(node)
+                stack.append((node, True))
+                stack += ((following, False) for following, _ in node.next_functions if following is not None)
+    return finished[::-1]

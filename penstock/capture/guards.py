@@ -1,7 +1,7 @@
-"""Checks for which batches the Python values and sizes that a model read from tensors stay the same.
+"""Checks whether a recording holds for another batch: the Python values and sizes read from tensors must be the same.
 
-A recording freezes the branch that the model took. It holds for another batch only if everything that the model read
-reads the same again. Reads from inputs, from random numbers that the model draws between its blocks (layer drop), or
+A recording freezes the branches that the model took. It holds for another batch only if every value that the model read
+is the same again. Reads from inputs, from random numbers that the model draws between its blocks (layer drop), or
 from values computed from these alone, are checked before the step, with the same outcome on every rank; the replay
 checks all others as soon as the value exists.
 """
@@ -17,7 +17,7 @@ from penstock.capture.generators import GeneratorStates, torch_generators
 from penstock.capture.hooks import without_user_hooks
 from penstock.capture.recording import Recording
 from penstock.capture.replay import Replay
-from penstock.ir import Call, Guard, refs
+from penstock.ir import Guard, refs
 
 
 class InputGuards:
@@ -28,14 +28,14 @@ class InputGuards:
         nodes = _nodes_to_check(recording)
         self._replay = None if nodes is None else Replay(recording, nodes, model, ())
         self.always_hold = self._replay is None
-        """whether there is nothing to check"""
+        """whether there is no guard to check"""
         chosen = [recording.graph[name] for name in nodes or ()]
         self.depend_on_draws = any(node.is_random for node in chosen)
-        """whether random numbers decide what the model does"""
+        """whether guards read random numbers, which decide, for example, whether a layer is dropped"""
         self._leaves = [model.get_submodule(node.module) for node in chosen if node.is_leaf]
 
     def hold(self, inputs: dict[str, Any], seed: DrawSeed) -> bool:
-        """Whether everything reads the same in this batch, with the random numbers of this seed."""
+        """Whether all guards read the recorded values in this batch, with the random numbers of this seed."""
         if self._replay is None:
             return True
         copies = {name: tensor.clone() if name in self._written else tensor for name, tensor in inputs.items()}
@@ -66,22 +66,19 @@ def _nodes_to_check(recording: Recording) -> list[str] | None:
             names = {*refs(step.args), *refs(step.kwargs)}
             if names <= available:
                 has_guards, wanted = True, wanted | names
+        # The result of a call may vary in structure or size, as after `nonzero`: an implicit guard if the model depends
+        # on it.
         elif step.name in free and (graph[step.name].buffers or varying & set(graph[step.name].reads)):
             made = {value.name for value in graph[step.name].makes}
             varying |= made
-            if _has_implicit_guard(step, record.sized):
+            if step.results.structure != TENSOR or not record.sized.isdisjoint(step.results.values):
                 has_guards, wanted = True, wanted | made
     if not has_guards:
         return None
-    # With the nodes that make the wanted values, all that these need, in the order of the graph.
+    # The nodes that make the wanted values, and all nodes that these need, in the order of the graph.
     needed: list[str] = []
     for node in reversed(graph.nodes):
         if wanted & {value.name for value in node.makes}:
             needed.append(node.name)
             wanted |= set(node.reads)
     return needed[::-1]
-
-
-def _has_implicit_guard(call: Call, sized: frozenset[str]) -> bool:
-    """Whether the model depends on the structure or the size of the result, as after `nonzero`."""
-    return call.results.structure != TENSOR or not sized.isdisjoint(call.results.values)

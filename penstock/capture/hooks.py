@@ -88,8 +88,8 @@ def intercept_scripted_functions(handler: Handler) -> Iterator[None]:
 def without_user_hooks(leaves: Iterable[nn.Module]) -> Iterator[None]:
     """Remove the user's forward hooks and pre-hooks from some modules and their parts; restore them at the end.
 
-    Recording runs the model although the user did not call it, so hooks that count or log must not run. Hooks that are
-    registered in the body stay.
+    A recording is not a forward of the user, so hooks that count or log must not run. Hooks that are registered in the
+    body stay.
     """
     parts = {id(part): part for leaf in leaves for part in leaf.modules()}
     saved = [(hooks, dict(hooks)) for part in parts.values() for hooks in _forward_hooks(part) if hooks]
@@ -129,7 +129,7 @@ def _forward_hooks(part: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def _is_user_hook(hook: Any) -> bool:
-    """Whether a hook is the user's, not part of the module's own computation as those of weight_norm and LoRA are."""
+    """Whether a hook is the user's; those of weight_norm and LoRA are part of the computation of their module."""
     inner = getattr(hook, "func", hook)
     module = str(getattr(inner, "__module__", ""))
     # Sharded parameters are gathered around a whole recording: FSDP's hooks would take each block for a forward.

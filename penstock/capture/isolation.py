@@ -30,7 +30,7 @@ _is_internal: ContextVar[bool] = ContextVar("penstock_internal_call", default=Fa
 
 @contextmanager
 def internal_call() -> Iterator[None]:
-    """Allow uses of a model with stale weights in the body, which needs its structure and shapes but not its values."""
+    """Allow the body to use a model whose weights are out of date, for its structure and shapes only."""
     token = _is_internal.set(True)
     try:
         yield
@@ -48,7 +48,7 @@ def isolated(model: nn.Module, seed: int | None = None, written: Collection[str]
     """Restore at exit everything that the body may change: generators, parameters, buffers and Python attributes.
 
     In the body, no parameter has a gradient. With a `seed`, the global generators start from it. `written` names the
-    parameters that the body writes, if that is known: then no other parameter is copied or watched.
+    parameters that the body writes, if they are known: then no other parameter is copied.
     """
     is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     generators = GeneratorStates(
@@ -114,6 +114,7 @@ _MAX_COPIED_BYTES = 1 << 30
 
 @contextmanager
 def _isolated_parameters(model: nn.Module, written: Collection[str] | None) -> Iterator[None]:
+    """Restore the parameters at exit: content, memory, gradients, hooks and `requires_grad`."""
     saved = [_ParameterSnapshot.of(parameter) for parameter in model.parameters()]
     with ExitStack() as stack:
         copies = _Copies()
@@ -124,6 +125,7 @@ def _isolated_parameters(model: nn.Module, written: Collection[str] | None) -> I
         else:
             stack.enter_context(_CopyOnWrite(copies, [snapshot.memory for snapshot in saved]))
         try:
+            # A backward in the body would otherwise add to the user's gradients.
             for snapshot in saved:
                 snapshot.parameter.grad = None
             yield

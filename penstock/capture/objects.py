@@ -45,7 +45,7 @@ def code_origin(module: object) -> Origin:
 
 
 def user_line() -> str:
-    """The innermost line that runs now and is neither torch's nor Python's nor penstock's, as `file.py:12`."""
+    """The innermost line of the call stack that is neither torch's nor Python's nor penstock's, as `file.py:12`."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -56,7 +56,7 @@ def user_line() -> str:
 
 
 def object_items(value: Any) -> Iterator[tuple[str, Any]]:
-    """The named contents of an object: attributes, slots, and whatever a function or method is bound to.
+    """The named contents of an object: attributes, slots, and the values that a function or method is bound to.
 
     Containers have none; take those apart with `penstock.ir.take_apart`.
     """
@@ -107,8 +107,8 @@ def holds_tensors(value: object, depth: int = 4) -> bool:
 def register_containers(structure: object) -> bool:
     """Register the classes of objects in a structure that hold tensors as containers; returns whether some were new.
 
-    Such as key-value caches. A class that is registered with torch's pytree is taken apart by its functions, any other
-    into its attributes. Objects that are more than their attributes, or that refer to themselves, stay leaves.
+    Examples are key-value caches. A class that is registered with torch's pytree is taken apart by its functions, any
+    other into its attributes. Objects that are more than their attributes, or that refer to themselves, stay leaves.
     """
     is_new = False
     for leaf in leaves(structure):
@@ -125,25 +125,21 @@ def register_class_of(value: object) -> bool:
     """Register the class of an object as a container; returns whether that is possible."""
     kind = type(value)
     if kind in SUPPORTED_NODES:
-        _register_pytree_node(kind)
+        node = SUPPORTED_NODES[kind]
+
+        def flatten(value: Any) -> Parts:
+            items, context = node.flatten_fn(value)
+            return Parts(kind, (*range(len(items)), "context"), (*items, context))
+
+        def unflatten(_: Sequence[Any], items: Sequence[Any]) -> Any:
+            return node.unflatten_fn(items[:-1], items[-1])
+
+        register_container(kind, flatten, unflatten)
     elif is_attributes_only(kind) and not _has_cycle(value):
         register_attributes(kind)
     else:
         return False
     return True
-
-
-def _register_pytree_node(kind: type) -> None:
-    node = SUPPORTED_NODES[kind]
-
-    def flattened(value: Any) -> Parts:
-        items, context = node.flatten_fn(value)
-        return Parts(kind, (*range(len(items)), "context"), (*items, context))
-
-    def made(_: Sequence[Any], items: Sequence[Any]) -> Any:
-        return node.unflatten_fn(items[:-1], items[-1])
-
-    register_container(kind, flattened, made)
 
 
 def _has_cycle(value: object, ancestors: tuple[int, ...] = ()) -> bool:

@@ -4,6 +4,10 @@ A `TorchFunctionMode` sees every torch function that is given a tensor; calls of
 scripted functions are intercepted (`hooks.py`). Outside of leaves each of these becomes a `Call` of the record, or a
 `Guard` if it reads a Python value from a tensor. Nothing is recorded inside a leaf; the recorder only checks that no
 tensor enters or leaves it other than through arguments and results.
+
+`Recorder._run_and_record` handles every call, in this order: it writes the arguments as trees, runs the call
+(`_run_observed`), finds the containers and tensors that the call changed, and appends a Call or a Guard. If the model
+must be recorded in another way, it raises one of the exceptions below, and `recording.py` starts again.
 """
 
 import sys
@@ -67,7 +71,6 @@ from penstock.ir import (
     Ref,
     Results,
     State,
-    Tree,
     bind_state,
     copy_into,
     leaves,
@@ -77,7 +80,7 @@ from penstock.ir import (
 
 
 class LeakyLeaf(Exception):  # noqa: N818
-    """A tensor enters or leaves a leaf other than through arguments and results, or may: the leaf must be opened."""
+    """A tensor may enter or leave a leaf other than through arguments and results: the leaf must be opened."""
 
     def __init__(self, leaf: str, maker: str = "") -> None:
         super().__init__(leaf)
@@ -99,7 +102,7 @@ class NewContainer(Exception):  # noqa: N818
 
 
 class NotReplayable(Exception):  # noqa: N818
-    """A function of the user's contains a call that cannot be replayed by itself: it must be recorded as one call."""
+    """A function of the user contains a call that cannot be replayed by itself: it must be recorded as one call."""
 
     def __init__(self, function: Callable[..., Any], draws: bool = False) -> None:
         super().__init__(function)
@@ -110,14 +113,14 @@ class NotReplayable(Exception):  # noqa: N818
 
 @dataclass
 class WholeFunctions:
-    """The functions of the user's that are recorded as one call."""
+    """The functions of the user that are recorded as one call, by the reason."""
 
     drawing: list[Callable[..., Any]] = field(default_factory=list)
-    """those that draw with Python's or numpy's generators"""
+    """they draw with Python's or numpy's generators"""
     reading: list[Callable[..., Any]] = field(default_factory=list)
-    """those that read activations or use tensors that a replay could not find"""
+    """they read activations, or use tensors that a replay could not find"""
     opened: list[Callable[..., Any]] = field(default_factory=list)
-    """those that read, but cannot be one call: values enter or leave them other than as arguments and results"""
+    """they do so, but cannot be one call: values enter or leave them other than as arguments and results"""
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class CallNote:
 
 @dataclass
 class RunningCall:
-    """A recorded call that is running, and the side effects observed in it."""
+    """A call that is being recorded, and the side effects observed in it."""
 
     name: str
     number: int
@@ -152,9 +155,16 @@ class RunningCall:
     given: set[int] = field(default_factory=set)
     """the identities of all leaves among the arguments"""
     written_storage: set[int] = field(default_factory=set)
+    """the storage that it was seen to write in place"""
     draws_on_meta: bool = False
     adds_loss: bool = False
     takes_gradients: bool = False
+    draws: bool = False
+    """whether it draws random numbers"""
+    draws_with_python: bool = False
+    """whether it draws from the generators of Python or numpy"""
+    is_shared_draw: bool = False
+    """whether it draws one number for the whole batch"""
 
 
 class Recorder(TorchFunctionMode):
@@ -169,8 +179,9 @@ class Recorder(TorchFunctionMode):
         functions: WholeFunctions,
         around_calls: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """`seed` determines all random numbers of the forward, and `exposed_seed` those in drawn numbers and arrays.
+        """`seed` determines the random numbers of all recorded calls.
 
+        `exposed_seed` determines the numbers that Python code sees where it draws with Python or numpy (`draws.py`).
         Every call is run inside of a context that `around_calls` makes.
         """
         super().__init__()
@@ -192,7 +203,7 @@ class Recorder(TorchFunctionMode):
         self.context = ContextTracker()
         self.functions = functions
         self.enclosing: dict[int, Callable[..., Any]] = {}
-        """functions of the user's around guards and calls that are given unknown tensors, by index of the step"""
+        """functions of the user around guards and calls that are given unknown tensors, by index of the step"""
         self.has_single_sample = False
         """whether the batch may have one sample only, so that a draw of one element may be one per sample"""
         self._seed, self._exposed_seed = seed, exposed_seed
@@ -200,22 +211,26 @@ class Recorder(TorchFunctionMode):
         self._rng_state = torch.get_rng_state()
         self._python_states = GeneratorStates(python_generators())
         self._rng_was_set = False
+        """whether the model set torch's generator between two calls"""
         self._leaf_names = leaf_names
         self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._scopes: list[str] = []
+        """the opened modules whose forward is running, the innermost last"""
         self._num_uses: Counter[str] = Counter()
+        """of every name of a call; later uses are numbered"""
         self._objects_before = reachable_objects(model.modules())
+        """objects that modules held before the forward, by identity"""
         self._running: RunningCall | None = None
         self._num_calls = 0
         self._num_checkpoints = 0
-        """of reentrant checkpoints that run now"""
+        """of reentrant checkpoints that are running"""
         # While the recorder itself uses torch, nothing must be recorded. Inside __torch_function__ torch disables the
         # mode by itself, but a module's call is intercepted with the mode active.
         self._is_paused = False
 
     def stop(self) -> None:
-        """Record nothing from now on: a checkpoint keeps the intercepted call of a module, and makes it in backward."""
+        """Record nothing from now on: in backward, a checkpoint calls the intercepted modules again."""
         self._is_paused = True
 
     # Observing calls
@@ -228,7 +243,12 @@ class Recorder(TorchFunctionMode):
             # `x.requires_grad = True` is recorded as the method that does the same, which has a name to replay it by.
             func = Tensor.requires_grad_
         if args and isinstance(args[0], Tensor) and writes_in_place(func):
-            self._before_write(args[0])
+            written = args[0]
+            if self._running is not None:
+                self._running.written_storage.add(storage_id(written))
+            if id(written) in self.table.state:
+                # Restored after the forward.
+                self.state_before.setdefault(id(written), (written, written.detach().clone()))
         if self._running is not None:
             return self._inside_call(func, args, kwargs)
         if reads_metadata(func):
@@ -277,17 +297,13 @@ class Recorder(TorchFunctionMode):
             self.refuse_unseen_draws()
         finally:
             self._scopes.pop()
-        if len(self.steps) == num_steps and path and self._passes_through(module, result, args, kwargs):
-            # A dropout with p = 0: recorded like a leaf, so that the module has a node and with it a stage.
-            return self._record(lambda *_, **__: result, module, args, kwargs)
+        if path and len(self.steps) == num_steps and next(module.parameters(), None) is None:
+            arguments = leaves((args, kwargs))
+            is_plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in arguments)
+            if is_plain and isinstance(result, Tensor) and any(result is leaf for leaf in arguments):
+                # A dropout with p = 0: recorded like a leaf, so that the module has a node and with it a stage.
+                return self._record(lambda *_, **__: result, module, args, kwargs)
         return result
-
-    def _passes_through(self, module: nn.Module, result: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a module in which nothing was recorded returned a value that it was given, and has no parameters."""
-        arguments = leaves((args, kwargs))
-        is_plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in arguments)
-        is_same = isinstance(result, Tensor) and any(result is leaf for leaf in arguments)
-        return is_plain and is_same and next(module.parameters(), None) is None
 
     def function_applied(self, cls: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Handle an autograd function: one recorded call, because its backward is not that of the calls inside."""
@@ -312,9 +328,10 @@ class Recorder(TorchFunctionMode):
         """Handle a function that torch.vmap or torch.func transforms: one recorded call."""
         if self._is_paused or self._running is not None:
             return original(function, *args, **kwargs)
+        # Modes that the model entered inside the recorder, which a replay must enter again.
         modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         target = TransformedCall(name, original, function, tuple(modes[modes.index(self) + 1 :]))
-        # Here the modes are active already.
+        # In this first run the modes are active, so that it needs only the transform itself.
         return self._record(
             lambda _, *given, **named: original(function, *given, **named),
             target,
@@ -338,12 +355,15 @@ class Recorder(TorchFunctionMode):
         if is_inside:
             if drawing is not None and drawing not in self.functions.drawing:
                 raise NotReplayable(drawing, draws=True)
-            # Not recorded: `refuse_unseen_draws` finds it.
+            # Not recorded: `refuse_unseen_draws` raises an error for it.
             return function(*args, **kwargs)
         if getattr(function, "__name__", "") == "choice" and args and isinstance(args[0], list | tuple):
+            # The items may be anything, such as modules: record the draw of their index.
             place = self._record(draw := PythonDraw(function.__self__.randrange), draw, (len(args[0]),), {})
             return args[0][int(place)]
         recorded = self._record(draw := PythonDraw(function), draw, args, kwargs)
+        # The model gets other numbers than the recorded tensors hold, and different ones in the second recording: then
+        # the two recordings differ if it uses the numbers in a way that cannot be recorded.
         self._is_paused = True
         try:
             with python_seeded(hash_name(f"{self._exposed_seed} {self._num_calls}")):
@@ -356,16 +376,16 @@ class Recorder(TorchFunctionMode):
         return transform(exposed, lambda leaf: _drawn(leaf, next(drawn)))
 
     def function_called(self, function: Any, args: Any, kwargs: Any, frame: Any) -> Any:
-        """Handle a function of the user's that is recorded as one call."""
+        """Handle a function of the user that is recorded as one call."""
         if self._is_paused or self._running is not None:
             return function(*args, **kwargs)
         return self._record(whole := WholeFunction(function), whole, args, kwargs)
 
     def _enclosing_function(self) -> Callable[..., Any] | None:
-        """The function of the user's that runs now and could be recorded as one call."""
+        """The function of the user that is running and could be recorded as one call."""
         function, _ = enclosing_function(sys._getframe(1), self._paths)
         known = (*self.functions.drawing, *self.functions.reading, *self.functions.opened)
-        return None if any(function is one for one in known) else function
+        return None if any(function is other for other in known) else function
 
     def refuse_unseen_draws(self) -> None:
         """Raise a CaptureError if Python's or numpy's global generators moved outside of recorded calls."""
@@ -385,6 +405,20 @@ class Recorder(TorchFunctionMode):
     def _scope(self) -> str:
         return self._scopes[-1] if self._scopes else ""
 
+    def _checkpointed_write(self, where: str, buffer: Tensor) -> CaptureError:
+        """The error for a write that plain PyTorch would do twice: in the forward, and when backward recomputes it."""
+        hint = "move the checkpoint into a submodule, and keep that whole (basic_blocks)"
+        if self._scope:
+            hint = f'basic_blocks=["{self._kinds[self._scope]}"], which keeps the module with the checkpoint whole'
+        return CaptureError(
+            "a checkpoint between blocks contains a call that writes buffers, twice in plain PyTorch",
+            module=self._scope or "the model",
+            line=user_line(),
+            call=where,
+            buffer=self.table.state[id(buffer)],
+            hint=hint,
+        )
+
     def _refusal(self, problem: str, func: Any) -> CaptureError:
         return CaptureError(
             problem,
@@ -393,13 +427,6 @@ class Recorder(TorchFunctionMode):
             function=short_name(func),
             hint="keep the module that does so whole (basic_blocks)",
         )
-
-    def _before_write(self, tensor: Tensor) -> None:
-        """Save state that is about to be written in place; inside a call, note the memory that it writes."""
-        if self._running is not None:
-            self._running.written_storage.add(storage_id(tensor))
-        if id(tensor) in self.table.state:
-            self.state_before.setdefault(id(tensor), (tensor, tensor.detach().clone()))
 
     # Recording calls
 
@@ -413,6 +440,7 @@ class Recorder(TorchFunctionMode):
             self._is_paused = False
 
     def _run_and_record(self, run: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
+        # The arguments.
         is_module = isinstance(target, nn.Module)
         kind = type(target).__name__ if is_module else short_name(target)
         where = self._paths[id(target)] if is_module else f"{self._scope}/{kind}"
@@ -429,58 +457,39 @@ class Recorder(TorchFunctionMode):
             if function := self._enclosing_function():
                 raise NotReplayable(function) from None
             raise
+        # The call.
         self._num_calls += 1
         # With a number from the second use of the name on.
         name = f"{where}@{self._num_uses[where] + 1}" if self._num_uses[where] else where
         # Torch's own functions put nothing into their arguments.
         contents = ArgumentContents(args, kwargs, self._objects_before) if runs_python(target) else None
-        for is_shared_draw in (False, True):
-            with self._seeded(hash_name(name), is_shared_draw, runs_python(target)):
-                effects = CallEffects(self.table, target, tensors)
-                # A transformed function must not use state that it is not given either: nobody would see it.
-                # The same for a function of the user's that is one call.
-                own = set(effects.own) if is_module or isinstance(target, TransformedCall | WholeFunction) else None
-                call = RunningCall(where, self._num_calls, own)
-                call.takes_gradients = isinstance(target, TransformedCall) and target.transform != "vmap"
-                state = (*target.parameters(), *target.buffers()) if is_module else ()
-                is_on_meta = any(tensor.is_meta for tensor in (*tensors, *state))
-                result = returned = self._run(run, call, is_on_meta, args, kwargs)
-                draws = call.draws_on_meta or effects.drew_random_numbers() or is_random(target, args, kwargs, result)
-                draws_with_python = effects.drew_with_python()
-            is_for_batch = draws and not is_module and all(map(self._is_for_whole_batch, leaves(result)))
-            if not is_for_batch or any(isinstance(leaf, Tensor | torch.Generator) for leaf in leaves((args, kwargs))):
-                break
-        has_changed = False
+        call, effects, result = self._run_observed(run, target, where, name, args, kwargs)
+        # Containers that it changed or returned.
+        returned, has_changed = result, False
         if contents is not None:
-            # First: after a new recording has begun, a changed object of a module holds tensors of this one.
+            # Before anything raises: in the next recording, a changed object of a module would hold tensors of this
+            # one.
             has_changed = contents.have_changed(where)
             if contents.registers_containers(result):
                 raise NewContainer
             if has_changed:
+                # A replay gives the call copies of its containers, and takes their contents from the result.
                 result = (result, tuple(args), dict(kwargs))
                 if contents.are_shared():
                     raise LeakyLeaf(where)
             if opaque_leaves(result, lambda leaf: id(leaf) in call.given or id(leaf) in self._objects_before):
                 # A replay compares only the class of such an object.
                 raise LeakyLeaf(where)
+        # Tensors that it returned, and those that it wrote in place.
         made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
         if isinstance(target, WholeFunction) and result is None:
-            # It may raise or print depending on what it reads: its calls are recorded, with guards.
+            # It may raise or print depending on the values that it reads: open it, to record its calls with guards.
             raise LeakyLeaf(where)
         has_effect = not is_module and getattr(target, "__name__", "") in TENSOR_EFFECTS
         written = tensors[:1] if has_effect else effects.written_arguments(call.written_storage)
         written_state = effects.written_state(written)
         if written_state and (self._num_checkpoints or self.context.in_checkpoint()):
-            raise CaptureError(
-                "a checkpoint between blocks contains a call that writes buffers, twice in plain PyTorch",
-                module=self._scope or "the model",
-                line=user_line(),
-                call=where,
-                buffer=self.table.state[id(written_state[0])],
-                hint=f'basic_blocks=["{self._kinds[self._scope]}"], which keeps the module with the checkpoint whole'
-                if self._scope
-                else "move the checkpoint into a submodule, and keep that whole (basic_blocks)",
-            )
+            raise self._checkpointed_write(where, written_state[0])
         if not is_module and not written and not written_state and not has_changed:
             if not made:
                 if tensors and result is not None:
@@ -494,6 +503,7 @@ class Recorder(TorchFunctionMode):
             if all(map(self._is_known, made)):
                 # A call that returned its argument, as `to` and `contiguous` do where there is nothing to change.
                 return result
+        # A step of the record, with names for all new values.
         self._num_uses[where] += 1
         # A buffer that the call writes is referred to as the buffer, even if other calls refer to a value instead.
         bound = {own: self.table.state[id(tensor)] for tensor in written_state if (own := self.table.name(tensor))}
@@ -501,33 +511,71 @@ class Recorder(TorchFunctionMode):
             trees = bind_state(trees[0], bound), bind_state(trees[1], bound)
         writes = self._rename_written(name, written)
         updates = self._name_updates(name, written_state, len(writes))
-        key = where if is_module else self.writer.key(target)
+        target_key = where if is_module else self.writer.key(target)
         results = Results(self._name_results(name, made), structure_of(result), updates)
         if results.structure != TENSOR:
             self.returned[name] = structure_with_names(result, self._name_or_empty)
-        if self._has_constant_tensor(trees) and (function := self._enclosing_function()):
+        keys = (*object_keys(trees[0]), *object_keys(trees[1]))
+        has_constant = any(isinstance(self.writer.live[key], Tensor) for key in keys)
+        if has_constant and (function := self._enclosing_function()):
             self.enclosing[len(self.steps)] = function
-        self.steps.append(Call(name, key, is_module, *trees, results, writes, self.context.current(), has_changed))
+        context = self.context.current()
+        self.steps.append(Call(name, target_key, is_module, *trees, results, writes, context, has_changed))
         self.lines.append(user_line())
-        if draws and self._rng_was_set:
+        if call.draws and self._rng_was_set:
             raise self._refusal("the model sets torch's generator between its blocks, before it draws from it", target)
         self.notes[name] = CallNote(
             scope=where if is_module else self._scope,
             kind=kind,
-            is_random=draws,
+            is_random=call.draws,
             written_state=tuple(self.table.state[id(tensor)] for tensor in written_state),
             adds_loss=call.adds_loss or kind == ADDED_LOSS,
             takes_gradients=call.takes_gradients,
-            is_shared_draw=is_shared_draw,
-            draws_with_python=draws_with_python,
+            is_shared_draw=call.is_shared_draw,
+            draws_with_python=call.draws_with_python,
         )
         return returned
+
+    def _run_observed(
+        self, run: Callable[..., Any], target: Any, where: str, name: str, args: Any, kwargs: Any
+    ) -> tuple[RunningCall, CallEffects, Any]:
+        """Run a call with the random numbers of its name; returns its observed effects and the result."""
+        is_module = isinstance(target, nn.Module)
+        arguments = leaves((args, kwargs))
+        tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
+        # The first run shows whether one number is drawn for the whole batch. Such a call runs again, with the random
+        # numbers that all microbatches share; it has no tensors or generators as arguments, so this changes nothing.
+        for is_shared in (False, True):
+            with self._seeded(hash_name(name), is_shared, runs_python(target)):
+                effects = CallEffects(self.table, target, tensors)
+                # A leaf must use no state but its own: the stage that runs it may not have any other. A transformed
+                # function, and a function of the user that is one call, must use none but its arguments.
+                own = set(effects.own) if is_module or isinstance(target, TransformedCall | WholeFunction) else None
+                call = RunningCall(where, self._num_calls, own, is_shared_draw=is_shared)
+                call.takes_gradients = isinstance(target, TransformedCall) and target.transform != "vmap"
+                state = (*target.parameters(), *target.buffers()) if is_module else ()
+                is_on_meta = any(tensor.is_meta for tensor in (*tensors, *state))
+                result = self._run(run, call, is_on_meta, args, kwargs)
+                call.draws = (
+                    call.draws_on_meta or effects.drew_random_numbers() or is_random(target, args, kwargs, result)
+                )
+                call.draws_with_python = effects.drew_with_python()
+            # A single element is drawn once for a batch of any size; unless the batch has one sample, and the element
+            # may be one per sample.
+            is_for_batch = all(
+                isinstance(leaf, Tensor) and leaf.numel() == 1 and (leaf.dim() == 0 or not self.has_single_sample)
+                for leaf in leaves(result)
+            )
+            has_source = any(isinstance(leaf, Tensor | torch.Generator) for leaf in arguments)
+            if not (call.draws and is_for_batch) or is_module or has_source:
+                break
+        return call, effects, result
 
     @contextmanager
     def _seeded(self, name_hash: int, is_shared: bool, runs_python: bool) -> Iterator[None]:
         """Seed the generators for one call, in the same way as a replay does, and restore them after it."""
         state = torch.get_rng_state()
-        # Code between the calls moved the generator, as `manual_seed` does.
+        # If it is not as the last call left it, code between the calls has moved it, as `manual_seed` does.
         self._rng_was_set |= not torch.equal(state, self._rng_state)
         seed = self._seed.of_call(name_hash, is_shared)
         seed_torch(seed, torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
@@ -538,11 +586,8 @@ class Recorder(TorchFunctionMode):
             torch.set_rng_state(state)
             self._rng_state = state
 
-    def _is_for_whole_batch(self, draw: Any) -> bool:
-        """Whether the unsplit model would draw the same number of elements for a batch of any size."""
-        return isinstance(draw, Tensor) and draw.numel() == 1 and (draw.dim() == 0 or not self.has_single_sample)
-
     def _run(self, run: Callable[..., Any], call: RunningCall, is_on_meta: bool, args: Any, kwargs: Any) -> Any:
+        """Run a call on the tensors that were recorded for drawn numbers, and on the meta device if its weights are."""
         arguments = leaves((args, kwargs))
         if any(isinstance(leaf, DrawnNumber | DrawnArray) for leaf in arguments):
             args, kwargs = transform(tuple(args), _plain_draw), transform(dict(kwargs), _plain_draw)
@@ -565,10 +610,6 @@ class Recorder(TorchFunctionMode):
             originals = {id(copy): leaf for copy, leaf in zip(copies, arguments, strict=True)}
             copy_into(original, transform(moved, lambda leaf: originals.get(id(leaf), leaf)))
         return result
-
-    def _has_constant_tensor(self, trees: tuple[Tree, Tree]) -> bool:
-        keys = (*object_keys(trees[0]), *object_keys(trees[1]))
-        return any(isinstance(self.writer.live[key], Tensor) for key in keys)
 
     # Names
 
@@ -593,6 +634,7 @@ class Recorder(TorchFunctionMode):
         return updates
 
     def _name_results(self, name: str, made: list[Tensor]) -> tuple[str, ...]:
+        """Name the new tensors among the results; returns the names of all, "" for state."""
         fresh = {id(tensor): tensor for tensor in made if not self._is_known(tensor)}
         # An argument of the model may have the name of the submodule that it is passed to.
         is_own_name = len(fresh) == 1 and name not in self.table.specs
@@ -607,7 +649,7 @@ class Recorder(TorchFunctionMode):
         return self.table.name(tensor) or ""
 
     def _reference(self, tensor: Tensor) -> Ref | State | None:
-        """How a tree refers to a tensor; None if it is neither a value nor state."""
+        """The reference to a tensor in a tree; None if it is neither a value nor state."""
         name = self.table.name(tensor)
         if name is not None:
             if has_gradient(tensor) != self.table.specs[name].requires_grad:
@@ -628,6 +670,7 @@ class Recorder(TorchFunctionMode):
     # Inside a call
 
     def _inside_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a torch function inside a recorded call, and note its side effects."""
         call = self._running
         assert call is not None
         arguments = {id(leaf): leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)}
@@ -645,9 +688,9 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _is_foreign(self, tensor: Tensor, call: RunningCall) -> bool:
-        """Whether the tensor is a value, or was made in another call, and is not among the call's arguments.
+        """Whether a tensor reaches the call other than through its arguments.
 
-        A leaf must not use state of other modules either.
+        It is then a value, a tensor made in another call, or state of another module.
         """
         if id(tensor) in call.given:
             return False
@@ -658,16 +701,17 @@ class Recorder(TorchFunctionMode):
 
 
 def _drawn(exposed: Any, recorded: Any) -> Any:
-    """A drawn number or array that remembers the tensor that was recorded for it."""
+    """The drawn number or array that the model gets, with the tensor that was recorded for it."""
     if not isinstance(recorded, Tensor) or isinstance(exposed, Tensor):
         return recorded
     if isinstance(exposed, np.ndarray):
         return DrawnArray.of(exposed, recorded)
-    # A whole number is read as a guard, because it may be used as an index.
+    # An integer may be used as an index: reading it from the tensor records a guard.
     return DrawnNumber(exposed, recorded) if isinstance(exposed, float) else type(exposed)(int(recorded))
 
 
 def _plain_draw(leaf: object) -> object:
+    """The number or array that was recorded, for calls that must see the real draw."""
     if isinstance(leaf, DrawnArray):
         return leaf.tensor.numpy()
     return leaf.tensor.item() if isinstance(leaf, DrawnNumber) else leaf

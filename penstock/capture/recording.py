@@ -1,9 +1,12 @@
-"""A recorded forward with everything needed to replay it, and how it is made.
+"""A recorded forward with everything needed to replay it, and the functions that record it.
 
-`make_recording` runs the forward at least twice. A leaf that tensors enter or leave in unexpected ways is opened and
-the forward recorded again. Two forwards under different seeds must give the same record: a difference means that
-Python state or randomness would be frozen into it. One forward is enough if its calls are those of an earlier recording
-with other numbers, as for a batch of another length.
+    make_recording           records the forward twice, and compares the two recordings
+      _record_with_retries   opens leaves, or treats functions as one call, until the forward can be recorded
+        _record_once         runs the forward under a `Recorder`, and builds the graph
+
+Two forwards under different seeds must give the same record: a difference means that Python state or randomness would
+be frozen into it. One forward is enough if its calls are those of an earlier recording with other numbers, as for a
+batch of another length.
 """
 
 import re
@@ -22,9 +25,8 @@ from penstock.capture.draws import FIRST_SEED, DrawSeed, intercept_draws
 from penstock.capture.fingerprint import model_settings
 from penstock.capture.functions import intercept_functions
 from penstock.capture.generators import GeneratorStates, python_generators, seed_generators
-from penstock.capture.gradient_paths import outputs_with_gradient
 from penstock.capture.granularity import Granularity
-from penstock.capture.graph_builder import build_graph
+from penstock.capture.graph_builder import build_graph, outputs_with_gradient
 from penstock.capture.hooks import (
     has_user_hooks,
     intercept_autograd_functions,
@@ -83,17 +85,17 @@ class Recording:
     python_draws: frozenset[str] = frozenset()
     """nodes that draw from the generators of Python or numpy"""
     functions: WholeFunctions = field(default_factory=WholeFunctions)
-    """functions of the user's that are recorded as one call"""
+    """functions of the user that are recorded as one call"""
     enclosing: dict[int, Callable[..., Any]] = field(default_factory=dict)
-    """functions that could be: around guards and unknown tensors, by index of the step"""
+    """functions of the user that could be: those around guards and unknown tensors, by index of the step"""
     lines: dict[int, str] = field(default_factory=dict)
     """the line of the user's code for each step of the record, by the step's id()"""
     size_reads: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """by value whose size the model read: the module and the line that did so"""
+    """for each value whose size the model read: the module and the line that did so"""
     draws_in_python: bool = False
     """whether anything in the forward, blocks included, drew from the global generators of Python or numpy"""
     constants: tuple[Tensor, ...] = ()
-    """the values that depend on nothing; only while recordings are compared"""
+    """the values that depend on no input, weight or random number; only while recordings are compared"""
     output_tensors: tuple[Tensor, ...] = ()
     """the tensors of the output; only while recordings are compared"""
 
@@ -148,11 +150,11 @@ class Recording:
 
     @cached_property
     def nodes_without_weights(self) -> frozenset[str]:
-        """The nodes that depend on the inputs, and on random numbers that are drawn between blocks, alone."""
+        """The nodes that depend only on the inputs, and on random numbers that are drawn between blocks."""
         calls = {step.name: step for step in self.record.steps if isinstance(step, Call)}
         names, known = set[str](), set(self.record.inputs)
         for node in self.graph.nodes:
-            # A generator of the model's own would move in a second draw.
+            # A second draw from a generator that the model holds would give other numbers.
             keys = (*object_keys(calls[node.name].args), *object_keys(calls[node.name].kwargs))
             has_generator = any(isinstance(self.live[key], torch.Generator) for key in keys)
             is_plain = not (node.is_leaf or node.parameters or node.buffers or has_generator)
@@ -162,7 +164,7 @@ class Recording:
         return frozenset(names)
 
     def available_values(self, nodes: Iterable[str]) -> set[str]:
-        """The values that a stage with these nodes has: inputs, and whatever the nodes read and make."""
+        """The values that a stage with these nodes has: inputs, and all values that the nodes read and make."""
         chosen = [self.graph[name] for name in nodes]
         made = {value.name for node in chosen for value in node.makes}
         return made | {value for node in chosen for value in node.reads} | set(self.record.inputs)
@@ -185,15 +187,16 @@ def make_recording(
     """
     with isolated(model), uncompiled():
         before = model_settings(model, granularity)
-        first = _record_opening(model, args, kwargs, granularity, seed, _SEEDS[0], functions or WholeFunctions())
+        first = _record_with_retries(model, args, kwargs, granularity, seed, _SEEDS[0], functions or WholeFunctions())
         difference = None
         if first.draws_in_python or not is_known(first.form):
             # The second forward is not isolated from the first, so that a counter that the first increased shows up.
-            second = _record_opening(model, args, kwargs, first.granularity, seed, _SEEDS[1], first.functions)
+            second = _record_with_retries(model, args, kwargs, first.granularity, seed, _SEEDS[1], first.functions)
             difference = _difference(first, second)
         after = model_settings(model, granularity)
         if difference is not None and not _caches_constants(model, first, second):
-            third = _record_opening(model, args, kwargs, first.granularity, seed, _SEEDS[0], first.functions)
+            # Is only the first forward different, or every one?
+            third = _record_with_retries(model, args, kwargs, first.granularity, seed, _SEEDS[0], first.functions)
             if _difference(second, third) is None:
                 raise CaptureError(
                     "the first forward initialises state that later ones use",
@@ -209,8 +212,8 @@ def make_recording(
 def _caches_constants(model: nn.Module, first: Recording, second: Recording) -> bool:
     """Whether the second forward differs from the first only in that it uses constants that the first computed.
 
-    Such as tables of positions, kept in the model or by a cache of functions. Then the recording of the first, which
-    computes them in every replay, is right.
+    An example are tables of positions that the model, or a cached function, keeps. The first recording is then right:
+    a replay computes them each time.
     """
     state, used = buffers_and_attributes(model), set[int]()
     steps = second.record.steps
@@ -219,11 +222,11 @@ def _caches_constants(model: nn.Module, first: Recording, second: Recording) -> 
         used.update(id(second.live[key]) for key in object_keys(tree))
     if used.isdisjoint(map(id, first.constants)) or first.graph.updates != second.graph.updates:
         return False
-    one, other = first.output_tensors, second.output_tensors
-    return len(one) == len(other) and all(map(same_content, one, other))
+    outputs, others = first.output_tensors, second.output_tensors
+    return len(outputs) == len(others) and all(map(same_content, outputs, others))
 
 
-def _record_opening(
+def _record_with_retries(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -232,8 +235,9 @@ def _record_opening(
     global_seed: int,
     functions: WholeFunctions,
 ) -> Recording:
-    """Record one forward. A leaf that leaks, or whose parts are called instead of it, is opened; then record again.
+    """Record one forward; if the recorder finds that it must be recorded in another way, record it again.
 
+    Every retry opens a leaf, records one more function as one call, or opens such a function, so this ends.
     `global_seed` seeds the global generators, which no call between blocks may draw from unseen.
     """
     skip_hooks = True
@@ -243,11 +247,11 @@ def _record_opening(
         try:
             with without_user_hooks(leaves.values() if skip_hooks else ()):
                 made = _record_once(model, args, kwargs, granularity, seed, global_seed, functions)
-            found, modules = _reading_functions(made), _reading_modules(model, made)
-            if not found and not modules:
+            reading_functions, reading_modules = _find_readers(model, made)
+            if not reading_functions and not reading_modules:
                 return made
-            functions.reading += found
-            granularity = replace(granularity, basic_blocks=(*granularity.basic_blocks, *modules))
+            functions.reading += reading_functions
+            granularity = replace(granularity, basic_blocks=(*granularity.basic_blocks, *reading_modules))
         except CaptureError:
             if functions.reading:
                 # Perhaps because of a function that is one call: then open it.
@@ -265,7 +269,8 @@ def _record_opening(
         except LeakyLeaf as leak:
             if leak.leaf not in leaves:
                 if functions.reading:
-                    named = (one for one in functions.reading if leak.leaf.endswith(f"/{short_name(one)}"))
+                    # A function that is one call leaks: open it instead.
+                    named = (each for each in functions.reading if leak.leaf.endswith(f"/{short_name(each)}"))
                     functions.opened.append(next(named, functions.reading[-1]))
                     functions.reading.remove(functions.opened[-1])
                     continue
@@ -280,35 +285,29 @@ def _record_opening(
             (functions.drawing if call.draws else functions.reading).append(call.function)
 
 
-def _reading_functions(recording: Recording) -> list[Callable[..., Any]]:
-    """The functions of the user's, each once, that read activations into Python or make tensors that nobody saw."""
-    free = recording.available_values(recording.nodes_without_weights)
-    steps = enumerate(recording.record.steps)
-    found = (
-        recording.enclosing[index]
-        for index, step in steps
-        if index in recording.enclosing and (isinstance(step, Call) or _reads_activations(step, free))
-    )
-    return list(dict.fromkeys(found))
+def _find_readers(model: nn.Module, recording: Recording) -> tuple[list[Callable[..., Any]], list[str]]:
+    """The code that reads activations into Python, such as one that matches boxes, and is better run as one call.
 
-
-def _reading_modules(model: nn.Module, recording: Recording) -> list[str]:
-    """The opened modules without parameters that read activations into Python, such as one that matches boxes.
-
-    As leaves they run unchanged, and as they have no parameters, a cut between their calls would gain nothing.
+    Returns the functions of the user that do so, or that make tensors which no recorded call returned, and the names
+    of the opened modules without parameters that do so. Between calls of the latter a cut would gain nothing.
     """
-    free = recording.available_values(recording.nodes_without_weights)
-    guards = (step for index, step in enumerate(recording.record.steps) if index not in recording.enclosing)
-    scopes = {guard.scope for guard in guards if isinstance(guard, Guard) and _reads_activations(guard, free)}
-    return [
+    known = recording.available_values(recording.nodes_without_weights)
+    functions: dict[Callable[..., Any], None] = {}
+    scopes: set[str] = set()
+    for index, step in enumerate(recording.record.steps):
+        reads_activations = isinstance(step, Guard) and not {*refs(step.args), *refs(step.kwargs)} <= known
+        if index in recording.enclosing:
+            if isinstance(step, Call) or reads_activations:
+                functions[recording.enclosing[index]] = None
+        elif isinstance(step, Guard) and reads_activations:
+            scopes.add(step.scope)
+    granularity = recording.granularity
+    modules = [
         scope
-        for scope in sorted(scopes - recording.granularity.opened - {"", *recording.granularity.basic_blocks})
+        for scope in sorted(scopes - granularity.opened - {"", *granularity.basic_blocks})
         if next(model.get_submodule(scope).parameters(), None) is None
     ]
-
-
-def _reads_activations(guard: Guard, free: set[str]) -> bool:
-    return not {*refs(guard.args), *refs(guard.kwargs)} <= free
+    return list(functions), modules
 
 
 def _record_once(
@@ -393,17 +392,15 @@ def run_with_draws(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording, seed: DrawSeed
 ) -> Any:
     """Call the model, not the recording, with the random numbers that a replay of the recording draws with the seed."""
+
+    def keep_saved_tensors() -> AbstractContextManager[Any]:
+        # Hooks that keep tensors as they are override those of a checkpoint around the call. The checkpoint would run
+        # the call again in backward, where nothing seeds it.
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
     leaves = set(recording.granularity.leaves(model))
-    recorder = Recorder(model, leaves, seed, seed.step, recording.functions, _keep_saved_tensors)
+    recorder = Recorder(model, leaves, seed, seed.step, recording.functions, keep_saved_tensors)
     return _run_model(model, recorder, args, kwargs)
-
-
-def _keep_saved_tensors() -> AbstractContextManager[Any]:
-    """Autograd keeps what the calls inside save for backward, also if there is a checkpoint around them.
-
-    A checkpoint would run these calls again in backward, where nothing seeds them.
-    """
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _run_model(
@@ -483,7 +480,7 @@ def _refuse_replaced_state(model: nn.Module, recorder: Recorder, constants: set[
 
 
 def _erased(tree: Tree) -> Any:
-    """A tree without its numbers."""
+    """A tree with all numbers, also those in strings, replaced by "#"."""
     if isinstance(tree, Container):
         return tree.kind, tuple(map(_erased, tree.keys)), tuple(map(_erased, tree.items))
     if isinstance(tree, str):
@@ -493,26 +490,28 @@ def _erased(tree: Tree) -> Any:
 
 def _difference(first: Recording, second: Recording) -> CaptureError | None:
     """The error for the first difference between two recordings of the same batch; None if they are the same."""
-    one, other = first.record, second.record
-    for a, b in zip(one.steps, other.steps, strict=False):
-        if a != b:
-            return _changed(a.name, first.lines[id(a)])
-    if len(one.steps) != len(other.steps):
-        step = max(one.steps, other.steps, key=len)[min(len(one.steps), len(other.steps))]
-        return _changed(step.name, (first.lines | second.lines)[id(step)])
+    steps, others = first.record.steps, second.record.steps
+    for step, other in zip(steps, others, strict=False):
+        if step != other:
+            return _not_repeatable(step.name, first.lines[id(step)])
+    if len(steps) != len(others):
+        # The first step that only one of them has.
+        extra = max(steps, others, key=len)[min(len(steps), len(others))]
+        return _not_repeatable(extra.name, (first.lines | second.lines)[id(extra)])
     for key, value in first.live.items():
         if isinstance(value, Tensor) and value is not second.live.get(key):
             # A constant tensor that every forward creates again, in a way that the torch function mode does not see.
-            users = [step for step in one.steps if key in (*object_keys(step.args), *object_keys(step.kwargs))]
+            users = [step for step in steps if key in (*object_keys(step.args), *object_keys(step.kwargs))]
             where, line = (users[0].name, first.lines[id(users[0])]) if users else (_OUTPUT, "")
             return unknown_origin(value, where, line)
         if not _same_constant(value, second.live.get(key)):
-            return _changed(key)
+            return _not_repeatable(key)
     # In tuples, which compare by identity first: NaN is not equal to itself.
-    return _changed(_OUTPUT) if (one.outputs,) != (other.outputs,) else None
+    return _not_repeatable(_OUTPUT) if (first.record.outputs,) != (second.record.outputs,) else None
 
 
 def _same_constant(first: Any, second: Any) -> bool:
+    """Whether two forwards used the same constant, as far as that can be compared."""
     if type(first) is not type(second):
         return False
     if isinstance(first, torch.Generator):
@@ -523,17 +522,15 @@ def _same_constant(first: Any, second: Any) -> bool:
     try:
         if first is second or bool(first == second) or callable(first):
             return True
+        # Objects without an __eq__ of their own are made again in every forward: compare their attributes.
         has_own_eq = any("__eq__" in vars(kind) for kind in type(first).__mro__ if kind is not object)
-        return not has_own_eq and structure_of(_attributes(first)) == structure_of(_attributes(second))
+        attributes = [structure_of(dict(getattr(value, "__dict__", {}))) for value in (first, second)]
+        return not has_own_eq and attributes[0] == attributes[1]
     except (ValueError, RuntimeError, TypeError):
         return repr(first) == repr(second)
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    return dict(getattr(value, "__dict__", {}))
-
-
-def _changed(where: str, line: str = "") -> CaptureError:
+def _not_repeatable(where: str, line: str = "") -> CaptureError:
     return CaptureError(
         "the model runs differently each time: Python state or randomness between its blocks",
         **({"line": line} if line else {}),

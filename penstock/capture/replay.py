@@ -1,7 +1,7 @@
 """Prepares some calls of a recording to be run again, on new values and on modules with the same names.
 
-A `Replay` is built once per stage and recording; running it for a microbatch is a loop over prepared closures that read
-and write a dict of values by name.
+A `Replay` is built once per stage and recording. Running it for a microbatch is a loop over prepared closures that read
+and write a dict of values by name: everything that can be looked up before the first microbatch is.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -82,7 +82,19 @@ class Replay:
         calls = [recording.calls[name] for name in set(nodes) if name in recording.calls]
         chosen = [steps[index] for index in sorted([*calls, *guards])]
         self._wanted = set(wanted)
-        self._steps = list(zip(self._prepare(chosen), chosen, strict=True))
+        last_use = {name: index for index, step in enumerate(chosen) for name in (*_reads(step), *_makes(step))}
+        dropped: dict[int, list[str]] = {}
+        for name in last_use.keys() - self._wanted:
+            dropped.setdefault(last_use[name], []).append(name)
+        self._steps = [
+            (
+                self._prepare_call(step) if isinstance(step, Call) else self._prepare_guard(step),
+                step,
+                dropped.get(index, ()),
+            )
+            for index, step in enumerate(chosen)
+        ]
+        """each with the recorded step, and the values that are not used after it"""
         self.takes_gradients = any(step.name in recording.nodes_taking_gradients for step in chosen)
         """whether some call runs autograd in its forward"""
         self._draws = {
@@ -102,7 +114,7 @@ class Replay:
         draws = self._draws if seed is not None else {}
         is_cuda = bool(draws) and device_of(self._modules).type == "cuda"
         hook = _active_hook.get()
-        for index, (step, recorded) in enumerate(self._steps):
+        for index, (step, recorded, dropped) in enumerate(self._steps):
             if index in draws:
                 name_hash, is_shared, is_python = draws[index]
                 mixed = seed.of_call(name_hash, is_shared)  # type: ignore[union-attr]
@@ -111,25 +123,16 @@ class Replay:
                     step(values)
             else:
                 step(values)
+            for name in dropped:
+                values.pop(name, None)
             if hook is not None:
                 hook(recorded.name, {name: values[name] for name in _makes(recorded) if name in values})
         views = self._recording.state_views
         # A view of a buffer would change when the next microbatch writes the buffer.
         return {name: values[name].clone() if name in views else values[name] for name in self._wanted}
 
-    def _prepare(self, steps: list[Call | Guard]) -> Iterator[Step]:
-        last_use: dict[str, int] = {}
-        for index, step in enumerate(steps):
-            for name in (*_reads(step), *_makes(step)):
-                last_use[name] = index
-        dropped: dict[int, list[str]] = {}
-        for name in last_use.keys() - self._wanted:
-            dropped.setdefault(last_use[name], []).append(name)
-        for index, step in enumerate(steps):
-            run = self._prepare_call(step) if isinstance(step, Call) else self._prepare_guard(step)
-            yield _then_drop(run, dropped[index]) if index in dropped else run
-
     def _prepare_call(self, call: Call) -> Step:
+        """A function that makes the call, checks that it returns the recorded structure, and stores its values."""
         function = self._arguments.module(call.target) if call.is_module else self._recording.live[call.target]
         called = _returning_arguments(function) if call.changes_arguments else function
         wrapped = self._wrap(call.name, called) if self._wrap and call.is_module else called
@@ -139,13 +142,17 @@ class Replay:
         record, graph = self._recording.record, self._recording.graph
         scope, line, size_reads = graph[call.name].module, self._recording.lines[id(call)], self._recording.size_reads
         if call.is_module:
-            # The code that depends on the result of a block is in the module around it.
-            scope = _called_parent(self._whole, scope)
+            # For errors: the code that depends on the result of a block is in the module that calls it.
+            while scope := scope.rpartition(".")[0]:
+                if not isinstance(self._whole.get_submodule(scope), nn.ModuleList | nn.ModuleDict):
+                    break
+        # Values that the call was given and returned.
         returned = [name for name in dict.fromkeys(results) if name and name in (*refs(call.args), *refs(call.kwargs))]
         sizes = [(name, graph.spec(name).shape) for name in dict.fromkeys(results) if name in record.sized]
 
         def run(values: Values) -> None:
             result = wrapped(*args(values), **kwargs(values))
+            # A value that the call wrote in place has a new name from here on.
             for new, old in writes:
                 values[new] = values[old]
             result_structure = TENSOR if isinstance(result, Tensor) else structure_of(result)
@@ -169,9 +176,17 @@ class Replay:
 
         # The user's hooks did not run while this was recorded, so their return values are unknown.
         step = self._then_check_specs(run, call) if call.is_module and has_user_hooks([function]) else run
-        return step if call.context == CallContext() else _in_context(step, call.context)
+        if call.context == CallContext():
+            return step
+
+        def run_in_context(values: Values) -> None:
+            with entered(call.context):
+                step(values)
+
+        return run_in_context
 
     def _then_check_specs(self, run: Step, call: Call) -> Step:
+        """The step, followed by a check that the results of a block have the recorded shapes and dtypes."""
         specs = [(name, self._recording.graph.spec(name)) for name in dict.fromkeys(call.results.values) if name]
 
         def checked(values: Values) -> None:
@@ -191,7 +206,7 @@ class Replay:
         return checked
 
     def _updated_buffer(self, value: str, state: str) -> Getter:
-        """A buffer as a call left it: a copy, as the next microbatch writes it again."""
+        """A function that returns a copy of a buffer after a call: the next microbatch writes the buffer again."""
         buffer = self._arguments.getter(State(state))
         if value in self._recording.state_views:
             # Other values are views of it: it is copied only when it leaves the stage.
@@ -205,6 +220,7 @@ class Replay:
         return copied
 
     def _prepare_guard(self, guard: Guard) -> Step:
+        """A function that reads the Python value again, and raises if it is another one than was recorded."""
         function, expected = self._recording.live[guard.target], self._recording.live[guard.expected]
         line = self._recording.lines[id(guard)]
         args, kwargs = self._arguments.getter(guard.args), self._arguments.getter(guard.kwargs)
@@ -238,8 +254,13 @@ class ArgumentReader:
             name = tree.value
             return lambda values: values[name]
         if isinstance(tree, State):
-            owner, attribute = self._owner(tree.name)
-            # Looked up in every call: the attribute may be assigned later.
+            path, _, attribute = tree.name.rpartition(".")
+            owner = self._whole.get_submodule(path)
+            with suppress(AttributeError):
+                own = self._modules.get_submodule(path)
+                getattr(own, attribute)
+                owner = own
+            # Looked up in every call: the attribute may be assigned later, a plain tensor even only in the forward.
             return lambda values: getattr(owner, attribute)
         if isinstance(tree, ObjectRef):
             value = self._recording.live[tree.key]
@@ -248,9 +269,19 @@ class ArgumentReader:
                 modules = self._modules
                 return lambda values: device_of(modules, value)
             return lambda values: value
-        if isinstance(tree, Container):
-            return self._container_getter(tree)
-        return lambda values: tree
+        if not isinstance(tree, Container):
+            return lambda values: tree
+        kind = self._recording.live[tree.kind]
+        items = [self.getter(item) for item in tree.items]
+        keys = [self.getter(key)({}) for key in tree.keys]
+        if not tree.items and kind in (tuple, list, dict):
+            # Most calls have no keyword arguments. A new container each time, as the callee may change it.
+            return lambda values: kind()
+        if kind is tuple:
+            return lambda values: tuple([item(values) for item in items])
+        if kind is dict:
+            return lambda values: {key: item(values) for key, item in zip(keys, items, strict=True)}
+        return lambda values: put_together(kind, keys, [item(values) for item in items])
 
     def module(self, path: str) -> nn.Module:
         """The module of this name; from the unsplit model if it is not a leaf of the plan, as a dropout with p = 0."""
@@ -265,30 +296,6 @@ class ArgumentReader:
         if name := next((name for name, tensor in state if id(tensor) not in own), None):
             raise PartitionError("a stage must have all parameters of a block that it runs", block=path, missing=name)
         return module
-
-    def _owner(self, name: str) -> tuple[nn.Module, str]:
-        """The module that has a parameter, buffer or plain tensor, and the name of the attribute."""
-        path, _, attribute = name.rpartition(".")
-        for modules in (self._modules, self._whole):
-            with suppress(AttributeError):
-                owner = modules.get_submodule(path)
-                getattr(owner, attribute)
-                return owner, attribute
-        # A plain tensor that the model assigns only in its forward.
-        return self._whole.get_submodule(path), attribute
-
-    def _container_getter(self, pack: Container) -> Getter:
-        kind = self._recording.live[pack.kind]
-        items = [self.getter(item) for item in pack.items]
-        keys = [self.getter(key)({}) for key in pack.keys]
-        if not pack.items and kind in (tuple, list, dict):
-            # Most calls have no keyword arguments. A new container each time, as the callee may change it.
-            return lambda values: kind()
-        if kind is tuple:
-            return lambda values: tuple([item(values) for item in items])
-        if kind is dict:
-            return lambda values: {key: item(values) for key, item in zip(keys, items, strict=True)}
-        return lambda values: put_together(kind, keys, [item(values) for item in items])
 
 
 def _returning_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -305,31 +312,16 @@ def _returning_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reads(step: Call | Guard) -> tuple[str, ...]:
+    """The values that a step reads, with those that it writes in place."""
     written = tuple(old for _, old in step.writes) if isinstance(step, Call) else ()
     return (*refs(step.args), *refs(step.kwargs), *written)
 
 
 def _makes(step: Call | Guard) -> tuple[str, ...]:
+    """The values that a step makes, with the new names of values and buffers that it writes."""
     if isinstance(step, Guard):
         return ()
     return (*step.results.values, *(new for new, _ in (*step.writes, *step.results.updates)))
-
-
-def _then_drop(run: Step, names: list[str]) -> Step:
-    def run_and_drop(values: Values) -> None:
-        run(values)
-        for name in names:
-            values.pop(name, None)
-
-    return run_and_drop
-
-
-def _in_context(run: Step, context: CallContext) -> Step:
-    def run_in_context(values: Values) -> None:
-        with entered(context):
-            run(values)
-
-    return run_in_context
 
 
 def _data_dependent(where: str, module: str, line: str, recorded: object, found: object) -> CaptureError:
@@ -343,16 +335,8 @@ def _data_dependent(where: str, module: str, line: str, recorded: object, found:
     )
 
 
-def _called_parent(model: nn.Module, path: str) -> str:
-    """The innermost module around a module that is not a list of modules."""
-    while path := path.rpartition(".")[0]:
-        if not isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict):
-            break
-    return path
-
-
 def _keep_whole(module: str) -> str:
-    """How to keep the smallest module whole that contains the decision."""
+    """The hint to keep the smallest module whole that contains a data-dependent decision."""
     if module:
         return f'basic_blocks=["{module}"], which keeps the module that decides whole'
     return (

@@ -1,8 +1,8 @@
 """Finds how to split arguments whose shapes allow several ways, by running the model.
 
-Shapes alone do not show whether a tensor with 16 rows beside a batch of 4 holds 4 rows for each sample or is a table
-for all of them. The results do: with the right rules, the results of two halves of a batch are together those of the
-whole batch.
+Shapes alone do not determine whether a tensor with 16 rows beside a batch of 4 holds 4 rows for each sample or is a
+table for all of them. The results do: with the right rules, the results of two halves of a batch are together those of
+the whole batch. `_Search.candidates` lists the combinations of rules that shapes allow, `_Search.decide` runs them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,10 @@ from penstock.capture.objects import copy_leaf, register_containers
 from penstock.errors import RunError
 from penstock.ir import Ragged, Rows, SplitRule, leaves, named_arguments, transform
 
-_MAX_TRIALS, _MAX_SHOWN = 24, 4
+_MAX_CANDIDATES = 24
+"""combinations of rules that are tried"""
+_MAX_SHOWN = 4
+"""combinations in the hint of an error"""
 _MAX_COLUMNS = 4
 """columns of a table of sizes: time, height, width and one more"""
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -43,12 +46,12 @@ def find_split(
     split = dict(split or {})
     arguments = [Argument(name, value) for name, value in named_arguments(model.forward, args, kwargs).items()]
     search = _Search(model, args, kwargs, split, arguments)
-    trials = list(islice(search.trials(), _MAX_TRIALS))
-    if len(trials) < 2:
-        return trials[0] if trials else {}
+    candidates = list(islice(search.candidates(), _MAX_CANDIDATES))
+    if len(candidates) < 2:
+        return candidates[0] if candidates else {}
     with isolated(model, _SEED), uncompiled(), without_user_hooks([model]), torch.no_grad():
         model.eval()
-        return search.decide(trials)
+        return search.decide(candidates)
 
 
 class _Choice(NamedTuple):
@@ -59,8 +62,8 @@ class _Choice(NamedTuple):
     """the usual rule first"""
 
 
-_DEFAULT: Any = object()
-"""no rule: by shape"""
+_NO_RULE: Any = object()
+"""the option to leave an argument out of the rules: its shape decides"""
 
 
 class _Search:
@@ -77,64 +80,70 @@ class _Search:
         self._model, self._args, self._kwargs, self._split = model, tuple(args), dict(kwargs), split
         self._arguments = arguments
         self._failures: list[str] = []
+        """errors of the model so far"""
 
-    def trials(self) -> Iterator[dict[str, SplitRule]]:
+    def candidates(self) -> Iterator[dict[str, SplitRule]]:
         """Rules to try, the usual ones first; none if there is nothing to split."""
-        all_units = [unit for argument in self._arguments for unit in _units(argument, self._split)]
+        parts = [part for argument in self._arguments for part in _undecided_parts(argument, self._split)]
         try:
             usual = batch_size(self._arguments, self._split)
         except RunError:
             return
-        lengths = [len(unit.value) for unit in all_units]
+        # The first argument may be a table, so every length that occurs may be the number of samples.
+        lengths = [len(part.value) for part in parts]
         for batch in dict.fromkeys((usual, *lengths)):
-            lists = [_Choice((unit.name,), _list_options(unit, batch)) for unit in all_units if unit.is_list]
+            lists = [_Choice((part.name,), _list_options(part, batch)) for part in parts if part.is_list]
             for of_lists in _combinations(lists) if batch > 1 else ():
-                # Tensors inside a list with an entry per sample need no rule.
+                # Parts of a list with an entry per sample need no rule.
                 inside = tuple(f"{name}." for name, rule in of_lists.items() if rule == "samples")
                 list_rules = {name: rule for name, rule in of_lists.items() if not name.startswith(inside)}
-                units = [unit for unit in all_units if not unit.is_list and not unit.name.startswith(inside)]
-                for of_tensors in _combinations(list(self._choices(units, batch))):
+                tensors = [part for part in parts if not part.is_list and not part.name.startswith(inside)]
+                for of_tensors in _combinations(list(self._tensor_choices(tensors, batch))):
                     if self._has_batch(list_rules | of_tensors, batch):
                         yield list_rules | of_tensors
 
     def _has_batch(self, rules: Split, batch: int) -> bool:
+        """Whether the batch has this number of samples under some rules."""
         try:
             return batch_size(self._arguments, {**self._split, **rules}) == batch
         except RunError:
             return False
 
-    def _choices(self, units: Sequence[Argument], batch: int) -> Iterator[_Choice]:
+    def _tensor_choices(self, tensors: Sequence[Argument], batch: int) -> Iterator[_Choice]:
+        """The rules that tensors of each shape may have; one whose first dimension is the batch, or 1, needs none."""
         by_shape: dict[tuple[int, ...], list[Argument]] = {}
-        for unit in units:
-            if len(unit.value) not in (1, batch):
-                by_shape.setdefault(tuple(unit.value.shape), []).append(unit)
+        for tensor in tensors:
+            if len(tensor.value) not in (1, batch):
+                by_shape.setdefault(tuple(tensor.value.shape), []).append(tensor)
         for shape, same in by_shape.items():
-            others = [dim for dim, length in enumerate(shape) if dim and length == batch]
-            ragged = [Ragged(other.name) for other in units if other not in same and _adds_up(other.value, shape[0])]
-            ragged += self._tokens(units, batch, shape[0])
+            dims = [dim for dim, length in enumerate(shape) if dim and length == batch]
+            sizes = [other for other in tensors if other not in same and _adds_up(other.value, shape[0])]
+            tokens = self._token_rules(tensors, batch, shape[0])
             rows = [Rows(shape[0] // batch)] if shape[0] % batch == 0 else []
-            yield _Choice(tuple(unit.name for unit in same), (None, *others, *ragged, *rows))
+            names = tuple(tensor.name for tensor in same)
+            yield _Choice(names, (None, *dims, *(Ragged(other.name) for other in sizes), *tokens, *rows))
 
-    def _tokens(self, units: Sequence[Argument], batch: int, length: int) -> Iterator[Ragged]:
+    def _token_rules(self, tensors: Sequence[Argument], batch: int, length: int) -> Iterator[Ragged]:
         """Rules for a table with a row for every special token in a tensor of token ids, as for every image."""
         config = getattr(self._model, "config", None)
         configs = (config, *getattr(config, "__dict__", {}).values())
         named = (item for part in configs for item in getattr(part, "__dict__", {}).items())
         tokens = dict.fromkeys(value for name, value in named if name.endswith("token_id") and type(value) is int)
-        for unit in units:
-            if len(unit.value) == batch and _is_integer(unit.value):
+        for tensor in tensors:
+            if len(tensor.value) == batch and _is_integer(tensor.value):
                 for token in tokens:
-                    if not unit.value.is_meta and int((unit.value == token).sum()) == length:
-                        yield Ragged(unit.name, token)
+                    if not tensor.value.is_meta and int((tensor.value == token).sum()) == length:
+                        yield Ragged(tensor.name, token)
 
-    def decide(self, trials: Sequence[dict[str, SplitRule]]) -> dict[str, SplitRule]:
+    def decide(self, candidates: Sequence[dict[str, SplitRule]]) -> dict[str, SplitRule]:
         """The rules whose results are those of the whole batch."""
         whole = self._run(self._args, self._kwargs)
         if whole is None:
-            # The error of the model is reported where it is recorded.
-            return trials[0]
+            # The model does not run on the whole batch: capture reports its error.
+            return candidates[0]
+        # The rules that only a loss speaks for, and all rules with which the model runs.
         possible, ran = [], []
-        for rules in trials:
+        for rules in candidates:
             try:
                 parts = split_batch(self._model.forward, self._args, self._kwargs, None, 2, {**self._split, **rules})
             except RunError:
@@ -152,19 +161,19 @@ class _Search:
                     return rules
                 if agreement == _POSSIBLE:
                     possible.append(rules)
-                    if rules is trials[0] and self._is_unambiguous(rules):
-                        # Only a loss depends on the argument, and its weights are not known here. Other rules may fit
-                        # too, or give nearly the same loss by chance.
+                    if rules is candidates[0] and self._follows_from_shapes(rules):
+                        # Only a loss depends on the argument, and how it is averaged is not known here. Other rules may
+                        # fit too, or give nearly the same loss by chance: take those that need no guess.
                         return rules
         if len(possible) == 1:
             return possible[0]
-        if not possible and ran == [trials[0]]:
+        if not possible and ran == [candidates[0]]:
             # Samples interact in this model, but no other way of splitting its arguments runs.
-            return trials[0]
-        raise self._undecided(trials)
+            return candidates[0]
+        raise self._undecided(candidates)
 
-    def _is_unambiguous(self, rules: Split) -> bool:
-        """Whether rules are about lists only, and are those that follow from the lists themselves."""
+    def _follows_from_shapes(self, rules: Split) -> bool:
+        """Whether rules are about lists only, and give the cuts that the lists have without rules."""
         call = (self._model.forward, self._args, self._kwargs, None, 2)
         try:
             by_shape = split_batch(*call, self._split)[0].cuts
@@ -174,6 +183,7 @@ class _Search:
         return by_shape == by_rules and set(rules.values()) <= {"samples", "items"}
 
     def _run(self, args: Any, kwargs: Any) -> list[object] | None:
+        """The leaves of the model's output; None if it raises an error, which is noted."""
         args, kwargs = transform(args, copy_leaf), transform(kwargs, copy_leaf)
         seed_generators(_SEED)
         try:
@@ -182,25 +192,25 @@ class _Search:
             self._failures.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
             return None
 
-    def _undecided(self, trials: Sequence[dict[str, SplitRule]]) -> RunError:
+    def _undecided(self, candidates: Sequence[dict[str, SplitRule]]) -> RunError:
         batch = batch_size(self._arguments, self._split)
-        tried = [rules for rules in trials if rules and self._has_batch(rules, batch)]
+        tried = [rules for rules in candidates if rules and self._has_batch(rules, batch)]
         names = {name for rules in tried for name in rules}
-        units = [unit for argument in self._arguments for unit in _units(argument, self._split) if unit.name in names]
-        values = [unit.value for unit in units]
-        shapes = [tuple(value.shape) if isinstance(value, Tensor) else f"of {len(value)}" for value in values]
-        choices = [", ".join(f"{name!r}: {_text(rule)}" for name, rule in rules.items()) for rules in tried]
+        parts = [part for argument in self._arguments for part in _undecided_parts(argument, self._split)]
+        named = [part for part in parts if part.name in names]
+        shapes = [tuple(value.shape) if isinstance(value, Tensor) else f"of {len(value)}" for _, value in named]
+        choices = [", ".join(f"{name!r}: {_rule_text(rule)}" for name, rule in rules.items()) for rules in tried]
         return RunError(
             "the batch cannot be split: no way of splitting these arguments is known to give the results of the whole "
             "batch",
-            arguments=", ".join(f"{unit.name} {shape}" for unit, shape in zip(units, shapes, strict=True)),
+            arguments=", ".join(f"{part.name} {shape}" for part, shape in zip(named, shapes, strict=True)),
             batch=batch,
             **({"error": self._failures[0]} if self._failures else {}),
             hint=" or ".join(f"split={{{choice}}}" for choice in choices[:_MAX_SHOWN]) or "split={...}",
         )
 
 
-def _units(argument: Argument, split: Split) -> Iterator[Argument]:
+def _undecided_parts(argument: Argument, split: Split) -> Iterator[Argument]:
     """The tensors and lists of an argument that no rule names."""
     value = argument.value
     if has_rule(argument.name, split):
@@ -212,20 +222,22 @@ def _units(argument: Argument, split: Split) -> Iterator[Argument]:
     if argument.is_list and len(value):
         yield argument
     for item in argument.items():
-        yield from _units(item, split)
+        yield from _undecided_parts(item, split)
 
 
 def _combinations(choices: Sequence[_Choice]) -> Iterator[dict[str, SplitRule]]:
+    """All combinations of one option per choice, as rules by name."""
     for rules in product(*(choice.options for choice in choices)):
         pairs = zip(choices, rules, strict=True)
-        yield {name: rule for choice, rule in pairs for name in choice.names if rule is not _DEFAULT}
+        yield {name: rule for choice, rule in pairs for name in choice.names if rule is not _NO_RULE}
 
 
-def _list_options(unit: Argument, batch: int) -> tuple[Any, ...]:
-    if len(unit.value) != batch:
-        # Recorded too: in another batch it may have as many entries as there are samples.
-        return ("items",) if any(isinstance(leaf, Tensor) for leaf in leaves(unit.value)) else (_DEFAULT,)
-    tensors = [leaf for leaf in leaves(unit.value) if isinstance(leaf, Tensor)]
+def _list_options(part: Argument, batch: int) -> tuple[Any, ...]:
+    """The rules that a list may have, the likelier one first."""
+    tensors = [leaf for leaf in leaves(part.value) if isinstance(leaf, Tensor)]
+    if len(part.value) != batch:
+        # A rule although the length decides: in another batch the list may have as many entries as there are samples.
+        return ("items",) if tensors else (_NO_RULE,)
     is_items = not tensors or all(leaf.dim() and leaf.shape[0] == batch for leaf in tensors)
     return ("items", "samples") if is_items else ("samples", "items")
 
@@ -244,7 +256,8 @@ def _adds_up(sizes: Tensor, length: int) -> bool:
     return bool((rows >= 0).all()) and int(rows.sum()) == length
 
 
-def _text(rule: Any) -> str:
+def _rule_text(rule: Any) -> str:
+    """A rule as Python code."""
     if isinstance(rule, Rows):
         return f"penstock.Rows({rule.per_sample})"
     if isinstance(rule, Ragged):
@@ -258,7 +271,10 @@ _EQUAL, _POSSIBLE, _DIFFERENT = "equal", "possible", "different"
 
 
 def _compare(whole: Sequence[object], parts: Sequence[Sequence[object]], sizes: Sequence[int]) -> str:
-    """Whether results of parts are those of the whole batch; only possible if single numbers cannot be compared."""
+    """Whether the results of parts are together those of the whole batch.
+
+    `_POSSIBLE` if only scalars differ: a loss may be averaged in a way that is not known here.
+    """
     if any(len(part) != len(whole) for part in parts):
         return _DIFFERENT
     agreement = _EQUAL
@@ -268,11 +284,13 @@ def _compare(whole: Sequence[object], parts: Sequence[Sequence[object]], sizes: 
         shapes = [tuple(result.shape) for result in results]  # type: ignore[attr-defined]
         dim = additive_dim(tuple(expected.shape), shapes)
         if dim is not None:
+            # A result per sample.
             if not _is_close(torch.cat(results, dim), expected):  # type: ignore[arg-type]
                 return _DIFFERENT
         elif any(shape != tuple(expected.shape) for shape in shapes):
             return _DIFFERENT
         else:
+            # A result for the whole batch: the same for all parts, or a mean or sum over samples.
             tensors: Any = results
             combined = [*tensors[:1]] if all(torch.equal(result, tensors[0]) for result in tensors) else []
             if expected.is_floating_point() and not expected.dim():
@@ -305,8 +323,8 @@ def _is_close(tensor: Tensor, expected: Tensor) -> bool:
         return torch.equal(tensor, expected)
     if not tensor.numel():
         return True
-    apart = (tensor - expected).abs().double()
+    difference = (tensor - expected).abs().double()
     # NaN and Inf at the same places are equal.
-    apart = apart[(tensor.isfinite() | expected.isfinite())]
+    difference = difference[(tensor.isfinite() | expected.isfinite())]
     scale = float(expected[expected.isfinite()].abs().max()) if bool(expected.isfinite().any()) else 1.0
-    return not apart.numel() or float(apart.max()) <= _TOLERANCES.get(expected.dtype, _COARSE) * scale
+    return not difference.numel() or float(difference.max()) <= _TOLERANCES.get(expected.dtype, _COARSE) * scale

@@ -1,14 +1,17 @@
-"""Which tensor has which name while a forward is recorded, and which tensors share memory."""
+"""The names of tensors while a forward is recorded, and the tensors that share memory."""
 
 import weakref
 from collections.abc import Collection
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.capture.gradient_paths import Edge
 from penstock.ir import TensorSpec
+
+Edge = tuple[Any, int]
+"""where a tensor is in autograd's graph: the node that made it, and the index of the tensor among its results"""
 
 
 class TensorTable:
@@ -72,7 +75,7 @@ class TensorTable:
         return self.storage[value] in self._state_by_storage
 
     def add_inside(self, tensor: Tensor, leaf: str, call: int) -> None:
-        """Remember that a tensor was made inside a call of a leaf, with the number of the call."""
+        """Note that a tensor was made inside a call of a leaf, with the number of the call."""
         self._inside[id(tensor)] = (weakref.ref(tensor), leaf, call)
 
     def made_inside(self, tensor: Tensor) -> tuple[str, int] | None:
@@ -84,7 +87,13 @@ class TensorTable:
 def spec_of(tensor: Tensor) -> TensorSpec:
     """Shape, dtype, `requires_grad` and memory order of a tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(tuple(tensor.shape), dtype, has_gradient(tensor), _memory_order(tensor))
+    # The dimensions from largest to smallest stride; empty for a contiguous tensor or one with gaps.
+    order: tuple[int, ...] = ()
+    if tensor.layout is torch.strided and not tensor.is_contiguous():
+        strides = tensor.stride()
+        by_stride = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+        order = by_stride if tensor.permute(by_stride).is_contiguous() else ()
+    return TensorSpec(tuple(tensor.shape), dtype, has_gradient(tensor), order)
 
 
 def has_gradient(tensor: Tensor) -> bool:
@@ -95,15 +104,6 @@ def has_gradient(tensor: Tensor) -> bool:
     """
     is_cut_off = tensor.grad_fn is None and tensor._is_view() and tensor._base.requires_grad  # type: ignore[union-attr]
     return tensor.requires_grad and not is_cut_off
-
-
-def _memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions from largest to smallest stride; empty for a contiguous tensor or one with gaps."""
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
-        return ()
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
-    return order if tensor.permute(order).is_contiguous() else ()
 
 
 def storage_id(tensor: Tensor) -> int:

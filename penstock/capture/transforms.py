@@ -60,7 +60,7 @@ def held_tensors(function: Callable[..., Any]) -> list[Tensor]:
 
 
 def _replace_tensors(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> Any:
-    """The thing with `change` applied to the tensors inside, in a fixed order."""
+    """The value with `change` applied to the tensors inside, in a fixed order."""
     if isinstance(value, Tensor):
         return change(value)
     if id(value) in seen:
@@ -86,7 +86,7 @@ def _replace_tensors(value: Any, change: Callable[[Tensor], Tensor], seen: set[i
 
 
 def _constants(value: Any, seen: set[int]) -> Any:
-    """The code and the plain values inside a function, which compare equal if it does the same."""
+    """The code and the plain values inside a function; equal for two functions that differ only in their tensors."""
     if isinstance(value, Tensor) or id(value) in seen:
         return None
     if isinstance(value, types.FunctionType):

@@ -14,6 +14,7 @@ def errors_on_all_ranks(sync: RankSync, request: SyncRequest) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # The other ranks are waiting in `exchange`, and raise this error there.
         sync.refuse(request, error)
         sync.close()
         raise
@@ -24,6 +25,7 @@ def errors_on_all_ranks(sync: RankSync, request: SyncRequest) -> Iterator[None]:
 def run_on_first_rank(groups: ProcessGroups, work: Callable[[], str], request: SyncRequest) -> str:
     """Run `work` on the first rank of the first pipeline; its result, or its error, reaches every rank."""
     if groups.rank or groups.pipeline:
+        # Wait for the broadcast below.
         message: dict[str, object] = {}
         if groups.monitor is not None:
             groups.monitor.syncing(request.name, request.step)

@@ -109,7 +109,7 @@ class Manifest:
 
 
 def signed_document(content: Mapping[str, Any]) -> bytes:
-    """The document of a manifest's fields, with their digest."""
+    """The document of a manifest's fields, with a digest of them, by which damage of the manifest itself is found."""
     digest = hashlib.sha256(json_bytes(content)).hexdigest()
     return json_bytes({"penstock_checkpoint": FORMAT, "manifest": content, "sha256": digest})
 
@@ -201,6 +201,7 @@ def files_to_check(manifest: Manifest, rank: int, ranks: int) -> list[str]:
     """One rank's share of the files when several ranks verify a checkpoint: its own files, or an even part."""
     if manifest.plan.processes == ranks:
         return [name for name, record in manifest.files.items() if record.rank % ranks == rank]
+    # Another number of ranks: the largest file first, each to the rank that has the fewest bytes so far.
     loads = [0] * ranks
     names = []
     for name in sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name)):

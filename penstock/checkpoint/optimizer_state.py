@@ -47,6 +47,7 @@ def split_optimizer_state(
         {name: value for name, value in group.items() if name not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
+    # In every part: a rank of another plan may read only one of them.
     for part in parts.values():
         part.document["groups"] = [
             encode_tree(options, part.tensors, f"group-{index}") for index, options in enumerate(group_options)
@@ -147,6 +148,7 @@ class SavedOptimizer:
             )
 
     def _group_options(self, index: int, group: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+        """The options of a group, from the groups in which its parameters were saved."""
         saved = [self._states[names[id(each)]][1:] for each in group["params"] if id(each) in names]
         if any(options != saved[0][0] for options, _ in saved):
             raise CheckpointError(
@@ -166,6 +168,7 @@ class SavedOptimizer:
     def _parameter_state(
         self, parameter: nn.Parameter, name: str, options: Mapping[str, Any], shard: Shard
     ) -> dict[str, Any]:
+        """The state of a parameter, on its device and sharded like it."""
         state, _, find = self._states[name]
         # torch keeps scalars such as `step` on the host unless the optimizer is capturable or fused.
         on_device = bool(options.get("capturable") or options.get("fused"))

@@ -166,7 +166,7 @@ class CheckpointReader:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Raise VanishedError if the checkpoint is removed or replaced during the body, whatever else the body raises.
+        """Raise VanishedError if the checkpoint is removed or replaced during the body, in place of any other error.
 
         Other processes of penstock do not remove it while it is locked, but may replace it by another one of its step;
         and files can be removed by hand.

@@ -86,6 +86,7 @@ class Saver:
         root, copies = options.directory, options.asynchronous  # a thread writes copies
         self._background.wait()
         self.check(request)
+        # 1. Check everything that can be wrong before anything is written, on all ranks.
         with errors_on_all_ranks(self._sync, request):
             # Not by pathlib, which raises for a directory that may not be searched: creating it gives a better error.
             if os.path.exists(root) and not os.path.isdir(root):
@@ -97,10 +98,12 @@ class Saver:
             run_tensors: Tensors = {}
             if state.run is not None and self._groups.rank == 0:
                 run = {name: encode_tree(value, run_tensors, name) for name, value in state.run.items()}
-        # Names and shapes do not change, so one exchange serves all checkpoints.
+        # 2. Agree on the rank that saves each tensor. Names and shapes do not change: once for all checkpoints.
         self._layout = self._layout or StateLayout.gather(self._part)
-        # An absolute path: the thread may still write after the program has changed its directory.
+        # 3. Make a temporary directory. By an absolute path: the thread may still write after the program has changed
+        # its working directory.
         writer = self._create(root.absolute(), request)
+        # 4. Collect the contents of this rank's files, as copies if training continues while they are written.
         try:
             with errors_on_all_ranks(self._sync, request):
                 contents = self._own_files(writer, state, copies)
@@ -129,6 +132,7 @@ class Saver:
                 return error
             return None
 
+        # 5. Write them. From here on ranks communicate through the directory only, so that a thread can do it.
         if options.asynchronous:
             self._background.start(write)
             run_before_exit(self._background.wait_and_raise)  # a launched rank may return before it is written
@@ -237,6 +241,7 @@ class StateLayout:
     def gather(cls, part: ModelPart) -> "StateLayout":
         """Exchange names, dtypes and shapes with all ranks; a collective call."""
         tensor_of = part.captured.graph.tensor_of
+        # For every stage of this process, its names by the names that checkpoints use.
         here: dict[int, dict[str, str]] = {}
         formats: dict[int, dict[str, Any]] = {}
         for index, stage in part.stages.items():
@@ -253,6 +258,7 @@ class StateLayout:
                 groups.broadcast_text(text if groups.rank == rank else "", rank) for rank in range(groups.num_ranks)
             ]
             everywhere = [(int(index), names) for text in texts for index, names in json.loads(text).items()]
+        # Every rank computes the same from the same texts: the first stage that has a tensor saves it.
         tensors: dict[str, TensorRecord] = {}
         for index, names in sorted(everywhere):
             for name, (dtype, shape) in names.items():

@@ -39,6 +39,8 @@ class SavedSchedulers:
         groups = [] if optimizer is None else optimizer.param_groups
         state, counts = self.of_rank(0), {len(document["rates"]) for document in self._documents}
         same_count = counts == {len(groups)} or not groups
+        # Ranks of another plan have other groups. If the base learning rates are those of the groups, they are taken
+        # from the groups of the restored optimizer; the rest of the state must be the same on all ranks that saved it.
         if groups and all(_follows_groups(document["state"], document["rates"]) for document in self._documents):
             rest = [_without_groups(document["state"]) for document in self._documents]
             if all(other == rest[0] for other in rest) and (same_count or not _has_unknown_lists(state)):

@@ -66,6 +66,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], rank: int = 0) -> F
         dtype, shape = dtype_and_shape(tensors[name], name)
         begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    # The format: the length of the header in 8 bytes, the header as JSON, padded with spaces, and the data.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     head = len(text).to_bytes(8, "little") + text
@@ -99,6 +100,7 @@ def _chunks(part: bytes | Tensor) -> Iterator[memoryview]:
 def open_regular(path: Path) -> int:
     """Open a file of a checkpoint for reading; links and anything but regular files are refused."""
     try:
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         raise DamagedError("a file is missing", file=path) from None

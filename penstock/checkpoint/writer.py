@@ -96,6 +96,7 @@ class CheckpointWriter:
             records = self._gather_records()
             for rank in range(self.ranks):  # the markers are not part of the checkpoint
                 self._marker(rank, "done").unlink()
+            # The manifest comes last: a directory that has one is complete. Names are synced before the rename, too.
             write_bytes(self.path / NAME, [make_manifest(records).to_bytes()])
             sync_directory(self.path)
             final = root.publish(self.path, step)
@@ -146,6 +147,7 @@ class CheckpointWriter:
 
     def _poll(self, is_over: Callable[[], bool]) -> bool:
         """Wait until `is_over`; False if no file has grown for STALL_SECONDS."""
+        # Short pauses at first, because a small checkpoint is written in milliseconds.
         pause, size, since = _FIRST_PAUSE_SECONDS, -1, time.monotonic()
         while not is_over():
             time.sleep(pause)

@@ -52,7 +52,7 @@ def end_process(summary: str) -> None:
     flushing.join(_FLUSH_SECONDS)
     try:
         os.write(2, f"penstock: {summary}\n".encode())
-    finally:  # stderr may be a pipe that nobody reads any more
+    finally:  # stderr may be a pipe without a reader
         os._exit(EXIT_CODE)
 
 
