@@ -216,9 +216,10 @@ class Captured:
             form = len(args), tuple(kwargs)
             is_plain = all(isinstance(value, Tensor) for value in given) and len(set(map(id, given))) == len(given)
             specs: list[Any] | None = None
+            if is_plain:
+                specs = [form, *[(v.shape, v.stride(), v.dtype, v.device, v.requires_grad) for v in given]]
             if is_plain and form in names:
                 named_values = {name: given[position] for name, position in names[form]}
-                specs = [form, *[(v.shape, v.stride(), v.dtype, v.device, v.requires_grad) for v in given]]
             else:
                 named_values = named_inputs(self.model.forward, args, kwargs, parameters)
                 if is_plain:

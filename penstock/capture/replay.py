@@ -7,6 +7,7 @@ and write a dict of values by name: everything that can be looked up before the 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -251,8 +252,7 @@ class ArgumentReader:
     def getter(self, tree: Tree) -> Getter:
         """A function that builds the structure of a tree from values by name."""
         if isinstance(tree, Ref):
-            name = tree.value
-            return lambda values: values[name]
+            return itemgetter(tree.value)
         if isinstance(tree, State):
             path, _, attribute = tree.name.rpartition(".")
             owner = self._whole.get_submodule(path)

@@ -182,9 +182,10 @@ class LossWeights:
     def warnings(self, step: LossStep) -> tuple[str, ...]:
         """Why the gradients of a step, or the loss of an evaluation, are not those of the whole batch."""
         texts: dict[str, None] = {}
-        for index, recording in enumerate(step.recordings if step.is_training else ()):
+        for recording in dict.fromkeys(step.recordings if step.is_training else ()):
             found = self._interactions.find(recording)
             if found is None:
+                index = step.recordings.index(recording)
                 loss = ModelLoss(self._captured, recording, step.microbatches, self._remote, recorded=index)
                 mixing = find_mixing_blocks(loss, with_outputs=self.checks_outputs)
                 found = interaction_warnings(self._captured.model, recording, mixing)

@@ -309,7 +309,8 @@ class _Compiler:
             outgoing = sorted(outgoing, key=lambda crossing: -crossing.consumer)
             sources = [self._source(c.gradients, (c.consumer, stage, microbatch)) for c in outgoing if c.gradients]
             targets = [self._target(c.gradients, (stage, c.producer, microbatch)) for c in incoming if c.gradients]
-        return Pass(stage, microbatch, tuple(sources), tuple(targets), (stage, microbatch) in self._split)
+        received = tuple(name for names, slot in sources if isinstance(slot, RecvSlot) for name in names)
+        return Pass(stage, microbatch, tuple(sources), tuple(targets), (stage, microbatch) in self._split, received)
 
     def _source(self, values: Sequence[Value], key: MessageKey) -> ValuesFrom:
         return ValuesFrom(tuple(value.name for value in values), self._recvs.get(key) or self._local(key))

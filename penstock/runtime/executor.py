@@ -83,6 +83,8 @@ class Pass(NamedTuple):
     targets: tuple[ValuesTo, ...]
     is_split: bool
     """whether backward computes input gradients only, and weight gradients follow later"""
+    received: tuple[str, ...] = ()
+    """of the values of `sources`, those that come in messages"""
 
 
 class PassRunner(Protocol):
@@ -143,10 +145,10 @@ class StageRunner:
         try:
             seed, part = DrawSeed(step.seed, microbatch), self._part.stages[stage]
             if probe is None:
-                run = StageRun(part, recording, inputs, incoming, stage_pass.is_split, seed)
+                run = StageRun(part, recording, inputs, incoming, stage_pass.is_split, seed, stage_pass.received)
             else:
                 with call_hook(probe.check_call):
-                    run = StageRun(part, recording, inputs, incoming, stage_pass.is_split, seed)
+                    run = StageRun(part, recording, inputs, incoming, stage_pass.is_split, seed, stage_pass.received)
         finally:
             ADDED_COLLECTOR.reset(token)
         loss = self._loss_head.loss(step, microbatch, run.outputs) if stage == self._last_stage else None
@@ -154,7 +156,7 @@ class StageRunner:
             run.add_root(LOSS, loss)
         # A loss of weight 0, of a microbatch without any label that counts, is 0/0: it is not checked.
         if step.is_training and (loss is None or step.weights[microbatch]):
-            step.extremes.add(stage, (*run.outputs.values(), loss))
+            step.extremes.add(stage, (*run.outputs.values(), step.losses.get(microbatch)))
             if probe is not None:
                 probe.end(run.outputs.values(), loss, step.microbatches[microbatch].target)
         if added:

@@ -35,16 +35,15 @@ class Extremes:
         extremes = self._extremes.setdefault(stage, [])
         for value in values:
             if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-                extremes += _extremes(value.detach())
+                extremes += _extremes(value.detach() if value.requires_grad else value)
 
     def nonfinite_stages(self) -> list[int]:
         """The stages with NaN or Inf in a value."""
+        pairs = [(stage, extreme) for stage, extremes in self._extremes.items() for extreme in extremes]
         # Read at once, because on a GPU every read waits for the device.
-        finite = {
-            stage: torch.stack(extremes).isfinite().all() for stage, extremes in self._extremes.items() if extremes
-        }
-        flags = torch.stack(list(finite.values())).tolist() if finite else []
-        return [stage for stage, is_finite in zip(finite, flags, strict=True) if not is_finite]
+        values = torch.stack([extreme for _, extreme in pairs]).tolist() if pairs else []
+        nonfinite = {stage for (stage, _), value in zip(pairs, values, strict=True) if not math.isfinite(value)}
+        return sorted(nonfinite)
 
 
 def all_finite(tensors: Iterable[Tensor | None]) -> bool:
@@ -65,6 +64,9 @@ def _extremes(tensor: Tensor) -> Sequence[Tensor]:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.dim() == 0:
+        # A copy, as it may be a view of a large tensor.
+        return (tensor.clone(),)
     return torch.aminmax(tensor) if tensor.numel() else ()
 
 

@@ -153,7 +153,8 @@ def checked_loss(name: str, loss: Any, microbatch_size: int) -> Tensor:
     if not loss.is_floating_point():
         raise RunError("a loss must be a floating-point number", **which, got=loss.dtype, hint="loss.float()")
     # In a tensor-parallel stage each rank may have a shard or an addend of the loss.
-    return (whole(loss) if isinstance(loss, DTensor) else loss).reshape(())
+    scalar = whole(loss) if isinstance(loss, DTensor) else loss
+    return scalar if scalar.dim() == 0 else scalar.reshape(())
 
 
 def check_gradient(loss: Tensor) -> None:

@@ -318,8 +318,8 @@ def _reductions(data: bytes, start: int) -> _Reductions:
 
 def _reduced(votes: Sequence[_Reductions]) -> _Reductions:
     """Sums and maxima over several votes, in their order."""
-    sums = tuple(sum(column) for column in zip(*(sums for sums, _ in votes), strict=True))
-    columns = zip(*(maxes for _, maxes in votes), strict=True)
+    sums = tuple(map(sum, zip(*[sums for sums, _ in votes], strict=True)))
+    columns = zip(*[maxes for _, maxes in votes], strict=True)
     return sums, tuple(math.nan if any(map(math.isnan, column)) else max(column) for column in columns)
 
 

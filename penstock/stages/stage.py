@@ -120,9 +120,10 @@ class Stage(nn.Module):
 
         With a seed, random numbers depend only on it and the name of the block. Call `check_state` before each step.
         """
+        values = dict(inputs)
         # Several stages may run a call that writes into an input, so each works on its own copy.
-        written = recording.graph.written
-        values = {name: value.clone() if name in written else value for name, value in inputs.items()}
+        for name in recording.written_inputs & inputs.keys():
+            values[name] = inputs[name].clone()
         values.update(incoming)
         return self._replay(recording).run(values, seed)
 

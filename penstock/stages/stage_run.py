@@ -35,20 +35,32 @@ class ForwardRun:
         accumulate_deferred: Callable[[list[Deferred]], None],
         *,
         written: Collection[str] = (),
+        received: Collection[str] = (),
         is_split: bool = False,
         can_defer: bool = True,
     ) -> None:
         """Run `forward` on the `incoming` values of other stages, by name; it returns the outgoing values by name.
 
-        `written`: incoming values that it writes in place. `is_split`: backward will be run as `input_grad` and
-        `weight_grad`; weight gradients are then passed to `accumulate_deferred`, unless they cannot be deferred.
+        `written`: incoming values that it writes in place. `received`: those that came in messages. `is_split`:
+        backward will be run as `input_grad` and `weight_grad`; weight gradients are then passed to
+        `accumulate_deferred`, unless they cannot be deferred.
         """
         self._accumulate = accumulate_deferred
         self._returned: dict[str, Tensor | None] = {}
-        values = grad_boundary(incoming, written, self._returned)
+        # Values that came in messages are in no other graph: they are leaves of this one. The gradient of a leaf has
+        # the leaf's layout, in which it is sent anyway. Values of another stage of this rank need a boundary that
+        # returns gradients as autograd computed them, as in the unsplit model.
+        self._leaves = {
+            name: value
+            for name in (received if torch.is_grad_enabled() else ())
+            if name not in written and isinstance(value := incoming[name], Tensor) and value.requires_grad
+        }
+        others = {name: value for name, value in incoming.items() if name not in self._leaves}
+        values = {**self._leaves, **grad_boundary(others, written, self._returned)}
         # A stage that returns no gradient, such as the first, has no input part: its whole backward is weight_grad.
-        self._is_all_weight_grad = is_split and not self._returned
-        self._deferral = Deferral(DEFERRABLE) if is_split and self._returned and can_defer else None
+        returns_gradients = bool(self._leaves or self._returned)
+        self._is_all_weight_grad = is_split and not returns_gradients
+        self._deferral = Deferral(DEFERRABLE) if is_split and returns_gradients and can_defer else None
         if self._deferral is None:
             self.outputs: dict[str, Any] = forward(values)
         else:
@@ -115,7 +127,8 @@ class ForwardRun:
 
     def _take_returned(self) -> dict[str, Tensor | None]:
         returned, self._returned = self._returned, {}
-        return returned
+        leaves, self._leaves = self._leaves, {}
+        return {**returned, **{name: leaf.grad for name, leaf in leaves.items()}}
 
     def _accumulate_deferred(self) -> None:
         if self._deferral is not None:
@@ -133,10 +146,12 @@ class StageRun(ForwardRun):
         incoming: Mapping[str, Any],
         is_split: bool = False,
         seed: DrawSeed | None = None,
+        received: Collection[str] = (),
     ) -> None:
         """Run the forward on the model's `inputs` and the `incoming` values of other stages, both by name.
 
-        `is_split`: backward will be run as `input_grad` and `weight_grad`. `seed`: see `Stage.forward`.
+        `is_split`: backward will be run as `input_grad` and `weight_grad`. `seed`: see `Stage.forward`. `received`: the
+        incoming values that came in messages.
         """
         self.stage = stage
         super().__init__(
@@ -144,6 +159,7 @@ class StageRun(ForwardRun):
             incoming,
             stage.accumulate_deferred,
             written=recording.graph.written,
+            received=received,
             is_split=is_split,
             # A block that takes gradients inside its forward needs the real weight gradients there.
             can_defer=not is_split or not stage.takes_gradients(recording),

@@ -32,6 +32,7 @@ _CONNECT_SECONDS = 30.0
 _HELLO = struct.Struct("<qqq")  # purpose, rank, the number in the name of the socket that it connects to
 _RING = struct.Struct("<qq")  # number of slots, bytes of each
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
+_TIMEVAL = struct.Struct("ll")  # seconds, microseconds
 _WAKE = b"w"
 _CHANNEL_SLOTS = 4
 _MESSAGES, _CHANNEL = range(2)
@@ -48,10 +49,9 @@ class Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        connection.settimeout(_POLL_SECONDS)
-        # The same socket without a timeout: with one, Python makes another system call before every send.
-        self._sender = connection.dup()
-        self._sender.setblocking(False)
+        # A timeout of Python would make another system call before every send and receive.
+        connection.setblocking(True)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, round(1e6 * _POLL_SECONDS)))
         size = _CREDENTIALS.size
         self._pid, *_ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
         self._hang_up = select.poll()
@@ -61,21 +61,26 @@ class Link:
     def wake(self) -> None:
         """Wake the other rank; raises a RuntimeError if it is gone."""
         try:
-            self._sender.send(_WAKE)
+            self._socket.send(_WAKE, socket.MSG_DONTWAIT)
         except BlockingIOError:
             pass  # the buffer is full: the other rank has messages that wake it
         except OSError as error:
             raise RuntimeError(_CLOSED) from error
 
-    def wait(self) -> None:
-        """Wait until the other rank wakes this one or ends, at most `_POLL_SECONDS`; sets `is_closed`."""
+    def wait(self) -> bool:
+        """Wait until the other rank wakes this one or ends, at most `_POLL_SECONDS`; sets `is_closed`.
+
+        Returns whether it was woken.
+        """
         try:
             self.is_closed = not self._socket.recv(len(_WAKE))
-        except TimeoutError:
+            return True
+        except BlockingIOError:  # timed out
             # Another process may have inherited the socket of one that was killed.
             self.is_closed = process_state(self._pid) == GONE
         except OSError:
             self.is_closed = True
+        return False
 
     def give(self, ring: Ring, handle: int) -> None:
         """Pass the memory of a new ring to the other rank, and close the handle.
@@ -84,7 +89,8 @@ class Link:
         earlier ring: `wait` would discard the descriptor.
         """
         try:
-            socket.send_fds(self._sender, [_RING.pack(ring.num_slots, ring.slot_bytes)], [handle])
+            content = [_RING.pack(ring.num_slots, ring.slot_bytes)]
+            socket.send_fds(self._socket, content, [handle], socket.MSG_DONTWAIT)
         except OSError as error:
             raise RuntimeError(_CLOSED) from error
         finally:
@@ -94,7 +100,7 @@ class Link:
         """Wait at most `_POLL_SECONDS` for a ring that the other rank passes; None if it passed none."""
         try:
             data, handles, _, _ = socket.recv_fds(self._socket, _RING.size, 1)
-        except TimeoutError:
+        except BlockingIOError:  # timed out
             self.is_closed = process_state(self._pid) == GONE
             return None
         except OSError:
@@ -125,8 +131,8 @@ def await_message(ring: Ring, link: Link, monitor: RankMonitor) -> None:
     while not ring.await_message():
         # Messages that were written before the other rank ended are still read.
         link.check()
-        monitor.check_deadline(start)
-        link.wait()
+        if not link.wait():
+            monitor.check_deadline(start)
 
 
 def await_ring(link: Link, monitor: RankMonitor) -> Ring:
