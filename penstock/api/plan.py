@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -26,7 +27,9 @@ from penstock.capture import capture as record_model
 from penstock.errors import CaptureError, PenstockError, PlanError, RunError
 from penstock.ir import (
     MAX_MICROBATCHES,
+    MAX_RANKS,
     Cluster,
+    Device,
     DeviceSpeed,
     Graph,
     Partition,
@@ -47,12 +50,12 @@ from penstock.ir import (
 from penstock.launch import host_id, one_line
 from penstock.partitioners import Division
 from penstock.planner import (
+    DevicePool,
     Measured,
     PlanOptions,
-    best_device_plan,
-    device_layouts,
     interpolate_profile,
     search,
+    search_devices,
 )
 from penstock.runtime import mesh_sizes
 
@@ -61,7 +64,8 @@ LossFn = Callable[[Any, Any], Tensor]
 # Shares of the budget: the least that is left for searching, however long measuring takes, and the share after which
 # no new candidate is started.
 _MIN_SEARCH_SHARE, _SEARCH_END_SHARE = 0.2, 0.85
-_MICROBATCH_SIZES, _PER_NODE = (1, 2, 4), 8  # samples of a microbatch, and devices of a node, for `devices`
+# For `devices`: samples of a microbatch, devices of a node, and degrees of tensor parallelism.
+_MICROBATCH_SIZES, _PER_NODE, _DEGREES = (1, 2, 4), 8, (1, 2, 4, 8)
 _MICROBATCHES_PER_RANK = (4, 1, 2, 8)  # those that "auto" considers, the usual number first
 _SLOW_SECONDS = 2.0  # if measuring one size of microbatch takes longer than this, no other size is measured
 _GROUP_TIMEOUT = timedelta(minutes=30)  # ranks wait this long for the plan of the first; its death is noticed at once
@@ -87,6 +91,7 @@ def plan(
     speed: DeviceSpeed | None = None,
     device: str | DeviceSpeed | None = None,
     devices: int | None = None,
+    tensor_parallel: int | str = 1,
     optimizer: str | None = None,
     precision: str | None = None,
     budget_seconds: float = 10.0,
@@ -122,7 +127,8 @@ def plan(
         device: instead of `speed`, a DeviceSpeed or the name of a preset ("a100", "h100", ...), which also has the
             memory and the links of the ranks where `memory` and `ranks` leave them open
         devices: instead of `ranks`, a number of devices: replicas x pipeline ranks are searched too, the example is the
-            batch of all replicas, and `microbatches` must be "auto"
+            batch of all replicas, and `microbatches` must be "auto"; `plan.search.layouts` has all divisions
+        tensor_parallel: with `devices`, over how many of them `parallelize_fn` splits each layer; "auto": 1, 2, 4 or 8
         optimizer: "adamw", "adam8bit", "sgd", "muon" or "none": its state counts in memory; None: no state
         precision: "bf16" or "fp16": two-byte parameters have master weights and optimizer state in float32; None,
             "fp32" or "pure-bf16": state has the dtype of the parameters
@@ -142,7 +148,11 @@ def plan(
     start = time.monotonic()
     if devices is not None and (ranks is not None or mesh is not None or microbatches != "auto"):
         raise PlanError("devices must be given without ranks, mesh and microbatches", hint='microbatches="auto"')
-    cluster = _ranks_of(mesh, ranks if devices is None else as_int(devices) or 0)
+    if devices is None and tensor_parallel != 1:
+        hint = "devices=64, the number of all devices"
+        raise PlanError("tensor_parallel must be given with devices", got=repr(tensor_parallel), hint=hint)
+    # Clusters of the divisions are made later.
+    cluster = _ranks_of(mesh, ranks if devices is None else 1)
     if device is not None:
         speed, cluster = _on_device(device, speed, cluster)
     options = PlanOptions(
@@ -158,7 +168,8 @@ def plan(
     )
     examples = Examples(model, args, kwargs, split, loss_fn, speed, Granularity(depth, basic_blocks))
     if devices is not None:
-        return _plan_devices(examples, options, device if isinstance(device, str) else None)
+        preset = find_device(device)[1] if isinstance(device, str) else None
+        return _plan_devices(examples, options, devices, tensor_parallel, preset)
     models = examples.measured(_microbatch_counts(options, examples), profile)
     # Measuring counts towards the budget that the user waits for.
     seconds_left = _SEARCH_END_SHARE * budget_seconds - (time.monotonic() - start)
@@ -203,22 +214,37 @@ def _on_device(
     return preset.speed(name), ranks if ranks.memory is not None else replace(ranks, memory=preset.memory)
 
 
-def _plan_devices(examples: "Examples", options: PlanOptions, device: str | None) -> Plan:
-    """Searches replicas x pipeline ranks over the ranks of the options, with microbatches of 1, 2 and 4 samples."""
-    devices, samples = options.cluster.ranks, examples.num_samples(MAX_MICROBATCHES)
-    sizes = [size for size in _MICROBATCH_SIZES if samples % size == 0]
-    measured = {size: examples.measured([samples // size], None)[samples // size] for size in sizes}
-    clusters, between = {}, Replicas()
-    preset = None if device is None else find_device(device)[1]
+def _plan_devices(
+    examples: "Examples", options: PlanOptions, devices: int, tensor_parallel: int | str, preset: Device | None
+) -> Plan:
+    """Searches replicas x pipeline ranks x tensor parallelism, with microbatches of 1, 2 and 4 samples."""
+    count = as_int(devices)
+    if count is None or not 1 <= count <= MAX_RANKS:
+        raise PlanError("devices must be a whole number, 1 or more", got=repr(devices), limit=MAX_RANKS)
+    degrees: tuple[int, ...] = _DEGREES
+    if tensor_parallel != "auto":
+        degree = as_int(tensor_parallel)
+        if degree is None or degree < 1 or count % degree:
+            hint = 'tensor_parallel=8, or "auto"'
+            sizes = {"got": repr(tensor_parallel), "devices": count}
+            raise PlanError("tensor_parallel must divide the devices", hint=hint, **sizes)
+        degrees = (degree,)
+    samples = examples.num_samples(MAX_MICROBATCHES)
+    samples_each = [size for size in _MICROBATCH_SIZES if samples % size == 0]
+    measured = {size: examples.measured([samples // size], None)[samples // size] for size in samples_each}
+    pool = DevicePool(count, min(options.cluster.limits, default=None))
     if preset is not None:
-        outer = find_link(preset.across if devices > _PER_NODE else preset.within)
-        between = Replicas(1, outer.latency, outer.bandwidth)
-    memory = min(options.cluster.limits, default=None)
-    for ranks in (each for each in range(1, devices + 1) if devices % each == 0):
-        plain = Cluster(ranks) if preset is None else node_cluster(ranks, preset.within, preset.across, _PER_NODE)
-        clusters[ranks] = replace(plain, memory=memory)
-    found = device_layouts(measured, replace(options, memory=None), devices, samples, clusters, between)
-    return replace(best_device_plan(found), split=tuple(examples.rules.items()))
+        dtypes = Counter[str]()
+        for value in measured[samples_each[0]].graph.parameters:
+            dtypes[value.spec.dtype] += value.spec.bytes
+        peak = preset.peak_flops(dtypes.most_common(1)[0][0] if dtypes else "float32")
+        links = find_link(preset.within), find_link(preset.across)
+        pool = DevicePool(count, pool.memory, *links, _PER_NODE, peak)
+    with progress("planning") as update:
+        found = search_devices(measured, options, pool, samples, degrees, update)
+    found = replace(found, split=tuple(examples.rules.items()))
+    _LOG.info("plan: %s", found)
+    return found
 
 
 def _microbatch_counts(options: PlanOptions, examples: "Examples") -> list[int]:

@@ -65,6 +65,10 @@ class Machine:
         int | None,
         Option(min=1, metavar="N", help="Instead of --ranks: search replicas x pipeline ranks over N devices."),
     ] = None
+    tensor_parallel: Annotated[
+        str,
+        Option(metavar="T", help='With --devices: devices that share the tensors of a layer, or "auto": 1, 2, 4 or 8.'),
+    ] = "1"
     global_batch: Annotated[
         int | None, Option(min=1, metavar="N", help="Samples of all replicas, for --devices and an hf: model.")
     ] = None
@@ -264,13 +268,22 @@ def make_plan(
             hint = "--devices 64 with an hf: model; other models have the samples of their own batch"
             raise PlanError("--global-batch must be given with --devices and an hf: model", hint=hint)
         example = replace(example, batch=global_batch)
+    elif devices is None and getattr(machine, "tensor_parallel", "1") != "1":
+        hint = "--devices 64, the number of all devices"
+        raise PlanError("--tensor-parallel must be given with --devices", hint=hint)
     if devices is not None:
         if options.ranks != PlanFlags.ranks or options.microbatches != "auto" or by_module:
             hint = "leave out --ranks, --microbatches and --emit"
             raise PlanError("--devices searches ranks and microbatches", hint=hint)
-        if machine.link or machine.bandwidth is not None or machine.latency or machine.cores or machine.slowness:
+        names = ("link", "across", "per_node", "bandwidth", "latency", "cores", "slowness")
+        if any(getattr(machine, name) != getattr(Machine, name) for name in names):
             raise PlanError("--devices has the links of --device", hint="leave out the options of links and ranks")
+        degree = machine.tensor_parallel
+        if not degree.isdecimal() and degree != "auto":
+            hint = "--tensor-parallel 8"
+            raise PlanError("tensor-parallel must be a whole number or auto", got=repr(degree), hint=hint)
         arguments |= {"ranks": None, "devices": devices, "device": machine.device, "speed": machine.speed}
+        arguments["tensor_parallel"] = degree if degree == "auto" else int(degree)
         if machine.device is not None:
             arguments["speed"] = None
     problem = "the model failed on the batch while it was recorded or measured"

@@ -25,7 +25,7 @@ from penstock.ir.action import (
     needs,
 )
 from penstock.ir.arguments import as_int, find_named, is_finite, parse_bytes
-from penstock.ir.cluster import MAX_RANKS, Cluster, DeviceSpeed, Link, LinkRates, Replicas
+from penstock.ir.cluster import MAX_RANKS, Cluster, DeviceSpeed, Link, LinkRates, Replicas, ring_seconds
 from penstock.ir.comparison import GRADIENT, Comparison, Difference, Distance, compare_tensors
 from penstock.ir.containers import (
     Parts,
@@ -80,7 +80,7 @@ from penstock.ir.orders import (
 )
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import MAX_STAGES, Cuts, Placement
-from penstock.ir.plan import Candidate, Choices, Plan, Prediction, Run, Search, StepMetrics
+from penstock.ir.plan import Candidate, Choices, DeviceLayout, Plan, Prediction, Run, Search, StepMetrics
 from penstock.ir.profile import NodeBytes, NodeCost, Profile, SavedTensors
 from penstock.ir.record import (
     Call,

@@ -73,19 +73,34 @@ class Replicas:
     """seconds of a message between replicas"""
     bandwidth: float | None = None
     """bytes per second between replicas; None: infinite"""
+    per_node: int = field(default=1, kw_only=True)
+    """replicas that share a node; they reduce within it first, so that each sends a part of the bytes to other nodes"""
+    node_latency: float = field(default=0.0, kw_only=True)
+    """seconds of a message between replicas of one node"""
+    node_bandwidth: float | None = field(default=None, kw_only=True)
+    """bytes per second between replicas of one node; None: infinite"""
 
     def __post_init__(self) -> None:
-        count = as_int(self.count)
-        if count is None or not 1 <= count <= MAX_RANKS:
-            raise CostError("replicas must be a whole number, 1 or more", replicas=repr(self.count), limit=MAX_RANKS)
-        object.__setattr__(self, "count", count)
+        for name, given in (("replicas", self.count), ("replicas per node", self.per_node)):
+            if not 1 <= (as_int(given) or 0) <= MAX_RANKS:
+                raise CostError(f"{name} must be a whole number, 1 or more", got=repr(given), limit=MAX_RANKS)
+        object.__setattr__(self, "count", as_int(self.count))
+        object.__setattr__(self, "per_node", as_int(self.per_node))
         _check_link(self.latency, self.bandwidth)
+        _check_link(self.node_latency, self.node_bandwidth)
 
     def reduction_seconds(self, num_bytes: float) -> float:
-        """Seconds of a ring all-reduce: every link carries almost twice the bytes, in 2 (count - 1) rounds."""
-        rounds = 2 * (self.count - 1)
-        carried = 0.0 if self.bandwidth is None else num_bytes / self.count / self.bandwidth
-        return rounds * (self.latency + carried)
+        """Seconds of an all-reduce: in a ring on each node, then with the part of each replica in a ring over nodes."""
+        here = min(self.per_node, self.count)
+        within = ring_seconds(here, num_bytes, self.node_latency, self.node_bandwidth)
+        nodes = -(-self.count // here)
+        return within + ring_seconds(nodes, num_bytes / here, self.latency, self.bandwidth)
+
+
+def ring_seconds(members: int, num_bytes: float, latency: float, bandwidth: float | None) -> float:
+    """Seconds of a ring all-reduce: every link carries almost twice the bytes, in 2 (members - 1) rounds."""
+    carried = 0.0 if bandwidth is None else num_bytes / members / bandwidth
+    return 2 * (members - 1) * (latency + carried)
 
 
 def _check_link(latency: float, bandwidth: float | None) -> None:

@@ -35,6 +35,10 @@ class Device:
     across: str = "400G"
     """the link between nodes, per device"""
 
+    def peak_flops(self, dtype: str) -> float:
+        """The datasheet's flop/s of a dtype, by which model flops utilization (MFU) is defined."""
+        return self.half if dtype in _HALF else self.single
+
     def speed(self, name: str) -> DeviceSpeed:
         """The achieved rates."""
         rates = tuple((dtype, self.share * self.half) for dtype in _HALF)
@@ -98,8 +102,10 @@ def find_link(name: str) -> LinkSpeed:
     return find_named("link", name, LINKS, CostError, _ALIASES)
 
 
-def node_cluster(ranks: int, within: str, across: str | None = None, per_node: int = 8) -> Cluster:
-    """Ranks on nodes of `per_node` devices each, in order, with links by name.
+def node_cluster(
+    ranks: int, within: "str | LinkSpeed", across: "str | LinkSpeed | None" = None, per_node: int = 8
+) -> Cluster:
+    """Ranks on nodes of `per_node` devices each, in order, with links, also by name.
 
     Args:
         ranks: number of pipeline ranks
@@ -109,10 +115,10 @@ def node_cluster(ranks: int, within: str, across: str | None = None, per_node: i
     """
     if per_node < 1:
         raise CostError("per_node must be 1 or more", got=per_node)
-    inner = find_link(within)
+    inner = find_link(within) if isinstance(within, str) else within
     if across is None or ranks <= per_node:
         return Cluster(ranks, latency=inner.latency, bandwidth=inner.bandwidth)
-    outer = find_link(across)
+    outer = find_link(across) if isinstance(across, str) else across
     links = tuple(
         Link(source, target, inner.latency, inner.bandwidth)
         for source in range(ranks)

@@ -21,7 +21,7 @@ from penstock.ir.graph import Graph, Node, StorageGroup, TensorSpec, Update, Val
 from penstock.ir.orders import Orders
 from penstock.ir.partition import Crossing, Partition
 from penstock.ir.placement import Cuts, Placement
-from penstock.ir.plan import Candidate, Choices, Plan, Prediction, Run, Search, StepMetrics
+from penstock.ir.plan import Candidate, Choices, DeviceLayout, Plan, Prediction, Run, Search, StepMetrics
 from penstock.ir.profile import NodeBytes, NodeCost, Profile, SavedTensors
 from penstock.ir.schedule import Program, Schedule
 from penstock.ir.splitting import Ragged, Rows
@@ -47,7 +47,7 @@ RECORDS: dict[str, type] = {
         *(Placement, Schedule, Program),
         *(Curve, Trace),
         *(Rows, Ragged),
-        *(Choices, Prediction, Candidate, Search, Plan),
+        *(Choices, Prediction, Candidate, DeviceLayout, Search, Plan),
         *(StepMetrics, Run),
     )
 }

@@ -26,8 +26,11 @@ _PLAN_COLUMNS = ("stage", "rank", "nodes", "forward", "backward", "activations",
 _SEARCH_COLUMNS = (
     *("step", "bubble", "peak", "messages", "stages", "microbatches", "recomputed", "schedule", "cuts", "why not"),
 )
+_LAYOUT_COLUMNS = (
+    *("replicas x ranks x tp", "microbatches", "stages", "recomputed", "step", "bubble", "peak", "MFU", "why not"),
+)
 _TOLERANCE = 1e-9
-_SHOWN_STEPS, _SHOWN_PEAKS = 10, 8
+_SHOWN_STEPS, _SHOWN_PEAKS, _SHOWN_LAYOUTS = 10, 8, 16
 ESTIMATED = "estimated"
 """first word of the device of a profile whose seconds were not measured"""
 
@@ -114,6 +117,58 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class DeviceLayout:
+    """A division of devices into replicas, pipeline ranks and tensor-parallel ranks, and its predicted step."""
+
+    replicas: int
+    ranks: int
+    """pipeline ranks of a replica"""
+    tensor_parallel: int
+    """ranks that share the tensors of a pipeline rank"""
+    samples: int
+    """samples of a microbatch"""
+    microbatches: int
+    """microbatches of a replica; 0 if the batch cannot be divided"""
+    stages_per_rank: int = 1
+    schedule: str = ""
+    recomputed: int = 0
+    """number of recomputed stages"""
+    makespan: float | None = None
+    """seconds of a step; None if it was not simulated"""
+    bubble: float = 0.0
+    peak: int = 0
+    """the most bytes that a rank holds"""
+    mfu: float | None = None
+    """model flops utilization: the flops of the model, without recomputation, as a share of the datasheet's flop/s of
+    all devices; None if either is unknown"""
+    lost: str = ""
+    """why it was not chosen; empty for the chosen one"""
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """A row of the table of layouts."""
+        count = f"{self.microbatches} x {self.samples}" if self.microbatches else ""
+        stages = f"{self.stages_per_rank * self.ranks} {self.schedule}" if self.schedule else ""
+        step = ("", "", "", "", "")
+        if self.makespan is not None:
+            mfu = "" if self.mfu is None else percent_text(self.mfu)
+            recomputed = str(self.recomputed)
+            step = (recomputed, seconds_text(self.makespan), percent_text(self.bubble), bytes_text(self.peak), mfu)
+        sizes = f"{self.replicas} x {self.ranks} x {self.tensor_parallel}"
+        return (sizes, count, stages, *step, self.lost or "chosen")
+
+    def __str__(self) -> str:
+        words = [
+            counted(self.replicas, "replica"),
+            counted(self.ranks, "pipeline rank"),
+            f"{self.tensor_parallel} tensor-parallel",
+        ]
+        mfu = "" if self.mfu is None else f", MFU {percent_text(self.mfu)}"
+        devices = counted(self.replicas * self.ranks * self.tensor_parallel, "device")
+        return f"{devices} as {' x '.join(words)}, {counted(self.samples, 'sample')} per microbatch{mfu}"
+
+
+@dataclass(frozen=True)
 class Search:
     """The candidates from best to worst, and the reasons for the best, a sentence each."""
 
@@ -121,6 +176,8 @@ class Search:
     reasons: tuple[str, ...] = ()
     asked: tuple[tuple[str, str], ...] = ()
     """the options that the search was given, by name"""
+    layouts: tuple[DeviceLayout, ...] = ()
+    """the divisions of devices from best to worst, if they were searched; the first is the chosen one"""
 
     def __post_init__(self) -> None:
         for place, candidate in enumerate(self.candidates):
@@ -261,7 +318,12 @@ class Plan:
 
     def describe(self) -> str:
         """The plan, the reasons for it, and the other candidates, as text and tables."""
-        parts = (str(self), "\n".join(self.search.reasons), str(self.search))
+        parts = [str(self), "\n".join(self.search.reasons), str(self.search)]
+        if found := self.search.layouts:
+            rows = [layout.row for layout in found[:_SHOWN_LAYOUTS]]
+            hidden = len(found) - len(rows)
+            more = [f"and {hidden} more; the JSON of the plan has all of them"] if hidden else []
+            parts.insert(1, "\n".join([*align_columns([_LAYOUT_COLUMNS, *rows]), *more]))
         return printable("\n\n".join(part for part in parts if part))
 
     def _headline(self) -> Iterable[str]:
@@ -275,6 +337,8 @@ class Plan:
             f"{counted(recomputed, 'stage') if recomputed else 'no stage'} recomputed",
         )
         yield ", ".join(words)
+        if self.search.layouts:
+            yield str(self.search.layouts[0])
         step, least = seconds_text(predicted.makespan), seconds_text(predicted.lower_bound)
         yield f"step {step}, bubble {percent_text(predicted.bubble)}, at best {least}"
         yield f"peak per rank: {_peaks_text(predicted.peaks)}{self._state_text()}"

@@ -81,6 +81,8 @@ class NodeCost:
     """bytes held and moved"""
     saved: SavedTensors = SavedTensors()
     """tensors saved for the backward"""
+    flops: float = 0.0
+    """floating-point operations of the forward, without those that are bound by memory; 0 if not counted"""
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "input_grad", "weight_grad"):
@@ -136,6 +138,11 @@ class Profile:
     def seconds(self) -> float:
         """Sum of forward and full backward over all nodes."""
         return math.fsum(cost.forward + cost.backward for cost in self.costs)
+
+    @property
+    def model_flops(self) -> float:
+        """Floating-point operations of forward and backward, taken as three forwards; 0 if they were not counted."""
+        return 3 * math.fsum(cost.flops for cost in self.costs)
 
     def check(self, graph: Graph) -> None:
         """Raise if the profile was not measured for this graph."""

@@ -125,23 +125,26 @@ def estimate(subject: MeasuredModel, speed: DeviceSpeed, progress: Progress = no
     """
     groups = group_equal_nodes(subject)
     firsts = {group[0].name for group in groups}
-    known: dict[str, tuple[Times, Memory]] = {}
+    known: dict[str, tuple[Times, Memory, int]] = {}
 
     def visit(visited: NodeVisit) -> None:
         name = visited.node.name
         if name in firsts:
             # Timing runs the node once when it is made, so that the run counted here accumulates into gradients.
             times = Timing.of_node(visited, WorkCounter(speed)).once(1)
-            known[name] = times, memory_of(visited)
+            forward = WorkCounter(speed)
+            forward.seconds(visited.prepare(False))
+            known[name] = times, memory_of(visited), forward.flops
             progress(len(known), len(groups))
 
     with subject.isolated(), fused_attention():
         sizes = visit_nodes(subject, visit)
     measured = [group for group in groups if group[0].name in known]
     times = {node.name: known[group[0].name][0] for group in measured for node in group}
-    memory = _memory_of_groups(groups, {name: memory for name, (_, memory) in known.items()})
+    memory = _memory_of_groups(groups, {name: memory for name, (_, memory, _) in known.items()})
     seconds = math.fsum(each.step for each in times.values())
-    return _profile(subject.graph, times, memory, sizes, seconds, f"estimated for {speed}", _versions())
+    flops = {node.name: known[group[0].name][2] for group in measured for node in group}
+    return _profile(subject.graph, times, memory, sizes, seconds, f"estimated for {speed}", _versions(), flops)
 
 
 def _memory_of_groups(groups: Iterable[Sequence[Node]], first: Mapping[str, Memory]) -> dict[str, Memory]:
@@ -158,6 +161,7 @@ def _profile(
     step_seconds: float,
     device: str,
     versions: tuple[tuple[str, str], ...],
+    flops: Mapping[str, int] | None = None,
 ) -> Profile:
     """The profile of a graph from its nodes, except those left out; `sizes` are bytes of storage behind values."""
     first_of = {name: group.values[0] for group in graph.storage for name in group.values}
@@ -188,7 +192,8 @@ def _profile(
             outputs=sum(value.spec.bytes for value in node.makes),
         )
         saved = replace(holds, values=shared(holds.values), late_values=shared(holds.late_values))
-        costs.append(NodeCost(node.name, *times.get(node.name, Times()), memory, saved))
+        counted = float((flops or {}).get(node.name, 0))
+        costs.append(NodeCost(node.name, *times.get(node.name, Times()), memory, saved, counted))
     pairs = tuple((name, size) for name, size in sizes.items() if first_of.get(name, name) == name)
     return Profile(tuple(costs), step_seconds, graph.fingerprint, device, versions, pairs)
 

@@ -1,7 +1,7 @@
 """Chooses cuts, placement, order, microbatches and recomputation, and synthesises schedules."""
 
 from penstock.planner.candidates import Measured
-from penstock.planner.devices import DeviceLayout, best_device_plan, device_layouts
+from penstock.planner.devices import DevicePool, predict_layout, search_devices
 from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.plan_search import search
 from penstock.planner.recording import RecordedPass, RecordedStep, RecordedTraining
@@ -19,4 +19,5 @@ from penstock.planner.streams import (
     staleness_table,
 )
 from penstock.planner.synthesis import ScheduleProblem, is_too_large, synthesise
+from penstock.planner.tensor_parallel import split_tensors
 from penstock.planner.what_if import Alternative, Part, WhatIf, what_if, what_if_document

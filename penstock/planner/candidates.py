@@ -36,7 +36,7 @@ GIVEN = "given"
 """in place of a name, for a schedule or stages that the user gave"""
 _DEPTHS = (1, 2, 3, 4)
 """stages per rank that are considered if the options leave them open"""
-_LIGHT = 0.1
+LIGHT = 0.1
 """share of the mean seconds of a stage below which a node is not worth a stage"""
 _TRAFFIC_FACTOR = 4.0
 """how many times slower links are assumed to be for cuts with fewer bytes"""
@@ -64,6 +64,8 @@ class StageLayout:
     cluster: Cluster
     choices: Choices
     training: TrainingState = TrainingState()
+    is_certified: bool = True
+    """whether plans get a lower bound, which takes longer to compute than the simulation"""
 
     @cached_property
     def plain_costs(self) -> StageCosts:
@@ -93,8 +95,8 @@ class StageLayout:
 
     @cached_property
     def bound(self) -> float:
-        """Seconds that no order can undercut."""
-        return lower_bound(self.problem).seconds
+        """Seconds that no order can undercut; 0 if it is not certified."""
+        return lower_bound(self.problem).seconds if self.is_certified else 0.0
 
     def recomputing(self, flags: tuple[bool, ...]) -> "StageLayout":
         """Returns the same with these stages recomputed."""
@@ -274,7 +276,7 @@ def light_groups(problem: Problem) -> tuple[tuple[str, ...], ...]:
     graph, profile = problem.graph, problem.profile
     num_stages = problem.placement.num_stages if problem.placement else problem.cluster.ranks
     seconds = {cost.node: cost.forward + cost.backward for cost in profile.costs}
-    limit = _LIGHT * sum(seconds.values()) / num_stages
+    limit = LIGHT * sum(seconds.values()) / num_stages
     ahead: dict[str, Counter[str]] = defaultdict(Counter)
     behind: dict[str, Counter[str]] = defaultdict(Counter)
     for edge in graph.edges:

@@ -1,120 +1,439 @@
-"""Divides a number of devices into replicas and pipeline ranks, for a batch of fixed size.
+"""Divides devices into replicas, pipeline ranks and tensor-parallel ranks, for a batch of fixed size.
 
-Every division is planned with 1F1B and the fast partitioner first, the best of them with the whole effort. Replicas
-average their gradients as the runtime does: stage by stage, from the last backward of a stage on.
+Every division has a closed-form bound: the work of its busiest rank, and the state that a rank holds. The others are
+simulated in the order of an estimate, and the best are planned with the whole effort. Replicas are equal, so one
+pipeline is simulated; they average their gradients as the runtime does, stage by stage from the last backward on. With
+many microbatches the step is extrapolated from shorter ones, as the steady state of a schedule repeats.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import FitError, PenstockError, PlanError
-from penstock.ir import Cluster, Plan, Replicas, align_columns, bytes_text, percent_text, seconds_text
-from penstock.planner.candidates import Measured
+from penstock.ir import (
+    Cluster,
+    DeviceLayout,
+    LinkSpeed,
+    Plan,
+    Replicas,
+    bytes_text,
+    node_cluster,
+    percent_text,
+    seconds_text,
+)
+from penstock.planner.candidates import LIGHT, Found, Measured, excess_bytes, layouts, table_plans
 from penstock.planner.options import AUTO, PlanOptions
-from penstock.planner.plan_search import search
+from penstock.planner.plan_search import OnProgress, search
+from penstock.planner.tensor_parallel import split_tensors
+from penstock.schedules import build_on, find
 
-_FIRST_SCHEDULE = "1f1b"
-"""the schedule of the first plan of a division, if it is left open"""
+_FIRST_SCHEDULE, _FIRST_INTERLEAVED = "1f1b", "interleaved"
+"""the schedules with which divisions are compared, if the schedule is left open"""
+_DEPTHS = (1, 2, 3, 4, 5, 6, 8)
+"""stages per rank that are compared, if they are left open"""
 _REFINED = 3
-"""divisions that are planned with the whole effort"""
-_MOST_RANKS = 256
-"""the most pipeline ranks of a replica that are tried"""
+"""divisions that are planned with all schedules"""
+_SHARE = 0.5
+"""share of the budget for simulating divisions; the rest is for planning the best ones"""
+_MIN_SIMULATED = 12
+"""divisions that are simulated even if the budget is spent"""
+_EXACT = 1e-9
+"""difference of two periods of a schedule, as a share, that counts as none"""
 
 
 @dataclass(frozen=True)
-class DeviceLayout:
-    """One division of the devices, and its plan, or the reason why it has none."""
+class DevicePool:
+    """Equal devices on nodes. Tensor-parallel ranks are next to each other, then pipeline ranks, then replicas."""
 
-    replicas: int
-    ranks: int
-    samples: int
-    """samples of a microbatch"""
-    microbatches: int
-    """microbatches of a replica"""
-    plan: Plan | None = None
-    problem: str = ""
+    devices: int
+    memory: int | None = None
+    """bytes of a device; None: no limit"""
+    within: LinkSpeed | None = None
+    """the link between devices of a node; None: messages take no time"""
+    across: LinkSpeed | None = None
+    """the link between nodes, per device; None: as within"""
+    per_node: int = 8
+    peak_flops: float | None = None
+    """the datasheet's flop/s of a device, for MFU; None: unknown"""
 
-    @property
-    def row(self) -> tuple[str, ...]:
-        """A row of the table of layouts."""
-        sizes = (f"{self.replicas} x {self.ranks}", f"{self.microbatches} x {self.samples}")
-        if self.plan is None:
-            return (*sizes, "", "", "", "", self.problem)
-        seen = self.plan.predicted
-        step = (seconds_text(seen.makespan), percent_text(seen.bubble), bytes_text(max(seen.peaks)))
-        return (*sizes, *step, self.plan.choices.schedule, "")
+    def link(self, ranks: int) -> LinkSpeed | None:
+        """The slowest link between that many neighbouring devices."""
+        return self.within if ranks <= self.per_node or self.across is None else self.across
+
+    def replicas(self, ranks: int, tensor_parallel: int) -> Replicas:
+        """The copies of pipelines of that size, and the links between them."""
+        size = ranks * tensor_parallel
+        count = self.devices // size
+        outer = self.link(self.devices)
+        if self.within is None or outer is None:
+            return Replicas(count)
+        return Replicas(
+            count,
+            outer.latency,
+            outer.bandwidth,
+            per_node=max(1, self.per_node // size),
+            node_latency=self.within.latency,
+            node_bandwidth=self.within.bandwidth,
+        )
+
+    def pipeline(self, ranks: int, tensor_parallel: int) -> Cluster:
+        """The pipeline ranks of one replica, and the links to the others."""
+        replicas = self.replicas(ranks, tensor_parallel)
+        if self.within is None:
+            return Cluster(ranks, self.memory, replicas=replicas)
+        per_node = max(1, self.per_node // tensor_parallel)
+        cluster = node_cluster(ranks, self.within, self.across, per_node)
+        return replace(cluster, memory=self.memory, replicas=replicas)
 
 
-def device_layouts(
+def search_devices(
     measured: Mapping[int, Measured],
     options: PlanOptions,
-    devices: int,
+    pool: DevicePool,
     samples: int,
-    clusters: Mapping[int, Cluster],
-    between: Replicas,
-) -> tuple[DeviceLayout, ...]:
-    """Plans every division of the devices; returns them from best to worst.
+    degrees: Sequence[int] = (1,),
+    on_progress: OnProgress | None = None,
+) -> Plan:
+    """Returns the plan of the best division; its `search.layouts` has all of them, with the reason why each lost.
 
-    `measured` is by the samples of a microbatch, `clusters` by the pipeline ranks of a replica, and `between` has the
-    link between replicas. Raises FitError if no division fits, and PlanError if none suits the batch.
+    `measured` is by the samples of a microbatch, `samples` those of the whole batch, `degrees` those of tensor
+    parallelism. The ranks, memory and microbatches of the options are not used. Raises FitError if no division fits,
+    and PlanError if none suits the batch.
     """
-    is_open = options.schedule == AUTO and options.stages_per_rank is None
-    found = []
-    for ranks in (each for each in range(1, min(devices, _MOST_RANKS) + 1) if devices % each == 0 and each in clusters):
-        replicas = devices // ranks
-        for size, model in measured.items():
-            count, rest = divmod(samples, replicas * size)
-            if rest or not count:
-                continue
-            cluster = replace(clusters[ranks], replicas=replace(between, count=replicas))
-            first = _FIRST_SCHEDULE if is_open else options.schedule
-            asked = replace(options, ranks=cluster, microbatches=count, schedule=first, budget_seconds=0.0)
-            layout = DeviceLayout(replicas, ranks, size, count)
-            # Without this, recomputation would be tried stage by stage in vain.
-            if cluster.limits and _state_bytes(model, options) > sum(cluster.limits):
-                found.append(replace(layout, problem="parameters, gradients and optimizer do not fit"))
+    return _DeviceSearch(measured, options, pool, samples, degrees, on_progress).best()
+
+
+def predict_layout(
+    measured: Mapping[int, Measured], options: PlanOptions, pool: DevicePool, layout: DeviceLayout
+) -> DeviceLayout:
+    """Returns a layout with its predicted step; `lost` says if it has none, or does not fit."""
+    samples = layout.samples * layout.microbatches * layout.replicas
+    return _DeviceSearch(measured, options, pool, samples, (layout.tensor_parallel,), None).simulated(layout)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What bounds the divisions of a model of one microbatch size and tensor-parallel degree, before it is cut."""
+
+    measured: Measured
+    options: PlanOptions
+
+    @cached_property
+    def node_seconds(self) -> NDArray[np.float64]:
+        """Forward and backward of the nodes that compute, the longest first; recomputation included if it is full."""
+        again = 1.0 if self.options.recompute == "full" else 0.0
+        found = [(1 + again) * each.forward + each.backward for each in self.measured.profile.costs]
+        return np.sort(np.array(found))[::-1]
+
+    @cached_property
+    def total(self) -> float:
+        """Seconds of all nodes."""
+        return float(self.node_seconds.sum())
+
+    def load(self, ranks: int) -> float:
+        """Seconds of a microbatch that the busiest rank has at least.
+
+        It has the mean; and of any k nodes some rank has k / ranks, rounded up.
+        """
+        count = -(-np.arange(1, len(self.node_seconds) + 1) // ranks)
+        return max(self.total / ranks, float((count * self.node_seconds).max()))
+
+    def most_stages(self, stages: int) -> int:
+        """Stages that are not light, if the mean is that of so many stages; a node is at most one."""
+        limit = LIGHT * self.total / stages
+        return int(np.minimum(self.node_seconds / limit, 1.0).sum()) if limit else len(self.node_seconds)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Parameters, gradients and optimizer state of all ranks of a pipeline."""
+        training, specs = self.options.training, [value.spec for value in self.measured.graph.parameters]
+        return sum(each.bytes + training.gradient_bytes(each) + training.optimizer_bytes(each) for each in specs)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Gradients of all ranks of a pipeline."""
+        return sum(self.options.training.gradient_bytes(value.spec) for value in self.measured.graph.parameters)
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """Activations of one microbatch on all ranks of a pipeline, without recomputation."""
+        profile = self.measured.profile
+        if not profile.held:
+            return sum(each.memory.kept for each in profile.costs)
+        sizes, saved = dict(profile.held), {name for each in profile.costs for name in each.saved.values}
+        return sum(each.saved.own for each in profile.costs) + sum(sizes.get(name, 0) for name in saved)
+
+
+class _DeviceSearch:
+    def __init__(
+        self,
+        measured: Mapping[int, Measured],
+        options: PlanOptions,
+        pool: DevicePool,
+        samples: int,
+        degrees: Sequence[int],
+        on_progress: OnProgress | None,
+    ) -> None:
+        if not isinstance(options.schedule, str):
+            hint = 'a name such as "1f1b", or "auto"'
+            raise PlanError("schedule must be a name if devices are searched", got="orders of passes", hint=hint)
+        self._measured, self._options, self._pool, self._samples = measured, options, pool, samples
+        self._degrees, self._on_progress = degrees, on_progress
+        self._works: dict[tuple[int, int], _Work] = {}
+        self._start = time.monotonic()
+
+    def best(self) -> Plan:
+        """Bounds all divisions, simulates those that may be the best, and plans the best of these with all effort."""
+        lost: list[DeviceLayout] = []
+        fitting: list[DeviceLayout] = []
+        candidates = list(self._divisions())
+        if not any(layout.microbatches for layout in candidates):
+            hint = "a batch that is a multiple of the replicas"
+            sizes = {"devices": self._pool.devices, "samples": self._samples}
+            raise PlanError("no division of the devices suits the batch", hint=hint, **sizes)
+        lost += [layout for layout in candidates if layout.lost]
+        estimates = sorted((self._estimate(layout), place) for place, layout in enumerate(candidates) if not layout.lost)
+        end = self._start + _SHARE * self._options.budget_seconds
+        for number, (estimate, place) in enumerate(estimates):
+            layout = candidates[place]
+            least = self._work(layout).load(layout.ranks) * layout.microbatches
+            if fitting and least >= min(_seconds(each) for each in fitting):
+                lost.append(replace(layout, lost=f"work alone takes {seconds_text(least)}"))
+            elif fitting and number >= _MIN_SIMULATED and time.monotonic() > end:
+                lost.append(replace(layout, lost=f"not simulated: about {seconds_text(estimate)} by estimate"))
             else:
-                found.append(_planned(layout, model, asked))
-    if not found:
-        hint = "a batch that is a multiple of the replicas"
-        raise PlanError("no division of the devices suits the batch", devices=devices, samples=samples, hint=hint)
-    found.sort(key=_sort_key)
-    if found[0].plan is None:
-        hint = 'more devices or memory, or recompute="auto"'
-        raise FitError(f"no division of {devices} devices fits: {found[0].problem}", hint=hint)
-    share = options.budget_seconds / _REFINED
-    for place, each in enumerate(found[:_REFINED]):
-        if each.plan is not None:
-            asked = replace(options, ranks=each.plan.cluster, microbatches=each.microbatches, budget_seconds=share)
-            found[place] = _planned(each, measured[each.samples], asked)
-    return tuple(sorted(found, key=_sort_key))
+                self._report()
+                layout = self.simulated(layout)
+                (lost if layout.lost else fitting).append(layout)
+        if not fitting:
+            raise self._no_fit(lost)
+        fitting.sort(key=_seconds)
+        best_of_division: dict[tuple[int, ...], DeviceLayout] = {}
+        for layout in fitting:
+            best_of_division.setdefault(_division(layout), layout)
+        refined = list(best_of_division.values())[:_REFINED]
+        left = self._options.budget_seconds - (time.monotonic() - self._start)
+        plans = [self._planned(layout, max(left, 0.0) / len(refined)) for layout in refined]
+        place = min(range(len(plans)), key=lambda place: plans[place].predicted.makespan)
+        chosen = self._with_plan(refined[place], plans[place])
+        others = [self._with_plan(*pair) for nth, pair in enumerate(zip(refined, plans, strict=True)) if nth != place]
+        others += [layout for layout in fitting if layout not in refined]
+        others = [replace(each, lost=_why_slower(each, chosen)) for each in sorted(others, key=_seconds)]
+        # Those with a prediction first, then those that suit the batch.
+        lost.sort(key=lambda each: (each.makespan is None, not each.microbatches, -each.replicas))
+        plan = plans[place]
+        # The names of a plan are those of the whole model; its costs are those of one rank.
+        whole = self._measured[chosen.samples].graph
+        return replace(plan, graph=whole, search=replace(plan.search, layouts=(chosen, *others, *lost)))
+
+    def _divisions(self) -> Iterator[DeviceLayout]:
+        """Every layout; with a reason in `lost` if it is excluded without a simulation."""
+        for degree in self._degrees:
+            if self._pool.devices % degree:
+                continue
+            left = self._pool.devices // degree
+            for ranks in (each for each in range(1, left + 1) if left % each == 0):
+                replicas = left // ranks
+                sizes = [size for size in self._measured if self._samples % (replicas * size) == 0]
+                if not sizes:
+                    why = f"{self._samples} samples are not a multiple of {replicas} replicas"
+                    yield DeviceLayout(replicas, ranks, degree, 0, 0, lost=why)
+                for size in sizes:
+                    count = self._samples // (replicas * size)
+                    plain = DeviceLayout(replicas, ranks, degree, size, count)
+                    if (most := self._work(plain).most_stages(ranks)) < ranks:
+                        yield replace(plain, lost=f"only {most} stages would have work")
+                        continue
+                    for schedule, depth in self._orders():
+                        layout = replace(plain, schedule=schedule, stages_per_rank=depth)
+                        stages = ranks * depth
+                        if depth == 1 or (ranks > 1 and self._work(plain).most_stages(stages) >= stages):
+                            yield replace(layout, lost=self._why_too_large(layout))
+
+    def _orders(self) -> Iterator[tuple[str, int]]:
+        """The schedules and stages per rank that are compared."""
+        asked, depth = str(self._options.schedule), self._options.stages_per_rank
+        allowed = _DEPTHS if asked == AUTO else find(asked).choices or _DEPTHS
+        for each in allowed if depth is None else (depth,):
+            open_schedule = _FIRST_SCHEDULE if each == 1 else _FIRST_INTERLEAVED
+            yield (open_schedule if asked == AUTO else asked), each
+
+    def _work(self, layout: DeviceLayout) -> _Work:
+        key = layout.samples, layout.tensor_parallel
+        if key not in self._works:
+            link = self._pool.link(layout.tensor_parallel)
+            split = split_tensors(self._measured[layout.samples], layout.tensor_parallel, link)
+            self._works[key] = _Work(split, self._options)
+        return self._works[key]
+
+    def _held_bytes(self, layout: DeviceLayout) -> tuple[float, float]:
+        """Mean bytes of a rank: of its state, and of the activations that the schedule keeps, if none recompute.
+
+        No cut has a smaller maximum. Of schedules other than the two that are compared first, one microbatch counts.
+        """
+        work, ranks, depth = self._work(layout), layout.ranks, layout.stages_per_rank
+        passes = np.ones(ranks)
+        rank = np.arange(ranks)
+        if layout.schedule == _FIRST_SCHEDULE:
+            passes = np.minimum(ranks - rank, layout.microbatches)
+        elif layout.schedule == _FIRST_INTERLEAVED:
+            passes = np.minimum(2 * (ranks - rank - 1) + (depth - 1) * ranks + 1, layout.microbatches * depth) / depth
+        return work.state_bytes / ranks, work.activation_bytes / ranks * float(passes.mean())
+
+    def _why_too_large(self, layout: DeviceLayout) -> str:
+        if (limit := self._pool.memory) is None:
+            return ""
+        state, activations = self._held_bytes(layout)
+        if state > limit:
+            return f"parameters, gradients and optimizer take {bytes_text(int(state))} of {bytes_text(limit)} per rank"
+        if self._options.recompute == "none" and state + activations > limit:
+            return f"activations too take {bytes_text(int(state + activations))} of {bytes_text(limit)} per rank"
+        return ""
+
+    def _estimate(self, layout: DeviceLayout) -> float:
+        """Seconds of a step by a formula: work, filling and draining, and the reduction of one stage."""
+        work, ranks, depth = self._work(layout), layout.ranks, layout.stages_per_rank
+        # Ranks with equal loads still wait for each other if their stages are unequal: about half of the difference.
+        load = (work.load(ranks) + depth * work.load(ranks * depth)) / 2
+        if self._options.recompute == AUTO and self._pool.memory and sum(self._held_bytes(layout)) > self._pool.memory:
+            load += sum(each.forward for each in work.measured.profile.costs) / ranks
+        fill = (ranks - 1) * work.total / ranks / depth
+        replicas = self._pool.replicas(ranks, layout.tensor_parallel)
+        return load * layout.microbatches + fill + replicas.reduction_seconds(work.gradient_bytes / ranks / depth)
+
+    def simulated(self, layout: DeviceLayout) -> DeviceLayout:
+        """The layout with its predicted step, or with the reason in `lost`."""
+        model, cluster = self._work(layout).measured, self._pool.pipeline(layout.ranks, layout.tensor_parallel)
+        # Two periods of the schedule more than the shortest step that has a steady state.
+        period, count = layout.ranks, layout.microbatches
+        counts = [2 * period + count % period + each * period for each in range(3)]
+        if counts[-1] >= count:
+            counts = [count]
+        asked = self._asked(layout, cluster, counts[0])
+        best: Found | None = None
+        try:
+            for cut in layouts({counts[0]: model}, asked):
+                for found in table_plans(replace(cut, is_certified=False), asked):
+                    best = found if best is None else min(best, found, key=_fit_and_seconds)
+            if best is None:
+                return replace(layout, lost="the schedule does not support that many stages")
+            plans = [best.plan]
+            for number in counts[1:]:
+                cut = replace(best.layout, num_microbatches=number)
+                orders = build_on(cut.placement, layout.schedule, number, cut.costs)
+                assert orders is not None
+                plans.append(cut.plan(orders, layout.schedule))
+        except PenstockError as error:
+            return replace(layout, lost=error.problem)
+        steps = [plan.predicted.makespan for plan in plans]
+        if len(plans) > 1:
+            first, second = np.diff(steps)
+            if abs(second - first) > _EXACT * steps[-1] or plans[1].predicted.peaks != plans[2].predicted.peaks:
+                # Not periodic yet: simulated as a whole.
+                cut = replace(best.layout, num_microbatches=count)
+                orders = build_on(cut.placement, layout.schedule, count, cut.costs)
+                assert orders is not None
+                plans, steps = [cut.plan(orders, layout.schedule)], []
+                steps = [plans[0].predicted.makespan]
+            else:
+                steps.append(steps[-1] + (count - counts[-1]) / period * second)
+        plan, step = plans[-1], float(steps[-1])
+        # Work of all ranks is proportional to the microbatches.
+        busy = (1 - plan.predicted.bubble) * plan.predicted.makespan * count / plan.num_microbatches
+        layout = replace(
+            layout,
+            recomputed=sum(plan.choices.recompute),
+            makespan=step,
+            bubble=max(0.0, 1 - busy / step) if step else 0.0,
+            peak=max(plan.predicted.peaks),
+            mfu=self._mfu(layout, step),
+        )
+        if excess_bytes(plan) > 0:
+            limit = bytes_text(self._pool.memory or 0)
+            return replace(layout, lost=f"needs {bytes_text(layout.peak)} of {limit} per rank")
+        return layout
+
+    def _asked(self, layout: DeviceLayout, cluster: Cluster, count: int) -> PlanOptions:
+        return replace(
+            self._options,
+            ranks=cluster,
+            memory=None,
+            microbatches=count,
+            schedule=layout.schedule,
+            stages_per_rank=layout.stages_per_rank,
+            budget_seconds=0.0,
+        )
+
+    def _planned(self, layout: DeviceLayout, budget_seconds: float) -> Plan:
+        """The plan of a layout, with all schedules that the options allow."""
+        cluster = self._pool.pipeline(layout.ranks, layout.tensor_parallel)
+        asked = self._asked(layout, cluster, layout.microbatches)
+        asked = replace(asked, schedule=self._options.schedule, budget_seconds=budget_seconds)
+        return search({layout.microbatches: self._work(layout).measured}, asked, self._on_progress)
+
+    def _with_plan(self, layout: DeviceLayout, plan: Plan) -> DeviceLayout:
+        seen = plan.predicted
+        return replace(
+            layout,
+            schedule=plan.choices.schedule,
+            recomputed=sum(plan.choices.recompute),
+            makespan=seen.makespan,
+            bubble=max(0.0, seen.bubble),
+            peak=max(seen.peaks),
+            mfu=self._mfu(layout, seen.makespan),
+        )
+
+    def _mfu(self, layout: DeviceLayout, seconds: float) -> float | None:
+        flops = self._measured[layout.samples].profile.model_flops * layout.microbatches * layout.replicas
+        if not flops or not seconds or self._pool.peak_flops is None:
+            return None
+        return flops / (seconds * self._pool.peak_flops * self._pool.devices)
+
+    def _no_fit(self, lost: Sequence[DeviceLayout]) -> FitError:
+        """The error, with the layout that lacks the least memory."""
+        suited = [layout for layout in lost if layout.microbatches]
+        nearest = min(suited, key=lambda layout: layout.peak or sum(self._held_bytes(layout)))
+        where = f"{nearest.replicas} replicas x {nearest.ranks} ranks x {nearest.tensor_parallel}"
+        more = "" if self._options.recompute == AUTO else ', or recompute="auto"'
+        hint = f"more devices or memory, a larger tensor_parallel{more}"
+        return FitError(f"no division of {self._pool.devices} devices fits; nearest, {where}: {nearest.lost}", hint=hint)
+
+    def _report(self) -> None:
+        if self._on_progress is not None:
+            whole = 1000 * self._options.budget_seconds
+            self._on_progress(round(min(whole, 1000 * (time.monotonic() - self._start))), round(whole))
 
 
-def _state_bytes(model: Measured, options: PlanOptions) -> int:
-    """Bytes of the parameters of the whole model, of their gradients and of the optimizer."""
-    specs, training = [value.spec for value in model.graph.parameters], options.training
-    return sum(spec.bytes + training.gradient_bytes(spec) + training.optimizer_bytes(spec) for spec in specs)
+def _seconds(layout: DeviceLayout) -> float:
+    assert layout.makespan is not None
+    return layout.makespan
 
 
-def _planned(layout: DeviceLayout, model: Measured, options: PlanOptions) -> DeviceLayout:
-    """The layout with its plan, or with the problem if none was found."""
-    try:
-        return replace(layout, plan=search({layout.microbatches: model}, options), problem="")
-    except PenstockError as error:
-        return replace(layout, plan=None, problem=error.problem)
+def _division(layout: DeviceLayout) -> tuple[int, ...]:
+    return layout.replicas, layout.ranks, layout.tensor_parallel, layout.samples
 
 
-def _sort_key(layout: DeviceLayout) -> tuple[bool, float]:
-    """Divisions with a plan first, the shortest step first."""
-    return layout.plan is None, 0.0 if layout.plan is None else layout.plan.predicted.makespan
+def _fit_and_seconds(found: Found) -> tuple[bool, float]:
+    return excess_bytes(found.plan) > 0, found.plan.predicted.makespan
 
 
-def best_device_plan(layouts: tuple[DeviceLayout, ...], shown: int = 8) -> Plan:
-    """Returns the plan of the best division; its reasons end with the table of divisions."""
-    best = layouts[0].plan
-    assert best is not None
-    head = ("replicas x ranks", "microbatches", "step", "bubble", "peak", "schedule", "why not")
-    chosen = layouts[0]
-    text = f"{chosen.replicas} replicas x {chosen.ranks} ranks are the best division of the devices:"
-    rows = align_columns([head, *(each.row for each in layouts[:shown])])
-    return replace(best, search=replace(best.search, reasons=(*best.search.reasons, text, *rows)))
+def _why_slower(layout: DeviceLayout, chosen: DeviceLayout) -> str:
+    """How much longer the step is, and whether because of idle time or because of more work."""
+    step, least = _seconds(layout), _seconds(chosen)
+    idle = step * layout.bubble - least * chosen.bubble
+    work = step - least - idle
+    shares = [each.recomputed / (each.ranks * each.stages_per_rank) for each in (layout, chosen)]
+    if idle >= work:
+        why = "more idle time"
+    elif shares[0] > shares[1]:
+        why = "more recomputation"
+    elif layout.tensor_parallel > chosen.tensor_parallel:
+        why = "more collectives"
+    else:
+        why = "more work"
+    return f"{percent_text(step / least - 1)} slower: {why}" if step > least else "as fast"
