@@ -1,7 +1,7 @@
 """Chooses cuts, placement, order, microbatches and recomputation, and synthesises schedules."""
 
 from penstock.planner.candidates import Measured
-from penstock.planner.devices import DevicePool, predict_layout, search_devices
+from penstock.planner.devices import DevicePool, compare_layouts, predict_layout, search_devices
 from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.plan_search import search
 from penstock.planner.recording import RecordedPass, RecordedStep, RecordedTraining

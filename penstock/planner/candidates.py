@@ -397,9 +397,11 @@ def table_plans(layout: StageLayout, options: PlanOptions) -> Iterator[Found]:
                     flags[max(left, key=freed_per_second)] = True
             if tuple(flags) == plan.choices.recompute:
                 break
-            found = _with_schedule(layout.recomputing(tuple(flags)), name, asked)
+            # Certified at the end: the bound of a plan that does not fit is not used.
+            more = replace(layout.recomputing(tuple(flags)), is_certified=False)
+            found = _with_schedule(more, name, asked)
         if found is not None:
-            yield found
+            yield _certified(found) if layout.is_certified else found
 
 
 def synthesised_plans(layout: StageLayout, budget_seconds: float) -> Iterator[Found]:
@@ -417,6 +419,15 @@ def _with_schedule(layout: StageLayout, name: str, asked: object) -> Found | Non
         return Found(layout.plan(asked, GIVEN), layout)
     built = build_on(layout.placement, name, layout.num_microbatches, layout.costs)
     return Found(layout.plan(built, name), layout) if built is not None else None
+
+
+def _certified(found: Found) -> Found:
+    """The plan with its lower bound, if that was left out."""
+    if found.layout.is_certified:
+        return found
+    layout, predicted = replace(found.layout, is_certified=True), found.plan.predicted
+    bound = min(layout.bound, predicted.makespan)
+    return Found(replace(found.plan, predicted=replace(predicted, lower_bound=bound)), layout)
 
 
 def excess_bytes(plan: Plan) -> int:

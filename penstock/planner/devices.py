@@ -108,10 +108,22 @@ def search_devices(
     return _DeviceSearch(measured, options, pool, samples, degrees, on_progress).best()
 
 
+def compare_layouts(
+    measured: Mapping[int, Measured],
+    options: PlanOptions,
+    pool: DevicePool,
+    samples: int,
+    degrees: Sequence[int] = (1,),
+) -> tuple[DeviceLayout, ...]:
+    """Returns the layouts that `search_devices` compares, simulated, the best first; none is planned further."""
+    fitting, lost = _DeviceSearch(measured, options, pool, samples, degrees, None).compared()
+    return (*fitting, *lost)
+
+
 def predict_layout(
     measured: Mapping[int, Measured], options: PlanOptions, pool: DevicePool, layout: DeviceLayout
 ) -> DeviceLayout:
-    """Returns a layout with its predicted step; `lost` says if it has none, or does not fit."""
+    """Returns one layout with its predicted step; `lost` says why it has none, or does not fit."""
     samples = layout.samples * layout.microbatches * layout.replicas
     return _DeviceSearch(measured, options, pool, samples, (layout.tensor_parallel,), None).simulated(layout)
 
@@ -187,22 +199,22 @@ class _DeviceSearch:
         self._works: dict[tuple[int, int], _Work] = {}
         self._start = time.monotonic()
 
-    def best(self) -> Plan:
-        """Bounds all divisions, simulates those that may be the best, and plans the best of these with all effort."""
-        lost: list[DeviceLayout] = []
-        fitting: list[DeviceLayout] = []
+    def compared(self) -> tuple[list[DeviceLayout], list[DeviceLayout]]:
+        """The layouts that fit, the fastest first, with the schedules that are tried first; and those that lost."""
         candidates = list(self._divisions())
         if not any(layout.microbatches for layout in candidates):
             hint = "a batch that is a multiple of the replicas"
             sizes = {"devices": self._pool.devices, "samples": self._samples}
             raise PlanError("no division of the devices suits the batch", hint=hint, **sizes)
-        lost += [layout for layout in candidates if layout.lost]
-        estimates = sorted((self._estimate(layout), place) for place, layout in enumerate(candidates) if not layout.lost)
+        fitting: list[DeviceLayout] = []
+        lost = [layout for layout in candidates if layout.lost]
+        possible = [layout for layout in candidates if not layout.lost]
+        estimates = sorted((self._estimate(layout), place) for place, layout in enumerate(possible))
         end = self._start + _SHARE * self._options.budget_seconds
         for number, (estimate, place) in enumerate(estimates):
-            layout = candidates[place]
+            layout = possible[place]
             least = self._work(layout).load(layout.ranks) * layout.microbatches
-            if fitting and least >= min(_seconds(each) for each in fitting):
+            if fitting and least >= min(map(_seconds, fitting)):
                 lost.append(replace(layout, lost=f"work alone takes {seconds_text(least)}"))
             elif fitting and number >= _MIN_SIMULATED and time.monotonic() > end:
                 lost.append(replace(layout, lost=f"not simulated: about {seconds_text(estimate)} by estimate"))
@@ -212,21 +224,27 @@ class _DeviceSearch:
                 (lost if layout.lost else fitting).append(layout)
         if not fitting:
             raise self._no_fit(lost)
-        fitting.sort(key=_seconds)
-        best_of_division: dict[tuple[int, ...], DeviceLayout] = {}
-        for layout in fitting:
-            best_of_division.setdefault(_division(layout), layout)
-        refined = list(best_of_division.values())[:_REFINED]
-        left = self._options.budget_seconds - (time.monotonic() - self._start)
-        plans = [self._planned(layout, max(left, 0.0) / len(refined)) for layout in refined]
-        place = min(range(len(plans)), key=lambda place: plans[place].predicted.makespan)
-        chosen = self._with_plan(refined[place], plans[place])
-        others = [self._with_plan(*pair) for nth, pair in enumerate(zip(refined, plans, strict=True)) if nth != place]
-        others += [layout for layout in fitting if layout not in refined]
-        others = [replace(each, lost=_why_slower(each, chosen)) for each in sorted(others, key=_seconds)]
         # Those with a prediction first, then those that suit the batch.
         lost.sort(key=lambda each: (each.makespan is None, not each.microbatches, -each.replicas))
-        plan = plans[place]
+        return sorted(fitting, key=_seconds), lost
+
+    def best(self) -> Plan:
+        """The plan of the best layout: the best layouts of some divisions are planned with all schedules."""
+        fitting, lost = self.compared()
+        best_of_division: dict[tuple[int, ...], DeviceLayout] = {}
+        for layout in fitting:
+            sizes = (layout.replicas, layout.ranks, layout.tensor_parallel, layout.samples)
+            best_of_division.setdefault(sizes, layout)
+        refined = list(best_of_division.values())[:_REFINED]
+        left = self._options.budget_seconds - (time.monotonic() - self._start)
+        found = []
+        for layout in refined:
+            plan = self._planned(layout, max(left, 0.0) / len(refined))
+            found.append((plan, self._with_plan(layout, plan)))
+        plan, chosen = min(found, key=lambda pair: pair[0].predicted.makespan)
+        others = [layout for _, layout in found if layout is not chosen]
+        others += [layout for layout in fitting if layout not in refined]
+        others = [replace(each, lost=_why_slower(each, chosen)) for each in sorted(others, key=_seconds)]
         # The names of a plan are those of the whole model; its costs are those of one rank.
         whole = self._measured[chosen.samples].graph
         return replace(plan, graph=whole, search=replace(plan.search, layouts=(chosen, *others, *lost)))
@@ -322,27 +340,18 @@ class _DeviceSearch:
                     best = found if best is None else min(best, found, key=_fit_and_seconds)
             if best is None:
                 return replace(layout, lost="the schedule does not support that many stages")
-            plans = [best.plan]
-            for number in counts[1:]:
-                cut = replace(best.layout, num_microbatches=number)
-                orders = build_on(cut.placement, layout.schedule, number, cut.costs)
-                assert orders is not None
-                plans.append(cut.plan(orders, layout.schedule))
+            plans = [best.plan, *(_with_microbatches(best, number) for number in counts[1:])]
         except PenstockError as error:
             return replace(layout, lost=error.problem)
-        steps = [plan.predicted.makespan for plan in plans]
+        plan = plans[-1]
+        step = plan.predicted.makespan
         if len(plans) > 1:
-            first, second = np.diff(steps)
-            if abs(second - first) > _EXACT * steps[-1] or plans[1].predicted.peaks != plans[2].predicted.peaks:
-                # Not periodic yet: simulated as a whole.
-                cut = replace(best.layout, num_microbatches=count)
-                orders = build_on(cut.placement, layout.schedule, count, cut.costs)
-                assert orders is not None
-                plans, steps = [cut.plan(orders, layout.schedule)], []
-                steps = [plans[0].predicted.makespan]
+            first, second = np.diff([each.predicted.makespan for each in plans])
+            if abs(second - first) <= _EXACT * step and plans[1].predicted.peaks == plan.predicted.peaks:
+                step += (count - counts[-1]) / period * float(second)
             else:
-                steps.append(steps[-1] + (count - counts[-1]) / period * second)
-        plan, step = plans[-1], float(steps[-1])
+                plan = _with_microbatches(best, count)
+                step = plan.predicted.makespan
         # Work of all ranks is proportional to the microbatches.
         busy = (1 - plan.predicted.bubble) * plan.predicted.makespan * count / plan.num_microbatches
         layout = replace(
@@ -401,7 +410,8 @@ class _DeviceSearch:
         where = f"{nearest.replicas} replicas x {nearest.ranks} ranks x {nearest.tensor_parallel}"
         more = "" if self._options.recompute == AUTO else ', or recompute="auto"'
         hint = f"more devices or memory, a larger tensor_parallel{more}"
-        return FitError(f"no division of {self._pool.devices} devices fits; nearest, {where}: {nearest.lost}", hint=hint)
+        problem = f"no division of {self._pool.devices} devices fits; nearest, {where}: {nearest.lost}"
+        return FitError(problem, hint=hint)
 
     def _report(self) -> None:
         if self._on_progress is not None:
@@ -414,12 +424,16 @@ def _seconds(layout: DeviceLayout) -> float:
     return layout.makespan
 
 
-def _division(layout: DeviceLayout) -> tuple[int, ...]:
-    return layout.replicas, layout.ranks, layout.tensor_parallel, layout.samples
-
-
 def _fit_and_seconds(found: Found) -> tuple[bool, float]:
     return excess_bytes(found.plan) > 0, found.plan.predicted.makespan
+
+
+def _with_microbatches(found: Found, count: int) -> Plan:
+    """The plan with the same cuts, recomputation and schedule for another number of microbatches."""
+    layout, name = replace(found.layout, num_microbatches=count), found.plan.choices.schedule
+    orders = build_on(layout.placement, name, count, layout.costs)
+    assert orders is not None
+    return layout.plan(orders, name)
 
 
 def _why_slower(layout: DeviceLayout, chosen: DeviceLayout) -> str:

@@ -36,9 +36,7 @@ def split_tensors(measured: Measured, degree: int, link: LinkSpeed | None) -> Me
         reduced = 0.0 if link is None else ring_seconds(degree, sent, link.latency, link.bandwidth)
         costs.append(_split_cost(cost, degree, min(count / 2, _MOST_COLLECTIVES) * reduced))
     seconds = profile.step_seconds * sum(c.forward + c.backward for c in costs) / (profile.seconds or 1.0)
-    return Measured(
-        split, replace(profile, costs=tuple(costs), step_seconds=seconds, fingerprint=split.fingerprint)
-    )
+    return Measured(split, replace(profile, costs=tuple(costs), step_seconds=seconds, fingerprint=split.fingerprint))
 
 
 def _is_matrix(spec: TensorSpec) -> bool:

@@ -46,7 +46,7 @@ def test_a_layout_that_does_not_fit_is_listed_with_the_reason():
     layouts = searched(DevicePool(8, memory=9000)).search.layouts
     assert layouts[0].peak <= 9000
     assert any("of 8.79 KiB per rank" in each.lost for each in layouts)
-    with pytest.raises(FitError, match="no division of 8 devices fits.*parameters, gradients and optimizer take"):
+    with pytest.raises(FitError, match=r"no division of 8 devices fits.*parameters, gradients and optimizer take"):
         searched(DevicePool(8, memory=100))
 
 

@@ -1,0 +1,242 @@
+"""layouts: published layouts of large trainings against the layouts that `plan(devices=...)` compares.
+
+For each training, the published layout and all others are predicted for the preset of its device, with 1F1B or
+interleaved stages and as much recomputation as memory requires. A layout is good if its predicted step is within 3 % of
+the best one. The rank correlation is that of predicted and published utilization over all trainings of a device.
+`python -m benchmarks.layouts FILE` writes a row per training as a table of docs/accuracy.md.
+"""
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.literature import PAPERS, SEQUENCE, TENSOR, VOCABULARY, Setting
+from benchmarks.table import Line, Table
+from penstock.api.plan import Examples
+from penstock.ir import DeviceLayout, DeviceSpeed, TrainingState, find_device, find_link
+from penstock.planner import DevicePool, Measured, PlanOptions, compare_layouts, predict_layout
+
+_SIZES, _DEGREES = (1, 2, 4), (1, 2, 4, 8)
+_NEAR = 0.03
+_OPTIONS = PlanOptions(1, recompute="auto", budget_seconds=20.0, training=TrainingState("adamw", "bf16"))
+
+
+class Shape(NamedTuple):
+    """The sizes of a decoder."""
+
+    kind: str
+    """gpt2 or llama"""
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    vocabulary: int
+    inner: int = 0
+    """width of the MLP of a llama"""
+
+
+class Published(NamedTuple):
+    """A training: its layout, and the measured flop/s of the model per device, or the measured seconds of a step."""
+
+    source: str
+    name: str
+    device: str
+    shape: Shape
+    layout: DeviceLayout
+    seconds: float
+    memory: int | None = None
+    """bytes of a device, if other than the preset's"""
+    per_node: int = 8
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.layout.replicas * self.layout.ranks * self.layout.tensor_parallel
+
+    @property
+    def samples(self) -> int:
+        """Samples in a batch, of all replicas."""
+        return self.layout.replicas * self.layout.microbatches * self.layout.samples
+
+
+def _layout(gpus: int, batch: int, tensor: int, ranks: int, depth: int, size: int = 1) -> DeviceLayout:
+    replicas = gpus // (tensor * ranks)
+    schedule = "1f1b" if depth == 1 else "interleaved"
+    return DeviceLayout(replicas, ranks, tensor, size, batch // (replicas * size), depth, schedule)
+
+
+def _of_setting(source: str, each: Setting) -> Published:
+    shape = Shape("gpt2", each.layers, each.hidden, each.heads, SEQUENCE, VOCABULARY)
+    layout = _layout(each.gpus, each.batch, TENSOR, each.pipeline, each.depth, each.microbatch)
+    return Published(source, each.name, "a100", shape, layout, each.seconds)
+
+
+_8B = Shape("llama", 32, 4096, 32, 8192, 128256, 14336)
+_70B = Shape("llama", 80, 8192, 64, 8192, 128256, 28672)
+_405B = Shape("llama", 126, 16384, 128, 8192, 128256, 53248)
+_BRIDGE = "Megatron-Bridge"
+
+
+def _bridge(
+    name: str,
+    device: str,
+    shape: Shape,
+    layout: DeviceLayout,
+    tokens: float,
+    memory: int | None = None,
+    per_node: int = 8,
+) -> Published:
+    """A row of Megatron-Bridge, which has the tokens per second of a GPU."""
+    seconds = layout.samples * layout.microbatches * shape.sequence / layout.ranks / layout.tensor_parallel / tokens
+    return Published(_BRIDGE, name, device, shape, layout, seconds, memory, per_node)
+
+
+def published() -> Iterator[Published]:
+    """The trainings whose parallelism is replicas, pipeline ranks and tensor parallelism alone."""
+    for source in ("Korthikanti et al., table 5", "Narayanan et al., table 2", "Jiang et al., table 2, MegaScale"):
+        yield from (_of_setting(source, each) for each in PAPERS[source] if "full" not in each.name)
+    # Docs of NVIDIA-NeMo/Megatron-Bridge, performance-summary and its archive, dense models without FSDP and context
+    # parallelism. All ran in 8 bits; GB200 and GB300 are taken as b200 with 64 GPUs in a node and their own memory.
+    yield _bridge("70B, 64 H100, 25.11", "h100", _70B, _layout(64, 128, 4, 8, 5), 1602)
+    yield _bridge("70B, 64 H100, 26.02", "h100", _70B, _layout(64, 256, 4, 8, 5), 1621)
+    yield _bridge("8B, 8 B200, 25.11", "b200", _8B, _layout(8, 128, 1, 1, 1, 2), 30624)
+    gb200, gb300 = 186_000_000_000, 279_000_000_000
+    yield _bridge("70B, 64 GB200, 26.02", "b200", _70B, _layout(64, 256, 2, 4, 5), 3613, gb200, 64)
+    yield _bridge("70B, 64 GB300, 26.02", "b200", _70B, _layout(64, 256, 1, 4, 5), 4596, gb300, 64)
+    yield _bridge("405B, 256 GB200, 26.02", "b200", _405B, _layout(256, 1536, 4, 16, 4), 793, gb200, 64)
+    yield _bridge("405B, 256 GB300, 26.02", "b200", _405B, _layout(256, 1536, 4, 8, 4), 988, gb300, 64)
+
+
+@cache
+def _measured(shape: Shape, device: str) -> dict[int, Measured]:
+    """The model without weights, estimated for microbatches of every size."""
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+    config: Any
+    if shape.kind == "gpt2":
+        config = GPT2Config(shape.vocabulary, shape.sequence, shape.hidden, shape.layers, shape.heads, use_cache=False)
+    else:
+        config = LlamaConfig(
+            shape.vocabulary,
+            shape.hidden,
+            shape.inner,
+            shape.layers,
+            shape.heads,
+            8,
+            max_position_embeddings=shape.sequence,
+            use_cache=False,
+        )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+        tokens = torch.empty((max(_SIZES), shape.sequence), dtype=torch.int64)
+    examples = Examples(model, (), {"input_ids": tokens, "labels": tokens}, speed=DeviceSpeed.named(device))
+    counts = {size: max(_SIZES) // size for size in _SIZES}
+    return {size: examples.measured([count], None)[count] for size, count in counts.items()}
+
+
+class Row(NamedTuple):
+    """A published layout and the best one, both as predicted."""
+
+    training: Published
+    layout: DeviceLayout
+    best: DeviceLayout
+
+    @property
+    def slower(self) -> float:
+        """By which share the published layout is slower; infinite if it does not fit."""
+        if self.layout.lost or self.layout.makespan is None or self.best.makespan is None:
+            return float("inf")
+        return self.layout.makespan / self.best.makespan - 1
+
+    @property
+    def published_mfu(self) -> float:
+        """The utilization that the published time means, by the flops that penstock counts."""
+        if self.layout.mfu is None or self.layout.makespan is None:
+            return float("nan")
+        return self.layout.mfu * self.layout.makespan / self.training.seconds
+
+
+def compare(training: Published) -> Row:
+    """Predicts the published layout and compares all others."""
+    _, preset = find_device(training.device)
+    memory, links = training.memory or preset.memory, (find_link(preset.within), find_link(preset.across))
+    pool = DevicePool(training.devices, memory, *links, training.per_node, preset.peak_flops("bfloat16"))
+    measured = _measured(training.shape, training.device)
+    layout = predict_layout(measured, _OPTIONS, pool, training.layout)
+    best = compare_layouts(measured, _OPTIONS, pool, training.samples, _DEGREES)[0]
+    if not layout.lost and layout.makespan is not None and layout.makespan < (best.makespan or 0.0):
+        best = layout
+    return Row(training, layout, best)
+
+
+def tables() -> tuple[Table, ...]:
+    """How often a published layout is near the best prediction; without a target, as predictions are compared only."""
+    rows: list[Row] = []
+
+    def lines() -> Iterator[Line]:
+        for training in published():
+            row = compare(training)
+            rows.append(row)
+            cells = (training.name, f"{row.slower:.1%}", _sizes(row.layout), _sizes(row.best))
+            yield Line(cells, 0.0, 0.0)
+
+    def summary() -> Iterator[Line]:
+        for name, value in agreement(rows).items():
+            yield Line((name, value), 0.0, 0.0)
+
+    return (
+        Table("layouts: published against the best predicted", ("training", "slower", "published", "best"), lines()),
+        Table("layouts: agreement", ("what", "value"), summary()),
+    )
+
+
+def agreement(rows: list[Row]) -> dict[str, str]:
+    """Counts of layouts within 3 %, and rank correlations of utilization."""
+    found = {"within 3 %": f"{sum(row.slower <= _NEAR for row in rows)} of {len(rows)}"}
+    for device in dict.fromkeys(row.training.device for row in rows):
+        known = [row for row in rows if row.training.device == device and row.layout.mfu]
+        pairs = [(row.layout.mfu or 0.0, row.published_mfu) for row in known]
+        if len(pairs) > 2:
+            found[f"rank corr. {device}"] = f"{rank_correlation(pairs):.2f} ({len(pairs)})"
+    return found
+
+
+def rank_correlation(pairs: list[tuple[float, float]]) -> float:
+    """Spearman's: the correlation of the ranks; equal values have their mean rank."""
+
+    def ranks(values: list[float]) -> list[float]:
+        array = np.array(values)
+        return [float((array < value).sum() + (array <= value).sum()) for value in values]
+
+    first, second = (ranks([pair[side] for pair in pairs]) for side in (0, 1))
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def _sizes(layout: DeviceLayout) -> str:
+    stages = f" v{layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
+    return f"{layout.replicas}x{layout.ranks}x{layout.tensor_parallel}{stages} b{layout.samples}"
+
+
+def document(rows: list[Row]) -> str:
+    """All rows as Markdown."""
+    lines = [
+        "| source | training | published layout | predicted MFU | published MFU | best layout | slower |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        why = row.layout.lost or f"{row.slower:.1%}"
+        mfu = "" if row.layout.mfu is None else f"{row.layout.mfu:.1%}"
+        measured = "" if row.layout.mfu is None else f"{row.published_mfu:.1%}"
+        cells = (row.training.source, row.training.name, _sizes(row.layout), mfu, measured, _sizes(row.best), why)
+        lines.append(f"| {' | '.join(cells)} |")
+    summary = [f"- {name}: {value}" for name, value in agreement(rows).items()]
+    return "\n".join((*lines, "", *summary, ""))
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(document([compare(each) for each in published()]), encoding="utf-8")
