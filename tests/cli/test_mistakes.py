@@ -109,6 +109,15 @@ MISTAKES = {
     "half a device": Mistake(
         f"{PLAN} --flops 3e14", 2, "--flops and --memory-speed must be given together", "--memory-speed"
     ),
+    "tensor parallelism without devices": Mistake(
+        f"{PLAN} --tensor-parallel 2", 2, "must be given with --devices", "--devices 64"
+    ),
+    "tensor parallelism over a part of a device": Mistake(
+        "plan model.py:build --devices 8 --tensor-parallel 3", 2, "tensor_parallel must divide the devices", "tensor_parallel=8"
+    ),
+    "links of other devices": Mistake(
+        "plan model.py:build --devices 8 --per-node 4", 2, "--devices has the links of --device", "leave out"
+    ),
     "a tool that is misspelled": Mistake(f"{PLAN} --emit torchtian", 2, "unknown tool", "did you mean torchtitan?"),
     "a batch for one's own model": Mistake(f"{PLAN} --batch 4", 2, "are for hf: models", "make the batch in model.py"),
     "options for a finished plan": Mistake(

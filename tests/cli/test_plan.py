@@ -1,6 +1,7 @@
 """plan and explain: the best plan of a model from a file of the user's, and why it is the best."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -141,3 +142,17 @@ def test_the_optimizer_of_a_training_counts() -> None:
     assert [StateFlags(precision=name).dtype for name in (None, "fp32", "bf16", "fp16")] == [
         *(None, "float32", "bfloat16", "float16")
     ]
+
+
+def test_a_layout_of_devices_has_its_utilization_and_the_others_with_their_reasons(call, written) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64}
+    written("config.json", json.dumps(config))
+    devices = ("--devices", "8", "--device", "h100", "--global-batch", "16", "--tensor-parallel", "2")
+    model = ("plan", "hf:config.json", *devices, "--sequence", "16", "--precision", "bf16", "--budget", "0.1")
+    shown = call(*model, "--out", "plan.json").stdout
+    assert re.search(r"8 devices as \d replicas? x \d pipeline ranks? x 2 tensor-parallel, .* MFU \d", shown)
+    plan = Plan.load("plan.json")
+    assert {each.tensor_parallel for each in plan.search.layouts} == {2}
+    assert all(each.lost for each in plan.search.layouts[1:])
+    assert plan.search.layouts[0].mfu > 0
