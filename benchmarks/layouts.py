@@ -7,6 +7,7 @@ last table has the seconds in which layouts of a 70B model are found. `python -m
 per training as a table of docs/accuracy.md.
 """
 
+import json
 import subprocess
 import sys
 import time
@@ -124,20 +125,15 @@ def _measured(shape: Shape, device: str) -> dict[int, Measured]:
     """The model without weights, estimated for microbatches of every size."""
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+    sizes = {"vocab_size": shape.vocabulary, "use_cache": False}
     config: Any
     if shape.kind == "gpt2":
-        config = GPT2Config(shape.vocabulary, shape.sequence, shape.hidden, shape.layers, shape.heads, use_cache=False)
+        names = {"n_positions": shape.sequence, "n_embd": shape.hidden, "n_layer": shape.layers, "n_head": shape.heads}
+        config = GPT2Config(**sizes, **names)
     else:
-        config = LlamaConfig(
-            shape.vocabulary,
-            shape.hidden,
-            shape.inner,
-            shape.layers,
-            shape.heads,
-            8,
-            max_position_embeddings=shape.sequence,
-            use_cache=False,
-        )
+        names = {"hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
+        names |= {"intermediate_size": shape.inner, "num_key_value_heads": 8, "max_position_embeddings": shape.sequence}
+        config = LlamaConfig(**sizes, **names)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
         tokens = torch.empty((max(_SIZES), shape.sequence), dtype=torch.int64)
@@ -216,11 +212,10 @@ def planned(
     sizes: Sequence[tuple[int, int, float]] = ((64, 512, 60.0), (1024, 2048, 30.0), (10_000, 10_000, 120.0)),
 ) -> Iterator[Line]:
     """`penstock plan` of the 70B model with 4,096 tokens per sample, in a process of its own."""
-    from transformers import LlamaConfig
-
     with TemporaryDirectory() as folder:
-        config = LlamaConfig(32000, 8192, 28672, 80, 64, 8, max_position_embeddings=4096)
-        config.save_pretrained(folder)
+        config = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+        config |= {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 4096}
+        (Path(folder) / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 32000, **config}))
         for devices, batch, target in sizes:
             command = f"plan hf:{folder} --devices {devices} --device h100 --global-batch {batch} --sequence 4096"
             more = "--precision bf16 --recompute auto --tensor-parallel auto"

@@ -144,6 +144,15 @@ class DeviceLayout:
     lost: str = ""
     """why it was not chosen; empty for the chosen one"""
 
+    def __post_init__(self) -> None:
+        if min(self.replicas, self.ranks, self.tensor_parallel, self.stages_per_rank) < 1:
+            raise PlanError("the sizes of a layout must be 1 or more", layout=self)
+        if min(self.samples, self.microbatches, self.recomputed, self.peak) < 0:
+            raise PlanError("the counts of a layout must be 0 or more", layout=self)
+        for value in (self.makespan, self.bubble, self.mfu):
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise PlanError("the predictions of a layout must be finite, 0 or more", layout=self)
+
     @property
     def row(self) -> tuple[str, ...]:
         """A row of the table of layouts."""

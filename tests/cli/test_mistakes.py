@@ -113,7 +113,10 @@ MISTAKES = {
         f"{PLAN} --tensor-parallel 2", 2, "must be given with --devices", "--devices 64"
     ),
     "tensor parallelism over a part of a device": Mistake(
-        "plan model.py:build --devices 8 --tensor-parallel 3", 2, "tensor_parallel must divide the devices", "tensor_parallel=8"
+        "plan model.py:build --devices 8 --tensor-parallel 3",
+        2,
+        "tensor_parallel must divide the devices",
+        "tensor_parallel=8",
     ),
     "links of other devices": Mistake(
         "plan model.py:build --devices 8 --per-node 4", 2, "--devices has the links of --device", "leave out"

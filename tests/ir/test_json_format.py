@@ -19,6 +19,7 @@ from penstock.ir import (
     Crossing,
     Curve,
     Cuts,
+    DeviceLayout,
     DeviceSpeed,
     Forward,
     Free,
@@ -102,7 +103,8 @@ PARTITION = Partition((("a", "b"), ("c",), ("ü\n\u2028",)))
 CHOICES = Choices("linear", "zb_h1", (False, True, False))
 PREDICTION = Prediction(4.5, 0.25, 4.0, 0.2, (10, 20), 4.25)
 CANDIDATE = Candidate(CHOICES, 4, 12, PREDICTION)
-SEARCH = Search((CANDIDATE, Candidate(CHOICES, 4, 12, PREDICTION, "slower")), ("memory is the limit",))
+LAYOUT = DeviceLayout(2, 4, 8, 1, 16, 2, "interleaved", 1, 4.5, 0.25, 20, 0.4)
+SEARCH = Search((CANDIDATE, Candidate(CHOICES, 4, 12, PREDICTION, "slower")), ("memory is the limit",), (), (LAYOUT,))
 HALVES = Partition((("layers.0",), ("mask",)))
 PAIR = Schedule.of(Placement((0, 1)), 1, [[Forward(0, 0), Backward(0, 0)], [Forward(1, 0), Backward(1, 0)]])
 REST = (StageCosts((0.1, 0.2), (0.1, 0.2), (0.1, 0.2)), CLUSTER, PREDICTION, SEARCH)
@@ -117,7 +119,7 @@ SAMPLES = (
     TrainingState("adamw", "bf16"),
     *(Crossing(0, 1, (VALUE,)), PARTITION, CUTS, STAGE_COSTS.messages[0], STAGE_COSTS.state[0], STAGE_COSTS),
     *(LINK, REPLICAS, CLUSTER, PLACEMENT, SCHEDULE, PROGRAM, CURVE),
-    *(TRACE, CHOICES, PREDICTION, CANDIDATE, SEARCH, PLAN, Rows(4), Ragged("grid", 7)),
+    *(TRACE, CHOICES, PREDICTION, CANDIDATE, LAYOUT, SEARCH, PLAN, Rows(4), Ragged("grid", 7)),
     *(STEP, Run(PLAN, (STEP, StepMetrics(1, None, 0.25, 8)), (TRACE,), (1, 2), 1e-7, (("torch", "2.13.0"),))),
 )
 every_record = pytest.mark.parametrize("record", SAMPLES, ids=lambda record: type(record).__name__)
