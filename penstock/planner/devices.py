@@ -209,13 +209,16 @@ class _DeviceSearch:
         fitting: list[DeviceLayout] = []
         lost = [layout for layout in candidates if layout.lost]
         possible = [layout for layout in candidates if not layout.lost]
-        estimates = sorted((self._estimate(layout), place) for place, layout in enumerate(possible))
+        # Those that are too large by estimate are the last, the smallest first: they count only if no other fits.
+        estimates = sorted((self._excess(layout), self._estimate(layout), nth) for nth, layout in enumerate(possible))
         end = self._start + _SHARE * self._options.budget_seconds
-        for number, (estimate, place) in enumerate(estimates):
-            layout = possible[place]
+        for number, (excess, estimate, nth) in enumerate(estimates):
+            layout = possible[nth]
             least = self._work(layout).load(layout.ranks) * layout.microbatches
             if fitting and least >= min(map(_seconds, fitting)):
                 lost.append(replace(layout, lost=f"work alone takes {seconds_text(least)}"))
+            elif fitting and excess:
+                lost.append(replace(layout, lost=f"about {bytes_text(int(excess))} per rank too large by estimate"))
             elif fitting and number >= _MIN_SIMULATED and time.monotonic() > end:
                 lost.append(replace(layout, lost=f"not simulated: about {seconds_text(estimate)} by estimate"))
             else:
@@ -267,11 +270,15 @@ class _DeviceSearch:
                     if (most := self._work(plain).most_stages(ranks)) < ranks:
                         yield replace(plain, lost=f"only {most} stages would have work")
                         continue
+                    state, limit = self._work(plain).state_bytes // ranks, self._pool.memory
+                    if limit is not None and state > limit:
+                        why = f"parameters, gradients and optimizer take {bytes_text(state)} of {bytes_text(limit)}"
+                        yield replace(plain, lost=f"{why} per rank")
+                        continue
                     for schedule, depth in self._orders():
-                        layout = replace(plain, schedule=schedule, stages_per_rank=depth)
                         stages = ranks * depth
                         if depth == 1 or (ranks > 1 and self._work(plain).most_stages(stages) >= stages):
-                            yield replace(layout, lost=self._why_too_large(layout))
+                            yield replace(plain, schedule=schedule, stages_per_rank=depth)
 
     def _orders(self) -> Iterator[tuple[str, int]]:
         """The schedules and stages per rank that are compared."""
@@ -289,36 +296,35 @@ class _DeviceSearch:
             self._works[key] = _Work(split, self._options)
         return self._works[key]
 
-    def _held_bytes(self, layout: DeviceLayout) -> tuple[float, float]:
-        """Mean bytes of a rank: of its state, and of the activations that the schedule keeps, if none recompute.
+    def _least_peak(self, layout: DeviceLayout) -> float:
+        """Bytes of the fullest rank if none recomputes and cuts are made for memory; exact for equal layers.
 
-        No cut has a smaller maximum. Of schedules other than the two that are compared first, one microbatch counts.
+        A rank holds state once and activations for every microbatch in flight. Of schedules other than the two that are
+        compared first, one microbatch counts.
         """
         work, ranks, depth = self._work(layout), layout.ranks, layout.stages_per_rank
-        passes = np.ones(ranks)
-        rank = np.arange(ranks)
+        in_flight, rank = np.ones(ranks), np.arange(ranks)
         if layout.schedule == _FIRST_SCHEDULE:
-            passes = np.minimum(ranks - rank, layout.microbatches)
+            in_flight = np.minimum(ranks - rank, layout.microbatches)
         elif layout.schedule == _FIRST_INTERLEAVED:
-            passes = np.minimum(2 * (ranks - rank - 1) + (depth - 1) * ranks + 1, layout.microbatches * depth) / depth
-        return work.state_bytes / ranks, work.activation_bytes / ranks * float(passes.mean())
+            chunks = 2 * (ranks - rank - 1) + (depth - 1) * ranks + 1
+            in_flight = np.minimum(chunks, layout.microbatches * depth) / depth
+        # Each rank holds the same bytes if its share of the layers is 1 / (bytes that all layers would take there).
+        whole = work.state_bytes + in_flight * work.activation_bytes
+        return float(1 / (1 / whole).sum()) if whole.min() > 0 else 0.0
 
-    def _why_too_large(self, layout: DeviceLayout) -> str:
-        if (limit := self._pool.memory) is None:
-            return ""
-        state, activations = self._held_bytes(layout)
-        if state > limit:
-            return f"parameters, gradients and optimizer take {bytes_text(int(state))} of {bytes_text(limit)} per rank"
-        if self._options.recompute == "none" and state + activations > limit:
-            return f"activations too take {bytes_text(int(state + activations))} of {bytes_text(limit)} per rank"
-        return ""
+    def _excess(self, layout: DeviceLayout) -> float:
+        """Bytes that a rank lacks by estimate; 0 if it fits, or may recompute."""
+        if self._pool.memory is None or self._options.recompute != "none":
+            return 0.0
+        return max(0.0, self._least_peak(layout) - self._pool.memory)
 
     def _estimate(self, layout: DeviceLayout) -> float:
         """Seconds of a step by a formula: work, filling and draining, and the reduction of one stage."""
         work, ranks, depth = self._work(layout), layout.ranks, layout.stages_per_rank
         # Ranks with equal loads still wait for each other if their stages are unequal: about half of the difference.
         load = (work.load(ranks) + depth * work.load(ranks * depth)) / 2
-        if self._options.recompute == AUTO and self._pool.memory and sum(self._held_bytes(layout)) > self._pool.memory:
+        if self._options.recompute == AUTO and self._pool.memory and self._least_peak(layout) > self._pool.memory:
             load += sum(each.forward for each in work.measured.profile.costs) / ranks
         fill = (ranks - 1) * work.total / ranks / depth
         replicas = self._pool.replicas(ranks, layout.tensor_parallel)
@@ -406,7 +412,7 @@ class _DeviceSearch:
     def _no_fit(self, lost: Sequence[DeviceLayout]) -> FitError:
         """The error, with the layout that lacks the least memory."""
         suited = [layout for layout in lost if layout.microbatches]
-        nearest = min(suited, key=lambda layout: layout.peak or sum(self._held_bytes(layout)))
+        nearest = min(suited, key=lambda layout: layout.peak or self._least_peak(layout))
         where = f"{nearest.replicas} replicas x {nearest.ranks} ranks x {nearest.tensor_parallel}"
         more = "" if self._options.recompute == AUTO else ', or recompute="auto"'
         hint = f"more devices or memory, a larger tensor_parallel{more}"
