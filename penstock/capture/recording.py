@@ -49,6 +49,7 @@ from penstock.capture.transforms import TransformedCall, intercept_transforms
 from penstock.errors import CaptureError, PenstockError
 from penstock.ir import Call, Container, Graph, Guard, Record, Tree, named_inputs, object_keys, refs, states, transform
 from penstock.ir import leaves as leaves_of
+from penstock.launch import one_line
 
 _SEEDS = (1, 2)
 _OUTPUT = "the output of the model"
@@ -436,7 +437,7 @@ def _run_model(
         raise CaptureError(
             "the model cannot be run on this batch",
             module=(module if failed is error else "") or "the model",
-            error=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+            error=one_line(error),
             hint="call the model itself with this batch, and correct types and shapes of its arguments",
         ) from error
 

@@ -21,6 +21,7 @@ from penstock.capture.microbatches import split_batch
 from penstock.capture.objects import copy_leaf, register_containers
 from penstock.errors import RunError
 from penstock.ir import Ragged, Rows, SplitRule, leaves, named_arguments, transform
+from penstock.launch import one_line
 
 _MAX_CANDIDATES = 24
 """combinations of rules that are tried"""
@@ -189,7 +190,7 @@ class _Search:
         try:
             return leaves(self._model(*args, **without_cache(self._model, kwargs)))
         except Exception as error:  # a model may raise anything for arguments that do not belong together
-            self._failures.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            self._failures.append(one_line(error))
             return None
 
     def _undecided(self, candidates: Sequence[dict[str, SplitRule]]) -> RunError:

@@ -27,15 +27,15 @@ class PeriodicSaver:
         *,
         extra: Any = None,
         on_resume: Callable[[Loaded], str] = lambda loaded: "",
-        on_save: Callable[[Path], None] = lambda path: None,
     ) -> None:
         """`pipe` is a Pipeline, `extra` is saved with it.
 
-        `on_resume` is called once the training is restored and may return a message. `on_save` is called on every rank
-        with the directory of a checkpoint that was written, or that a thread writes from now on.
+        `on_resume` is called once the training is restored and may return a message.
         """
         self._pipe, self._optimizer, self._options, self._extra = pipe, optimizer, options, extra
-        self._on_resume, self.on_save = on_resume, on_save
+        self._on_resume = on_resume
+        self.on_save: Callable[[Path], None] = lambda path: None
+        """called on every rank with the directory of a checkpoint that was written, or that a thread begins to write"""
         self.step: int | None = None
         """number of steps taken; None before the first one"""
         self.run_id = ""

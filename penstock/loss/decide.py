@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.capture import Microbatch
 from penstock.errors import PenstockError
+from penstock.launch import one_line
 from penstock.loss.counts import IGNORE_INDEX, Count, Piece, candidates
 from penstock.loss.probe import Evaluate, Evaluation, Probe
 from penstock.loss.samples import LARGE, Part, choose_parts
@@ -77,10 +78,8 @@ def decide(loss: ProbedLoss, pieces: Sequence[Piece], step_number: int) -> tuple
         except PenstockError:
             raise
         except Exception as error:  # a user's loss may raise anything for parts of a batch
-            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            decision = Decision(
-                Count("mean"), problem=f"{UNDECIDED} (it cannot be evaluated on part of a batch: {reason})"
-            )
+            problem = f"{UNDECIDED} (it cannot be evaluated on part of a batch: {one_line(error)})"
+            decision = Decision(Count("mean"), problem=problem)
         # A decision that was made on few samples is final only if it is a count without doubts.
         if decision.count is None:
             if parts == everything and weights is not None:

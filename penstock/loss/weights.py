@@ -67,11 +67,12 @@ class LossWeights:
 
     One step, with the methods in the order of their calls:
 
-        weigh                      once the first loss of the step is known
-          _confirm                 the cheap check of an ordinary step; if it does not suffice:
-          _weigh                   the known decision if it still holds, else a new one (`decide`)
+        weigh                          once the first loss of the step is known
+          _confirm                     with a loss function: the cheap check of an ordinary step; if it fails:
+          _weigh                       finds the weights
+            _decision                  the known decision if it still holds, else a new one (`decide`)
             _weights_among_replicas    if other replicas train on other batches
-        warnings                   at the end of the step
+        warnings                       at the end of the step
     """
 
     def __init__(
