@@ -238,8 +238,9 @@ def _record_with_retries(
 ) -> Recording:
     """Record one forward; if the recorder finds that it must be recorded in another way, record it again.
 
-    Every retry opens a leaf, records one more function as one call, or opens such a function, so this ends.
-    `global_seed` seeds the global generators, which no call between blocks may draw from unseen.
+    Each retry makes a change that is not undone, so this ends: a leaf is opened, a class registered as a container, a
+    function recorded as one call, or such a function opened. `global_seed` seeds the global generators, which no call
+    between blocks may draw from unseen.
     """
     skip_hooks = True
     functions = WholeFunctions([*functions.drawing], [*functions.reading], [*functions.opened])
