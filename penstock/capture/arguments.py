@@ -154,7 +154,7 @@ def unknown_origin(tensor: Tensor, where: str, line: str = "") -> CaptureError:
     """The error for a tensor that a replay could not find."""
     hint = "make it a buffer (register_buffer), or keep the module whole (basic_blocks)"
     if tensor.grad_fn is not None:
-        hint = "clear what an earlier forward kept before the next batch, or keep the module whole (basic_blocks)"
+        hint = "clear tensors that the model keeps from an earlier forward, or keep the module whole (basic_blocks)"
     return CaptureError(
         "a tensor of unknown origin is used",
         shape=tuple(tensor.shape),

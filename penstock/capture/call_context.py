@@ -66,7 +66,7 @@ class ContextTracker:
         """Raise a CaptureError if a context is active that a replay could not enter again."""
         if torch.is_inference_mode_enabled() != self._outer_inference:
             raise CaptureError(
-                "the model turns inference mode on between its blocks, where in-place writes could not be seen",
+                "the model turns inference mode on between its blocks, where in-place writes cannot be detected",
                 module=scope or "the model",
                 hint="torch.no_grad() does the same, or keep the module that does so whole (basic_blocks)",
             )

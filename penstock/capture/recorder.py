@@ -411,7 +411,7 @@ class Recorder(TorchFunctionMode):
         if self._scope:
             hint = f'basic_blocks=["{self._kinds[self._scope]}"], which keeps the module with the checkpoint whole'
         return CaptureError(
-            "a checkpoint between blocks contains a call that writes buffers, twice in plain PyTorch",
+            "a checkpoint between blocks contains a call that writes buffers, which plain PyTorch makes twice",
             module=self._scope or "the model",
             line=user_line(),
             call=where,
@@ -657,8 +657,8 @@ class Recorder(TorchFunctionMode):
                     "the requires_grad of a tensor changed outside of any recorded call",
                     value=name,
                     module=self._scope or "the model",
-                    hint="call `Function.apply` rather than an `apply` kept from before, or keep the module whole "
-                    "(basic_blocks)",
+                    hint="call `Function.apply` itself, not a reference to it that was taken earlier, or keep the "
+                    "module whole (basic_blocks)",
                 )
             return Ref(name)
         if id(tensor) in self.table.state:

@@ -135,19 +135,19 @@ class LossFunction:
             return result
 
         def evaluate(chosen: Sequence[int]) -> Evaluation:
-            if not self._is_native:
-                # float64 where it costs little: weights that are not counted are only as exact as these gradients.
-                is_large = self.sample_size * sum(part.length for part in parts) > LARGE
-                try:
-                    return evaluate_in(chosen, torch.float32 if is_large else torch.float64)
-                except PenstockError:
-                    raise
-                except (RuntimeError, TypeError, ValueError):
-                    # It may need the dtype of the real outputs, as one with a bfloat16 parameter does.
-                    result = evaluate_in(chosen, None)
-                self._is_native = True
-                return result
-            return evaluate_in(chosen, None)
+            if self._is_native:
+                return evaluate_in(chosen, None)
+            # float64 where it costs little: weights that are not counted are only as exact as these gradients.
+            is_large = self.sample_size * sum(part.length for part in parts) > LARGE
+            try:
+                return evaluate_in(chosen, torch.float32 if is_large else torch.float64)
+            except PenstockError:
+                raise
+            except (RuntimeError, TypeError, ValueError):
+                # It may need the dtype of the real outputs, as one with a bfloat16 parameter does.
+                result = evaluate_in(chosen, None)
+            self._is_native = True
+            return result
 
         with self._isolated():
             yield evaluate
