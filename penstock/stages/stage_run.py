@@ -47,16 +47,7 @@ class ForwardRun:
         """
         self._accumulate = accumulate_deferred
         self._returned: dict[str, Tensor | None] = {}
-        # Values that came in messages are in no other graph: they are leaves of this one. The gradient of a leaf has
-        # the leaf's layout, in which it is sent anyway. Values of another stage of this rank need a boundary that
-        # returns gradients as autograd computed them, as in the unsplit model.
-        self._leaves = {
-            name: value
-            for name in (received if torch.is_grad_enabled() else ())
-            if name not in written and isinstance(value := incoming[name], Tensor) and value.requires_grad
-        }
-        others = {name: value for name, value in incoming.items() if name not in self._leaves}
-        values = {**self._leaves, **grad_boundary(others, written, self._returned)}
+        values, self._leaves = grad_boundary(incoming, written, received, self._returned)
         # A stage that returns no gradient, such as the first, has no input part: its whole backward is weight_grad.
         returns_gradients = bool(self._leaves or self._returned)
         self._is_all_weight_grad = is_split and not returns_gradients
@@ -185,18 +176,29 @@ class _GradBoundary(Function):
 
 
 def grad_boundary(
-    incoming: Mapping[str, Any], written: Collection[str], returned: dict[str, Tensor | None]
-) -> dict[str, Any]:
+    incoming: Mapping[str, Any],
+    written: Collection[str],
+    received: Collection[str],
+    returned: dict[str, Tensor | None],
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Detach values of other stages from their graph and start a new one with them.
 
-    The result has the same names. `returned` gets an entry for every value that requires a gradient; backward fills in
-    the gradient. Values in `written` are copied, as the stage writes into them in place. No result is a leaf or a view
-    of autograd, neither of which could be written.
+    Returns the values under the same names, and those of them that are leaves, in whose `.grad` backward accumulates.
+    `returned` gets an entry for every other value that requires a gradient; backward fills in the gradient. Values in
+    `written` are copied, as the stage writes into them in place. Values that it may write are neither leaves nor views
+    of autograd, which could not be written.
+
+    Values that were `received` in messages are in no other graph and become leaves, at no cost. The gradient of a leaf
+    gets the layout of the leaf, in which it would be sent anyway; the gradient for another stage of this rank must
+    leave as autograd computed it, as in the unsplit model.
     """
     values: dict[str, Any] = dict(incoming)
-    differentiable = {}
+    differentiable, leaves, is_recorded = {}, {}, torch.is_grad_enabled()
     for name, value in incoming.items():
         if isinstance(value, Tensor):
+            if is_recorded and value.requires_grad and name in received and name not in written:
+                leaves[name] = value
+                continue
             values[name] = detached = value.detach().clone() if name in written else value.data
             if value.requires_grad:
                 differentiable[name] = detached
@@ -204,4 +206,4 @@ def grad_boundary(
         returned.update(dict.fromkeys(differentiable))
         started = _GradBoundary.apply(_ANCHOR, differentiable, returned)  # type: ignore[no-untyped-call]
         values.update(zip(differentiable, started, strict=True))
-    return values
+    return values, leaves
