@@ -10,7 +10,9 @@ import functools
 import re
 import types
 from collections.abc import Collection, Iterator
+from dataclasses import is_dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,11 +25,20 @@ from penstock.capture.recording import Recording
 from penstock.ir import Call, Container, ObjectRef, Ref, State, Tree, refs, states
 
 _PROCESS_SPECIFIC = re.compile(
-    r"(^|[_.:])(rank|device|device_?(id|index)|u?uid|run_?(id|name)|pid|host(name)?|verbose|num_threads"
-    r"|(is_)?(main|master)(_process|_rank)?|timestamp|created(_at)?|(start|begin|creation|init|last)_?time)$",
+    r"(^|[_.:])(rank|rank_?(zero|0)|device|device_?(id|index)|u?uid|run_?(id|name)|pid|host(name)?|port|num_threads"
+    r"|(is_)?(main|master)(_process|_rank)?|timestamp|created(_at)?|(start|begin|creation|init|last|wall)_?time|t0"
+    r"|elapsed|verbose|verbosity|debug|quiet|silent|tqdm|progress(_?bar)?|(output|save|log|work)_?(dir|path|file)"
+    r"|(should|do|is|can|will|enable)_log(s|ging)?)$|^(log|logs|logging)$|(^|_)(print|wandb|tensorboard)(s|ing)?(_|$)",
     re.IGNORECASE,
 )
 """names of attributes and globals whose values differ between processes"""
+_CHANGING_METHODS = frozenset(
+    (
+        *("add", "append", "appendleft", "clear", "discard", "extend"),
+        *("insert", "pop", "popleft", "remove", "setdefault", "update"),
+    )
+)
+"""of lists, sets and dicts"""
 _DEVICE_INDEX = re.compile(r"\b([a-z]+):\d+")
 _MAX_SHOWN, _MAX_ITEMS, _MAX_DEPTH = 120, 256, 3
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -40,9 +51,10 @@ def describe_model(model: nn.Module, opened: Collection[str] = ()) -> tuple[str,
     """A line for every module: its class, a hash of the code, and the attributes that the code reads and does not set.
 
     Without the attributes of `opened` modules: those that matter are in the recorded calls, and others, such as a flag
-    of the process that prints, may differ. An attribute that a method sets, such as a counter or a cache, differs
-    between ranks, as each runs its own stages. Then a line for every number among the global variables and class
-    attributes that the user's classes refer to.
+    of the process that prints, may differ. An attribute that a method sets or changes, such as a counter or a cache,
+    differs between ranks, as each runs its own stages. Texts with digits are left out: names of runs, hosts and files
+    have them. Of a configuration, the fields that the code reads are compared. Then a line for every number among the
+    global variables and class attributes that the user's classes refer to.
     """
     lines = []
     for path, module in model.named_modules():
@@ -51,11 +63,22 @@ def describe_model(model: nn.Module, opened: Collection[str] = ()) -> tuple[str,
         names = _names_in_code(kind)
         for name, value in vars(module).items() if path not in opened else ():
             is_read = name in names or name == "forward"
-            if name not in MODULE_ATTRIBUTES and is_read and not _PROCESS_SPECIFIC.search(name):
-                text = _shown(value)
+            if name in MODULE_ATTRIBUTES or not is_read:
+                continue
+            fields = {name: value}
+            if (
+                is_dataclass(value)
+                or isinstance(value, types.SimpleNamespace)
+                or type(value).__name__.endswith("Config")
+            ):
+                fields = {f"{name}.{field}": item for field, item in vars(value).items() if field in names}
+            for field, item in fields.items():
+                is_numbered = isinstance(item, str) and any(map(str.isdigit, item)) and not hasattr(torch, item)
                 # None may be the place of a cache that only some ranks have filled.
-                if text and value is not None:
-                    items.append(f"{name} {text}")
+                if item is None or is_numbered or _PROCESS_SPECIFIC.search(field):
+                    continue
+                if text := _shown(item):
+                    items.append(f"{field} {text}")
         lines.append(f"{MODEL_LINE}{path or kind.__qualname__}: {SEPARATOR.join(items)}")
     for name, content in sorted(referenced_globals(dict.fromkeys(map(type, model.modules()))).items()):
         match content:
@@ -125,7 +148,8 @@ def _shown(value: object, depth: int = _MAX_DEPTH) -> str:
     elif depth and type(value) in (list, tuple, set, frozenset, dict, torch.Size) and len(value) <= _MAX_ITEMS:  # type: ignore[arg-type]
         items: Any = value
         if isinstance(items, dict):
-            pairs = [(_shown(key, depth - 1), _shown(item, depth - 1)) for key, item in items.items()]
+            same = [(k, item) for k, item in items.items() if not (type(k) is str and _PROCESS_SPECIFIC.search(k))]
+            pairs = [(_shown(key, depth - 1), _shown(item, depth - 1)) for key, item in same]
             texts = [f"{key}: {item}" if key and item else "" for key, item in pairs]
         else:
             texts = [_shown(item, depth - 1) for item in items]
@@ -139,15 +163,18 @@ def _shown(value: object, depth: int = _MAX_DEPTH) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _names_in_code(kind: Any) -> frozenset[str]:
-    """The names of attributes and globals that the methods of a class read and do not set, except its constructor."""
+    """The names of attributes and globals that methods of a class read and do not change, except its constructor."""
     codes = [code for base in _own_bases(kind) for code in _method_codes(base)]
     return frozenset(name for code in codes for name in names_in(code)).difference(*map(_attributes_set, codes))
 
 
 def _attributes_set(code: types.CodeType) -> set[str]:
-    """The attributes that a function assigns, with those of the functions in it."""
-    instructions = dis.get_instructions(code)
+    """The attributes that a function assigns, or changes by a method, with those of the functions in it."""
+    instructions = list(dis.get_instructions(code))
     found = {str(each.argval) for each in instructions if each.opname in ("STORE_ATTR", "DELETE_ATTR")}
+    for each, following in pairwise(instructions):
+        if each.opname == "LOAD_ATTR" and following.argval in _CHANGING_METHODS:
+            found.add(str(each.argval))
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return found.union(*map(_attributes_set, inner))
 

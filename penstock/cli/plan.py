@@ -102,16 +102,27 @@ class Machine:
             if self.flops is not None or self.memory_speed is not None:
                 hint = "leave out --flops and --memory-speed, or --device"
                 raise PlanError("a device has a speed of its own", device=self.device, hint=hint)
+            self._check_device()
             return DeviceSpeed.named(self.device)
         if (self.flops is None) != (self.memory_speed is None):
             hint = "--flops 3e14 --memory-speed 2e12, about one large GPU in half precision"
             raise PlanError("--flops and --memory-speed must be given together", hint=hint)
         return None if self.flops is None else DeviceSpeed(self.flops, self.memory_speed or 0.0)
 
+    def _check_device(self) -> None:
+        """Raise an error if --device has a value of that of `penstock train`."""
+        if self.device is not None and self.device.partition(":")[0] in ("cpu", "cuda"):
+            raise PlanError(
+                "device must be the name of a device to predict for",
+                got=repr(self.device),
+                hint="--device h100, or none to measure here; --device cpu or cuda is one of `penstock train`",
+            )
+
     def cluster(self, ranks: int) -> "Cluster":
         """The ranks with their links."""
         from penstock.ir import Cluster, find_device, node_cluster
 
+        self._check_device()
         if ranks < 1:
             raise PlanError("ranks must be 1 or more", got=ranks, hint="--ranks 4")
         slowness = None

@@ -67,6 +67,7 @@ def check_job(job: Job) -> None:
     if flags.device is not None:
         if flags.device not in DEVICES:
             hint = " or ".join(f"--device {name}" for name in DEVICES)
+            hint += "; --device of `penstock plan` names a device to predict for, such as h100"
             raise PenstockError("device must be cpu or cuda", got=repr(flags.device), hint=hint)
         from penstock.launch import check_devices
 

@@ -173,7 +173,8 @@ def checksum(batches: Iterable[Mapping[str, object]], step: int | None = None) -
                 if step is None or is_host or step % _DEVICE_INTERVAL == 0:
                     entries = leaf.detach() if leaf.requires_grad else leaf
                     if step is not None and leaf.nbytes > _MAX_WHOLE_BYTES:
-                        entries = _sample(entries, step // (BATCH_INTERVAL if is_host else _DEVICE_INTERVAL))
+                        number = step // (BATCH_INTERVAL if is_host else _DEVICE_INTERVAL)
+                        entries = sample(entries, _NUM_SAMPLED, number)
                     if not (is_host and entries.is_contiguous() and entries.dtype in _NUMPY_DTYPES):
                         # As bytes, as numpy does not have all dtypes.
                         entries = entries.cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -187,13 +188,15 @@ def checksum(batches: Iterable[Mapping[str, object]], step: int | None = None) -
     return total & 0xFFFFFFFF or 1
 
 
-def _sample(tensor: Tensor, number: int) -> Tensor:
-    """About `_NUM_SAMPLED` entries at equal distances, or a row of a tensor that is not contiguous."""
-    interval = max(1, tensor.numel() // _NUM_SAMPLED)
+def sample(tensor: Tensor, count: int, number: int = 0) -> Tensor:
+    """About `count` entries at equal distances, others for each `number`; the same ones for any memory layout."""
+    interval = max(1, tensor.numel() // count)
+    start = number % interval
     if tensor.is_contiguous():
-        return tensor.view(-1)[number % interval :: interval]
+        return tensor.view(-1)[start::interval]
     # Flattening would copy all of it.
-    return tensor[number % len(tensor)]
+    indices = torch.arange(start, tensor.numel(), interval, device=tensor.device)
+    return tensor[torch.unravel_index(indices, tensor.shape)]
 
 
 def describe_batch(leaves: Mapping[str, object]) -> dict[str, list[Any]]:

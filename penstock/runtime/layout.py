@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from penstock.errors import RunError
-from penstock.runtime.agreement import checksum
+from penstock.runtime.agreement import checksum, sample
 from penstock.runtime.groups import ProcessGroups
 
 NUM_SAMPLED = 1024
@@ -72,8 +72,7 @@ def shard_like(value: Tensor, other: Tensor) -> Tensor:
 
 def sampled(tensor: Tensor) -> Tensor:
     """Some entries of a tensor or shard. A few are enough: weights of another seed differ everywhere."""
-    flat = local_part(tensor.detach()).reshape(-1)
-    return flat[:: max(1, len(flat) // NUM_SAMPLED)]
+    return sample(local_part(tensor.detach()), NUM_SAMPLED)
 
 
 class PartialGradients:

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.verifier import COMPLETE, IN_ORDER, RENDEZVOUS, SAMPLED, Family, compare
+from benchmarks.verifier import COMPLETE, IN_ORDER, RENDEZVOUS, SAMPLED, SEMANTICS, Family, Search, compare
 
 PARTS = [COMPLETE[index] for index in (0, 4, 8, 12)]
 
@@ -30,6 +30,17 @@ def test_samples_of_larger_programs_are_judged_as_by_a_search_over_interleavings
     assert counts["wrong"] == 0
     # The samples tell the semantics apart.
     assert 20 < counts["accepted"] < counts[RENDEZVOUS] < counts["buffered"] < counts["all"]
+
+
+@pytest.mark.untraced
+def test_the_reduced_search_decides_as_a_search_over_all_states() -> None:
+    random = Random(0)
+    samples = [(family, family.sample(random)) for family in SAMPLED if family.microbatches == 2 for _ in range(3)]
+    small = [(family, orders) for family in (Family((0, 1), 1), Family((0, 1, 0), 1)) for orders in family.programs()]
+    searches = [Search(family, orders, way) for family, orders in (*samples, *small[::7]) for way in SEMANTICS]
+    decided = [search.succeeds() for search in searches]
+    assert decided == [search.succeeds(reduces=False) for search in searches]
+    assert {True, False} == set(decided)
 
 
 def test_the_search_itself_tells_a_deadlock_from_a_run() -> None:

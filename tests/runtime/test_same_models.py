@@ -189,6 +189,15 @@ def test_every_entry_of_a_large_tensor_is_compared_within_as_many_comparisons_as
         tensor.view(-1)[index] = 0.0
 
 
+def test_the_memory_layout_of_a_batch_does_not_change_its_checksum() -> None:
+    tensor = noise(64, 300)
+    transposed = tensor.t().contiguous().t()
+    assert not transposed.is_contiguous()
+    assert [checksum([{"x": tensor}], step) for step in range(4)] == [
+        checksum([{"x": transposed}], step) for step in range(4)
+    ]
+
+
 def other_optimizers(path: str) -> list[str]:
     rank, sgd, adam = dist.get_rank(), torch.optim.SGD, torch.optim.AdamW
     pipe = build(Net())
