@@ -27,6 +27,7 @@ from benchmarks import (
     torchrun_kills,
     two_hosts,
     verifier,
+    vocabulary,
 )
 
 SCRIPTS = {
@@ -54,6 +55,7 @@ SCRIPTS = {
     "slow_ranks": slow_ranks.tables,
     "runtime_compute": runtime_compute.tables,
     "two_hosts": two_hosts.tables,
+    "vocabulary": vocabulary.tables,
 }
 
 

@@ -31,6 +31,12 @@ class _Sleep(Function):
         return gradient, None, None, None
 
 
+def sleep(x: Tensor, forward: float, backward: float) -> Tensor:
+    """The same values, after `forward` seconds; its gradient takes `backward` seconds."""
+    slept: Tensor = _Sleep.apply(x, _ANCHOR, forward, backward)  # type: ignore[no-untyped-call]
+    return slept
+
+
 class SleepingBlock(nn.Module):
     """A small layer: forward, the gradient of its input and the gradient of its weight sleep `unit` seconds each."""
 
@@ -42,8 +48,7 @@ class SleepingBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer on what has slept."""
-        slept: Tensor = _Sleep.apply(x, _ANCHOR, self.unit, self.unit)  # type: ignore[no-untyped-call]
-        made: Tensor = self.layer(slept)
+        made: Tensor = self.layer(sleep(x, self.unit, self.unit))
         return made
 
     def _sleep(self, gradient: Tensor) -> None:

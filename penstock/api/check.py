@@ -10,8 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.api.pipeline import Pipeline, check_loss_fn, check_model_and_plan, check_split
-from penstock.capture import Captured, DrawSeed, Granularity, Microbatch, Split, isolated, split_batch
+from penstock.api.pipeline import Pipeline, check_loss_fn, check_model_and_plan, check_split, split_model
+from penstock.capture import (
+    Captured,
+    DrawSeed,
+    Granularity,
+    Microbatch,
+    RowSlice,
+    Split,
+    isolated,
+    row_slices,
+    sharded_head,
+    split_batch,
+    unsharded_granularity,
+)
 from penstock.errors import RunError
 from penstock.ir import GRADIENT, Comparison, Plan, compare_tensors, preformatted, transform
 from penstock.loss import (
@@ -126,6 +138,8 @@ def check(
         seed = actual.seed
         notes.append("the model draws random numbers: compared block by block from the same seeds")
     stages, whole = _stages(plan, runner.loss_parameters), None
+    for name, row in runner.slices.items():
+        stages.update((GRADIENT + other, stages[GRADIENT + name]) for other in row.names)
 
     def compared(against: str, run: Callable[..., _StepResult], has_buffers: bool) -> Comparison:
         """Compare the pipeline with a plain run; differences may be rounding errors only."""
@@ -143,8 +157,9 @@ def check(
                 f"the backward updates {len(plain.written_in_backward)} buffers ({name}), as checkpointed batch norm "
                 "does: in an order that depends on the schedule, so they are not compared"
             )
-        # The stages compute in the same precision as the model, so only the sums of a whole batch may round coarser.
-        coarsest = "" if has_buffers else plain.coarsest_dtype
+        # The stages compute in the same precision as the model, so only the sums of a whole batch, and of a vocabulary
+        # that is split, may round coarser.
+        coarsest = "" if has_buffers and not runner.slices else plain.coarsest_dtype
         differences = list(distances(tensors(plain), tensors(actual)))
         comparison = compare_tensors(against, differences, stages, coarsest)
         if comparison.ok:
@@ -202,6 +217,12 @@ class _StepRunner:
         shared, own = set(model.parameters()), self._loss_module.named_parameters() if self._loss_module else ()
         self.loss_parameters = {f"{LOSS_FN}.{name}": parameter for name, parameter in own if parameter not in shared}
         self.captured = Captured.planned(model, plan.graph, granularity)
+        self.slices: dict[str, RowSlice] = {}
+        """the parameters of the pipeline that are rows of parameters of the model"""
+        if sharded_head(plan.graph) is not None:
+            self.slices = row_slices(split_model(model, plan, loss_fn)[0])
+            unsplit = unsharded_granularity(plan.graph).changed(model, granularity)
+            self.captured = Captured(model, unsplit, (), {})
 
     def run_pipeline(self, plan: Plan, batch: tuple[Any, Any, Any]) -> _StepResult:
         """Run one step of the plan."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from penstock.api.clip_warning import ClipWarning, WatchedParameters
 from penstock.api.forward_pass import ForwardPass, pull_back
-from penstock.capture import Granularity, Microbatch, Split, split_batch
+from penstock.capture import Granularity, Microbatch, Split, shard_vocabulary, sharded_head, split_batch
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver, TrainingState
 from penstock.errors import CheckpointError, PlanError, RunError
 from penstock.ir import SPLIT_HINT, Plan, Trace, counted, from_json, is_finite, is_split_rule, to_json
@@ -123,6 +123,11 @@ class Pipeline:
         check_split(split, model)
         check_output_dims(output_dims)
         _check_staleness(staleness, optimizer, plan, scaler, inputs, parallelize_fn, options)
+        given_model, self._loss_fn = model, loss_fn
+        model, loss_fn = split_model(model, plan, loss_fn)
+        if model is not given_model and (parallelize_fn is not None or staleness is not None):
+            other = "parallelize_fn" if parallelize_fn is not None else "staleness"
+            raise RunError(f"a split output layer does not combine with {other}", hint="vocabulary_shards=None")
         self._output_dims, self._split = output_dims, split
         self.num_steps = 0
         """number of steps taken; part of the seed of random numbers"""
@@ -139,7 +144,7 @@ class Pipeline:
         loss_part = loss_module(loss_fn)
         self._part = part = ModelPart(model, plan, groups, parallelize, granularity, loss_part, options.check_model)
         is_whole = groups.is_local or groups.num_ranks == 1
-        self._stale_weights = None if is_whole else StaleWeights.of(model)
+        self._stale_weights = None if is_whole else StaleWeights.of(given_model)
         self._clip_warning = ClipWarning(part.parameters, groups.is_first) if not is_whole else None
         loss_weights = LossWeights(part.captured, part.replicas, loss_fn, reduction, part.remote_parameters)
         self._saver, self._has_saved = Saver(part, self._sync), False
@@ -519,7 +524,7 @@ class Pipeline:
     @property
     def has_loss_fn(self) -> bool:
         """Whether the loss is that of a `loss_fn`, and not returned by the model."""
-        return self._loss_head.has_loss_fn
+        return self._loss_fn is not None
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -592,7 +597,7 @@ class Pipeline:
         self._sync.exchange(SyncRequest("full_state_dict", self.num_steps, options))
         state = gather_tensors(self._part.groups, self._part.state_dict(), self._part.device, bool(everywhere))
         self._sync.close()
-        return state
+        return self._part.join_rows(state)
 
     def save(
         self,
@@ -805,6 +810,30 @@ def check_model_and_plan(model: object, plan: object) -> None:
             got=_shown(plan),
             hint="penstock.plan(model, args, ranks=..., microbatches=...), or penstock.Plan.load(path)",
         )
+
+
+def split_model(model: nn.Module, plan: Plan, loss_fn: LossFn | None) -> tuple[nn.Module, LossFn | None]:
+    """The model with its output layer split as in the plan, and the loss function that is not part of it.
+
+    The model and the loss function themselves if the plan does not split the output layer.
+    """
+    found = sharded_head(plan.graph)
+    if found is None:
+        return model, loss_fn
+    head, num_shards = found
+    takes_target = any(value.name == "target" for value in plan.graph.inputs)
+    if takes_target != (loss_fn is not None or "target" in inspect.signature(model.forward).parameters):
+        raise PlanError(
+            "a plan that splits the output layer must be made with the loss_fn of the Pipeline",
+            plan="with a loss_fn" if takes_target else "without a loss_fn",
+            hint="penstock.plan(..., loss_fn=loss_fn, target=target)",
+        )
+    if loss_module(loss_fn) is not None and any(True for _ in loss_module(loss_fn).parameters()):  # type: ignore[union-attr]
+        raise PlanError("the loss of a split output layer must not have parameters", hint="vocabulary_shards=None")
+    try:
+        return shard_vocabulary(model, head, num_shards, loss_fn), None
+    except AttributeError:
+        raise PlanError("the plan is for another model", module=head, hint="plan this model") from None
 
 
 def check_loss_fn(model: nn.Module, loss_fn: object) -> None:

@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, reduce
@@ -22,9 +23,20 @@ from penstock import errors
 from penstock.api.measuring import measure, measure_links, measured_model
 from penstock.api.pipeline import check_loss_fn, check_split
 from penstock.api.progress import progress
-from penstock.capture import Captured, Granularity, Microbatch, Split, explain_failure, find_split, split_batch
+from penstock.capture import (
+    Captured,
+    Granularity,
+    Microbatch,
+    Split,
+    explain_failure,
+    find_head,
+    find_split,
+    shard_vocabulary,
+    sharded_granularity,
+    split_batch,
+)
 from penstock.capture import capture as record_model
-from penstock.errors import CaptureError, PenstockError, PlanError, RunError
+from penstock.errors import CaptureError, FitError, PenstockError, PlanError, RunError
 from penstock.ir import (
     MAX_MICROBATCHES,
     MAX_RANKS,
@@ -50,6 +62,7 @@ from penstock.ir import (
 from penstock.launch import host_id, one_line
 from penstock.partitioners import Division
 from penstock.planner import (
+    AUTO,
     DevicePool,
     Measured,
     PlanOptions,
@@ -97,6 +110,8 @@ def plan(
     budget_seconds: float = 10.0,
     depth: int | None = None,
     basic_blocks: Sequence[str | type] = (),
+    vocabulary_shards: int | str | None = None,
+    target: Any = None,
 ) -> Plan:
     """Search for the best plan: cuts, placement, schedule, microbatches and recomputation.
 
@@ -135,6 +150,9 @@ def plan(
         budget_seconds: seconds for measuring and searching, approximately
         depth: as in `capture`: how deep modules are opened
         basic_blocks: as in `capture`: modules that stay whole
+        vocabulary_shards: split the output layer and its cross entropy into this many shards along the vocabulary,
+            which may be placed on any ranks; "auto": one per rank if that is predicted to be faster; None: do not
+        target: with `vocabulary_shards` and a `loss_fn`, the target of the example batch
 
     Returns:
         The plan: frozen, printable, the same wherever it is loaded.
@@ -167,18 +185,81 @@ def plan(
         TrainingState.named(optimizer, precision),
     )
     examples = Examples(model, args, kwargs, split, loss_fn, speed, Granularity(depth, basic_blocks))
-    if devices is not None:
-        preset = find_device(device)[1] if isinstance(device, str) else None
-        return _plan_devices(examples, options, devices, tensor_parallel, preset)
-    models = examples.measured(_microbatch_counts(options, examples), profile)
-    # Measuring counts towards the budget that the user waits for.
-    seconds_left = _SEARCH_END_SHARE * budget_seconds - (time.monotonic() - start)
-    seconds_left = max(seconds_left, _MIN_SEARCH_SHARE * budget_seconds)
-    with progress("planning") as update:
-        found = search(models, replace(options, budget_seconds=seconds_left), update)
-    found = replace(found, split=tuple(examples.rules.items()))
+    if vocabulary_shards is None:
+        if devices is not None:
+            preset = find_device(device)[1] if isinstance(device, str) else None
+            return _plan_devices(examples, options, devices, tensor_parallel, preset)
+        found = _plan_examples(examples, options, profile, start)
+    else:
+        found = _plan_sharded(examples, options, vocabulary_shards, target, start, devices is not None or profile)
     _LOG.info("plan: %s", found)
     return found
+
+
+def _plan_examples(examples: "Examples", options: PlanOptions, profile: Profile | None, start: float) -> Plan:
+    """Measure the model and search; `start` is when the budget began."""
+    models = examples.measured(_microbatch_counts(options, examples), profile)
+    # Measuring counts towards the budget that the user waits for.
+    seconds_left = _SEARCH_END_SHARE * options.budget_seconds - (time.monotonic() - start)
+    seconds_left = max(seconds_left, _MIN_SEARCH_SHARE * options.budget_seconds)
+    with progress("planning") as update:
+        found = search(models, replace(options, budget_seconds=seconds_left), update)
+    return replace(found, split=tuple(examples.rules.items()))
+
+
+def _plan_sharded(
+    examples: "Examples", options: PlanOptions, shards: int | str, target: Any, start: float, is_refused: Any
+) -> Plan:
+    """The plan with a split output layer; with "auto" shards, the better of it and the plan without."""
+    is_auto = shards == AUTO
+    count = options.cluster.ranks if is_auto else as_int(shards) if not isinstance(shards, str) else None
+    if count is None or count < 2 - is_auto:
+        hint = 'vocabulary_shards=2, "auto", or None'
+        raise PlanError("vocabulary_shards must be a whole number, 2 or more", got=repr(shards), hint=hint)
+    if is_refused:
+        raise PlanError("vocabulary_shards does not combine with devices and profile", hint="ranks=4")
+    if examples.loss_fn is not None and target is None:
+        hint = "target=labels, those of the example batch"
+        raise PlanError("vocabulary_shards with a loss_fn needs the target of the example batch", hint=hint)
+    asked = ("vocabulary shards", str(shards))
+    without: Plan | None = None
+    if is_auto:
+        half = replace(options, budget_seconds=options.budget_seconds / 2)
+        with suppress(FitError) if count > 1 else nullcontext():
+            without = _plan_examples(examples, half, None, start)
+        if count == 1 and without is not None:
+            return _explained(without, asked, "the output layer is whole: there is one rank only")
+        options, start = half, time.monotonic()
+    with_loss = {} if examples.loss_fn is None else {"target": target}
+    num_microbatches = _microbatch_counts(options, examples)[0]
+    head = find_head(examples.captured(num_microbatches).graph)
+    while next(examples.model.get_submodule(head).children(), None) is not None:
+        opened = examples.granularity.opened | {head}
+        examples = replace(examples, granularity=replace(examples.granularity, opened=opened))
+        head = find_head(examples.captured(num_microbatches).graph)
+    model = shard_vocabulary(examples.model, head, count, examples.loss_fn)
+    sharded = replace(
+        examples,
+        model=model,
+        kwargs={**(examples.kwargs or {}), **with_loss},
+        loss_fn=None,
+        granularity=sharded_granularity(model, examples.granularity),
+    )
+    found = _plan_examples(sharded, options, None, start)
+    seconds = found.predicted.makespan
+    if without is None:
+        return _explained(found, asked, f"the output layer {head} is split into {count} shards")
+    other = without.predicted.makespan
+    if other <= seconds:
+        ratio = f"with {count} shards the step would be {seconds / other:.3f}x as long"
+        return _explained(without, asked, f"the output layer {head} is whole: {ratio}")
+    ratio = f"without, the step would be {other / seconds:.3f}x as long"
+    return _explained(found, asked, f"the output layer {head} is split into {count} shards: {ratio}")
+
+
+def _explained(found: Plan, asked: tuple[str, str], reason: str) -> Plan:
+    seen = found.search
+    return replace(found, search=replace(seen, reasons=(*seen.reasons, reason), asked=(*seen.asked, asked)))
 
 
 def _ranks_of(mesh: Any, ranks: int | Cluster | None) -> int | Cluster:
@@ -310,11 +391,11 @@ class Examples:
         return models
 
     def _measured(self, count: int) -> Measured:
-        captured = self._captured(count)
+        captured = self.captured(count)
         return Measured(self._graph(captured), measure(captured, loss_fn=self.loss_fn, speed=self.speed))
 
     def _interpolated(self, count: int, ends: tuple[int, int], known: Mapping[int, Measured]) -> Measured:
-        captured = self._captured(count)
+        captured = self.captured(count)
         graph, sizes = self._graph(captured), [self._microbatches(each)[0].size for each in (ends[0], count, ends[1])]
         share = (sizes[1] - sizes[0]) / (sizes[2] - sizes[0]) if sizes[2] != sizes[0] else 0.0
         profiles = (known[end].profile for end in ends)
@@ -328,7 +409,7 @@ class Examples:
         if not isinstance(profile, Profile):
             hint = "penstock.measure(penstock.capture(model, args)), or None to measure here"
             raise PlanError("profile must be a Profile", got=type(profile).__name__, hint=hint)
-        graphs = {count: self._graph(self._captured(count)) for count in counts}
+        graphs = {count: self._graph(self.captured(count)) for count in counts}
         matching = {count: graph for count, graph in graphs.items() if graph.fingerprint == profile.fingerprint}
         if not matching:
             profile.check(graphs[counts[0]])
@@ -337,7 +418,7 @@ class Examples:
     def _microbatches(self, count: int) -> tuple[Microbatch, ...]:
         return split_batch(self.model.forward, tuple(self.args), dict(self.kwargs or {}), None, count, self.rules)
 
-    def _captured(self, count: int) -> Captured:
+    def captured(self, count: int) -> Captured:
         microbatches = self._microbatches(count)
         first, last = microbatches[0], microbatches[-1]
         try:

@@ -39,6 +39,16 @@ from penstock.capture.recording import Recording, make_recording
 from penstock.capture.replay import Replay, call_hook
 from penstock.capture.split_search import additive_dim, find_split
 from penstock.capture.tensor_table import device_of, has_gradient, spec_of, storage_id
+from penstock.capture.vocabulary import (
+    RowSlice,
+    find_head,
+    row_slices,
+    shard_vocabulary,
+    sharded_granularity,
+    sharded_head,
+    unsharded_granularity,
+    whole_parameters,
+)
 
 __all__ = [
     "MODEL_LINE",
@@ -53,6 +63,7 @@ __all__ = [
     "Microbatch",
     "Recording",
     "Replay",
+    "RowSlice",
     "Split",
     "Splitting",
     "additive_dim",
@@ -64,6 +75,7 @@ __all__ = [
     "describe_recording",
     "device_of",
     "explain_failure",
+    "find_head",
     "find_split",
     "has_gradient",
     "intercept_modules",
@@ -75,12 +87,18 @@ __all__ = [
     "object_items",
     "python_generators",
     "register_containers",
+    "row_slices",
     "seed_generators",
+    "shard_vocabulary",
+    "sharded_granularity",
+    "sharded_head",
     "spec_of",
     "split_batch",
     "storage_id",
     "torch_generators",
     "uncompiled",
+    "unsharded_granularity",
+    "whole_parameters",
     "without_cache",
     "without_user_hooks",
 ]

@@ -63,6 +63,7 @@ from penstock.capture.hooks import refuse_backward_hooks
 from penstock.capture.objects import reachable_objects, register_containers, user_line
 from penstock.capture.tensor_table import TensorTable, has_gradient, storage_id
 from penstock.capture.transforms import TransformedCall, held_tensors
+from penstock.capture.vocabulary import ShardedLogits
 from penstock.errors import CaptureError
 from penstock.ir import (
     ADDED_LOSS,
@@ -237,6 +238,9 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if ShardedLogits in types:
+            # Their own method calls the shards, with this mode active.
+            return NotImplemented
         if self._is_paused:
             return func(*args, **kwargs)
         if sets_requires_grad(func):

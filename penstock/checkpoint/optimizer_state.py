@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.capture import RowSlice
 from penstock.checkpoint.names import shorten
 from penstock.errors import CheckpointError, DamagedError
 from penstock.runtime import FindTensor, Tensors, decode_tree, encode_tree
@@ -24,9 +25,14 @@ class OptimizerPart:
 
 
 def split_optimizer_state(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], stage_of: Mapping[str, int]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    stage_of: Mapping[str, int],
+    joined: Mapping[str, Mapping[str, Any]],
 ) -> dict[int, OptimizerPart]:
     """The state by stage. `names` maps ids of parameters to names, `stage_of` names to the stage that saves them.
+
+    `joined` has the state of parameters of which the optimizer has rows only.
 
     The optimizer was checked by `check_optimizer`: parameters without a name are trained by other ranks.
     """
@@ -41,7 +47,10 @@ def split_optimizer_state(
                 continue
             empty = OptimizerPart({"optimizer": kind, "groups": [], "parameters": {}})
             part = parts.setdefault(stage_of[name], empty)
-            state = encode_tree(dict(states.get(parameter, {})), part.tensors, name)
+            if name in part.document["parameters"]:
+                continue  # other rows of the same parameter
+            own = joined[name] if name in joined else states.get(parameter, {})
+            state = encode_tree(dict(own), part.tensors, name)
             part.document["parameters"][name] = {"group": index, "state": state}
     group_options = [
         {name: value for name, value in group.items() if name not in ("params", "param_names")}
@@ -100,12 +109,23 @@ class SavedOptimizer:
                     raise DamagedError("the optimizer state of a parameter cannot be read", name=name)
                 self._states[name] = (state, group, find)
 
-    def restorer(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], shard: Shard) -> Callable[[], None]:
-        """Read and check the state for an optimizer; the returned function applies it."""
+    def restorer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        shard: Shard,
+        rows: Mapping[int, RowSlice],
+    ) -> Callable[[], None]:
+        """Read and check the state for an optimizer; the returned function applies it.
+
+        `rows`: by id the parameters that are rows of the named ones.
+        """
         self._check(optimizer, names)
         options = [self._group_options(index, group, names) for index, group in enumerate(optimizer.param_groups)]
         states = {
-            parameter: self._parameter_state(parameter, names[id(parameter)], group_options, shard)
+            parameter: self._parameter_state(
+                parameter, names[id(parameter)], group_options, shard, rows.get(id(parameter))
+            )
             for group, group_options in zip(optimizer.param_groups, options, strict=True)
             for parameter in group["params"]
             if id(parameter) in names
@@ -166,7 +186,12 @@ class SavedOptimizer:
         return dict(decode_tree(options, find))
 
     def _parameter_state(
-        self, parameter: nn.Parameter, name: str, options: Mapping[str, Any], shard: Shard
+        self,
+        parameter: nn.Parameter,
+        name: str,
+        options: Mapping[str, Any],
+        shard: Shard,
+        rows: RowSlice | None,
     ) -> dict[str, Any]:
         """The state of a parameter, on its device and sharded like it."""
         state, _, find = self._states[name]
@@ -175,6 +200,10 @@ class SavedOptimizer:
 
         def place(key: str) -> Tensor:
             tensor = find(key)
+            if rows is not None:
+                # Copies: safetensors maps files, so that other rows would share the memory of a step count.
+                is_whole = tensor.shape == (rows.size, *parameter.shape[1:])
+                tensor = (rows.of(tensor) if is_whole else tensor).clone()
             if tensor.shape == parameter.shape and tensor.dim():
                 return shard(tensor, parameter)
             return tensor.to(parameter.device) if tensor.dim() or on_device else tensor

@@ -1,7 +1,7 @@
 """Reads a checkpoint: documents, and only those tensors that a rank asks for."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.capture import RowSlice
 from penstock.checkpoint.locks import lock_shared, vanished
 from penstock.checkpoint.manifest import Manifest, check_digests, check_sizes, files_to_check, read_manifest, step_of
 from penstock.checkpoint.names import shorten
@@ -61,13 +62,17 @@ class TensorReader:
         return tuple(self._files)
 
     def read(
-        self, sources: Mapping[str, Sequence[str]], wanted: Mapping[str, Tensor]
+        self,
+        sources: Mapping[str, Sequence[str]],
+        wanted: Mapping[str, Tensor],
+        rows: Mapping[str, RowSlice] | None = None,
     ) -> tuple[dict[str, Tensor], Loaded]:
         """Read a tensor for every name in `wanted`, with the shape and dtype of the tensor given for it.
 
-        `sources` has the names that each of them has in the checkpoint, several for tied parameters. Nothing is read
-        unless all shapes and dtypes match.
+        `sources` has the names that each of them has in the checkpoint, several for tied parameters. Of those in `rows`
+        only some rows are read. Nothing is read unless all shapes and dtypes match.
         """
+        rows = rows or {}
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}
             for name in wanted:
@@ -76,12 +81,16 @@ class TensorReader:
                     if file not in opened:
                         opened[file] = stack.enter_context(_open(file))
             handles = {source: opened[self._files[source]] for name in wanted for source in sources[name]}
-            _check_shapes(handles, sources, wanted)
+            _check_shapes(handles, sources, wanted, rows)
             # By source, so that a tensor with several names in the model is read once.
-            tensors = {source: handle.get_tensor(source) for source, handle in handles.items()}
-            _check_ties(tensors, sources, wanted)
+            whole = {source for name in wanted if name not in rows for source in sources[name]}
+            tensors = {source: handles[source].get_tensor(source) for source in handles if source in whole}
+            _check_ties(tensors, sources, [name for name in wanted if name not in rows])
+            by_name = {name: tensors[sources[name][0]] for name in wanted if name not in rows}
+            for name in (name for name in wanted if name in rows):
+                source, row = sources[name][0], rows[name]
+                tensors[name] = by_name[name] = handles[source].get_slice(source)[row.start : row.stop]
             size = sum(tensor.nbytes for tensor in tensors.values())
-            by_name = {name: tensors[sources[name][0]] for name in wanted}
             return by_name, Loaded(len(tensors), size, tuple(sorted(file.name for file in opened)))
 
 
@@ -93,7 +102,10 @@ def _open(file: Path) -> Any:
 
 
 def _check_shapes(
-    handles: Mapping[str, Any], sources: Mapping[str, Sequence[str]], wanted: Mapping[str, Tensor]
+    handles: Mapping[str, Any],
+    sources: Mapping[str, Sequence[str]],
+    wanted: Mapping[str, Tensor],
+    rows: Mapping[str, RowSlice],
 ) -> None:
     """Refuse tensors that are missing in their files, or have another shape or dtype than the model's."""
     missing, shapes, dtypes = [], [], []
@@ -104,8 +116,9 @@ def _check_shapes(
                 missing.append(source)
                 continue
             view = handles[source].get_slice(source)
-            if list(view.get_shape()) != list(tensor.shape):
-                shapes.append(f"{name} {list(view.get_shape())}, the model {list(tensor.shape)}")
+            shape = [rows[name].size, *tensor.shape[1:]] if name in rows else list(tensor.shape)
+            if list(view.get_shape()) != shape:
+                shapes.append(f"{name} {list(view.get_shape())}, the model {shape}")
             elif DTYPES.get(view.get_dtype()) is not tensor.dtype:
                 dtypes.append(f"{name} {view.get_dtype()}, the model {str(tensor.dtype).removeprefix('torch.')}")
     if missing:
@@ -118,11 +131,9 @@ def _check_shapes(
         raise CheckpointError("the dtypes of tensors differ from the model's", names=shorten(dtypes), hint=hint)
 
 
-def _check_ties(
-    tensors: Mapping[str, Tensor], sources: Mapping[str, Sequence[str]], wanted: Mapping[str, Tensor]
-) -> None:
+def _check_ties(tensors: Mapping[str, Tensor], sources: Mapping[str, Sequence[str]], names: Iterable[str]) -> None:
     """Refuse different values for one parameter that has several names in the checkpoint."""
-    for name in wanted:
+    for name in names:
         first, *others = sources[name]
         for other in others:
             # Compared as bytes, so that NaN equals itself.

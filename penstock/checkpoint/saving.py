@@ -185,7 +185,11 @@ class Saver:
         Only the first pipeline writes. Ranks of the others take part because sharded tensors are gathered.
         """
         assert self._layout is not None
-        rank, weights = self._groups.rank, self._part.state_dict()
+        rank, weights = self._groups.rank, self._part.own_state()
+        for whole, names in self._part.split_names.items():
+            gathered = self._part.gather_rows(whole, {name: weights[name] for name in names if name in weights})
+            if gathered is not None:
+                weights[names[0]] = gathered
         if not self._groups.pipeline:
             writer.join(rank)
         files: dict[str, Content] = {}
@@ -193,7 +197,8 @@ class Saver:
             if names:
                 files[_stage_file(stage)] = {name: _snapshot(weights[at], copies) for name, at in names.items()}
         if state.optimizer is not None:
-            parts = split_optimizer_state(state.optimizer, parameter_names(self._part), self._layout.stage_of)
+            names, joined = parameter_names(self._part), self._joined_states(state.optimizer)
+            parts = split_optimizer_state(state.optimizer, names, self._layout.stage_of, joined)
             for stage, part in parts.items():
                 files |= _document_files(f"optimizer-{stage:03d}", part.document, part.tensors, copies)
         rank_state = {"random": random_state()}
@@ -205,11 +210,31 @@ class Saver:
             files |= _document_files(f"{kind}-{rank:03d}", document, tensors, copies)
         return files
 
+    def _joined_states(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+        """The optimizer state of parameters that no rank has whole, on the rank that saves them; a collective call."""
+        states: dict[str, dict[str, Any]] = {}
+        own = self._part.parameters
+        for whole, names in self._part.split_names.items():
+            parameters = {name: own[name] for name in names if name in own}
+            if not parameters:
+                continue  # the user's own parameter is trained, or other ranks have the rows
+            first = next(iter(parameters.values()))
+            joined = dict(optimizer.state.get(first, {}))
+            # All ranks have optimizers of one class, and so state of the same names.
+            for key in sorted(key for key, value in joined.items() if _is_like(value, first)):
+                parts = {name: optimizer.state[parameter][key] for name, parameter in parameters.items()}
+                gathered = self._part.gather_rows(whole, parts)
+                if gathered is not None:
+                    joined[key] = gathered
+            if names[0] in parameters:
+                states[whole] = joined
+        return states
+
     def _make_manifest(self, plan: Plan, step: int, layout: "StateLayout", files: Mapping[str, FileRecord]) -> Manifest:
         return Manifest(
             step=step,
             written=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            model=fingerprint(layout.tensors, plan.graph.tied),
+            model=fingerprint(layout.tensors, self._part.tied_names),
             plan=PlanSummary(
                 ranks=plan.num_ranks,
                 processes=1 if self._groups.is_local else plan.num_ranks,
@@ -222,7 +247,7 @@ class Saver:
                 "python": platform.python_version(),
                 "torch": str(torch.__version__),
             },
-            tied=plan.graph.tied,
+            tied=self._part.tied_names,
             tensors=layout.tensors,
             files=dict(sorted(files.items())),
         )
@@ -248,8 +273,15 @@ class StateLayout:
             weights = stage.state_dict()
             here[index] = {}
             for name in weights:  # tied parameters have several names and are saved under the first
-                here[index].setdefault(tensor_of(name), name)
+                if name not in part.slices:
+                    here[index].setdefault(tensor_of(name), name)
+            # The stage of the first rows saves the whole parameter, unless another stage has that.
+            here[index] |= {whole: names[0] for whole, names in part.split_names.items() if names[0] in weights}
             formats[index] = {name: dtype_and_shape(weights[at], name) for name, at in here[index].items()}
+            for name, at in here[index].items():
+                if at in part.slices:
+                    dtype, shape = formats[index][name]
+                    formats[index][name] = dtype, (part.slices[at].size, *shape[1:])
         groups = part.groups
         everywhere: list[tuple[int, dict[str, Any]]] = list(formats.items())
         if not groups.is_local:
@@ -277,8 +309,13 @@ class StateLayout:
 
 def parameter_names(part: ModelPart) -> dict[int, str]:
     """Names of this process's parameters by their ids; of tied ones the name that checkpoints have."""
-    tensor_of = part.captured.graph.tensor_of
-    return {id(parameter): tensor_of(name) for name, parameter in part.parameters.items()}
+    tensor_of, slices = part.captured.graph.tensor_of, part.slices
+    names = {name: slices[name].whole if name in slices else name for name in part.parameters}
+    return {id(parameter): tensor_of(names[name]) for name, parameter in part.parameters.items()}
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
 def random_state() -> dict[str, Any]:

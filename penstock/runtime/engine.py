@@ -85,7 +85,7 @@ class Engine:
         self._num_recorded = 0
         """how often all ranks record the model for the current step, if replicas share parameters"""
         self._snapshot = StepSnapshot(
-            (*part.replicas.parameters, *part.tied.parameters),
+            (*part.replicas.parameters, *part.tied.parameters, *part.rows.parameters),
             part.parameters.values(),
             options.restore_gradients,
             part.written_buffers,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from penstock.capture import RowSlice
 from penstock.errors import RunError
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.health import read_scalars
@@ -154,38 +155,105 @@ class TiedReducer:
         # Whole tensors are sent, because the ranks may have distributed the parameter in different ways.
         total = None if gradient is None else _dense(whole(gradient))
         if self._groups.rank != owner:
-            self._send(total, tied, owner)
-            total = self._receive(tied, owner)
+            send_tensor(self._groups, total, owner)
+            total = receive_tensor(self._groups, tied.parameter, owner)
         else:
             for rank in others:
-                part = self._receive(tied, rank)
+                part = receive_tensor(self._groups, tied.parameter, rank)
                 total = part if total is None else total if part is None else total + part
             for rank in others:
-                self._send(total, tied, rank)
+                send_tensor(self._groups, total, rank)
         return None if total is None else shard_like(total, tied.parameter)
 
-    def _send(self, gradient: Tensor | None, tied: TiedParameter, rank: int) -> None:
-        # A flag goes first: a rank may have no gradient to send.
-        flag = torch.tensor([int(gradient is not None)])
-        self._groups.run(dist.isend, flag, group=self._groups.control, group_dst=rank)
-        if gradient is not None:
-            content = gradient.contiguous()
-            if is_staged(self._groups.group, content.device):
-                (content,) = to_host([content], content.device)
-            self._groups.run(dist.isend, content, group=self._groups.group, group_dst=rank)
 
-    def _receive(self, tied: TiedParameter, rank: int) -> Tensor | None:
-        flag = torch.zeros(1, dtype=torch.int64)
-        self._groups.run(dist.irecv, flag, group=self._groups.control, group_src=rank)
-        if not int(flag):
-            return None
-        shape, dtype, device = tied.parameter.shape, tied.parameter.dtype, tied.parameter.device
-        if is_staged(self._groups.group, device):
-            gradient = host_buffer(shape, dtype)
-        else:
-            gradient = torch.empty(shape, dtype=dtype, device=device)
-        self._groups.run(dist.irecv, gradient, group=self._groups.group, group_src=rank)
-        return to_device(gradient, device)
+@dataclass(frozen=True)
+class RowParameter:
+    """A parameter that is some rows of another one; each is None on ranks that do not have it."""
+
+    name: str
+    rows: RowSlice
+    part: nn.Parameter | None
+    whole: nn.Parameter | None
+    part_rank: int
+    whole_rank: int | None
+    """None: no rank has the whole parameter"""
+
+
+class RowReducer:
+    """Adds the gradients of rows of a parameter to the gradient of the whole parameter, where some rank has it.
+
+    On the rank of the whole parameter the rows share its memory, and only the whole parameter is trained. Rows on other
+    ranks are trained there, with the sum of both gradients.
+    """
+
+    def __init__(self, groups: ProcessGroups, rows: Sequence[RowParameter]) -> None:
+        self._groups = groups
+        shared = (row for row in rows if row.whole_rank is not None)
+        self._rows = tuple(row for row in shared if row.part is not None or row.whole is not None)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are summed."""
+        return [p for row in self._rows for p in (row.part, row.whole) if p is not None]
+
+    @property
+    def replaced(self) -> dict[int, RowParameter]:
+        """The rows that the whole parameter of this rank replaces, by the ids of their parameters."""
+        return {id(row.part): row for row in self._rows if row.part is not None and row.whole is not None}
+
+    @property
+    def not_owned(self) -> set[int]:
+        """The ids of rows that the rank of the whole parameter counts in norms."""
+        return {id(row.part) for row in self._rows if row.part is not None and row.whole is None}
+
+    def finish(self) -> None:
+        """Sum on the rank of the whole parameter and send rows back; every rank visits them in the same order."""
+        trained = [row for row in self._rows if (row.part if row.whole is None else row.whole).requires_grad]  # type: ignore[union-attr]
+        for row in trained:
+            gradient = None if row.part is None else row.part.grad
+            if row.whole is None:
+                send_tensor(self._groups, gradient, row.whole_rank)  # type: ignore[arg-type]
+                continue
+            if row.part is None:
+                gradient = receive_tensor(self._groups, row.rows.of(row.whole), row.part_rank)
+            else:
+                row.part.grad = None
+            if gradient is not None:
+                total = torch.zeros_like(row.whole) if row.whole.grad is None else _dense(row.whole.grad)
+                row.rows.of(total).add_(gradient)
+                row.whole.grad = total
+        for row in trained:
+            if row.whole is None:
+                row.part.grad = receive_tensor(self._groups, row.part, row.whole_rank)  # type: ignore
+            elif row.part is None:
+                gradient = row.whole.grad
+                send_tensor(self._groups, None if gradient is None else row.rows.of(gradient), row.part_rank)
+
+
+def send_tensor(groups: ProcessGroups, tensor: Tensor | None, rank: int) -> None:
+    """Send a tensor, or that there is none."""
+    # A flag goes first: a rank may have no gradient to send.
+    flag = torch.tensor([int(tensor is not None)])
+    groups.run(dist.isend, flag, group=groups.control, group_dst=rank)
+    if tensor is not None:
+        content = tensor.contiguous()
+        if is_staged(groups.group, content.device):
+            (content,) = to_host([content], content.device)
+        groups.run(dist.isend, content, group=groups.group, group_dst=rank)
+
+
+def receive_tensor(groups: ProcessGroups, like: Tensor, rank: int) -> Tensor | None:
+    """Receive a tensor with the shape, dtype and device of another; None if the other rank has none."""
+    flag = torch.zeros(1, dtype=torch.int64)
+    groups.run(dist.irecv, flag, group=groups.control, group_src=rank)
+    if not int(flag):
+        return None
+    if is_staged(groups.group, like.device):
+        tensor = host_buffer(like.shape, like.dtype)
+    else:
+        tensor = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    groups.run(dist.irecv, tensor, group=groups.group, group_src=rank)
+    return to_device(tensor, like.device)
 
 
 class ShardedStages:

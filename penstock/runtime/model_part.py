@@ -14,14 +14,26 @@ from penstock.capture import (
     Granularity,
     LruCache,
     Recording,
+    RowSlice,
     describe_model,
     describe_recording,
     internal_call,
+    row_slices,
+    whole_parameters,
 )
 from penstock.errors import PlanError, RunError
 from penstock.ir import Plan
 from penstock.runtime.agreement import checksum
-from penstock.runtime.gradients import ReplicaReducer, ShardedStages, TiedParameter, TiedReducer
+from penstock.runtime.gradients import (
+    ReplicaReducer,
+    RowParameter,
+    RowReducer,
+    ShardedStages,
+    TiedParameter,
+    TiedReducer,
+    receive_tensor,
+    send_tensor,
+)
 from penstock.runtime.groups import ProcessGroups
 from penstock.runtime.layout import (
     NUM_SAMPLED,
@@ -103,8 +115,17 @@ class ModelPart:
         by_stage = {index: list(stage.parameters()) for index, stage in self.stages.items()}
         self.replicas = ReplicaReducer(groups, by_stage, self.layouts)
         self.tied = TiedReducer(groups, self._tied_parameters(plan))
+        self.slices = row_slices(model)
+        """the parameters that are rows of parameters of the unsplit model, by name, on every rank"""
+        self._row_parameters = self._find_row_parameters(plan)
+        self.rows = RowReducer(groups, self._row_parameters)
+        for row in self.rows.replaced.values():
+            # They do already, unless the model was on the meta device.
+            row.part.data = row.rows.of(row.whole.data)  # type: ignore[union-attr]
+            self.layouts.setdefault(row.whole, self.layouts[row.part])  # type: ignore[index,arg-type]
         partial = PartialGradients(groups, self.layouts)
-        self.reducers = [reducer for reducer in (self.replicas, partial, self.tied) if reducer.parameters]
+        reducers = (self.replicas, partial, self.tied, self.rows)
+        self.reducers = [reducer for reducer in reducers if reducer.parameters]
         """those with gradients to reduce, in the order in which they run after the last backward"""
         self.shared_gradients = SharedGradients(groups, self.parameters)
         if self.has_weights:
@@ -139,6 +160,89 @@ class ModelPart:
         tied = [(name, sorted(ranks)) for name, ranks in users if len(ranks) > 1 and self.groups.rank in ranks]
         return [TiedParameter(name, parameters[name], tuple(ranks)) for name, ranks in tied]
 
+    def _find_row_parameters(self, plan: Plan) -> list[RowParameter]:
+        """The parameters that are rows of others, in the order of the graph, with the ranks of both."""
+        pairs = [pair for stage in self.stages.values() for pair in _named_parameters(stage)]
+        own, users = dict(pairs), parameter_ranks(plan)
+        wholes = whole_parameters(self.captured.model)
+        rows = []
+        for name, row in self.slices.items():
+            (rank,) = users[name]
+            holders = users.get(plan.graph.tensor_of(row.whole), set())
+            if len(holders) > 1 and not self.groups.is_local:
+                raise PlanError(
+                    "a parameter that is tied to a split output layer must be used on one rank only",
+                    name=row.whole,
+                    ranks=sorted(holders),
+                    hint="vocabulary_shards=None",
+                )
+            whole, whole_rank = own.get(row.whole), next(iter(holders), None)
+            if self.groups.is_local:
+                if whole is None and not wholes[row.whole].is_meta:
+                    # The user's own parameter, whose memory the rows share.
+                    whole = wholes[row.whole]
+                rank, whole_rank = 0, None if whole is None else 0
+            rows.append(RowParameter(name, row, own.get(name), whole, rank, whole_rank))
+        return rows
+
+    @property
+    def row_of(self) -> dict[int, RowSlice]:
+        """The rows of the parameters that this process trains in place of a whole parameter, by id."""
+        trained = {id(parameter) for parameter in self.parameters.values()}
+        return {id(row.part): row.rows for row in self._row_parameters if id(row.part) in trained}
+
+    @property
+    def tied_names(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of names that are one parameter in the unsplit model."""
+        groups = list(dict.fromkeys(row.names for row in self.slices.values() if len(row.names) > 1))
+        named = {name for group in groups for name in group}
+        return (*(group for group in self.captured.graph.tied if not named & set(group)), *groups)
+
+    @property
+    def split_names(self) -> dict[str, list[str]]:
+        """The parameters that no rank has whole, each with the names of its rows in order."""
+        held = {value.name for value in self.captured.graph.parameters}
+        names: dict[str, list[str]] = {}
+        for name, row in self.slices.items():
+            if row.whole not in held:
+                names.setdefault(row.whole, []).append(name)
+        return names
+
+    def gather_rows(self, whole_name: str, own: Mapping[str, Tensor]) -> Tensor | None:
+        """The whole of a tensor of which `own` has the rows of this process by name; a collective call.
+
+        None except on the rank that has the first rows.
+        """
+        ranks = {row.name: row.part_rank for row in self._row_parameters}
+        first, *others = self.split_names[whole_name]
+        if self.groups.is_local:
+            return torch.cat([own[name] for name in (first, *others)])
+        parts = [own[first]] if first in own else []
+        for name in others:
+            if first in own and name in own:
+                parts.append(own[name])
+            elif name in own:
+                send_tensor(self.groups, own[name], ranks[first])
+            elif first in own:
+                like = own[first].new_empty((self.slices[name].length, *own[first].shape[1:]))
+                received = receive_tensor(self.groups, like, ranks[name])
+                assert received is not None
+                parts.append(received)
+        return torch.cat(parts) if first in own else None
+
+    def join_rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors with whole parameters in place of their rows, as far as all rows are there."""
+        joined = dict(tensors)
+        for originals in dict.fromkeys(row.names for row in self.slices.values()):
+            names = [name for name, row in self.slices.items() if row.names == originals]
+            whole = joined.get(originals[0])
+            if whole is None and all(name in joined for name in names):
+                whole = torch.cat([joined[name] for name in names])
+            if whole is not None:
+                joined = {name: tensor for name, tensor in joined.items() if name not in names}
+                joined |= dict.fromkeys(originals, whole)
+        return joined
+
     @property
     def device(self) -> torch.device:
         """The device of the stages."""
@@ -149,8 +253,12 @@ class ModelPart:
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters by their original names, tied ones once, under their first name."""
         by_id: dict[int, tuple[str, nn.Parameter]] = {}
+        replaced = self.rows.replaced
         for stage in self.stages.values():
             for name, parameter in _named_parameters(stage):
+                if id(parameter) in replaced:
+                    row = replaced[id(parameter)]
+                    name, parameter = row.rows.whole, row.whole  # type: ignore[assignment]
                 by_id.setdefault(id(parameter), (name, parameter))
         return dict(by_id.values())
 
@@ -178,7 +286,7 @@ class ModelPart:
 
     def owned_gradients(self) -> tuple[list[Tensor], list[int]]:
         """The gradients of parameters that this rank owns, and how many ranks have the same shard of each."""
-        skipped = self.tied.not_owned
+        skipped = self.tied.not_owned | self.rows.not_owned
         owned = [p for p in self.parameters.values() if p.grad is not None and id(p) not in skipped]
         return [p.grad for p in owned], [self.layouts[p].copies for p in owned]  # type: ignore[misc]
 
@@ -201,9 +309,13 @@ class ModelPart:
             )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers by their original names."""
+        """Parameters and buffers by their original names; of a split output layer the rows that this process has."""
         self.check_weights()
-        return self.own_state()
+        state = self.own_state()
+        for row in self.rows.replaced.values():
+            if row.whole is not None:
+                state.setdefault(row.rows.whole, row.whole.detach())
+        return self.join_rows(state)
 
     def own_state(self) -> dict[str, Tensor]:
         """Parameters and buffers by their original names, also before the weights are loaded."""
@@ -216,11 +328,23 @@ class ModelPart:
             state = {**state, **{name: tensor for name, tensor in self.own_state().items() if name in self.loss_state}}
         with internal_call():
             whole = {*self.captured.model.state_dict(), *self.loss_state}
+        if isinstance(state, Mapping):
+            state = self._with_rows(state, whole)
         _check_state_dict(state, self.own_state(), whole)
         for stage in self.stages.values():
             tensors = stage.state_dict()
             stage.load_state_dict({name: shard_like(state[name], tensor) for name, tensor in tensors.items()})
         self.has_weights, self.differing_weights = True, None
+
+    def _with_rows(self, state: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+        """A state dict of the unsplit model with the rows of this model in place of whole parameters."""
+        found, unused = dict(state), set()
+        for name, row in self.slices.items():
+            given = [state[other] for other in row.names if other in state]
+            if given and isinstance(given[0], Tensor) and len(given[0]) == row.size:
+                found.setdefault(name, row.of(given[0]))
+                unused.update(set(row.names) - set(names))
+        return {name: value for name, value in found.items() if name not in unused}
 
 
 def _check_state_dict(state: Any, expected: Mapping[str, Tensor], model_names: set[str]) -> None:

@@ -6,7 +6,7 @@ from itertools import combinations
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import Recording
+from penstock.capture import Recording, row_slices
 from penstock.errors import PartitionError
 from penstock.ir import Graph, Guard, Partition, refs, states
 
@@ -64,7 +64,11 @@ def check_shared_memory(model: nn.Module, graph: Graph, partition: Partition) ->
 
 def _overlapping_state(model: nn.Module, graph: Graph) -> Iterator[tuple[str, str]]:
     groups: dict[int, list[tuple[str, Tensor]]] = {}
+    # Rows of a parameter share its memory, and their gradients are summed.
+    rows = row_slices(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in rows:
+            continue
         if not tensor.is_meta and tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter):
             groups.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
     for group in groups.values():

@@ -100,6 +100,16 @@ def test_less_memory_never_lowers_the_bound() -> None:
     assert bounds[-1] > 1.5 * bounds[0]
 
 
+def test_memory_that_is_never_filled_does_not_raise_the_bound() -> None:
+    costs = StageCosts.uniform(4)
+    costs = StageCosts(costs.forward, costs.input_grad, costs.weight_grad, activation_bytes=(1,) * 4)
+    bounds = [
+        lower_bound(ScheduleProblem.of(costs, Placement.loop(4), 8, Cluster(4, memory=memory))).seconds
+        for memory in (None, 1000)
+    ]
+    assert bounds[0] == bounds[1]
+
+
 def test_the_bound_has_a_reason() -> None:
     costs = StageCosts((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), activation_bytes=(1, 1))
     assert "rank" in lower_bound(ScheduleProblem.of(costs, Placement.loop(2), 4, Cluster(2, memory=1))).why

@@ -321,18 +321,21 @@ def _littles_law(table: PassTable, begin: Floats, end: Floats, rank: int) -> flo
         delays = table.least_delays(3 * stage) + table.seconds
         held -= sum(table.allocated[3 * stage + part] * delays[3 * stage + part] for part in (1, 2))
     rows = list(table.rows_of_rank[rank])
-    unused = sum(
-        _unused(starts[rows], sign * table.allocated[rows], room) for starts, sign in ((begin, 1.0), (end, -1.0))
-    )
-    return (held * table.problem.num_microbatches + unused) / room
+    ends = [_unused(starts[rows], sign * table.allocated[rows], room) for starts, sign in ((begin, 1.0), (end, -1.0))]
+    least = held * table.problem.num_microbatches / room
+    both = least + sum(area for area, _ in ends) / room
+    # As with idle seconds in `_bounds`: unused memory at both ends adds up only if the two ends do not overlap.
+    return both if both > sum(seconds for _, seconds in ends) else least + max(area for area, _ in ends) / room
 
 
-def _unused(starts: Floats, allocated: Floats, room: float) -> float:
-    """Bytes x seconds that cannot be held because too few allocating passes can have started."""
+def _unused(starts: Floats, allocated: Floats, room: float) -> tuple[float, float]:
+    """Bytes x seconds that cannot be held because too few allocating passes can have started, and until when."""
     allocating = np.flatnonzero(allocated > 0)
-    moments = starts[allocating].ravel()
-    sequence = np.argsort(moments, kind="stable")
+    moments = np.sort(starts[allocating].ravel())
+    sequence = np.argsort(starts[allocating].ravel(), kind="stable")
     filled = np.cumsum(np.repeat(allocated[allocating], starts.shape[1])[sequence])
     filled_before = np.concatenate(([0.0], filled))[:-1]
-    gaps = np.diff(moments[sequence], prepend=0.0)
-    return float((np.maximum(room - filled_before, 0.0) * gaps).sum())
+    gaps = np.diff(moments, prepend=0.0)
+    is_unused = filled_before < room
+    until = float(moments[is_unused][-1]) if is_unused.any() else 0.0
+    return float((np.maximum(room - filled_before, 0.0) * gaps).sum()), until

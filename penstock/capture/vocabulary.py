@@ -1,0 +1,529 @@
+"""Splits the output layer of a model, with the cross entropy of its logits, along the vocabulary.
+
+`shard_vocabulary` returns a model in which a `VocabularyHead` takes the place of the output layer. It returns
+`ShardedLogits`, which stand for the logits and are never computed whole. Row operations (views, slices of rows) are
+applied to the hidden states instead; casts and scalings wait for the shards. `cross_entropy` of them calls every
+`VocabularyShard`, which computes its part of the logits and returns two numbers per row, their logsumexp and the logit
+of the target, and combines these into the loss. So the recorded graph has one node per shard, which a plan may place on
+any rank, and one that combines their results.
+
+The parameters of the shards are rows of the original ones and share their memory; `row_slices` maps the names.
+"""
+
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from penstock.capture.granularity import Granularity
+from penstock.errors import CaptureError
+from penstock.ir import Graph, transform
+
+_TARGET = "target"
+_SHARDS = "shards"
+Step = tuple[str, Any]
+"""an elementwise operation on logits: the name of a method of Tensor, and its argument"""
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """The rows of a parameter that a shard has."""
+
+    whole: str
+    """the name of the parameter in the unsplit model; of a tied one the name that other modules use"""
+    start: int
+    stop: int
+    size: int
+    """rows of the whole parameter"""
+    names: tuple[str, ...]
+    """all names that the parameter has in the unsplit model"""
+
+    @property
+    def length(self) -> int:
+        """The number of rows."""
+        return self.stop - self.start
+
+    def of(self, whole: Tensor) -> Tensor:
+        """These rows of the whole tensor, as a view."""
+        return whole[self.start : self.stop]
+
+
+class _ShardTerms(Function):
+    """Logsumexp, logit of the target and weighted sum of some columns of logits, one number per row each.
+
+    Passes over the logits as few times as cross_entropy does: one buffer is saved, and one holds the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, index: Tensor, is_inside: Tensor, weight: Tensor | None, sums: bool) -> Any:
+        log_softmax = logits.log_softmax(1)
+        largest, at = logits.max(1, keepdim=True)
+        # At the largest logit the difference is exact to rounding.
+        logsumexp = (largest - log_softmax.gather(1, at)).squeeze(1)
+        ctx.save_for_backward(log_softmax, index, is_inside, weight)
+        ctx.sums = sums
+        chosen = logits.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill(~is_inside, 0.0)
+        total = logits.new_zeros(()) if not sums else logits.sum(1) if weight is None else logits.mv(weight)
+        return logsumexp, chosen, total
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, d_logsumexp: Tensor, d_chosen: Tensor, d_total: Tensor) -> Any:
+        log_softmax, index, is_inside, weight = ctx.saved_tensors
+        gradient = log_softmax.exp().mul_(d_logsumexp.unsqueeze(1))
+        gradient.scatter_add_(1, index.unsqueeze(1), d_chosen.masked_fill(~is_inside, 0.0).unsqueeze(1))
+        if ctx.sums:
+            gradient.add_(d_total.unsqueeze(1) if weight is None else torch.outer(d_total, weight))
+        return gradient, None, None, None, None
+
+
+class VocabularyShard(nn.Module):
+    """The output layer for the words `start` to `stop`."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, start: int, size: int) -> None:
+        """`size` is that of the whole vocabulary."""
+        super().__init__()
+        self.weight = weight
+        self.register_parameter("bias", bias)
+        self.start, self.stop, self.size = start, start + len(weight), size
+
+    def extra_repr(self) -> str:
+        """The words of this shard."""
+        return f"words {self.start} to {self.stop} of {self.size}"
+
+    def forward(
+        self,
+        hidden: Tensor,
+        target: Tensor,
+        steps: tuple[Step, ...],
+        ignore_index: int,
+        weight: Tensor | None,
+        sums: bool,
+    ) -> tuple[Tensor, ...]:
+        """Logsumexp and logit of the target for every row, and with `sums` the weighted sum of the logits.
+
+        The logit of a target that other shards have is 0.
+        """
+        if self.start == 0:
+            self._check_targets(target, ignore_index)
+        logits = F.linear(hidden, self.weight, self.bias)
+        for name, argument in steps:
+            logits = getattr(logits, name)(*(() if argument is None else (argument,)))
+        if not logits.is_meta and torch.is_autocast_enabled(logits.device.type):
+            # As torch does for cross_entropy.
+            logits = logits.float()
+        index = target - self.start
+        is_inside = (index >= 0) & (index < self.stop - self.start) & (target != ignore_index)
+        own_weight = None if weight is None else weight[self.start : self.stop].to(logits.dtype)
+        index = index.clamp(0, self.stop - self.start - 1)
+        results: tuple[Tensor, ...] = _ShardTerms.apply(logits, index, is_inside, own_weight, sums)  # type: ignore[no-untyped-call]
+        return results if sums else results[:2]
+
+    def _check_targets(self, target: Tensor, ignore_index: int) -> None:
+        """Raise an IndexError for a target outside of the vocabulary, as cross_entropy does: no shard has it."""
+        is_wrong = (target != ignore_index) & ((target < 0) | (target >= self.size))
+        if target.device.type == "cpu":
+            if bool(is_wrong.any()):
+                raise IndexError(f"Target {int(target[is_wrong][0])} is out of bounds.")
+        elif target.device.type != "meta":
+            torch._assert_async(~is_wrong.any(), "Target is out of bounds.")  # type: ignore[call-overload]
+
+
+class CombineShards(nn.Module):
+    """Computes the cross entropy from the results of all shards."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(
+        self,
+        parts: Sequence[tuple[Tensor, ...]],
+        target: Tensor,
+        ignore_index: int,
+        weight: Tensor | None,
+        reduction: str,
+        label_smoothing: float,
+    ) -> Tensor:
+        """As torch.nn.functional.cross_entropy."""
+        logsumexps, chosen, *totals = zip(*parts, strict=True)
+        logsumexp = torch.logsumexp(torch.stack(logsumexps), 0)
+        is_counted = target != ignore_index
+        losses = (logsumexp - torch.stack(chosen).sum(0)).masked_fill(~is_counted, 0.0)
+        counts = is_counted.to(losses.dtype)
+        if weight is not None:
+            # The weight of an ignored word does not matter.
+            counts = counts * weight.to(losses.dtype)[target.masked_fill(~is_counted, 0)]
+            losses = losses * counts
+        if label_smoothing > 0.0:
+            # The cross entropy with the uniform distribution, weighted by word.
+            mass = float(self.size) if weight is None else weight.to(losses.dtype).sum()
+            spread = (logsumexp * mass - torch.stack(totals[0]).sum(0)).masked_fill(~is_counted, 0.0)
+            losses = losses * (1.0 - label_smoothing) + spread * (label_smoothing / self.size)
+        if reduction == "none":
+            return losses
+        return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+
+
+class VocabularyHead(nn.Module):
+    """In place of an output layer; returns ShardedLogits."""
+
+    def __init__(self, layer: nn.Linear, num_shards: int, names: Mapping[str, tuple[str, ...]]) -> None:
+        """`names`: the names of its weight and bias in the whole model, that of another module first if it is tied."""
+        super().__init__()
+        self.size, self.names = layer.out_features, dict(names)
+        # In a tuple, so that they are not registered as parameters of this module.
+        self.whole = ({"weight": layer.weight, "bias": layer.bias},)
+        lengths = [self.size // num_shards + (index < self.size % num_shards) for index in range(num_shards)]
+        self.shards = nn.ModuleList()
+        start = 0
+        for length in lengths:
+            rows = slice(start, start + length)
+            parts = {
+                name: None if whole is None else nn.Parameter(whole.detach()[rows], whole.requires_grad)
+                for name, whole in self.whole[0].items()
+            }
+            self.shards.append(VocabularyShard(parts["weight"], parts["bias"], start, self.size))  # type: ignore[arg-type]
+            start += length
+        self.combine = CombineShards(self.size)
+
+    def forward(self, hidden: Tensor) -> "ShardedLogits":
+        """Logits that are not computed until they are used."""
+        return ShardedLogits(self, hidden)
+
+
+class ShardedLogits:
+    """Stands for logits of which no rank has all columns; supports what a loss does to them.
+
+    That is views and slices of rows, casts, multiplication and division by numbers, tanh, and `cross_entropy`.
+    """
+
+    def __init__(self, head: VocabularyHead, hidden: Tensor, steps: tuple[Step, ...] = ()) -> None:
+        self._head, self._hidden, self._steps = head, hidden, steps
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _unsupported(name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.cross_entropy:
+            return cross_entropy(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if args and isinstance(args[0], cls) and name in vars(cls) and not name.startswith("_"):
+            return getattr(args[0], name)(*args[1:], **(kwargs or {}))
+        raise _unsupported(name or repr(func))
+
+    # Metadata
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the logits."""
+        return torch.Size((*self._hidden.shape[:-1], self._head.size))
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return self._hidden.dim()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the hidden states."""
+        return self._hidden.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits."""
+        casts = [argument for name, argument in self._steps if name == "to"]
+        return casts[-1] if casts else self._hidden.dtype
+
+    def size(self, dim: int | None = None) -> Any:
+        """As Tensor.size."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """As Tensor.dim."""
+        return self.ndim
+
+    # Rows
+
+    def reshape(self, *shape: Any) -> Self:
+        """As Tensor.reshape, for shapes whose last dimension is the vocabulary."""
+        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if not sizes or sizes[-1] not in (self._head.size, -1):
+            raise _unsupported("reshape")
+        rows = sizes[:-1]
+        if sizes[-1] == -1 and (-1 in rows or torch.Size(rows).numel() != self.shape[:-1].numel()):
+            raise _unsupported("reshape")
+        return self._with(self._hidden.reshape(*rows, self._hidden.shape[-1]))
+
+    view = reshape
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Self:
+        """As Tensor.flatten, for dimensions other than the vocabulary."""
+        if end_dim in (-1, self.ndim - 1) and start_dim not in (-1, self.ndim - 1):
+            raise _unsupported("flatten")
+        return self._with(self._hidden.flatten(start_dim, end_dim))
+
+    def contiguous(self) -> Self:
+        """As Tensor.contiguous."""
+        return self
+
+    def __getitem__(self, key: Any) -> Self:
+        keys = key if isinstance(key, tuple) else (key,)
+        if any(isinstance(each, Tensor) and each.dtype == torch.bool for each in keys):
+            # The number of selected rows depends on values.
+            raise _unsupported("a boolean mask")
+        if any(each is Ellipsis for each in keys):
+            place = next(at for at, each in enumerate(keys) if each is Ellipsis)
+            keys = (*keys[:place], *[slice(None)] * (self.ndim - len(keys) + 1), *keys[place + 1 :])
+        if len(keys) > self.ndim or any(each is None for each in keys):
+            raise _unsupported("this index")
+        if len(keys) == self.ndim:
+            last = keys[-1]
+            if not isinstance(last, slice) or last.indices(self._head.size) != (0, self._head.size, 1):
+                raise _unsupported("an index of the vocabulary")
+        return self._with(self._hidden[tuple(keys[: self.ndim - 1])])
+
+    # Elements
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """As Tensor.to, for a dtype, or for the device that the hidden states have."""
+        given = [value for name, value in kwargs.items() if name not in ("copy", "non_blocking")]
+        dtypes = []
+        for value in (*args, *given):
+            if isinstance(value, torch.dtype):
+                dtypes.append(value)
+            elif not isinstance(value, torch.device | str) or torch.device(value) != self.device:
+                raise _unsupported("to")
+        return self._with(steps=tuple(("to", dtype) for dtype in dtypes))
+
+    def float(self) -> Self:
+        """As Tensor.float."""
+        return self.to(torch.float32)
+
+    def double(self) -> Self:
+        """As Tensor.double."""
+        return self.to(torch.float64)
+
+    def tanh(self) -> Self:
+        """As Tensor.tanh."""
+        return self._with(steps=(("tanh", None),))
+
+    def mul(self, other: Any) -> Self:
+        """As Tensor.mul, for numbers."""
+        return self._scaled("mul", other)
+
+    def div(self, other: Any) -> Self:
+        """As Tensor.div, for numbers."""
+        return self._scaled("div", other)
+
+    __mul__ = __rmul__ = mul
+    __truediv__ = div
+
+    def _scaled(self, name: str, number: Any) -> Self:
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise _unsupported(f"{name} by anything but a number")
+        return self._with(steps=((name, number),))
+
+    def _with(self, hidden: Tensor | None = None, steps: tuple[Step, ...] = ()) -> Self:
+        kind = type(self)
+        return kind(self._head, self._hidden if hidden is None else hidden, (*self._steps, *steps))
+
+
+def _unsupported(operation: str) -> CaptureError:
+    return CaptureError(
+        "an output layer can be split only if its logits are used for a cross entropy and nothing else",
+        operation=operation,
+        hint="vocabulary_shards=None, or F.cross_entropy of logits [rows, vocabulary] and targets [rows]",
+    )
+
+
+def cross_entropy(
+    logits: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: object = None,
+    ignore_index: int = -100,
+    reduce: object = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """As torch.nn.functional.cross_entropy, for ShardedLogits of rows and a target that is a word per row."""
+    if not isinstance(logits, ShardedLogits) or isinstance(target, ShardedLogits):
+        raise _unsupported("logits as a target")
+    if size_average is not None or reduce is not None:
+        raise _unsupported("cross_entropy with size_average or reduce")
+    if logits.ndim != 2 or target.dim() != 1 or len(target) != logits.shape[0] or target.is_floating_point():
+        shapes = f"cross_entropy of {list(logits.shape)} and {target.dtype} {list(target.shape)}"
+        raise _unsupported(shapes)
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    head, sums = logits._head, label_smoothing > 0.0
+    parts = [
+        shard(logits._hidden, target, logits._steps, ignore_index, weight if sums else None, sums)
+        for shard in head.shards
+    ]
+    loss: Tensor = head.combine(parts, target, ignore_index, weight, reduction, label_smoothing)
+    return loss
+
+
+# The model
+
+
+def shard_vocabulary(
+    model: nn.Module, head: str, num_shards: int, loss_fn: Callable[[Any, Any], Any] | None = None
+) -> nn.Module:
+    """A model that shares all modules with this one, with its output layer `head` split into shards.
+
+    With a `loss_fn` its forward takes the `target` too, and returns the loss. Outputs that are logits become None.
+    """
+    layer = model.get_submodule(head)
+    is_changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    if type(layer) is not nn.Linear or is_changed:
+        raise CaptureError(
+            "the output layer must be a plain nn.Linear without hooks to be split",
+            module=head,
+            got=type(layer).__name__,
+            hint="vocabulary_shards=None",
+        )
+    if not 2 <= num_shards <= layer.out_features:
+        raise CaptureError(
+            "vocabulary_shards must be at least 2 and at most the size of the vocabulary",
+            got=num_shards,
+            vocabulary=layer.out_features,
+        )
+    named = list(model.named_parameters(remove_duplicate=False))
+    own = f"{head}."
+    names: dict[str, tuple[str, ...]] = {}
+    for attribute in ("weight", "bias"):
+        whole = getattr(layer, attribute)
+        alike = [name for name, parameter in named if parameter is whole]
+        # Another name comes first: under it the parameter is still part of the split model.
+        names[attribute] = tuple(sorted(alike, key=lambda name: name.startswith(own)))
+    split = _shared_copy(model)
+    *around, last = head.split(".")
+    parent = split
+    for word in around:
+        parent._modules[word] = _shared_copy(parent._modules[word])  # type: ignore[arg-type]
+        parent = parent._modules[word]  # type: ignore[assignment]
+    parent._modules[last] = VocabularyHead(layer, num_shards, names)
+    forward = split.forward
+
+    def with_loss(*args: Any, **kwargs: Any) -> Any:
+        if loss_fn is not None:
+            target = kwargs.pop(_TARGET)
+            return loss_fn(forward(*args, **kwargs), target)
+        output = forward(*args, **kwargs)
+        return transform(output, lambda leaf: None if isinstance(leaf, ShardedLogits) else leaf)
+
+    signature = inspect.signature(forward)
+    if loss_fn is not None:
+        extra = inspect.Parameter(_TARGET, inspect.Parameter.KEYWORD_ONLY)
+        parameters = list(signature.parameters.values())
+        at = len(parameters) - any(each.kind is each.VAR_KEYWORD for each in parameters)
+        signature = signature.replace(parameters=[*parameters[:at], extra, *parameters[at:]])
+    with_loss.__signature__ = signature  # type: ignore[attr-defined]
+    vars(split)["forward"] = with_loss
+    return split
+
+
+def _shared_copy(module: nn.Module) -> nn.Module:
+    """A module with the state and children of another, of which single children can be replaced.
+
+    Its mode is that of the other module, whichever of the two is set.
+    """
+
+    def get_mode(_: nn.Module) -> bool:
+        return module.training
+
+    def set_mode(_: nn.Module, mode: bool) -> None:
+        module.training = mode
+
+    kind = type(module)
+    body = {"training": property(get_mode, set_mode), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    copied = object.__new__(types.new_class(kind.__name__, (kind,), exec_body=lambda names: names.update(body)))
+    vars(copied).update(vars(module))
+    copied._modules = dict(module._modules)
+    return copied
+
+
+def row_slices(model: nn.Module) -> dict[str, RowSlice]:
+    """The parameters of a model that are rows of parameters of the unsplit model, by name."""
+    slices: dict[str, RowSlice] = {}
+    for path, head in model.named_modules():
+        if not isinstance(head, VocabularyHead):
+            continue
+        for number, shard in enumerate(head.shards):
+            assert isinstance(shard, VocabularyShard)
+            for name, _ in shard.named_parameters():
+                names = head.names[name]
+                full = f"{path}.{_SHARDS}.{number}.{name}"
+                slices[full] = RowSlice(names[0], shard.start, shard.stop, head.size, names)
+    return slices
+
+
+def whole_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the unsplit model whose rows the shards have, by the names that `row_slices` has for them."""
+    heads = [module for module in model.modules() if isinstance(module, VocabularyHead)]
+    pairs = ((head.names[name], whole) for head in heads for name, whole in head.whole[0].items())
+    return {names[0]: whole for names, whole in pairs if whole is not None}
+
+
+def sharded_granularity(model: nn.Module, granularity: Granularity) -> Granularity:
+    """The granularity for a model whose output layer is split: shards are leaves, losses of their logits are not."""
+    kinds = (VocabularyHead, nn.CrossEntropyLoss)
+    opened = {name for name, module in model.named_modules() if isinstance(module, kinds)}
+    blocks = (*granularity.basic_blocks, VocabularyShard, CombineShards)
+    return replace(granularity, basic_blocks=blocks, opened=granularity.opened | opened)
+
+
+def sharded_head(graph: Graph) -> tuple[str, int] | None:
+    """The output layer that is split in a graph and the number of its shards; None if none is."""
+    shards = {node.module for node in graph.nodes if node.is_leaf and node.kind == VocabularyShard.__name__}
+    if not shards:
+        return None
+    return min(shards).rpartition(f".{_SHARDS}.")[0], len(shards)
+
+
+def unsharded_granularity(graph: Graph) -> Granularity:
+    """The granularity with which the unsplit model of a graph is recorded."""
+    found, granularity = sharded_head(graph), Granularity.of(graph)
+    if found is None:
+        return granularity
+    head = found[0]
+    blocks = [block for block in granularity.basic_blocks if not str(block).startswith(f"{head}.")]
+    return replace(granularity, basic_blocks=blocks, opened=granularity.opened - {head})
+
+
+def find_head(graph: Graph) -> str:
+    """The block that makes the logits: the one with weights between whose result and the outputs there are no others.
+
+    It is the output layer, or a block that contains it and must be opened. Raises a CaptureError if there are several.
+    """
+    found = dict[str, None]()
+    values, seen = list(graph.outputs), set[str]()
+    while values:
+        node = graph.makers.get(values.pop())
+        if node is None or node.name in seen:
+            continue
+        seen.add(node.name)
+        if node.is_leaf and node.parameters:
+            found[node.module] = None
+        else:
+            values += node.reads
+    if len(found) != 1:
+        raise CaptureError(
+            "an output layer can be split only if all outputs of the model are computed from its result",
+            layers=", ".join(found) or "none",
+            hint="vocabulary_shards=None",
+        )
+    return next(iter(found))
