@@ -14,6 +14,7 @@ from benchmarks import (
     breaking,
     capture,
     joint_plan,
+    layouts,
     literature,
     measure,
     partition,
@@ -261,3 +262,17 @@ def test_the_files_of_a_soak_that_failed_are_kept(tmp_path, monkeypatch):
     assert (soak.LOG / "disturbed" / "errors.txt").read_text() == "a word"
     assert {path.name for path in soak.LOG.iterdir()} == {"disturbed", "undisturbed", "faults.txt"}
     assert not (soak.LOG / "undisturbed" / "scratch").exists()
+
+
+def test_a_published_layout_is_compared_with_the_best_prediction():
+    shape = layouts.Shape("gpt", 4, 64, 4, 16, 64)
+    given = layouts.layout_of(4, 8, tensor=1, ranks=2, depth=1)
+    row = layouts.compare(layouts.Published("a paper", "tiny", "a100", shape, given, 1.0))
+    assert row.best.makespan <= row.layout.makespan
+    assert row.slower == row.layout.makespan / row.best.makespan - 1
+    assert row.published_mfu == pytest.approx(row.layout.mfu * row.layout.makespan)
+
+
+def test_ranks_in_the_same_order_are_correlated():
+    assert layouts.rank_correlation([(1, 2), (2, 4), (3, 9)]) == pytest.approx(1.0)
+    assert layouts.rank_correlation([(1, 9), (2, 4), (3, 2)]) == pytest.approx(-1.0)
