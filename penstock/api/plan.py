@@ -166,6 +166,8 @@ def plan(
     start = time.monotonic()
     if devices is not None and (ranks is not None or mesh is not None or microbatches != "auto"):
         raise PlanError("devices must be given without ranks, mesh and microbatches", hint='microbatches="auto"')
+    if devices is not None and profile is not None:
+        raise PlanError("profile must not be given with devices: several sizes of microbatches are measured")
     if devices is None and tensor_parallel != 1:
         hint = "devices=64, the number of all devices"
         raise PlanError("tensor_parallel must be given with devices", got=repr(tensor_parallel), hint=hint)
