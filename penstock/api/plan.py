@@ -77,6 +77,7 @@ LossFn = Callable[[Any, Any], Tensor]
 # Shares of the budget: the least that is left for searching, however long measuring takes, and the share after which
 # no new candidate is started.
 _MIN_SEARCH_SHARE, _SEARCH_END_SHARE = 0.2, 0.85
+_MIN_DEVICES_SHARE = 0.5  # the same for `devices`
 # For `devices`: samples of a microbatch, devices of a node, and degrees of tensor parallelism.
 _MICROBATCH_SIZES, _PER_NODE, _DEGREES = (1, 2, 4), 8, (1, 2, 4, 8)
 _MICROBATCHES_PER_RANK = (4, 1, 2, 8)  # those that "auto" considers, the usual number first
@@ -312,7 +313,7 @@ def _plan_devices(
             sizes = {"got": repr(tensor_parallel), "devices": count}
             raise PlanError("tensor_parallel must divide the devices", hint=hint, **sizes)
         degrees = (degree,)
-    samples = examples.num_samples(MAX_MICROBATCHES)
+    start, samples = time.monotonic(), examples.num_samples(MAX_MICROBATCHES)
     samples_each = [size for size in _MICROBATCH_SIZES if samples % size == 0]
     measured = {size: examples.measured([samples // size], None)[samples // size] for size in samples_each}
     pool = DevicePool(count, min(options.cluster.limits, default=None))
@@ -323,8 +324,10 @@ def _plan_devices(
         peak = preset.peak_flops(dtypes.most_common(1)[0][0] if dtypes else "float32")
         links = find_link(preset.within), find_link(preset.across)
         pool = DevicePool(count, pool.memory, *links, _PER_NODE, peak)
+    budget = _SEARCH_END_SHARE * options.budget_seconds - (time.monotonic() - start)
+    budget = max(budget, _MIN_DEVICES_SHARE * options.budget_seconds)
     with progress("planning") as update:
-        found = search_devices(measured, options, pool, samples, degrees, update)
+        found = search_devices(measured, replace(options, budget_seconds=budget), pool, samples, degrees, update)
     found = replace(found, split=tuple(examples.rules.items()))
     _LOG.info("plan: %s", found)
     return found

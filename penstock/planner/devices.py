@@ -37,10 +37,10 @@ _FIRST_SCHEDULE, _FIRST_INTERLEAVED = "1f1b", "interleaved"
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8)
 """stages per rank that are compared, if they are left open"""
 _REFINED = 3
-"""divisions that are planned with all schedules"""
+"""divisions that are planned with all schedules, as far as the budget allows"""
 _SHARE = 0.5
 """share of the budget for simulating divisions; the rest is for planning the best ones"""
-_MIN_SIMULATED = 12
+_MIN_SIMULATED = 16
 """divisions that are simulated even if the budget is spent"""
 _EXACT = 1e-9
 """difference of two periods of a schedule, as a share, that counts as none"""
@@ -239,11 +239,15 @@ class _DeviceSearch:
             sizes = (layout.replicas, layout.ranks, layout.tensor_parallel, layout.samples)
             best_of_division.setdefault(sizes, layout)
         refined = list(best_of_division.values())[:_REFINED]
-        left = self._options.budget_seconds - (time.monotonic() - self._start)
-        found = []
-        for layout in refined:
-            plan = self._planned(layout, max(left, 0.0) / len(refined))
+        found: list[tuple[Plan, DeviceLayout]] = []
+        end = self._start + self._options.budget_seconds
+        for nth, layout in enumerate(refined):
+            left = max(end - time.monotonic(), 0.0)
+            if found and not left:
+                break
+            plan = self._planned(layout, left / (len(refined) - nth))
             found.append((plan, self._with_plan(layout, plan)))
+        refined = refined[: len(found)]
         plan, chosen = min(found, key=lambda pair: pair[0].predicted.makespan)
         others = [layout for _, layout in found if layout is not chosen]
         others += [layout for layout in fitting if layout not in refined]
@@ -264,21 +268,20 @@ class _DeviceSearch:
                 if not sizes:
                     why = f"{self._samples} samples are not a multiple of {replicas} replicas"
                     yield DeviceLayout(replicas, ranks, degree, 0, 0, lost=why)
-                for size in sizes:
-                    count = self._samples // (replicas * size)
-                    plain = DeviceLayout(replicas, ranks, degree, size, count)
-                    if (most := self._work(plain).most_stages(ranks)) < ranks:
-                        yield replace(plain, lost=f"only {most} stages would have work")
-                        continue
-                    state, limit = self._work(plain).state_bytes // ranks, self._pool.memory
+                for nth, size in enumerate(sizes):
+                    plain = DeviceLayout(replicas, ranks, degree, size, self._samples // (replicas * size))
+                    work, limit = self._work(plain), self._pool.memory
+                    state, most = work.state_bytes // ranks, work.most_stages(ranks)
                     if limit is not None and state > limit:
                         why = f"parameters, gradients and optimizer take {bytes_text(state)} of {bytes_text(limit)}"
-                        yield replace(plain, lost=f"{why} per rank")
-                        continue
-                    for schedule, depth in self._orders():
-                        stages = ranks * depth
-                        if depth == 1 or (ranks > 1 and self._work(plain).most_stages(stages) >= stages):
-                            yield replace(plain, schedule=schedule, stages_per_rank=depth)
+                        # The same for all sizes.
+                        yield from [replace(plain, lost=f"{why} per rank")] if not nth else []
+                    elif most < ranks:
+                        yield replace(plain, lost=f"only {most} stages would have work")
+                    else:
+                        for schedule, depth in self._orders():
+                            if depth == 1 or (ranks > 1 and work.most_stages(ranks * depth) >= ranks * depth):
+                                yield replace(plain, schedule=schedule, stages_per_rank=depth)
 
     def _orders(self) -> Iterator[tuple[str, int]]:
         """The schedules and stages per rank that are compared."""
