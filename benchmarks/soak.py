@@ -105,8 +105,6 @@ class FaultSequence:
 
 def soak(seconds: float = 600.0, every: float = 10.0, seed: int = 0) -> bool:
     """Whether a training survives with the losses of an undisturbed one; prints a summary."""
-    # Asked to stop, the log is kept as after any other end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with _pair() as (training, reference):
         faults, is_good = FaultSequence(training, seed), False
         try:
@@ -167,4 +165,6 @@ def _summarize(tally: Tally, losses: list[float], wanted: list[float], left: lis
 
 
 if __name__ == "__main__":
+    # Asked to stop, the log is kept as after any other end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(0 if soak(*map(float, sys.argv[1:3]), *map(int, sys.argv[3:4])) else 1)

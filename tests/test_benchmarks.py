@@ -250,7 +250,7 @@ def test_published_pass_times_predict_the_iteration(tmp_path, monkeypatch):
 
 def test_the_files_of_a_soak_that_failed_are_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    training = SimpleNamespace(directory=tmp_path / "one")
+    training = SimpleNamespace(directory=tmp_path / "one", wait_for_steps=lambda *_: None)
     reference = SimpleNamespace(directory=tmp_path / "other", losses=[1.0])
     for each in (training, reference):
         (each.directory / "scratch").mkdir(parents=True)
