@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from penstock.api.clip_warning import ClipWarning, WatchedParameters
 from penstock.api.forward_pass import ForwardPass, pull_back
-from penstock.capture import Granularity, Microbatch, Split, shard_vocabulary, sharded_head, split_batch
+from penstock.capture import Granularity, Microbatch, Split, shard_vocabulary, sharded_head, split_batch, whole_batch
 from penstock.checkpoint import CheckpointOptions, Loaded, Loader, LoadTargets, Saver, TrainingState
 from penstock.errors import CheckpointError, PlanError, RunError
-from penstock.ir import SPLIT_HINT, Plan, Trace, counted, from_json, is_finite, is_split_rule, to_json
+from penstock.ir import SPLIT_HINT, Plan, Trace, as_int, counted, from_json, is_finite, is_split_rule, to_json
 from penstock.launch import ErrorPrinter
 from penstock.loss import REDUCTIONS, LossWeights, loss_module
 from penstock.planner import check_stream, staleness_lines, with_microbatches
@@ -40,6 +40,7 @@ from penstock.runtime import (
     StaleWeights,
     SyncRequest,
     SyncVote,
+    balanced_shares,
     check_clipping,
     check_output_dims,
     check_tied_weights,
@@ -201,6 +202,7 @@ class Pipeline:
         output_dims: OutputDims = None,
         losses: list[Tensor] | None = None,
         scale: float = _UNSCALED,
+        budget_tokens: int | None = None,
         **kwargs: Any,
     ) -> Result:
         """Run forward and backward of one whole batch; gradients accumulate. Every rank makes the same call.
@@ -215,6 +217,9 @@ class Pipeline:
             losses: a list that is filled with the losses of the microbatches
             scale: factor of the loss and of the gradients that this step adds: with `1/n` in each of n steps before an
                 update they are those of `(loss / n).backward()` in plain PyTorch
+            budget_tokens: group the samples by length into microbatches of at most so many padded tokens, as many as
+                that takes, in the order that is predicted to be fastest; an attention mask or labels of -100 must show
+                the padding, which is cut off. None: the microbatches of the plan
             **kwargs: keyword arguments of the model
 
         Returns:
@@ -231,10 +236,13 @@ class Pipeline:
             self._check_losses("step", losses)
         if scale is not _UNSCALED:
             scale = self._checked_scale(scale)
+        budget = {}
+        if budget_tokens is not None:
+            budget = {"budget_tokens": self._checked_budget("step", budget_tokens, return_outputs)}
         if self._loss_head.scaler is not None:
             self._loss_head.scaler.begin()
         batch, dims = (args, kwargs, target), self._dims_of_outputs(output_dims)
-        result = self._engine.train(batch, self.num_steps, bool(return_outputs), bool(record), dims, scale)
+        result = self._engine.train(batch, self.num_steps, bool(return_outputs), bool(record), dims, scale, **budget)
         self.num_steps += 1
         if self._stale_weights is not None:
             self._stale_weights.is_stale = True
@@ -249,6 +257,7 @@ class Pipeline:
         return_outputs: bool = False,
         output_dims: OutputDims = None,
         losses: list[Tensor] | None = None,
+        budget_tokens: int | None = None,
         **kwargs: Any,
     ) -> Result:
         """Run the forward of one whole batch in eval mode, without gradients. Every rank makes the same call.
@@ -261,6 +270,7 @@ class Pipeline:
             return_outputs: whether the result has the model's outputs, on all ranks
             output_dims: as in `step`
             losses: a list that is filled with the losses of the microbatches
+            budget_tokens: as in `step`
             **kwargs: keyword arguments of the model
 
         Returns:
@@ -271,9 +281,12 @@ class Pipeline:
         """
         if losses is not None:
             self._check_losses("eval", losses)
+        budget = {}
+        if budget_tokens is not None:
+            budget = {"budget_tokens": self._checked_budget("eval", budget_tokens, return_outputs)}
         self.drain()
         dims = self._dims_of_outputs(output_dims)
-        result = self._engine.evaluate((args, kwargs, target), self.num_steps, bool(return_outputs), dims)
+        result = self._engine.evaluate((args, kwargs, target), self.num_steps, bool(return_outputs), dims, **budget)
         if losses is not None:
             losses[:] = result.losses
         return result
@@ -340,6 +353,24 @@ class Pipeline:
             self._sync.refuse(SyncRequest("step", self.num_steps), error)
             raise error
         return float(value)  # type: ignore[arg-type]
+
+    def _checked_budget(self, call: str, budget_tokens: object, return_outputs: bool) -> int:
+        """Convert the token budget to an int; raises an error, on every rank, if it is not usable."""
+        value, error = as_int(budget_tokens), self._ambiguous("budget_tokens")
+        if error is not None:
+            pass
+        elif value is None or value < 1:
+            error = RunError("budget_tokens must be a whole number, 1 or more", got=_shown(budget_tokens))
+        elif return_outputs:
+            hint = "return_outputs=False, or leave out budget_tokens"
+            error = RunError("budget_tokens does not combine with return_outputs: samples are reordered", hint=hint)
+        elif self._staleness is not None:
+            error = RunError("an asynchronous pipeline has no token budget", hint="leave out budget_tokens")
+        if error is not None:
+            self._sync.refuse(SyncRequest(call, self.num_steps), error)
+            raise error
+        assert value is not None
+        return value
 
     def _ambiguous(self, name: str) -> RunError | None:
         """The error for an option of `step` that the model's forward takes too; None if it does not."""
@@ -494,12 +525,14 @@ class Pipeline:
         self._sync.close()
         return result.maxes[: len(values)]
 
-    def share(self, *args: Any, target: Any = None, **kwargs: Any) -> Microbatch:
+    def share(self, *args: Any, target: Any = None, budget_tokens: int | None = None, **kwargs: Any) -> Microbatch:
         """This replica's samples of a batch that all replicas have; the whole batch if there is one replica.
 
         Args:
             *args: positional arguments of the model, for the whole batch
             target: the target of the loss function, for the whole batch
+            budget_tokens: that of the step: replicas get samples of about equally many padded tokens, instead of
+                equally many samples in the order of the batch
             **kwargs: keyword arguments of the model
 
         Returns:
@@ -511,7 +544,13 @@ class Pipeline:
         groups, forward = self._part.groups, self._part.captured.model.forward
         if groups.num_replicas == 1:
             return Microbatch(args, kwargs, target, 0, {})
-        shares = split_batch(forward, args, kwargs, target, groups.num_replicas, self._split, dict(self.plan.split))
+        rules = self._split, dict(self.plan.split)
+        shares: Sequence[Microbatch]
+        if budget_tokens is None:
+            shares = split_batch(forward, args, kwargs, target, groups.num_replicas, *rules)
+        else:
+            whole, _ = whole_batch(forward, args, kwargs, target, groups.num_replicas, *rules)
+            shares = balanced_shares(whole, budget_tokens, groups.num_replicas)
         if len(shares) < groups.num_replicas:
             sizes = {"samples": len(shares), "replicas": groups.num_replicas}
             raise RunError(

@@ -209,6 +209,8 @@ class _Loop:
         on_step: OnStep | None,
     ) -> None:
         self._pipe, self._optimizer, self._options = pipe, optimizer, options
+        # Only if it is given: a model may have a parameter of this name.
+        self._budget = {} if options.budget_tokens is None else {"budget_tokens": options.budget_tokens}
         self._eval_batches, self._callbacks, self._saver, self._on_step = eval_batches, callbacks, saver, on_step
         self._logs = logs
         self._messages: list[str] = []
@@ -324,14 +326,14 @@ class _Loop:
         """Forward and backward of the batches of a step, and the update."""
         pipe, optimizer, scaler, began = self._pipe, self._optimizer, self._pipe.scaler, time.perf_counter()
         optimizer.zero_grad()
-        scale = {"scale": 1 / len(group)} if len(group) > 1 else {}
+        options = {"scale": 1 / len(group)} if len(group) > 1 else {}
         loss, skipped, norm = 0.0, "", None
         for index, call in enumerate(group):
             own = self._share(call, is_compared=index == 0 and self._step % _CHECK_SHARES_EVERY == 0)
             with warnings.catch_warnings(), self._autocast():
                 # A skipped step is reported in its log line.
                 warnings.filterwarnings("ignore", "a loss or gradient is not a finite number", PenstockWarning)
-                result = pipe.step(*own.args, target=own.target, record=True, **scale, **own.kwargs)
+                result = pipe.step(*own.args, target=own.target, record=True, **options, **self._budget, **own.kwargs)
             assert result.loss is not None  # step raises without a loss
             loss += float(result.loss)
             skipped = result.skipped.partition("\n")[0]
@@ -362,7 +364,7 @@ class _Loop:
             if largest != -smallest:
                 hint = "the same batches on every rank, without a DistributedSampler; or a loop of pipe.step"
                 raise RunError("all replicas must be given the same batch, of which each takes a share", hint=hint)
-        part = pipe.share(*call.args, target=call.target, **call.kwargs)
+        part = pipe.share(*call.args, target=call.target, **self._budget, **call.kwargs)
         return StepCall(part.args, part.kwargs, part.target)
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -379,7 +381,7 @@ class _Loop:
             call = step_call(batch, self._pipe.has_loss_fn)
             own, samples = self._share(call, is_compared=False), size_of(call)[0] or 1
             with self._autocast():
-                result = self._pipe.evaluate(*own.args, target=own.target, **own.kwargs)
+                result = self._pipe.evaluate(*own.args, target=own.target, **self._budget, **own.kwargs)
             if result.loss is None:
                 raise RunError("the batches to evaluate have no loss", hint="batches with targets or labels")
             total, weight = total + float(result.loss) * samples, weight + samples

@@ -45,6 +45,11 @@ class TrainOptions:
     """maximum gradient norm"""
     accumulate: Annotated[int, Flag("N", "Batches per step: gradients are averaged over them.", 1)] = 1
     """batches per step, whose gradients are averaged"""
+    budget_tokens: Annotated[
+        int | None, Flag("N", "Group samples by length: at most N padded tokens per microbatch.", 1)
+    ] = None
+    """at most so many padded tokens per microbatch: samples are grouped by length, as by `Pipeline.step`; None: the
+    microbatches of the plan"""
     precision: Annotated[
         str, Flag("NAME", "fp32; bf16: autocast to bfloat16; fp16: autocast to float16, with a scaled loss.")
     ] = "fp32"
@@ -65,10 +70,12 @@ class TrainOptions:
     def __post_init__(self) -> None:
         from penstock.ir import as_int, is_finite  # loads numpy, which `penstock --help` must not
 
-        for name, least in (("steps", 1), ("accumulate", 1), ("warmup", 0), ("eval_every", 1)):
+        for name, least in (("steps", 1), ("accumulate", 1), ("budget_tokens", 1), ("warmup", 0), ("eval_every", 1)):
             value = getattr(self, name)
             number = as_int(value)
-            if (number is None or number < least) and not (value is None and name in ("steps", "eval_every")):
+            if (number is None or number < least) and not (
+                value is None and name in ("steps", "budget_tokens", "eval_every")
+            ):
                 raise PenstockError(
                     f"{name} must be a whole number, {least} or more", got=repr(value), hint=f"{name}={max(least, 1)}"
                 )

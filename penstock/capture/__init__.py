@@ -33,8 +33,16 @@ from penstock.capture.granularity import Granularity
 from penstock.capture.hooks import intercept_modules, without_user_hooks
 from penstock.capture.isolation import internal_call, is_internal_call, isolated, uncompiled
 from penstock.capture.lru_cache import LruCache
-from penstock.capture.microbatches import Microbatch, Splitting, explain_failure, microbatch_sizes, split_batch
+from penstock.capture.microbatches import (
+    Microbatch,
+    Splitting,
+    explain_failure,
+    microbatch_sizes,
+    split_batch,
+    whole_batch,
+)
 from penstock.capture.objects import MODULE_ATTRIBUTES, code_origin, copy_leaf, object_items, register_containers
+from penstock.capture.padding import Padding, find_padding, longest, with_columns_of
 from penstock.capture.recording import Recording, make_recording
 from penstock.capture.replay import Replay, call_hook
 from penstock.capture.split_search import additive_dim, find_split
@@ -61,6 +69,7 @@ __all__ = [
     "Granularity",
     "LruCache",
     "Microbatch",
+    "Padding",
     "Recording",
     "Replay",
     "RowSlice",
@@ -76,12 +85,14 @@ __all__ = [
     "device_of",
     "explain_failure",
     "find_head",
+    "find_padding",
     "find_split",
     "has_gradient",
     "intercept_modules",
     "internal_call",
     "is_internal_call",
     "isolated",
+    "longest",
     "make_recording",
     "microbatch_sizes",
     "object_items",
@@ -98,7 +109,9 @@ __all__ = [
     "torch_generators",
     "uncompiled",
     "unsharded_granularity",
+    "whole_batch",
     "whole_parameters",
+    "with_columns_of",
     "without_cache",
     "without_user_hooks",
 ]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,22 @@ from penstock.ir import named_arguments, named_inputs, put_together, signature_o
 
 _TOO_FEW_VALUES = "Expected more than 1 value per channel when training"
 """how the error of torch's batch norm begins"""
+
+
+class Columns(NamedTuple):
+    """Which samples and which positions of a padded batch a microbatch holds."""
+
+    whole: "Microbatch"
+    samples: tuple[int, ...]
+    names: frozenset[str]
+    """the tensors that hold a position of the sequence in each column"""
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Number of positions of each sample."""
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -31,17 +47,33 @@ class Microbatch:
     """by the name of an argument, of `target` or of a part of either; everything else is the same for all samples"""
     names: tuple[str, ...] = ()
     """of the positional arguments"""
+    columns: Columns | None = None
+    """with `budget_tokens`, the samples and positions of the batch that it holds"""
 
     def take(self, start: int, length: int) -> "Microbatch":
         """The part of the microbatch with `length` samples, beginning with sample `start`."""
-        cuts = self.cuts
-        args = [_part(arg, name, cuts, start, length) for name, arg in zip(self.names, self.args, strict=True)]
-        kwargs = {name: _part(arg, name, cuts, start, length) for name, arg in self.kwargs.items()}
-        # Without a target, a cut of this name is that of an argument of the forward.
-        target = None if self.target is None else _part(self.target, TARGET, cuts, start, length)
+
+        def part(value: Any, name: str, cut: Cut) -> Any:
+            if cut.dim is None:
+                return value[start : start + length]
+            if cut.offsets:
+                first = cut.offsets[start]
+                return value.narrow(cut.dim, first, cut.offsets[start + length] - first)
+            return value.narrow(cut.dim, start * cut.rows, length * cut.rows)
+
+        taken, cuts = self.map_cuts(part, length), self.cuts
         if any(cut.offsets for cut in cuts.values()):
-            cuts = {name: cut.within(start, length) for name, cut in cuts.items()}
-        return Microbatch(tuple(args), kwargs, target, length, cuts, self.names)
+            return replace(taken, cuts={name: cut.within(start, length) for name, cut in cuts.items()})
+        return taken
+
+    def map_cuts(self, choose: Callable[[Any, str, Cut], Any], size: int) -> "Microbatch":
+        """The microbatch of `size` samples for which `choose(value, name, cut)` replaces whatever is split."""
+        cuts = self.cuts
+        args = [_part(arg, name, cuts, choose, size) for name, arg in zip(self.names, self.args, strict=True)]
+        kwargs = {name: _part(arg, name, cuts, choose, size) for name, arg in self.kwargs.items()}
+        # Without a target, a cut of this name is that of an argument of the forward.
+        target = None if self.target is None else _part(self.target, TARGET, cuts, choose, size)
+        return Microbatch(tuple(args), kwargs, target, size, cuts, self.names)
 
     def countable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of the named tensors that every microbatch has, with the same number of rows for each sample."""
@@ -97,6 +129,22 @@ def split_batch(
     The size of the batch is that of the first argument from which it follows. `known` keeps how batches were split
     for later batches of the same structure.
     """
+    whole, sizes = whole_batch(forward, args, kwargs, target, num_microbatches, split, planned, known)
+    starts = accumulate(sizes, initial=0)
+    return tuple([whole.take(start, size) for start, size in zip(starts, sizes, strict=False)])
+
+
+def whole_batch(
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: Any,
+    num_microbatches: int,
+    split: Split | None = None,
+    planned: Split | None = None,
+    known: LruCache[Any, Splitting] | None = None,
+) -> tuple[Microbatch, tuple[int, ...]]:
+    """The batch as one microbatch, and the sizes of the microbatches that `split_batch` splits it into."""
     parameters, split, planned = signature_of(forward).parameters, split or {}, planned or {}
     args, kwargs = tuple(args), dict(kwargs)
     rules = (*split.items(), None, *planned.items())
@@ -117,9 +165,7 @@ def split_batch(
         if known is not None and not any(cut.offsets for cut in cuts.values()):
             known.put(key, splitting)
     sizes, cuts, names = splitting
-    whole = Microbatch(args, kwargs, target, sum(sizes), cuts, names)
-    starts = accumulate(sizes, initial=0)
-    return tuple([whole.take(start, size) for start, size in zip(starts, sizes, strict=False)])
+    return Microbatch(args, kwargs, target, sum(sizes), cuts, names), sizes
 
 
 def _structure(value: Any) -> Any:
@@ -142,7 +188,7 @@ def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
     return tuple(size for size in (least + (index < more) for index in range(num_microbatches)) if size)
 
 
-def _part(value: Any, name: str, cuts: Mapping[str, Cut], start: int, length: int) -> Any:
+def _part(value: Any, name: str, cuts: Mapping[str, Cut], choose: Callable[[Any, str, Cut], Any], size: int) -> Any:
     """The structure for some samples: whatever is cut is replaced by its part."""
     cut = cuts.get(name)
     if cut is None:
@@ -150,14 +196,10 @@ def _part(value: Any, name: str, cuts: Mapping[str, Cut], start: int, length: in
         if parts is None:
             return value
         pairs = zip(parts.keys, parts.items, strict=True)
-        items = [_part(item, f"{name}.{key}", cuts, start, length) for key, item in pairs]
+        items = [_part(item, f"{name}.{key}", cuts, choose, size) for key, item in pairs]
         return put_together(parts.kind, parts.keys, items)
-    if cut.dim is None:
-        return put_together(type(value), range(length), value[start : start + length])
-    if cut.offsets:
-        first = cut.offsets[start]
-        return value.narrow(cut.dim, first, cut.offsets[start + length] - first)
-    return value.narrow(cut.dim, start * cut.rows, length * cut.rows)
+    chosen = choose(value, name, cut)
+    return put_together(type(value), range(size), chosen) if cut.dim is None else chosen
 
 
 def _joined(values: Sequence[Any], name: str, cuts: Mapping[str, Cut]) -> Any:

@@ -44,6 +44,7 @@ _FLAGS = {
             "accumulate",
             "warmup",
             "eval_every",
+            "budget_tokens",
         )
     },
     "budget_seconds": "budget",

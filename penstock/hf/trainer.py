@@ -18,14 +18,21 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from penstock.api.pipeline import Pipeline
 from penstock.api.plan import plan as make_plan
-from penstock.capture import GeneratorStates, Granularity, python_generators, split_batch, torch_generators
+from penstock.capture import (
+    GeneratorStates,
+    Granularity,
+    python_generators,
+    split_batch,
+    torch_generators,
+    whole_batch,
+)
 from penstock.errors import CheckpointError, NoLossError, PlanError, RunError
 from penstock.hf.model import PipelineModel
 from penstock.hf.optimizers import AmpScaler, check_optimizer_class, keep_own_parameters
 from penstock.hf.settings import check_options, check_plan_choices, check_ranks, check_settings, out_of_memory
 from penstock.hf.single_process import as_rank_zero, as_single_process, single_process_accelerate
 from penstock.ir import Plan
-from penstock.runtime import RunOptions
+from penstock.runtime import RunOptions, balanced_shares
 
 _STATE = "pipeline"
 """the directory in a checkpoint that holds the state of the training"""
@@ -50,6 +57,7 @@ class PipelineMixin:
         replicas: int = 1,
         local: bool = False,
         options: RunOptions | None = None,
+        budget_tokens: int | None = None,
         depth: int | None = None,
         basic_blocks: Sequence[str | type] = (),
         **named: Any,
@@ -66,6 +74,8 @@ class PipelineMixin:
             replicas: number of copies of the pipeline, each with a share of every batch
             local: run all ranks inside this process
             options: run options of the Pipeline
+            budget_tokens: in training, group the samples of a batch by length into microbatches of at most so many
+                padded tokens, as in `Pipeline.step`; None: the microbatches of the plan
             depth: how deep modules are opened, as in `penstock.capture`
             basic_blocks: modules that stay whole, as in `penstock.capture`
             **named: arguments of the Trainer class
@@ -82,6 +92,7 @@ class PipelineMixin:
         check_plan_choices(plan, microbatches, schedule)
         check_optimizer_class(*named.get("optimizer_cls_and_kwargs") or (None,))
         self._is_local, self._replicas = local, replicas
+        self._budget = {} if budget_tokens is None else {"budget_tokens": budget_tokens}
         self._is_predicting = False
         self._pipe: Pipeline | None = None
         single = as_single_process(args, local, replicas)
@@ -242,7 +253,11 @@ class PipelineMixin:
         """This replica's samples; all of them if there are fewer samples than replicas."""
         if self._mesh is None:
             return inputs
-        parts = split_batch(self.model.forward, (), inputs, None, self._replicas)
+        if self._budget and not self._is_predicting:
+            whole, _ = whole_batch(self.model.forward, (), inputs, None, self._replicas)
+            parts = balanced_shares(whole, self._budget["budget_tokens"], self._replicas)
+        else:
+            parts = list(split_batch(self.model.forward, (), inputs, None, self._replicas))
         return inputs if len(parts) < self._replicas else parts[self._mesh.get_local_rank("dp")].kwargs
 
     def _own_share(self, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[dict[str, Any], Any]:
@@ -263,10 +278,13 @@ class PipelineMixin:
 
     def _step(self, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
         if self._has_own_loss():
+            if self._budget:
+                hint = "a model that returns its loss, without compute_loss, compute_loss_func or label smoothing"
+                raise RunError("budget_tokens needs a model that returns its loss: outputs are not kept", hint=hint)
             return self._step_of_own_loss(inputs, num_items_in_batch)
         scale = {} if self._is_divided(num_items_in_batch) else {"scale": 1 / self.current_gradient_accumulation_steps}
         with self._pipeline_model.autocast():
-            loss = self.pipe.step(**self._with_items(inputs, num_items_in_batch), **scale).loss
+            loss = self.pipe.step(**self._with_items(inputs, num_items_in_batch), **scale, **self._budget).loss
         if loss is None:
             raise NoLossError("the model returned no loss", inputs=", ".join(inputs), hint="labels in the batch")
         return loss.detach().to(self.args.device)

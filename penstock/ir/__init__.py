@@ -102,7 +102,17 @@ from penstock.ir.record import (
 from penstock.ir.schedule import Program, Schedule, read_schedule
 from penstock.ir.splitting import SPLIT_HINT, Ragged, Rows, SplitRule, is_split_rule
 from penstock.ir.text import format_lines, parse_action, read_orders, write_atomic, write_csv
-from penstock.ir.timing import Needs, Seconds, find_waits, pass_seconds, schedule_length, walk, walk_passes
+from penstock.ir.timing import (
+    PASS_NAMES,
+    Needs,
+    Seconds,
+    find_waits,
+    look_up_seconds,
+    pass_seconds,
+    schedule_length,
+    walk,
+    walk_passes,
+)
 from penstock.ir.trace import Curve, Idle, Series, Span, Trace, Transfer, critical_path
 from penstock.ir.training_state import OPTIMIZERS, PRECISIONS, TrainingState
 from penstock.ir.units import (

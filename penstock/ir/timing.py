@@ -20,12 +20,13 @@ from penstock.ir.schedule import Schedule
 
 Indices = NDArray[np.int64]
 Seconds = NDArray[np.float64]
-_PASSES = {
+PASS_NAMES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
     Kind.INPUT_GRAD: "input_grad",
     Kind.WEIGHT_GRAD: "weight_grad",
 }
+"""the fields of StageCosts that hold the seconds of each kind of pass"""
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,15 @@ def walk(
 
 def pass_seconds(table: Orders, costs: StageCosts, overlap: float = 0.0) -> Seconds:
     """Seconds of every action, 0 if it does not compute. An overlapped pair hides `overlap` of its shorter half."""
-    width = costs.num_microbatches or 1
-    by_kind = np.zeros((len(Kind), costs.num_stages, width))
-    for kind, name in _PASSES.items():
+    by_kind = np.zeros((len(Kind), costs.num_stages, costs.num_microbatches or 1))
+    for kind, name in PASS_NAMES.items():
         by_kind[kind] = costs.by_microbatch(name)
+    return look_up_seconds(table, by_kind, overlap)
+
+
+def look_up_seconds(table: Orders, by_kind: Seconds, overlap: float = 0.0) -> Seconds:
+    """Seconds of every action, from those by kind, stage and microbatch; one column holds for all microbatches."""
+    width = by_kind.shape[2]
 
     def column(microbatch: Indices) -> Indices | int:
         return 0 if width == 1 else microbatch

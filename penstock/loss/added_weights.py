@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from penstock.capture import Captured, LruCache, Recording
+from penstock.capture import Captured, LruCache, Recording, with_columns_of
 from penstock.loss.added import Added
 from penstock.loss.counts import Count, Kind
 from penstock.loss.model import ModelLoss, Noise
@@ -72,14 +72,14 @@ class AddedLosses:
 
     def _probes(self, step: LossStep, microbatch: int, nodes: Collection[str]) -> list[list[Probe]]:
         """For each of two draws of noise, the probes of the losses that the nodes of a stage add, in their order."""
-        recording = step.recordings[microbatch]
-        model = ModelLoss(self._captured, recording, step.microbatches, {}, recorded=microbatch)
+        recording, microbatches = step.recordings[microbatch], with_columns_of(step.microbatches, microbatch)
+        model = ModelLoss(self._captured, recording, microbatches, {}, recorded=microbatch)
         adding = [node for node in recording.graph.nodes if node.name in recording.nodes_adding_loss]
         # Blocks that add losses must run. Of losses that are added between blocks, those of other stages are dropped
         # below.
         live = {node.module for node in adding if node.is_leaf and node.name in nodes}
         between = [node.name in nodes for node in adding if not node.is_leaf]
-        parts = choose_parts([each.size for each in model.microbatches], model.sample_size)
+        parts = choose_parts([each.size for each in microbatches], model.sample_size, step_number=model.recorded)
         self._sizes = [part.length for part in parts]
 
         def evaluations(noise: Noise, chosen: Sequence[int]) -> list[Evaluation]:

@@ -84,14 +84,14 @@ class ModelLoss:
         name: str = SINGLE,
         recorded: int = 0,
     ) -> None:
-        """`recording` is that of the microbatch with index `recorded`, which is taken first.
+        """`recording` is that of the microbatch with index `recorded`.
 
         `remote_parameters`: names of the parameters that are trained on other ranks, by their id. `name` is that of the
         loss, if there are several.
         """
         self._loss_name = name
-        self.captured, self.recording = captured, recording
-        self.microbatches = [microbatches[recorded], *microbatches[:recorded], *microbatches[recorded + 1 :]]
+        self.captured, self.recording, self.microbatches = captured, recording, microbatches
+        self.recorded, self.recorded_size = recorded, microbatches[recorded].size
         self.mixing: list[str] | None = None
         """the blocks before which samples interact, once the loss was evaluated"""
         self._remote = set(remote_parameters.values())
@@ -111,7 +111,7 @@ class ModelLoss:
         """The number of entries that the largest result of a block has for each sample."""
         calls = [call for calls in self._replaced.values() for call in calls]
         shapes = [self.recording.graph.spec(name).shape for call in calls for name in call.results.values if name]
-        return max((math.prod(shape) for shape in shapes), default=1) // self.microbatches[0].size
+        return max((math.prod(shape) for shape in shapes), default=1) // self.recorded_size
 
     def tensors(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """The tensors of the inputs, by name."""
@@ -120,6 +120,9 @@ class ModelLoss:
     @contextmanager
     def evaluator(self, parts: Sequence[Part], draw: int) -> Iterator[Evaluate]:
         """Evaluate with noise that differs in every `draw`."""
+        if sum(part.length for part in parts) == self.recorded_size:
+            # No dimension would differ from the recorded ones, so that none would be known to hold the samples.
+            raise ProbeError("the parts have as many samples together as were recorded")
         noise = Noise(self, parts, draw)
 
         def evaluate(chosen: Sequence[int]) -> Evaluation:
@@ -257,7 +260,7 @@ class Noise:
 
     def __init__(self, model: ModelLoss, parts: Sequence[Part], draw: int) -> None:
         self._graph, self._draw = model.recording.graph, draw
-        self._sizes, self._recorded_size = [part.length for part in parts], model.microbatches[0].size
+        self._sizes, self._recorded_size = [part.length for part in parts], model.recorded_size
         self._parts = [model.microbatches[part.microbatch].take(part.start, part.length) for part in parts]
         first = next(model.captured.model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
@@ -398,7 +401,9 @@ def find_mixing_blocks(model: ModelLoss, with_outputs: bool) -> list[str]:
     graph = model.recording.graph
     if all(node.is_leaf or node.from_inputs for node in graph.nodes):
         return []
-    parts = choose_parts([microbatch.size for microbatch in model.microbatches], model.sample_size)
+    sizes = [microbatch.size for microbatch in model.microbatches]
+    # The recorded microbatch is one of them: together they must be more samples than were recorded.
+    parts = choose_parts(sizes, model.sample_size, step_number=model.recorded)
     noise = Noise(model, parts, 0)
     try:
         with model.isolated():

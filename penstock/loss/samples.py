@@ -60,6 +60,22 @@ def join(structures: Sequence[Any], dims: Dims) -> Any:
     return transform(structures[0], lambda leaf: next(joined))
 
 
+def repeat_positions(output: Any, size: int, length: int, new_length: int) -> Any:
+    """An output of `size` samples for sequences of another length: its positions are repeated or left out."""
+
+    def repeated(leaf: object) -> object:
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf
+        positions = torch.arange(new_length, device=leaf.device) % length
+        if leaf.dim() > 1 and leaf.shape[:2] == (size, length):
+            return leaf.index_select(1, positions)
+        if leaf.shape[0] == size * length:  # as after flatten(0, 1)
+            return leaf.unflatten(0, (size, length)).index_select(1, positions).flatten(0, 1)
+        return leaf
+
+    return output if length == new_length else transform(output, repeated)
+
+
 def choose_parts(
     sizes: Sequence[int],
     sample_size: int,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.capture import Captured, LruCache, Microbatch, Recording
+from penstock.capture import Captured, LruCache, Microbatch, Recording, longest, with_columns_of
 from penstock.errors import RunError
 from penstock.ir import transform
 from penstock.loss.counts import IGNORE_INDEX, REDUCTIONS, Count, Piece
@@ -17,7 +17,7 @@ from penstock.loss.decide import INSEPARABLE, Decision, ProbedLoss, count_fits, 
 from penstock.loss.function import LossFn, LossFunction
 from penstock.loss.model import ModelLoss, find_mixing_blocks, interaction_warnings
 from penstock.loss.probe import COARSE, TOLERANCES, VALUE_FACTOR
-from penstock.loss.samples import LARGE
+from penstock.loss.samples import LARGE, repeat_positions
 from penstock.loss.terms import SINGLE, loss_values, losses_of_function
 
 _LABELS = Count("tokens", "", IGNORE_INDEX)
@@ -156,6 +156,9 @@ class LossWeights:
             self.weights(step)
         elif not self._confirm(step, microbatch, output, loss):
             function, inputs = self._function, step.microbatches[microbatch]
+            reference = step.microbatches[longest(step.microbatches)]
+            if inputs.columns is not None and reference.columns is not None:
+                output = repeat_positions(output, inputs.size, inputs.columns.length, reference.columns.length)
             try:
                 self._weigh(step, lambda microbatches: function.begin(microbatches, output, inputs.size), _FUNCTION)
             finally:
@@ -164,11 +167,12 @@ class LossWeights:
     def weights(self, step: LossStep) -> tuple[float, ...]:
         """The weight of every microbatch; with a loss function they are known once its first loss is."""
         if step.weights is None:
-            recording = step.recordings[0]
+            index = longest(step.microbatches)
+            recording = step.recordings[index]
             made: list[ModelLoss] = []
 
             def make_loss(microbatches: Sequence[Microbatch]) -> ProbedLoss:
-                made.append(ModelLoss(self._captured, recording, microbatches, self._remote, self._name))
+                made.append(ModelLoss(self._captured, recording, microbatches, self._remote, self._name, index))
                 return made[0]
 
             self._weigh(step, make_loss, recording.form)
@@ -187,7 +191,8 @@ class LossWeights:
             found = self._interactions.find(recording)
             if found is None:
                 index = step.recordings.index(recording)
-                loss = ModelLoss(self._captured, recording, step.microbatches, self._remote, recorded=index)
+                microbatches = with_columns_of(step.microbatches, index)
+                loss = ModelLoss(self._captured, recording, microbatches, self._remote, recorded=index)
                 mixing = find_mixing_blocks(loss, with_outputs=self.checks_outputs)
                 found = interaction_warnings(self._captured.model, recording, mixing)
                 self._interactions.put(recording, found)
@@ -215,7 +220,8 @@ class LossWeights:
         weights, *others = [count.weights(pieces) for count in known.counts]
         # Compare with another microbatch in every step.
         other = (microbatch + 1 + number % (len(pieces) - 1)) % len(pieces)
-        targets = step.microbatches[microbatch].target, step.microbatches[other].target
+        microbatches = with_columns_of([step.microbatches[microbatch], step.microbatches[other]], 0)
+        targets = microbatches[0].target, microbatches[1].target
         if any(each != weights for each in others) or not self._values_agree(known.count, targets, output, loss):
             return False
         self._num_steps, step.weights = number, weights
@@ -258,7 +264,9 @@ class LossWeights:
     def _weigh(self, step: LossStep, make_loss: Callable[[Sequence[Microbatch]], ProbedLoss], key: str) -> None:
         """Find the weights of a step. `make_loss` is given its microbatches, and `key` is that of the decision."""
         self._num_steps += step.is_training
-        microbatches, is_replicated = list(step.microbatches), self._replicas.count > 1
+        # With the columns of the longest microbatch all samples are complete, and can be joined.
+        microbatches = list(with_columns_of(step.microbatches, longest(step.microbatches)))
+        is_replicated = self._replicas.count > 1
         if is_replicated:
             # Weights among the microbatches of one replica do not determine weights among all. A sample that is the
             # same on every replica does, because all weights can be expressed relative to its own.
@@ -273,14 +281,15 @@ class LossWeights:
             decision, weights = Decision(count), count.weights(own_pieces)
         else:
             # A loss function does not depend on the recording.
-            is_new = key != _FUNCTION and step.recordings[0] not in self._checked
+            recording = step.recordings[longest(step.microbatches)] if key != _FUNCTION else None
+            is_new = recording is not None and recording not in self._checked
             decision, weights = self._decision(loss, pieces, key, step.is_training, is_new)
             if is_replicated and decision.problem:
                 # The reference consists of ones, which may not be a valid target: decide without it.
                 decision, weights = self._decision(loss, own_pieces, key, step.is_training, is_new)
             self._decisions.put(key, decision)
-            if key != _FUNCTION:
-                self._checked.put(step.recordings[0], None)
+            if recording is not None:
+                self._checked.put(recording, None)
             is_counted_otherwise = decision.count is not None and decision.count.kind != "tokens"
             if self._reduction == "tokens" and (decision.problem or is_counted_otherwise):
                 decision, weights = Decision(_LABELS), _LABELS.weights(own_pieces)

@@ -6,7 +6,7 @@ from penstock.planner.options import AUTO, PlanOptions
 from penstock.planner.plan_search import search
 from penstock.planner.recording import RecordedPass, RecordedStep, RecordedTraining
 from penstock.planner.recording_files import read_recording
-from penstock.planner.resize import interpolate_profile, with_microbatches
+from penstock.planner.resize import interpolate_profile, resized_schedule, with_microbatches
 from penstock.planner.slow_ranks import SlowRankAdvisor
 from penstock.planner.streams import (
     STALENESS,
@@ -20,4 +20,5 @@ from penstock.planner.streams import (
 )
 from penstock.planner.synthesis import ScheduleProblem, is_too_large, synthesise
 from penstock.planner.tensor_parallel import split_tensors
+from penstock.planner.token_groups import TokenGroup, TokenPlanner, balance, group_samples, padded_length
 from penstock.planner.what_if import Alternative, Part, WhatIf, what_if, what_if_document

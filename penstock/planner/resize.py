@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from penstock.errors import PlanError
-from penstock.ir import Graph, NodeCost, Plan, Prediction, Profile
+from penstock.ir import Graph, NodeCost, Plan, Prediction, Profile, Schedule
 from penstock.passes import lower
 from penstock.planner.synthesis import ScheduleProblem, lower_bound
 from penstock.schedules import SCHEDULES, build
@@ -17,6 +17,16 @@ def with_microbatches(plan: Plan, count: int) -> Plan:
     A schedule of the table is rebuilt; any other, given or synthesised, is truncated or repeated. A given program is
     truncated.
     """
+    built = resized_schedule(plan, count)
+    program = None if plan.program is None else plan.program.first(count)
+    trace = simulate(lower(program or built, cuts=plan.cuts), plan.costs, plan.cluster)
+    bound = lower_bound(ScheduleProblem(plan.costs, built.placement, count, plan.cluster, plan.cuts)).seconds
+    predicted = Prediction.of(trace, min(bound, trace.makespan))
+    return replace(plan, schedule=built, predicted=predicted, program=program)
+
+
+def resized_schedule(plan: Plan, count: int) -> Schedule:
+    """Returns the schedule of a plan for another number of microbatches, see `with_microbatches`."""
     if plan.program is not None and count > plan.num_microbatches:
         raise PlanError(
             "a given program cannot have more microbatches than its orders",
@@ -25,14 +35,8 @@ def with_microbatches(plan: Plan, count: int) -> Plan:
             hint="plan(schedule=...) with another program, or a CSV without messages, which is repeated",
         )
     if plan.choices.schedule in SCHEDULES:
-        built = build(plan.choices.schedule, plan.num_ranks, count, plan.num_stages // plan.num_ranks, plan.costs)
-    else:
-        built = plan.schedule.repeated(count)
-    program = None if plan.program is None else plan.program.first(count)
-    trace = simulate(lower(program or built, cuts=plan.cuts), plan.costs, plan.cluster)
-    bound = lower_bound(ScheduleProblem(plan.costs, built.placement, count, plan.cluster, plan.cuts)).seconds
-    predicted = Prediction.of(trace, min(bound, trace.makespan))
-    return replace(plan, schedule=built, predicted=predicted, program=program)
+        return build(plan.choices.schedule, plan.num_ranks, count, plan.num_stages // plan.num_ranks, plan.costs)
+    return plan.schedule.repeated(count)
 
 
 def interpolate_profile(graph: Graph, share: float, small: Profile, large: Profile) -> Profile:

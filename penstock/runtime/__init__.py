@@ -28,6 +28,7 @@ from penstock.runtime.stale_weights import StaleWeights
 from penstock.runtime.step import Result
 from penstock.runtime.sync import MAX_CONTENT, MAX_REDUCED, RankSync, SyncRequest, SyncResult, SyncVote
 from penstock.runtime.tensor_json import FindTensor, Tensors, decode_tree, encode_tree, json_bytes, parse_json
+from penstock.runtime.token_budget import balanced_shares
 from penstock.runtime.transports import (
     MessageKey,
     RecvSlot,
@@ -78,6 +79,7 @@ __all__ = [
     "Transport",
     "UserStage",
     "UserStageEngine",
+    "balanced_shares",
     "check_clipping",
     "check_gradient",
     "check_output_dims",

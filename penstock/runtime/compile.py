@@ -21,11 +21,13 @@ from penstock.ir import (
     Overlap,
     Plan,
     Program,
+    Schedule,
     Value,
     WeightGrad,
     prune_gradients,
 )
 from penstock.passes import lower, verify
+from penstock.planner import resized_schedule
 from penstock.runtime.agreement import Agreement
 from penstock.runtime.executor import (
     CompiledAction,
@@ -45,8 +47,9 @@ Edges = Mapping[tuple[int, int], Crossing]
 """the values that cross between stages, by producer and consumer, for one microbatch"""
 Roots = tuple[str, ...]
 """the values of a microbatch that its loss is computed from"""
-_MAX_PROGRAMS = 16
-"""lowered programs that are kept; most batches of a model are cut alike and differ in shapes only"""
+_MAX_PROGRAMS = 64
+"""lowered programs that are kept; most batches of a model are cut alike and differ in shapes and, with
+token budgets, in the number of microbatches"""
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,11 @@ class StepCompiler:
 
     def _lower(self, is_training: bool, num_microbatches: int, cuts: Cuts) -> Program:
         """The program for all batches that are cut alike, whatever their shapes."""
-        orders = self._plan.orders.first(num_microbatches)
+        orders: Schedule | Program = self._plan.orders
+        if num_microbatches <= self._plan.num_microbatches:
+            orders = orders.first(num_microbatches)
+        else:
+            orders = resized_schedule(self._plan, num_microbatches)
         if is_training and orders.is_forward_only:
             hint = "pipe.eval, or a plan with a schedule that has backwards"
             raise RunError("the schedule of the plan has no backward, so it cannot train", hint=hint)

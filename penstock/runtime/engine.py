@@ -8,12 +8,24 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.capture import LruCache, Microbatch, Recording, Split, Splitting, explain_failure, split_batch
+from penstock.capture import (
+    LruCache,
+    Microbatch,
+    Padding,
+    Recording,
+    Split,
+    Splitting,
+    explain_failure,
+    find_padding,
+    split_batch,
+    whole_batch,
+)
 from penstock.errors import CaptureError, PenstockError, PenstockWarning, RunError
 from penstock.ir import Plan, named_leaves, signature_of
 from penstock.launch import one_line
@@ -39,6 +51,13 @@ from penstock.runtime.options import RunOptions
 from penstock.runtime.outputs import OutputDims, OutputMerger, share_outputs
 from penstock.runtime.step import TARGET, Batch, Result, SplitBatch, Step
 from penstock.runtime.sync import MAX_CONTENT, RankSync, SyncRequest, SyncResult, SyncVote
+from penstock.runtime.token_budget import (
+    TokenBudget,
+    check_losses,
+    compared_batches,
+    refuse_added_losses,
+    token_groups,
+)
 from penstock.runtime.trace import recorded_trace
 from penstock.runtime.transports import make_transport
 
@@ -80,6 +99,11 @@ class Engine:
         self._sender = BatchSender(part, plan, self._split_batch) if is_sent else None
         self._given_names = GivenNames(part.captured.model.forward)
         self._parameter_names = list(signature_of(part.captured.model.forward).parameters)
+        self._tokens = TokenBudget(plan)
+        self._budget: int | None = None
+        """`budget_tokens` of the current step"""
+        self._padding: tuple[Batch, Padding] | None = None
+        """of the batch of the current step, with budget_tokens"""
         self._seed = 0
         """seed of the random numbers of the current step"""
         self._num_recorded = 0
@@ -115,17 +139,20 @@ class Engine:
         records: bool,
         output_dims: OutputDims = None,
         scale: float = 1.0,
+        budget_tokens: int | None = None,
     ) -> Result:
         """Run forward and backward of a batch (args, kwargs, target) as step `number`.
 
-        Loss and gradients are multiplied by `scale`.
+        Loss and gradients are multiplied by `scale`. With `budget_tokens` its samples are grouped by length.
         """
         self.check_usable()
-        request = SyncRequest("step", number, step_options(keeps_outputs, records, scale))
+        request = SyncRequest("step", number, step_options(keeps_outputs, records, scale, budget_tokens))
+        is_measured = budget_tokens is not None and self._tokens.is_measured
+        batch = self._begin_budget(budget_tokens, batch, request)
         with watch_step(self._groups.monitor, number, True, self._handle_failure):
             step, compiled = self._begin_step(batch, request, True, keeps_outputs, output_dims, scale)
             try:
-                times = self._run_training(step, compiled, records)
+                times = self._run_training(step, compiled, records or is_measured)
                 result = self._end_step(step, compiled, number, times)
             except BaseException:
                 self._undo()
@@ -134,17 +161,29 @@ class Engine:
                 self._undo()
             else:
                 self._snapshot.commit()
-            return result
+            if budget_tokens is None:
+                return result
+            groups = self._tokens.step_taken(step.microbatches, result.trace)
+            return replace(result, groups=groups, trace=result.trace if records else None)
 
-    def evaluate(self, batch: Batch, number: int, keeps_outputs: bool, output_dims: OutputDims = None) -> Result:
+    def evaluate(
+        self,
+        batch: Batch,
+        number: int,
+        keeps_outputs: bool,
+        output_dims: OutputDims = None,
+        budget_tokens: int | None = None,
+    ) -> Result:
         """Run the forward of one batch in eval mode, without gradients."""
         self.check_usable()
-        request = SyncRequest("eval", number, "return_outputs=True" if keeps_outputs else "")
+        request = SyncRequest("eval", number, step_options(keeps_outputs, False, 1.0, budget_tokens))
+        batch = self._begin_budget(budget_tokens, batch, request)
         watched = watch_step(self._groups.monitor, number, False, self._handle_failure)
         with watched, torch.no_grad(), _eval_mode(self._part.captured.model):
             step, compiled = self._begin_step(batch, request, False, keeps_outputs, output_dims)
             self._execute(step, compiled, False)
-            return self._end_step(step, compiled, number, None)
+            result = self._end_step(step, compiled, number, None)
+            return replace(result, groups=token_groups(step.microbatches)) if budget_tokens is not None else result
 
     def forward(self, batch: Batch, number: int, output_dims: OutputDims = None) -> tuple[Result, tuple[int, ...]]:
         """Run the forward of one batch in training mode, without gradients; returns also the microbatch sizes.
@@ -152,6 +191,7 @@ class Engine:
         Buffers are restored: the backward of these outputs runs the forward again, with the same random numbers.
         """
         self.check_usable()
+        self._budget = None
         buffers = StepSnapshot((), (), True, self._part.written_buffers)
         with watch_step(self._groups.monitor, number, False, self._handle_failure), torch.no_grad():
             step, compiled = self._begin_step(batch, SyncRequest("forward", number), False, True, output_dims)
@@ -161,6 +201,55 @@ class Engine:
             finally:
                 buffers.restore()
             return self._end_step(step, compiled, number, None), step.sizes
+
+    def _begin_budget(self, budget_tokens: int | None, batch: Batch, request: SyncRequest) -> Batch:
+        """Set the token budget of a step, and check once for every kind of padding that the loss does not depend on it.
+
+        For the check, all ranks evaluate a few samples without padding and with it.
+        """
+        groups, self._budget, self._padding = self._groups, budget_tokens, None
+        if self._sender is not None:
+            self._sender.sends_all = budget_tokens is not None
+        if budget_tokens is None:
+            return batch
+        # Other replicas have other batches, and with inputs="first" other ranks have none: they agree on the check.
+        votes = groups.peers is not None or self._sender is not None
+        vote_request = SyncRequest(f"the padding of the batch of {request.name}", request.step)
+        pair, kind = None, None
+        with self._refusing(vote_request if votes else request):
+            if self._part.communicates or groups.tensor_ranks > 1:
+                hint = "leave out budget_tokens: every forward of a microbatch would need one of equal shape elsewhere"
+                raise RunError("budget_tokens does not combine with parameters that replicas or ranks share", hint=hint)
+            if (self._sender is None or groups.rank == 0) and not has_no_batch(batch):
+                batch = self._target_as_argument(batch)
+                padding = self._find_padding(batch)
+                if padding.kind not in self._tokens.checked:
+                    pair, kind = compared_batches(padding), padding.kind
+        is_new = pair is not None
+        if votes:
+            is_new = self._sync.exchange(vote_request, SyncVote(maxes=(float(is_new),))).maxes[0] > 0
+        if not is_new:
+            return batch
+        cut, whole = pair or (batch, batch)
+        # In full precision, so that a small difference is not taken for rounding.
+        with torch.autocast(self._part.device.type, enabled=False):
+            losses = [self.evaluate(each, request.step, False).loss for each in (cut, whole)]
+        self._budget = budget_tokens
+        if self._sender is not None:
+            self._sender.sends_all = True
+        if losses[0] is not None and losses[1] is not None:
+            dtypes = {p.dtype for p in self._part.captured.model.parameters() if p.is_floating_point()}
+            dtype = max(dtypes or {torch.float64}, key=lambda dtype: torch.finfo(dtype).eps)
+            if check_losses(losses[0], losses[1], dtype) and kind is not None:
+                self._tokens.checked.add(kind)
+        return batch
+
+    def _find_padding(self, batch: Batch) -> Padding:
+        """The lengths of the samples of a batch."""
+        if self._padding is None or self._padding[0] is not batch:
+            forward, rules = self._part.captured.model.forward, (self._split_rules, self._planned_rules)
+            self._padding = batch, find_padding(whole_batch(forward, *batch, 2, *rules, self._splittings)[0])
+        return self._padding[1]
 
     def _begin_step(
         self,
@@ -265,6 +354,8 @@ class Engine:
             self._part.check_weights()
         for stage in self._part.stages.values():
             stage.check_state()
+        if self._budget is not None:
+            return self._tokens.microbatches(self._find_padding(batch), self._budget)
         forward, rules = self._part.captured.model.forward, (self._split_rules, self._planned_rules)
         return split_batch(forward, *batch, self._num_microbatches, *rules, self._splittings)
 
@@ -281,7 +372,10 @@ class Engine:
             pairs = captured.recordings(parts, self._seed, num_recorded)
         except CaptureError as error:
             raise explain_failure(error, captured.model.forward, microbatches) from error.__cause__
-        return SplitBatch(microbatches, *zip(*pairs, strict=True))
+        split = SplitBatch(microbatches, *zip(*pairs, strict=True))
+        if self._budget is not None:
+            refuse_added_losses(split.recordings)
+        return split
 
     def _agree_on_recording(self, batch: Batch, request: SyncRequest, is_training: bool, finds_dims: bool) -> None:
         """Agree with all ranks on how often they record the model for this step: a batch may be new to some replicas.
@@ -682,10 +776,12 @@ class Engine:
         return probe
 
 
-def step_options(keeps_outputs: bool, records: bool, scale: float) -> str:
-    """The options of a training step that all ranks must share, as a user would write them."""
+def step_options(keeps_outputs: bool, records: bool, scale: float, budget_tokens: int | None = None) -> str:
+    """The options of a step that all ranks must share, as a user would write them."""
     flags = {"return_outputs": keeps_outputs, "record": records}
     texts = [f"{name}=True" for name, is_on in flags.items() if is_on]
+    if budget_tokens is not None:
+        texts.append(f"budget_tokens={budget_tokens}")
     return ", ".join([*texts, f"scale={scale!r}"] if scale != 1.0 else texts)
 
 

@@ -69,6 +69,8 @@ class BatchSender:
         """how many signatures all ranks have agreed on, including those that were dropped"""
         self._new: BatchSignature | None = None
         """of the last batch, until all ranks have agreed on its step"""
+        self.sends_all = False
+        """whether every rank is sent the whole batch, from which it reads the lengths of the samples"""
 
     def is_agreed(self, index: int, is_training: bool) -> bool:
         """Whether all ranks have agreed on a step with the signature of this index."""
@@ -150,9 +152,9 @@ class BatchSender:
             )
 
     def _needed_by(self, index: int, rank: int) -> set[int] | None:
-        """The indices of the tensors that a rank needs; None: all of them, because the signature is new."""
+        """The indices of the tensors that a rank needs; None: all of them, as if the signature is new."""
         signature, placement = self._signatures.find(index), self._plan.schedule.placement
-        if signature is None:
+        if signature is None or self.sends_all:
             return None
         if rank not in signature.needed:
             is_last = placement[self._plan.num_stages - 1] == rank

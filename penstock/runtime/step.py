@@ -8,6 +8,7 @@ from torch import Tensor
 from penstock.capture import Microbatch, Recording
 from penstock.ir import Trace
 from penstock.loss import LossStep
+from penstock.planner import TokenGroup
 from penstock.runtime.health import Extremes
 
 Batch = tuple[Any, Any, Any]
@@ -82,3 +83,5 @@ class Result:
     """the factors of the microbatches for each of several losses"""
     seed: int = 0
     """of the random numbers of this step"""
+    groups: tuple[TokenGroup, ...] = ()
+    """with `budget_tokens`, the samples and the padded length of each microbatch, in the order in which they ran"""

@@ -1,9 +1,10 @@
 """Prediction of a step: Program + StageCosts + Cluster -> Trace."""
 
 from penstock.simulate.memory import memory_curves
-from penstock.simulate.simulation import simulate
+from penstock.simulate.simulation import Makespans, simulate
 
 __all__ = [
+    "Makespans",
     "memory_curves",
     "simulate",
 ]

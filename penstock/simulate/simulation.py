@@ -25,6 +25,7 @@ from penstock.ir import (
     Series,
     StageCosts,
     Trace,
+    look_up_seconds,
     microbatch_of,
     pack,
     pass_seconds,
@@ -80,6 +81,46 @@ def simulate(program: Program, costs: StageCosts | None = None, cluster: Cluster
         Series(times.arrived[by_send]),
         memory,
     )
+
+
+class Makespans:
+    """Predicts the makespan of one program for many costs; everything that does not depend on them is found once.
+
+    Called with the seconds by kind, stage and microbatch, and with the sizes of the messages of every microbatch as
+    factors of those in `costs`. `simulate` with these costs gives the same makespan.
+    """
+
+    def __init__(self, program: Program, costs: StageCosts, cluster: Cluster) -> None:
+        _check_messages(program)
+        self._table, self._cluster = program.table, cluster
+        self._messages = _find_messages(program, costs, cluster)
+        self._microbatches = microbatch_of(program.table.codes[self._messages.send])
+        self._computes = np.flatnonzero(np.isin(program.table.kinds, COMPUTE_KINDS))
+        self._passes = _find_passes(program, self._computes, np.zeros(len(self._computes)), self._messages)
+        self._lines, self._needs = _lines(self._passes, self._messages)
+        self._tails = [0.0] * len(self._computes) + self._messages.latency.tolist()
+        self._is_shared = cluster.cores is not None and cluster.cores < program.num_ranks
+
+    @property
+    def num_items(self) -> int:
+        """Number of passes and messages, to which the time of a call is proportional."""
+        return len(self._tails)
+
+    def __call__(self, by_kind: Seconds, sizes: Seconds) -> float:
+        """The makespan in seconds."""
+        seconds = look_up_seconds(self._table, by_kind, self._cluster.overlap)[self._computes]
+        occupied = self._messages.seconds * sizes[self._microbatches]
+        if self._is_shared:
+            assert self._cluster.cores is not None
+            passes, messages = self._passes._replace(seconds=seconds), self._messages._replace(seconds=occupied)
+            times = _run_on_shared_cores(passes, messages, self._cluster.cores)
+            ends = None if times is None else times.ends
+        else:
+            result = walk(self._lines, self._needs, [*seconds.tolist(), *occupied.tolist()], self._tails)
+            ends = result.ends[: len(seconds)] if result.finished else None
+        if ends is None:
+            raise ScheduleError("the program cannot run to its end", hint="penstock.verify(program) shows where")
+        return float(ends.max())
 
 
 def _check_messages(program: Program) -> None:
@@ -153,6 +194,17 @@ def _find_passes(program: Program, computes: Indices, seconds: Seconds, messages
 
 def _walk(passes: _Passes, messages: _Messages) -> PassTimes | None:
     """The times if every rank has its own core: ranks and links are the lines of one walk. None if they block."""
+    lines, needs = _lines(passes, messages)
+    num_passes = len(passes.seconds)
+    seconds = np.concatenate((passes.seconds, messages.seconds))
+    tails = np.concatenate((np.zeros(num_passes), messages.latency))
+    result = walk(lines, needs, seconds.tolist(), tails.tolist())
+    ends = result.ends[:num_passes]
+    return PassTimes(ends - passes.seconds, ends, result.ends[num_passes:]) if result.finished else None
+
+
+def _lines(passes: _Passes, messages: _Messages) -> tuple[list[int], Needs]:
+    """The first item of every rank and link, and what each item needs: items are the passes, then the messages."""
     num_passes, num_messages = len(passes.seconds), len(messages.send)
     number, has_before = num_passes + np.arange(num_messages), passes.before_send >= 0
     needs = Needs.of(
@@ -161,11 +213,7 @@ def _walk(passes: _Passes, messages: _Messages) -> PassTimes | None:
         np.concatenate((passes.before_send[has_before], number)),
     )
     lines = (*passes.starts[:-1], *(num_passes + messages.link_starts), num_passes + num_messages)
-    seconds = np.concatenate((passes.seconds, messages.seconds))
-    tails = np.concatenate((np.zeros(num_passes), messages.latency))
-    result = walk([int(start) for start in lines], needs, seconds.tolist(), tails.tolist())
-    ends = result.ends[:num_passes]
-    return PassTimes(ends - passes.seconds, ends, result.ends[num_passes:]) if result.finished else None
+    return [int(start) for start in lines], needs
 
 
 def _run_on_shared_cores(passes: _Passes, messages: _Messages, cores: int) -> PassTimes | None:

@@ -1,0 +1,199 @@
+"""token_budget: microbatches of similar lengths by `budget_tokens`, against microbatches in the order of arrival.
+
+Lengths are lognormal. On four ranks the passes sleep in proportion to padded tokens; on two ranks a small Llama
+computes. Without a budget all samples of a batch are padded to its longest one. A stricter comparison is simulated:
+each microbatch in the order of arrival, padded to its own longest sample.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+import penstock
+from benchmarks.capture import llama
+from benchmarks.interleaved import Turn, joined, load, take_turns
+from benchmarks.table import Line, Table
+from penstock.capture import LruCache
+
+_SLEEPING_RANKS, _COMPUTING_RANKS, _SAMPLES, _MICROBATCHES = 4, 2, 64, 16
+_SECONDS_PER_TOKEN = 1.5e-4
+"""of a forward; a backward takes twice as long"""
+_MEDIAN, _SIGMA, _SHORTEST, _LONGEST, _BUDGET = 48.0, 1.0, 4, 512, 512
+_WORDS, _SIZE = 64, 4
+_TIMES = 4
+_GAIN, _ACCURACY, _PLANNING, _COMPUTING_GAIN = 2.0, 1.03, 0.02, 1.5
+Batch = dict[str, Tensor]
+
+
+def tables() -> tuple[Table, ...]:
+    """Everything that `make bench` shows about token budgets."""
+    return (sleeping(), computing())
+
+
+class Found(NamedTuple):
+    """What one rank measured on one batch: its turns, the groups of the budget, and the seconds of planning them."""
+
+    turns: dict[str, list[Turn]]
+    groups: tuple[Any, ...]
+    planning: float
+
+
+def sleeping(seeds: Sequence[int] = (1, 2, 3)) -> Table:
+    """Gain, measured against simulated, and the share of planning, with sleeping passes on four ranks."""
+
+    def lines() -> Iterator[Line]:
+        partition = [["embedding", "blocks.0"], ["blocks.1"], ["blocks.2"], ["blocks.3", "head"]]
+        for seed, seconds, groups, planning in _measured(SleepingModel(), _SLEEPING_RANKS, seeds, partition):
+            ours, simulated = seconds["budget"], _simulated([group.tokens for group in groups])
+            lengths = _batch(seed)["attention_mask"].sum(1)
+            arrival = _simulated([int(len(part) * part.max()) for part in lengths.split(_SAMPLES // _MICROBATCHES)])
+            cells = (f"batch {seed}", f"{len(groups)}", f"{ours:.3f}")
+            for name, other in (("padded", seconds["padded"]), ("arrival", arrival)):
+                yield Line((*cells, name, f"{other:.3f}", load(), f"{other / ours:.2f}"), other / ours, _GAIN)
+            for name, value, target in (
+                ("simulated", ours / simulated, _ACCURACY),
+                ("planning", planning / ours, _PLANNING),
+            ):
+                other = simulated if name == "simulated" else planning
+                yield Line((*cells, name, f"{other:.4f}", load(), f"{value:.4f}"), value, target, at_least=False)
+
+    return Table(
+        f"{_SLEEPING_RANKS} sleeping ranks, {_SAMPLES} samples of lognormal lengths, at most {_BUDGET} tokens; least "
+        f"of {_TIMES} steps",
+        ("lengths", "groups", "budget", "against", "seconds", "load", "ratio"),
+        lines(),
+    )
+
+
+def computing(seeds: Sequence[int] = (1, 2, 3)) -> Table:
+    """Gain of a budget on two ranks that compute."""
+
+    def lines() -> Iterator[Line]:
+        for seed, seconds, groups, planning in _measured(llama(8, 64), _COMPUTING_RANKS, seeds, "auto"):
+            ours, padded = seconds["budget"], seconds["padded"]
+            cells = (f"batch {seed}", f"{len(groups)}", f"{ours:.3f}", f"{padded:.3f}", f"{planning:.4f}", load())
+            yield Line((*cells, f"{padded / ours:.2f}"), padded / ours, _COMPUTING_GAIN)
+
+    title = f"a Llama of 8 layers on {_COMPUTING_RANKS} ranks, the same lengths; least of {_TIMES} steps"
+    return Table(title, ("lengths", "groups", "budget", "padded", "planning", "load", "ratio"), lines())
+
+
+def _measured(
+    model: nn.Module, ranks: int, seeds: Sequence[int], partitioner: Any
+) -> Iterator[tuple[int, dict[str, float], tuple[Any, ...], float]]:
+    """For every batch its seed, the seconds of the shortest step of each kind, the groups, and those of planning."""
+    choices = {"microbatches": _MICROBATCHES, "schedule": "1f1b", "partitioner": partitioner}
+    plan = penstock.plan(model, kwargs=_batch(0), ranks=ranks, **choices)
+    by_rank = penstock.launch(_rank, ranks, plan, model, seeds)
+    for index, seed in enumerate(seeds):
+        found: list[Found] = [rank[index] for rank in by_rank]
+        steps = joined([each.turns for each in found], ("budget", "padded"))
+        seconds = {name: min(step.seconds for step in taken) for name, taken in steps.items()}
+        yield seed, seconds, found[0].groups, max(each.planning for each in found)
+
+
+def _rank(plan: penstock.Plan, model: nn.Module, seeds: Sequence[int]) -> list[Found]:
+    torch.set_num_threads(1)
+    pipe, found = penstock.Pipeline(model, plan), []
+    # These steps also measure the costs per length.
+    for seed in range(-4, 0):
+        pipe.step(**_batch(seed), budget_tokens=_BUDGET)
+    for seed in seeds:
+        batch, results = _batch(seed), []
+        runs: dict[str, Callable[[], object]] = {
+            "budget": lambda batch=batch, results=results: results.append(pipe.step(**batch, budget_tokens=_BUDGET)),
+            "padded": lambda batch=batch: pipe.step(**batch),
+        }
+        turns = take_turns(runs, _TIMES, between=model.zero_grad)
+        found.append(Found(turns, results[-1].groups, _planning_seconds(pipe, batch)))
+    return found
+
+
+def _planning_seconds(pipe: penstock.Pipeline, batch: Batch) -> float:
+    """Seconds that a step spends on finding lengths, grouping, ordering, cutting and compiling new groups."""
+    engine, total = pipe._engine, 0.0
+    planner = engine._tokens._planner
+    assert planner is not None
+    planner._known.clear()
+    engine.compiled_steps = LruCache()
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal total
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                total += time.perf_counter() - start
+
+        return call
+
+    with (
+        mock.patch.object(engine, "_find_padding", timed(engine._find_padding)),
+        mock.patch.object(engine._tokens, "microbatches", timed(engine._tokens.microbatches)),
+        mock.patch.object(engine._compiler, "compile", timed(engine._compiler.compile)),
+    ):
+        pipe.step(**batch, budget_tokens=_BUDGET)
+    return total
+
+
+def _simulated(tokens: Sequence[int]) -> float:
+    """Seconds of a step of the sleeping model, if passes took just what they sleep."""
+    seconds = (tuple(each * _SECONDS_PER_TOKEN for each in tokens),) * _SLEEPING_RANKS
+    schedule = penstock.schedule("1f1b", _SLEEPING_RANKS, len(tokens))
+    return penstock.simulate(schedule, penstock.StageCosts(seconds, seconds, seconds)).makespan
+
+
+def _batch(seed: int) -> Batch:
+    """Samples of lognormal lengths, padded to the longest."""
+    generator = torch.Generator().manual_seed(seed % 1000)
+    drawn = _MEDIAN * torch.exp(_SIGMA * torch.randn(_SAMPLES, generator=generator))
+    lengths = drawn.long().clamp(_SHORTEST, _LONGEST)
+    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    words = torch.randint(1, _WORDS, mask.shape, generator=generator) * mask
+    return {"input_ids": words, "attention_mask": mask, "labels": words.masked_fill(mask == 0, -100)}
+
+
+class _Sleep(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.seconds = x.shape[0] * x.shape[1] * _SECONDS_PER_TOKEN
+        time.sleep(ctx.seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        time.sleep(2 * ctx.seconds)
+        return gradient
+
+
+class _SleepingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(_SIZE, _SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = _Sleep.apply(self.layer(x))  # type: ignore[no-untyped-call]
+        return made
+
+
+class SleepingModel(nn.Module):
+    """A model of words whose blocks sleep in proportion to padded tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_WORDS, _SIZE)
+        self.blocks = nn.ModuleList(_SleepingBlock() for _ in range(_SLEEPING_RANKS))
+        self.head = nn.Linear(_SIZE, _WORDS)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        """The loss."""
+        x = self.embedding(input_ids) * attention_mask.unsqueeze(-1)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())

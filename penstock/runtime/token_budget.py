@@ -1,0 +1,136 @@
+"""Groups the samples of a batch by length into microbatches of at most N padded tokens, with `budget_tokens=N`."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.capture import Microbatch, Padding, Recording, find_padding
+from penstock.errors import RunError
+from penstock.ir import Plan
+from penstock.planner import TokenGroup, TokenPlanner, balance, group_samples, padded_length
+from penstock.runtime.step import Batch
+
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5}
+"""by dtype: how far apart the losses of samples with and without padding may be because of rounding, relatively"""
+_COARSE = 1e-2
+"""the same for float16, bfloat16 and smaller types"""
+_NUM_COMPARED = 4
+"""samples whose loss is compared with and without padding"""
+_NUM_MEASURED = 4
+"""steps whose passes are recorded before only those of the 8th, 16th, 32nd ... step are"""
+
+
+class TokenBudget:
+    """The groups of the batches of an Engine, with costs per length that are measured in some of its steps."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._planner: TokenPlanner | None = None
+        self.checked: set[tuple[object, ...]] = set()
+        """the kinds of padding for which cutting it off has been found to keep the loss"""
+        self._num_steps = 0
+
+    def microbatches(self, padding: Padding, budget: int) -> tuple[Microbatch, ...]:
+        """The microbatches of a batch, in the order that is predicted to be fastest."""
+        if self._planner is None:
+            self._planner = TokenPlanner(self._plan, self._planned_tokens(padding))
+        groups = self._planner.groups(padding.lengths, budget, padding.width)
+        return tuple([padding.microbatch(group.samples, group.length) for group in groups])
+
+    def _planned_tokens(self, padding: Padding) -> float:
+        """Padded tokens of a microbatch of the plan."""
+        shapes = {value.name: value.spec.shape for value in self._plan.graph.inputs}
+        for name in padding.names:
+            if name in shapes and len(shapes[name]) > 1:
+                return float(shapes[name][0] * shapes[name][1])
+        return len(padding.lengths) * padding.width / self._plan.num_microbatches
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the passes of the next training step are to be recorded."""
+        number = self._num_steps
+        return number < _NUM_MEASURED or not number & (number - 1)
+
+    def step_taken(self, microbatches: Sequence[Microbatch], trace: object) -> tuple[TokenGroup, ...]:
+        """Count a training step, and learn the costs from its Trace if it was to be recorded; returns its groups."""
+        groups = token_groups(microbatches)
+        if self.is_measured and self._planner is not None:
+            self._planner.add(trace, groups)  # type: ignore[arg-type]
+        self._num_steps += 1
+        return groups
+
+
+def token_groups(microbatches: Sequence[Microbatch]) -> tuple[TokenGroup, ...]:
+    """The samples and lengths of microbatches."""
+    columns = [microbatch.columns for microbatch in microbatches]
+    return tuple(TokenGroup(each.samples, each.length) for each in columns if each is not None)
+
+
+def balanced_shares(whole: Microbatch, budget: int, num_replicas: int) -> list[Microbatch]:
+    """The samples of each replica, so that the replicas have about equally many padded tokens.
+
+    Groups of similar lengths, or single samples, are divided among the replicas, whichever leaves the replica with the
+    most padded tokens fewer of them. Fewer shares if there are fewer samples than replicas.
+    """
+    padding = find_padding(whole)
+    lengths, count = padding.lengths, min(num_replicas, whole.size)
+
+    def tokens(samples: Sequence[int]) -> int:
+        groups = group_samples([lengths[sample] for sample in samples], budget, padding.width)
+        return sum(group.tokens for group in groups)
+
+    groups = group_samples(lengths, budget, padding.width)
+    by_group = [
+        sorted(sample for group in part for sample in groups[group].samples)
+        for part in balance([float(group.tokens) for group in groups], count)
+    ]
+    by_sample = balance([float(length) for length in lengths], count)
+    best = min((by_group, by_sample), key=lambda parts: max(map(tokens, parts)) if all(parts) else math.inf)
+    return [padding.microbatch(samples, padding.width) for samples in best]
+
+
+def compared_batches(padding: Padding) -> tuple[Batch, Batch] | None:
+    """Some of the most padded samples of a batch, without padding and with it; None if there is none to cut off."""
+    by_length = sorted(range(len(padding.lengths)), key=lambda sample: (padding.lengths[sample], sample))
+    for count in (_NUM_COMPARED, 1):
+        samples = by_length[:count]
+        length = padded_length(max(padding.lengths[sample] for sample in samples), padding.width)
+        if length < padding.width:
+            cut, whole = (padding.microbatch(samples, each) for each in (length, padding.width))
+            return (cut.args, cut.kwargs, cut.target), (whole.args, whole.kwargs, whole.target)
+    return None
+
+
+def check_losses(cut: Tensor, whole: Tensor, dtype: torch.dtype) -> bool:
+    """Raise an error if samples have another loss without padding than with it; False if that cannot be told.
+
+    `dtype` is the lowest precision of the model.
+    """
+    found, expected = float(cut), float(whole)
+    if found != found and expected != expected:
+        return False  # no label of these samples counts
+    tolerance = max(_TOLERANCES.get(each, _COARSE) for each in (dtype, cut.dtype))
+    if abs(found - expected) <= tolerance * max(abs(found), abs(expected)):
+        return True
+    error = RunError(
+        "cutting off padding changes the loss, so budget_tokens would change the gradients",
+        loss=expected,
+        without_padding=found,
+        hint="a model that ignores padding: a causal one padded on the right, or one that uses its attention_mask "
+        "(and position_ids, if padded on the left); and a loss that ignores it, such as labels of -100",
+    )
+    error.is_shared = True
+    raise error
+
+
+def refuse_added_losses(recordings: Sequence[Recording]) -> None:
+    """Raise an error if a module adds a loss: whether that depends on padding is not checked."""
+    nodes = [name for recording in recordings for name in recording.nodes_adding_loss]
+    if nodes:
+        raise RunError(
+            "budget_tokens does not combine with add_loss: a loss over the positions of a microbatch would change",
+            node=nodes[0],
+            hint="leave out budget_tokens",
+        )
