@@ -198,7 +198,7 @@ def test_batches_whose_padding_is_not_understood_are_refused(mistake: str) -> No
 
 class Penalised(Reader):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
-        penstock.add_loss(self.words(input_ids).square().mean())
+        penstock.add_loss(self.head.weight.square().mean())
         return super().forward(input_ids, attention_mask, labels)
 
 
