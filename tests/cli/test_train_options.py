@@ -56,6 +56,7 @@ MISTAKES = {
     "a callback that breaks": (("--callback", "model.py:fail"), 5, "the function fail failed at before_step"),
     "eval data": (("--eval-data", "model.py:held"), 2, "did you mean held_out?"),
     "eval without data": (("--eval-every", "2"), 2, "try: --eval-data FILE.py:FUNCTION"),
+    "a budget without lengths": (("--budget-tokens", "64"), 5, "a mask or labels that show the length of every sample"),
     "more replicas than samples": (("--replicas", "9"), 2, "try: --replicas 8, or a batch with more samples"),
     "a device of another kind": (("--device", "tpu"), 2, "try: --device cpu or --device cuda"),
     "a device of plan": (("--device", "h100"), 2, "--device of `penstock plan` names a device to predict for"),

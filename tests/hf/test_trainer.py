@@ -4,7 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from penstock import RunError
+from penstock.hf import PipelineTrainer
 from tests.hf import runs
 from tests.selection import some
 
@@ -27,3 +30,28 @@ def test_a_run_has_the_numbers_of_one_process(name: str, pools: Any, tmp_path: P
     assert list(runs.differences(expected, first)) == []
     # Every rank knows what was logged; parameters are collected on the first.
     assert list(runs.differences((expected[0], {}), second)) == []
+
+
+def padded_samples(count: int, width: int = 24) -> list[dict[str, Any]]:
+    """Texts of unequal lengths, padded on the right."""
+    lengths = [1 + 7 * index % width for index in range(count)]
+    texts = []
+    for index, length in enumerate(lengths):
+        words = torch.randint(1, runs.VOCABULARY, (width,), generator=torch.Generator().manual_seed(index))
+        mask = torch.arange(width) < length
+        labels = words.masked_fill(~mask, -100)
+        texts.append({"input_ids": words * mask, "attention_mask": mask.long(), "labels": labels})
+    return texts
+
+
+def test_a_budget_of_tokens_gives_the_numbers_of_one_process(tmp_path: Path) -> None:
+    # Adam would enlarge differences of rounding, which sums over other groups of samples have.
+    given = {"max_steps": 2, "per_device_train_batch_size": 8, "optim": "sgd"}
+    data = {"train_dataset": padded_samples(16)}
+    expected = runs.trained(runs.made(runs.hf.Trainer, tmp_path, given, **data))
+    options = {"plan": runs.the_plan(), "local": True, "budget_tokens": 32}
+    trainer = runs.made(PipelineTrainer, tmp_path, given, **data, **options)
+    assert list(runs.differences(expected, runs.trained(trainer))) == []
+    smoothed = runs.made(PipelineTrainer, tmp_path, {**given, "label_smoothing_factor": 0.1}, **data, **options)
+    with pytest.raises(RunError, match="budget_tokens needs a model that returns its loss"):
+        smoothed.train()
