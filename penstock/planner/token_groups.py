@@ -123,7 +123,7 @@ class TokenCosts:
         tokens = np.asarray([float(group.tokens) for group in groups])
         pairs = np.asarray([float(group.tokens * group.length) for group in groups])
         constant, per_token, per_pair = self._parts[..., None]
-        return constant + per_token * tokens + per_pair * pairs
+        return np.asarray(constant + per_token * tokens + per_pair * pairs)
 
     def add(self, trace: Trace, groups: Sequence[TokenGroup]) -> None:
         """Fit the costs to the recorded passes of a step."""
