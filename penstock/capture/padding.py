@@ -30,7 +30,7 @@ class Padding:
     width: int
     """the length to which the samples are padded"""
     lengths: tuple[int, ...]
-    """the length of each sample without its padding"""
+    """the positions of each sample that must be kept: those of its tokens, and one of padding on the left"""
     is_left: bool
     """whether the padding comes before the sample"""
     names: tuple[str, ...]
@@ -117,7 +117,8 @@ def find_padding(whole: Microbatch) -> Padding:
     if masks and labels:
         pairs = zip(firsts, ends[1][0], strict=True) if is_left else zip(ends[1][1], lasts, strict=True)
         has_labels_in_padding = any(beyond > edge for beyond, edge in pairs)
-    lengths = [width - first if is_left else last for first, last in zip(firsts, lasts, strict=True)]
+    # Language models predict the first token of a sample from the position before it, if there is padding.
+    lengths = [min(width, width - first + 1) if is_left else last for first, last in zip(firsts, lasts, strict=True)]
     names = tuple(
         name
         for name, tensor, cut in _tensors(whole)

@@ -140,22 +140,17 @@ def _decide_on(loss: ProbedLoss, parts: Sequence[Part], step_number: int) -> tup
 
     fitting = [count for count in known if all(probe.fits(known[count]) for probe in decisive)]
     if fitting:
-        # Several may fit within the tolerance. The closest is used as long as all of them give the same weights; of
-        # equally close ones that of labels, so that all replicas choose the same.
-        best, *alternatives = sorted(fitting, key=lambda count: (distance(count), not _is_usual(count)))
+        # Several may fit within the tolerance. The closest is used as long as all of them give the same weights.
+        best, *alternatives = sorted(fitting, key=distance)
         return Decision(best, tuple(alternatives)), None
     if all(probe.fits(weights) for probe in decisive):
         return Decision(None), weights
     # No weights are exact. Those of the largest term of the loss are used: of the mean over labels if they are much
     # closer than those of the mean over samples, else of the latter.
-    best = min(filter(_is_usual, known), key=distance)
+    usual = [count for count in known if count.kind != "tokens" or count.ignore_index == IGNORE_INDEX]
+    best = min(usual, key=distance)
     best = best if distance(best) < distance(Count("mean")) / 2 else Count("mean")
     return Decision(best, problem=INSEPARABLE), None
-
-
-def _is_usual(count: Count) -> bool:
-    """Whether it counts samples, labels that are not -100, or nothing."""
-    return count.kind != "tokens" or count.ignore_index == IGNORE_INDEX
 
 
 def _probes(

@@ -26,6 +26,8 @@ _FUNCTION = ""
 _SECOND_SCALE = 0.75
 """the scale of the copied output that stands for the second microbatch, whose own is not computed yet"""
 _ROUNDING = 1e-6
+_NUM_BUCKETS = 1 << 12
+"""of the hashes of counts, when replicas look for one that fits on all of them"""
 _NUM_CODES = 1 << 20
 """few enough that the squares of their sums are exact in float64"""
 
@@ -368,6 +370,10 @@ class LossWeights:
             return tuple(own_total / total * num_replicas if total else math.nan for own_total in totals), problem
         if num_shared == num_replicas and self._are_equal(lengths, square_lengths):
             return tuple(share / all_shares * num_replicas for share in shares), problem
+        agreed = self._agreed_count(decision, pieces)
+        if agreed is not None:
+            own_totals, total = agreed
+            return tuple(own_total / total * num_replicas for own_total in own_totals), problem
         raise RunError(
             "the replicas disagree about how the loss is averaged",
             reduction=self.reduction,
@@ -380,6 +386,23 @@ class LossWeights:
         By the Cauchy-Schwarz inequality n times the sum of squares is the square of the sum only if all are equal.
         """
         return total**2 == self._replicas.count * squares
+
+    def _agreed_count(self, decision: Decision, pieces: Sequence[Piece]) -> tuple[list[float], float] | None:
+        """The totals of a count that fits the batches of all replicas, and their sum over all; None if there is none.
+
+        On a batch in which several counts are equal, as those of labels and of samples are without padding, a replica
+        may have decided for another one than the others, which have batches in which they differ.
+        """
+        counts = [] if decision.problem else [count for count in decision.counts if count.kind != "sum"]
+        fits = torch.zeros(_NUM_BUCKETS, dtype=torch.float64)
+        fits[[int(_hash(count)) % _NUM_BUCKETS for count in counts]] = 1.0
+        common = (self._replicas.sum(fits) == self._replicas.count).nonzero().flatten().tolist()
+        if not common:
+            return None
+        agreed = next(count for count in counts if int(_hash(count)) % _NUM_BUCKETS == common[0])
+        totals, code = agreed.totals(pieces), _hash(agreed)
+        sums = self._replicas.sum(torch.tensor([code, code**2, sum(totals)], dtype=torch.float64)).tolist()
+        return (totals, sums[2]) if self._are_equal(*sums[:2]) and sums[2] else None
 
 
 def _hash(value: object) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.capture import Microbatch, Padding, Recording, find_padding
 from penstock.errors import RunError
 from penstock.ir import Plan
-from penstock.planner import TokenGroup, TokenPlanner, balance, group_samples, padded_length
+from penstock.planner import TokenGroup, TokenPlanner, balance, group_samples
 from penstock.runtime.step import Batch
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5}
@@ -51,7 +51,10 @@ class TokenBudget:
     def is_measured(self) -> bool:
         """Whether the passes of the next training step are to be recorded."""
         number = self._num_steps
-        return number < _NUM_MEASURED or not number & (number - 1)
+        # Costs that are measured differ from run to run, and with them groups, rounding and random numbers.
+        return not torch.are_deterministic_algorithms_enabled() and (
+            number < _NUM_MEASURED or not number & (number - 1)
+        )
 
     def step_taken(self, microbatches: Sequence[Microbatch], trace: object) -> tuple[TokenGroup, ...]:
         """Count a training step, and learn the costs from its Trace if it was to be recorded; returns its groups."""
@@ -96,7 +99,8 @@ def compared_batches(padding: Padding) -> tuple[Batch, Batch] | None:
     by_length = sorted(range(len(padding.lengths)), key=lambda sample: (padding.lengths[sample], sample))
     for count in (_NUM_COMPARED, 1):
         samples = by_length[:count]
-        length = padded_length(max(padding.lengths[sample] for sample in samples), padding.width)
+        # Not rounded up: a position of padding at the end of the longest one could hide what the model reads there.
+        length = max(padding.lengths[sample] for sample in samples)
         if length < padding.width:
             cut, whole = (padding.microbatch(samples, each) for each in (length, padding.width))
             return (cut.args, cut.kwargs, cut.target), (whole.args, whole.kwargs, whole.target)
