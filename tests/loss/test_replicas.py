@@ -38,7 +38,12 @@ class Together:
         """Figures summed over all threads."""
         self._given.append(figures)
         self._barrier.wait()
-        return torch.stack(self._given).sum(0)
+        total = torch.stack(self._given).sum(0)
+        # Cleared by one thread, after all have read and before any gives the next figures.
+        if self._barrier.wait() == 0:
+            self._given.clear()
+        self._barrier.wait()
+        return total
 
 
 def weights(
