@@ -20,9 +20,13 @@ from benchmarks.sleeping import SIZE, SleepingBlock
 from benchmarks.table import Line, Table
 from benchmarks.torch_pipeline import NAMES, TorchPipeline
 from penstock.demo.gpt import Sizes, batch, gpt, loss
+from penstock.launch import num_cores
+from penstock.schedules import SCHEDULES
 
 _SEED = 20
-_SLEEPING_ERROR, _COMPUTING_ERROR = 0.03, 0.10
+_UNITS = (1, 2, 5, 10, 20)
+"""milliseconds that the passes of the longest block of a model take"""
+_SLEEPING_ERROR, _COMPUTING_ERROR, _SHARED_ERROR = 0.03, 0.05, 0.20
 _OVER_1F1B, _OVER_BEST = 1.4, 1.08
 
 
@@ -41,7 +45,7 @@ class Sleeper(NamedTuple):
 
 def tables() -> tuple[Table, ...]:
     """Everything that `make bench` shows about predictions."""
-    return (sleeping(), computing(), against_torch())
+    return (sleeping(), computing(), sharing(), against_torch())
 
 
 def sleeping(count: int = 20, times: int = 3) -> Table:
@@ -64,20 +68,32 @@ def sleeping(count: int = 20, times: int = 3) -> Table:
     return Table(f"seconds of a step, sleeping blocks, {count} random plans; least of {times} steps", columns, lines())
 
 
-def computing(sizes: Sizes = Sizes(), times: int = 5, names: Sequence[str] = ("1f1b", "zbv", "auto")) -> Table:  # noqa: B008
-    """The predicted step of a small GPT on two ranks against the measured one."""
+def computing(
+    sizes: Sizes = Sizes(),  # noqa: B008
+    times: int = 5,
+    names: Sequence[str] = (*SCHEDULES, "auto"),
+    ranks: int = 2,
+    limit: float = _COMPUTING_ERROR,
+) -> Table:
+    """The predicted step of a small GPT against the measured one."""
 
     def lines() -> Iterator[Line]:
         for name in names:
             model, (tokens, wanted) = gpt(sizes), batch(sizes)
-            plan = _planned(model, tokens, 2, sizes.microbatches, name)
+            plan = _planned(model, tokens, ranks, sizes.microbatches, name)
             predicted, found = plan.predicted.makespan, _measured(plan, model, (tokens, wanted), loss, times)
             error = abs(found / predicted - 1)
             cells = (name, f"{predicted:.3f}", f"{found:.3f}", load(), f"{error:.2%}")
-            yield Line(cells, error, _COMPUTING_ERROR, at_least=False)
+            yield Line(cells, error, limit, at_least=False)
 
     columns = ("schedule", "predicted", "measured", "load", "error")
-    return Table(f"seconds of a step, a small GPT on two ranks; least of {times} steps", columns, lines())
+    title = f"seconds of a step, a small GPT, {ranks} ranks on {num_cores()} cores"
+    return Table(f"{title}; least of {times} steps", columns, lines())
+
+
+def sharing(times: int = 5, names: Sequence[str] = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "auto")) -> Table:
+    """The same with twice as many ranks as cores."""
+    return computing(times=times, names=names, ranks=2 * num_cores(), limit=_SHARED_ERROR)
 
 
 def against_torch(
@@ -112,7 +128,9 @@ def _sleepers(count: int) -> Iterator[Sleeper]:
     chance = random.Random(_SEED)
     for _ in range(count):
         ranks = chance.choice((2, 3, 4))
-        units = tuple(chance.choice((5, 10, 15, 20)) / 1000 for _ in range(chance.randint(3 * ranks, 4 * ranks)))
+        # Models of short passes and of long ones, with blocks that differ by up to a factor of two.
+        longest = chance.choice(_UNITS) / 1000
+        units = tuple(longest * chance.choice((0.5, 0.75, 1)) for _ in range(chance.randint(3 * ranks, 4 * ranks)))
         names = ("gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "auto")
         yield Sleeper(units, ranks, chance.randint(ranks, 3 * ranks), chance.choice(names))
 

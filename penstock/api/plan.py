@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock import errors
+from penstock.api.local_ranks import local_ranks, shared_cores
 from penstock.api.measuring import measure, measure_links, measured_model
 from penstock.api.pipeline import check_loss_fn, check_split
 from penstock.api.progress import progress
@@ -125,7 +126,8 @@ def plan(
         args: the positional arguments of one example batch: a whole batch, not a microbatch
         kwargs: the keyword arguments of that batch
         ranks: the number of pipeline ranks, or a Cluster with the memory, slowness and links of every rank; None: that
-            of the mesh
+            of the mesh. With a number, and costs that are measured here on the CPU, the ranks are processes of this
+            machine: the costs of their messages are measured once and cached, and they share its cores
         microbatches: how many microbatches a batch is split into, or "auto"
         mesh: the DeviceMesh that the Pipeline will get: its axis "pp" has the ranks, and those along "dp" are replicas,
             whose averaging of gradients counts in the step; the example is then the batch of one replica
@@ -164,7 +166,6 @@ def plan(
         FitError: if no candidate fits in memory
         PlanError: if the arguments do not fit together
     """
-    start = time.monotonic()
     if devices is not None and (ranks is not None or mesh is not None or microbatches != "auto"):
         raise PlanError("devices must be given without ranks, mesh and microbatches", hint='microbatches="auto"')
     if devices is not None and profile is not None:
@@ -174,6 +175,8 @@ def plan(
         raise PlanError("tensor_parallel must be given with devices", got=repr(tensor_parallel), hint=hint)
     # Clusters of the divisions are made later.
     cluster = _ranks_of(mesh, ranks if devices is None else 1)
+    is_measured = device is None and speed is None and profile is None
+    is_here = is_measured and devices is None and not isinstance(ranks, Cluster) and _is_on_cpu(model)
     if device is not None:
         speed, cluster = _on_device(device, speed, cluster)
     options = PlanOptions(
@@ -187,7 +190,14 @@ def plan(
         budget_seconds,
         TrainingState.named(optimizer, precision),
     )
-    examples = Examples(model, args, kwargs, split, loss_fn, speed, Granularity(depth, basic_blocks))
+    granularity = Granularity(depth, basic_blocks)
+    examples = Examples(model, args, kwargs, split, loss_fn, speed, granularity, is_here)
+    if is_here:
+        here = local_ranks(options.cluster.ranks)
+        here = replace(here, memory=options.cluster.memory, replicas=options.cluster.replicas)
+        options = replace(options, ranks=here, memory=None)
+    # Measuring the ranks is not counted in the budget: it happens once per machine.
+    start = time.monotonic()
     if vocabulary_shards is None:
         if devices is not None:
             preset = find_device(device)[1] if isinstance(device, str) else None
@@ -202,6 +212,10 @@ def plan(
 def _plan_examples(examples: "Examples", options: PlanOptions, profile: Profile | None, start: float) -> Plan:
     """Measure the model and search; `start` is when the budget began."""
     models = examples.measured(_microbatch_counts(options, examples), profile)
+    if examples.is_here:
+        cluster, share = options.cluster, next(iter(models.values())).profile.cpu_share
+        cores = shared_cores(cluster.ranks, cluster.replicas.count, share)
+        options = replace(options, ranks=replace(cluster, cores=cores), memory=None)
     # Measuring counts towards the budget that the user waits for.
     seconds_left = _SEARCH_END_SHARE * options.budget_seconds - (time.monotonic() - start)
     seconds_left = max(seconds_left, _MIN_SEARCH_SHARE * options.budget_seconds)
@@ -263,6 +277,10 @@ def _plan_sharded(
 def _explained(found: Plan, asked: tuple[str, str], reason: str) -> Plan:
     seen = found.search
     return replace(found, search=replace(seen, reasons=(*seen.reasons, reason), asked=(*seen.asked, asked)))
+
+
+def _is_on_cpu(model: nn.Module) -> bool:
+    return isinstance(model, nn.Module) and all(each.device.type == "cpu" for each in model.parameters())
 
 
 def _ranks_of(mesh: Any, ranks: int | Cluster | None) -> int | Cluster:
@@ -356,6 +374,8 @@ class Examples:
     speed: DeviceSpeed | None = None
     """estimate for a device of this speed instead of measuring"""
     granularity: Granularity = field(default_factory=Granularity)
+    is_here: bool = False
+    """whether the ranks are processes of this machine, which share its cores"""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):

@@ -152,8 +152,8 @@ def simulate(
 
     Args:
         program: a Plan, a Program, or a Schedule, which is lowered first
-        costs: those of a rank of normal speed; passes on a slow rank of the cluster take longer. None: those of the
-            plan, or equal ones
+        costs: those of a rank of normal speed; the slowness and the overhead of the cluster are added. None: those
+            of the plan, or equal ones
         cluster: ranks and links; None: that of the plan, or messages that take no time
         staleness: as in `Pipeline`, for a Plan: the trace is that of several batches without a flush between them, and
             memory includes the weights that are stashed
@@ -169,7 +169,8 @@ def simulate(
         if not isinstance(program, Plan):
             raise ScheduleError("staleness needs a Plan", got=type(program).__name__, hint="penstock.plan(...)")
         if costs is not None:
-            costs = costs.times((cluster or program.cluster).slowness_of(program.schedule.placement))
+            on = cluster or program.cluster
+            costs = on.costs_on_ranks(costs, program.schedule.placement, program.cuts)
         return simulate_stream(program, staleness, batches, costs, cluster)
     if isinstance(program, Plan):
         lowered, cluster = lower_schedule(program.orders, cuts=program.cuts), cluster or program.cluster
@@ -180,6 +181,6 @@ def simulate(
         program = lower_schedule(program)
     elif not isinstance(program, Program):
         raise ScheduleError("program must be a Plan, a Program or a Schedule", got=type(program).__name__)
-    if cluster is not None and cluster.slowness:
-        costs = (costs or StageCosts.uniform(program.num_stages)).times(cluster.slowness_of(program.placement))
+    if cluster is not None:
+        costs = cluster.costs_on_ranks(costs or StageCosts.uniform(program.num_stages), program.placement, program.cuts)
     return simulate_program(program, costs, cluster)

@@ -13,7 +13,6 @@ from typer import Option
 from penstock.cli.demo_schedules import Out, compare_schedules
 from penstock.cli.options import AsJson
 from penstock.cli.output import RUN_FAILED, echo, failed, note, print_json, print_view
-from penstock.cli.plan import Machine
 from penstock.cli.train_log import make_directory, number_text, write_run
 
 if TYPE_CHECKING:
@@ -106,10 +105,9 @@ def _plan(ranks: int, cores: int, echo: Print) -> "Plan":
     tokens, _ = next(batches(SIZES, 1))
     count = f"{sum(value.numel() for value in gpt.parameters()):,}"
     echo(f"a GPT of {SIZES.layers} blocks and {count} parameters; a batch is {len(tokens)} x {SIZES.length} characters")
-    cluster = Machine.here(ranks).cluster(ranks)
-    if cluster.cores:
+    plan = penstock.plan(gpt, (tokens,), ranks=ranks, microbatches=SIZES.microbatches, budget_seconds=SEARCH_SECONDS)
+    if plan.cluster.cores:
         echo(f"{ranks} ranks share {counted(cores, 'core')} here; the plan and its prediction account for that")
-    plan = penstock.plan(gpt, (tokens,), ranks=cluster, microbatches=SIZES.microbatches, budget_seconds=SEARCH_SECONDS)
     headline = str(plan).partition("\n\n")[0]
     candidates = counted(len(plan.search.candidates), "plan")
     echo(f"measured it, and compared {candidates} for {counted(ranks, 'rank')}; the best:\n{headline}")

@@ -232,7 +232,7 @@ def plan(
             write(out, to_json(best))
             note(f"wrote {out}")
     is_default = replace(machine, slowness=None) == Machine() and not best.cluster.links
-    if is_default and best.num_ranks > (cores := os.cpu_count() or 1):
+    if is_default and best.cluster.cores is None and best.num_ranks > (cores := os.cpu_count() or 1):
         note(f"predicted for {best.num_ranks} ranks with one core each; for this machine: --cores {cores}")
 
 
@@ -260,7 +260,7 @@ def make_plan(
         raise PlanError("microbatches must be a whole number or auto", got=repr(options.microbatches), hint=hint)
     microbatches = "auto" if options.microbatches == "auto" else int(options.microbatches)
     arguments: dict[str, Any] = {
-        "ranks": replace(machine.cluster(options.ranks), replicas=penstock.Replicas(replicas)),
+        "ranks": machine.cluster(options.ranks),
         "microbatches": microbatches,
         "schedule": options.schedule,
         "partitioner": _known_partitioner(options.partitioner),
@@ -273,6 +273,11 @@ def make_plan(
         "precision": state.precision,
         **options.granularity,
     }
+    if machine == Machine() and replicas == 1:
+        # The ranks are those of this machine, whose costs the plan measures.
+        arguments["ranks"] = options.ranks
+    else:
+        arguments["ranks"] = replace(arguments["ranks"], replicas=penstock.Replicas(replicas))
     devices, global_batch = (getattr(machine, name, None) for name in ("devices", "global_batch"))
     if global_batch is not None:
         if devices is None or not target.startswith(HF):

@@ -256,7 +256,7 @@ class PlanChoice:
 
     def _search(self, options: PlanFlags) -> "Plan":
         replicas = self._job.flags.replicas
-        machine = Machine.here(options.ranks, replicas)
+        machine = Machine() if replicas == 1 else Machine.here(options.ranks, replicas)
         with autocast(self._job):
             return make_plan(
                 self._job.model,

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from penstock.errors import CostError
 from penstock.ir.arguments import as_int, is_finite, parse_bytes
-from penstock.ir.placement import Placement
+from penstock.ir.costs import StageCosts
+from penstock.ir.placement import Cuts, Placement
 
 MAX_RANKS = 65536
 
@@ -103,6 +104,28 @@ def ring_seconds(members: int, num_bytes: float, latency: float, bandwidth: floa
     return 2 * (members - 1) * (latency + carried)
 
 
+@dataclass(frozen=True)
+class Overhead:
+    """Seconds of a rank's CPU that the runtime takes besides the model.
+
+    Unlike the latency of a link, they occupy the rank, so nothing hides them. `Cluster.costs_on_ranks` adds those of
+    passes and messages to the costs of stages, and `simulate` begins with those of the step.
+    """
+
+    pass_seconds: float = 0.0
+    """of every forward and of every backward, split or not; a weight gradient only runs what that prepared"""
+    message_seconds: float = 0.0
+    """of every message, at the sender and again at the receiver"""
+    step_seconds: float = 0.0
+    """of every step, in which all ranks synchronise"""
+
+    def __post_init__(self) -> None:
+        for name in ("pass_seconds", "message_seconds", "step_seconds"):
+            value = getattr(self, name)
+            if not is_finite(value) or value < 0:
+                raise CostError(f"{name} must be finite seconds, 0 or more", got=repr(value))
+
+
 def _check_link(latency: float, bandwidth: float | None) -> None:
     if not is_finite(latency) or latency < 0:
         raise CostError("latency must be finite seconds, 0 or more", latency=repr(latency))
@@ -116,7 +139,7 @@ class Cluster:
     """Where a pipeline runs.
 
     With `replicas`, a step ends when the gradients of all copies of the pipeline are averaged. The costs of a plan
-    are those on its ranks, slowness included.
+    are those on its ranks, slowness and overhead included.
     """
 
     ranks: int
@@ -137,12 +160,18 @@ class Cluster:
     """how many ranks can compute at the same time, if they are processes of one machine; None: all of them"""
     slowness: tuple[float, ...] | None = field(default=None, kw_only=True)
     """how many times longer each rank takes than the profile; None: 1 for every rank"""
+    overhead: Overhead = field(default=Overhead(), kw_only=True)
+    """CPU seconds of the runtime per pass, message and step"""
 
     def __post_init__(self) -> None:
         replicas: object = self.replicas  # a caller may pass a number
         if not isinstance(replicas, Replicas):
             hint = "replicas=Replicas(4, latency, bandwidth)"
             raise CostError("replicas must be a Replicas record", got=repr(replicas), hint=hint)
+        overhead: object = self.overhead
+        if not isinstance(overhead, Overhead):
+            hint = "overhead=Overhead(pass_seconds=1e-4)"
+            raise CostError("overhead must be an Overhead record", got=repr(overhead), hint=hint)
         if (ranks := as_int(self.ranks)) is None:
             raise CostError("ranks must be a whole number", ranks=repr(self.ranks))
         if not 1 <= ranks <= MAX_RANKS:
@@ -210,8 +239,37 @@ class Cluster:
         return replace(self, bandwidth=self.bandwidth and self.bandwidth * factor, links=links)
 
     def with_instant_messages(self) -> "Cluster":
-        """The cluster with messages that take no time."""
+        """The cluster with messages that take no time on their links."""
         return replace(self, latency=0.0, bandwidth=None, links=())
+
+    def costs_on_ranks(self, costs: StageCosts, placement: Placement, cuts: Cuts) -> StageCosts:
+        """The costs of stages on the ranks that hold them: slowed down, and with the overhead of passes and messages.
+
+        Args:
+            costs: those of ranks of normal speed, without overhead
+            placement: the rank of every stage
+            cuts: the edges between stages
+        """
+        if self.slowness:
+            costs = costs.times(self.slowness_of(placement))
+        return costs.plus(*self._overheads(placement, cuts))
+
+    def costs_without_overhead(self, costs: StageCosts, placement: Placement, cuts: Cuts) -> StageCosts:
+        """The costs of which `costs_on_ranks` makes the given ones, slowness aside."""
+        forward, backward = self._overheads(placement, cuts)
+        return costs.plus([-each for each in forward], [-each for each in backward])
+
+    def _overheads(self, placement: Placement, cuts: Cuts) -> tuple[list[float], list[float]]:
+        """Seconds of overhead per stage, of a forward and of a backward."""
+        ranks, overhead = placement.ranks, self.overhead
+        found = []
+        for edges in (cuts.edges, cuts.gradient_edges):
+            # A message costs the same at both ends, whichever way it goes.
+            ends = Counter(stage for edge in edges if ranks[edge[0]] != ranks[edge[1]] for stage in edge)
+            found.append(
+                [overhead.pass_seconds + overhead.message_seconds * ends[stage] for stage in range(len(ranks))]
+            )
+        return found[0], found[1]
 
     def slowness_of(self, placement: Placement) -> tuple[float, ...]:
         """Per stage, how many times longer its passes take on the rank that holds it."""

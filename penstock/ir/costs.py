@@ -153,6 +153,23 @@ class StageCosts:
         }
         return replace(self, **changed)
 
+    def plus(self, forward: Sequence[float], backward: Sequence[float]) -> "StageCosts":
+        """The costs with seconds added to the forwards of each stage and to its backwards, split or not; none below 0.
+
+        A split backward gets them in its input gradient.
+        """
+        added = {"forward": forward, "input_grad": backward, "backward": backward}
+        if not any(map(any, added.values())):
+            return self
+        changed: dict[str, Any] = {
+            name: tuple(
+                tuple(max(each + more, 0.0) for each in value) if isinstance(value, tuple) else max(value + more, 0.0)
+                for value, more in zip(getattr(self, name), seconds, strict=True)
+            )
+            for name, seconds in added.items()
+        }
+        return replace(self, **changed)
+
     @cached_property
     def num_microbatches(self) -> int | None:
         """Number of microbatches that the costs are for; None if every entry is one number, for any number of them."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 
 from penstock.errors import FormatError, PenstockError
-from penstock.ir.cluster import Cluster, DeviceSpeed, Link, Replicas
+from penstock.ir.cluster import Cluster, DeviceSpeed, Link, Overhead, Replicas
 from penstock.ir.costs import MessageCost, StageCosts, StateBytes
 from penstock.ir.graph import Graph, Node, StorageGroup, TensorSpec, Update, Value
 from penstock.ir.orders import Orders
@@ -43,7 +43,7 @@ RECORDS: dict[str, type] = {
         *(NodeBytes, SavedTensors, NodeCost, Profile, DeviceSpeed, TrainingState),
         *(Crossing, Partition, Cuts),
         *(MessageCost, StateBytes, StageCosts),
-        *(Link, Replicas, Cluster),
+        *(Link, Overhead, Replicas, Cluster),
         *(Placement, Schedule, Program),
         *(Curve, Trace),
         *(Rows, Ragged),

@@ -203,7 +203,8 @@ class Search:
 class Plan:
     """How one model is trained as a pipeline, and the predicted time and memory of a step.
 
-    `graph` and `costs` are those of one microbatch; the costs include the slowness of the rank of each stage.
+    `graph` and `costs` are those of one microbatch; the costs include the slowness and the overhead of the
+    rank of each stage.
     """
 
     graph: Graph
@@ -282,11 +283,14 @@ class Plan:
         return self.predicted.lower_bound
 
     def costs_on(self, cluster: Cluster) -> StageCosts:
-        """The costs of the stages on ranks with another slowness."""
-        if cluster.slowness == self.cluster.slowness:
+        """The costs of the stages on ranks with another slowness or overhead."""
+        if (cluster.slowness, cluster.overhead) == (self.cluster.slowness, self.cluster.overhead):
             return self.costs
-        new, old = (each.slowness_of(self.schedule.placement) for each in (cluster, self.cluster))
-        return self.costs.times([after / before for after, before in zip(new, old, strict=True)])
+        placement = self.schedule.placement
+        costs = self.cluster.costs_without_overhead(self.costs, placement, self.cuts)
+        if self.cluster.slowness:
+            costs = costs.times([1 / factor for factor in self.cluster.slowness_of(placement)])
+        return cluster.costs_on_ranks(costs, placement, self.cuts)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON.

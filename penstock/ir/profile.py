@@ -112,6 +112,8 @@ class Profile:
     """pairs such as ("torch", "2.13.0")"""
     held: tuple[tuple[str, int], ...] = ()
     """values that nodes save, each with the bytes of its storage; empty if saved tensors were not recorded"""
+    cpu_share: float = 1.0
+    """CPU seconds per second of the unsplit model: below 1 if it waits, above if it has several threads"""
 
     def __post_init__(self) -> None:
         for node, times in Counter(cost.node for cost in self.costs).items():
@@ -119,6 +121,8 @@ class Profile:
                 raise GraphError("duplicate costs of a node", node=repr(node), costs=times)
         if not (math.isfinite(self.step_seconds) and self.step_seconds >= 0):
             raise GraphError("step seconds must be finite, 0 or more", seconds=self.step_seconds)
+        if not (math.isfinite(self.cpu_share) and self.cpu_share >= 0):
+            raise GraphError("cpu_share must be finite, 0 or more", got=self.cpu_share)
 
     @classmethod
     def uniform(cls, graph: Graph) -> "Profile":

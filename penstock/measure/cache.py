@@ -1,47 +1,49 @@
-"""A cache of measured profiles: one file each, in a directory of the user."""
+"""A cache of measured profiles, and of the measured ranks of machines: one file each, in a directory of the user."""
 
 import os
 import tempfile
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from penstock.errors import FormatError, PenstockWarning
-from penstock.ir import Profile, load_record, to_json
+from penstock.ir import Cluster, Profile, load_record, to_json
 
 VARIABLE = "PENSTOCK_CACHE"
+_Cached = TypeVar("_Cached", Profile, Cluster)
 _MAX_FILES = 512
 """beyond that, the least recently used are removed"""
 
 
 class Cache:
-    """Profiles by key. A file that cannot be read or written is a warning, and the model is measured again."""
+    """Profiles by key, or other records. One that cannot be read or written is a warning, and is measured again."""
 
     def __init__(self, directory: str | Path | None = None) -> None:
         self.directory = Path(directory) if directory is not None else default_directory()
 
-    def get(self, key: str) -> Profile | None:
-        """The profile of a key; None, with a warning, if it cannot be read."""
+    def get(self, key: str, kind: type[_Cached] = Profile) -> _Cached | None:  # type: ignore[assignment]
+        """The record of a key; None, with a warning, if it cannot be read."""
         path = self._path(key)
         if not path.is_file():
             return None
         try:
-            profile = load_record(path, Profile)
+            record = load_record(path, kind)
         except FormatError as error:
             warnings.warn(f"cannot read a cached profile, measuring again: {error}", PenstockWarning, stacklevel=2)
             return None
         with suppress(OSError):
             os.utime(path)
-        return profile
+        return record
 
-    def put(self, key: str, profile: Profile) -> None:
-        """Store a profile, readable by this user only; a reader never sees half of it."""
+    def put(self, key: str, record: Profile | Cluster) -> None:
+        """Store a record, readable by this user only; a reader never sees half of it."""
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(suffix=".temporary", dir=self.directory)
             try:
                 with open(handle, "w", encoding="utf-8") as file:
-                    file.write(to_json(profile))
+                    file.write(to_json(record))
                 Path(temporary).replace(self._path(key))
             except BaseException:
                 Path(temporary).unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from penstock.measure.measured_model import MeasuredModel
 from penstock.measure.memory import Memory
 from penstock.measure.timing import device_name
 
-_METHOD = 2
+_METHOD = 3
 """increased when the method of measuring changes: then cached profiles do not compare"""
 _INDEX_NAMES = re.compile(r"_?((layer|block|stage|module)_?(idx|index|id|number|num|i)|idx|index)")
 """attributes in which modules keep their own position: without them, no two layers would be equal"""

@@ -39,7 +39,8 @@ def measure(
     times = {name: each.scaled(*factors) for name, each in times.items()}
     versions = (*_versions(), ("calibrated", "forward x{:.3f}, backward x{:.3f}".format(*factors)))
     memory = _memory_of_groups(measurement.groups, measurement.memory)
-    return _profile(subject.graph, times, memory, sizes, whole.step, device_name(device), versions)
+    profile = _profile(subject.graph, times, memory, sizes, whole.step, device_name(device), versions)
+    return replace(profile, cpu_share=measurement.cpu_share)
 
 
 class _Measurement:
@@ -53,6 +54,8 @@ class _Measurement:
         self.groups = group_equal_nodes(subject)
         self.memory: dict[str, Memory] = {}
         self.wholes: list[Times] = []
+        self.cpu_share = 0.0
+        """of the unsplit model; the most of all rounds, as other load on the machine only takes CPU away"""
 
     def run(self) -> dict[str, int]:
         """Time some nodes of every group, and all nodes of uneven groups; returns the bytes behind values."""
@@ -81,7 +84,10 @@ class _Measurement:
                 break
             # Discarded: it has to allocate the memory that the nodes freed, unlike a step that follows a step.
             time_whole(self._subject, self._clock)
+            cpu, start = time.process_time(), time.perf_counter()
             self.wholes.append(time_whole(self._subject, self._clock))
+            share = (time.process_time() - cpu) / max(time.perf_counter() - start, 1e-9)
+            self.cpu_share = max(self.cpu_share, share)
             for timing in (idle, *timings.values()):
                 timing.sample()
             # Between rounds, as automatic collection is off; the youngest generation is enough.

@@ -105,7 +105,7 @@ class StageLayout:
     def _costs(self, recomputed: Collection[int]) -> StageCosts:
         graph, profile = self.measured
         costs = compute_stage_costs(graph, profile, self.partition, self.training, self.placement, recomputed)
-        return costs.times(self.cluster.slowness_of(self.placement)) if self.cluster.slowness else costs
+        return self.cluster.costs_on_ranks(costs, self.placement, self.cuts)
 
     def plan(self, orders: Schedule | Program, name: str, bound: float = 0.0) -> Plan:
         """Returns the plan with this order, simulated; `bound` is a lower bound that is already known."""

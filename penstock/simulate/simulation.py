@@ -43,7 +43,7 @@ Seconds = NDArray[np.float64]
 def simulate(program: Program, costs: StageCosts | None = None, cluster: Cluster | None = None) -> Trace:
     """The predicted Trace. Without costs every pass takes one second; without a cluster messages take no time.
 
-    The costs are those on the ranks that hold the stages: they include the slowness of a rank.
+    The costs are those on the ranks that hold the stages: they include the slowness and the overhead of a rank.
     """
     costs = costs or StageCosts.uniform(program.num_stages)
     cluster = cluster or Cluster(program.num_ranks)
@@ -71,14 +71,17 @@ def simulate(program: Program, costs: StageCosts | None = None, cluster: Cluster
     starts[computes] = np.maximum(times.starts, _ends_of_previous(program, ends)[computes])
     sent = np.maximum(times.arrived - messages.seconds - messages.latency, ends[messages.send])
     by_send = np.argsort(messages.send)
+    # Ranks synchronise first.
+    begin = cluster.overhead.step_seconds
+    starts, ends = starts + begin, ends + begin
     memory = memory_curves(program, costs, starts, ends)
     starts, ends = _add_reductions(program, costs, cluster.replicas, starts, ends)
     return Trace(
         program,
         Series(starts),
         Series(ends),
-        Series(sent[by_send]),
-        Series(times.arrived[by_send]),
+        Series(sent[by_send] + begin),
+        Series(times.arrived[by_send] + begin),
         memory,
     )
 

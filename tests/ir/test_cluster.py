@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 
 from penstock.errors import CostError
-from penstock.ir import MAX_RANKS, Cluster, DeviceSpeed, Link, Placement, from_json, parse_bytes, to_json
+from penstock.ir import (
+    MAX_RANKS,
+    Cluster,
+    Cuts,
+    DeviceSpeed,
+    Link,
+    Overhead,
+    Placement,
+    StageCosts,
+    from_json,
+    parse_bytes,
+    to_json,
+)
 
 
 def test_one_figure_of_memory_holds_for_every_rank():
@@ -174,3 +186,21 @@ def test_no_operation_takes_less_than_no_time():
 
 def test_it_is_printed_in_round_figures():
     assert str(DeviceSpeed(3.12e14, 2.039e12)) == "3.12e+14 flop/s, 2.04e+12 B/s"
+
+
+def test_costs_on_ranks_include_the_overhead_of_passes_and_of_messages_between_ranks():
+    cluster = Cluster(2, overhead=Overhead(pass_seconds=0.5, message_seconds=0.25, step_seconds=9.0))
+    placement, cuts = Placement((0, 1, 1)), Cuts.of(3, [(0, 1), (1, 2)], without_gradient=[(0, 1)])
+    costs = cluster.costs_on_ranks(StageCosts.uniform(3), placement, cuts)
+    assert costs.forward == (1.75, 1.75, 1.5)
+    assert costs.input_grad == (1.5, 1.5, 1.5)
+    assert costs.weight_grad == (1.0, 1.0, 1.0)
+    assert costs.backward == (2.5, 2.5, 2.5)
+    assert cluster.costs_without_overhead(costs, placement, cuts) == StageCosts.uniform(3)
+
+
+def test_overhead_below_zero_is_refused():
+    with pytest.raises(CostError, match="message_seconds must be finite seconds, 0 or more"):
+        Overhead(message_seconds=-1e-6)
+    with pytest.raises(CostError, match="overhead must be an Overhead record"):
+        Cluster(2, overhead=1e-4)

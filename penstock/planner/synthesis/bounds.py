@@ -51,7 +51,7 @@ def lower_bound(problem: ScheduleProblem) -> Bound:
     else:
         bounds = [bound for rank in range(problem.num_ranks) for bound in _bounds(_single_rank(table, rank), (rank,))]
     best = max(bounds)
-    return Bound(best.seconds * (1 - _CAUTION), best.why)
+    return Bound((best.seconds + problem.step_seconds) * (1 - _CAUTION), best.why)
 
 
 def _bounds(table: PassTable, ranks: Iterable[int]) -> list[Bound]:

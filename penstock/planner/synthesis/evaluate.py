@@ -25,7 +25,7 @@ class Evaluation(NamedTuple):
     """When the passes of every rank end, and the length of a step in the objective of the problem."""
 
     ends: list[list[float]]
-    """empty for orders that cannot run to their end"""
+    """counted from the first pass that can start; empty for orders that cannot run to their end"""
     length: float
 
 
@@ -95,7 +95,7 @@ def evaluate(problem: ScheduleProblem, orders: RankOrders) -> Evaluation:
         return DEADLOCK
     if problem.objective == "span":
         return Evaluation(ends, max(_span(problem, orders, ends, rank) for rank in range(len(orders))))
-    return Evaluation(ends, max(rank_ends[-1] for rank_ends in ends))
+    return Evaluation(ends, problem.step_seconds + max(rank_ends[-1] for rank_ends in ends))
 
 
 def _span(problem: ScheduleProblem, orders: RankOrders, ends: list[list[float]], rank: int) -> float:

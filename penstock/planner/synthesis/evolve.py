@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.planner.synthesis.bounds import earliest_starts
 from penstock.planner.synthesis.evaluate import durations, evaluate
-from penstock.planner.synthesis.greedy import PATIENCE, Greedy, GreedyRuns, Rules, portfolio
+from penstock.planner.synthesis.greedy import PATIENCE, Greedy, GreedyRuns, Rules, portfolio, steady_rule
 from penstock.planner.synthesis.local_search import MOVE, Goal, polish
 from penstock.planner.synthesis.pass_table import ROWS_OF_KIND, Floats, Ints, PassTable
 from penstock.planner.synthesis.problem import B, F, I, RankOrder, RankOrders, W, peak_bytes
@@ -51,14 +51,21 @@ def search_orders(table: PassTable, goal: Goal, seeds: list[RankOrders]) -> Rank
     return _refine(pool, goal).orders() if len(pool) else None
 
 
+def steady_orders(table: PassTable) -> RankOrders | None:
+    """Returns the orders of `steady_rule` alone; None if they do not fit in memory."""
+    pool = Pool.of_runs(table, Greedy(table).run(steady_rule(table, earliest_starts(table))))
+    return pool.orders() if len(pool) else None
+
+
 def _explore(table: PassTable, goal: Goal, seeds: list[RankOrders]) -> "Pool":
     """The orders of greedy runs by every rule, in both directions, together with the seeds."""
     mirrored = table.mirrored()
     begin, end = earliest_starts(table), earliest_starts(mirrored)
     size = goal.num_runs(0.15, table.num_passes, _RULES)
     pool = Pool.of_orders(table, seeds)
-    for way, tails in ((table, end), (mirrored, begin)):
-        rules = portfolio(way, tails[:, ::-1], goal.bound + float(table.after.max()), size)
+    for way, heads, tails in ((table, begin, end), (mirrored, end, begin)):
+        last_end = goal.bound - table.problem.step_seconds + float(table.after.max())
+        rules = portfolio(way, heads, tails[:, ::-1], last_end, size)
         pool = pool.joined(Pool.of_runs(way, Greedy(way).run(rules)), _BASE)
         goal.spend(len(rules.keys) * table.num_passes)
         if len(pool) and goal.is_met(pool.best):

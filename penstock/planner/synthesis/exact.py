@@ -47,7 +47,7 @@ def prove(problem: ScheduleProblem, known: RankOrders, bound: float, limit_secon
     model = _Model(cp_model.CpModel(), PassTable.least(problem))
     seconds = evaluate(problem, known).length
     # In ticks an order is at most as long, and up to a tick shorter: both limits round down.
-    model.limit(model.whole(seconds), floor(bound / model.tick))
+    model.limit(model.whole(seconds - problem.step_seconds), floor((bound - problem.step_seconds) / model.tick))
     model.hint(known)
     solver = cp_model.CpSolver()
     # Counted by the solver itself, not by the clock, so that equal problems get equal answers; the clock is a cap.
@@ -56,7 +56,9 @@ def prove(problem: ScheduleProblem, known: RankOrders, bound: float, limit_secon
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
     status = solver.solve(model.model)
-    proven = max(bound, solver.best_objective_bound * model.tick) if status != cp_model.UNKNOWN else bound
+    proven = bound
+    if status != cp_model.UNKNOWN:
+        proven = max(bound, solver.best_objective_bound * model.tick + problem.step_seconds)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Proof(known, seconds, min(proven, seconds))
     # Passes of 0 ticks start at the same moment, in any order; memory may require a certain one.

@@ -235,23 +235,53 @@ def _with_padding(values: Floats, filler: float) -> Floats:
     return np.pad(values, ((0, 0), (0, 1), (0, 1)), constant_values=filler)
 
 
-def portfolio(table: PassTable, tails: Floats, bound: float, size: int) -> Rules:
-    """Returns at most `size` rules to start with: all combinations of keys, releases and patience.
+def portfolio(table: PassTable, heads: Floats, tails: Floats, bound: float, size: int) -> Rules:
+    """Returns at most `size` rules to start with: `steady_rule`, and all combinations of keys, releases and patience.
 
-    `tails` are the seconds that must follow the end of each pass. The basic key of a pass is the latest moment at which
-    it may start if the step is to end at its bound. A release keeps an allocating pass from running long before that
-    moment; variants differ in how long.
+    `heads` are the earliest starts, `tails` the seconds that must follow the end of each pass. The basic key of a pass
+    is the latest moment at which it may start if the step is to end at its bound. A release keeps an allocating pass
+    from running long before that moment; variants differ in how long.
     """
     latest_start = bound - tails - table.by_microbatch
     pace = table.busiest_seconds
     shifts = [shift * pace for shift in _EARLY] + [late * bound - early * pace for late in _LATE for early in (1, 0)]
-    rules = list(product(shifts, PATIENCE, _keys(table, latest_start)))[:size]
+    steady = [] if table.is_mirrored else [steady_rule(table, heads)]
+    rules = list(product(shifts, PATIENCE, _keys(table, latest_start)))[: size - len(steady)]
     allocates = (table.allocated > 0)[:, None]
-    return Rules(
-        np.array([key for _, _, key in rules]),
-        np.array([np.where(allocates, np.maximum(latest_start + shift, 0.0), 0.0) for shift, _, _ in rules]),
+    found = Rules(
+        np.array([key for _, _, key in rules]).reshape(-1, *latest_start.shape),
+        np.array(
+            [np.where(allocates, np.maximum(latest_start + shift, 0.0), 0.0) for shift, _, _ in rules]
+        ).reshape(-1, *latest_start.shape),
         np.array([patience * table.seconds.mean() for _, patience, _ in rules]),
     )
+    return Rules(*(np.concatenate(parts) for parts in zip(*steady, found, strict=True)))
+
+
+def steady_rule(table: PassTable, heads: Floats) -> Rules:
+    """Returns the rule that leads into a steady state without idle time, as a single run.
+
+    Every rank runs input gradients first, then forwards, and weight gradients only to fill gaps. From then on it
+    repeats the same few passes and always has one that can run. Before that, it has only forwards; one that started
+    just before the first gradient arrives would delay the gradient, on this rank and on all before it. So forwards that
+    would overlap the earliest start of the first input gradient are released at its end.
+    """
+    releases = np.zeros_like(heads)
+    for rows in table.rows_of_rank:
+        # When the first input gradient of each stage starts and ends.
+        first = sorted((heads[row, 0], heads[row, 0] + table.seconds[row]) for row in rows if row % 3 == 1)
+        forwards = sorted((heads[row, column], row, column) for row in rows[::3] for column in range(heads.shape[1]))
+        now = 0.0
+        for start, row, column in forwards:
+            now = max(now, start)
+            while first and now + table.seconds[row] > first[0][0] * (1 + _ROUNDING):
+                now = max(now, first.pop(0)[1])
+            releases[row, column] = now
+            if not first:
+                # Later gradients find their gaps: input gradients and forwards alternate.
+                break
+            now += table.seconds[row]
+    return Rules(by_kind(table, heads.shape[1])[None], releases[None], np.zeros(1))
 
 
 def _keys(table: PassTable, latest_start: Floats) -> Sequence[Floats]:
@@ -265,8 +295,14 @@ def _keys(table: PassTable, latest_start: Floats) -> Sequence[Floats]:
         return latest_start, input_gradients_first
     # Weight gradients only fill gaps, as no other rank waits for them.
     weight_gradients_last = latest_start + np.where(part == 2, far, 0.0)
-    # Input gradients before forwards before weight gradients; forwards of later stages before those of earlier ones.
-    stage = np.arange(table.num_rows)[:, None] // 3
-    by_kind = far * np.choose(part, (1.0, 0.0, 2.0)) - np.where(part == 0, stage * far / table.num_rows, 0.0)
-    by_kind = by_kind + np.arange(latest_start.shape[1])
-    return latest_start, input_gradients_first, weight_gradients_last, by_kind
+    return latest_start, input_gradients_first, weight_gradients_last, by_kind(table, latest_start.shape[1])
+
+
+def by_kind(table: PassTable, num_microbatches: int) -> Floats:
+    """Returns keys by row and microbatch: input gradients before forwards before weight gradients.
+
+    Forwards of later stages go before those of earlier ones, and earlier microbatches before later ones.
+    """
+    part, stage = np.arange(table.num_rows)[:, None] % 3, np.arange(table.num_rows)[:, None] // 3
+    kinds = np.choose(part, (1.0, 0.0, 2.0)) - np.where(part == 0, stage / table.num_rows, 0.0)
+    return np.asarray(10.0 * num_microbatches * table.num_rows * kinds + np.arange(num_microbatches))

@@ -14,7 +14,7 @@ from penstock.ir import Schedule, bytes_text
 from penstock.passes import lower
 from penstock.planner.synthesis import exact
 from penstock.planner.synthesis.bounds import Bound, lower_bound
-from penstock.planner.synthesis.evolve import search_orders
+from penstock.planner.synthesis.evolve import search_orders, steady_orders
 from penstock.planner.synthesis.local_search import Goal, join_backwards
 from penstock.planner.synthesis.pass_table import PassTable
 from penstock.planner.synthesis.problem import (
@@ -98,12 +98,14 @@ def synthesise(
     columns = zip(*(problem.costs.mean(name) for name in ("backward", "input_grad", "weight_grad")), strict=True)
     quicker = frozenset(stage for stage, (whole, *parts) in enumerate(columns) if whole < sum(parts) * (1 - 1e-9))
     choices: list[frozenset[int]] = [frozenset(), quicker] if quicker else [frozenset()]
-    if named and is_too_large(problem, budget_seconds):
-        choices = []
+    is_large = is_too_large(problem, budget_seconds)
+    if named and is_large:
+        # A single run, whose steady state is good for any number of microbatches, in place of a search.
+        choices = choices[: goal.num_runs(1.0, problem.num_passes, (0, 1))]
     for unsplit in choices:
         if found and goal.is_met(min(map(_rank, found))[0]):
             break
-        found += _search(problem, unsplit, goal.part(1 / len(choices)), named)
+        found += _search(problem, unsplit, goal.part(1 / len(choices)), named, bool(named) and is_large)
     found = found or [order for order in low_memory_orders(problem) if order.fits]
     if not found:
         raise _refusal(problem)
@@ -125,9 +127,12 @@ def is_too_large(problem: ScheduleProblem, budget_seconds: float) -> bool:
 
 def table_orders(problem: ScheduleProblem) -> Iterator[SimulatedOrder]:
     """Yields the schedules of the table that have the placement of the problem."""
+    seen: list[Schedule] = []
     for name in SCHEDULES:
         schedule = build_on(problem.placement, name, problem.num_microbatches, problem.costs)
-        if schedule is not None:
+        # With one stage per rank, some are the same.
+        if schedule is not None and schedule not in seen:
+            seen.append(schedule)
             yield SimulatedOrder(problem, schedule, name)
 
 
@@ -158,10 +163,15 @@ def _rank(order: SimulatedOrder) -> tuple[float, int]:
 
 
 def _search(
-    problem: ScheduleProblem, unsplit: frozenset[int], goal: Goal, named: list[SimulatedOrder]
+    problem: ScheduleProblem, unsplit: frozenset[int], goal: Goal, named: list[SimulatedOrder], is_large: bool
 ) -> Iterator[SimulatedOrder]:
     """An order in which these stages do not split their backward; none if the search finds nothing that fits."""
     narrow = problem
+    if is_large:
+        orders = steady_orders(PassTable.split(problem, unsplit))
+        if orders is not None and (found := SimulatedOrder(problem, to_schedule(problem, orders), SYNTHESISED)).fits:
+            yield found
+        return
     for _ in range(_TIGHTENINGS):
         seeds = [rank_orders(order.schedule) for order in named]
         orders = search_orders(PassTable.split(narrow, unsplit), goal.part(_SEARCH), seeds)

@@ -99,6 +99,11 @@ class ScheduleProblem:
         """Number of passes of an order in which every backward is split."""
         return 3 * self.placement.num_stages * self.num_microbatches
 
+    @property
+    def step_seconds(self) -> float:
+        """The part of the length that no order changes: the overhead of a step, which a span does not include."""
+        return self.cluster.overhead.step_seconds if self.objective == "makespan" else 0.0
+
     @cached_property
     def num_ranks(self) -> int:
         """Number of ranks."""

@@ -1,0 +1,182 @@
+"""Measures what the runtime costs if the ranks are processes of this machine: per pass, per message and per step.
+
+Two ranks run a small pipeline as any other would be run, and the recorded traces show where the time goes. The result
+is kept in the cache of profiles, so that a machine is measured once.
+"""
+
+import os
+import platform
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.api.measuring import measure, measured_model
+from penstock.api.pipeline import Pipeline
+from penstock.capture import capture
+from penstock.errors import PenstockError, PenstockWarning
+from penstock.ir import Cluster, Fact, Kind, Overhead, Plan, Trace, microbatch_of, peer_of, stage_of
+from penstock.launch import launch, num_cores
+from penstock.measure import Cache, device_name
+from penstock.planner import Measured, PlanOptions, search
+
+VARIABLE = "PENSTOCK_MEASURE_RANKS"
+"""an environment variable: with 0, ranks of this machine count as ranks with free messages and a core each"""
+_METHOD = 1
+"""increased when the method of measuring changes: then cached results are not used"""
+_MICROBATCHES, _STEPS, _WARM_UP = 8, 12, 3
+_TIMEOUT = 120.0
+_WAIT = 1e-3
+"""seconds that a pass waits: after real work, too, the runtime finds nothing of its own in the caches"""
+_WIDTH, _FEW_SAMPLES, _MANY_SAMPLES = 256, 16, 512
+"""of the values that are sent: 16 KiB and 512 KiB"""
+
+
+def local_ranks(ranks: int) -> Cluster:
+    """The ranks of a pipeline as processes of this machine, with measured links and overhead.
+
+    Nothing is measured in a process that is itself a rank, or if the environment variable forbids it: then messages
+    take no time.
+    """
+    if ranks == 1 or dist.is_initialized() or os.environ.get(VARIABLE) == "0":
+        return Cluster(ranks)
+    cache = Cache()
+    parts = (_METHOD, platform.node(), device_name(torch.device("cpu")), num_cores(), torch.__version__)
+    key = "ranks-" + "-".join("".join(c if c.isalnum() else "_" for c in str(part)) for part in parts)
+    found = cache.get(key, Cluster)
+    if found is None:
+        try:
+            found = _measure_ranks()
+        except PenstockError as error:
+            warnings.warn(f"messages count as free, they could not be measured: {error}", PenstockWarning, stacklevel=3)
+            return Cluster(ranks)
+        cache.put(key, found)
+    return replace(found, ranks=ranks)
+
+
+def shared_cores(ranks: int, replicas: int, cpu_share: float) -> int | None:
+    """How many ranks of a replica can compute at once on this machine; None if all of them can.
+
+    `cpu_share` is that of a profile: a rank that mostly waits leaves its core to others, and one with several threads
+    needs more than a core.
+    """
+    if os.environ.get(VARIABLE) == "0":
+        return None
+    # Measured shares are a little below 1 or above.
+    at_once = max(1, int(num_cores() / replicas / max(cpu_share, 1e-3) + 0.2))
+    return at_once if at_once < ranks else None
+
+
+class _Steps(NamedTuple):
+    """Steps of one pipeline: seconds of those without a trace, and the traces of the others."""
+
+    seconds: list[float]
+    traces: list[Trace]
+
+
+def _measure_ranks() -> Cluster:
+    plans = [_plan(samples) for samples in (_FEW_SAMPLES, _MANY_SAMPLES)]
+    few, many = launch(_run_steps, 2, plans, timeout=_TIMEOUT)[0]
+    # Of several steps the least: other load only ever adds.
+    message = min(map(_send_seconds, few.traces))
+    extra = min(map(_send_seconds, many.traces)) - message
+    extra_bytes = 4 * _WIDTH * (_MANY_SAMPLES - _FEW_SAMPLES)
+    makespan = median(trace.makespan for trace in few.traces)
+    return Cluster(
+        2,
+        latency=min(map(_latency, few.traces)),
+        bandwidth=extra_bytes / extra if extra > 0 else None,
+        overhead=Overhead(
+            # A forward receives or sends a message, whose seconds are counted apart, and so does a backward.
+            pass_seconds=max(0.0, min(_pass_overhead(trace, plans[0]) for trace in few.traces) - message / 2),
+            message_seconds=message,
+            step_seconds=max(0.0, median(few.seconds) - makespan),
+        ),
+    )
+
+
+class _WaitingLayer(nn.Module):
+    """A layer whose forward and backward wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer on x."""
+        time.sleep(_WAIT)
+        made = self.layer(x)
+        if made.requires_grad:
+            made.register_hook(lambda _: time.sleep(_WAIT))
+        return made * 1.0
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(_WaitingLayer(), _WaitingLayer())
+
+
+def _plan(samples: int) -> Plan:
+    """Two stages of a layer each, one after the other on two ranks."""
+    captured = capture(_model(), (torch.ones(samples, _WIDTH),))
+    profile = measure(captured, loss_fn=_loss, cache=False, progress=False)
+    models = {_MICROBATCHES: Measured(measured_model(captured, has_loss_fn=True).graph, profile)}
+    return search(models, PlanOptions(Cluster(2), _MICROBATCHES, "1f1b", [["0"], ["1"]]))
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).sum()
+
+
+def _run_steps(plans: Sequence[Plan]) -> list[_Steps]:
+    """Run by each of the two ranks."""
+    found = []
+    for plan, samples in zip(plans, (_FEW_SAMPLES, _MANY_SAMPLES), strict=True):
+        batch = torch.ones(samples * _MICROBATCHES, _WIDTH)
+        pipe, steps = Pipeline(_model(), plan, loss_fn=_loss), _Steps([], [])
+        for number in range(_WARM_UP + _STEPS):
+            dist.barrier()
+            start = time.perf_counter()
+            pipe.step(batch, target=batch)
+            seconds = time.perf_counter() - start
+            trace = pipe.step(batch, target=batch, record=True).trace
+            if number >= _WARM_UP:
+                steps.seconds.append(seconds)
+                steps.traces.append(trace)
+        found.append(steps)
+    return found
+
+
+def _send_seconds(trace: Trace) -> float:
+    """The typical seconds of a Send."""
+    sends = trace.program.table.kinds == Kind.SEND
+    return float(np.median((trace.ends.values - trace.starts.values)[sends]))
+
+
+def _latency(trace: Trace) -> float:
+    """The typical seconds between a Send and the start of the pass that was waiting for the message."""
+    program = trace.program
+    sends = np.flatnonzero(program.table.kinds == Kind.SEND)
+    codes, makers = program.table.codes[sends], program.makers
+    source, target, microbatch = stage_of(codes), peer_of(codes), microbatch_of(codes)
+    facts = (makers[Fact.OUTPUT][target, microbatch], makers[Fact.INPUT_GRADIENT][target, microbatch])
+    user = np.where(source < target, *facts)
+    sent = trace.ends.values[sends]
+    waited = trace.ends.values[user - 1] < sent
+    return float(np.median((trace.starts.values[user] - sent)[waited])) if waited.any() else 0.0
+
+
+def _pass_overhead(trace: Trace, plan: Plan) -> float:
+    """The typical seconds of a pass beyond those of the model."""
+    table, seconds = trace.program.table, trace.ends.values - trace.starts.values
+    stage = stage_of(table.codes)
+    # The forward of the last stage includes the loss, which is the user's.
+    measured = [(Kind.FORWARD, 0, plan.costs.forward[0]), *((Kind.BACKWARD, s, plan.costs.backward[s]) for s in (0, 1))]
+    found = [float(np.median(seconds[(table.kinds == kind) & (stage == at)])) - alone for kind, at, alone in measured]
+    return sum(found) / len(found)

@@ -1,0 +1,66 @@
+"""Plans for ranks that are processes of this machine."""
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.api import local_ranks
+from penstock.ir import Cluster, Overhead
+
+FOUND = Cluster(2, latency=1e-5, bandwidth=1e9, overhead=Overhead(0.1, 0.2, 0.3))
+X = torch.ones(4, 8)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path) -> list[int]:
+    """How often the ranks were measured."""
+    times: list[int] = []
+
+    def measure() -> Cluster:
+        times.append(1)
+        return FOUND
+
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    monkeypatch.setenv(local_ranks.VARIABLE, "1")
+    monkeypatch.setattr(local_ranks, "_measure_ranks", measure)
+    monkeypatch.setattr(local_ranks, "num_cores", lambda: 64)
+    return times
+
+
+def test_ranks_of_this_machine_are_measured_once(measured: list[int]) -> None:
+    plans = [penstock.plan(model(), (X,), ranks=ranks, microbatches=2, schedule="1f1b") for ranks in (2, 3)]
+    assert len(measured) == 1
+    assert [plan.cluster.overhead for plan in plans] == [FOUND.overhead] * 2
+    assert plans[0].predicted.makespan > 0.3 + 4 * 0.1 + 4 * 0.2
+    assert plans[0].lower_bound <= plans[0].predicted.makespan
+
+
+def test_a_given_cluster_is_not_measured(measured: list[int]) -> None:
+    plan = penstock.plan(model(), (X,), ranks=Cluster(2), microbatches=2, schedule="1f1b")
+    assert not measured
+    assert plan.cluster == Cluster(2)
+
+
+def test_a_preset_of_a_device_is_not_measured(measured: list[int]) -> None:
+    plan = penstock.plan(model(), (X,), ranks=2, microbatches=2, schedule="1f1b", device="h100")
+    assert not measured
+    assert plan.cluster.overhead == Overhead()
+
+
+def test_ranks_share_cores_as_far_as_the_model_uses_them(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ranks, "num_cores", lambda: 2)
+    assert local_ranks.shared_cores(4, 1, 0.98) == 2
+    assert local_ranks.shared_cores(4, 2, 0.98) == 1
+    assert local_ranks.shared_cores(2, 1, 0.98) is None
+    assert local_ranks.shared_cores(4, 1, 0.1) is None
+
+
+def test_an_overhead_longer_than_the_passes_leads_to_fewer_stages(measured: list[int]) -> None:
+    plan = penstock.plan(model(), (X,), ranks=2, microbatches="auto", budget_seconds=1.0)
+    assert plan.num_stages == 2
+    assert plan.num_microbatches == min(candidate.num_microbatches for candidate in plan.search.candidates)
