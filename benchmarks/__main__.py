@@ -12,6 +12,7 @@ from benchmarks import (
     layouts,
     lengths,
     measure,
+    overlap,
     partition,
     planning,
     prediction,
@@ -58,6 +59,7 @@ SCRIPTS = {
     "runtime_compute": runtime_compute.tables,
     "two_hosts": two_hosts.tables,
     "vocabulary": vocabulary.tables,
+    "overlap": overlap.tables,
 }
 
 

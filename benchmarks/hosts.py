@@ -1,16 +1,19 @@
 """Two network namespaces joined by a slow link, each with processes and shared memory of its own."""
 
+import json
 import os
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 RATE = "200mbit"
@@ -97,6 +100,17 @@ def two_hosts(rate: str = RATE) -> Iterator[Hosts]:
     finally:
         for name in hosts.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=_COMMAND_SECONDS)
+
+
+def run_on_hosts(script: Path, ranks: int, task: object, seconds: float) -> list[Any]:
+    """What each rank of `script DIRECTORY TASK` on two hosts wrote to `DIRECTORY/rankN.json`; the task is JSON."""
+    with two_hosts() as hosts, tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        ended = hosts.torchrun(script, ranks, directory, (name, json.dumps(task)), seconds)
+        pages = [directory / f"rank{rank}.json" for rank in range(2 * ranks)]
+        if not all(page.exists() for page in pages):
+            raise RuntimeError("\n".join(one.text for one in ended))
+        return [json.loads(page.read_text()) for page in pages]
 
 
 def _build(hosts: Hosts, rate: str) -> None:

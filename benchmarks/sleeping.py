@@ -55,6 +55,39 @@ class SleepingBlock(nn.Module):
         time.sleep(self.unit)
 
 
+class PacedBlock(nn.Module):
+    """A layer with many parameters whose forward takes `unit` seconds and whose backward takes 2, computing included."""
+
+    def __init__(self, unit: float, num_parameters: int) -> None:
+        super().__init__()
+        self.unit = unit
+        self.weight = nn.Parameter(torch.zeros(num_parameters))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input plus the first weights."""
+        began: list[float] = []
+        slept: Tensor = _Paced.apply(x, _ANCHOR, self.unit, began)  # type: ignore[no-untyped-call]
+        made = slept + self.weight[:SIZE]
+        if made.requires_grad:
+            made.register_hook(lambda _: began.append(time.perf_counter()))
+        return made
+
+
+class _Paced(Function):
+    """The first operation of a PacedBlock: its backward runs last and sleeps for the rest of the block's time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _: Tensor, unit: float, began: list[float]) -> Tensor:
+        ctx.unit, ctx.began = unit, began
+        time.sleep(unit)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        time.sleep(max(0.0, ctx.began[0] + 2 * ctx.unit - time.perf_counter()))
+        return gradient, None, None, None
+
+
 def costs(num_stages: int, unit: float) -> StageCosts:
     """What the passes take: without an input that needs a gradient, the first stage does all in its weight gradient."""
     others = (unit,) * (num_stages - 1)

@@ -1,7 +1,5 @@
 """Gain of planning with measured links, on two hosts joined by a 200 Mbit/s link."""
 
-import json
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cache
@@ -10,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import two_hosts_rank
-from benchmarks.hosts import NoHostsError, two_hosts
+from benchmarks.hosts import NoHostsError, run_on_hosts
 from benchmarks.table import Line, Table
 from benchmarks.two_hosts_rank import Task
 
@@ -69,13 +67,7 @@ def _found(task: Task, ranks: int, lines: Callable[[Found], Iterator[Line]], col
 @cache
 def measured(task: Task, ranks: int) -> Found:
     """The results of the first rank, with the seconds of the slowest rank."""
-    with two_hosts() as hosts, tempfile.TemporaryDirectory() as name:
-        directory, args = Path(name), (name, json.dumps(asdict(task)))
-        ended = hosts.torchrun(Path(two_hosts_rank.__file__), ranks, directory, args, _MOST_SECONDS)
-        pages = [directory / f"rank{rank}.json" for rank in range(2 * ranks)]
-        if not all(page.exists() for page in pages):
-            raise RuntimeError("\n".join(one.text for one in ended))
-        found = [json.loads(page.read_text()) for page in pages]
+    found = run_on_hosts(Path(two_hosts_rank.__file__), ranks, asdict(task), _MOST_SECONDS)
     for plan in ("without links", "with links"):
         for key in ("seconds", "apart"):
             found[0][plan][key] = max(one[plan][key] for one in found)
