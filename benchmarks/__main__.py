@@ -1,6 +1,12 @@
-"""Runs the benchmarks, all or those named, and fails if a line misses its target: `python -m benchmarks [NAME ...]`."""
+"""Runs the named benchmarks, or those of README's table "Measured", and fails if a line misses its target.
 
+`python -m benchmarks [--write] [NAME ...]`; with `--write` the results are stored in `benchmarks/results.json`.
+"""
+
+import argparse
 import sys
+import time
+from datetime import UTC, datetime
 
 from benchmarks import (
     asynchronous,
@@ -18,6 +24,7 @@ from benchmarks import (
     prediction,
     published,
     rank_sync,
+    results,
     runtime_compute,
     runtime_memory,
     runtime_sleep,
@@ -63,14 +70,32 @@ SCRIPTS = {
 }
 
 
-def main(names: list[str]) -> int:
-    """Show the tables of the named scripts; 0 if every line passes, 1 if one fails, 2 for an unknown name."""
+def main(args: list[str]) -> int:
+    """Show tables, what README shows of them, and what failed; 0 if nothing has, 1 otherwise, 2 for a wrong call."""
+    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of: {', '.join(SCRIPTS)}")
+    parser.add_argument("--write", action="store_true", help=f"store the results in benchmarks/{results.PATH.name}")
+    options = parser.parse_args(args)
+    names = options.names or dict.fromkeys(row.benchmark for row in results.ROWS)
     if unknown := [name for name in names if name not in SCRIPTS]:
         print(f"unknown benchmark (name: {unknown[0]})\ntry: {', '.join(SCRIPTS)}", file=sys.stderr)
         return 2
-    verdicts = [table.show() for name in names or SCRIPTS for table in SCRIPTS[name]()]
-    print(f"\n{'all targets are met' if all(verdicts) else 'a target is missed, see FAIL'}")
-    return 0 if all(verdicts) else 1
+    runs = {}
+    for name in names:
+        began = time.perf_counter()
+        tables = tuple(table.show() for table in SCRIPTS[name]())
+        seconds = time.perf_counter() - began
+        runs[name] = results.Run(f"{datetime.now(UTC):%Y-%m-%d}", results.machine(), seconds, tables)
+        if options.write:
+            results.write({name: runs[name]})
+    rows = results.measured(runs)
+    if rows:
+        print('\nREADME, "Measured"')
+    for what, result, target, verdict, _ in rows:
+        print(f"  {verdict}  {what}: {result} (target {target})")
+    failures = [f"{name}: {failure}" for name, run in runs.items() for failure in run.failures]
+    print("\nfailed:" if failures else "\nall targets are met", *failures, sep="\n  ")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -90,26 +90,24 @@ def _steps(pipe: penstock.Pipeline, batch: Tensor, steps: int) -> Iterator[float
             yield time.perf_counter() - began
 
 
-def bandwidth(group: Any, num_bytes: int = 1 << 24, times: int = 3) -> float:
-    """Bytes per second at which replicas average a tensor while the other ranks of their hosts do the same."""
-    tensor = torch.zeros(num_bytes // 4)
+def alone(task: Task, group: Any) -> float:
+    """Seconds in which replicas average the gradients of all stages with no passes, on all ranks at once."""
+    tensors = [torch.zeros(task.stage_bytes // 4) for _ in range(task.stages_per_rank)]
     seconds = []
-    for _ in range(times):
+    for _ in range(task.steps):
         dist.barrier()
         began = time.perf_counter()
-        dist.all_reduce(tensor, group=group)
+        for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]:
+            work.wait()
         seconds.append(time.perf_counter() - began)
-    return num_bytes / median(seconds)
+    return median(seconds)
 
 
 def main(directory: Path, tasks: list[Task]) -> None:
     """Run all tasks as one rank."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, RANKS), mesh_dim_names=("dp", "pp"))
-    found: dict[str, Any] = {"bandwidth": bandwidth(mesh.get_group("dp"))}
-    for task in tasks:
-        found[task.name] = measured(task, mesh)
-        print(time.time(), task.name, found[task.name], flush=True)
+    found = {task.name: {"alone": alone(task, mesh.get_group("dp")), "steps": measured(task, mesh)} for task in tasks}
     (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -56,7 +56,7 @@ class SleepingBlock(nn.Module):
 
 
 class PacedBlock(nn.Module):
-    """A layer with many parameters whose forward takes `unit` seconds and whose backward takes 2, computing included."""
+    """A layer with many parameters whose forward takes `unit` seconds and whose backward takes two of them."""
 
     def __init__(self, unit: float, num_parameters: int) -> None:
         super().__init__()

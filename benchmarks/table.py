@@ -1,7 +1,7 @@
 """Tables of results, each compared with its target."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Table:
     columns: tuple[str, ...]
     lines: Iterable[Line]
 
-    def show(self) -> bool:
-        """Print line after line as they come in; whether all of them pass."""
+    def show(self) -> "Table":
+        """Print line after line as they come in; returns the table with all of them."""
         print(f"\n{self.title}\n{_text((*self.columns, 'target', ''))}", flush=True)
-        verdicts = []
+        lines = []
         for line in self.lines:
             print(_text(line.row), flush=True)
-            verdicts.append(line.passes)
-        return all(verdicts)
+            lines.append(line)
+        return replace(self, lines=lines)
 
 
 def _text(row: tuple[str, ...]) -> str:

@@ -76,6 +76,7 @@ class Saver:
     def __init__(self, part: ModelPart, sync: RankSync) -> None:
         self._part, self._groups, self._sync = part, part.groups, sync
         self._background = BackgroundWriter()
+        self._copies: HostCopies | None = None
         self._layout: StateLayout | None = None
 
     def save(self, plan: Plan, step: int, state: TrainingState, options: CheckpointOptions) -> Path:
@@ -83,7 +84,7 @@ class Saver:
         settings = {"keep": options.keep} if options.keep is not None else {}
         settings |= {"asynchronous": True} if options.asynchronous else {}
         request = SyncRequest("save", step, ", ".join(f"{name}={value}" for name, value in settings.items()))
-        root, copies = options.directory, options.asynchronous  # a thread writes copies
+        root = options.directory
         self._background.wait()
         self.check(request)
         # 1. Check everything that can be wrong before anything is written, on all ranks.
@@ -106,11 +107,14 @@ class Saver:
         # 4. Collect the contents of this rank's files, as copies if training continues while they are written.
         try:
             with errors_on_all_ranks(self._sync, request):
+                # A thread writes copies; those of the previous save, which has ended, may be overwritten.
+                copies = HostCopies(self._copies) if options.asynchronous and not self._groups.pipeline else None
                 contents = self._own_files(writer, state, copies)
                 if run is not None:
                     contents |= _document_files(RUN, run, run_tensors, copies)
                 if self._groups.rank == 0:
                     contents |= _plan_files(plan, self._part)
+                self._copies = copies or self._copies
         except BaseException:
             writer.abandon()
             raise
@@ -120,7 +124,7 @@ class Saver:
             """Write this rank's files, and on the first rank finish the checkpoint; returns the error of any rank."""
             if not self._groups.pipeline:
                 writer.write(self._groups.rank, contents)
-            if not copies and self._groups.monitor is not None:
+            if not options.asynchronous and self._groups.monitor is not None:
                 # A rank that dies while the others wait for its files is reported as in any other sync.
                 self._groups.monitor.syncing(request.name, request.step)
             if self._groups.rank or self._groups.pipeline:
@@ -179,7 +183,9 @@ class Saver:
         name = run_on_first_rank(self._groups, create, request)
         return created[0] if created else CheckpointWriter(root / name, self._groups.num_ranks)
 
-    def _own_files(self, writer: CheckpointWriter, state: TrainingState, copies: bool) -> dict[str, Content]:
+    def _own_files(
+        self, writer: CheckpointWriter, state: TrainingState, copies: "HostCopies | None"
+    ) -> dict[str, Content]:
         """The files that this rank writes, by name.
 
         Only the first pipeline writes. Ranks of the others take part because sharded tensors are gathered.
@@ -195,7 +201,8 @@ class Saver:
         files: dict[str, Content] = {}
         for stage, names in self._layout.own.items():
             if names:
-                files[_stage_file(stage)] = {name: _snapshot(weights[at], copies) for name, at in names.items()}
+                file = _stage_file(stage)
+                files[file] = _whole_tensors(file, {name: weights[at] for name, at in names.items()}, copies)
         if state.optimizer is not None:
             names, joined = parameter_names(self._part), self._joined_states(state.optimizer)
             parts = split_optimizer_state(state.optimizer, names, self._layout.stage_of, joined)
@@ -372,16 +379,38 @@ def _plan_files(plan: Plan, part: ModelPart) -> dict[str, Content]:
     return files
 
 
-def _document_files(stem: str, document: Any, tensors: Tensors, copies: bool) -> dict[str, Content]:
+def _document_files(stem: str, document: Any, tensors: Tensors, copies: "HostCopies | None") -> dict[str, Content]:
     """A document as JSON, and the tensors that it refers to, if any, as a second file."""
     files: dict[str, Content] = {f"{stem}.json": json_bytes(document)}
     if tensors:
-        files[f"{stem}.safetensors"] = {name: _snapshot(tensor, copies) for name, tensor in tensors.items()}
+        files[f"{stem}.safetensors"] = _whole_tensors(f"{stem}.safetensors", tensors, copies)
     return files
 
 
-def _snapshot(tensor: Tensor, copies: bool) -> Tensor:
-    """The whole tensor; a copy if it will be written while training continues."""
-    # full_tensor of a replicated DTensor, or of one sharded over one rank, is the tensor itself, so it is copied too.
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().to("cpu", copy=True) if copies else full.detach()
+def _whole_tensors(file: str, tensors: Mapping[str, Tensor], copies: "HostCopies | None") -> dict[str, Tensor]:
+    """The tensors of a file, gathered from their shards one after the other; copies of them, if there are `copies`."""
+    found = {}
+    for name, tensor in tensors.items():
+        # full_tensor of a replicated DTensor, or of one sharded over one rank, is the tensor itself: it is copied too.
+        full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+        found[name] = full if copies is None else copies.copy((file, name), full)
+    return found
+
+
+class HostCopies:
+    """Copies of the tensors of one save in host memory, in the memory of the previous one's copies where they fit.
+
+    New memory would cost more than copying: the system clears every page of it.
+    """
+
+    def __init__(self, previous: "HostCopies | None") -> None:
+        self._previous = {} if previous is None else previous._memory
+        self._memory: dict[tuple[str, str], Tensor] = {}
+
+    def copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
+        """A copy of the tensor, which has this key in every save."""
+        memory = self._previous.pop(key, None)
+        if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
+            memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._memory[key] = memory.copy_(tensor)
+        return memory

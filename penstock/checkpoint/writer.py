@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ from penstock.runtime import json_bytes, parse_json
 _LOGGER = logging.getLogger(__name__)
 _MAX_MARKER_BYTES = 1 << 26
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.1
+_LOWEST_PRIORITY = 19
 STALL_SECONDS = 60.0
 """time without any growth of the files after which a rank is considered lost"""
 
@@ -203,6 +205,10 @@ class BackgroundWriter:
         self._thread.start()
 
     def _run(self, work: Callable[[], CheckpointError | None]) -> None:
+        if sys.platform == "linux":
+            # Hashing takes time that passes need if all cores compute: this thread runs while ranks wait. On Linux a
+            # priority is that of one thread.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         try:
             self._error = work()
         except Exception as error:

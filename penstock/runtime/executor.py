@@ -109,7 +109,7 @@ class PassRunner(Protocol):
         """Average the gradients of a stage over the replicas."""
 
     def unshard(self, stage: int) -> None:
-        """Gather the parameters of a stage."""
+        """Start gathering the parameters of a stage."""
 
     def reshard(self, stage: int) -> None:
         """Keep only this rank's shard of a stage's parameters."""
@@ -134,6 +134,8 @@ class StageRunner:
         """Run a stage on its incoming values, and the loss after the last stage; pass on the outputs."""
         stage, microbatch, step = stage_pass.stage, stage_pass.microbatch, self.step
         assert step is not None
+        if stage in self._part.sharded.modules:
+            self._part.sharded.wait(stage)
         incoming: dict[str, Any] = {}
         for names, slot in stage_pass.sources:
             incoming.update(zip(names, slot.take(), strict=True))
@@ -210,7 +212,7 @@ class StageRunner:
         self._part.replicas.start(stage)
 
     def unshard(self, stage: int) -> None:
-        """Gather the parameters of the stage."""
+        """Start gathering the parameters of the stage."""
         self._part.sharded.unshard(stage)
 
     def reshard(self, stage: int) -> None:

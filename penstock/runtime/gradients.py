@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 
 from penstock.capture import RowSlice
@@ -265,6 +265,10 @@ class ShardedStages:
         """by stage; empty if no stage is sharded"""
         self._num_left: dict[int, int] = {}
         """backwards that each stage still has to run in this step"""
+        self._gathers: dict[int, list[UnshardHandle]] = {}
+        """by stage, the gathers that no pass has waited for yet"""
+        self._abandoned: dict[int, list[UnshardHandle]] = {}
+        """those of a failed step: their results may be of weights that have changed since"""
 
     def begin_step(self, num_microbatches: int) -> None:
         """Keep gradients local until the last microbatch."""
@@ -274,7 +278,8 @@ class ShardedStages:
                 _set_last_backward(module, False)
 
     def before_backward(self, stage: int) -> None:
-        """Make the last backward of a sharded stage reduce its gradients over the replicas."""
+        """Wait for the parameters; make the last backward of a sharded stage reduce its gradients over the replicas."""
+        self.wait(stage)
         self._num_left[stage] = self._num_left.get(stage, 0) - 1
         if not self._num_left[stage]:
             for module in self.modules[stage]:
@@ -282,6 +287,9 @@ class ShardedStages:
 
     def clear(self) -> None:
         """Drop the gathered parameters and unreduced gradients of a failed step."""
+        # Not waited for here: another replica may have failed before it started the same gather.
+        self._abandoned.update(self._gathers)
+        self._gathers.clear()
         for modules in self.modules.values():
             for module in modules:
                 for parameter in module.parameters():
@@ -290,12 +298,24 @@ class ShardedStages:
                 module.reshard()
 
     def unshard(self, stage: int) -> None:
-        """Gather the parameters of a stage."""
-        for module in self.modules.get(stage, ()):
-            module.unshard()
+        """Start gathering the parameters of a stage, while other stages compute; every pass waits for them."""
+        modules = self.modules.get(stage, ())
+        if abandoned := self._abandoned.pop(stage, ()):
+            for handle in abandoned:
+                handle.wait()
+            for module in modules:
+                module.reshard()
+        handles = [module.unshard(async_op=True) for module in modules]
+        self._gathers[stage] = [handle for handle in handles if handle is not None]
+
+    def wait(self, stage: int) -> None:
+        """Wait until the parameters of a stage are gathered."""
+        for handle in self._gathers.pop(stage, ()):
+            handle.wait()
 
     def reshard(self, stage: int) -> None:
         """Keep only this rank's shard of the parameters of a stage."""
+        self.wait(stage)
         for module in self.modules.get(stage, ()):
             module.reshard()
 
@@ -304,6 +324,8 @@ class ShardedStages:
         """Gather the parameters of all stages inside the context."""
         for stage in self.modules:
             self.unshard(stage)
+        for stage in self.modules:
+            self.wait(stage)
         try:
             yield
         finally:

@@ -89,6 +89,7 @@ class UserStageRunner:
     def forward(self, stage_pass: Pass) -> None:
         """Run a stage on the values that it received; pass on what it returns."""
         index, microbatch = stage_pass.stage, stage_pass.microbatch
+        self.sharded.wait(index)
         stage, received, is_local = self.stages[index], [], False
         for _, slot in stage_pass.sources:
             received += [value for value in slot.take() if value is not None]
@@ -194,7 +195,7 @@ class UserStageRunner:
             self._reducers[-1].start(stage)
 
     def unshard(self, stage: int) -> None:
-        """Gather the parameters of the stage."""
+        """Start gathering the parameters of the stage."""
         self.sharded.unshard(stage)
 
     def reshard(self, stage: int) -> None:

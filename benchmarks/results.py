@@ -1,0 +1,219 @@
+"""Results of benchmarks as JSON, and the rows of README's table "Measured" that show them."""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.instances import KINDS
+from benchmarks.table import Line, Table
+
+PATH = Path(__file__).with_name("results.json")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One benchmark that was run: its tables, with lists of lines."""
+
+    date: str
+    machine: str
+    """in plain words, as "2 CPU cores" """
+    seconds: float
+    """how long the benchmark took"""
+    tables: tuple[Table, ...]
+
+    @property
+    def failures(self) -> list[str]:
+        """The lines that miss their targets."""
+        missed = [(table, line) for table in self.tables for line in table.lines if not line.passes]
+        return [f"{table.title}: {' '.join(filter(None, line.row[:-1]))}" for table, line in missed]
+
+
+def machine() -> str:
+    """The class of this machine."""
+    return f"{os.cpu_count()} CPU cores"
+
+
+def read(path: Path = PATH) -> dict[str, Run]:
+    """The runs of a file by the names of benchmarks; none if there is no file."""
+    if not path.exists():
+        return {}
+    runs = {}
+    for name, run in json.loads(path.read_text(encoding="utf-8")).items():
+        tables = tuple(
+            Table(each["title"], tuple(each["columns"]), [_line(**line) for line in each["lines"]])
+            for each in run["tables"]
+        )
+        runs[name] = Run(run["date"], run["machine"], run["seconds"], tables)
+    return runs
+
+
+def write(runs: dict[str, Run], path: Path = PATH) -> None:
+    """Write runs to a file; those of other benchmarks that it has are kept."""
+    document: dict[str, Any] = {}
+    for name, run in sorted({**read(path), **runs}.items()):
+        tables = [
+            {"title": table.title, "columns": table.columns, "lines": [_fields(line) for line in table.lines]}
+            for table in run.tables
+        ]
+        document[name] = {"date": run.date, "machine": run.machine, "seconds": round(run.seconds, 1), "tables": tables}
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _fields(line: Line) -> dict[str, Any]:
+    # JSON has no infinity: a line without a target has none.
+    target = line.target if math.isfinite(line.target) else None
+    return {"cells": line.cells, "value": float(line.value), "target": target, "at_least": line.at_least}
+
+
+def _line(cells: list[str], value: float, target: float | None, at_least: bool) -> Line:
+    infinite = -math.inf if at_least else math.inf
+    return Line(tuple(cells), value, infinite if target is None else target, at_least)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Figures of some lines of one table: their values, or their cells in a column."""
+
+    table: str
+    """what the title of the table contains"""
+    text: str
+    """around the smallest and the largest of them, in the place of {}"""
+    form: str
+    """the format of one figure"""
+    cells: tuple[str, ...] = ()
+    """the lines that have one of these cells; empty: all"""
+    column: str = ""
+    """the column of the figures; "": the values of the lines"""
+
+    def lines(self, run: Run) -> list[Line]:
+        """The lines of the run that it shows."""
+        found = [line for table in self._tables(run) for line in table.lines]
+        return [line for line in found if not self.cells or set(self.cells) & set(line.cells)]
+
+    def show(self, run: Run) -> str:
+        """The text with the figures of the run."""
+        lines = self.lines(run)
+        if self.column:
+            (table,) = self._tables(run)
+            figures = [float(line.cells[table.columns.index(self.column)]) for line in lines]
+        else:
+            figures = [line.value for line in lines]
+        least, largest = (format(each, self.form) for each in (min(figures), max(figures)))
+        return self.text.replace("{}", least if least == largest else f"{least} to {largest}")
+
+    def _tables(self, run: Run) -> list[Table]:
+        return [table for table in run.tables if self.table in table.title]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of README's table."""
+
+    what: str
+    benchmark: str
+    figures: tuple[Figure, ...]
+
+    def cells(self, run: Run) -> tuple[str, str, str]:
+        """Result, targets and verdict."""
+        lines = [line for figure in self.figures if not figure.column for line in figure.lines(run)]
+        targets = dict.fromkeys(line.row[-2] for line in lines)
+        verdict = "PASS" if all(line.passes for line in lines) else "FAIL"
+        return "; ".join(figure.show(run) for figure in self.figures), ", ".join(targets), verdict
+
+
+_WIDE = ("4 x 256", "16 x 256")
+ROWS = (
+    Row(
+        "measured step / simulated step, 8 ranks, 80 ms passes",
+        "runtime_sleep",
+        (
+            Figure("sleeping stages, 8 ranks", "{}", ".3f", ("simulated",)),
+            Figure("sleeping stages, 8 ranks", "{} of torch's time", ".3f", ("torch",)),
+        ),
+    ),
+    Row(
+        "small GPT on two ranks against one process, 16 microbatches",
+        "runtime_compute",
+        (
+            Figure("a GPT of", "{} times as fast", ".2f", ("one process",)),
+            Figure("a GPT of", "{} times as fast as torch", ".2f", ("torch",)),
+        ),
+    ),
+    Row(
+        "predicted against measured step, 20 random plans",
+        "prediction",
+        (Figure("20 random plans", "median error {}", ".1%", ("median",)),),
+    ),
+    Row(
+        '"auto" plan against torch\'s 1F1B with equal layers, head worth 4 layers',
+        "prediction",
+        (Figure("a head worth 4", "{} times as fast", ".2f", ("1f1b",)),),
+    ),
+    Row(
+        "split backward (input + weight gradients) / full backward, d = 256",
+        "backward",
+        (
+            Figure("split backward of", "{}", ".2f", _WIDE),
+            Figure("split backward of", "torch {}", ".2f", _WIDE, "torch's/B"),
+        ),
+    ),
+    Row(
+        "synthesised schedule / certified lower bound, 8 ranks x 32 microbatches",
+        "synthesis",
+        (Figure("8 ranks, 32 microbatches, memory of 1f1b", "{}", ".3f", KINDS),),
+    ),
+    Row(
+        "building and lowering a schedule for 128 ranks",
+        "planning",
+        (Figure("build + lower + verify, CPU seconds, 128 ranks", "{} times as fast as torch", ".0f"),),
+    ),
+    Row(
+        "planning 8 billion parameters on a laptop, without weights",
+        "joint_plan",
+        (
+            Figure("Llama-3 8B", "{} s", ".0f", ("8 billion, time",)),
+            Figure("Llama-3 8B", "{} GB", ".1f", ("8 billion, peak",)),
+        ),
+    ),
+    Row(
+        "one of three ranks killed: seconds until all have stopped; until the next step",
+        "faults",
+        (
+            Figure("is killed, seconds", "{}", ".1f", ("all ended",)),
+            Figure("is killed, seconds", "{}", ".1f", ("next step",)),
+        ),
+    ),
+    Row(
+        "rank killed at random, or in a save: runs with every loss bit-identical; damaged checkpoints detected",
+        "faults",
+        (
+            Figure("injected faults", "{}", ".0f", ("killed at random",)),
+            Figure("injected faults", "{}", ".0f", ("killed in a save",)),
+            Figure("checkpoints that are damaged", "{}", ".0f", ("damaged, 2 ranks",)),
+            Figure("checkpoints that are damaged", "{}", ".0f", ("damaged, 3 ranks",)),
+        ),
+    ),
+    Row(
+        "step time lost to asynchronous saves, a small GPT on two ranks, Adam, a save every 100 steps",
+        "saving",
+        (Figure("share of the time", "{}", ".2%"),),
+    ),
+    Row(
+        "two replicas over 200 Mbit/s: step / simulated step; step / longer of compute and communication",
+        "overlap",
+        (
+            Figure("two replicas", "{}", ".3f", ("simulated",)),
+            Figure("two replicas", "{}", ".3f", ("longer",)),
+        ),
+    ),
+)
+"""the rows of README's table, in its order"""
+
+
+def measured(runs: dict[str, Run]) -> list[tuple[str, str, str, str, str]]:
+    """What, result, target, verdict and benchmark of the rows that were run."""
+    return [(row.what, *row.cells(runs[row.benchmark]), row.benchmark) for row in ROWS if row.benchmark in runs]
+
