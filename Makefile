@@ -4,7 +4,7 @@
 #   make test    run the tests; the planning packages must be covered to 95 %
 #   make test-all   the full products of which `make test` runs a selection
 #   make lint    ruff, and mypy --strict on the planning packages
-#   make bench   run the benchmarks, which print ratios
+#   make bench   run the benchmarks of README's table, write benchmarks/results.json, and list missed targets
 #   make soak    inject a fault every 10 seconds for 10 minutes, and compare with an undisturbed run
 #   make survey  run models of timm, torchvision, diffusers and others, and write docs/architectures.md
 #   make docs    write docs/llms.txt and build the documentation, warnings are errors
@@ -77,7 +77,7 @@ lint: $(VENV)/.dev
 	$(BIN)/python -m mypy $(PLANNING)
 
 bench: $(VENV)/.dev
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --write
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.soak

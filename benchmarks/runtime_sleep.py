@@ -75,7 +75,7 @@ class Found(NamedTuple):
         return min(step.cpu for step in self.steps[who]) / sum(map(len, self.schedule.orders))
 
 
-LARGE, SMALL = Setting(8, 16, 0.080, 1.01), Setting(4, 16, 0.020, 1.02)
+LARGE, SMALL = Setting(8, 16, 0.080, 1.01, times=2), Setting(4, 16, 0.020, 1.02)
 TINY = Setting(4, 16, 0.002, 1.15, is_as_alone=True)
 
 

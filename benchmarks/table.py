@@ -33,6 +33,11 @@ class Table:
     columns: tuple[str, ...]
     lines: Iterable[Line]
 
+    @property
+    def passes(self) -> bool:
+        """Whether all lines pass; measures them, unless they are those of a table that was shown."""
+        return all(line.passes for line in self.lines)
+
     def show(self) -> "Table":
         """Print line after line as they come in; returns the table with all of them."""
         print(f"\n{self.title}\n{_text((*self.columns, 'target', ''))}", flush=True)

@@ -22,7 +22,9 @@ from benchmarks import (
     prediction,
     published,
     rank_sync,
+    readme,
     reference,
+    results,
     runtime_compute,
     runtime_memory,
     runtime_sleep,
@@ -46,18 +48,44 @@ def test_a_line_is_compared_with_its_target_in_the_right_direction():
 
 def test_a_table_reports_whether_all_of_its_lines_pass(capsys):
     good, bad = Line(("a", "300001"), 300_001.0, 300_000.0), Line(("b", "7"), 7.0, 300_000.0)
-    assert Table("speed", ("schedule", "rate"), [good]).show()
-    assert not Table("speed", ("schedule", "rate"), [bad, good]).show()
+    assert Table("speed", ("schedule", "rate"), [good]).show().passes
+    assert not Table("speed", ("schedule", "rate"), [bad, good]).show().passes
     assert "  b                          7  >= 300,000  FAIL\n" in capsys.readouterr().out
 
 
 def test_the_run_fails_if_a_line_does(monkeypatch, capsys):
     for value, code in ((1.0, 0), (0.0, 1)):
         table = Table("one", ("what", "value"), [Line(("a", "1"), value, 1.0)])
-        monkeypatch.setattr("benchmarks.__main__.SCRIPTS", {"planning": lambda table=table: (table,)})
-        assert main([]) == main(["planning"]) == code
+        monkeypatch.setattr("benchmarks.__main__.SCRIPTS", {"capture": lambda table=table: (table,)})
+        assert main(["capture"]) == code
+    assert capsys.readouterr().out.endswith("failed:\n  capture: one: a 1 >= 1\n")
     assert main(["cooking"]) == 2
-    assert "unknown benchmark (name: cooking)\ntry: planning" in capsys.readouterr().err
+    assert "unknown benchmark (name: cooking)\ntry: capture" in capsys.readouterr().err
+
+
+def test_without_names_the_benchmarks_of_the_readme_run_and_their_results_are_stored(monkeypatch, tmp_path, capsys):
+    line = Line(("8 billion, time", "8.1 s"), 8.1, 10.0, at_least=False)
+    table = Table("a plan for Llama-3 8B", ("model", ""), [line])
+    row = results.Row("planning", "joint_plan", (results.Figure("Llama", "{} s", ".0f", ("8 billion, time",)),))
+    monkeypatch.setattr(results, "ROWS", (row,))
+    monkeypatch.setattr(results, "PATH", tmp_path / "results.json")
+    monkeypatch.setattr("benchmarks.__main__.SCRIPTS", {"joint_plan": lambda: (table,), "capture": lambda: 1 / 0})
+    assert main(["--write"]) == 0
+    assert "  PASS  planning: 8 s (target <= 10)" in capsys.readouterr().out
+    stored = results.read(tmp_path / "results.json")
+    assert [list(each.lines) for each in stored["joint_plan"].tables] == [[line]]
+    assert "| planning | 8 s | <= 10 | `B joint_plan` |" in readme.table(stored)
+
+
+def test_the_table_of_the_readme_is_that_of_the_stored_results():
+    text = readme.README.read_text(encoding="utf-8")
+    assert readme.updated(text, results.read()) == text
+
+
+def test_every_row_of_the_readme_whose_benchmark_is_stored_shows_its_figures():
+    stored = results.read()
+    rows = [row.what for row in results.ROWS if row.benchmark in stored]
+    assert [what for what, *_ in results.measured(stored)] == rows
 
 
 def test_cpu_seconds_are_those_of_the_fastest_call():
@@ -197,9 +225,10 @@ def test_predictions_are_compared_with_steps():
 
 
 def test_a_save_is_measured_while_ranks_wait_and_beside_their_steps():
-    (line,) = saving.lost(width=8, layers=2, steps=1, turns=1).lines
-    assert all(float(cell) >= 0 for cell in line.cells[1:])
-    assert line.value > 0
+    sizes = Sizes(layers=2, width=8, heads=2, vocabulary=16, length=4, samples=2, microbatches=2)
+    lines = list(saving.lost(sizes, every=1, turns=1).lines)
+    assert [line.cells[0] for line in lines] == ["synchronous", "asynchronous"]
+    assert lines[0].value > 0
 
 
 @pytest.mark.whole
