@@ -267,8 +267,6 @@ class ShardedStages:
         """backwards that each stage still has to run in this step"""
         self._gathers: dict[int, list[UnshardHandle]] = {}
         """by stage, the gathers that no pass has waited for yet"""
-        self._abandoned: dict[int, list[UnshardHandle]] = {}
-        """those of a failed step: their results may be of weights that have changed since"""
 
     def begin_step(self, num_microbatches: int) -> None:
         """Keep gradients local until the last microbatch."""
@@ -287,8 +285,7 @@ class ShardedStages:
 
     def clear(self) -> None:
         """Drop the gathered parameters and unreduced gradients of a failed step."""
-        # Not waited for here: another replica may have failed before it started the same gather.
-        self._abandoned.update(self._gathers)
+        # A step that failed before these were waited for is the last one of its Pipeline.
         self._gathers.clear()
         for modules in self.modules.values():
             for module in modules:
@@ -299,13 +296,7 @@ class ShardedStages:
 
     def unshard(self, stage: int) -> None:
         """Start gathering the parameters of a stage, while other stages compute; every pass waits for them."""
-        modules = self.modules.get(stage, ())
-        if abandoned := self._abandoned.pop(stage, ()):
-            for handle in abandoned:
-                handle.wait()
-            for module in modules:
-                module.reshard()
-        handles = [module.unshard(async_op=True) for module in modules]
+        handles = [module.unshard(async_op=True) for module in self.modules.get(stage, ())]
         self._gathers[stage] = [handle for handle in handles if handle is not None]
 
     def wait(self, stage: int) -> None:

@@ -99,56 +99,6 @@ def test_a_length_may_be_new_to_one_replica_of_sharded_stages(pools, inputs):
             torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=0, atol=1e-12)
 
 
-FAILS = []
-
-
-class Fragile(nn.Linear):
-    """A layer that fails if FAILS has an entry."""
-
-    def forward(self, x):
-        """As of a layer."""
-        if FAILS:
-            raise ValueError("not today")
-        return super().forward(x)
-
-
-def fragile_chain():
-    torch.manual_seed(0)
-    return nn.Sequential(Fragile(16, 16), *(nn.Linear(16, 16) for _ in range(2))).double()
-
-
-def sharded_after_a_failure():
-    """Gradients of a step after one that failed while parameters were gathered, with other weights."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    own = slice(6 * mesh.get_local_rank("dp"), 6 * mesh.get_local_rank("dp") + 6)
-    model, order = fragile_chain(), penstock.schedule("looped_bfs", 1, 2, stages_per_rank=3)
-    plan = penstock.plan(model, (X[own],), microbatches=2, schedule=order, partitioner=[["0"], ["1"], ["2"]], mesh=mesh)
-    pipe = penstock.Pipeline(model, plan, loss_fn=functional.mse_loss, mesh=mesh, parallelize_fn=shard_all)
-    pipe.step(X[own], target=Y[own])
-    FAILS.append("the first stage")
-    with pytest.raises(penstock.RunError, match="not today"):
-        pipe.step(X[own], target=Y[own])
-    FAILS.clear()
-    with torch.no_grad():
-        for parameter in pipe.parameters():
-            parameter.mul_(0.5)
-            parameter.grad = None
-    pipe.step(X[own], target=Y[own])
-    return {name: parameter.grad.full_tensor() for name, parameter in pipe.named_parameters()}
-
-
-@pytest.mark.gloo
-def test_parameters_gathered_for_a_failed_step_are_gathered_again(pools):
-    model = fragile_chain()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
-    functional.mse_loss(model(X), Y).backward()
-    for found in pools[2].run(sharded_after_a_failure):
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=0, atol=1e-12)
-
-
 def gradients_of(model):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
