@@ -285,8 +285,7 @@ class ShardedStages:
 
     def clear(self) -> None:
         """Drop the gathered parameters and unreduced gradients of a failed step."""
-        # A step that failed before these were waited for is the last one of its Pipeline.
-        self._gathers.clear()
+        # Pending gathers are not waited for: another replica may have failed before it started them.
         for modules in self.modules.values():
             for module in modules:
                 for parameter in module.parameters():
@@ -296,6 +295,9 @@ class ShardedStages:
 
     def unshard(self, stage: int) -> None:
         """Start gathering the parameters of a stage, while other stages compute; every pass waits for them."""
+        if stage in self._gathers:
+            # Left by a failed step; the weights may have changed since.
+            self.reshard(stage)
         handles = [module.unshard(async_op=True) for module in self.modules.get(stage, ())]
         self._gathers[stage] = [handle for handle in handles if handle is not None]
 
