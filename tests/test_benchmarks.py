@@ -17,6 +17,7 @@ from benchmarks import (
     layouts,
     literature,
     measure,
+    overlap,
     partition,
     planning,
     prediction,
@@ -222,6 +223,16 @@ def test_predictions_are_compared_with_steps():
     (line,) = prediction.computing(tiny, times=1, names=("1f1b",)).lines
     assert line.cells[0] == "1f1b"
     assert len(list(prediction.against_torch(8, 2, 2, unit=0.0005, times=1, budget_seconds=0.5).lines)) >= 5
+
+
+@pytest.mark.whole
+def test_steps_of_replicas_on_two_hosts_are_compared_with_their_simulation():
+    task = overlap.Task("one", stages_per_rank=2, microbatches=2, unit=0.005, stage_bytes=4000, steps=1)
+    (line,) = overlap.replicas((task,)).lines
+    if line.cells[0].startswith("not here"):
+        pytest.skip(line.cells[0])
+    assert line.cells[5] == "simulated"
+    assert 0 < line.value < 100
 
 
 def test_a_save_is_measured_while_ranks_wait_and_beside_their_steps():
