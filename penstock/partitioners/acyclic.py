@@ -34,7 +34,7 @@ class Acyclic(Partitioner):
     ideals: int = 2000
     """prefixes of the model up to which all partitions are compared"""
     attempts: int = 4
-    """orders that are tried, twice"""
+    """orders of the atoms that are cut, before and again after local search"""
 
     def __post_init__(self) -> None:
         for option in ("ideals", "attempts"):
@@ -57,7 +57,7 @@ class Acyclic(Partitioner):
         return division(problem, min(start, found).stage, why, bound=bound, contiguous_bound=runs.bound)
 
     def _exact(self, problem: Problem, rates: CostRates) -> tuple[Score, float] | None:
-        """The best chain of ideals, and the load that no partition can undercut, 0 if that is not proven."""
+        """The best chain of ideals, and a lower bound of the load of any partition; 0 if none is proven."""
         single, joined = np.arange(len(problem.atoms)), join_idle_atoms(problem.atoms, problem.num_stages)
         # Atoms without seconds can be joined to others without loss, unless bytes count.
         is_lossless = not (rates.has_messages or rates.has_limits)

@@ -1,4 +1,8 @@
-"""The graph as arrays: atoms, which no cut may divide, with their costs and everything that atoms share."""
+"""The graph as arrays. An atom is a group of nodes that no cut may separate; most atoms are single nodes.
+
+An array has an entry per atom, or per value, parameter or input-only node. Several atoms may use one of the latter: an
+Incidence lists which.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -127,7 +131,7 @@ class Atoms:
         return len(self.nodes)
 
     @cached_property
-    def arrows(self) -> Incidence:
+    def edges(self) -> Incidence:
         """The edges between atoms: `item` is the atom that makes a value, `atom` one that reads it."""
         uses = self.values.uses
         maker = self.values.maker[uses.item]
@@ -135,26 +139,26 @@ class Atoms:
         return Incidence.of(maker[chosen], uses.atom[chosen])
 
     @cached_property
-    def arrow_bytes(self) -> Floats:
-        """Bytes that go along each arrow, both ways."""
-        values, arrows = self.values, self.arrows
+    def edge_bytes(self) -> Floats:
+        """Bytes that go along each edge, both ways."""
+        values, edges = self.values, self.edges
         maker = values.maker[values.uses.item]
         chosen = (maker != values.uses.atom) & (values.uses.atom < len(self))
         code = maker[chosen] * len(self) + values.uses.atom[chosen]
         size = (values.forward + values.backward)[values.uses.item[chosen]]
-        at = np.searchsorted(arrows.item * len(self) + arrows.atom, code)
-        return sums(at, size, len(arrows.item))
+        at = np.searchsorted(edges.item * len(self) + edges.atom, code)
+        return sums(at, size, len(edges.item))
 
     @cached_property
     def successors(self) -> tuple[Ints, ...]:
         """Per atom the atoms that read its values."""
-        return grouped(self.arrows.item, self.arrows.atom, len(self))
+        return grouped(self.edges.item, self.edges.atom, len(self))
 
     @cached_property
     def predecessors(self) -> tuple[Ints, ...]:
         """Per atom the atoms whose values it reads."""
-        by_reader = np.lexsort((self.arrows.item, self.arrows.atom))
-        return grouped(self.arrows.atom[by_reader], self.arrows.item[by_reader], len(self))
+        by_reader = np.lexsort((self.edges.item, self.edges.atom))
+        return grouped(self.edges.atom[by_reader], self.edges.item[by_reader], len(self))
 
     def merged(self, group: Ints) -> "Atoms":
         """Joins atoms of one group, or reorders them; groups must be numbered in an order in which they can run."""
@@ -231,18 +235,18 @@ def _contract(graph: Graph, atom: Ints, groups: list[list[int]]) -> Ints:
     import networkx as nx
 
     position = {node.name: place for place, node in enumerate(graph.nodes)}
-    web = nx.DiGraph()
-    web.add_nodes_from(range(int(atom.max()) + 1))
+    digraph = nx.DiGraph()
+    digraph.add_nodes_from(range(int(atom.max()) + 1))
     edges = [(int(atom[position[e.producer]]), int(atom[position[e.consumer]])) for e in graph.edges]
-    web.add_edges_from((source, target) for source, target in edges if min(source, target) >= 0)
+    digraph.add_edges_from((source, target) for source, target in edges if min(source, target) >= 0)
     for group in groups:
         real = [int(atom[place]) for place in group if atom[place] >= 0]
         if len(real) > 1:
-            nx.add_cycle(web, real)
+            nx.add_cycle(digraph, real)
     # With each group closed to a cycle, the strongly connected components are the atoms.
-    components = nx.condensation(web)
+    components = nx.condensation(digraph)
     members: dict[int, Any] = dict(components.nodes(data="members"))
-    renumbered = np.empty(len(web), dtype=np.int64)
+    renumbered = np.empty(len(digraph), dtype=np.int64)
     in_order = nx.lexicographical_topological_sort(components, key=lambda key: min(members[key]))
     for number, key in enumerate(in_order):
         renumbered[list(members[key])] = number
@@ -355,7 +359,7 @@ def inseparable_nodes(graph: Graph) -> list[list[int]]:
 
 
 def named_groups(graph: Graph, groups: Sequence[Sequence[str]]) -> list[list[int]]:
-    """Returns groups of node or module names as positions; a module stands for all of its nodes."""
+    """Returns the positions of the nodes of each group; a module name selects all nodes of the module."""
     position = {node.name: place for place, node in enumerate(graph.nodes)}
     problem = "no such node or module to keep together"
     found = [
@@ -368,7 +372,7 @@ def named_groups(graph: Graph, groups: Sequence[Sequence[str]]) -> list[list[int
 def places_of_module(
     graph: Graph, module: str, problem: str = "no such module", names: Iterable[str] = ()
 ) -> list[int]:
-    """Returns the positions of the nodes of a module; `names` are further ones that may have been meant."""
+    """Returns the positions of the nodes of a module; `names` are further names to suggest in the error."""
     found = [n for n, node in enumerate(graph.nodes) if node.module == module or node.module.startswith(f"{module}.")]
     if not found:
         known = sorted({*names, *(node.module for node in graph.nodes)} - {""})

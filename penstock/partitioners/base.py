@@ -16,23 +16,6 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Holding:
-    """Memory of a rank besides the parameters of its stages."""
-
-    in_flight: int | tuple[int, ...] = 1
-    """microbatches whose activations a stage holds at once: one number, or one per stage"""
-    training: TrainingState = TrainingState()
-    """bytes of gradients and of the optimizer"""
-
-    def __post_init__(self) -> None:
-        counts = self.in_flight if isinstance(self.in_flight, tuple) else (self.in_flight,)
-        if not counts or any((as_int(count) or 0) < 1 for count in counts):
-            raise PartitionError("microbatches in flight must be whole numbers, 1 or more", in_flight=self.in_flight)
-        if not isinstance(self.training, TrainingState):
-            raise PartitionError("training must be a TrainingState", got=repr(self.training))
-
-
-@dataclass(frozen=True)
 class Problem:
     """A measured graph, the ranks to divide it among, and constraints."""
 
@@ -42,7 +25,10 @@ class Problem:
     """the ranks, their memory and slowness, and the links between them"""
     placement: Placement | None = None
     """the rank of each stage; None: one stage per rank, unless the partitioner chooses placements (mpipe, auto)"""
-    holding: Holding = Holding()
+    in_flight: int | tuple[int, ...] = 1
+    """microbatches whose activations a stage holds at once, for limits of memory: one number, or one per stage"""
+    training: TrainingState = TrainingState()
+    """the bytes of gradients and optimizer state per parameter, for limits of memory"""
     together: tuple[tuple[str, ...], ...] = ()
     """groups of names of nodes or modules that must not be separated"""
     overlaps: bool = True
@@ -58,10 +44,14 @@ class Problem:
             )
         if any(isinstance(group, str) for group in self.together):
             raise PartitionError("nodes to keep together must be groups of names", together=self.together)
-        flight = self.holding.in_flight
-        if isinstance(flight, tuple) and len(flight) != self.num_stages:
+        if not isinstance(self.training, TrainingState):
+            raise PartitionError("training must be a TrainingState", got=repr(self.training))
+        counts = self.in_flight if isinstance(self.in_flight, tuple) else (self.in_flight,)
+        if not counts or any((as_int(count) or 0) < 1 for count in counts):
+            raise PartitionError("microbatches in flight must be whole numbers, 1 or more", in_flight=self.in_flight)
+        if isinstance(self.in_flight, tuple) and len(counts) != self.num_stages:
             raise PartitionError(
-                "microbatches in flight must be given once per stage", got=len(flight), stages=self.num_stages
+                "microbatches in flight must be given once per stage", got=len(counts), stages=self.num_stages
             )
 
     @classmethod
@@ -74,9 +64,9 @@ class Problem:
 
     def on(self, placement: Placement) -> "Problem":
         """Returns the problem for another placement; microbatches in flight given per stage become their maximum."""
-        flight = self.holding.in_flight
+        flight = self.in_flight
         most = max(flight) if isinstance(flight, tuple) and len(flight) != placement.num_stages else flight
-        other = replace(self, placement=placement, holding=replace(self.holding, in_flight=most))
+        other = replace(self, placement=placement, in_flight=most)
         # Atoms do not depend on the placement, and take long to build for large graphs.
         other.__dict__["atoms"] = self.atoms
         return other
@@ -100,7 +90,7 @@ class Problem:
     def atoms(self) -> Atoms:
         """The graph as arrays, with nodes that must stay together in one atom."""
         groups = inseparable_nodes(self.graph) + named_groups(self.graph, self.together)
-        return build_atoms(self.graph, self.profile, groups, self.holding.training)
+        return build_atoms(self.graph, self.profile, groups, self.training)
 
     @cached_property
     def slowness_of(self) -> Floats:
@@ -113,9 +103,9 @@ class Problem:
         return np.array(self.cluster.limits or (np.inf,) * self.cluster.ranks, dtype=np.float64)
 
     @cached_property
-    def in_flight(self) -> Floats:
-        """Microbatches in flight per stage."""
-        flight = self.holding.in_flight
+    def in_flight_of(self) -> Floats:
+        """Microbatches in flight of every stage."""
+        flight = self.in_flight
         return np.array(flight if isinstance(flight, tuple) else (flight,) * self.num_stages, dtype=np.float64)
 
 

@@ -18,12 +18,12 @@ class StageCost(NamedTuple):
     seconds: Floats
     received: Floats
     """bytes of values from earlier stages"""
-    returned: Floats
-    """bytes of gradients sent back for them"""
+    grads_sent: Floats
+    """bytes of their gradients, sent back to those stages"""
     sent: Floats
     """bytes of values that later stages read, each once"""
-    regained: Floats
-    """bytes of gradients that come back for those"""
+    grads_received: Floats
+    """bytes of the gradients of the sent values"""
     parameters: Floats
     state: Floats
     kept: Floats
@@ -32,7 +32,7 @@ class StageCost(NamedTuple):
     @property
     def bytes(self) -> Floats:
         """A stage's share of the bytes of a cut: its messages, and parameters that other stages may hold as well."""
-        return self.received + self.returned + self.parameters
+        return self.received + self.grads_sent + self.parameters
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class CostRates:
 
     slowness: Floats
     links: LinkRates
-    """per stage, of the links for received, returned, sent and regained bytes"""
+    """per stage, of the links for the bytes received, grads_sent, sent and grads_received, in this order"""
     overlaps: bool
     """whether messages travel while ranks compute, see Problem.overlaps"""
     in_flight: Floats
@@ -63,7 +63,7 @@ class CostRates:
             problem.slowness_of[ranks],
             links,
             problem.overlaps,
-            problem.in_flight,
+            problem.in_flight_of,
             problem.limit_of[ranks],
         )
 
@@ -101,7 +101,8 @@ class CostRates:
         shape = (-1, *(1,) * cost.seconds.ndim)
         load = self.slowness.reshape(shape) * cost.seconds
         if self.has_messages:
-            ways = (cost.received, cost.returned, cost.sent, cost.regained)[: 2 if self.overlaps else 4]
+            # With overlap only the busiest stage counts, and values sent are those that a later stage receives.
+            ways = (cost.received, cost.grads_sent, cost.sent, cost.grads_received)[: 2 if self.overlaps else 4]
             for way, num_bytes in enumerate(ways):
                 per_stage = (slice(None), way, *(None,) * num_bytes.ndim)
                 seconds = self.message_seconds(self.links[per_stage], num_bytes)
@@ -268,14 +269,14 @@ class Runs:
     def costs(self, box: Box, with_sent: bool = False) -> StageCost:
         """Returns all costs; bytes sent are 0 unless asked for."""
         nothing = np.zeros(box.shape)
-        sent, regained = (window.over(box) for window in self._sent) if with_sent else (nothing, nothing)
-        received, returned = (window.over(box) for window in self._received)
+        sent, grads_received = (window.over(box) for window in self._sent) if with_sent else (nothing, nothing)
+        received, grads_sent = (window.over(box) for window in self._received)
         return StageCost(
             self.seconds.over(box),
             received,
-            returned,
+            grads_sent,
             sent,
-            regained,
+            grads_received,
             self._parameters.over(box),
             self._held[0].over(box),
             self._kept.over(box) + (self._held[1].over(box) if self.atoms.saved.is_known else received),

@@ -60,10 +60,10 @@ class Metis(Partitioner):
 def _parts(pymetis: Any, problem: Problem, seed: int) -> Ints:
     """The part of every atom; parts are numbered by the mean position of their atoms."""
     atoms, number = problem.atoms, problem.num_stages
-    source, target = atoms.arrows.item, atoms.arrows.atom
+    source, target = atoms.edges.item, atoms.edges.atom
     ends, others = np.concatenate((source, target)), np.concatenate((target, source))
     by_end = np.lexsort((others, ends))
-    weights = np.tile(_to_integers(atoms.arrow_bytes), 2)[by_end]
+    weights = np.tile(_to_integers(atoms.edge_bytes), 2)[by_end]
     starts = np.searchsorted(ends[by_end], np.arange(len(atoms) + 1))
     slowness = problem.slowness_of[list(problem.placed.ranks)]
     options = pymetis.Options(seed=seed, ncuts=4, niter=20, ufactor=1 + 10 * seed)

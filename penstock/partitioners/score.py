@@ -93,10 +93,10 @@ class Score:
         owner, user = self.ranks[source], self.ranks[target]
         rates = self.problem.cluster.link_rates
         received = sums(user, rates(owner, user).occupied(values.forward[value]), number)
-        returned = sums(user, rates(user, owner).occupied(values.backward[value]), number)
+        grads_sent = sums(user, rates(user, owner).occupied(values.backward[value]), number)
         if self.problem.overlaps:
-            return np.maximum(self.compute_loads, np.maximum(received, returned))
-        return self.compute_loads + received + returned + self._sending() + self._latencies()
+            return np.maximum(self.compute_loads, np.maximum(received, grads_sent))
+        return self.compute_loads + received + grads_sent + self._sending() + self._latencies()
 
     def _sending(self) -> Floats:
         """Seconds to send values that others read, and to receive their gradients, each value once."""
@@ -138,7 +138,7 @@ class Score:
             value, _, target = self.crossing
             kept += sums(target, self.atoms.values.forward[value], number)
         state = tensors.uses.sums(self.stage_of, number, tensors.state)
-        return sums(self.ranks, state + self.problem.in_flight * kept, self.problem.cluster.ranks)
+        return sums(self.ranks, state + self.problem.in_flight_of * kept, self.problem.cluster.ranks)
 
     @cached_property
     def cut_bytes(self) -> float:
@@ -151,7 +151,7 @@ class Score:
 
 
 def lower_bound(problem: Problem) -> float:
-    """Returns seconds that no partition can undercut: an even share of the work, or the longest atoms."""
+    """Returns a lower bound of the bottleneck of any partition: an even share of the work, or the longest atoms."""
     ranks = sorted(set(problem.placed.ranks))
     slowness = problem.slowness_of[ranks]
     atoms = problem.atoms

@@ -24,7 +24,7 @@ from penstock.ir import (
     TrainingState,
     compute_stage_costs,
 )
-from penstock.partitioners import PARTITIONERS, Division, Holding, Partitioner, Problem, by_modules, divide
+from penstock.partitioners import PARTITIONERS, Division, Partitioner, Problem, by_modules, divide
 from penstock.partitioners import find as find_partitioner
 from penstock.passes import lower, verify
 from penstock.planner.options import AUTO, PlanOptions
@@ -323,8 +323,8 @@ def _cut(
     problems = [Problem(measured.graph, measured.profile, replace(cluster, memory=None), placement)]
     if cluster.limits:
         for in_flight in sorted({1, min(count, cluster.ranks)}, reverse=True):
-            holding = Holding(in_flight, options.training)
-            problems.append(Problem(measured.graph, measured.profile, cluster, placement, holding))
+            problem = Problem(measured.graph, measured.profile, cluster, placement, in_flight, options.training)
+            problems.append(problem)
     seen: set[tuple[Partition, Placement]] = set()
     for problem in problems:
         try:

@@ -116,11 +116,11 @@ class Trial:
         sent = [v for node in own for v in node.makes if v.name in outside]
         seconds = sum(problem.profile[node.name].forward + problem.profile[node.name].backward for node in run)
         kept = sum(problem.profile[node.name].memory.kept for node in run) + size(received)
-        copies = 3 if problem.holding.training.optimizer == "adamw" else 1
+        copies = 3 if problem.training.optimizer == "adamw" else 1
         state = self._parameters(run) + copies * self._parameters(run, trained=True)
         load = self._load(seconds * problem.slowness_of[problem.placed.ranks[stage]], received, sent)
         bytes_ = size(received) + size(received, trained=True) + self._parameters(run)
-        return load, state + problem.holding.in_flight * kept, bytes_
+        return load, state + problem.in_flight * kept, bytes_
 
     def _load(self, seconds, received, sent):
         cluster = self.problem.cluster

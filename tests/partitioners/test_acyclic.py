@@ -75,7 +75,7 @@ def test_joined_atoms_still_have_an_order_in_which_they_can_run():
         atoms = Problem(*wild(seed, 30), Cluster(1)).atoms
         joined = atoms.merged(pair_up(atoms, heaviest=8.0))
         assert len(joined) <= len(atoms)
-        assert (joined.arrows.item < joined.arrows.atom).all()
+        assert (joined.edges.item < joined.edges.atom).all()
         assert joined.seconds.sum() == pytest.approx(atoms.seconds.sum())
 
 
@@ -84,4 +84,4 @@ def test_other_orders_can_run_too():
         atoms = Problem(*wild(seed, 30), Cluster(1)).atoms
         for position in other_orders(atoms, 4):
             assert sorted(position.tolist()) == list(range(len(atoms)))
-            assert (position[atoms.arrows.item] < position[atoms.arrows.atom]).all()
+            assert (position[atoms.edges.item] < position[atoms.edges.atom]).all()

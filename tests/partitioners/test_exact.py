@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import PartitionError
 from penstock.ir import Cluster, Placement, TrainingState
-from penstock.partitioners import Holding, Problem, divide
+from penstock.partitioners import Problem, divide
 from tests.partitioners.examples import Trial, outcome, wild
 
 
@@ -29,8 +29,8 @@ def problem_of(seed, num_nodes, placement, cluster):
     ranks = placement.num_ranks if placement else draw.randint(1, 3)
     slowness = tuple(draw.choice([1.0, 1.0, 2.5]) for _ in range(ranks)) if draw.random() < 0.4 else None
     where = Cluster(ranks, slowness=slowness, **cluster)
-    holding = Holding(2, TrainingState("adamw"))
-    return Problem(*wild(seed, num_nodes), where, placement, holding, overlaps=draw.random() < 0.5)
+    memory = {"in_flight": 2, "training": TrainingState("adamw")}
+    return Problem(*wild(seed, num_nodes), where, placement, overlaps=draw.random() < 0.5, **memory)
 
 
 @pytest.mark.untraced

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.graphs import chain
 from penstock.errors import PartitionError
 from penstock.ir import Cluster, Placement, StorageGroup, TrainingState, Update, Value, compute_stage_costs
-from penstock.partitioners import PARTITIONERS, Holding, Problem, divide, find
+from penstock.partitioners import PARTITIONERS, Problem, divide, find
 from tests.partitioners.examples import wild
 
 PLACEMENTS = {
@@ -97,15 +97,15 @@ def test_nodes_are_kept_together_if_asked(name):
 @pytest.mark.untraced
 def test_no_rank_exceeds_its_memory_or_the_error_names_the_shortage(name):
     graph, profile = wild(3, 14)
-    holding = Holding(in_flight=2, training=TrainingState("adamw"))
-    division = divide(name, Problem(graph, profile, Cluster(4, memory=800), holding=holding))
+    memory = {"in_flight": 2, "training": TrainingState("adamw")}
+    division = divide(name, Problem(graph, profile, Cluster(4, memory=800), **memory))
     costs = compute_stage_costs(graph, profile, division.partition, training=TrainingState("adamw"))
     held = [each.total + 2 * kept for each, kept in zip(costs.state, costs.activation_bytes, strict=True)]
     assert max(sum(held[stage] for stage in stages) for stages in division.placement.stages) <= 800
     with pytest.raises(
         PartitionError, match=r"limits of memory \(rank: \d, needs: \d+, limit: 200, short by: \d+, all"
     ):
-        divide(name, Problem(graph, profile, Cluster(4, memory=200), holding=holding))
+        divide(name, Problem(graph, profile, Cluster(4, memory=200), **memory))
 
 
 @pytest.mark.parametrize("given", ["PipeDream", "pipe-dream", "PIPE_DREAM"])

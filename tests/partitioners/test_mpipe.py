@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.graphs import chain
 from penstock.ir import Cluster, Placement
-from penstock.partitioners import Holding, Problem, divide
+from penstock.partitioners import Problem, divide
 from penstock.partitioners.mpipe import MPipe, assign_ranks, block_of, pieces
 
 HEAVY_THEN_LIGHT = [4] * 8 + [1] * 8
@@ -36,7 +36,7 @@ def test_a_given_placement_is_kept():
 
 def test_a_free_placement_is_found_where_loops_and_vees_are_uneven():
     costs = [6, 1, 1, 6, 1, 1, 1, 1, 6, 1, 1, 1]
-    division = divide("mpipe", Problem(*chain(costs), Cluster(3), holding=Holding((1, 1, 1))))
+    division = divide("mpipe", Problem(*chain(costs), Cluster(3), in_flight=(1, 1, 1)))
     assert division.bottleneck_seconds == pytest.approx(sum(costs) / 3)
 
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.graphs import chain
 from penstock.errors import GraphError, PartitionError
 from penstock.ir import Cluster, Placement
-from penstock.partitioners import Holding, Problem, divide, find
+from penstock.partitioners import Problem, divide, find
 
 GRAPH, PROFILE = chain([1, 1, 1, 5, 1, 1, 1, 1, 1])
 
@@ -16,7 +16,7 @@ GRAPH, PROFILE = chain([1, 1, 1, 5, 1, 1, 1, 1, 1])
     ("options", "problem"),
     [
         ({"placement": Placement.vee(2)}, r"the same number of ranks \(placement: 2, cluster: 3\)"),
-        ({"holding": Holding((1, 2))}, r"must be given once per stage \(got: 2, stages: 3\)"),
+        ({"in_flight": (1, 2)}, r"must be given once per stage \(got: 2, stages: 3\)"),
         ({"together": ("1", "2")}, "must be groups of names"),
     ],
 )
@@ -39,9 +39,9 @@ def test_an_unknown_node_to_keep_together_is_answered_with_the_nearest():
 
 
 @pytest.mark.parametrize("wrong", [{"in_flight": 0}, {"in_flight": ()}, {"training": "adamw"}])
-def test_holding_takes_whole_numbers(wrong):
+def test_memory_takes_whole_numbers_and_a_training_state(wrong):
     with pytest.raises(PartitionError):
-        Holding(**wrong)
+        Problem(GRAPH, PROFILE, Cluster(3), **wrong)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,10 @@ def test_a_module_stands_for_its_nodes():
 
 
 def test_a_problem_for_another_placement_keeps_its_atoms():
-    problem = Problem(GRAPH, PROFILE, Cluster(3), holding=Holding(in_flight=(3, 2, 1)))
+    problem = Problem(GRAPH, PROFILE, Cluster(3), in_flight=(3, 2, 1))
     other = problem.on(Placement.vee(3))
     assert other.atoms is problem.atoms
-    assert other.in_flight.tolist() == [3.0] * 6
+    assert other.in_flight_of.tolist() == [3.0] * 6
     assert Problem.stages(GRAPH, PROFILE, 4).num_stages == 4
     with pytest.raises(PartitionError, match="must be a whole number, 1 or more"):
         Problem.stages(GRAPH, PROFILE, 0)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.graphs import chain
 from penstock.ir import Cluster, Link, Placement, TensorSpec, TrainingState, Value, compute_stage_costs
-from penstock.partitioners import Holding, Problem
+from penstock.partitioners import Problem
 from penstock.partitioners.costs import Box, CostRates, Runs
 from penstock.partitioners.score import Score, partition_of
 from penstock.partitioners.search.contiguous import stages_of
@@ -24,8 +24,8 @@ def bounds_at_random(problem, seed):
 def wild_problems(number, knows_held=False, **options):
     for seed in range(number):
         graph, profile = wild(seed, 12, knows_held)
-        holding = Holding(in_flight=(3, 2, 1), training=TrainingState("adamw"))
-        problem = Problem(graph, profile, Cluster(3, bandwidth=7.0, latency=0.5), holding=holding, **options)
+        memory = {"in_flight": (3, 2, 1), "training": TrainingState("adamw")}
+        problem = Problem(graph, profile, Cluster(3, bandwidth=7.0, latency=0.5), **memory, **options)
         if len(problem.atoms) >= 3:
             yield problem, bounds_at_random(problem, seed)
 

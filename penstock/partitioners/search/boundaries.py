@@ -21,11 +21,14 @@ from penstock.partitioners.search.limits import boundary_ranges, least_load, lim
 _FEW_ATOMS = 64
 """atoms up to which branch and bound is tried"""
 _STEPS = 2000
+"""of branch and bound"""
 _TRIALS = 60
+"""limits that the exact test is asked about"""
 _RESTARTS = 5
+"""random boundaries to start from"""
 _MANY_STAGES = 32
 """stages above which there are no random restarts"""
-_EVEN = 0.001
+_BALANCED = 0.001
 """how far, as a share, the busiest rank may be above the mean to need no further search"""
 
 
@@ -95,7 +98,7 @@ class RunTable:
         costs = self.costs
         rows = [rates.slowness[stages] * costs.seconds[starts, ends]]
         if self.has_messages:
-            sizes = (costs.received, costs.returned, costs.sent, costs.regained)[: 2 if rates.overlaps else 4]
+            sizes = (costs.received, costs.grads_sent, costs.sent, costs.grads_received)[: 2 if rates.overlaps else 4]
             for way, size in enumerate(sizes):
                 rows.append(rates.message_seconds(rates.links[stages, way], size[starts, ends]))
             rows = rows if rates.overlaps else [np.sum(rows, axis=0)]
@@ -129,7 +132,7 @@ class RunTable:
 
 
 def search_boundaries(placement: Placement, runs: Runs, rates: CostRates, slack: float) -> tuple[Ints, float]:
-    """Returns the stage of every atom and a load that no cut into runs can undercut; inf if no fitting cut is found."""
+    """Returns the stage of every atom, and a lower bound of the load for cuts into runs; inf if no cut fits."""
     table = RunTable(runs, rates, np.array(placement.ranks))
     bounds, bound = _search(placement, table)
     key = table.key(bounds)
@@ -146,33 +149,36 @@ def shift_equal_shares(placement: Placement, runs: Runs, rates: CostRates, slack
 def shift_boundaries(placement: Placement, runs: Runs, rates: CostRates, bounds: Ints, slack: float = 0.0) -> Ints:
     """Returns given boundaries, shifted until no rank can be relieved, and then to where few bytes cross."""
     table = RunTable(runs, rates, np.array(placement.ranks))
-    bounds = even_out(table, bounds)
+    bounds = balance(table, bounds)
     return save_bytes(table, bounds, table.key(bounds).busiest * (1 + slack))
 
 
 def _search(placement: Placement, table: RunTable) -> tuple[Ints, float]:
-    starts = _starts(table.runs, table.rates)
-    bounds, bound = _branch_and_bound(table, even_out(table, starts[0]))
-    if bound > 0:
-        return bounds, bound
-    for start in (*_without_idle_atoms(placement, table), *starts[1:]):
-        loads = table.loads(table.totals(bounds))
-        if table.key(bounds).excess == 0 and loads.max() <= loads.mean() * (1 + _EVEN):
-            break
-        bounds = min(bounds, even_out(table, start), key=table.key)
-    if table.has_messages or table.has_limits:
-        return bounds, 0.0
-    return _bisect_limits(placement, table, bounds)
-
-
-def _starts(runs: Runs, rates: CostRates) -> list[Ints]:
-    """Boundaries to start from: equal shares, the evenest stages as early and as late as possible, random shares."""
-    number = len(rates.slowness)
+    """The boundaries and a lower bound of the load, 0 if none is proven."""
+    runs, number = table.runs, len(table.ranks)
+    bounds = balance(table, _equal_shares(runs, number))
+    if len(runs.atoms) <= _FEW_ATOMS:
+        key = table.key(bounds)
+        search = _BranchAndBound(table, math.inf if key.excess > 0 else key.busiest, _STEPS)
+        search.extend([0], 0 * table.totals(np.arange(number + 1)))
+        bounds = np.array(search.bounds) if search.bounds else bounds
+        # If the search has ended within its budget, all boundaries were tried: no load is smaller.
+        if search.budget > 0 and (bound := table.key(bounds).busiest) > 0:
+            return bounds, bound
+    # Further boundaries to start from: the most equal stages as early and as late as possible, and random shares.
     most = round_up(least_load(runs.seconds, np.ones(number)))
     early, late = np.array(boundary_ranges(runs.seconds, np.ones(number), most)).T
     restarts = _RESTARTS if number <= _MANY_STAGES else 0
     moves = np.random.default_rng(0).uniform(-0.5, 0.5, (restarts, number + 1))
-    return [_equal_shares(runs, number), early, late, *(_equal_shares(runs, number, move) for move in moves)]
+    random_shares = [_equal_shares(runs, number, move) for move in moves]
+    for start in (*_without_idle_atoms(placement, table), early, late, *random_shares):
+        loads = table.loads(table.totals(bounds))
+        if table.key(bounds).excess == 0 and loads.max() <= loads.mean() * (1 + _BALANCED):
+            break
+        bounds = min(bounds, balance(table, start), key=table.key)
+    if table.has_messages or table.has_limits:
+        return bounds, 0.0
+    return _bisect_limits(placement, table, bounds)
 
 
 def _equal_shares(runs: Runs, number: int, moves: Floats | float = 0.0) -> Ints:
@@ -193,8 +199,8 @@ def _spread(bounds: Ints, number: int) -> Ints:
 def _without_idle_atoms(placement: Placement, table: RunTable) -> list[Ints]:
     """The boundaries that a search finds if atoms without seconds are joined; none if there are no such atoms.
 
-    Of places with no seconds between them only the cheapest stays: without this the search gets lost among cuts that
-    are all equally even.
+    Of places with no seconds between them only the cheapest stays: between cuts that are equally balanced, a search
+    that balances loads finds no direction.
     """
     runs, number = table.runs, len(table.runs.atoms)
     added = runs.seconds.added
@@ -208,7 +214,7 @@ def _without_idle_atoms(placement: Placement, table: RunTable) -> list[Ints]:
     return [places[_search(placement, coarse)[0]]]
 
 
-def even_out(table: RunTable, bounds: Ints) -> Ints:
+def balance(table: RunTable, bounds: Ints) -> Ints:
     """Returns the boundaries after the best shift, repeated until no shift helps."""
     key = table.key(bounds)
     while True:
@@ -299,20 +305,6 @@ def _cheapest_place(table: RunTable, bounds: Ints, at: int, limit: float) -> Int
     return np.concatenate((bounds[:at], [places[best]], bounds[at + 1 :]))
 
 
-def _branch_and_bound(table: RunTable, bounds: Ints) -> tuple[Ints, float]:
-    """The best boundaries if a search through all of them ends within its budget, with their load as a bound.
-
-    Else the best that were found, and 0.
-    """
-    key = table.key(bounds)
-    if len(table.runs.atoms) > _FEW_ATOMS:
-        return bounds, 0.0
-    search = _BranchAndBound(table, math.inf if key.excess > 0 else key.busiest, _STEPS)
-    search.extend([0], 0 * table.totals(np.arange(len(table.ranks) + 1)))
-    bounds = np.array(search.bounds) if search.bounds else bounds
-    return bounds, table.key(bounds).busiest if search.budget > 0 else 0.0
-
-
 class _BranchAndBound:
     """Tries boundaries stage by stage and gives up where no cut better than `best` can follow."""
 
@@ -376,7 +368,7 @@ def _bisect_limits(placement: Placement, table: RunTable, bounds: Ints) -> tuple
         if places is None:
             low = granted if is_last else limit
             continue
-        better = even_out(table, _spread(np.array(places), number))
+        better = balance(table, _spread(np.array(places), number))
         if (reached := table.key(better).busiest) < high:
             bounds, high, granted = better, reached, reached
         elif is_last:

@@ -18,11 +18,13 @@ DENSE = 1000
 _BRIEF = 300
 """the same for a brief search"""
 _AREA = 20_000_000
+"""pairs of places that are compared for all stages together, to bound time and memory"""
 _COLUMNS = 32
+"""ends of runs whose costs are computed at once"""
 
 
 class Cut(NamedTuple):
-    """The stage of every atom, and a load of the busiest rank that no cut into runs can undercut.
+    """The stage of every atom, and a lower bound of the load of the busiest rank for cuts into runs.
 
     An infinite bound means that no cut into runs fits in memory; then the stages are those that come closest.
     """
@@ -32,7 +34,7 @@ class Cut(NamedTuple):
 
 
 def cut_runs(problem: Problem, atoms: Atoms, rates: CostRates, *, slack: float = 0.0, is_brief: bool = False) -> Cut:
-    """Returns runs with the least busy busiest rank and, up to that load times 1 + slack, few bytes.
+    """Returns runs that minimise the load of the busiest rank and, up to that load times 1 + slack, the bytes cut.
 
     Exact for one stage per rank, if there are at most DENSE atoms or if ranks are equal and neither messages nor limits
     matter; exact in seconds for two stages per rank in a loop or a vee without those; else the result of a search, with

@@ -95,7 +95,7 @@ def ideal_levels(atoms: Atoms, inside: Bools, with_sent: bool = False) -> Levels
         "state": _ItemSums.of(with_reader, tensors.uses, tensors.state),
         "saved": _ItemSums.of(with_reader, saved.uses, saved.sizes),
         "received": _ItemSums.of(with_reader, values.uses, values.forward, values.maker),
-        "returned": _ItemSums.of(with_reader, values.uses, values.backward, values.maker),
+        "grads_sent": _ItemSums.of(with_reader, values.uses, values.backward, values.maker),
     }
     if with_sent:
         # Per ideal and value: 1 if it is made inside, and whether an atom outside reads it.
@@ -107,18 +107,18 @@ def ideal_levels(atoms: Atoms, inside: Bools, with_sent: bool = False) -> Levels
     def costs(begins: slice, ends: slice) -> StageCost:
         """The costs of stages: a row per begin, a column per end."""
         shared = {name: each.between(begins, ends) for name, each in sums.items()}
-        sent = regained = 0 * shared["received"]
+        sent = grads_received = 0 * shared["received"]
         if with_sent:
             # Values that are made in the stage and read after it.
-            sent, regained = (
+            sent, grads_received = (
                 (1 - made[begins]) @ (made_and_open[ends] * size).T for size in (values.forward, values.backward)
             )
         return StageCost(
             seconds[ends] - seconds[begins][:, None] + shared["inputs_seconds"],
             shared["received"],
-            shared["returned"],
+            shared["grads_sent"],
             sent,
-            regained,
+            grads_received,
             shared["parameters"],
             shared["state"],
             kept[ends]

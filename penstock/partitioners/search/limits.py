@@ -33,7 +33,7 @@ def least_load(weights: RunWeights, slowness: Floats) -> float:
     """Returns the least load of the busiest stage, with at least one atom in each."""
     low, high, limit, step = 0.0, math.inf, 0.0, 0.01
     while True:
-        is_kept, load = _trial(weights, slowness.tolist(), limit)
+        is_kept, load = _fill_stages(weights, slowness.tolist(), limit)
         if is_kept:
             high = load
         else:
@@ -46,8 +46,11 @@ def least_load(weights: RunWeights, slowness: Floats) -> float:
             limit = (low + high) / 2 if high - low > 1e-9 * high else low
 
 
-def _trial(weights: RunWeights, slowness: list[float], limit: float) -> tuple[bool, float]:
-    """Returns whether the limit can be kept, with the load of the busiest stage or the next limit to try."""
+def _fill_stages(weights: RunWeights, slowness: list[float], limit: float) -> tuple[bool, float]:
+    """Fills stage after stage up to the limit.
+
+    Returns whether all atoms fit, and the load of the busiest stage if they do, else the next limit worth a trial.
+    """
     start, busiest, following, number = 0, 0.0, math.inf, len(weights.added) - 1
     for stage, factor in enumerate(slowness):
         # Every later stage needs an atom.

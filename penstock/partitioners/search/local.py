@@ -1,4 +1,4 @@
-"""Improves a partition by local search: single atoms move to other stages, for a while also at a loss.
+"""Improves a partition by local search: single atoms move to other stages, for some moves also if that is worse.
 
 The best partition seen is returned. An atom may go to any stage from the last one that it reads from to the first one
 that reads it, so every partition in between is acyclic.
@@ -13,17 +13,17 @@ from penstock.partitioners.score import Score
 
 _ROUNDS = 6
 _MOVES = 200
-"""in one pass, fewer for more atoms than _MANY / _MOVES"""
-_MANY = 300_000
+"""in one round; for many atoms fewer, so that moves times atoms stay below _MOVES_TIMES_ATOMS"""
+_MOVES_TIMES_ATOMS = 300_000
 _PATIENCE = 25
-"""moves in a row that may bring nothing"""
+"""moves in a row without an improvement after which a round ends"""
 
 
 def improve(score: Score) -> Score:
-    """Returns the best partition that moves lead to: they even out ranks, then save bytes, repeated while it helps."""
+    """Returns the best partition found by moves that balance the ranks and then save bytes, repeated while it helps."""
     delta = MoveDelta(score.atoms)
     for _ in range(_ROUNDS):
-        better = _save_bytes(_even_out(score), delta)
+        better = _save_bytes(_balance(score), delta)
         if better.key >= score.key:
             break
         score = better
@@ -33,18 +33,18 @@ def improve(score: Score) -> Score:
 def allowed_stages(atoms: Atoms, stage: Ints, num_stages: int) -> tuple[Ints, Ints]:
     """Returns the first and the last stage that every atom may go to."""
     first, last = np.zeros(len(atoms), dtype=np.int64), np.full(len(atoms), num_stages - 1)
-    np.maximum.at(first, atoms.arrows.atom, stage[atoms.arrows.item])
-    np.minimum.at(last, atoms.arrows.item, stage[atoms.arrows.atom])
+    np.maximum.at(first, atoms.edges.atom, stage[atoms.edges.item])
+    np.minimum.at(last, atoms.edges.item, stage[atoms.edges.atom])
     return first, last
 
 
-def _even_out(best: Score) -> Score:
-    """One pass in which every atom moves at most once; each time the move that evens out the ranks most."""
+def _balance(best: Score) -> Score:
+    """One round in which every atom moves at most once; each time the move that balances the ranks most."""
     seconds, ranks, slowness = best.atoms.seconds, best.ranks, best.problem.slowness_of
     stage, is_free, patience = best.stage, np.ones(len(best.atoms), dtype=np.bool_), _PATIENCE
     loads = best.compute_loads
-    for _ in range(min(_MOVES, max(_MANY // len(best.atoms), 20))):
-        found = _evenest_move(best, stage, loads, is_free)
+    for _ in range(min(_MOVES, max(_MOVES_TIMES_ATOMS // len(best.atoms), 20))):
+        found = _best_balancing_move(best, stage, loads, is_free)
         if found is None or not patience:
             break
         atom, target = found
@@ -59,7 +59,7 @@ def _even_out(best: Score) -> Score:
     return best
 
 
-def _evenest_move(score: Score, stage: Ints, loads: Floats, is_free: Bools) -> tuple[int, int] | None:
+def _best_balancing_move(score: Score, stage: Ints, loads: Floats, is_free: Bools) -> tuple[int, int] | None:
     """The atom and the stage that lower the sum of squared loads most; None if nothing that takes time may move."""
     seconds, ranks, slowness = score.atoms.seconds, score.ranks, score.problem.slowness_of
     first, last = allowed_stages(score.atoms, stage, score.num_stages)
@@ -81,7 +81,7 @@ def _evenest_move(score: Score, stage: Ints, loads: Floats, is_free: Bools) -> t
 
 
 def _save_bytes(score: Score, delta: "MoveDelta") -> Score:
-    """Atoms moved to where fewer bytes cross, as long as no rank gets busier than the busiest is."""
+    """Atoms moved to where fewer bytes cross, as long as no rank exceeds the load of the busiest one."""
     seconds, slowness, ranks = score.atoms.seconds, score.problem.slowness_of, score.ranks
     stage_of, limit = score.stage_of.copy(), score.key.busiest * (1 + 1e-12)
     loads = score.compute_loads.copy()
@@ -108,7 +108,7 @@ def _save_bytes(score: Score, delta: "MoveDelta") -> Score:
 
 
 class MoveDelta:
-    """The effect of moving one atom, computed from the values and tensors of that atom alone."""
+    """The bytes that moving one atom changes, computed from the values and tensors of that atom alone."""
 
     def __init__(self, atoms: Atoms) -> None:
         self.atoms = atoms

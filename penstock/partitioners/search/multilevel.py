@@ -13,9 +13,11 @@ from penstock.partitioners.search.contiguous import cut_runs
 from penstock.partitioners.search.local import improve
 
 _ATOMS_PER_STAGE = 8
+"""at most that many are left after joining"""
 _NOISE = (1.0, 1.5, 2.0, 3.0)
 """by how many stages atoms change places in the orders that are tried; by less than one they stay in their stages"""
 _MOST_TURNS, _TURNS_TIMES_ATOMS = 8, 800
+"""turns of the search per attempt, and turns times atoms: few atoms get more turns"""
 _SHARE = 0.25
 """the heaviest atom that is made by joining, as a share of an even stage"""
 
@@ -23,12 +25,12 @@ _SHARE = 0.25
 def search_partitions(problem: Problem, attempts: int) -> Score:
     """Returns the best partition from cuts of several orders, of the atoms as they are and of larger ones."""
     rates = CostRates.of(problem)
-    found = [_cut(problem, problem.atoms, rates.without_messages), _from_coarse(problem, rates)]
+    found = [_cut(problem, problem.atoms, rates.without_messages), _multilevel(problem, rates)]
     found += [cut_in_order(problem, position, rates) for position in other_orders(problem.atoms, attempts)]
     best = min(map(improve, sorted(found)[:3]))
-    # Cut again in orders in which the best partition is one of runs, and in orders that shake it up.
+    # Cut again in orders in which the stages of the best partition are runs, with noise that mixes neighbouring stages.
     random = np.random.default_rng(1)
-    # Few atoms are cut in no time, and then depend on each other too much for one of them to move alone.
+    # Cutting few atoms is fast, and with few atoms moves of single ones seldom help.
     turns = max(attempts, min(_MOST_TURNS * attempts, _TURNS_TIMES_ATOMS // len(best.atoms)))
     for turn in range(turns):
         position = topological_order(
@@ -49,7 +51,7 @@ def cut_in_order(problem: Problem, position: Ints, rates: CostRates, is_brief: b
     return Score(problem, problem.atoms, found.stage[position])
 
 
-def _from_coarse(problem: Problem, rates: CostRates) -> Score:
+def _multilevel(problem: Problem, rates: CostRates) -> Score:
     """A cut of few large atoms, improved at every level while they are taken apart."""
     heaviest = _SHARE * float(problem.atoms.seconds.sum()) / problem.num_stages
     levels, groups = [problem.atoms], []
@@ -107,40 +109,41 @@ def pair_up(atoms: Atoms, heaviest: float) -> Ints:
 
 
 def _match(atoms: Atoms, allowed: Callable[[Atoms, Ints, Ints], Bools]) -> Ints:
-    """Groups of one or two atoms, numbered in an order in which they can run; arrows with most bytes come first."""
-    arrows = atoms.arrows
-    chosen = np.flatnonzero(allowed(atoms, arrows.item, arrows.atom))
-    source, target = arrows.item[chosen], arrows.atom[chosen]
-    by_bytes = np.argsort(-atoms.arrow_bytes[chosen], kind="stable")
+    """Groups of one or two atoms, numbered in an order in which they can run; edges with most bytes come first."""
+    edges = atoms.edges
+    chosen = np.flatnonzero(allowed(atoms, edges.item, edges.atom))
+    source, target = edges.item[chosen], edges.atom[chosen]
+    by_bytes = np.argsort(-atoms.edge_bytes[chosen], kind="stable")
     partner = np.arange(len(atoms))
     for before, after in zip(source[by_bytes].tolist(), target[by_bytes].tolist(), strict=True):
         if partner[before] == before and partner[after] == after:
             partner[before], partner[after] = after, before
     _, group = np.unique(np.minimum(partner, np.arange(len(atoms))), return_inverse=True)
     number = int(group.max()) + 1
-    source, target = group[arrows.item], group[arrows.atom]
-    edges = np.unique(np.stack((source, target))[:, source != target], axis=1)
-    followers = np.split(edges[1], np.searchsorted(edges[0], np.arange(1, number)))
-    return _topological(followers, np.bincount(edges[1], minlength=number), np.arange(number))[group]
+    source, target = group[edges.item], group[edges.atom]
+    group_edges = np.unique(np.stack((source, target))[:, source != target], axis=1)
+    followers = np.split(group_edges[1], np.searchsorted(group_edges[0], np.arange(1, number)))
+    return _topological(followers, np.bincount(group_edges[1], minlength=number), np.arange(number))[group]
 
 
 def _has_one_reader(atoms: Atoms) -> Bools:
-    once: Bools = np.bincount(atoms.arrows.item, minlength=len(atoms)) == 1
+    once: Bools = np.bincount(atoms.edges.item, minlength=len(atoms)) == 1
     return once
 
 
 def _has_one_source(atoms: Atoms) -> Bools:
-    once: Bools = np.bincount(atoms.arrows.atom, minlength=len(atoms)) == 1
+    once: Bools = np.bincount(atoms.edges.atom, minlength=len(atoms)) == 1
     return once
 
 
 def other_orders(atoms: Atoms, number: int) -> list[Ints]:
-    """Returns topological orders with other cuts than the model's own: branch by branch, then at random.
+    """Returns topological orders other than the model's own, which have other cuts: depth-first, then at random.
 
-    Each is a position per atom; the same ones every time.
+    Each is a position per atom. The seed is fixed, so that results are reproducible.
     """
     random = np.random.default_rng(0)
-    return [_branch_by_branch(atoms), *(topological_order(atoms, random.random(len(atoms))) for _ in range(number - 1))]
+    at_random = [topological_order(atoms, random.random(len(atoms))) for _ in range(number - 1)]
+    return [_depth_first_order(atoms), *at_random]
 
 
 def topological_order(atoms: Atoms, priority: Floats) -> Ints:
@@ -165,8 +168,8 @@ def _topological(followers: "list[Ints] | tuple[Ints, ...]", waiting: Ints, prio
     return position
 
 
-def _branch_by_branch(atoms: Atoms) -> Ints:
-    """The order that continues the branch it has just begun."""
+def _depth_first_order(atoms: Atoms) -> Ints:
+    """The position of every atom in a depth-first order, which completes one branch before it begins the next."""
     waiting = [len(found) for found in atoms.predecessors]
     ready = [atom for atom, number in enumerate(waiting) if not number][::-1]
     position = np.empty(len(atoms), dtype=np.int64)
