@@ -1,4 +1,4 @@
-"""flatten_model: a model as a list of modules called one after another; and the part of it that a rank holds."""
+"""A model as a list of modules called one after another, and the part of the list that a rank holds."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -39,8 +39,8 @@ def flatten_model(
 
     Args:
         model: the whole model
-        layer_list: what the model calls, in order: names of modules, modules or functions; a Sequential or ModuleList
-            stands for its elements
+        layer_list: names of modules, modules or functions in the order of their calls; a Sequential or ModuleList
+            is replaced by its elements
         return_list: whether to return a list
     """
     steps = [step for _, step in LayerList(model, layer_list).steps]

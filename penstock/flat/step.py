@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.capture import microbatch_sizes, spec_of
 from penstock.errors import PenstockWarning, RunError
-from penstock.flat.pipeline import FlatPipeline
-from penstock.flat.topology import DATA, TENSOR, topology
+from penstock.flat.topology import DATA, TENSOR, FlatPipeline, topology
 from penstock.ir import Program, as_int
 from penstock.passes import lower
 from penstock.runtime import (
@@ -29,6 +28,7 @@ from penstock.runtime import (
     clip,
     global_norm,
     merge,
+    sent_values,
 )
 from penstock.schedules import build
 
@@ -131,10 +131,10 @@ def _split_inputs(pipeline: FlatPipeline, request: SyncRequest, inputs: Inputs, 
         given = [inputs] if isinstance(inputs, Tensor) else list(inputs or ())
         size = _batch_size(pipeline, given, num_microbatches)
     except RunError as error:
-        raise pipeline.refuse(request, error) from None
+        raise pipeline.engine.refuse(request, error) from None
     # A rank without inputs has no size: minus infinity never is the largest.
     maxes = (-math.inf, -math.inf) if size is None else (float(size), -float(size))
-    largest, smallest = pipeline.agree(request, SyncVote(maxes=maxes)).maxes[:2]
+    largest, smallest = pipeline.engine.sync.exchange(request, SyncVote(maxes=maxes)).maxes[:2]
     if largest != -smallest:
         error = RunError("all ranks must have batches of the same size", sizes=(int(-smallest), int(largest)))
         error.is_shared = True
@@ -186,7 +186,7 @@ class _FunctionStage(UserStage):
         own = self._backward
         if not self._is_last:
             values = self._values_to_send(output)
-            return StageOutput(values, backward=None if own is None else partial(_backward_by, own, output, values))
+            return StageOutput(values, backward=None if own is None else partial(_call_backward, own, output, values))
         self.results[microbatch] = _detached(output)
         if not torch.is_grad_enabled():
             return StageOutput(())
@@ -195,7 +195,7 @@ class _FunctionStage(UserStage):
         return StageOutput((), loss=partial(_loss, output))
 
     def _values_to_send(self, output: Any) -> list[Tensor]:
-        values = _tensors(output)
+        values = sent_values(output)
         expected = self._dtype
         unexpected = {value.dtype for value in values if value.is_floating_point()} - {expected}
         if expected is not None and unexpected:
@@ -205,18 +205,6 @@ class _FunctionStage(UserStage):
         return values
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    """The values that a stage sends on."""
-    values = [output] if isinstance(output, Tensor) else output
-    if not isinstance(values, list | tuple) or not values or not all(isinstance(value, Tensor) for value in values):
-        raise RunError(
-            "the forward of a stage must return a tensor, or a list or tuple of tensors",
-            got=type(output).__name__,
-            hint="return what the next stage needs; the last stage may return anything",
-        )
-    return list(values)
-
-
 def _detached(output: Any) -> Any:
     """Detached from the autograd graph."""
     if isinstance(output, Tensor):
@@ -224,7 +212,7 @@ def _detached(output: Any) -> Any:
     return type(output)(map(_detached, output)) if type(output) in (list, tuple) else output
 
 
-def _backward_by(
+def _call_backward(
     own_backward: BackwardFn, output: Any, values: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> None:
     """Call the caller's backward; the gradient of a value that the loss does not depend on is zero."""
@@ -270,8 +258,8 @@ def clip_grad_norm_(
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [parameter.grad for parameter in dict.fromkeys(given) if parameter.grad is not None]
     request = SyncRequest("clip_grad_norm_", pipeline.num_calls, f"{limit:g}, {power:g}")
-    norm = global_norm(pipeline.sync, request, gradients, power)
-    pipeline.sync.close()
+    norm = global_norm(pipeline.engine.sync, request, gradients, power)
+    pipeline.engine.sync.close()
     if error_if_nonfinite and not norm.isfinite():
         raise RunError("the gradient norm is not finite", norm=float(norm), norm_type=power)
     clip(gradients, norm, limit)

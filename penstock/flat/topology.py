@@ -1,7 +1,8 @@
-"""The topology of all processes: a grid of named dimensions (data, pipe, tensor) and the process groups along each."""
+"""The topology: all processes as a grid of named dimensions (data, pipe, tensor), and the groups along each."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partialmethod
 from itertools import product
@@ -10,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.errors import RunError
-from penstock.flat.pipeline import FlatPipeline
 from penstock.ir import as_int, is_finite
-from penstock.runtime import Agreement, ProcessGroups, RankMonitor, RankSync
+from penstock.launch import group_device
+from penstock.runtime import Agreement, ProcessGroups, RankMonitor, RankSync, UserStageEngine, watch_step
 
 DEADLINE_SECONDS = 60.0
 DATA, PIPE, TENSOR = "data", "pipe", "tensor"
@@ -56,9 +57,18 @@ class Grid:
         model = (MODEL,) if {PIPE, TENSOR} & set(self.names) else ()
         return (*self.names, *model, WORLD)
 
+    def check_kind(self, kind: str) -> None:
+        """Raise a RunError if there are no groups of that name."""
+        if kind not in self.kinds:
+            known = ", ".join(self.kinds)
+            raise RunError("the topology has no such dimension", name=repr(kind), known=known, hint=_EXAMPLE)
+
     def groups(self, kind: str) -> tuple[tuple[int, ...], ...]:
         """The ranks of each group of a kind: those that differ only in its dimensions."""
-        along = self._along(kind)
+        self.check_kind(kind)
+        along = {kind}
+        if kind in (MODEL, WORLD):
+            along = set(self.names) - ({DATA} if kind == MODEL else set())
         ranks: dict[tuple[int, ...], list[int]] = {}
         """by position in the other dimensions"""
         for rank, position in enumerate(product(*map(range, self.sizes))):
@@ -69,13 +79,6 @@ class Grid:
     def group_of(self, kind: str, rank: int) -> tuple[int, ...]:
         """The ranks of the group of that kind that contains a rank."""
         return next(group for group in self.groups(kind) if rank in group)
-
-    def _along(self, kind: str) -> set[str]:
-        if kind not in self.kinds:
-            raise RunError("no such group", name=repr(kind), known=", ".join(self.kinds), hint=_EXAMPLE)
-        if kind == WORLD:
-            return set(self.names)
-        return set(self.names) - {DATA} if kind == MODEL else {kind}
 
 
 def _dimension(entry: Sequence[object]) -> tuple[str, int]:
@@ -88,6 +91,39 @@ def _dimension(entry: Sequence[object]) -> tuple[str, int]:
     if count is None or count < 1:
         raise RunError("the size of a dimension must be a whole number, 1 or more", dimension=name, size=repr(size))
     return name, count
+
+
+class FlatPipeline:
+    """The pipeline of this process. Each call of forward_backward is numbered, alike on all of its ranks."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        assert groups.monitor is not None
+        self.groups, self._monitor = groups, groups.monitor
+        self.engine = UserStageEngine(groups, group_device(groups.group), groups.num_ranks)
+        self.num_calls = 0
+        self.replicated: dict[Any, None] | None = None
+        """DDP modules that computed gradients in the present call; None between calls"""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the first stage."""
+        return self.groups.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self.groups.rank == self.groups.num_ranks - 1
+
+    @contextmanager
+    def call(self, is_training: bool) -> Iterator[int]:
+        """Run a call and yield its number; an error names the call and is reported to the other ranks."""
+        number, self.num_calls = self.num_calls, self.num_calls + 1
+        self.replicated = {}
+        try:
+            with watch_step(self._monitor, number, is_training):
+                yield number
+        finally:
+            self.replicated = None
 
 
 class Topology:
@@ -214,9 +250,7 @@ class Topology:
         if self._grid is None:
             hint = "topology.setup_process_groups([('pipe', dist.get_world_size())])"
             raise RunError("setup_process_groups must be called first", hint=hint)
-        if mode not in self._grid.kinds:
-            known = ", ".join(self._grid.kinds)
-            raise RunError("the topology has no such dimension", name=repr(mode), known=known)
+        self._grid.check_kind(mode)
         return self._grid
 
 

@@ -4,9 +4,15 @@
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_fn)
     schedule.step(x) on the first rank, schedule.step(target=y, losses=losses) on the last, schedule.step() elsewhere
 
-A stage is a module on its own rank (`stage.py`), written by hand or cut out of a recorded model by `pipeline`
-(`pipe.py`). `schedules.py` has the schedule classes, `microbatch.py` the chunk specs, `loss.py` the weights of losses,
-and `actions.py` the custom functions that replace actions.
+A stage is a module on its own rank, written by hand or cut out of a recorded model by `pipeline`. Files in reading
+order:
+
+    stage.py         PipelineStage: a module, its index, its process group
+    pipe.py          pipeline: records a model and cuts it into such modules
+    schedules.py     the schedule classes, whose `step` runs a batch through the stages
+    microbatch.py    chunk specs: how arguments are split and outputs are merged
+    loss.py          the loss of each microbatch and its weight
+    actions.py       actions under torch's names, and custom functions that replace them
 """
 
 from penstock.pipelining.microbatch import TensorChunkSpec

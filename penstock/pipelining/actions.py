@@ -1,4 +1,4 @@
-"""Actions of a schedule under torch's names, and the context of custom functions."""
+"""Actions of a schedule under torch's names, and custom functions that replace them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

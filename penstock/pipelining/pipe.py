@@ -1,4 +1,4 @@
-"""`pipeline` records a model and cuts it into stage modules, each of which returns what later stages need."""
+"""`pipeline` records a model and cuts it into stage modules; each returns the values that later stages read."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -54,7 +54,7 @@ def pipeline(
         mb_args: positional arguments of the model for one microbatch, whose values do not matter
         mb_kwargs: keyword arguments of the model for one microbatch
         split_spec: where to cut, by module name; None: where the forward calls `pipe_split`
-        split_policy: must be None; a parameter of torch's, which changes an exported graph
+        split_policy: must be None: in torch it changes the exported graph, and nothing is exported here
 
     Returns:
         The model cut into stages.
@@ -69,7 +69,7 @@ def pipeline(
             hint='split_spec={"layers.2": SplitPoint.BEGINNING}, or pipe_split() in the forward',
         )
     args, kwargs = tuple(mb_args), dict(mb_kwargs or {})
-    points = _marked_points(module, args, kwargs) if split_spec is None else list(split_spec.items())
+    points = _split_points(module, args, kwargs) if split_spec is None else list(split_spec.items())
     for name, point in points:
         # torch's own enumeration has the same members.
         if getattr(point, "name", None) not in SplitPoint.__members__:
@@ -77,7 +77,7 @@ def pipeline(
     words = [name.split(".") for name, _ in points]
     opened = frozenset(".".join(parts[:end]) for parts in words for end in range(1, len(parts)))
     captured = capture(module, args, kwargs, Granularity(opened=opened))
-    indices = {_node_index(captured.graph, name, point.name) for name, point in points}
+    indices = {_first_node_after(captured.graph, name, point.name) for name, point in points}
     if split_spec is None and len(indices) < len(points):
         raise PartitionError(
             "the forward must call a module between two calls of pipe_split",
@@ -88,7 +88,7 @@ def pipeline(
     return Pipe(captured, cut_at(captured.graph, sorted(indices)))
 
 
-def _node_index(graph: Graph, module: str, point: str) -> int:
+def _first_node_after(graph: Graph, module: str, point: str) -> int:
     """The index of the first node after a split point."""
     is_inside = [node.module == module or node.module.startswith(f"{module}.") for node in graph.nodes]
     if not any(is_inside):
@@ -97,7 +97,7 @@ def _node_index(graph: Graph, module: str, point: str) -> int:
     return is_inside.index(True) if point == "BEGINNING" else len(is_inside) - is_inside[::-1].index(True)
 
 
-def _marked_points(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, SplitPoint]]:
+def _split_points(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, SplitPoint]]:
     """The modules next to the calls of pipe_split in the model's forward."""
     with capture(model, args, kwargs).isolated(), torch.no_grad(), _logged_calls(model) as events:
         model(*args, **kwargs)
@@ -168,7 +168,7 @@ class TracedStage(Stage):
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Run the stage. Only the first takes keyword arguments; it passes on those that later stages read."""
         captured, index = self._captured[0], self.stage_index
-        recording = self._own_recording()
+        recording = self._example_recording()
         graph = recording.graph
         passed = self._passed.get(recording)
         if passed is None:
@@ -195,7 +195,7 @@ class TracedStage(Stage):
         sent = tuple(values[name] for name in passed[index])
         return sent[0] if len(sent) == 1 else sent
 
-    def _own_recording(self) -> Recording:
+    def _example_recording(self) -> Recording:
         """The recording of the example for the present mode (train or eval), made in the first forward of a mode."""
         mode = self.training
         if mode not in self._recordings:
@@ -211,7 +211,7 @@ class TracedStage(Stage):
 
     def check_microbatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise a RunError if the first stage was not recorded for arguments of these shapes."""
-        recording = self._own_recording()
+        recording = self._example_recording()
         values = self._captured[0].inputs(args, kwargs)
         known = {value.name for value in recording.graph.inputs}
         if values.keys() != known:
@@ -324,7 +324,7 @@ class Pipe:
         return build_stage(self.get_stage_module(stage_index), stage_index, self.info(), device, group)
 
     def info(self) -> PipeInfo:
-        """What `build_stage` needs besides the module."""
+        """The number of stages and the parameters that several stages use, for `build_stage`."""
         users: dict[nn.Parameter, tuple[str, set[int]]] = {}
         for index, nodes in enumerate(self._partition.runs(self._captured.graph)):
             for name in sorted({name for node in nodes for name in node.parameters}):

@@ -42,6 +42,7 @@ from penstock.runtime import (
     TiedReducer,
     UserStage,
     UserStageEngine,
+    sent_values,
     watch_step,
 )
 from penstock.schedules import build
@@ -62,7 +63,7 @@ class _Step:
     outputs: dict[int, Any] = field(default_factory=dict)
 
 
-class _Given(NamedTuple):
+class _StepArguments(NamedTuple):
     """The arguments of a call of `step` or `eval` on this rank."""
 
     args: tuple[Any, ...]
@@ -142,6 +143,7 @@ class _PipelineSchedule:
     def pipeline_order_with_comms(self) -> dict[int, list[_Action]]:
         """The actions of every rank in a training step, including messages."""
         rows = enumerate(self._program(True).orders)
+        # torch has no action that frees memory.
         return {rank: [as_torch_action(action) for action in row if action.kind is not Kind.FREE] for rank, row in rows}
 
     def step(
@@ -214,7 +216,7 @@ class _PipelineSchedule:
             # A step that failed may have left losses.
             self._loss.end()
         with watch_step(engine.groups.monitor, number, is_training):
-            given = _Given(args, kwargs, target, losses, keeps_outputs, loss_kwargs or {})
+            given = _StepArguments(args, kwargs, target, losses, keeps_outputs, loss_kwargs or {})
             program, step, shapes = self._begin(request, engine, given, last, is_training)
             if self._loss is not None and step.targets is not None:
                 self._loss.begin(step.targets, is_training, given.loss_kwargs)
@@ -247,7 +249,7 @@ class _PipelineSchedule:
         self,
         request: SyncRequest,
         engine: UserStageEngine,
-        given: _Given,
+        given: _StepArguments,
         last: PipelineStage | None,
         is_training: bool,
     ) -> tuple[Program, _Step, Hashable]:
@@ -261,7 +263,7 @@ class _PipelineSchedule:
             if is_training and not torch.is_grad_enabled():
                 raise RunError("step must be called with gradients enabled", hint="eval(...), or step without no_grad")
             program = self._program(is_training)
-            self._check_given(given, last, is_training)
+            self._check_arguments(given, last, is_training)
             # As in torch, arguments by position are those of the first stage; others receive their inputs.
             own_args = given.args if is_first else ()
             specs = self._args_chunk_spec if is_first else None
@@ -282,11 +284,9 @@ class _PipelineSchedule:
                     raise RunError(problem, got=len(rows), hint="tensors with one row per sample")
             digest = self._digest(step)
         except Exception as error:
-            shared = error if isinstance(error, PenstockError) else RunError(f"{type(error).__name__}: {error}")
-            engine.sync.refuse(request, shared)
-            shared = shared.at(rank=engine.groups.rank) if isinstance(shared, RunError) else shared
-            shared.is_shared = True
-            raise shared from error.__cause__
+            own_error = error if isinstance(error, PenstockError) else RunError(f"{type(error).__name__}: {error}")
+            raise engine.refuse(request, own_error) from error.__cause__
+        # Only the first stage is given all samples; a rank without them must not affect the maximum.
         maxes = (float(samples) if is_first and samples is not None else -float("inf"),)
         agreement = Agreement.of_step(program, [], f"{request.name} on {count} microbatches")
         result = engine.sync.exchange(request, SyncVote(agreement, maxes=maxes, content=(digest, *rows)))
@@ -302,8 +302,8 @@ class _PipelineSchedule:
             step.targets = split_target(given.target, microbatch_sizes(int(all_samples), count), count)
         return program, step, tuple(digest for digest, *_ in contents)
 
-    def _check_given(self, given: _Given, last: PipelineStage | None, is_training: bool) -> None:
-        """Raise a RunError if this rank cannot make a step of its arguments."""
+    def _check_arguments(self, given: _StepArguments, last: PipelineStage | None, is_training: bool) -> None:
+        """Raise a RunError if this rank cannot run a step with its arguments."""
         if given.losses is not None and not isinstance(given.losses, list):
             raise RunError("losses must be a list", got=type(given.losses).__name__)
         if not isinstance(given.loss_kwargs, dict) or not all(isinstance(name, str) for name in given.loss_kwargs):
@@ -376,7 +376,11 @@ class _PipelineSchedule:
                 schedule = order if isinstance(order, Schedule) else order.schedule
                 passes: tuple[str, ...] = ("add_transfers", "hoist_receives")
                 if is_training:
-                    passes = (*DEFAULT_PASSES, "add_shard_moves") if self._has_shard_moves() else DEFAULT_PASSES
+                    # Sharded stages need unshard and reshard actions, and custom functions may replace them.
+                    modules = [module for stage in self._stages for module in stage.submod.modules()]
+                    has_shards = any(hasattr(module, "unshard") for module in modules)
+                    has_shards |= bool({_ComputationType.UNSHARD, _ComputationType.RESHARD} & set(self._functions))
+                    passes = (*DEFAULT_PASSES, "add_shard_moves") if has_shards else DEFAULT_PASSES
                 program = lower(schedule if is_training else schedule.forwards(), passes=passes)
             verify(program)
             if is_training and program.is_forward_only:
@@ -384,18 +388,12 @@ class _PipelineSchedule:
             self._programs[key] = program
         return self._programs[key]
 
-    def _has_shard_moves(self) -> bool:
-        """Whether programs need unshard and reshard actions: for sharded stages, or for custom functions."""
-        types = {_ComputationType.UNSHARD, _ComputationType.RESHARD}
-        modules = [module for stage in self._stages for module in stage.submod.modules()]
-        return bool(types & set(self._functions)) or any(hasattr(module, "unshard") for module in modules)
-
     def _started_engine(self) -> UserStageEngine:
         """The engine of this rank, made in the first step: that is a collective call."""
         if self._engine is None:
             first = self._stages[0]
             groups = _process_groups(first.group, self.deadline_seconds)
-            stages = {stage.stage_index: _Stage(stage, self) for stage in self._stages}
+            stages = {stage.stage_index: _ScheduleStage(stage, self) for stage in self._stages}
             engine = UserStageEngine(groups, first.device, self._num_stages, stages)
             options = {
                 "schedule": type(self).__name__,
@@ -417,8 +415,8 @@ class _PipelineSchedule:
         return self._engine
 
 
-class _Stage(UserStage):
-    """A stage of a schedule, as the engine calls it."""
+class _ScheduleStage(UserStage):
+    """Runs a PipelineStage on the microbatches of the schedule's present step."""
 
     def __init__(self, stage: PipelineStage, schedule: _PipelineSchedule) -> None:
         self._stage, self._schedule = stage, schedule
@@ -432,7 +430,7 @@ class _Stage(UserStage):
             stage.check_values(args, stage.input_args, "inputs")
         output = stage.submod(*args, **step.kwargs[microbatch])
         if not stage.is_last:
-            values = _sent_values(output)
+            values = sent_values(output)
             stage.check_values(values, stage.output_args, "outputs")
             return StageOutput(values)
         if step.keeps_outputs:
@@ -529,13 +527,11 @@ class PipelineScheduleMulti(_PipelineSchedule):
 
         Args:
             stages: the stages of this rank, in any order
-            n_microbatches: number of microbatches that every batch is split into
-            loss_fn: called with the output and the target of a microbatch on the rank of the last stage; None: `step`
-                runs forwards only
-            args_chunk_spec: how positional arguments are split, a TensorChunkSpec or None each; None: tensors along
-                dimension 0
-            kwargs_chunk_spec: how keyword arguments are split, by name
-            output_merge_spec: how outputs of microbatches are merged; None: tensors along dimension 0
+            n_microbatches: as in PipelineScheduleSingle
+            loss_fn: as in PipelineScheduleSingle
+            args_chunk_spec: as in PipelineScheduleSingle
+            kwargs_chunk_spec: as in PipelineScheduleSingle
+            output_merge_spec: as in PipelineScheduleSingle
             use_full_backward: deprecated and without effect, as in torch
             scale_grads: as in PipelineScheduleSingle
             backward_requires_autograd: must be True
@@ -590,7 +586,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
 
 
 class _PipelineScheduleRuntime(PipelineScheduleMulti):
-    """A name of torch's; here every PipelineScheduleMulti runs orders with messages and custom functions."""
+    """A class name of torch: here every PipelineScheduleMulti runs orders with messages and custom functions."""
 
 
 class ScheduleLoopedBFS(_PipelineScheduleRuntime):
@@ -683,17 +679,6 @@ def _read_order(path_or_text: Path | str, format_name: str) -> Schedule | Progra
         raise ScheduleError("messages must be between neighbouring stages", edges=program.cuts.edges)
     verify(program)
     return program
-
-
-def _sent_values(output: Any) -> list[Tensor]:
-    values = [output] if isinstance(output, Tensor) else output
-    if not isinstance(values, list | tuple) or not values or not all(isinstance(value, Tensor) for value in values):
-        raise RunError(
-            "a stage must return a tensor, or a list or tuple of tensors",
-            got=type(output).__name__,
-            hint="return what the next stage needs; the last stage may return anything",
-        )
-    return list(values)
 
 
 def _detached(leaf: object) -> object:

@@ -38,7 +38,7 @@ from penstock.runtime.transports import (
     Transport,
     make_transport,
 )
-from penstock.runtime.user_stages import StageOutput, UserStage, UserStageEngine
+from penstock.runtime.user_stages import StageOutput, UserStage, UserStageEngine, sent_values
 
 __all__ = [
     "INPUTS",
@@ -100,6 +100,7 @@ __all__ = [
     "mesh_sizes",
     "message_key",
     "parse_json",
+    "sent_values",
     "shard_like",
     "unsaved_buffer_names",
     "watch_step",

@@ -1,8 +1,8 @@
 """Runs hand-written stages: functions or modules that exist on their own rank only, and are called as a whole.
 
-Such stages form a chain: each receives what the one before it returned. They are not recorded, so the shapes of their
-messages are known only once they have run. In the first step with inputs of some shapes every message has a header
-(`transports/described.py`); later steps with such inputs send the tensors alone. Orders, compiled actions, split
+Such stages form a chain: each receives the values that the previous one returned. They are not recorded, so the shapes
+of their messages are known only once they have run. In the first step with inputs of some shapes every message has a
+header (`transports/described.py`); later steps with such inputs send the tensors alone. Orders, compiled actions, split
 backward and transports are those of recorded stages.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.capture import LruCache, spec_of
-from penstock.errors import RunError
+from penstock.errors import PenstockError, RunError
 from penstock.ir import Crossing, Cuts, Program, TensorSpec, Value
 from penstock.launch import one_line
 from penstock.runtime.compile import Edges, compile_rank
@@ -43,6 +43,18 @@ class StageOutput(NamedTuple):
     """of the last stage: computes the loss that backward starts from, and the factor of its gradient"""
     backward: Callable[[Sequence[Tensor | None]], object] | None = None
     """called with the gradients of `values` in place of autograd's backward"""
+
+
+def sent_values(output: Any) -> list[Tensor]:
+    """The values that a stage sends to the next one, from the output of its forward."""
+    values = [output] if isinstance(output, Tensor) else output
+    if not isinstance(values, list | tuple) or not values or not all(isinstance(value, Tensor) for value in values):
+        raise RunError(
+            "the forward of a stage must return a tensor, or a list or tuple of tensors",
+            got=type(output).__name__,
+            hint="return the values that the next stage reads; the last stage may return anything",
+        )
+    return list(values)
 
 
 class UserStage(ABC):
@@ -242,6 +254,16 @@ class UserStageEngine:
         self._specs: LruCache[Hashable, _Specs] = LruCache(_MAX_COMPILED)
         self._failure = ""
         """why no more steps can be taken"""
+
+    def refuse(self, request: SyncRequest, error: PenstockError) -> PenstockError:
+        """Report an error of this rank to the others, which raise it too; returns the error to raise here. Collective.
+
+        A rank calls it in place of `sync.exchange`, if it cannot take part in the step.
+        """
+        self.sync.refuse(request, error)
+        shared = error.at(rank=self.groups.rank) if isinstance(error, RunError) else error
+        shared.is_shared = True
+        return shared
 
     def execute(
         self,
